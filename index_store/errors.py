@@ -1,0 +1,118 @@
+"""Every error a stored context can raise. Each carries a stable reason that the service passes on to clients."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class SparseKVError(Exception):
+    """Base of all errors raised on bad input or bad data.
+
+    The message says what was found, what was expected and what to do. `reason` is stable and machine-readable
+    (UPPER_SNAKE_CASE, unique per class); `metadata` holds the values named in the message.
+    """
+
+    reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+
+
+class InvalidArgumentError(SparseKVError):
+    """A parameter is out of its documented range or cannot be parsed."""
+
+    reason = "INVALID_ARGUMENT"
+
+
+class StoreError(SparseKVError):
+    """The store's folder cannot be used (missing, not writable, not a store)."""
+
+    reason = "STORE_UNUSABLE"
+
+
+class StoreFullError(StoreError):
+    """The disk filled up while a context was written; nothing visible was left."""
+
+    reason = "STORE_FULL"
+
+
+class ContextNotFoundError(SparseKVError):
+    reason = "CONTEXT_NOT_FOUND"
+
+
+class ContextAmbiguousError(SparseKVError):
+    """A name or an id prefix fits more than one context."""
+
+    reason = "CONTEXT_AMBIGUOUS"
+
+
+class ContextExpiredError(SparseKVError):
+    reason = "CONTEXT_EXPIRED"
+
+
+class ContextCorruptError(SparseKVError):
+    """Stored bytes are not what was written; the message names file and array."""
+
+    reason = "CONTEXT_CORRUPT"
+
+
+class ChecksumError(ContextCorruptError):
+    """A chunk's crc32c differs from the stored one."""
+
+    reason = "CHECKSUM_MISMATCH"
+
+
+class TruncatedChunkError(ContextCorruptError):
+    """A chunk file is shorter or longer than its array says."""
+
+    reason = "CHUNK_TRUNCATED"
+
+
+class MissingChunkError(ContextCorruptError):
+    """A chunk file that the manifest promises is not there."""
+
+    reason = "CHUNK_MISSING"
+
+
+class ManifestError(ContextCorruptError):
+    """The manifest cannot be parsed; the message names field, value and path."""
+
+    reason = "MANIFEST_INVALID"
+
+
+class FormatVersionError(SparseKVError):
+    """The context was written by a newer (or unknown) format version."""
+
+    reason = "FORMAT_VERSION_UNSUPPORTED"
+
+
+class ModelMismatchError(SparseKVError):
+    """The context was prefilled by another model or tokenizer."""
+
+    reason = "MODEL_MISMATCH"
+
+
+class DtypeMismatchError(SparseKVError):
+    """The context's keys and values are stored in another dtype than the engine runs with."""
+
+    reason = "DTYPE_MISMATCH"
+
+
+class ModelUnsupportedError(SparseKVError):
+    """The model folder is missing files or its architecture cannot be served."""
+
+    reason = "MODEL_UNSUPPORTED"
+
+
+class MethodUnsupportedError(SparseKVError):
+    """The method is unknown, or the context has no index that it can use."""
+
+    reason = "METHOD_UNSUPPORTED"
+
+
+class MemoryBudgetError(SparseKVError):
+    """A context does not fit into the memory budget, even with everything else evicted."""
+
+    reason = "MEMORY_BUDGET_EXCEEDED"
