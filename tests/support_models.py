@@ -1,0 +1,109 @@
+"""Tiny random Hugging Face model folders for the tests: Llama, Qwen2, Qwen3 and Mistral, with a byte-level tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+END_TOKEN = "<|endoftext|>"
+BEGIN_TOKEN = "<|begin|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '\\nQuestion: ' + message['content'] + '\\nAnswer:' }}{% endfor %}"
+)
+
+
+def write_tokenizer(
+    folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, add_begin: bool = False
+) -> int:
+    """Writes a byte-level tokenizer (one token per byte, no merges) and returns its vocabulary size, 259.
+
+    `add_begin` makes the tokenizer put `<|begin|>` before every text, as Llama 3 does.
+    """
+    specials = [END_TOKEN, "<|pad|>", BEGIN_TOKEN]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate([*specials, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    if add_begin:
+        begin = vocab[BEGIN_TOKEN]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{BEGIN_TOKEN} $A", special_tokens=[(BEGIN_TOKEN, begin)]
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_TOKEN,
+        "pad_token": "<|pad|>",
+        "clean_up_tokenization_spaces": False,
+    }
+    if add_begin:
+        settings["bos_token"] = BEGIN_TOKEN
+    if chat_template is not None:
+        settings["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return len(vocab)
+
+
+def write_model_folder(
+    folder: Path,
+    family: str = "llama",
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    query_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    max_positions: int = 4096,
+    dtype: torch.dtype = torch.float32,
+    initializer_range: float = 0.2,
+    seed: int = 0,
+    chat_template: str | None = CHAT_TEMPLATE,
+    add_begin: bool = False,
+    **overrides: object,
+) -> Path:
+    """Writes config, random safetensors weights and tokenizer; returns `folder`.
+
+    The wide `initializer_range` makes attention peaked and next tokens distinct, as in a trained model.
+    `overrides` replace entries of the configuration (for example `sliding_window=16`).
+    """
+    vocab_size = write_tokenizer(folder, chat_template=chat_template, add_begin=add_begin)
+    settings: dict[str, object] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": query_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": max_positions,
+        "initializer_range": initializer_range,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 1,
+        "tie_word_embeddings": False,
+    }
+    if family == "mistral":
+        settings["sliding_window"] = None
+    settings.update(overrides)
+    transformers_logging.disable_progress_bar()
+    generator_state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # fresh norms are all ones, which would hide a norm that is not applied
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    finally:
+        torch.set_rng_state(generator_state)
+    model.to(dtype).save_pretrained(folder)
+    return folder
