@@ -1,0 +1,129 @@
+import datetime
+
+from google.api import client_pb2 as _client_pb2
+from google.api import field_behavior_pb2 as _field_behavior_pb2
+from google.api import resource_pb2 as _resource_pb2
+from google.protobuf import empty_pb2 as _empty_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Context(_message.Message):
+    __slots__ = ("name", "display_name", "model", "architecture", "token_count", "dtype", "kv_bytes", "index_bytes", "state", "state_message", "create_time", "expire_time", "resident", "methods", "default_method", "indexes", "dense_layers")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Context.State]
+        READY: _ClassVar[Context.State]
+        EXPIRED: _ClassVar[Context.State]
+        CORRUPT: _ClassVar[Context.State]
+    STATE_UNSPECIFIED: Context.State
+    READY: Context.State
+    EXPIRED: Context.State
+    CORRUPT: Context.State
+    class Index(_message.Message):
+        __slots__ = ("name", "kind", "parameters", "bytes_per_token", "layers")
+        class ParametersEntry(_message.Message):
+            __slots__ = ("key", "value")
+            KEY_FIELD_NUMBER: _ClassVar[int]
+            VALUE_FIELD_NUMBER: _ClassVar[int]
+            key: str
+            value: str
+            def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        KIND_FIELD_NUMBER: _ClassVar[int]
+        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+        BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+        LAYERS_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        kind: str
+        parameters: _containers.ScalarMap[str, str]
+        bytes_per_token: float
+        layers: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., parameters: _Optional[_Mapping[str, str]] = ..., bytes_per_token: _Optional[float] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DISPLAY_NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    STATE_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    METHODS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_METHOD_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    DENSE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    display_name: str
+    model: str
+    architecture: str
+    token_count: int
+    dtype: str
+    kv_bytes: int
+    index_bytes: int
+    state: Context.State
+    state_message: str
+    create_time: _timestamp_pb2.Timestamp
+    expire_time: _timestamp_pb2.Timestamp
+    resident: bool
+    methods: _containers.RepeatedScalarFieldContainer[str]
+    default_method: str
+    indexes: _containers.RepeatedCompositeFieldContainer[Context.Index]
+    dense_layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., display_name: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., token_count: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., state: _Optional[_Union[Context.State, str]] = ..., state_message: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., resident: bool = ..., methods: _Optional[_Iterable[str]] = ..., default_method: _Optional[str] = ..., indexes: _Optional[_Iterable[_Union[Context.Index, _Mapping]]] = ..., dense_layers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetContextRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ListContextsRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListContextsResponse(_message.Message):
+    __slots__ = ("contexts", "next_page_token")
+    CONTEXTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    contexts: _containers.RepeatedCompositeFieldContainer[Context]
+    next_page_token: str
+    def __init__(self, contexts: _Optional[_Iterable[_Union[Context, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class DeleteContextRequest(_message.Message):
+    __slots__ = ("name", "allow_missing")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_MISSING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    allow_missing: bool
+    def __init__(self, name: _Optional[str] = ..., allow_missing: bool = ...) -> None: ...
+
+class WarmContextRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class WarmContextResponse(_message.Message):
+    __slots__ = ("context", "already_resident", "load_ns")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    ALREADY_RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    LOAD_NS_FIELD_NUMBER: _ClassVar[int]
+    context: Context
+    already_resident: bool
+    load_ns: int
+    def __init__(self, context: _Optional[_Union[Context, _Mapping]] = ..., already_resident: bool = ..., load_ns: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,150 @@
+from google.api import field_behavior_pb2 as _field_behavior_pb2
+from google.api import resource_pb2 as _resource_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("context", "text", "token_ids", "question", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "method", "keep_ratio")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    QUESTION_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    KEEP_RATIO_FIELD_NUMBER: _ClassVar[int]
+    context: str
+    text: str
+    token_ids: TokenIds
+    question: str
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    method: str
+    keep_ratio: float
+    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., question: _Optional[str] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., method: _Optional[str] = ..., keep_ratio: _Optional[float] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("token_ids", "text", "summary")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    text: str
+    summary: GenerationSummary
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., summary: _Optional[_Union[GenerationSummary, _Mapping]] = ...) -> None: ...
+
+class GenerationSummary(_message.Message):
+    __slots__ = ("finish_reason", "usage", "timings", "selection", "method", "seed")
+    class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        FINISH_REASON_UNSPECIFIED: _ClassVar[GenerationSummary.FinishReason]
+        STOP: _ClassVar[GenerationSummary.FinishReason]
+        LENGTH: _ClassVar[GenerationSummary.FinishReason]
+        END_OF_SEQUENCE: _ClassVar[GenerationSummary.FinishReason]
+    FINISH_REASON_UNSPECIFIED: GenerationSummary.FinishReason
+    STOP: GenerationSummary.FinishReason
+    LENGTH: GenerationSummary.FinishReason
+    END_OF_SEQUENCE: GenerationSummary.FinishReason
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    SELECTION_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    finish_reason: GenerationSummary.FinishReason
+    usage: Usage
+    timings: Timings
+    selection: SelectionFigures
+    method: str
+    seed: int
+    def __init__(self, finish_reason: _Optional[_Union[GenerationSummary.FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., selection: _Optional[_Union[SelectionFigures, _Mapping]] = ..., method: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("context_tokens", "prompt_tokens", "completion_tokens")
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    context_tokens: int
+    prompt_tokens: int
+    completion_tokens: int
+    def __init__(self, context_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
+
+class Timings(_message.Message):
+    __slots__ = ("load_ns", "queue_ns", "prompt_ns", "first_token_ns", "search_ns", "gather_ns", "attend_ns", "total_ns", "decode_steps", "decode_ns")
+    LOAD_NS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_NS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_NS_FIELD_NUMBER: _ClassVar[int]
+    SEARCH_NS_FIELD_NUMBER: _ClassVar[int]
+    GATHER_NS_FIELD_NUMBER: _ClassVar[int]
+    ATTEND_NS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NS_FIELD_NUMBER: _ClassVar[int]
+    load_ns: int
+    queue_ns: int
+    prompt_ns: int
+    first_token_ns: int
+    search_ns: int
+    gather_ns: int
+    attend_ns: int
+    total_ns: int
+    decode_steps: int
+    decode_ns: int
+    def __init__(self, load_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prompt_ns: _Optional[int] = ..., first_token_ns: _Optional[int] = ..., search_ns: _Optional[int] = ..., gather_ns: _Optional[int] = ..., attend_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_ns: _Optional[int] = ...) -> None: ...
+
+class SelectionFigures(_message.Message):
+    __slots__ = ("keys_kept", "keys_searched", "fraction_sparse", "fraction_all")
+    KEYS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_SEARCHED_FIELD_NUMBER: _ClassVar[int]
+    FRACTION_SPARSE_FIELD_NUMBER: _ClassVar[int]
+    FRACTION_ALL_FIELD_NUMBER: _ClassVar[int]
+    keys_kept: int
+    keys_searched: int
+    fraction_sparse: float
+    fraction_all: float
+    def __init__(self, keys_kept: _Optional[int] = ..., keys_searched: _Optional[int] = ..., fraction_sparse: _Optional[float] = ..., fraction_all: _Optional[float] = ...) -> None: ...
+
+class ListMethodsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListMethodsResponse(_message.Message):
+    __slots__ = ("methods",)
+    METHODS_FIELD_NUMBER: _ClassVar[int]
+    methods: _containers.RepeatedCompositeFieldContainer[Method]
+    def __init__(self, methods: _Optional[_Iterable[_Union[Method, _Mapping]]] = ...) -> None: ...
+
+class Method(_message.Message):
+    __slots__ = ("name", "summary", "source", "index", "keep_ratio")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    KEEP_RATIO_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    summary: str
+    source: str
+    index: str
+    keep_ratio: float
+    def __init__(self, name: _Optional[str] = ..., summary: _Optional[str] = ..., source: _Optional[str] = ..., index: _Optional[str] = ..., keep_ratio: _Optional[float] = ...) -> None: ...

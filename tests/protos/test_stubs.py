@@ -1,0 +1,99 @@
+"""The committed stubs are those of the committed .proto files, and every element of those is documented."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import google.api.resource_pb2 as resource
+import pytest
+import sparsekv.v1
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+from grpc_tools import protoc  # type: ignore[import-untyped]
+
+PROTOS = Path(sparsekv.v1.__file__).parents[2]
+FILES = ("context", "generation")
+
+
+def compile_file(name: str, folder: Path) -> FileDescriptorProto:
+    """The descriptor that the installed compiler makes of a .proto file, with comments."""
+    output = folder / f"{name}.binpb"
+    includes = [PROTOS, Path(resource.__file__).parents[2], Path(protoc.__file__).parent / "_proto"]
+    arguments = ["protoc", *(f"-I{path}" for path in includes), "--include_source_info"]
+    assert protoc.main([*arguments, f"--descriptor_set_out={output}", f"sparsekv/v1/{name}.proto"]) == 0
+    return FileDescriptorSet.FromString(output.read_bytes()).file[-1]
+
+
+def stub(name: str) -> ModuleType:
+    return importlib.import_module(f"sparsekv.v1.{name}")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_stubs_are_current(name: str, tmp_path: Path) -> None:
+    committed = FileDescriptorProto()
+    stub(f"{name}_pb2").DESCRIPTOR.CopyToProto(committed)
+    compiled = compile_file(name, tmp_path)
+    compiled.ClearField("source_code_info")
+    assert committed == without_json_names(compiled), (
+        f"protos/sparsekv/v1/{name}.proto changed: run ops/protos"
+    )
+
+
+def without_json_names(descriptor: FileDescriptorProto) -> FileDescriptorProto:
+    """Drops what the compiler adds for its plugins and the generated code leaves out."""
+    pending = list(descriptor.message_type)
+    while pending:
+        message = pending.pop()
+        pending.extend(message.nested_type)
+        for field in message.field:
+            field.ClearField("json_name")
+    return descriptor
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_type_and_service_stubs_are_current(name: str, tmp_path: Path) -> None:
+    compiled = compile_file(name, tmp_path)
+    types = (PROTOS / "sparsekv" / "v1" / f"{name}_pb2.pyi").read_text()
+    for message in compiled.message_type:
+        assert f"class {message.name}(" in types
+        for field in message.field:
+            assert f"    {field.name}: " in types, f"{message.name}.{field.name} is missing: run ops/protos"
+    services = stub(f"{name}_pb2_grpc")
+    for service in compiled.service:
+        methods = {name for name in vars(getattr(services, f"{service.name}Servicer")) if name[0] != "_"}
+        assert methods == {method.name for method in service.method}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_element_is_documented(name: str, tmp_path: Path) -> None:
+    """Messages, fields, enums, values, services and methods all have a comment before them."""
+    compiled = compile_file(name, tmp_path)
+    commented = {
+        tuple(location.path)
+        for location in compiled.source_code_info.location
+        if location.leading_comments.strip()
+    }
+    elements = dict(walk(compiled))
+    assert len(elements) > 20
+    assert [name for path, name in elements.items() if path not in commented] == []
+
+
+def walk(file: FileDescriptorProto) -> list[tuple[tuple[int, ...], str]]:
+    """(path in the descriptor, name) of everything that needs a comment; oneofs are named by their members."""
+    found: list[tuple[tuple[int, ...], str]] = []
+    messages = [((4, number), message) for number, message in enumerate(file.message_type)]
+    while messages:
+        path, message = messages.pop()
+        if message.options.map_entry:
+            continue
+        found.append((path, message.name))
+        found += [((*path, 2, n), f"{message.name}.{field.name}") for n, field in enumerate(message.field)]
+        for number, enum in enumerate(message.enum_type):
+            found.append(((*path, 4, number), enum.name))
+            found += [((*path, 4, number, 2, n), value.name) for n, value in enumerate(enum.value)]
+        messages += [((*path, 3, n), nested) for n, nested in enumerate(message.nested_type)]
+    for number, service in enumerate(file.service):
+        found.append(((6, number), service.name))
+        found += [((6, number, 2, n), f"{service.name}.{rpc.name}") for n, rpc in enumerate(service.method)]
+    return found
