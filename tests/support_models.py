@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face model folders for the tests: Llama, Qwen2, Qwen3 and Mistral, with a byte-level tokenizer."""
+"""Tiny random Hugging Face model folders: Llama, Qwen2, Qwen3 and Mistral, with a byte-level tokenizer."""
 
 from __future__ import annotations
 

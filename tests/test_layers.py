@@ -37,7 +37,12 @@ PLACES = {
     "grpc_reflection": GRPC_PLACES,
     "zarr": ("index_store/zarr_io.py",),
     "faiss": ("index_store/kmeans.py",),
-    "transformers": ("index_store/model.py", "prefill_worker/capture.py", "decode_engine/attention.py"),
+    "transformers": (
+        "index_store/model.py",
+        "index_store/tokenizer.py",
+        "prefill_worker/capture.py",
+        "decode_engine/attention.py",
+    ),
     "pickle": (),
     "shelve": (),
     "dill": (),

@@ -1,0 +1,127 @@
+"""Text to token ids and back, and how a model wants to be asked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from index_store.errors import InvalidArgumentError
+from index_store.model_folder import ModelFolder, first_line, hash_file
+
+# Files that decide which ids a text becomes. tokenizer_config.json counts without its chat template, which decides
+# how questions are worded, not how words are cut.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+class Tokenizer:
+    """A model's own tokenizer.
+
+    prefix_ids: what the tokenizer puts before a text (a begin-of-text token for many models, nothing for others);
+        a context starts with it.
+    eos_ids: ids that end an answer.
+    """
+
+    def __init__(self, backend: Any, name: str, eos_ids: Sequence[int]) -> None:
+        self._backend = backend
+        self._name = name
+        self.eos_ids: tuple[int, ...] = tuple(eos_ids)
+        self.prefix_ids: tuple[int, ...] = self._leading_special_ids()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without begin or end tokens. Special tokens written out in the text are recognised."""
+        return list(self._backend(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; special tokens are left out, bytes that are no text become U+FFFD."""
+        return str(
+            self._backend.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+    def format_question(self, question: str) -> str:
+        """The question as the model's chat template words it, ready to follow a context: no begin-of-text token.
+
+        Raises InvalidArgumentError when the model has no chat template or its template fails.
+        """
+        if not self._backend.chat_template:
+            raise InvalidArgumentError(
+                f"model {self._name!r} has no chat template, so it is not known how to ask it; "
+                "pass the prompt word for word instead"
+            )
+        try:
+            text = str(
+                self._backend.apply_chat_template(
+                    [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+                )
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            raise InvalidArgumentError(
+                f"the chat template of model {self._name!r} fails: {first_line(error)}"
+            ) from error
+        begin = self._backend.bos_token
+        return text.removeprefix(begin) if begin else text
+
+    def _leading_special_ids(self) -> tuple[int, ...]:
+        plain = self.encode("a")
+        whole = list(self._backend("a", add_special_tokens=True)["input_ids"])
+        for start in range(len(whole) - len(plain) + 1):
+            if whole[start : start + len(plain)] == plain:
+                return tuple(whole[:start])
+        return ()
+
+
+def load_tokenizer(folder: ModelFolder) -> Tokenizer:
+    """The tokenizer of a model folder. Raises ModelUnsupportedError when its files are missing or unreadable."""
+    if not any((folder.path / name).is_file() for name in _VOCABULARY_FILES):
+        raise folder.refuse(f"it has no tokenizer (none of {', '.join(_VOCABULARY_FILES)})")
+    try:
+        backend = AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers package raises bare Exception for a file it cannot parse
+        raise folder.refuse(f"its tokenizer cannot be loaded: {first_line(error)}") from error
+    return Tokenizer(backend, folder.name, _eos_ids(folder, backend.eos_token_id))
+
+
+def tokenizer_fingerprint(folder: ModelFolder) -> str:
+    """SHA-256 over the files that decide which ids a text becomes."""
+    digest = hashlib.sha256()
+    for name in _TOKENIZER_FILES:
+        if (folder.path / name).is_file():
+            digest.update(f"{name} {hash_file(folder.path / name)}\n".encode())
+    settings = _read_json(folder, "tokenizer_config.json")
+    settings.pop("chat_template", None)
+    digest.update(json.dumps(settings, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _eos_ids(folder: ModelFolder, tokenizer_eos: int | None) -> list[int]:
+    """Ids that end an answer: the generation settings may name several, the tokenizer names at most one."""
+    named: list[int] = [] if tokenizer_eos is None else [tokenizer_eos]
+    for file in ("generation_config.json", "config.json"):
+        given = _read_json(folder, file).get("eos_token_id")
+        named += given if isinstance(given, list) else [] if given is None else [given]
+    return sorted(set(named))
+
+
+def _read_json(folder: ModelFolder, name: str) -> dict[str, Any]:
+    path = folder.path / name
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise folder.refuse(f"its {name} is not JSON: {first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise folder.refuse(f"its {name} is not a JSON object")
+    return content
