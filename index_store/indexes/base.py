@@ -68,6 +68,11 @@ class LayerIndex(ABC):
 
     @classmethod
     @abstractmethod
+    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
+        """Raises InvalidArgumentError unless build parameters and search options are complete, known and fit."""
+
+    @classmethod
+    @abstractmethod
     def build(cls, parameters: Mapping[str, Scalar], keys_HND: Tensor, queries: QuerySample, seed: int) -> Self:
         """Builds from the layer's keys [H, N, d] (after RoPE) and a sample of its queries.
 
@@ -96,11 +101,11 @@ class LayerIndex(ABC):
         first_key: int,
         end_key: int,
         appended: AppendedKeys | None,
-        options: Mapping[str, Scalar],
+        search: Mapping[str, Scalar],
     ) -> Ranking:
         """Scores keys first_key..end_key-1 for queries [H, T, G, d] float32, already scaled by 1/sqrt(d).
 
-        Ids >= N address appended keys; `end_key` never exceeds N + appended.count. `options` are the method's
+        Ids >= N address appended keys; `end_key` never exceeds N + appended.count. `search` holds the method's
         search options (for example pooling of the group, backoff).
         """
 

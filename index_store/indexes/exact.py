@@ -1,0 +1,88 @@
+"""Exact scores of every key: the oracle that other searches are measured against. Stores nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from index_store.errors import InvalidArgumentError
+from index_store.indexes.base import AppendedKeys, LayerIndex, QuerySample, Ranking, Scalar, check_keys
+
+
+class AppendedExact(AppendedKeys):
+    """Plain float32 copies of the appended keys."""
+
+    def __init__(self, heads: int, head_dim: int) -> None:
+        self.keys_HTD = torch.empty(heads, 0, head_dim)
+
+    def append(self, keys_HTD: Tensor) -> None:
+        self.keys_HTD = torch.cat([self.keys_HTD, keys_HTD.float()], dim=1)
+
+    @property
+    def count(self) -> int:
+        return self.keys_HTD.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys_HTD.numel() * self.keys_HTD.element_size()
+
+
+class ExactIndex(LayerIndex):
+    """Ranks by the true attention weight, summed over the group."""
+
+    kind = "exact"
+
+    def __init__(self, keys_HND: Tensor) -> None:
+        self._keys_HND = keys_HND
+
+    @classmethod
+    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
+        if parameters or search:
+            raise InvalidArgumentError(
+                f"the exact index takes no parameters, got {sorted({**parameters, **search})}"
+            )
+
+    @classmethod
+    def build(cls, parameters: Mapping[str, Scalar], keys_HND: Tensor, queries: QuerySample, seed: int) -> Self:  # noqa: ARG003
+        cls.check_options(parameters, {})
+        check_keys(keys_HND)
+        return cls(keys_HND)
+
+    def arrays(self) -> dict[str, Tensor]:
+        return {}
+
+    @classmethod
+    def from_arrays(
+        cls,
+        parameters: Mapping[str, Scalar],
+        arrays: Mapping[str, Tensor],  # noqa: ARG003
+        keys_HND: Tensor,
+    ) -> Self:
+        cls.check_options(parameters, {})
+        return cls(keys_HND)
+
+    def start_appending(self) -> AppendedExact:
+        heads, _, head_dim = self._keys_HND.shape
+        return AppendedExact(heads, head_dim)
+
+    def rank(
+        self,
+        queries_HTGD: Tensor,
+        first_key: int,
+        end_key: int,
+        appended: AppendedKeys | None,
+        search: Mapping[str, Scalar],  # noqa: ARG002
+    ) -> Ranking:
+        heads, positions, group, head_dim = queries_HTGD.shape
+        count = self._keys_HND.shape[1]
+        keys = self._keys_HND[:, first_key : min(end_key, count)].float()
+        if end_key > count:
+            if not isinstance(appended, AppendedExact):
+                raise InvalidArgumentError(f"keys up to {end_key} were asked for, the index holds {count}")
+            keys = torch.cat([keys, appended.keys_HTD[:, max(first_key - count, 0) : end_key - count]], dim=1)
+        flat = queries_HTGD.reshape(heads, positions * group, head_dim)
+        logits = torch.bmm(flat, keys.transpose(1, 2)).view(heads, positions, group, -1)
+        return Ranking(logits.softmax(-1).sum(2), first_key)

@@ -1,0 +1,359 @@
+"""Query tables: keys scored offline against centroids of the prefill queries (CSAttention sections 3.1-3.3).
+
+The head dimension is split into m subspaces. In each, the prefill queries of a KV head's whole group are clustered by
+spherical k-means into C unit centroids, and every key's slice is scored against every centroid. Decoding picks the
+nearest centroid per subspace and adds m table rows, weighted by the query's projection on each centroid, which
+approximates the true product of query and key.
+
+Two layouts: `dense` keeps every score as int8 with one scale per subspace (m*C bytes per token and KV head);
+`lists` keeps the Top-L keys per centroid, L = alpha*N, as int32 ids and 16-bit scores (6*m*C*alpha bytes).
+
+Shape legend: H KV heads, T positions, G group heads, R = T*G query rows, N keys, m subspaces, C centroids, S = m*C table
+rows, D head dim, B = D/m slice width, J rows read per query row, L list capacity, M ranked keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from index_store.errors import InvalidArgumentError
+from index_store.indexes.base import AppendedKeys, LayerIndex, QuerySample, Ranking, Scalar, check_keys
+from index_store.kernels.list_search import Lists, insert_keys, score_lists
+from index_store.kernels.table_search import score_tables, softmax_sum
+from index_store.kmeans import spherical_kmeans
+
+_INT8_MAX = 127
+_INT16_MAX = 32767
+
+
+@dataclass(frozen=True, slots=True)
+class TableParameters:
+    """Build parameters; see the module docstring. scores: `dot` keeps raw key slices, `cosine` normalises them."""
+
+    layout: str
+    subspaces: int
+    centroids: int
+    split: str
+    scores: str
+    alpha: float
+    iterations: int
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("layout", self.layout, ("dense", "lists")),
+            ("split", self.split, ("strided", "contiguous")),
+            ("scores", self.scores, ("dot", "cosine")),
+        ):
+            if value not in allowed:
+                raise InvalidArgumentError(
+                    f"query tables: {name} is {value!r}, expected one of {', '.join(allowed)}"
+                )
+        for name, number in (
+            ("subspaces", self.subspaces),
+            ("centroids", self.centroids),
+            ("iterations", self.iterations),
+        ):
+            if number < 1:
+                raise InvalidArgumentError(f"query tables: {name} is {number}, expected at least 1")
+        if not 0.0 < self.alpha <= 1.0:
+            raise InvalidArgumentError(f"query tables: alpha is {self.alpha}, expected above 0 and at most 1")
+
+    @classmethod
+    def parse(cls, parameters: Mapping[str, Scalar]) -> Self:
+        """Raises InvalidArgumentError for a missing, unknown, ill-typed or out-of-range parameter."""
+        return cls(**_typed(parameters, cls, "query tables"))
+
+    def dims(self, head_dim: int) -> Tensor:
+        """[m, B] int64: the dimensions of each subspace."""
+        if head_dim % self.subspaces:
+            raise InvalidArgumentError(
+                f"head dimension {head_dim} does not split into {self.subspaces} subspaces; "
+                f"choose a divisor of {head_dim}"
+            )
+        order = torch.arange(head_dim)
+        if self.split == "strided":
+            return order.view(-1, self.subspaces).t().contiguous()
+        return order.view(self.subspaces, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class TableSearch:
+    """Search options.
+
+    group: `softmax_sum` scores every head and adds softmaxed scores, `pooled` searches once with the mean query.
+    weights: `projection` weighs a subspace by max(0, q_b . c_b), `uniform` by 1 (CSAttention section 3.3 (3)).
+    backoff_cosine, backoff_centroids: where the best cosine of a subspace is below the first, that many nearest
+        centroids share its weight (CSAttention section 4.4); 0 and 1 switch it off.
+    """
+
+    group: str
+    weights: str
+    backoff_cosine: float = 0.0
+    backoff_centroids: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("group", self.group, ("softmax_sum", "pooled")),
+            ("weights", self.weights, ("projection", "uniform")),
+        ):
+            if value not in allowed:
+                raise InvalidArgumentError(
+                    f"table search: {name} is {value!r}, expected one of {', '.join(allowed)}"
+                )
+        if self.backoff_centroids < 1 or not 0.0 <= self.backoff_cosine <= 1.0:
+            raise InvalidArgumentError(
+                f"table search: backoff to {self.backoff_centroids} centroids below cosine {self.backoff_cosine}; "
+                "expected at least 1 centroid and a cosine from 0 to 1"
+            )
+        if self.backoff_centroids > 1 and self.weights == "projection":
+            raise InvalidArgumentError(
+                "table search: backoff shares a uniform weight between centroids; weights by projection already "
+                "fall with the cosine, so the pair is refused"
+            )
+
+    @classmethod
+    def parse(cls, search: Mapping[str, Scalar]) -> Self:
+        """Raises InvalidArgumentError for a missing, unknown, ill-typed or out-of-range option."""
+        return cls(**_typed(search, cls, "table search"))
+
+
+def _typed(given: Mapping[str, Scalar], cls: type[Any], label: str) -> dict[str, Any]:
+    fields = cls.__dataclass_fields__
+    unknown = sorted(set(given) - set(fields))
+    missing = sorted(name for name, f in fields.items() if name not in given and f.default is MISSING)
+    if unknown or missing:
+        raise InvalidArgumentError(f"{label}: unknown parameters {unknown}, missing parameters {missing}")
+    kinds = {"int": int, "float": (int, float), "str": str}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, kinds[fields[name].type]):
+            raise InvalidArgumentError(
+                f"{label}: {name} is {value!r}, expected a value of type {fields[name].type}"
+            )
+    return dict(given)
+
+
+class AppendedDense(AppendedKeys):
+    """A session's own table columns, grown by doubling."""
+
+    def __init__(self, index: QueryTables) -> None:
+        self._index = index
+        self._count = 0
+        heads, rows, _ = index.rows_HSN.shape
+        self.rows_HSN = torch.empty(heads, rows, 64, dtype=torch.int8)
+
+    def append(self, keys_HTD: Tensor) -> None:
+        scores_HTS = self._index.quantise(keys_HTD, _INT8_MAX).to(torch.int8)
+        new = scores_HTS.shape[1]
+        if self._count + new > self.rows_HSN.shape[2]:
+            heads, rows, capacity = self.rows_HSN.shape
+            grown = torch.empty(heads, rows, max(2 * capacity, self._count + new), dtype=torch.int8)
+            grown[:, :, : self._count] = self.rows_HSN[:, :, : self._count]
+            self.rows_HSN = grown
+        self.rows_HSN[:, :, self._count : self._count + new] = scores_HTS.transpose(1, 2)
+        self._count += new
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows_HSN.numel()
+
+
+class AppendedLists(AppendedKeys):
+    """What streaming inserts changed in the shared lists: shorter stored parts and sorted insert buffers."""
+
+    def __init__(self, index: QueryTables) -> None:
+        self._index = index
+        self._count = 0
+        heads, rows, capacity = index.ids_HSL.shape
+        self.lists = Lists(
+            index.ids_HSL,
+            index.rows_HSN,
+            torch.full((heads, rows), capacity, dtype=torch.int32),
+            torch.empty(heads, rows, 16, dtype=torch.int32),
+            torch.empty(heads, rows, 16, dtype=torch.int16),
+            torch.zeros(heads, rows, dtype=torch.int32),
+        )
+
+    def append(self, keys_HTD: Tensor) -> None:
+        scores_HTS = self._index.quantise(keys_HTD, _INT16_MAX).to(torch.int16)
+        self._reserve(int(self.lists.inserted_HS.max()) + scores_HTS.shape[1])
+        insert_keys(self.lists, scores_HTS, self._index.key_count + self._count)
+        self._count += scores_HTS.shape[1]
+
+    def _reserve(self, entries: int) -> None:
+        capacity = self.lists.inserted_ids_HSE.shape[2]
+        if entries <= capacity:
+            return
+        pad = (0, max(2 * capacity, entries) - capacity)
+        self.lists = Lists(
+            self.lists.ids_HSL,
+            self.lists.values_HSL,
+            self.lists.kept_HS,
+            torch.nn.functional.pad(self.lists.inserted_ids_HSE, pad),
+            torch.nn.functional.pad(self.lists.inserted_values_HSE, pad),
+            self.lists.inserted_HS,
+        )
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        return self.lists.inserted_ids_HSE.numel() * 6 + self.lists.kept_HS.numel() * 8
+
+
+class QueryTables(LayerIndex):
+    """The tables of one layer in either layout."""
+
+    kind = "query_tables"
+
+    def __init__(self, parameters: TableParameters, arrays: Mapping[str, Tensor], keys_HND: Tensor) -> None:
+        self._parameters = parameters
+        self._arrays = dict(arrays)
+        self._head_dim = keys_HND.shape[2]
+        self.key_count = keys_HND.shape[1]
+        self.centroids_HMCB = arrays["centroids"]
+        self.scales_HM = arrays["scales"]
+        heads = keys_HND.shape[0]
+        if parameters.layout == "dense":
+            self.rows_HSN = arrays["scores"].view(heads, -1, self.key_count)
+            self.ids_HSL = torch.empty(0, dtype=torch.int32)
+        else:
+            self.rows_HSN = arrays["scores"].flatten(1, 2)
+            self.ids_HSL = arrays["ids"].flatten(1, 2)
+        self._dims_MB = parameters.dims(self._head_dim)
+        self._unchanged = None if parameters.layout == "dense" else AppendedLists(self)
+
+    @classmethod
+    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
+        TableParameters.parse(parameters)
+        TableSearch.parse(search)
+
+    @classmethod
+    def build(cls, parameters: Mapping[str, Scalar], keys_HND: Tensor, queries: QuerySample, seed: int) -> Self:
+        parsed = TableParameters.parse(parameters)
+        check_keys(keys_HND)
+        heads, count, head_dim = keys_HND.shape
+        dims = parsed.dims(head_dim)
+        sample_HPD = queries.queries_HPGD.flatten(1, 2)
+        capacity = max(1, math.ceil(parsed.alpha * count))
+        collected: dict[str, list[list[Tensor]]] = {"centroids": [], "scales": [], "scores": [], "ids": []}
+        for head in range(heads):
+            per_head: dict[str, list[Tensor]] = {name: [] for name in collected}
+            for subspace in range(parsed.subspaces):
+                centroids = spherical_kmeans(
+                    sample_HPD[head][:, dims[subspace]], parsed.centroids, parsed.iterations, seed + subspace
+                )
+                slices = keys_HND[head][:, dims[subspace]].float()
+                if parsed.scores == "cosine":
+                    slices = torch.nn.functional.normalize(slices, dim=-1)
+                scores_CN = centroids @ slices.t()
+                per_head["centroids"].append(centroids)
+                for name, array in _compress(scores_CN, parsed.layout, capacity).items():
+                    per_head[name].append(array)
+            for name, arrays in per_head.items():
+                collected[name].append(arrays)
+        arrays = {name: torch.stack([torch.stack(h) for h in value]) for name, value in collected.items() if value[0]}
+        return cls(parsed, arrays, keys_HND)
+
+    def arrays(self) -> dict[str, Tensor]:
+        return dict(self._arrays)
+
+    @classmethod
+    def from_arrays(
+        cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], keys_HND: Tensor
+    ) -> Self:
+        return cls(TableParameters.parse(parameters), arrays, keys_HND)
+
+    def quantise(self, keys_HTD: Tensor, limit: int) -> Tensor:
+        """Scores of new keys in units of the tables' scales, [H, T, S] float32, clamped to +-limit."""
+        slices = keys_HTD.float()[..., self._dims_MB]
+        if self._parameters.scores == "cosine":
+            slices = torch.nn.functional.normalize(slices, dim=-1)
+        scores = torch.einsum("htmb,hmcb->htmc", slices, self.centroids_HMCB)
+        units = (scores / self.scales_HM[:, None, :, None]).round_().clamp_(-limit, limit)
+        return units.flatten(2)
+
+    def start_appending(self) -> AppendedDense | AppendedLists:
+        return AppendedDense(self) if self._parameters.layout == "dense" else AppendedLists(self)
+
+    def rank(
+        self,
+        queries_HTGD: Tensor,
+        first_key: int,
+        end_key: int,
+        appended: AppendedKeys | None,
+        search: Mapping[str, Scalar],
+    ) -> Ranking:
+        options = TableSearch.parse(search)
+        if options.group == "pooled":
+            queries_HTGD = queries_HTGD.mean(2, keepdim=True)
+        heads, positions, group, _ = queries_HTGD.shape
+        rows, weights = self._nearest(queries_HTGD.flatten(1, 2), options)
+        scores = torch.empty(heads, positions * group, end_key - first_key)
+        if self._parameters.layout == "dense":
+            self._score_dense(rows, weights, first_key, end_key, appended, scores)
+        else:
+            extension = self._unchanged if appended is None else appended
+            if not isinstance(extension, AppendedLists):
+                raise InvalidArgumentError("appended keys belong to another layout than the lists they extend")
+            score_lists(extension.lists, rows, weights, first_key, options.weights == "projection", scores)
+        scores = scores.view(heads, positions, group, end_key - first_key)
+        return Ranking(softmax_sum(scores) if group > 1 else scores[:, :, 0], first_key)
+
+    def _score_dense(
+        self, rows: Tensor, weights: Tensor, first: int, end: int, appended: AppendedKeys | None, out: Tensor
+    ) -> None:
+        count = self.key_count
+        score_tables(self.rows_HSN, rows, weights, first, min(end, count), out, 0)
+        if end > count:
+            if not isinstance(appended, AppendedDense):
+                raise InvalidArgumentError(f"keys up to {end} were asked for, the index holds {count}")
+            start = max(first, count)
+            score_tables(
+                appended.rows_HSN, rows, weights, start - count, end - count, out, start - first
+            )
+
+    def _nearest(self, queries_HRD: Tensor, options: TableSearch) -> tuple[Tensor, Tensor]:
+        """Table rows [H, R, J] int32 and their weights [H, R, J] float32, in units of the stored integers."""
+        slices = queries_HRD[..., self._dims_MB]
+        products = torch.einsum("hrmb,hmcb->hrmc", slices, self.centroids_HMCB)
+        offsets = torch.arange(products.shape[2]) * products.shape[3]
+        if options.backoff_centroids == 1:
+            best = products.max(-1)
+            rows = best.indices + offsets
+            weights = best.values.clamp_(min=0) if options.weights == "projection" else torch.ones_like(best.values)
+            return rows.to(torch.int32), weights * self.scales_HM[:, None]
+        nearest = products.topk(min(options.backoff_centroids, products.shape[3]), dim=-1)
+        cosine = nearest.values[..., 0] / slices.norm(dim=-1).clamp_(min=1e-12)
+        back_off = (cosine < options.backoff_cosine).unsqueeze(-1)
+        first_only = torch.zeros(nearest.values.shape[-1])
+        first_only[0] = 1.0
+        shared = torch.full_like(first_only, 1.0 / len(first_only))
+        weights = torch.where(back_off, shared, first_only) * self.scales_HM[:, None, :, None]
+        rows = nearest.indices + offsets[:, None]
+        return rows.flatten(2).to(torch.int32), weights.flatten(2).contiguous()
+
+
+def _compress(scores_CN: Tensor, layout: str, capacity: int) -> dict[str, Tensor]:
+    """Quantised table or lists of one subspace, with the scale that turns integers back into scores."""
+    limit = _INT8_MAX if layout == "dense" else _INT16_MAX
+    scale = scores_CN.abs().max().clamp(min=torch.finfo(torch.float32).tiny) / limit
+    if layout == "dense":
+        return {"scales": scale, "scores": (scores_CN / scale).round_().to(torch.int8)}
+    top = scores_CN.topk(capacity, dim=-1, sorted=True)
+    return {
+        "scales": scale,
+        "scores": (top.values / scale).round_().to(torch.int16),
+        "ids": top.indices.to(torch.int32),
+    }

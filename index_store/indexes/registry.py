@@ -1,0 +1,14 @@
+"""The one list of index kinds. A stored index names its kind; this maps the name to its class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from index_store.indexes.base import LayerIndex
+from index_store.indexes.exact import ExactIndex
+from index_store.indexes.query_tables import QueryTables
+
+INDEX_KINDS: Mapping[str, type[LayerIndex]] = MappingProxyType(
+    {index.kind: index for index in (QueryTables, ExactIndex)}
+)

@@ -1,0 +1,144 @@
+"""Exact top-k of long score rows without sorting them.
+
+Shape legend: H KV heads, T query positions, M candidates, K kept.
+
+A row is folded into B strided blocks and only their maxima are ranked: the K-th largest maximum is a lower bound of
+the K-th largest score, because K blocks hold at least one score each that reaches it. Only blocks that reach the
+bound are read again. Ids come out ascending, so later gathers walk memory forwards.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+from numpy.typing import NDArray
+from torch import Tensor
+
+from index_store.kernels.launch import launch
+
+_BLOCKS_PER_KEPT = 4
+_MAX_FOLD = 64
+
+
+def top_k(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """Column ids of the `keep` largest scores of every row, ascending; -inf is never kept; ties go to lower ids.
+
+    scores_HTM: [H, T, M] float32 on the CPU. Returns ids [H, T, keep] int32 and counts [H, T] int32; a row with
+    fewer than `keep` finite scores has a smaller count, and its remaining ids are 0.
+    """
+    heads, positions, columns = scores_HTM.shape
+    keep = min(keep, columns)
+    ids = torch.zeros(heads, positions, keep, dtype=torch.int32)
+    counts = torch.zeros(heads, positions, dtype=torch.int32)
+    if keep > 0 and heads * positions > 0:
+        rows = scores_HTM.reshape(heads * positions, columns).numpy()
+        launch(_top_k_rows, rows, ids.view(-1, keep).numpy(), counts.view(-1).numpy())
+    return ids, counts
+
+
+def top_k_reference(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """The same by a stable full sort."""
+    heads, positions, columns = scores_HTM.shape
+    keep = min(keep, columns)
+    order = torch.sort(scores_HTM, dim=-1, descending=True, stable=True)
+    kept = ~torch.isneginf(order.values[..., :keep])
+    columns_first = torch.where(kept, order.indices[..., :keep], torch.full((), columns))
+    ids = columns_first.sort(-1).values
+    return torch.where(ids == columns, 0, ids).to(torch.int32), kept.sum(-1).to(torch.int32)
+
+
+@njit(cache=True, nogil=True)
+def _sortable(bits: np.uint32) -> np.uint32:  # pragma: no cover - compiled
+    """Maps float32 bits to unsigned integers of the same order; -0.0 and 0.0 are equal."""
+    if bits == np.uint32(0x80000000):
+        return bits
+    if bits >> np.uint32(31):
+        return np.uint32(bits ^ np.uint32(0xFFFFFFFF))
+    return np.uint32(bits ^ np.uint32(0x80000000))
+
+
+@njit(cache=True, nogil=True)
+def _kth_largest(bits: NDArray[np.uint32], count: int, k: int) -> np.uint32:  # pragma: no cover - compiled
+    """The k-th largest of bits[:count] in sortable form: radix select, 11 + 11 + 10 bits."""
+    histogram = np.empty(2048, np.int64)
+    prefix = np.uint32(0)
+    mask = np.uint32(0)
+    remaining = k
+    for shift, width in ((21, 11), (10, 11), (0, 10)):
+        histogram[:] = 0
+        low = np.uint32((1 << width) - 1)
+        for i in range(count):
+            key = _sortable(bits[i])
+            if (key & mask) == prefix:
+                histogram[(key >> np.uint32(shift)) & low] += 1
+        digit = (1 << width) - 1
+        while histogram[digit] < remaining:
+            remaining -= histogram[digit]
+            digit -= 1
+        prefix = np.uint32(prefix | np.uint32(np.uint32(digit) << np.uint32(shift)))
+        mask = np.uint32(mask | np.uint32(low << np.uint32(shift)))
+    return prefix
+
+
+@njit(cache=True, nogil=True)
+def _top_k_row(
+    row: NDArray[np.float32], ids: NDArray[np.int32]
+) -> int:  # pragma: no cover - compiled
+    columns = row.shape[0]
+    keep = ids.shape[0]
+    fold = max(1, min(_MAX_FOLD, columns // (_BLOCKS_PER_KEPT * keep)))
+    blocks = (columns + fold - 1) // fold
+    maxima = row[:blocks].copy()
+    for part in range(1, fold):
+        start = part * blocks
+        width = min(blocks, columns - start)
+        tail = row[start : start + width]
+        for j in range(width):
+            maxima[j] = tail[j] if tail[j] > maxima[j] else maxima[j]
+    bound = _kth_largest(maxima.view(np.uint32), blocks, keep)
+    hits = np.empty(blocks, np.int32)
+    hit_count = 0
+    bits = maxima.view(np.uint32)
+    for j in range(blocks):
+        if _sortable(bits[j]) >= bound:
+            hits[hit_count] = j
+            hit_count += 1
+    candidates = np.empty(hit_count * fold, np.int32)
+    values = np.empty(hit_count * fold, np.float32)
+    found = 0
+    row_bits = row.view(np.uint32)
+    for part in range(fold):
+        for h in range(hit_count):
+            i = part * blocks + hits[h]
+            if i < columns and row[i] != -np.inf and _sortable(row_bits[i]) >= bound:
+                candidates[found] = i
+                values[found] = row[i]
+                found += 1
+    if found <= keep:
+        ids[:found] = candidates[:found]
+        return found
+    value_bits = values.view(np.uint32)
+    threshold = _kth_largest(value_bits, found, keep)
+    above = 0
+    for c in range(found):
+        if _sortable(value_bits[c]) > threshold:
+            above += 1
+    ties = keep - above
+    kept = 0
+    for c in range(found):
+        key = _sortable(value_bits[c])
+        if key > threshold or (key == threshold and ties > 0):
+            if key == threshold:
+                ties -= 1
+            ids[kept] = candidates[c]
+            kept += 1
+    return kept
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _top_k_rows(
+    rows: NDArray[np.float32], ids: NDArray[np.int32], counts: NDArray[np.int32]
+) -> None:  # pragma: no cover - compiled
+    for r in prange(rows.shape[0]):
+        counts[r] = _top_k_row(rows[r], ids[r])
