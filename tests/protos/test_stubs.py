@@ -9,7 +9,7 @@ from types import ModuleType
 import google.api.resource_pb2 as resource
 import pytest
 import sparsekv.v1
-from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto, FileDescriptorSet
 from grpc_tools import protoc  # type: ignore[import-untyped]
 
 PROTOS = Path(sparsekv.v1.__file__).parents[2]
@@ -82,7 +82,9 @@ def test_every_element_is_documented(name: str, tmp_path: Path) -> None:
 def walk(file: FileDescriptorProto) -> list[tuple[tuple[int, ...], str]]:
     """(path in the descriptor, name) of everything that needs a comment; oneofs are named by their members."""
     found: list[tuple[tuple[int, ...], str]] = []
-    messages = [((4, number), message) for number, message in enumerate(file.message_type)]
+    messages: list[tuple[tuple[int, ...], DescriptorProto]] = [
+        ((4, number), message) for number, message in enumerate(file.message_type)
+    ]
     while messages:
         path, message = messages.pop()
         if message.options.map_entry:

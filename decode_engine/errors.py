@@ -1,0 +1,53 @@
+"""Errors of serving, beside those a stored context can raise (index_store/errors.py)."""
+
+from __future__ import annotations
+
+from index_store.errors import SparseKVError
+
+
+class PromptTooLongError(SparseKVError):
+    """Context, prompt and completion together exceed the model's positions."""
+
+    reason = "PROMPT_TOO_LONG"
+
+
+class TooManyRequestsError(SparseKVError):
+    """All sessions are taken and the queue of waiting requests is full."""
+
+    reason = "TOO_MANY_REQUESTS"
+
+
+class ShuttingDownError(SparseKVError):
+    """The server accepts no more requests, or its grace for running ones is over."""
+
+    reason = "SHUTTING_DOWN"
+
+
+class DeadlineExceededError(SparseKVError):
+    """The request's deadline passed before its generation ended."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+class CancelledError(SparseKVError):
+    """The client ended the call."""
+
+    reason = "CANCELLED"
+
+
+class EngineCrashedError(SparseKVError):
+    """The scheduler failed; the server has to be restarted."""
+
+    reason = "ENGINE_CRASHED"
+
+
+class InternalError(SparseKVError):
+    """A fault of the server; its log has the details under the request id."""
+
+    reason = "INTERNAL"
+
+
+class ServerUnreachableError(SparseKVError):
+    """No server answered at the address."""
+
+    reason = "UNREACHABLE"

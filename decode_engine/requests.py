@@ -1,0 +1,158 @@
+"""What the engine is asked and what it answers: requests, streams of events, and the protocols it relies on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from queue import SimpleQueue
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from decode_engine.sampler import SamplingParameters
+
+
+class EngineSession(Protocol):
+    """What the engine needs of one request's model state."""
+
+    def close(self) -> None:
+        """Frees what the session holds."""
+
+
+SessionT = TypeVar("SessionT", bound=EngineSession)
+
+
+class Runner(Protocol[SessionT]):
+    """What the engine needs of the model."""
+
+    def forward(self, sessions: Sequence[SessionT], token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Feeds each session its tokens (as many to each) and returns the last one's logits [1, V] per session.
+
+        When it raises, the sessions are as they were before the call.
+        """
+
+
+class TokenPiece(Protocol):
+    """What a token means for the reader of a generation."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def stopped(self) -> bool: ...
+
+
+class TokenSink(Protocol):
+    """Turns tokens into text and finds stop strings; called on the scheduler's thread only."""
+
+    def push(self, token_id: int) -> TokenPiece:
+        """Adds a token."""
+
+    def flush(self) -> str:
+        """Text held back, at the end."""
+
+
+class FinishReason(Enum):
+    """Why a generation ended without an error."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    END_OF_SEQUENCE = "end_of_sequence"
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[SessionT]):
+    """One generation.
+
+    start: makes the session; called on the scheduler's thread when the request is admitted.
+    prompt: token ids, at least one. end_ids: tokens that end the answer. deadline_ns: on the engine's clock.
+    on_close: called exactly once, when the engine has let go of the session, however the request ended.
+    """
+
+    start: Callable[[], SessionT]
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: SamplingParameters
+    sink: TokenSink
+    end_ids: frozenset[int] = frozenset()
+    deadline_ns: int | None = None
+    on_close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A generated token, and the text that became certain with it."""
+
+    token_id: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Wall-clock times of a request in nanoseconds, from its submission; `decode_ns` sums its decode steps."""
+
+    queue_ns: int
+    prompt_ns: int
+    first_token_ns: int
+    total_ns: int
+    decode_steps: int
+    decode_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Generic[SessionT]):
+    """The last event of a stream. `session` is closed; its figures can still be read."""
+
+    reason: FinishReason
+    text: str
+    completion_tokens: int
+    seed: int
+    times: Times
+    session: SessionT
+
+
+class Stream(Generic[SessionT]):
+    """Events of one request: tokens, then `Finished`. Iterating raises what ended the request otherwise."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._events: SimpleQueue[Token | Finished[SessionT] | Exception] = SimpleQueue()
+        self._wake = wake
+        self._cancelled = threading.Event()
+
+    def __iter__(self) -> Iterator[Token | Finished[SessionT]]:
+        while True:
+            event = self._events.get()
+            if isinstance(event, Exception):
+                raise event
+            yield event
+            if isinstance(event, Finished):
+                return
+
+    def cancel(self) -> None:
+        """Ends the request within one step; its stream then raises CancelledError. Harmless when it has ended."""
+        self._cancelled.set()
+        self._wake()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def put(self, event: Token | Finished[SessionT] | Exception) -> None:
+        """Adds an event; for the engine."""
+        self._events.put(event)
+
+
+class Place:
+    """The right to submit one request; given back when the request ends, or by `release` if none is submitted."""
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = give_back
+        self._lock = threading.Lock()
+
+    def release(self) -> None:
+        """Gives the place back; calls after the first do nothing."""
+        with self._lock:
+            give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
