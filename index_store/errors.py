@@ -116,3 +116,9 @@ class MemoryBudgetError(SparseKVError):
     """A context does not fit into the memory budget, even with everything else evicted."""
 
     reason = "MEMORY_BUDGET_EXCEEDED"
+
+
+class ArrayMetadataError(ContextCorruptError):
+    """An array's `zarr.json` is missing, unreadable or says something else than the manifest."""
+
+    reason = "ARRAY_METADATA_INVALID"

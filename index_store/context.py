@@ -1,0 +1,230 @@
+"""A context at rest (memory-mapped, `Context`) and in memory (`ResidentContext`).
+
+Shape legend: H KV heads, N tokens of the context, d head dim.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from index_store.errors import (
+    ContextNotFoundError,
+    InvalidArgumentError,
+    MethodUnsupportedError,
+    MissingChunkError,
+)
+from index_store.indexes.base import LayerIndex
+from index_store.manifest import ArrayEntry, IndexEntry, Manifest
+from index_store.zarr_io import map_chunk, read_chunk_into
+
+IndexKinds = Mapping[str, type[LayerIndex]]
+
+
+class Context:
+    """A stored context, read-only. Nothing is held open between calls: chunks are mapped when asked for."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._entries = {entry.path: entry for entry in manifest.arrays}
+        self._rows: dict[str, dict[int, int]] = {
+            "kv": {layer: layer for layer in range(manifest.model.layers)}
+        }
+        for index in manifest.indexes:
+            rows = {layer: row for row, layer in enumerate(index.layers)}
+            self._rows.update({array.path: rows for array in index.arrays})
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    def tokens(self) -> Tensor:
+        """The context's token ids, [N] int64. Their checksum is verified."""
+        entry = self._entry("tokens")
+        stored = torch.empty(entry.shape, dtype=torch.uint32)
+        self._read(entry, (0,), stored)
+        return stored.to(torch.int64)
+
+    def array(self, path: str, layer: int, head: int) -> Tensor:
+        """One (layer, KV head) of an array, mapped without a copy and without reading its checksum.
+
+        `kv` yields [N, 2, d], an index array whatever its index stores per head. `layer` is the model's layer.
+        Raises InvalidArgumentError for an unknown array, layer or head.
+        """
+        entry, row = self._locate(path, layer)
+        try:
+            return map_chunk(self._folder, entry, (row, head))
+        except MissingChunkError:
+            self._check_present()
+            raise
+
+    def read_head(self, path: str, layer: int, head: int, out: Tensor) -> None:
+        """Reads one (layer, KV head) of an array into a contiguous tensor and verifies its checksum."""
+        entry, row = self._locate(path, layer)
+        self._read(entry, (row, head), out)
+
+    def close(self) -> None:
+        """Ends the use of this object. Tensors handed out stay valid."""
+        self._closed = True
+
+    def _read(self, entry: ArrayEntry, indices: tuple[int, ...], out: Tensor) -> None:
+        try:
+            read_chunk_into(self._folder, entry, indices, out)
+        except MissingChunkError:
+            self._check_present()
+            raise
+
+    def _locate(self, path: str, layer: int) -> tuple[ArrayEntry, int]:
+        entry = self._entry(path)
+        rows = self._rows.get(path, {})
+        if layer not in rows:
+            raise InvalidArgumentError(f"array {path!r} covers layers {sorted(rows)}, not layer {layer}")
+        return entry, rows[layer]
+
+    def _entry(self, path: str) -> ArrayEntry:
+        if self._closed:
+            raise InvalidArgumentError(f"context {self._manifest.id[:12]} was closed; open it again")
+        if path not in self._entries:
+            raise InvalidArgumentError(f"no array {path!r}; the context has {', '.join(self._entries)}")
+        return self._entries[path]
+
+    def _check_present(self) -> None:
+        # Deleted while in use is no corruption.
+        if not self._folder.exists():
+            raise ContextNotFoundError(
+                f"context {self._manifest.id} was deleted while it was being read", context=self._manifest.id
+            )
+
+
+class ResidentContext:
+    """A context in memory, shared by every session that uses it. Its tensors must not be written to.
+
+    Tensors stay usable while the arena's lease that handed out this object is held.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        tokens: Tensor,
+        kv: Mapping[int, Tensor],
+        arrays: Mapping[tuple[str, int], Mapping[str, Tensor]],
+        kinds: IndexKinds | None = None,
+    ) -> None:
+        """Over loaded tensors.
+
+        tokens: [N] int64. kv: layer -> [H, N, 2, d]. arrays: (index name, layer) -> array name -> [H, ...].
+        kinds: index classes by kind; all that this package knows by default.
+        """
+        self.manifest = manifest
+        self._tokens = tokens
+        self._kv = dict(kv)
+        self._arrays = {key: dict(value) for key, value in arrays.items()}
+        self._kinds = kinds
+        self._indexes: dict[tuple[str, int], LayerIndex] = {}
+        self._building = threading.Lock()
+        tensors = [
+            tokens,
+            *self._kv.values(),
+            *(a for group in self._arrays.values() for a in group.values()),
+        ]
+        self._nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self._nbytes
+
+    def tokens(self) -> Tensor:
+        """The context's token ids, [N] int64."""
+        return self._tokens
+
+    def kv(self, layer: int) -> Tensor:
+        """Keys and values of one layer, [H, N, 2, d], contiguous."""
+        self._check_layer(layer)
+        return self._kv[layer]
+
+    def keys(self, layer: int) -> Tensor:
+        """View of the layer's keys, [H, N, d]; rows are 2d elements apart."""
+        return self.kv(layer)[:, :, 0]
+
+    def values(self, layer: int) -> Tensor:
+        """View of the layer's values, [H, N, d]; rows are 2d elements apart."""
+        return self.kv(layer)[:, :, 1]
+
+    def index(self, name: str, layer: int) -> LayerIndex:
+        """The layer's index of that name, made over the loaded arrays at first use and kept.
+
+        Raises MethodUnsupportedError when the context has no such index, or this program cannot read its kind.
+        """
+        with self._building:
+            found = self._indexes.get((name, layer))
+            if found is None:
+                found = self._indexes[name, layer] = self._make_index(name, layer)
+            return found
+
+    def release(self) -> None:
+        """Lets go of every tensor; later calls raise InvalidArgumentError."""
+        with self._building:
+            self._kv.clear()
+            self._arrays.clear()
+            self._indexes.clear()
+
+    def _make_index(self, name: str, layer: int) -> LayerIndex:
+        entry = self._index_entry(name)
+        if layer not in entry.layers:
+            raise MethodUnsupportedError(
+                f"index {name!r} of context {self.manifest.id[:12]} covers layers {list(entry.layers)}, not layer "
+                f"{layer}; dense layers {list(self.manifest.dense_layers)} are attended to fully",
+                index=name,
+                layer=layer,
+            )
+        self._check_layer(layer)
+        kinds = self._kinds if self._kinds is not None else _known_kinds()
+        if entry.kind not in kinds:
+            raise MethodUnsupportedError(
+                f"index {name!r} is of kind {entry.kind!r}, this program reads {', '.join(sorted(kinds))}; "
+                "update sparsekv or prefill the document again",
+                kind=entry.kind,
+            )
+        return kinds[entry.kind].from_arrays(entry.parameters, self._arrays[name, layer], self.keys(layer))
+
+    def _index_entry(self, name: str) -> IndexEntry:
+        entry = self.manifest.index(name)
+        if entry is None:
+            present = ", ".join(index.name for index in self.manifest.indexes) or "none"
+            raise MethodUnsupportedError(
+                f"context {self.manifest.id[:12]} has no index {name!r} (it has: {present}); "
+                "prefill it with a method that builds one, or ask with another method",
+                index=name,
+            )
+        return entry
+
+    def _check_layer(self, layer: int) -> None:
+        if layer not in self._kv:
+            layers = self.manifest.model.layers
+            state = f"layers 0..{layers - 1}" if self._kv else "been released"
+            raise InvalidArgumentError(
+                f"context {self.manifest.id[:12]} has {state}; asked for layer {layer}"
+            )
+
+
+def _known_kinds() -> IndexKinds:
+    from index_store.indexes.registry import INDEX_KINDS
+
+    return INDEX_KINDS

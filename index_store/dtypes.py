@@ -1,0 +1,63 @@
+"""The element types a stored array may have: their names, their torch dtypes, and how zarr keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from index_store.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDtype:
+    """One element type.
+
+    name: the logical name, as in manifests ("bfloat16").
+    zarr_name: what the zarr array declares; zarr has no bfloat16, which is kept as uint16 with the logical name
+        in the array's attributes.
+    """
+
+    name: str
+    zarr_name: str
+    torch_dtype: torch.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.torch_dtype.itemsize
+
+
+STORED_DTYPES: Mapping[str, StoredDtype] = {
+    dtype.name: dtype
+    for dtype in (
+        StoredDtype("int8", "int8", torch.int8),
+        StoredDtype("uint8", "uint8", torch.uint8),
+        StoredDtype("int16", "int16", torch.int16),
+        StoredDtype("uint16", "uint16", torch.uint16),
+        StoredDtype("int32", "int32", torch.int32),
+        StoredDtype("uint32", "uint32", torch.uint32),
+        StoredDtype("int64", "int64", torch.int64),
+        StoredDtype("float16", "float16", torch.float16),
+        StoredDtype("bfloat16", "uint16", torch.bfloat16),
+        StoredDtype("float32", "float32", torch.float32),
+    )
+}
+
+KV_DTYPES = ("float32", "float16", "bfloat16")
+"""Names of the dtypes in which keys and values may be stored."""
+
+
+def stored_dtype(name: str) -> StoredDtype:
+    """The element type of that logical name. Raises InvalidArgumentError when it cannot be stored."""
+    if name not in STORED_DTYPES:
+        raise InvalidArgumentError(
+            f"dtype {name!r} cannot be stored; storable are {', '.join(STORED_DTYPES)}", dtype=name
+        )
+    return STORED_DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The logical name of a torch dtype. Raises InvalidArgumentError when it cannot be stored."""
+    return stored_dtype(str(dtype).removeprefix("torch.")).name

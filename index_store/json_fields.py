@@ -1,0 +1,141 @@
+"""Reading JSON objects field by field: every error names the field, the value found and where it was found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any, TypeVar
+
+from index_store.errors import ManifestError
+
+Scalar = str | int | float | bool
+Item = TypeVar("Item")
+
+
+def field_error(field: str, found: object, expected: str, where: str = "") -> ManifestError:
+    """The error of a field that does not hold what it must."""
+    shown = repr(found)
+    shown = shown if len(shown) <= 120 else shown[:117] + "..."
+    prefix = f"{where}: " if where else ""
+    return ManifestError(
+        f"{prefix}field {field!r} is {shown}, expected {expected}", field=field, value=shown, path=where
+    )
+
+
+class JsonFields:
+    """One JSON object being parsed. `where` names its file, `prefix` the path of the object inside it."""
+
+    def __init__(self, document: object, where: str, prefix: str = "") -> None:
+        if not isinstance(document, dict):
+            raise field_error(prefix or "manifest", document, "a JSON object", where)
+        self._document = document
+        self._where = where
+        self._prefix = f"{prefix}." if prefix else ""
+        self._taken: set[str] = set()
+
+    def text(self, name: str) -> str:
+        value: str = self._take(name, lambda value: isinstance(value, str), "a string")
+        return value
+
+    def integer(self, name: str) -> int:
+        value: int = self._take(name, _is_integer, "an integer")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of integers, as a tuple."""
+        value = self._take(
+            name, lambda value: isinstance(value, list) and all(map(_is_integer, value)), "a list of integers"
+        )
+        return tuple(value)
+
+    def time(self, name: str) -> datetime:
+        """An ISO 8601 time with its offset."""
+        return self._parse_time(name, self.text(name))
+
+    def optional_time(self, name: str) -> datetime | None:
+        """An ISO 8601 time, or None where the field holds null."""
+        value = self._take(name, lambda value: value is None or isinstance(value, str), "a time or null")
+        return None if value is None else self._parse_time(name, str(value))
+
+    def scalars(self, name: str) -> dict[str, Scalar]:
+        """An object whose values are strings, numbers or booleans."""
+        value = self._take(
+            name,
+            lambda value: isinstance(value, dict) and all(map(is_scalar, value.values())),
+            "an object of strings, finite numbers and booleans",
+        )
+        return dict(value)
+
+    def numbers(self, name: str) -> dict[str, float]:
+        """An object whose values are finite numbers."""
+        value = self._take(
+            name,
+            lambda value: isinstance(value, dict) and all(map(is_number, value.values())),
+            "an object of finite numbers",
+        )
+        return dict(value)
+
+    def item(self, name: str, parse: Callable[[JsonFields], Item]) -> Item:
+        """A nested object, read by `parse`."""
+        value = self._take(name, lambda value: isinstance(value, dict), "an object")
+        return _parse_whole(JsonFields(value, self._where, f"{self._prefix}{name}"), parse)
+
+    def items(self, name: str, parse: Callable[[JsonFields], Item]) -> tuple[Item, ...]:
+        """A list of nested objects, each read by `parse`."""
+        values: Any = self._take(name, lambda value: isinstance(value, list), "a list of objects")
+        return tuple(
+            _parse_whole(JsonFields(value, self._where, f"{self._prefix}{name}[{i}]"), parse)
+            for i, value in enumerate(values)
+        )
+
+    def finish(self) -> None:
+        """Raises ManifestError when the object holds a field that nothing read."""
+        unknown = sorted(set(self._document) - self._taken)
+        if unknown:
+            name = unknown[0]
+            raise field_error(f"{self._prefix}{name}", self._document[name], "no such field", self._where)
+
+    def _take(self, name: str, accept: Callable[[object], bool], expected: str) -> Any:
+        if name not in self._document:
+            raise ManifestError(
+                f"{self._where}: field '{self._prefix}{name}' is missing, expected {expected}",
+                field=f"{self._prefix}{name}",
+                path=self._where,
+            )
+        value = self._document[name]
+        if not accept(value):
+            raise field_error(f"{self._prefix}{name}", value, expected, self._where)
+        self._taken.add(name)
+        return value
+
+    def _parse_time(self, name: str, value: str) -> datetime:
+        try:
+            return datetime.fromisoformat(value)
+        except ValueError:
+            raise field_error(f"{self._prefix}{name}", value, "an ISO 8601 time", self._where) from None
+
+
+def is_number(value: object) -> bool:
+    """Whether the value is a finite int or float; booleans are not numbers here."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_scalar(value: object) -> bool:
+    """Whether the value is a string, a finite number or a boolean."""
+    return isinstance(value, str | bool) or is_number(value)
+
+
+def are_scalars(values: Mapping[str, object]) -> bool:
+    """Whether a mapping is one of strings to scalars."""
+    return all(isinstance(key, str) and is_scalar(value) for key, value in values.items())
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _parse_whole(fields: JsonFields, parse: Callable[[JsonFields], Item]) -> Item:
+    item = parse(fields)
+    fields.finish()
+    return item

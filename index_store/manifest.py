@@ -1,0 +1,341 @@
+"""What a stored context is: a frozen, versioned description that mirrors `manifest.json`.
+
+Constructing any of these classes checks it, so a Manifest that exists is consistent: its arrays have the shapes
+that the model and the token count imply, and every path stays inside the context's folder. Errors are
+ManifestError and name field, value and (when read from a file) path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+import numpy as np
+from torch import Tensor
+
+from index_store.dtypes import KV_DTYPES, STORED_DTYPES
+from index_store.errors import DtypeMismatchError, InvalidArgumentError, ModelMismatchError
+from index_store.json_fields import Scalar, are_scalars, field_error, is_number
+
+FORMAT_VERSION = 1
+
+_HEX_ID = re.compile(r"[0-9a-f]{64}")
+_PATH_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+
+def is_context_id(text: str) -> bool:
+    """Whether the text has the form of a context id: 64 lower-case hex digits."""
+    return _HEX_ID.fullmatch(text) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """Which model prefilled a context, and the sizes that its keys and values follow from.
+
+    fingerprint: hash over the model's configuration and weights; tokenizer_fingerprint: over its tokenizer files.
+    head_dim: d; max_positions: the longest sequence the model takes, in tokens.
+    """
+
+    name: str
+    architecture: str
+    fingerprint: str
+    tokenizer_fingerprint: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+
+    def __post_init__(self) -> None:
+        for field in ("name", "architecture", "fingerprint", "tokenizer_fingerprint"):
+            _check_name(f"model.{field}", getattr(self, field))
+        for field in ("layers", "query_heads", "kv_heads", "head_dim", "vocab_size", "max_positions"):
+            _check_positive(f"model.{field}", getattr(self, field))
+        if self.query_heads % self.kv_heads:
+            raise field_error(
+                "model.query_heads", self.query_heads, f"a multiple of {self.kv_heads} KV heads"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayEntry:
+    """One zarr array of a context. `dtype` is the logical name: "bfloat16" is stored as uint16."""
+
+    path: str
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        parts = self.path.split("/")
+        if not all(_PATH_PART.fullmatch(part) for part in parts):
+            raise field_error("path", self.path, "names of letters, digits, '_', '-', '.' joined by '/'")
+        if self.dtype not in STORED_DTYPES:
+            raise field_error(f"{self.path}.dtype", self.dtype, f"one of {', '.join(STORED_DTYPES)}")
+        if not self.shape or not all(size > 0 for size in self.shape):
+            raise field_error(f"{self.path}.shape", self.shape, "one or more positive sizes")
+        divides = len(self.chunks) == len(self.shape) and all(
+            chunk > 0 and size % chunk == 0 for chunk, size in zip(self.chunks, self.shape, strict=True)
+        )
+        if not divides:
+            raise field_error(f"{self.path}.chunks", self.chunks, f"sizes that divide the shape {self.shape}")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return STORED_DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array, without checksums."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk, without its checksum."""
+        return math.prod(self.chunks) * self.itemsize
+
+    def chunk_indices(self) -> Iterator[tuple[int, ...]]:
+        """Grid coordinates of every chunk."""
+        grid = (size // chunk for size, chunk in zip(self.shape, self.chunks, strict=True))
+        return itertools.product(*map(range, grid))
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """One search index: its kind and parameters, the model layers it covers, and its arrays.
+
+    Array `index/<name>/<array>` is [len(layers), kv_heads, ...]; row j belongs to model layer `layers[j]`.
+    """
+
+    name: str
+    kind: str
+    parameters: Mapping[str, Scalar]
+    layers: tuple[int, ...]
+    arrays: tuple[ArrayEntry, ...]
+
+    def __post_init__(self) -> None:
+        if not _PATH_PART.fullmatch(self.name):
+            raise field_error("index.name", self.name, "letters, digits, '_', '-', '.'")
+        _check_name(f"index.{self.name}.kind", self.kind)
+        if not are_scalars(self.parameters):
+            raise field_error(f"index.{self.name}.parameters", self.parameters, "scalars by name")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, without checksums."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything there is to know about a stored context, except the arrays' contents.
+
+    created_at, expires_at: UTC; a context without expires_at never expires.
+    dtype: the element type of keys and values. method: the name of the method it was prefilled for.
+    dense_layers: layers with flat attention, which have no index and are attended to fully.
+    prefill: the parameters of the prefill; seconds: wall time per phase.
+    """
+
+    id: str
+    name: str
+    created_at: datetime
+    expires_at: datetime | None
+    model: ModelIdentity
+    dtype: str
+    token_count: int
+    salt: str
+    method: str
+    dense_layers: tuple[int, ...]
+    tokens: ArrayEntry
+    kv: ArrayEntry
+    indexes: tuple[IndexEntry, ...]
+    prefill: Mapping[str, Scalar]
+    seconds: Mapping[str, float]
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        if not is_context_id(self.id):
+            raise field_error("id", self.id, "64 lower-case hex digits")
+        if self.format_version != FORMAT_VERSION:
+            raise field_error("format_version", self.format_version, str(FORMAT_VERSION))
+        _check_name("name", self.name)
+        _check_utc("created_at", self.created_at)
+        if self.expires_at is not None:
+            _check_utc("expires_at", self.expires_at)
+        if self.dtype not in KV_DTYPES:
+            raise field_error("dtype", self.dtype, f"one of {', '.join(KV_DTYPES)}")
+        _check_positive("token_count", self.token_count)
+        if self.token_count > self.model.max_positions:
+            raise field_error(
+                "token_count", self.token_count, f"at most {self.model.max_positions} positions"
+            )
+        _check_name("method", self.method)
+        if not isinstance(self.salt, str):
+            raise field_error("salt", self.salt, "a string")
+        self._check_layers("dense_layers", self.dense_layers)
+        if not are_scalars(self.prefill):
+            raise field_error("prefill", self.prefill, "scalars by name")
+        if not all(isinstance(name, str) and is_number(value) for name, value in self.seconds.items()):
+            raise field_error("seconds", self.seconds, "seconds by phase")
+        self._check_arrays()
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.kv.nbytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of all indexes."""
+        return sum(index.nbytes for index in self.indexes)
+
+    @property
+    def arrays(self) -> tuple[ArrayEntry, ...]:
+        """Every array of the context: tokens, keys and values, then the indexes'."""
+        return (self.tokens, self.kv, *(array for index in self.indexes for array in index.arrays))
+
+    def bytes_per_token(self) -> float:
+        """Bytes of keys, values and indexes per token of the context."""
+        return (self.kv_bytes + self.index_bytes) / self.token_count
+
+    def expired(self, now: datetime) -> bool:
+        """Whether the context's time to live has passed at `now` (timezone-aware)."""
+        return self.expires_at is not None and self.expires_at <= now
+
+    def index(self, name: str) -> IndexEntry | None:
+        """The index of that name, or None when the context has none."""
+        return next((index for index in self.indexes if index.name == name), None)
+
+    def _check_layers(self, field: str, layers: tuple[int, ...]) -> None:
+        ascending = all(a < b for a, b in itertools.pairwise(layers))
+        if not ascending or not all(0 <= layer < self.model.layers for layer in layers):
+            raise field_error(field, layers, f"ascending layers of 0..{self.model.layers - 1}")
+
+    def _check_arrays(self) -> None:
+        if self.tokens != tokens_entry(self.token_count):
+            raise field_error("tokens", self.tokens, f"{tokens_entry(self.token_count)}")
+        expected = kv_entry(self.model, self.token_count, self.dtype)
+        if self.kv != expected:
+            raise field_error("kv", self.kv, f"{expected}")
+        for index in self.indexes:
+            self._check_layers(f"indexes.{index.name}.layers", index.layers)
+            rows = (len(index.layers), self.model.kv_heads)
+            for array in index.arrays:
+                parent, _, name = array.path.rpartition("/")
+                if parent != f"index/{index.name}" or not name:
+                    raise field_error("path", array.path, f"index/{index.name}/<array>")
+                if array.shape[:2] != rows:
+                    raise field_error(f"{array.path}.shape", array.shape, f"leading sizes {rows}")
+                if array.chunks != (1, 1, *array.shape[2:]):
+                    raise field_error(f"{array.path}.chunks", array.chunks, "one chunk per layer and KV head")
+        paths = [array.path for array in self.arrays]
+        if len(set(paths)) != len(paths):
+            raise field_error("indexes", paths, "every array once")
+
+
+def tokens_entry(token_count: int) -> ArrayEntry:
+    """The array of token ids: uint32 [N], one chunk."""
+    return ArrayEntry("tokens", (token_count,), (token_count,), "uint32")
+
+
+def kv_entry(model: ModelIdentity, token_count: int, dtype: str) -> ArrayEntry:
+    """The array of keys and values: [layers, kv_heads, N, 2, d], one chunk per (layer, KV head)."""
+    rest = (token_count, 2, model.head_dim)
+    return ArrayEntry("kv", (model.layers, model.kv_heads, *rest), (1, 1, *rest), dtype)
+
+
+def index_array_entry(
+    index: str, array: str, layers: int, head_shape: Sequence[int], dtype: str
+) -> ArrayEntry:
+    """An index array: `head_shape` is [H, ...], the shape of one layer; stored as [layers, H, ...]."""
+    shape = tuple(head_shape)
+    return ArrayEntry(f"index/{index}/{array}", (layers, *shape), (1, 1, *shape[1:]), dtype)
+
+
+def context_id(
+    model: ModelIdentity,
+    dtype: str,
+    parameters: Mapping[str, object],
+    salt: str,
+    token_ids: Sequence[int] | np.ndarray[tuple[int, ...], np.dtype[np.integer]] | Tensor,
+) -> str:
+    """The content address of a context: what goes into its arrays determines its id, and nothing else does.
+
+    SHA-256 over format version, both fingerprints, stored dtype, parameters (JSON values, nested as needed, in any
+    order), salt and token ids, as 64 hex digits. Names and times do not count.
+    """
+    header = {
+        "format_version": FORMAT_VERSION,
+        "model": model.fingerprint,
+        "tokenizer": model.tokenizer_fingerprint,
+        "dtype": dtype,
+        "parameters": parameters,
+        "salt": salt,
+    }
+    try:
+        text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"parameters must be finite JSON values: {error}") from None
+    tokens = np.asarray(token_ids)
+    if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
+        raise InvalidArgumentError(
+            f"token ids must be a non-empty list of integers, got shape {tokens.shape}"
+        )
+    if int(tokens.min()) < 0 or int(tokens.max()) >= model.vocab_size:
+        raise InvalidArgumentError(
+            f"token ids span {int(tokens.min())}..{int(tokens.max())}, the model's are 0..{model.vocab_size - 1}"
+        )
+    digest = hashlib.sha256(text.encode())
+    digest.update(b"\0" + tokens.astype("<u4").tobytes())
+    return digest.hexdigest()
+
+
+def require_model(manifest: Manifest, identity: ModelIdentity) -> None:
+    """Raises ModelMismatchError unless the context was prefilled by exactly this model and tokenizer."""
+    for what, found, expected in (
+        ("model", manifest.model.fingerprint, identity.fingerprint),
+        ("tokenizer", manifest.model.tokenizer_fingerprint, identity.tokenizer_fingerprint),
+    ):
+        if found != expected:
+            raise ModelMismatchError(
+                f"context {manifest.id[:12]} was prefilled by {manifest.model.name} ({what} fingerprint {found}), "
+                f"expected {identity.name} ({expected}); prefill the document again with this model",
+                found=found,
+                expected=expected,
+                part=what,
+            )
+
+
+def require_dtype(manifest: Manifest, dtype: str) -> None:
+    """Raises DtypeMismatchError unless keys and values are stored in that dtype."""
+    if manifest.dtype != dtype:
+        raise DtypeMismatchError(
+            f"context {manifest.id[:12]} stores keys and values as {manifest.dtype}, expected {dtype}; "
+            f"prefill the document again with --dtype {dtype} or serve with --dtype {manifest.dtype}",
+            found=manifest.dtype,
+            expected=dtype,
+        )
+
+
+def _check_name(field: str, value: object) -> None:
+    # Names end up in terminals and logs: control characters have no business there.
+    if not isinstance(value, str) or not value or len(value) > 500 or not value.isprintable():
+        raise field_error(field, value, "1-500 printable characters")
+
+
+def _check_positive(field: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise field_error(field, value, "a positive integer")
+
+
+def _check_utc(field: str, value: datetime) -> None:
+    if value.utcoffset() != timedelta(0):
+        raise field_error(field, value.isoformat(), "a time in UTC")

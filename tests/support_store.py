@@ -1,0 +1,169 @@
+"""Small synthetic contexts for tests: every stored dtype, several layers, contents that follow from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from index_store.catalog import Store
+from index_store.dtypes import STORED_DTYPES, dtype_name
+from index_store.indexes.base import AppendedKeys, LayerIndex, QuerySample, Ranking, Scalar
+from index_store.manifest import (
+    IndexEntry,
+    Manifest,
+    ModelIdentity,
+    context_id,
+    index_array_entry,
+    kv_entry,
+    tokens_entry,
+)
+
+CREATED = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
+
+MODEL = ModelIdentity(
+    name="toy",
+    architecture="LlamaForCausalLM",
+    fingerprint="a" * 64,
+    tokenizer_fingerprint="b" * 64,
+    layers=3,
+    query_heads=4,
+    kv_heads=2,
+    head_dim=8,
+    vocab_size=1000,
+    max_positions=4096,
+)
+
+PARAMETERS: dict[str, Scalar] = {"subspaces": 4, "split": "strided", "cosine": False, "ratio": 0.25}
+
+
+class FakeIndex(LayerIndex):
+    """An index that only remembers what it was made of."""
+
+    kind = "fake"
+
+    def __init__(
+        self, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], keys_HND: Tensor
+    ) -> None:
+        self.parameters = parameters
+        self.stored = dict(arrays)
+        self.keys_HND = keys_HND
+
+    @classmethod
+    def build(
+        cls, parameters: Mapping[str, Scalar], keys_HND: Tensor, queries: QuerySample, seed: int
+    ) -> Self:
+        return cls(parameters, {"mean": keys_HND.float().mean(1)}, keys_HND)
+
+    def arrays(self) -> dict[str, Tensor]:
+        return self.stored
+
+    @classmethod
+    def from_arrays(
+        cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], keys_HND: Tensor
+    ) -> Self:
+        return cls(parameters, arrays, keys_HND)
+
+    def start_appending(self) -> AppendedKeys:
+        raise NotImplementedError
+
+    def rank(
+        self,
+        queries_HTGD: Tensor,
+        first_key: int,
+        end_key: int,
+        appended: AppendedKeys | None,
+        options: Mapping[str, Scalar],
+    ) -> Ranking:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SyntheticContext:
+    """A context in memory: tokens [N], kv [L, H, N, 2, d], arrays by path [layers, H, ...], and its manifest."""
+
+    manifest: Manifest
+    tokens: Tensor
+    kv: Tensor
+    arrays: dict[str, Tensor]
+
+    @property
+    def id(self) -> str:
+        return self.manifest.id
+
+    def write(self, store: Store) -> str:
+        """Writes and publishes it; returns the id."""
+        with store.writer(self.id) as writer:
+            writer.write_tokens(self.tokens)
+            for entry, data in [(self.manifest.kv, self.kv), *self.entries()]:
+                writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+                for row in range(data.shape[0]):
+                    for head in range(data.shape[1]):
+                        writer.write_chunk(entry.path, (row, head), data[row, head])
+            writer.publish(self.manifest)
+        return self.id
+
+    def entries(self) -> list[tuple]:
+        """(entry, data) of every index array."""
+        return [(array, self.arrays[array.path]) for index in self.manifest.indexes for array in index.arrays]
+
+
+def random_array(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Random contents of any stored dtype; every bit pattern of integers may occur."""
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    size = dtype.itemsize
+    raw = torch.randint(0, 256, (*shape, size), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).squeeze(-1)
+
+
+def synthetic_context(
+    tokens: int = 37,
+    seed: int = 0,
+    name: str = "handbook",
+    dtype: str = "bfloat16",
+    model: ModelIdentity = MODEL,
+    created: datetime = CREATED,
+    ttl: timedelta | None = None,
+    index_dtypes: tuple[str, ...] = ("int8", "float16", "int32", "float32"),
+) -> SyntheticContext:
+    """A context of `tokens` random tokens: layer 0 dense, one index over the others with an array per dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, model.vocab_size, (tokens,), generator=generator)
+    kv_shape = (model.layers, model.kv_heads, tokens, 2, model.head_dim)
+    kv = random_array(kv_shape, STORED_DTYPES[dtype].torch_dtype, generator)
+    layers = tuple(range(1, model.layers))
+    entries, arrays = [], {}
+    for number, index_dtype in enumerate(index_dtypes):
+        head_shape = (model.kv_heads, 4 + number, tokens)
+        entry = index_array_entry("tables", f"array_{index_dtype}", len(layers), head_shape, index_dtype)
+        entries.append(entry)
+        arrays[entry.path] = random_array(entry.shape, STORED_DTYPES[index_dtype].torch_dtype, generator)
+        assert dtype_name(arrays[entry.path].dtype) == index_dtype
+    manifest = Manifest(
+        id=context_id(model, dtype, {"seed": seed, "method": PARAMETERS}, "", ids),
+        name=name,
+        created_at=created,
+        expires_at=created + ttl if ttl is not None else None,
+        model=model,
+        dtype=dtype,
+        token_count=tokens,
+        salt="",
+        method="csattention",
+        dense_layers=(0,),
+        tokens=tokens_entry(tokens),
+        kv=kv_entry(model, tokens, dtype),
+        indexes=(IndexEntry("tables", FakeIndex.kind, PARAMETERS, layers, tuple(entries)),),
+        prefill={"chunk": 2048, "calibration": False},
+        seconds={"forward": 1.5, "index": 0.25},
+    )
+    return SyntheticContext(manifest, ids, kv, arrays)
+
+
+def other_model(**changes: object) -> ModelIdentity:
+    """The toy model with some fields changed."""
+    return replace(MODEL, **changes)
