@@ -50,7 +50,7 @@ class _Job(Generic[SessionT]):
 
     request: Request[SessionT]
     place: Place
-    stream: Stream[SessionT]
+    stream: Stream
     sampler: Sampler
     submitted_ns: int
     session: SessionT | None = None
@@ -149,7 +149,7 @@ class Engine(Generic[SessionT]):
         with self._changed:
             self._places -= 1
 
-    def submit(self, place: Place, request: Request[SessionT]) -> Stream[SessionT]:
+    def submit(self, place: Place, request: Request[SessionT]) -> Stream:
         """Queues a request. Its place and `on_close` are the engine's from here on, also when this raises.
 
         Raises InvalidArgumentError for an empty prompt or a token limit below one, ShuttingDownError while the engine
@@ -158,7 +158,7 @@ class Engine(Generic[SessionT]):
         job = _Job(
             request,
             place,
-            Stream[SessionT](self._wake),
+            Stream(self._wake),
             Sampler(request.sampling),
             submitted_ns=self.clock_ns(),
         )
@@ -350,7 +350,7 @@ class Engine(Generic[SessionT]):
             decode_ns=job.decode_ns,
         )
         self._release(job)
-        job.stream.put(Finished(reason, text, job.generated, job.sampler.seed, times, session))
+        job.stream.put(Finished(reason, text, job.generated, job.sampler.seed, times, session.figures))
 
     def _fail(self, job: _Job[SessionT], error: Exception) -> None:
         self._release(job)
@@ -361,10 +361,8 @@ class Engine(Generic[SessionT]):
         with self._changed:
             self._queues.remove(job)
             self._changed.notify_all()
-        releases = [job.request.on_close, job.place.release]
-        if job.session is not None:
-            releases.insert(0, job.session.close)
-        for release in releases:
+        job.session = None
+        for release in (job.request.on_close, job.place.release):
             try:
                 release()
             except Exception:

@@ -11,23 +11,28 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from decode_engine.figures import Figures
 from decode_engine.sampler import SamplingParameters
 
 
 class EngineSession(Protocol):
-    """What the engine needs of one request's model state."""
+    """What the engine needs of one request's model state. It is dropped, and its memory freed, at the request's end."""
 
-    def close(self) -> None:
-        """Frees what the session holds."""
+    @property
+    def figures(self) -> Figures:
+        """What the session's attention cost and touched so far."""
 
 
 SessionT = TypeVar("SessionT", bound=EngineSession)
+AcceptedSessionT = TypeVar("AcceptedSessionT", bound=EngineSession, contravariant=True)
 
 
-class Runner(Protocol[SessionT]):
+class Runner(Protocol[AcceptedSessionT]):
     """What the engine needs of the model."""
 
-    def forward(self, sessions: Sequence[SessionT], token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
+    def forward(
+        self, sessions: Sequence[AcceptedSessionT], token_ids: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
         """Feeds each session its tokens (as many to each) and returns the last one's logits [1, V] per session.
 
         When it raises, the sessions are as they were before the call.
@@ -67,7 +72,7 @@ class Request(Generic[SessionT]):
 
     start: makes the session; called on the scheduler's thread when the request is admitted.
     prompt: token ids, at least one. end_ids: tokens that end the answer. deadline_ns: on the engine's clock.
-    on_close: called exactly once, when the engine has let go of the session, however the request ended.
+    on_close: called exactly once, after the engine has dropped the session, however the request ended.
     """
 
     start: Callable[[], SessionT]
@@ -101,26 +106,26 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished(Generic[SessionT]):
-    """The last event of a stream. `session` is closed; its figures can still be read."""
+class Finished:
+    """The last event of a stream."""
 
     reason: FinishReason
     text: str
     completion_tokens: int
     seed: int
     times: Times
-    session: SessionT
+    figures: Figures
 
 
-class Stream(Generic[SessionT]):
+class Stream:
     """Events of one request: tokens, then `Finished`. Iterating raises what ended the request otherwise."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self._events: SimpleQueue[Token | Finished[SessionT] | Exception] = SimpleQueue()
+        self._events: SimpleQueue[Token | Finished | Exception] = SimpleQueue()
         self._wake = wake
         self._cancelled = threading.Event()
 
-    def __iter__(self) -> Iterator[Token | Finished[SessionT]]:
+    def __iter__(self) -> Iterator[Token | Finished]:
         while True:
             event = self._events.get()
             if isinstance(event, Exception):
@@ -138,7 +143,7 @@ class Stream(Generic[SessionT]):
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
 
-    def put(self, event: Token | Finished[SessionT] | Exception) -> None:
+    def put(self, event: Token | Finished | Exception) -> None:
         """Adds an event; for the engine."""
         self._events.put(event)
 

@@ -1,0 +1,109 @@
+"""A model runner without a model: after token t comes t + 1. It records what it was asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from decode_engine.figures import Figures
+from decode_engine.requests import Request, Stream
+from decode_engine.sampler import SamplingParameters
+
+VOCABULARY = 64
+
+
+@dataclass(eq=False)
+class FakeSession:
+    """Remembers what it was fed; raises `fails_with` when fed its `fails_at`-th token (counted from 0)."""
+
+    name: str
+    fails_at: int | None = None
+    fails_with: BaseException = field(default_factory=lambda: ValueError("this session is broken"))
+    fed: list[int] = field(default_factory=list)
+    figures: Figures = field(default_factory=Figures)
+
+
+@dataclass
+class FakeRunner:
+    """calls: one (names of the sessions, tokens each) per forward. gate: waited for before every forward."""
+
+    calls: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
+    gate: threading.Semaphore | None = None
+
+    def forward(self, sessions: Sequence[FakeSession], token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
+        lengths = {len(ids) for ids in token_ids}
+        if len(lengths) != 1 or len(sessions) != len(token_ids):
+            raise AssertionError("every session of a batch is fed as many tokens")
+        if self.gate is not None:
+            self.gate.acquire()
+        self.calls.append((tuple(session.name for session in sessions), lengths.pop()))
+        for session, ids in zip(sessions, token_ids, strict=True):
+            if session.fails_at is not None and len(session.fed) + len(ids) > session.fails_at:
+                raise session.fails_with
+        for session, ids in zip(sessions, token_ids, strict=True):
+            session.fed.extend(ids)
+        return [
+            torch.nn.functional.one_hot(torch.tensor([(ids[-1] + 1) % VOCABULARY]), VOCABULARY).float()
+            for ids in token_ids
+        ]
+
+
+@dataclass(frozen=True)
+class Piece:
+    text: str
+    stopped: bool
+
+
+@dataclass
+class LetterSink:
+    """Token n reads as the letter n; the generation stops at `stop_at`; `flush` gives a full stop."""
+
+    stop_at: int | None = None
+
+    def push(self, token_id: int) -> Piece:
+        stopped = token_id == self.stop_at
+        return Piece("" if stopped else chr(ord("A") + token_id), stopped)
+
+    def flush(self) -> str:
+        return "."
+
+
+@dataclass
+class Client:
+    """A request under test: its session, its stream and how often it was closed."""
+
+    session: FakeSession
+    request: Request[FakeSession]
+    closes: list[str]
+    stream: Stream | None = None
+
+
+def make_client(
+    name: str,
+    prompt: Sequence[int] = (0,),
+    max_tokens: int = 4,
+    *,
+    session: FakeSession | None = None,
+    start: Callable[[], FakeSession] | None = None,
+    sink: LetterSink | None = None,
+    end_ids: frozenset[int] = frozenset(),
+    deadline_ns: int | None = None,
+) -> Client:
+    """A request for a fake session called `name`."""
+    made = session or FakeSession(name)
+    closes: list[str] = []
+    request = Request(
+        start=start or (lambda: made),
+        prompt=list(prompt),
+        max_tokens=max_tokens,
+        sampling=SamplingParameters(),
+        sink=sink or LetterSink(),
+        end_ids=end_ids,
+        deadline_ns=deadline_ns,
+        on_close=lambda: closes.append(name),
+    )
+    return Client(made, request, closes)
