@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Self
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from index_store.catalog import Store
 from index_store.dtypes import STORED_DTYPES, dtype_name
-from index_store.indexes.base import AppendedKeys, LayerIndex, QuerySample, Ranking, Scalar
+from index_store.indexes.base import LayerIndex, Scalar
 from index_store.manifest import (
+    ArrayEntry,
     IndexEntry,
     Manifest,
     ModelIdentity,
@@ -41,45 +42,24 @@ MODEL = ModelIdentity(
 PARAMETERS: dict[str, Scalar] = {"subspaces": 4, "split": "strided", "cosine": False, "ratio": 0.25}
 
 
-class FakeIndex(LayerIndex):
-    """An index that only remembers what it was made of."""
+@dataclass(frozen=True)
+class RecordedIndex:
+    """Stands in for an index class where only its construction matters: remembers what it was made of."""
 
-    kind = "fake"
+    kind: ClassVar[str] = "recorded"
 
-    def __init__(
-        self, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], keys_HND: Tensor
-    ) -> None:
-        self.parameters = parameters
-        self.stored = dict(arrays)
-        self.keys_HND = keys_HND
-
-    @classmethod
-    def build(
-        cls, parameters: Mapping[str, Scalar], keys_HND: Tensor, queries: QuerySample, seed: int
-    ) -> Self:
-        return cls(parameters, {"mean": keys_HND.float().mean(1)}, keys_HND)
-
-    def arrays(self) -> dict[str, Tensor]:
-        return self.stored
+    parameters: Mapping[str, Scalar]
+    stored: Mapping[str, Tensor]
+    keys_HND: Tensor
 
     @classmethod
     def from_arrays(
         cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], keys_HND: Tensor
-    ) -> Self:
+    ) -> RecordedIndex:
         return cls(parameters, arrays, keys_HND)
 
-    def start_appending(self) -> AppendedKeys:
-        raise NotImplementedError
 
-    def rank(
-        self,
-        queries_HTGD: Tensor,
-        first_key: int,
-        end_key: int,
-        appended: AppendedKeys | None,
-        options: Mapping[str, Scalar],
-    ) -> Ranking:
-        raise NotImplementedError
+KINDS: Mapping[str, type[LayerIndex]] = {RecordedIndex.kind: cast(type[LayerIndex], RecordedIndex)}
 
 
 @dataclass(frozen=True)
@@ -107,7 +87,7 @@ class SyntheticContext:
             writer.publish(self.manifest)
         return self.id
 
-    def entries(self) -> list[tuple]:
+    def entries(self) -> list[tuple[ArrayEntry, Tensor]]:
         """(entry, data) of every index array."""
         return [(array, self.arrays[array.path]) for index in self.manifest.indexes for array in index.arrays]
 
@@ -157,7 +137,7 @@ def synthetic_context(
         dense_layers=(0,),
         tokens=tokens_entry(tokens),
         kv=kv_entry(model, tokens, dtype),
-        indexes=(IndexEntry("tables", FakeIndex.kind, PARAMETERS, layers, tuple(entries)),),
+        indexes=(IndexEntry("tables", RecordedIndex.kind, PARAMETERS, layers, tuple(entries)),),
         prefill={"chunk": 2048, "calibration": False},
         seconds={"forward": 1.5, "index": 0.25},
     )

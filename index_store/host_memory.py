@@ -1,0 +1,110 @@
+"""Blocks of host memory, page-locked where a GPU will read them.
+
+Memory is allocated first and locked after it has been filled: torch's own pinned allocator rounds every size up to a
+power of two, and locking pages that are already there is fast.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from index_store.errors import MemoryBudgetError
+
+ALIGNMENT = 256
+"""Offsets inside a block are multiples of this many bytes, whatever the element type."""
+
+_PORTABLE = 1  # cudaHostRegisterPortable: locked for every CUDA context of the process
+
+logger = logging.getLogger(__name__)
+
+
+class PageLocker(Protocol):
+    """Keeps a tensor's pages in physical memory, readable by a device. Both raise RuntimeError on failure."""
+
+    def lock(self, tensor: Tensor) -> None: ...
+
+    def unlock(self, tensor: Tensor) -> None: ...
+
+
+class CudaPageLocker:
+    """Registers memory with CUDA."""
+
+    def __init__(self) -> None:
+        runtime: Callable[[], Any] = torch.cuda.cudart
+        self._runtime = runtime()
+
+    def lock(self, tensor: Tensor) -> None:
+        code = self._runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), _PORTABLE)
+        self._check(int(code), "cudaHostRegister")
+
+    def unlock(self, tensor: Tensor) -> None:
+        self._check(int(self._runtime.cudaHostUnregister(tensor.data_ptr())), "cudaHostUnregister")
+
+    @staticmethod
+    def _check(code: int, call: str) -> None:
+        if code != 0:
+            raise RuntimeError(f"{call} returned CUDA error {code}")
+
+
+def default_page_locker() -> PageLocker | None:
+    """CUDA's page locking where there is a GPU, otherwise none."""
+    return CudaPageLocker() if torch.cuda.is_available() else None
+
+
+class HostBlock:
+    """One contiguous range of host memory, cut into tensors from its front."""
+
+    def __init__(self, nbytes: int, locker: PageLocker | None = None) -> None:
+        """Reserves `nbytes`. Raises MemoryBudgetError when the machine refuses them."""
+        try:
+            self._raw = torch.empty(nbytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise MemoryBudgetError(
+                f"the machine refused {nbytes} bytes of host memory; lower --memory or free some",
+                needed=nbytes,
+            ) from error
+        self._locker = locker
+        self._locked = False
+        self._used = 0
+
+    @property
+    def locked(self) -> bool:
+        """Whether the pages are locked."""
+        return self._locked
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The next part of the block as an uninitialised contiguous tensor."""
+        start = self._used
+        count = torch.Size(shape).numel() * dtype.itemsize
+        self._used = start + aligned(count)
+        return self._raw[start : start + count].view(dtype).view(shape)
+
+    def lock(self) -> None:
+        """Locks the pages. Where that fails the block stays usable, pageable; the reason is logged."""
+        if self._locker is None:
+            return
+        try:
+            self._locker.lock(self._raw)
+            self._locked = True
+        except RuntimeError as error:
+            logger.warning("%d bytes stay pageable, transfers will be slower: %s", self._raw.numel(), error)
+
+    def release(self) -> None:
+        """Unlocks and lets go of the memory, which is freed once no tensor refers to it."""
+        if self._locked and self._locker is not None:
+            self._locked = False
+            try:
+                self._locker.unlock(self._raw)
+            except RuntimeError as error:
+                logger.warning("%d bytes could not be unlocked: %s", self._raw.numel(), error)
+        self._raw = torch.empty(0, dtype=torch.uint8)
+
+
+def aligned(nbytes: int) -> int:
+    """The size rounded up to the alignment of a block's parts."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
