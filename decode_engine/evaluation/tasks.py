@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
@@ -91,6 +92,14 @@ class Document:
     token_count: int
     questions: tuple[Question, ...]
     continuation: str
+
+
+def parse_length(text: str) -> int:
+    """Tokens: a number, or one with k for 1,024 ("32k"). Raises InvalidArgumentError."""
+    found = re.fullmatch(r"(\d+)(k?)", text.strip().lower())
+    if not found or int(found[1]) == 0:
+        raise InvalidArgumentError(f"length is {text!r}, expected a number of tokens such as 8192 or 8k")
+    return int(found[1]) * (1024 if found[2] else 1)
 
 
 def held_out_text() -> str:

@@ -1,0 +1,44 @@
+"""Which machine and which software a figure was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+
+def describe_machine() -> dict[str, str | int]:
+    """Date, processor, cores and threads in use, and versions, for writing beside measured figures."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "torch_threads": torch.get_num_threads(),
+        "memory_gib": _memory_gib(),
+        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numba": version("numba"),
+        "transformers": version("transformers"),
+        "sparsekv": version("sparsekv"),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _memory_gib() -> int:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+    except (ValueError, OSError):
+        return 0

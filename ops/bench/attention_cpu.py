@@ -1,0 +1,302 @@
+"""Attention of one layer in one decode step on the CPU: full attention against query tables, dense and in lists.
+
+Regime: one session, one new token, one layer; the keys and values of the context are in memory in bfloat16, as an
+engine holds them. Keys, values and queries are random (time depends on their number, not on what they mean; for
+lists, random scores scatter as widely as they can). Every step takes another query out of several, so that neither the
+table rows nor the gathered keys of the step before are in the processor's caches. Times are medians after a warm-up.
+
+Full attention is the fastest of several ways to do it with torch on the same tensors in the same run, among them a
+float32 copy of all keys and values, which takes twice the memory that the engine holds.
+
+The sparse methods run the product's own code: `decode_engine.selector.SparseLayer` over `QueryTables`. Before any
+time is reported the search is compared with an eager one, its attention with exact attention over the same keys, and
+every variant of full attention with float64. Each result is one JSON line; the exit code is 1 when a check fails, or
+when --bars is given and dense tables are less than 3x (32K) or 6x (128K) as fast as full attention.
+
+Shape legend: H KV heads, G query heads per KV head, N keys, K kept keys, d head dim, m subspaces, C centroids.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+
+# isort: split
+import torch
+import typer
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from decode_engine.evaluation.machine import describe_machine
+from decode_engine.evaluation.tasks import parse_length
+from decode_engine.figures import Figures
+from decode_engine.selector import SparseLayer
+from index_store.errors import SparseKVError
+from index_store.indexes.base import QuerySample
+from index_store.indexes.query_tables import QueryTables
+from index_store.methods import Method, get_method, index_spec
+
+BARS = {32768: 3.0, 131072: 6.0}
+WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of one attention layer."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+
+
+SHAPES = {"llama-3.1-8b": Shape(8, 4, 128), "reader": Shape(2, 2, 64)}
+
+
+class CheckFailedError(Exception):
+    """A result is wrong, so its time means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Keys and values [H, N, 2, d] bfloat16; queries [Q, H, 1, G, d] float32, scaled by 1/sqrt(d)."""
+
+    kv_HN2D: Tensor
+    queries: Tensor
+
+    @property
+    def length(self) -> int:
+        return self.kv_HN2D.shape[1]
+
+
+def make_problem(shape: Shape, length: int, queries: int, seed: int) -> Problem:
+    generator = torch.Generator().manual_seed(seed)
+    kv = torch.randn(shape.kv_heads, length, 2, shape.head_dim, generator=generator).bfloat16()
+    q = torch.randn(queries, shape.kv_heads, 1, shape.group, shape.head_dim, generator=generator)
+    return Problem(kv, 2.0 * q * shape.head_dim**-0.5)
+
+
+def exact_attention(q_HGD: Tensor, kv_HK2D: Tensor) -> Tensor:
+    """The truth, in float64."""
+    weights = torch.softmax(q_HGD.double() @ kv_HK2D[:, :, 0].double().transpose(1, 2), dim=-1)
+    return weights @ kv_HK2D[:, :, 1].double()
+
+
+def full_variants(problem: Problem) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Ways to compute full attention with torch: name -> function of a query [H, 1, G, d] giving [H, G, d]."""
+    variants: dict[str, Callable[[Tensor], Tensor]] = {}
+    heads, _, _, head_dim = problem.kv_HN2D.shape
+    for dtype in (torch.bfloat16, torch.float32):
+        keys = problem.kv_HN2D[:, :, 0].to(dtype).contiguous()
+        values = problem.kv_HN2D[:, :, 1].to(dtype).contiguous()
+        name = str(dtype).removeprefix("torch.")
+
+        def sdpa_gqa(q: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
+            heads_first = q[:, 0].reshape(1, -1, 1, head_dim).to(keys.dtype)
+            out = scaled_dot_product_attention(
+                heads_first, keys[None], values[None], scale=1.0, enable_gqa=True
+            )
+            return out.view(heads, -1, head_dim)
+
+        def sdpa_grouped(q: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
+            return scaled_dot_product_attention(
+                q[:, 0][None].to(keys.dtype), keys[None], values[None], scale=1.0
+            )[0]
+
+        def bmm(q: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
+            logits = torch.bmm(q[:, 0].to(keys.dtype), keys.transpose(1, 2))
+            return torch.bmm(torch.softmax(logits.float(), dim=-1).to(values.dtype), values)
+
+        variants |= {f"sdpa-gqa-{name}": sdpa_gqa, f"sdpa-grouped-{name}": sdpa_grouped, f"bmm-{name}": bmm}
+    return variants
+
+
+def median_seconds(step: Callable[[Tensor], object], queries: Tensor, repeats: int) -> float:
+    """Median time of a step over rotating queries, after a warm-up."""
+    seconds = []
+    for turn in range(WARM_UP + repeats):
+        query = queries[turn % len(queries)]
+        start = time.perf_counter()
+        step(query)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[WARM_UP:])
+
+
+def time_full(problem: Problem, repeats: int) -> dict[str, float]:
+    """Seconds per variant, slower ones measured with fewer repeats. Raises CheckFailedError."""
+    truth = exact_attention(problem.queries[0][:, 0], problem.kv_HN2D)
+    seconds: dict[str, float] = {}
+    for name, variant in full_variants(problem).items():
+        check_close(f"full attention, {name}", variant(problem.queries[0]), truth, 2e-2)
+        few = median_seconds(variant, problem.queries, 3)
+        rest = min((few, *seconds.values()))
+        seconds[name] = few if few > 3 * rest else median_seconds(variant, problem.queries, repeats)
+    return seconds
+
+
+def check_close(what: str, found: Tensor, truth: Tensor, tolerance: float) -> None:
+    error = float((found.double() - truth).norm() / truth.norm())
+    if not error <= tolerance:
+        raise CheckFailedError(f"{what}: relative error {error:.2e}, expected at most {tolerance:.0e}")
+
+
+class SparseBench:
+    """The product's sparse layer over one index, checked and timed."""
+
+    def __init__(self, problem: Problem, index: QueryTables, method: Method) -> None:
+        self._problem, self._index, self._method = problem, index, method
+        self._figures = Figures()
+        self._layer = SparseLayer(problem.kv_HN2D, index, method, self._figures)
+        heads, _, _, head_dim = problem.kv_HN2D.shape
+        self._new = torch.zeros(2, heads, 1, head_dim)
+
+    def step(self, query: Tensor) -> Tensor:
+        """One decode step at the first position after the context."""
+        return self._layer.attend(query, self._new[0], self._new[1], self._problem.length)
+
+    def check(self) -> None:
+        """Compares search and attention with eager ones. Raises CheckFailedError."""
+        query, count = self._problem.queries[0], self._problem.length
+        first, end = self._method.sinks, count - self._method.recent
+        ranking = self._index.rank(query, first, end, None, self._method.search)
+        ids_HK = self._method.budget.cut(ranking, count).ids_HTK[:, 0].long()
+        truth_HM = reference_ranking(self._index, query[:, 0], count)[:, first:end]
+        best = truth_HM.topk(ids_HK.shape[1], dim=-1).values.sum(-1)
+        share = float((truth_HM.gather(1, ids_HK - first).sum(-1) / best).min())
+        if not share > 0.998:
+            raise CheckFailedError(f"the selection holds {share:.4f} of the best keys' score, expected 0.998")
+        heads = self._problem.kv_HN2D.shape[0]
+        always = torch.cat([torch.arange(first), torch.arange(end, count)]).expand(heads, -1)
+        rows = torch.cat([ids_HK, always], dim=1)
+        attended = self._problem.kv_HN2D[torch.arange(heads)[:, None], rows]
+        attended = torch.cat([attended, torch.zeros_like(attended[:, :1])], dim=1)  # the new token's own row
+        check_close("sparse attention", self.step(query)[:, 0], exact_attention(query[:, 0], attended), 1e-3)
+
+    def time(self, repeats: int) -> dict[str, float]:
+        """Median microseconds of a step, and the mean of its parts."""
+        median_seconds(self.step, self._problem.queries, WARM_UP)
+        before = replace(self._figures)
+        seconds = median_seconds(self.step, self._problem.queries, repeats)
+        steps = repeats + WARM_UP
+        parts = {
+            f"{name}_us": (getattr(self._figures, f"{name}_ns") - getattr(before, f"{name}_ns")) / steps / 1e3
+            for name in ("search", "gather", "attend")
+        }
+        return {"step_us": seconds * 1e6, **parts}
+
+
+def reference_ranking(index: QueryTables, q_HGD: Tensor, count: int) -> Tensor:
+    """Scores [H, N] as documented: per query head weighted table rows, softmaxed and summed over the group."""
+    arrays = index.arrays()
+    centroids = arrays["centroids"]
+    heads, subspaces, _, width = centroids.shape
+    scores = torch.zeros(heads, count)
+    slices = q_HGD.reshape(heads, -1, width, subspaces).transpose(
+        -1, -2
+    )  # strided: dimension i is in i mod m
+    products = torch.einsum("hgmb,hmcb->hgmc", slices, centroids)
+    for head in range(heads):
+        for query in products[head]:
+            logits = torch.zeros(count)
+            for subspace in range(subspaces):
+                nearest = int(query[subspace].argmax())
+                row = arrays["scores"][head, subspace, nearest].float()
+                if "ids" in arrays:
+                    listed = torch.full((count,), float(row.min()))
+                    listed[arrays["ids"][head, subspace, nearest].long()] = row
+                    row = listed
+                weight = query[subspace, nearest].clamp(min=0) * arrays["scales"][head, subspace]
+                logits += weight * row
+            scores[head] += torch.softmax(logits, dim=-1)
+    return scores
+
+
+def build_index(problem: Problem, layout: str, seed: int) -> QueryTables:
+    spec = index_spec(get_method("csattention"), layout=layout)
+    assert spec is not None
+    heads, _, _, head_dim = problem.kv_HN2D.shape
+    generator = torch.Generator().manual_seed(seed)
+    sample = torch.randn(heads, 1024, 1, head_dim, generator=generator)
+    queries = QuerySample(sample, torch.arange(1024))
+    return QueryTables.build(spec.parameters, problem.kv_HN2D[:, :, 0], queries, seed)
+
+
+def run_case(name: str, length: int, keeps: Sequence[float], repeats: int, seed: int) -> list[dict[str, Any]]:
+    """All methods on one shape and length."""
+    problem = make_problem(SHAPES[name], length, 16, seed)
+    variants = time_full(problem, repeats)
+    winner = min(variants, key=lambda variant: variants[variant])
+    full_us = variants[winner] * 1e6
+    base = {"shape": name, "context": length}
+    all_us = {variant: round(seconds * 1e6, 1) for variant, seconds in variants.items()}
+    rows: list[dict[str, Any]] = [
+        {**base, "method": "full", "variant": winner, "step_us": round(full_us, 1), "variants_us": all_us}
+    ]
+    for layout in ("dense", "lists"):
+        index = build_index(problem, layout, seed)
+        for keep in keeps:
+            bench = SparseBench(problem, index, get_method("csattention", keep))
+            bench.check()
+            times = bench.time(repeats)
+            rows.append(
+                {
+                    **base,
+                    "method": f"csattention-{layout}",
+                    "keep": keep,
+                    **{part: round(value, 1) for part, value in times.items()},
+                    "full_us": round(full_us, 1),
+                    "speedup": round(full_us / times["step_us"], 2),
+                    "index_bytes_per_token_and_head": round(index.nbytes / length / SHAPES[name].kv_heads),
+                }
+            )
+    return rows
+
+
+def missed_bars(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Where dense tables on the large shape are not as much faster than full attention as they should be."""
+    return [
+        f"{row['method']} at {row['context']} tokens, keep {row['keep']}: {row['speedup']}x, expected {bar}x"
+        for row in rows
+        if row["method"] == "csattention-dense" and row["shape"] == "llama-3.1-8b"
+        for bar in [BARS.get(row["context"], 0.0)]
+        if row["speedup"] < bar
+    ]
+
+
+def main(
+    lengths: Annotated[str, typer.Option(help="Context lengths, comma-separated.")] = "8k,32k,128k",
+    shapes: Annotated[str, typer.Option(help=f"Of {', '.join(SHAPES)}.")] = ",".join(SHAPES),
+    keep: Annotated[str, typer.Option(help="Fractions of the keys to keep.")] = "0.01,0.02,0.05",
+    repeats: Annotated[int, typer.Option(help="Timed steps per figure.")] = 30,
+    seed: Annotated[int, typer.Option()] = 0,
+    bars: Annotated[bool, typer.Option("--bars", help="Fail when dense tables are too slow.")] = False,
+) -> None:
+    """Times one layer's attention per decode step on the CPU; one JSON line per result."""
+    machine = describe_machine()
+    rows: list[dict[str, Any]] = []
+    try:
+        keeps = [float(part) for part in keep.split(",")]
+        for length in [parse_length(part) for part in lengths.split(",")]:
+            for shape in shapes.split(","):
+                for row in run_case(shape, length, keeps, repeats, seed):
+                    rows.append(row)
+                    sys.stdout.write(json.dumps({"bench": "attention_cpu", **row, "machine": machine}) + "\n")
+                    sys.stdout.flush()
+    except (CheckFailedError, SparseKVError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    missed = missed_bars(rows) if bars else []
+    for line in missed:
+        typer.echo(f"missed: {line}", err=True)
+    if missed:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,103 @@
+"""The attention benchmark runs at a tiny size, and refuses to report a time for a wrong result."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from index_store.methods import get_method
+
+BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "attention_cpu.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("attention_cpu", BENCH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_one_json_line_per_result() -> None:
+    command = [
+        sys.executable,
+        str(BENCH),
+        "--lengths",
+        "1k",
+        "--shapes",
+        "reader",
+        "--keep",
+        "0.05",
+        "--repeats",
+        "2",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["method"] for row in rows] == ["full", "csattention-dense", "csattention-lists"]
+    for row in rows:
+        assert (row["shape"], row["context"]) == ("reader", 1024)
+        assert row["step_us"] > 0
+        assert {"date", "processor", "cores", "torch", "numba", "python"} <= set(row["machine"])
+    assert rows[0]["step_us"] == min(rows[0]["variants_us"].values())
+    for row in rows[1:]:
+        assert row["speedup"] == pytest.approx(row["full_us"] / row["step_us"], rel=0.05)
+        assert 0 < row["search_us"] < row["search_us"] + row["gather_us"] + row["attend_us"]
+
+
+def test_a_wrong_length_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCH), "--lengths", "many"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: length is 'many'")
+
+
+@pytest.mark.parametrize("layout", ["dense", "lists"])
+def test_a_spoiled_index_fails_the_check(bench: ModuleType, layout: str) -> None:
+    problem = bench.make_problem(bench.SHAPES["reader"], 2048, 2, 0)
+    method = get_method("csattention", 0.05)
+    index = bench.build_index(problem, layout, 0)
+    bench.SparseBench(problem, index, method).check()
+    index.rank = lambda *arguments: spoil(type(index).rank(index, *arguments))
+    with pytest.raises(bench.CheckFailedError, match="selection holds"):
+        bench.SparseBench(problem, index, method).check()
+
+
+def spoil(ranking: object) -> object:
+    ranking.scores_HTM.neg_()  # type: ignore[attr-defined]
+    return ranking
+
+
+def test_wrong_attention_fails_the_check(bench: ModuleType) -> None:
+    truth = torch.ones(2, 3).double()
+    bench.check_close("right", torch.ones(2, 3), truth, 1e-3)
+    with pytest.raises(bench.CheckFailedError, match="relative error"):
+        bench.check_close("wrong", torch.ones(2, 3) * 1.01, truth, 1e-3)
+    with pytest.raises(bench.CheckFailedError):
+        bench.check_close("nan", torch.full((2, 3), torch.nan), truth, 1e-3)
+
+
+def test_missed_bars_are_named(bench: ModuleType) -> None:
+    row = {
+        "method": "csattention-dense",
+        "shape": "llama-3.1-8b",
+        "context": 32768,
+        "keep": 0.05,
+        "speedup": 2.9,
+    }
+    assert len(bench.missed_bars([row])) == 1
+    assert bench.missed_bars([row | {"speedup": 3.0}]) == []
+    assert bench.missed_bars([row | {"context": 8192}]) == []
+    assert bench.missed_bars([row | {"method": "csattention-lists"}]) == []
+    assert bench.missed_bars([{"method": "full", "shape": "llama-3.1-8b", "context": 131072}]) == []
