@@ -56,12 +56,13 @@ class Ratio:
 class Everything:
     """No cut: attention is full and nothing is searched."""
 
-    def cut(self, ranking: Ranking, length: int) -> Selection:  # noqa: ARG002 - the signature of every budget
+    def cut(self, ranking: Ranking, length: int) -> Selection:
         """Selects every retrieved key."""
         heads, positions, available = ranking.scores_HTM.shape
         ids = torch.arange(available, dtype=torch.int32) + ranking.first_key
         return Selection(
-            ids.expand(heads, positions, available), torch.full((heads, positions), available, dtype=torch.int32)
+            ids.expand(heads, positions, available),
+            torch.full((heads, positions), available, dtype=torch.int32),
         )
 
 

@@ -14,7 +14,8 @@ def spherical_kmeans(points_PD: Tensor, clusters: int, iterations: int, seed: in
     """Unit-length centroids [clusters, D] float32 of the directions of P points [P, D].
 
     k-means++ seeds, all points used (faiss would subsample to 256 a centroid). Zero vectors have no direction
-    and are left out. With fewer points than clusters every point is a centroid and the last one repeats. Raises InvalidArgumentError when no point is left or a parameter is below 1.
+    and are left out. With fewer points than clusters every point is a centroid and the last one repeats.
+    Raises InvalidArgumentError when no point is left or a parameter is below 1.
     """
     if clusters < 1 or iterations < 1:
         raise InvalidArgumentError(

@@ -35,7 +35,8 @@ class IndexSpec:
     def __post_init__(self) -> None:
         if self.kind not in INDEX_KINDS:
             raise InvalidArgumentError(
-                f"index kind is {self.kind!r}, expected one of {', '.join(sorted(INDEX_KINDS))}", kind=self.kind
+                f"index kind is {self.kind!r}, expected one of {', '.join(sorted(INDEX_KINDS))}",
+                kind=self.kind,
             )
 
 
@@ -165,9 +166,7 @@ def get_method(name: str, keep: float | None = None) -> Method:
     """
     method = METHODS.get(name)
     if method is None:
-        raise MethodUnsupportedError(
-            f"method is {name!r}, expected one of {', '.join(METHODS)}", method=name
-        )
+        raise MethodUnsupportedError(f"method is {name!r}, expected one of {', '.join(METHODS)}", method=name)
     if keep is None:
         return method
     if not isinstance(method.budget, Ratio):

@@ -73,7 +73,9 @@ class LayerIndex(ABC):
 
     @classmethod
     @abstractmethod
-    def build(cls, parameters: Mapping[str, Scalar], keys_HND: Tensor, queries: QuerySample, seed: int) -> Self:
+    def build(
+        cls, parameters: Mapping[str, Scalar], keys_HND: Tensor, queries: QuerySample, seed: int
+    ) -> Self:
         """Builds from the layer's keys [H, N, d] (after RoPE) and a sample of its queries.
 
         Raises InvalidArgumentError for a parameter that is missing, unknown or out of range.
@@ -120,6 +122,8 @@ def check_keys(keys_HND: Tensor) -> None:
     from index_store.errors import InvalidArgumentError
 
     if keys_HND.dim() != 3 or 0 in keys_HND.shape:
-        raise InvalidArgumentError(f"keys must be a non-empty [heads, keys, dim], got {tuple(keys_HND.shape)}")
+        raise InvalidArgumentError(
+            f"keys must be a non-empty [heads, keys, dim], got {tuple(keys_HND.shape)}"
+        )
     if not bool(torch.isfinite(keys_HND).all()):
         raise InvalidArgumentError("keys contain NaN or infinity; the model or its dtype overflowed")

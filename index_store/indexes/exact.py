@@ -46,7 +46,9 @@ class ExactIndex(LayerIndex):
             )
 
     @classmethod
-    def build(cls, parameters: Mapping[str, Scalar], keys_HND: Tensor, queries: QuerySample, seed: int) -> Self:  # noqa: ARG003
+    def build(
+        cls, parameters: Mapping[str, Scalar], keys_HND: Tensor, queries: QuerySample, seed: int
+    ) -> Self:
         cls.check_options(parameters, {})
         check_keys(keys_HND)
         return cls(keys_HND)
@@ -58,7 +60,7 @@ class ExactIndex(LayerIndex):
     def from_arrays(
         cls,
         parameters: Mapping[str, Scalar],
-        arrays: Mapping[str, Tensor],  # noqa: ARG003
+        arrays: Mapping[str, Tensor],
         keys_HND: Tensor,
     ) -> Self:
         cls.check_options(parameters, {})
@@ -74,7 +76,7 @@ class ExactIndex(LayerIndex):
         first_key: int,
         end_key: int,
         appended: AppendedKeys | None,
-        search: Mapping[str, Scalar],  # noqa: ARG002
+        search: Mapping[str, Scalar],
     ) -> Ranking:
         heads, positions, group, head_dim = queries_HTGD.shape
         count = self._keys_HND.shape[1]

@@ -5,11 +5,11 @@ spherical k-means into C unit centroids, and every key's slice is scored against
 nearest centroid per subspace and adds m table rows, weighted by the query's projection on each centroid, which
 approximates the true product of query and key.
 
-Two layouts: `dense` keeps every score as int8 with one scale per subspace (m*C bytes per token and KV head);
+Two layouts: `dense` keeps every score as int8 with one scale per subspace (m*C bytes per token and head);
 `lists` keeps the Top-L keys per centroid, L = alpha*N, as int32 ids and 16-bit scores (6*m*C*alpha bytes).
 
-Shape legend: H KV heads, T positions, G group heads, R = T*G query rows, N keys, m subspaces, C centroids, S = m*C table
-rows, D head dim, B = D/m slice width, J rows read per query row, L list capacity, M ranked keys.
+Shape legend: H KV heads, T positions, G group heads, R = T*G query rows, N keys, m subspaces, C centroids, S = m*C
+table rows, D head dim, B = D/m slice width, J rows read per query row, L list capacity, M ranked keys.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ def _typed(given: Mapping[str, Scalar], cls: type[Any], label: str) -> dict[str,
     missing = sorted(name for name, f in fields.items() if name not in given and f.default is MISSING)
     if unknown or missing:
         raise InvalidArgumentError(f"{label}: unknown parameters {unknown}, missing parameters {missing}")
-    kinds = {"int": int, "float": (int, float), "str": str}
+    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, kinds[fields[name].type]):
+        if isinstance(value, bool) or not isinstance(value, kinds[str(fields[name].type)]):
             raise InvalidArgumentError(
                 f"{label}: {name} is {value!r}, expected a value of type {fields[name].type}"
             )
@@ -240,7 +240,9 @@ class QueryTables(LayerIndex):
         TableSearch.parse(search)
 
     @classmethod
-    def build(cls, parameters: Mapping[str, Scalar], keys_HND: Tensor, queries: QuerySample, seed: int) -> Self:
+    def build(
+        cls, parameters: Mapping[str, Scalar], keys_HND: Tensor, queries: QuerySample, seed: int
+    ) -> Self:
         parsed = TableParameters.parse(parameters)
         check_keys(keys_HND)
         heads, count, head_dim = keys_HND.shape
@@ -261,9 +263,13 @@ class QueryTables(LayerIndex):
                 per_head["centroids"].append(centroids)
                 for name, array in _compress(scores_CN, parsed.layout, capacity).items():
                     per_head[name].append(array)
-            for name, arrays in per_head.items():
-                collected[name].append(arrays)
-        arrays = {name: torch.stack([torch.stack(h) for h in value]) for name, value in collected.items() if value[0]}
+            for name, of_subspaces in per_head.items():
+                collected[name].append(of_subspaces)
+        arrays = {
+            name: torch.stack([torch.stack(h) for h in value])
+            for name, value in collected.items()
+            if value[0]
+        }
         return cls(parsed, arrays, keys_HND)
 
     def arrays(self) -> dict[str, Tensor]:
@@ -306,7 +312,9 @@ class QueryTables(LayerIndex):
         else:
             extension = self._unchanged if appended is None else appended
             if not isinstance(extension, AppendedLists):
-                raise InvalidArgumentError("appended keys belong to another layout than the lists they extend")
+                raise InvalidArgumentError(
+                    "appended keys belong to another layout than the lists they extend"
+                )
             score_lists(extension.lists, rows, weights, first_key, options.weights == "projection", scores)
         scores = scores.view(heads, positions, group, end_key - first_key)
         return Ranking(softmax_sum(scores) if group > 1 else scores[:, :, 0], first_key)
@@ -320,9 +328,7 @@ class QueryTables(LayerIndex):
             if not isinstance(appended, AppendedDense):
                 raise InvalidArgumentError(f"keys up to {end} were asked for, the index holds {count}")
             start = max(first, count)
-            score_tables(
-                appended.rows_HSN, rows, weights, start - count, end - count, out, start - first
-            )
+            score_tables(appended.rows_HSN, rows, weights, start - count, end - count, out, start - first)
 
     def _nearest(self, queries_HRD: Tensor, options: TableSearch) -> tuple[Tensor, Tensor]:
         """Table rows [H, R, J] int32 and their weights [H, R, J] float32, in units of the stored integers."""
@@ -332,7 +338,9 @@ class QueryTables(LayerIndex):
         if options.backoff_centroids == 1:
             best = products.max(-1)
             rows = best.indices + offsets
-            weights = best.values.clamp_(min=0) if options.weights == "projection" else torch.ones_like(best.values)
+            weights = (
+                best.values.clamp_(min=0) if options.weights == "projection" else torch.ones_like(best.values)
+            )
             return rows.to(torch.int32), weights * self.scales_HM[:, None]
         nearest = products.topk(min(options.backoff_centroids, products.shape[3]), dim=-1)
         cosine = nearest.values[..., 0] / slices.norm(dim=-1).clamp_(min=1e-12)

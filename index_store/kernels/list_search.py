@@ -22,7 +22,7 @@ from index_store.kernels.launch import launch
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """ids_HSL int32 and values_HSL int16, shared; kept_HS int32; inserted ids and values [H, S, E], inserted_HS int32."""
+    """ids int32 and values int16 [H, S, L], shared; kept and inserted [H, S] int32; insert buffers [H, S, E]."""
 
     ids_HSL: Tensor
     values_HSL: Tensor
@@ -126,7 +126,9 @@ def insert_keys_reference(lists: Lists, scores_HTS: Tensor, first_id: int) -> No
         lists.inserted_values_HSE[head, row, : len(extra)] = torch.tensor(
             [value for value, _ in extra], dtype=torch.int16
         )
-        lists.inserted_ids_HSE[head, row, : len(extra)] = torch.tensor([i for _, i in extra], dtype=torch.int32)
+        lists.inserted_ids_HSE[head, row, : len(extra)] = torch.tensor(
+            [i for _, i in extra], dtype=torch.int32
+        )
 
 
 def _union(lists: Lists, head: int, row: int) -> tuple[Tensor, Tensor]:
@@ -175,12 +177,12 @@ def _score_lists(
                 floor = np.float32(lowest)
                 base += weight * floor
             for e in range(count):
-                i = np.int64(ids[head, row, e]) - first
+                i = int(ids[head, row, e]) - first
                 if i >= 0 and i < columns:
                     add = weight * (np.float32(values[head, row, e]) - floor)
                     acc[i] = add if acc[i] == -np.inf else acc[i] + add
             for e in range(extra):
-                i = np.int64(inserted_ids[head, row, e]) - first
+                i = int(inserted_ids[head, row, e]) - first
                 if i >= 0 and i < columns:
                     add = weight * (np.float32(inserted_values[head, row, e]) - floor)
                     acc[i] = add if acc[i] == -np.inf else acc[i] + add

@@ -20,7 +20,13 @@ _LOG2E = np.float32(1.4426950408889634)
 
 
 def score_tables(
-    tables_HSN: Tensor, rows_HRJ: Tensor, weights_HRJ: Tensor, first: int, end: int, out_HRM: Tensor, column: int
+    tables_HSN: Tensor,
+    rows_HRJ: Tensor,
+    weights_HRJ: Tensor,
+    first: int,
+    end: int,
+    out_HRM: Tensor,
+    column: int,
 ) -> None:
     """out[h, r, column + i] = sum_j weights[h, r, j] * tables[h, rows[h, r, j], first + i], i < end - first.
 
@@ -40,7 +46,13 @@ def score_tables(
 
 
 def score_tables_reference(
-    tables_HSN: Tensor, rows_HRJ: Tensor, weights_HRJ: Tensor, first: int, end: int, out_HRM: Tensor, column: int
+    tables_HSN: Tensor,
+    rows_HRJ: Tensor,
+    weights_HRJ: Tensor,
+    first: int,
+    end: int,
+    out_HRM: Tensor,
+    column: int,
 ) -> None:
     """The same by gathering whole rows."""
     for head in range(tables_HSN.shape[0]):
@@ -133,7 +145,7 @@ def _exp_tile(
     for i in range(x.shape[0]):
         x[i] *= factor[i]
         total += x[i]
-    return total
+    return float(total)
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})

@@ -39,7 +39,7 @@ def top_k(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
 
 def top_k_reference(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """The same by a stable full sort."""
-    heads, positions, columns = scores_HTM.shape
+    columns = scores_HTM.shape[-1]
     keep = min(keep, columns)
     order = torch.sort(scores_HTM, dim=-1, descending=True, stable=True)
     kept = ~torch.isneginf(order.values[..., :keep])
@@ -82,56 +82,70 @@ def _kth_largest(bits: NDArray[np.uint32], count: int, k: int) -> np.uint32:  # 
 
 
 @njit(cache=True, nogil=True)
-def _top_k_row(
-    row: NDArray[np.float32], ids: NDArray[np.int32]
-) -> int:  # pragma: no cover - compiled
+def _folded_maxima(row: NDArray[np.float32], keep: int) -> NDArray[np.float32]:  # pragma: no cover - compiled
+    """Maxima of strided blocks: block j holds columns j, j + B, j + 2B, ... of B = len(result) blocks."""
     columns = row.shape[0]
-    keep = ids.shape[0]
     fold = max(1, min(_MAX_FOLD, columns // (_BLOCKS_PER_KEPT * keep)))
     blocks = (columns + fold - 1) // fold
     maxima = row[:blocks].copy()
     for part in range(1, fold):
         start = part * blocks
-        width = min(blocks, columns - start)
-        tail = row[start : start + width]
-        for j in range(width):
+        tail = row[start : start + blocks]
+        for j in range(tail.shape[0]):
             maxima[j] = tail[j] if tail[j] > maxima[j] else maxima[j]
-    bound = _kth_largest(maxima.view(np.uint32), blocks, keep)
+    return maxima
+
+
+@njit(cache=True, nogil=True)
+def _columns_reaching(
+    row: NDArray[np.float32], maxima: NDArray[np.float32], bound: np.uint32
+) -> NDArray[np.int32]:  # pragma: no cover - compiled
+    """Columns with a finite score of at least `bound` (in sortable form), ascending."""
+    blocks = maxima.shape[0]
+    bits = maxima.view(np.uint32)
     hits = np.empty(blocks, np.int32)
     hit_count = 0
-    bits = maxima.view(np.uint32)
     for j in range(blocks):
         if _sortable(bits[j]) >= bound:
             hits[hit_count] = j
             hit_count += 1
-    candidates = np.empty(hit_count * fold, np.int32)
-    values = np.empty(hit_count * fold, np.float32)
+    columns = row.shape[0]
+    parts = (columns + blocks - 1) // blocks
+    reached = np.empty(hit_count * parts, np.int32)
     found = 0
     row_bits = row.view(np.uint32)
-    for part in range(fold):
+    for part in range(parts):
         for h in range(hit_count):
             i = part * blocks + hits[h]
             if i < columns and row[i] != -np.inf and _sortable(row_bits[i]) >= bound:
-                candidates[found] = i
-                values[found] = row[i]
+                reached[found] = i
                 found += 1
+    return reached[:found]
+
+
+@njit(cache=True, nogil=True)
+def _top_k_row(row: NDArray[np.float32], ids: NDArray[np.int32]) -> int:  # pragma: no cover - compiled
+    keep = ids.shape[0]
+    maxima = _folded_maxima(row, keep)
+    bound = _kth_largest(maxima.view(np.uint32), maxima.shape[0], keep)
+    reached = _columns_reaching(row, maxima, bound)
+    found = reached.shape[0]
     if found <= keep:
-        ids[:found] = candidates[:found]
-        return found
-    value_bits = values.view(np.uint32)
-    threshold = _kth_largest(value_bits, found, keep)
-    above = 0
+        ids[:found] = reached
+        return int(found)
+    bits = row[reached].view(np.uint32)
+    threshold = _kth_largest(bits, found, keep)
+    ties = keep
     for c in range(found):
-        if _sortable(value_bits[c]) > threshold:
-            above += 1
-    ties = keep - above
+        if _sortable(bits[c]) > threshold:
+            ties -= 1
     kept = 0
     for c in range(found):
-        key = _sortable(value_bits[c])
+        key = _sortable(bits[c])
         if key > threshold or (key == threshold and ties > 0):
             if key == threshold:
                 ties -= 1
-            ids[kept] = candidates[c]
+            ids[kept] = reached[c]
             kept += 1
     return kept
 

@@ -1,0 +1,66 @@
+"""The model's attention, replaced: transformers calls `decode_attention` in every layer of an unpatched model.
+
+The sessions travel as a keyword argument of the model's forward, so there is no global state, and keys and values go
+to the sessions' own tails instead of a transformers cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from index_store.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from decode_engine.session import Session
+
+ATTENTION_NAME = "sparsekv_decode"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """The sessions of one batched forward, one per batch row."""
+
+    sessions: Sequence[Session]
+
+
+def register_attention() -> None:
+    """Makes `decode_attention` known to transformers under ATTENTION_NAME. Calling it again changes nothing."""
+    AttentionInterface.register(ATTENTION_NAME, decode_attention)
+
+
+def decode_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    decode_step: DecodeStep | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of all batch rows: query [B, Hq, T, d], key and value [B, H, T, d] -> out [B, T, Hq, d].
+
+    Raises InvalidArgumentError without a DecodeStep or with a mask (rows are never padded).
+    """
+    if decode_step is None or attention_mask is not None:
+        raise InvalidArgumentError(
+            f"attention {ATTENTION_NAME!r} needs decode_step= in the model's forward and no attention mask"
+        )
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    batch, query_heads, positions, head_dim = query.shape
+    heads = key.shape[1]
+    scale = head_dim**-0.5 if scaling is None else scaling
+    q_BHTGD = (query.float() * scale).view(batch, heads, query_heads // heads, positions, head_dim)
+    q_BHTGD = q_BHTGD.transpose(2, 3)
+    out = torch.empty(batch, positions, query_heads, head_dim, dtype=query.dtype)
+    for row, session in enumerate(decode_step.sessions):
+        attended = session.layers[layer].attend(q_BHTGD[row], key[row], value[row], session.position)
+        out[row] = attended.permute(1, 0, 2, 3).reshape(positions, query_heads, head_dim)
+    return out, None

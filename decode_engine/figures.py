@@ -1,0 +1,50 @@
+"""What one session's attention cost and touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Figures:
+    """Running totals over all layers and steps of a session.
+
+    Times in nanoseconds of wall clock. Key counts are summed over query positions, layers and KV heads: `kept` keys
+    were chosen by a search, `attended` adds sinks, recent window and tail, `available` is what full attention
+    would have read. The `sparse_` figures leave out layers that attend to everything.
+    """
+
+    search_ns: int = 0
+    gather_ns: int = 0
+    attend_ns: int = 0
+    append_ns: int = 0
+    searches: int = 0
+    kept: int = 0
+    sparse_attended: int = 0
+    sparse_available: int = 0
+    attended: int = 0
+    available: int = 0
+
+    @property
+    def sparse_fraction(self) -> float:
+        """Fraction of the keys touched in the layers that search; 0 when no layer did."""
+        return self.sparse_attended / self.sparse_available if self.sparse_available else 0.0
+
+    @property
+    def fraction(self) -> float:
+        """Fraction of the keys touched over all layers."""
+        return self.attended / self.available if self.available else 0.0
+
+    def count_dense(self, keys: int) -> None:
+        """Notes `keys` attended by a layer that reads everything."""
+        self.attended += keys
+        self.available += keys
+
+    def count_sparse(self, kept: int, attended: int, available: int) -> None:
+        """Notes the keys of a layer that searches."""
+        self.searches += 1
+        self.kept += kept
+        self.sparse_attended += attended
+        self.sparse_available += available
+        self.attended += attended
+        self.available += available

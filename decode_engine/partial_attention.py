@@ -1,0 +1,66 @@
+"""Exact attention over a part of the keys, as mergeable states.
+
+Shape legend: H KV heads, T query positions, G group heads, N keys, K gathered keys per row, d head dim. Queries are
+float32 and already scaled by 1/sqrt(d); keys and values may be float32, float16 or bfloat16.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from index_store.attention_state import AttentionState
+
+_BLOCK = 4096  # keys converted to float32 at a time: the converted block stays in cache
+
+
+def attend_shared(q_HTGD: Tensor, kv_HN2D: Tensor, *, causal: bool) -> AttentionState:
+    """Every query attends to the same N keys [H, N, 2, d]; with `causal`, position t of T to the first N-T+t+1.
+
+    Returns out [H, T, G, d] and lse [H, T, G].
+    """
+    heads, positions, group, head_dim = q_HTGD.shape
+    count = kv_HN2D.shape[1]
+    q_HRD = q_HTGD.reshape(heads, positions * group, head_dim)
+    state = AttentionState.empty((heads, positions * group), head_dim)
+    for start in range(0, count, _BLOCK):
+        block = kv_HN2D[:, start : start + _BLOCK].float()
+        logits = torch.bmm(q_HRD, block[:, :, 0].transpose(1, 2))
+        last_visible = count - positions
+        if causal and start + block.shape[1] > last_visible + 1:
+            keys = torch.arange(start, start + block.shape[1])
+            limit = last_visible + torch.arange(positions).repeat_interleave(group)
+            logits.masked_fill_(keys[None] > limit[:, None], -torch.inf)
+        part = _state(logits, block[:, :, 1])
+        state = part if start == 0 else state.merge(part)
+    return AttentionState(
+        state.out.view(heads, positions, group, head_dim), state.lse.view(heads, positions, group)
+    )
+
+
+def attend_gathered(q_HTGD: Tensor, kv_HTK2D: Tensor, counts_HT: Tensor) -> AttentionState:
+    """Every (KV head, position) attends to rows of its own [H, T, K, 2, d], of which the first `counts` are valid.
+
+    Returns out [H, T, G, d] and lse [H, T, G].
+    """
+    heads, positions, group, head_dim = q_HTGD.shape
+    rows = kv_HTK2D.shape[2]
+    kv = kv_HTK2D.reshape(heads * positions, rows, 2, head_dim)
+    logits = torch.bmm(q_HTGD.reshape(-1, group, head_dim), kv[:, :, 0].transpose(1, 2))
+    if bool((counts_HT < rows).any()):
+        beyond = torch.arange(rows)[None] >= counts_HT.reshape(-1, 1)
+        logits.masked_fill_(beyond[:, None], -torch.inf)
+    state = _state(logits, kv[:, :, 1])
+    return AttentionState(
+        state.out.view(heads, positions, group, head_dim), state.lse.view(heads, positions, group)
+    )
+
+
+def _state(logits_BRN: Tensor, values_BND: Tensor) -> AttentionState:
+    peak = logits_BRN.amax(-1, keepdim=True)
+    # A row without any visible key has peak -inf; subtracting 0 instead keeps it at weight 0, not nan.
+    peak = torch.where(torch.isneginf(peak), torch.zeros_like(peak), peak)
+    weights = logits_BRN.sub_(peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = torch.bmm(weights, values_BND) / total.clamp(min=torch.finfo(torch.float32).tiny)
+    return AttentionState(out, (peak + total.log()).squeeze(-1))

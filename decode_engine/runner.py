@@ -1,0 +1,76 @@
+"""Runs the model over sessions: tokens in, logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decode_engine.attention import ATTENTION_NAME, DecodeStep, register_attention
+from decode_engine.session import Session
+from index_store.context import ResidentContext
+from index_store.errors import InvalidArgumentError
+from index_store.manifest import require_dtype, require_model
+from index_store.methods import Method
+from index_store.model import ModelFolder, load_model, load_tokenizer
+
+
+class ModelRunner:
+    """A loaded model whose attention reads sessions.
+
+    folder: the model. dtype: name of the dtype in which served contexts store keys and values, `auto` for the
+    checkpoint's own. Not thread-safe: one thread calls `forward`.
+    """
+
+    def __init__(self, folder: ModelFolder, device: str = "cpu", dtype: str = "auto") -> None:
+        register_attention()
+        loaded = load_model(folder, ATTENTION_NAME, device=device)
+        self._model = loaded.model
+        self.identity = loaded.identity
+        self.kv_dtype = loaded.kv_dtype if dtype == "auto" else dtype
+        self.tokenizer = load_tokenizer(folder)
+
+    def start(self, context: ResidentContext, method: Method) -> Session:
+        """A new session.
+
+        Raises ModelMismatchError, DtypeMismatchError or MethodUnsupportedError when the context does not fit.
+        """
+        require_model(context.manifest, self.identity)
+        require_dtype(context.manifest, self.kv_dtype)
+        return Session(context, method)
+
+    def forward(
+        self, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]], *, all_logits: bool = False
+    ) -> list[Tensor]:
+        """Feeds each session its new tokens in one batched call.
+
+        All sessions get the same number T >= 1 of tokens. Returns per session float32 logits [1, vocab] after the
+        last token, or [T, vocab] with `all_logits`. Session positions advance only when the call succeeds.
+        Raises InvalidArgumentError for ragged or empty input, or tokens outside the vocabulary.
+        """
+        lengths = {len(ids) for ids in token_ids}
+        if len(sessions) != len(token_ids) or len(lengths) != 1 or 0 in lengths:
+            raise InvalidArgumentError(
+                f"{len(sessions)} sessions got {len(token_ids)} token lists of lengths {sorted(lengths)}; "
+                "expected one list a session, all of one length of at least 1"
+            )
+        tokens = torch.tensor(token_ids, dtype=torch.long)
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self.identity.vocab_size:
+            raise InvalidArgumentError(
+                f"token ids span {int(tokens.min())}..{int(tokens.max())}, "
+                f"the model has 0..{self.identity.vocab_size - 1}"
+            )
+        count = tokens.shape[1]
+        starts = torch.tensor([session.position for session in sessions])
+        with torch.inference_mode():
+            logits = self._model(
+                input_ids=tokens,
+                position_ids=starts[:, None] + torch.arange(count),
+                use_cache=False,
+                logits_to_keep=0 if all_logits else 1,
+                decode_step=DecodeStep(sessions),
+            ).logits.float()
+        for session in sessions:
+            session.position += count
+        return list(logits)

@@ -1,0 +1,138 @@
+"""Host kernels equal their eager references, at awkward sizes."""
+
+import threading
+
+import pytest
+import torch
+
+from index_store.kernels.list_search import (
+    Lists,
+    insert_keys,
+    insert_keys_reference,
+    score_lists,
+    score_lists_reference,
+)
+from index_store.kernels.table_search import (
+    score_tables,
+    score_tables_reference,
+    softmax_sum,
+    softmax_sum_reference,
+)
+from index_store.kernels.top_k import top_k, top_k_reference
+
+
+@pytest.mark.parametrize("columns", [1, 5, 63, 100, 500, 4097, 20000])
+@pytest.mark.parametrize("keep", [1, 3, 50, 100_000])
+@pytest.mark.parametrize("kind", ["normal", "ties", "sparse", "constant", "signed zeros"])
+def test_top_k_equals_stable_sort(columns: int, keep: int, kind: str) -> None:
+    scores = torch.randn(2, 3, columns, generator=torch.Generator().manual_seed(columns + keep))
+    if kind == "ties":
+        scores = (scores * 2).round()
+    elif kind == "sparse":
+        scores[:, :, ::3] = -torch.inf
+        scores[0, 0] = -torch.inf
+    elif kind == "constant":
+        scores = torch.full_like(scores, -2.5)
+    elif kind == "signed zeros":
+        scores = torch.where(scores > 0, 0.0, -0.0)
+    ids, counts = top_k(scores, keep)
+    expected_ids, expected_counts = top_k_reference(scores, keep)
+    assert torch.equal(counts, expected_counts)
+    valid = torch.arange(ids.shape[-1]) < counts[..., None]
+    assert torch.equal(ids[valid], expected_ids[valid])
+
+
+def test_top_k_of_nothing() -> None:
+    ids, counts = top_k(torch.empty(2, 3, 0), 5)
+    assert ids.shape == (2, 3, 0)
+    assert torch.equal(counts, torch.zeros(2, 3, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("picks", [1, 4, 7, 16])
+@pytest.mark.parametrize(("first", "end"), [(0, 1), (3, 4999), (0, 40_000), (2047, 2050)])
+def test_score_tables_equals_reference(picks: int, first: int, end: int) -> None:
+    generator = torch.Generator().manual_seed(picks)
+    tables = torch.randint(-127, 128, (2, 40, 40_010), dtype=torch.int8, generator=generator)[..., :40_003]
+    rows = torch.randint(0, 40, (2, 5, picks), dtype=torch.int32, generator=generator)
+    weights = torch.randn(2, 5, picks, generator=generator)
+    out = torch.full((2, 5, end - first + 9), torch.nan)
+    expected = out.clone()
+    score_tables(tables, rows, weights, first, end, out, 4)
+    score_tables_reference(tables, rows, weights, first, end, expected, 4)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("columns", [1, 63, 2048, 5000])
+def test_softmax_sum_equals_reference(columns: int) -> None:
+    scores = torch.randn(2, 3, 4, columns, generator=torch.Generator().manual_seed(columns)) * 8
+    expected = softmax_sum_reference(scores)
+    result = softmax_sum(scores.clone())
+    torch.testing.assert_close(result, expected, rtol=5e-4, atol=1e-9)
+    order = expected.argsort(-1)
+    assert (result.gather(-1, order).diff(dim=-1) >= -1e-3 * expected.amax()).all()
+
+
+def some_lists(seed: int, capacity: int = 30, keys: int = 100) -> Lists:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-500, 500, (2, 6, keys), dtype=torch.int16, generator=generator)
+    top = values.float().topk(capacity, dim=-1, sorted=True)
+    return Lists(
+        top.indices.to(torch.int32),
+        top.values.to(torch.int16),
+        torch.full((2, 6), capacity, dtype=torch.int32),
+        torch.zeros(2, 6, 200, dtype=torch.int32),
+        torch.zeros(2, 6, 200, dtype=torch.int16),
+        torch.zeros(2, 6, dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_insert_keys_equals_reference_and_never_grows(seed: int) -> None:
+    lists, expected = some_lists(seed), some_lists(seed)
+    scores = torch.randint(
+        -600, 700, (2, 150, 6), dtype=torch.int16, generator=torch.Generator().manual_seed(seed)
+    )
+    for begin in (0, 1, 70):
+        block = scores[:, begin : {0: 1, 1: 70, 70: 150}[begin]].contiguous()
+        insert_keys(lists, block, 100 + begin)
+        insert_keys_reference(expected, block, 100 + begin)
+    assert torch.equal(lists.kept_HS, expected.kept_HS)
+    assert torch.equal(lists.inserted_HS, expected.inserted_HS)
+    assert (lists.kept_HS + lists.inserted_HS == 30).all()
+    filled = torch.arange(200) < lists.inserted_HS[..., None]
+    assert torch.equal(lists.inserted_values_HSE[filled], expected.inserted_values_HSE[filled])
+    assert torch.equal(lists.inserted_ids_HSE[filled], expected.inserted_ids_HSE[filled])
+
+
+@pytest.mark.parametrize("floor_missing", [True, False])
+@pytest.mark.parametrize(("first", "columns"), [(0, 250), (8, 130)])
+def test_score_lists_equals_reference(floor_missing: bool, first: int, columns: int) -> None:
+    lists = some_lists(7)
+    generator = torch.Generator().manual_seed(3)
+    insert_keys(lists, torch.randint(0, 700, (2, 90, 6), dtype=torch.int16, generator=generator), 100)
+    rows = torch.randint(0, 6, (2, 4, 3), dtype=torch.int32, generator=generator)
+    weights = torch.rand(2, 4, 3, generator=generator)
+    weights[0, 1] = 0.0
+    out = torch.full((2, 4, columns), torch.nan)
+    expected = out.clone()
+    score_lists(lists, rows, weights, first, floor_missing, out)
+    score_lists_reference(lists, rows, weights, first, floor_missing, expected)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-2)
+
+
+def test_kernels_run_from_many_threads_at_once() -> None:
+    scores = torch.randn(2, 2, 3000)
+    expected = top_k_reference(scores, 40)[0]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(10):
+            if not torch.equal(top_k(scores, 40)[0], expected):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
