@@ -1,0 +1,116 @@
+"""What the commands share: output as text or JSON, tables, progress, and errors as one sentence."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from index_store.errors import SparseKVError
+
+
+class OutputFormat(StrEnum):
+    """How a command prints its result."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+StoreOption = Annotated[
+    Path, typer.Option("--store", envvar="SPARSEKV_STORE", metavar="DIR", help="The store's folder.")
+]
+FormatOption = Annotated[
+    OutputFormat, typer.Option("--format", help="Text, or one JSON object on standard output.")
+]
+
+
+def run_app(app: typer.Typer, argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs a command line and exits: 0, 1 after an error (one sentence on standard error), 2 for wrong usage."""
+    try:
+        app(args=None if argv is None else list(argv))
+    except SparseKVError as error:
+        fail(error.message)
+    except OSError as error:
+        fail(f"{error.filename or 'system'}: {error.strerror or error}")
+    sys.exit(0)
+
+
+def fail(message: str) -> NoReturn:
+    """Prints the sentence on standard error and exits with 1."""
+    typer.echo(f"error: {message}", err=True)
+    sys.exit(1)
+
+
+def print_json(document: Mapping[str, object]) -> None:
+    """Prints one JSON object."""
+    typer.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def on_terminal() -> bool:
+    """Whether a person reads standard output."""
+    return Console().is_terminal
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
+    """Prints a table on a terminal, aligned plain columns in a pipe. `right` names right-aligned columns."""
+    console = Console(highlight=False, markup=False)
+    if console.is_terminal:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in columns:
+            table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        return
+    lines = [columns, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    for line in lines:
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for cell, width, column in zip(line, widths, columns, strict=True)
+        ]
+        typer.echo("  ".join(cells).rstrip())
+
+
+@contextmanager
+def byte_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar in bytes on a terminal, nothing in a pipe; yields what to call with each number of bytes."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+def format_bytes(count: float) -> str:
+    """A size with a binary unit: 1536 -> '1.5 KiB'."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
+
+
+def format_time(time: datetime | None) -> str:
+    """A time in UTC to the second; 'never' for none."""
+    return time.strftime("%Y-%m-%d %H:%M:%SZ") if time is not None else "never"
