@@ -1,0 +1,187 @@
+"""The attention that prefill gives the model: exact, causal, and it keeps keys, values and a sample of queries.
+
+A `Capture` is handed to the model as a keyword argument, travels through transformers unchanged and arrives at
+`capture_attention`, registered under the name ATTENTION. There is no cache object and no state outside the Capture.
+
+Shape legend: H KV heads, G query heads per KV head, T tokens of one forward pass, N tokens of the context,
+P sampled tokens, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from index_store.indexes.base import QuerySample
+from index_store.manifest import ModelIdentity
+from prefill_worker.causal_attention import attend_causally
+
+ATTENTION = "sparsekv_capture"
+ALWAYS_SAMPLED = 64
+"""The last tokens of a context are always in the sample: they resemble what a session asks next."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlan:
+    """Which queries are kept, drawn once before the model runs.
+
+    context_P: int64, ascending positions in the context. prompts: for every calibration prompt the int64 ascending
+        offsets of its kept tokens.
+    """
+
+    context_P: Tensor
+    prompts: tuple[Tensor, ...] = ()
+
+
+def plan_sample(token_count: int, prompt_lengths: Sequence[int], rows: int, seed: int) -> SamplePlan:
+    """Draws at most `rows` tokens of the context (the last 64 always) and at most `rows` of all prompts together."""
+    generator = torch.Generator().manual_seed(seed)
+    last = min(ALWAYS_SAMPLED, token_count)
+    drawn = torch.randperm(token_count - last, generator=generator)[: max(0, rows - last)]
+    context = torch.cat([drawn, torch.arange(token_count - last, token_count)]).sort().values
+    kept = torch.randperm(sum(prompt_lengths), generator=generator)[:rows].sort().values
+    prompts, offset = [], 0
+    for length in prompt_lengths:
+        prompts.append(kept[(kept >= offset) & (kept < offset + length)] - offset)
+        offset += length
+    return SamplePlan(context, tuple(prompts))
+
+
+class Capture:
+    """Keys, values and sampled queries of every layer while a model reads a context.
+
+    Later tokens attend to keys and values as they are stored (rounded to `kv_dtype`), so that a session that attends
+    fully sees exactly what prefill saw. Peak memory: docs/prefill.md.
+    """
+
+    def __init__(
+        self,
+        identity: ModelIdentity,
+        token_count: int,
+        kv_dtype: torch.dtype,
+        plan: SamplePlan,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.identity = identity
+        self.token_count = token_count
+        self._plan = plan
+        self._device = torch.device(device)
+        heads, dim = identity.kv_heads, identity.head_dim
+        self._kv: list[Tensor | None] = [
+            torch.empty(heads, token_count, 2, dim, dtype=kv_dtype, device=device)
+            for _ in range(identity.layers)
+        ]
+        rows = len(plan.context_P) + sum(len(kept) for kept in plan.prompts)
+        group = identity.query_heads // heads
+        self._sample_shape = (heads, rows, group, dim)
+        self._queries: list[Tensor | None] = [None] * identity.layers
+        self._prompt_kv: list[Tensor | None] = [None] * identity.layers
+        self._start = 0
+        self._kept_T = torch.empty(0, dtype=torch.int64)
+        self._first_row = 0
+
+    def begin_context_chunk(self, start: int, count: int) -> None:
+        """The next forward pass carries the context's tokens start..start+count-1."""
+        bounds = torch.tensor([start, start + count])
+        first, end = torch.searchsorted(self._plan.context_P, bounds).tolist()
+        self._first_row = first
+        self._kept_T = (self._plan.context_P[first:end] - start).to(self._device)
+        self._start = start
+
+    def begin_prompt_chunk(self, prompt: int, start: int, count: int) -> None:
+        """The next forward pass carries tokens start..start+count-1 of a calibration prompt, after the context.
+
+        Its keys and values are kept apart from the context's and dropped when another prompt starts.
+        """
+        if start == 0:
+            self.forget_prompt()
+        kept = self._plan.prompts[prompt]
+        before = int((kept < start).sum())
+        inside = kept[(kept >= start) & (kept < start + count)]
+        earlier = sum(len(other) for other in self._plan.prompts[:prompt])
+        self._first_row = len(self._plan.context_P) + earlier + before
+        self._kept_T = (inside - start).to(self._device)
+        self._start = self.token_count + start
+
+    def forget_prompt(self) -> None:
+        """Drops keys and values of the calibration prompt; the context's are as if it had never been read."""
+        self._prompt_kv = [None] * self.identity.layers
+
+    def attend(self, layer: int, query_HqTD: Tensor, key_HTD: Tensor, value_HTD: Tensor) -> Tensor:
+        """Stores one layer's keys and values, samples its queries, returns its attention output [T, Hq, d]."""
+        count = key_HTD.shape[1]
+        query_HGTD = query_HqTD.view(self.identity.kv_heads, -1, *query_HqTD.shape[1:])
+        self._sample(layer, query_HGTD)
+        context_kv = self.kv(layer)
+        if self._start < self.token_count:
+            chunk = context_kv[:, self._start : self._start + count]
+            chunk[:, :, 0].copy_(key_HTD)
+            chunk[:, :, 1].copy_(value_HTD)
+            pasts = [context_kv[:, : self._start]]
+        else:
+            chunk = torch.stack([key_HTD, value_HTD], dim=2).to(context_kv.dtype)
+            earlier = self._prompt_kv[layer]
+            pasts = [context_kv] if earlier is None else [context_kv, earlier]
+            self._prompt_kv[layer] = chunk if earlier is None else torch.cat([earlier, chunk], dim=1)
+        out_HGTD = attend_causally(query_HGTD, pasts, chunk)
+        return out_HGTD.flatten(0, 1).transpose(0, 1)
+
+    def kv(self, layer: int) -> Tensor:
+        """Keys and values of a layer, [H, N, 2, d] in the stored dtype. Raises ValueError once released."""
+        stored = self._kv[layer]
+        if stored is None:
+            raise ValueError(f"keys and values of layer {layer} were released")
+        return stored
+
+    def query_sample(self, layer: int) -> QuerySample:
+        """The layer's sampled queries, context first; rows of calibration prompts have positions >= N."""
+        queries = self._queries[layer]
+        if queries is None:
+            raise ValueError(f"layer {layer} has not seen any query, or was released")
+        positions = torch.cat(
+            [self._plan.context_P, *(kept + self.token_count for kept in self._plan.prompts)]
+        )
+        order = torch.argsort(positions, stable=True)
+        return QuerySample(queries.float().cpu()[:, order], positions[order])
+
+    def release(self, layer: int) -> None:
+        """Frees what is kept of a layer."""
+        self._kv[layer] = self._queries[layer] = self._prompt_kv[layer] = None
+
+    def _sample(self, layer: int, query_HGTD: Tensor) -> None:
+        queries = self._queries[layer]
+        if queries is None:
+            queries = torch.empty(self._sample_shape, dtype=query_HGTD.dtype, device=self._device)
+            self._queries[layer] = queries
+        rows = slice(self._first_row, self._first_row + len(self._kept_T))
+        queries[:, rows] = query_HGTD.index_select(2, self._kept_T).transpose(1, 2)
+
+
+def register_attention() -> str:
+    """Makes `capture_attention` known to transformers; returns the name to load a model with."""
+    AttentionInterface.register(ATTENTION, capture_attention)
+    return ATTENTION
+
+
+def capture_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    capture: Capture,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, Hq, T, d], key and value [1, H, T, d] -> ([1, T, Hq, d], None).
+
+    Dropout and mask do not apply (inference, one sequence), and that the scale is 1/sqrt(d) and the window covers the
+    context was checked when the model was loaded.
+    """
+    layer = module.layer_idx
+    if not isinstance(layer, int):
+        raise TypeError(f"attention module has layer_idx {layer!r}, expected a number")
+    return capture.attend(layer, query[0], key[0], value[0])[None], None

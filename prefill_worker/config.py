@@ -1,0 +1,116 @@
+"""What a prefill job is told: the same names as the command line's flags."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from index_store.dtypes import KV_DTYPES
+from index_store.errors import InvalidArgumentError
+from index_store.methods import DEFAULT_METHOD
+
+_TTL = re.compile(r"(\d+)([smhd])")
+_TTL_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+_LONGEST_TTL = timedelta(days=36_500)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """One job. `input` are files in order, `-` is standard input.
+
+    method: methods whose indexes the context shall hold. tables, subspaces, centroids, split: build parameters of
+        query tables, None for the method's own. dense_layers: "auto", "none" or layer numbers ("0,1").
+    dtype: how K and V are stored, "auto" for the checkpoint's dtype. chunk: tokens per forward pass.
+    query_sample: queries per layer and KV head that indexes are built from (tokens times group).
+    ttl: time to live ("30m", "12h", "7d"), None for ever. salt: keeps equal documents of different owners apart.
+    """
+
+    model: str
+    store: Path
+    input: tuple[Path, ...]
+    name: str | None = None
+    method: tuple[str, ...] = (DEFAULT_METHOD,)
+    tables: str | None = None
+    subspaces: int | None = None
+    centroids: int | None = None
+    split: str | None = None
+    calibration: Path | None = None
+    dense_layers: str = "auto"
+    dtype: str = "auto"
+    chunk: int = 2048
+    query_sample: int = 8192
+    ttl: str | None = None
+    salt: str = ""
+    seed: int = 0
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for flag, value, least in (
+            ("--chunk", self.chunk, 1),
+            ("--query-sample", self.query_sample, 64),
+            ("--seed", self.seed, 0),
+        ):
+            if value < least:
+                raise InvalidArgumentError(f"{flag} is {value}, expected at least {least}")
+        if not self.input:
+            raise InvalidArgumentError("no input: pass at least one file, or - for standard input")
+        if len(set(self.method)) != len(self.method) or not self.method:
+            raise InvalidArgumentError(
+                f"--method is {', '.join(self.method) or 'empty'}, expected one or more different methods"
+            )
+        if self.dtype != "auto" and self.dtype not in KV_DTYPES:
+            raise InvalidArgumentError(
+                f"--dtype is {self.dtype!r}, expected auto or one of {', '.join(KV_DTYPES)}"
+            )
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise InvalidArgumentError(f"--device is {self.device!r}, expected auto, cpu or cuda")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise InvalidArgumentError("--device is cuda, but torch sees no CUDA device; use cpu or auto")
+        if self.name is not None and not (self.name.isprintable() and 0 < len(self.name) <= 500):
+            raise InvalidArgumentError(
+                f"--name is {self.name[:80]!r}, expected 1 to 500 printable characters"
+            )
+        parse_ttl(self.ttl)
+        parse_dense_layers(self.dense_layers)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the model runs."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+
+def parse_ttl(text: str | None) -> timedelta | None:
+    """A time to live such as 30m, 12h or 7d. Raises InvalidArgumentError for anything else, and for zero."""
+    if text is None:
+        return None
+    match = _TTL.fullmatch(text)
+    if match is None or len(match[1]) > 9:
+        raise InvalidArgumentError(
+            f"--ttl is {text!r}, expected a whole number and a unit, for example 30m, 12h or 7d"
+        )
+    ttl = timedelta(**{_TTL_UNITS[match[2]]: int(match[1])})
+    if not timedelta(0) < ttl <= _LONGEST_TTL:
+        raise InvalidArgumentError(
+            f"--ttl is {text!r}, expected more than 0 and at most {_LONGEST_TTL.days}d"
+        )
+    return ttl
+
+
+def parse_dense_layers(text: str) -> tuple[int, ...] | None:
+    """Layer numbers, ascending, or None for "auto". Raises InvalidArgumentError for anything else."""
+    if text == "auto":
+        return None
+    if text == "none":
+        return ()
+    parts = text.split(",")
+    if not all(re.fullmatch(r"\d{1,4}", part.strip()) for part in parts):
+        raise InvalidArgumentError(
+            f"--dense-layers is {text!r}, expected auto, none or layer numbers such as 0,1"
+        )
+    return tuple(sorted({int(part) for part in parts}))

@@ -1,0 +1,291 @@
+"""One prefill job, from text to a published and verified context."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from index_store.catalog import Store, utc_now
+from index_store.dtypes import dtype_name, stored_dtype
+from index_store.errors import (
+    ContextCorruptError,
+    ContextExpiredError,
+    ContextNotFoundError,
+    InvalidArgumentError,
+    StoreFullError,
+)
+from index_store.indexes.base import Scalar
+from index_store.manifest import IndexEntry, Manifest, ModelIdentity, context_id, kv_entry
+from index_store.methods import IndexSpec, get_method, index_spec
+from index_store.model import (
+    LoadedModel,
+    ModelFolder,
+    check_positions,
+    checkpoint_dtype,
+    identify,
+    load_model,
+    load_tokenizer,
+    resolve_model,
+)
+from index_store.writer import ContextWriter
+from prefill_worker import dense_layers as rule
+from prefill_worker.build import measure_layers, write_layers
+from prefill_worker.capture import Capture, plan_sample, register_attention
+from prefill_worker.config import PrefillConfig, parse_dense_layers, parse_ttl
+from prefill_worker.inputs import document_name, fingerprint_prompts, read_document, read_prompts
+from prefill_worker.prefill import run_context, run_prompts
+from prefill_worker.progress import Reporter, Update
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReport:
+    """What a job ends with. `created` is False when the store had the context already; `seconds` then says little."""
+
+    manifest: Manifest
+    created: bool
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Everything that is known before the model is loaded."""
+
+    config: PrefillConfig
+    folder: ModelFolder
+    identity: ModelIdentity
+    dtype: str
+    token_ids: Sequence[int]
+    prompts: Sequence[Sequence[int]]
+    specs: Sequence[IndexSpec]
+
+    def parameters(self) -> dict[str, object]:
+        """What, besides model, dtype, salt and tokens, decides which bytes are stored."""
+        dense = parse_dense_layers(self.config.dense_layers)
+        automatic = {"keep": rule.KEEP, "threshold": rule.ERROR_THRESHOLD}
+        return {
+            "indexes": [
+                {"name": spec.name, "kind": spec.kind, "parameters": dict(spec.parameters)}
+                for spec in sorted(self.specs, key=lambda spec: spec.name)
+            ],
+            "dense_layers": automatic if dense is None else list(dense),
+            "query_sample": self.config.query_sample,
+            "seed": self.config.seed,
+            "calibration": fingerprint_prompts(self.prompts),
+        }
+
+    def id(self) -> str:
+        return context_id(self.identity, self.dtype, self.parameters(), self.config.salt, self.token_ids)
+
+
+class _Clock:
+    """Seconds per phase; a phase that runs several times adds up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def run_job(
+    config: PrefillConfig, reporter: Reporter, standard_input: BinaryIO | None = None
+) -> PrefillReport:
+    """Prefills a document unless the store has it already.
+
+    A second job on the same content waits for the first and then finds the context there. Whatever interrupts a job
+    leaves nothing visible; leftovers of killed jobs are removed by the next one. Raises SparseKVError with a sentence
+    for every input, model, store or disk that cannot be used.
+    """
+    clock = _Clock()
+    with clock("tokenize"):
+        job = _prepare(config, standard_input or sys.stdin.buffer)
+    store = Store(config.store, create=True)
+    store.gc()
+    id_ = job.id()
+    with store.lock(id_, lambda: reporter.note(f"another job is writing context {id_[:12]}; waiting for it")):
+        present = _find(store, id_, reporter)
+        if present is not None:
+            return PrefillReport(present, False, clock.seconds)
+        _check_space(job)
+        reporter.note(f"context {id_[:12]}: {len(job.token_ids)} tokens, model {job.identity.name}")
+        manifest = _write(job, store, id_, clock, reporter)
+        with clock("verify"), reporter.phase("verify", "bytes") as update:
+            _verify(store, manifest, update)
+    return PrefillReport(manifest, True, clock.seconds)
+
+
+def _prepare(config: PrefillConfig, standard_input: BinaryIO) -> _Job:
+    """Checks everything that can be checked without running the model."""
+    specs = _index_specs(config)
+    folder = resolve_model(config.model)
+    identity = identify(folder)
+    dense = parse_dense_layers(config.dense_layers)
+    if dense and dense[-1] >= identity.layers:
+        raise InvalidArgumentError(
+            f"--dense-layers names layer {dense[-1]}, model {identity.name!r} has layers 0 to {identity.layers - 1}"
+        )
+    tokenizer = load_tokenizer(folder)
+    text = read_document(config.input, standard_input)
+    token_ids = [*tokenizer.prefix_ids, *tokenizer.encode(text)]
+    prompts = [] if config.calibration is None else read_prompts(config.calibration, tokenizer)
+    check_positions(identity, len(token_ids) + max((len(prompt) for prompt in prompts), default=0))
+    dtype = checkpoint_dtype(folder) if config.dtype == "auto" else config.dtype
+    return _Job(config, folder, identity, dtype, token_ids, prompts, specs)
+
+
+def _index_specs(config: PrefillConfig) -> list[IndexSpec]:
+    """The different indexes that the methods need stored; methods may share one."""
+    overrides: dict[str, Scalar | None] = {
+        "layout": config.tables,
+        "subspaces": config.subspaces,
+        "centroids": config.centroids,
+        "split": config.split,
+    }
+    specs: dict[str, IndexSpec] = {}
+    for name in config.method:
+        spec = index_spec(get_method(name), **overrides)
+        if spec is not None:
+            specs[spec.name] = spec
+    if not specs and any(value is not None for value in overrides.values()):
+        raise InvalidArgumentError(
+            f"--tables, --subspaces, --centroids and --split shape an index, but method {', '.join(config.method)} "
+            "stores none"
+        )
+    return list(specs.values())
+
+
+def _find(store: Store, id_: str, reporter: Reporter) -> Manifest | None:
+    """The published context, or None when there is none or when it has to be made again."""
+    try:
+        with store.open(id_) as context:
+            return context.manifest
+    except ContextNotFoundError:
+        return None
+    except ContextExpiredError:
+        reporter.note(f"context {id_[:12]} has expired; prefilling it again")
+    except ContextCorruptError as error:
+        reporter.note(f"context {id_[:12]} is damaged ({error.message}); prefilling it again")
+    return None
+
+
+def _check_space(job: _Job) -> None:
+    """Raises StoreFullError before any work when not even keys and values can fit."""
+    needed = kv_entry(job.identity, len(job.token_ids), job.dtype).nbytes
+    free = shutil.disk_usage(job.config.store).free
+    if needed > free:
+        raise StoreFullError(
+            f"{job.config.store}: keys and values take {needed} bytes, {free} are free; nothing was written. "
+            "Free space (`index-store gc`, `index-store rm`) and run again",
+            needed=needed,
+            free=free,
+        )
+
+
+def _write(job: _Job, store: Store, id_: str, clock: _Clock, reporter: Reporter) -> Manifest:
+    with store.writer(id_) as writer:
+        with clock("load"):
+            loaded = load_model(job.folder, register_attention(), device=job.config.torch_device)
+        capture = _read(job, loaded, clock, reporter)
+        with clock("dense_layers"):
+            dense, errors = _dense_layers(job, capture)
+        reporter.note(f"dense layers: {', '.join(map(str, dense)) or 'none'}")
+        with reporter.phase("index", "layers") as update:
+            indexes = write_layers(writer, capture, job.specs, dense, job.config.seed, clock, update)
+        compute_dtype = dtype_name(next(loaded.model.parameters()).dtype)
+        manifest = _manifest(job, id_, writer, dense, errors, compute_dtype, indexes, clock)
+        with clock("publish"):
+            writer.publish(manifest)
+    return manifest
+
+
+def _read(job: _Job, loaded: LoadedModel, clock: _Clock, reporter: Reporter) -> Capture:
+    config, identity = job.config, job.identity
+    rows = max(1, config.query_sample // (identity.query_heads // identity.kv_heads))
+    plan = plan_sample(len(job.token_ids), [len(prompt) for prompt in job.prompts], rows, config.seed)
+    capture = Capture(
+        identity, len(job.token_ids), stored_dtype(job.dtype).torch_dtype, plan, config.torch_device
+    )
+    with clock("prefill"), reporter.phase("prefill", "tokens") as update:
+        run_context(loaded.model, capture, job.token_ids, config.chunk, update)
+    if job.prompts:
+        with clock("calibration"), reporter.phase("calibration", "prompts") as update:
+            run_prompts(loaded.model, capture, job.prompts, config.chunk, update)
+    return capture
+
+
+def _dense_layers(job: _Job, capture: Capture) -> tuple[tuple[int, ...], Sequence[float]]:
+    """The dense layers, and where they were decided from the queries the measured error of every layer."""
+    given = parse_dense_layers(job.config.dense_layers)
+    if given is not None:
+        return given, ()
+    measured = measure_layers(capture)
+    return rule.choose_dense_layers(measured), [layer.output_error for layer in measured]
+
+
+def _manifest(
+    job: _Job,
+    id_: str,
+    writer: ContextWriter,
+    dense: tuple[int, ...],
+    errors: Sequence[float],
+    compute_dtype: str,
+    indexes: tuple[IndexEntry, ...],
+    clock: _Clock,
+) -> Manifest:
+    config = job.config
+    now = utc_now()
+    ttl = parse_ttl(config.ttl)
+    prefill: dict[str, Scalar] = {
+        "chunk": config.chunk,
+        "query_sample": config.query_sample,
+        "seed": config.seed,
+        "calibration_prompts": len(job.prompts),
+        "dense_layers": config.dense_layers,
+        "compute_dtype": compute_dtype,
+        "device": config.torch_device.type,
+    }
+    if errors:
+        prefill["selection_errors"] = " ".join(f"{error:.4f}" for error in errors)
+    return Manifest(
+        id=id_,
+        name=config.name or document_name(config.input),
+        created_at=now,
+        expires_at=None if ttl is None else now + ttl,
+        model=job.identity,
+        dtype=job.dtype,
+        token_count=len(job.token_ids),
+        salt=config.salt,
+        method=",".join(config.method),
+        dense_layers=dense,
+        tokens=writer.write_tokens(job.token_ids),
+        kv=kv_entry(job.identity, len(job.token_ids), job.dtype),
+        indexes=indexes,
+        prefill=prefill,
+        seconds={phase: round(seconds, 6) for phase, seconds in clock.seconds.items()},
+    )
+
+
+def _verify(store: Store, manifest: Manifest, update: Update) -> None:
+    """Reads the published context back; removes it and raises when a byte differs from what was written."""
+    total = sum(array.nbytes for array in manifest.arrays)
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        update(min(done, total), total)
+
+    problems = store.verify(manifest.id, count)
+    if problems:
+        store.delete(manifest.id)
+        raise problems[0]
