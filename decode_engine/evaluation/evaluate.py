@@ -38,6 +38,7 @@ from index_store.arena import Arena
 from index_store.catalog import Store
 from index_store.context import ResidentContext
 from index_store.errors import InvalidArgumentError
+from index_store.loading import resident_bytes
 from index_store.manifest import Manifest
 from index_store.methods import Method, get_method
 from index_store.model import Tokenizer, resolve_model
@@ -132,7 +133,7 @@ def _evaluate_length(
     store, contexts = _prefill_all(config, documents, length, progress)
     variants = config.variants()
     tallies = [Tally() for _ in variants]
-    arena = Arena(max(manifest.kv_bytes + manifest.index_bytes for manifest in contexts) + 2**20)
+    arena = Arena(max(map(resident_bytes, contexts)))
     left = config.questions
     work = progress.add_task(
         f"asking after {length:,} tokens", total=(config.questions + config.contexts) * len(variants)

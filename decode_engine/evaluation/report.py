@@ -37,11 +37,11 @@ def results_table(scores: Sequence[Score], title: str) -> Table:
             f"{score.context_length:,}",
             score.method,
             "-" if score.keep is None else f"{score.keep:.2%}",
-            f"{score.exact_match:.3f} ±{score.exact_match_se:.3f}",
-            f"{score.exact_match_loss:+.3f} ±{score.exact_match_loss_se:.3f}",
-            f"{score.kl:.4f} ±{score.kl_se:.4f}",
-            f"{score.kl_answer:.4f} ±{score.kl_answer_se:.4f}",
-            f"{score.kl_text:.4f} ±{score.kl_text_se:.4f}",
+            f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}",
+            f"{score.exact_match_loss:+.3f} {_error(score.exact_match_loss_se, 3)}",
+            f"{score.kl:.4f} {_error(score.kl_se, 4)}",
+            f"{score.kl_answer:.4f} {_error(score.kl_answer_se, 4)}",
+            f"{score.kl_text:.4f} {_error(score.kl_text_se, 4)}",
             "-" if score.touched_sparse is None else f"{score.touched_sparse:.1%}",
             f"{score.touched_all:.1%}",
             f"{score.milliseconds_per_token:.1f}",
@@ -53,6 +53,10 @@ def results_table(scores: Sequence[Score], title: str) -> Table:
         "sparse, all: keys touched, in the layers where the method selects and in all layers"
     )
     return table
+
+
+def _error(value: float | None, digits: int) -> str:
+    return "" if value is None else f"±{value:.{digits}f}"
 
 
 def write_results(folder: Path, scores: Sequence[Score], setting: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,10 +102,15 @@ def draw_picture(path: Path, scores: Sequence[Score]) -> None:
             budget = [100.0 * (score.keep or 0.0) for score in line]
             exact, kl = [score.exact_match for score in line], [score.kl for score in line]
             axes[0][column].errorbar(
-                budget, exact, [score.exact_match_se for score in line], marker="o", capsize=3, label=method
+                budget,
+                exact,
+                [score.exact_match_se or 0.0 for score in line],
+                marker="o",
+                capsize=3,
+                label=method,
             )
             axes[1][column].errorbar(
-                budget, kl, [score.kl_se for score in line], marker="o", capsize=3, label=method
+                budget, kl, [score.kl_se or 0.0 for score in line], marker="o", capsize=3, label=method
             )
         axes[0][column].set_title(f"{length:,} tokens of context")
         axes[1][column].set(xscale="log", yscale="log", xlabel="keys kept per KV head and step, %")

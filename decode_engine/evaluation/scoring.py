@@ -123,7 +123,7 @@ class Score:
     """What is reported for one method at one keep ratio and context length.
 
     keep: None for a method that keeps everything. Fields ending in _se are standard errors of the mean; those of
-    KL treat a question or text as one draw, because neighbouring tokens are not independent.
+    KL treat a question or text as one draw, because neighbouring tokens are not independent. None for a single draw.
     exact_match_loss: full attention's exact match minus this one's, on the same questions.
     kl: over question and answer tokens; kl_answer: answer tokens only; kl_text: plain text. In nats per token.
     touched_sparse, touched_all: keys attended as a fraction of all keys, in the layers where the method selects
@@ -135,15 +135,15 @@ class Score:
     keep: float | None
     questions: int
     exact_match: float
-    exact_match_se: float
+    exact_match_se: float | None
     exact_match_loss: float
-    exact_match_loss_se: float
+    exact_match_loss_se: float | None
     kl: float
-    kl_se: float
+    kl_se: float | None
     kl_answer: float
-    kl_answer_se: float
+    kl_answer_se: float | None
     kl_text: float
-    kl_text_se: float
+    kl_text_se: float | None
     touched_sparse: float | None
     touched_all: float
     milliseconds_per_token: float
@@ -199,17 +199,20 @@ class Tally:
         )
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean of independent values; 0 for fewer than two."""
-    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+def standard_error(values: Sequence[float]) -> float | None:
+    """Standard error of the mean of independent values; None for fewer than two."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
-def cluster_mean(clusters: Sequence[Tensor]) -> tuple[float, float]:
-    """Mean over all values of all clusters, and its standard error when only clusters are independent."""
+def cluster_mean(clusters: Sequence[Tensor]) -> tuple[float, float | None]:
+    """Mean over all values of all clusters, and its standard error when only clusters are independent.
+
+    The error is None for a single cluster.
+    """
     values = torch.cat([cluster.double() for cluster in clusters])
     mean = float(values.mean())
     spread = sum(float((cluster.double() - mean).sum()) ** 2 for cluster in clusters)
     count = len(clusters)
     if count < 2:
-        return mean, 0.0
+        return mean, None
     return mean, (count / (count - 1) * spread) ** 0.5 / len(values)

@@ -156,7 +156,8 @@ def test_summary() -> None:
 
 
 def test_standard_errors() -> None:
-    assert standard_error([1.0]) == 0.0
+    assert standard_error([1.0]) is None
+    assert cluster_mean([torch.ones(3)]) == (1.0, None)
     assert standard_error([0.0, 1.0]) == pytest.approx(0.5)
     # Two clusters whose values agree inside: as uncertain as two draws, however many values they hold.
     mean, error = cluster_mean([torch.zeros(50), torch.ones(50)])

@@ -51,7 +51,7 @@ def test_one_json_line_per_result() -> None:
         assert {"date", "processor", "cores", "torch", "numba", "python"} <= set(row["machine"])
     assert rows[0]["step_us"] == min(rows[0]["variants_us"].values())
     for row in rows[1:]:
-        assert row["speedup"] == pytest.approx(row["full_us"] / row["step_us"], rel=0.05)
+        assert row["speedup"] == pytest.approx(row["full_us"] / row["step_us"], abs=0.011)
         assert 0 < row["search_us"] < row["search_us"] + row["gather_us"] + row["attend_us"]
 
 
