@@ -91,12 +91,14 @@ class Engine(Generic[SessionT]):
         max_sessions: int = 16,
         max_waiting: int = 64,
         prompt_chunk: int = 256,
+        on_start: Callable[[], None] = lambda: None,
         on_crash: Callable[[BaseException], None] = lambda error: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """max_sessions: requests in progress at once. max_waiting: requests beyond those, loading or queued.
 
-        prompt_chunk: most prompt tokens per step. on_crash: told when the scheduler fails.
+        prompt_chunk: most prompt tokens per step. on_start: called first on the scheduler's thread.
+        on_crash: told when the scheduler fails.
         Raises InvalidArgumentError for a limit out of range.
         """
         for name, value, least in (
@@ -110,6 +112,7 @@ class Engine(Generic[SessionT]):
         self._max_sessions = max_sessions
         self._max_waiting = max_waiting
         self._prompt_chunk = prompt_chunk
+        self._on_start = on_start
         self._on_crash = on_crash
         self.clock_ns = clock_ns
         self._changed = threading.Condition()
@@ -200,6 +203,7 @@ class Engine(Generic[SessionT]):
 
     def _run(self) -> None:
         try:
+            self._on_start()
             with torch.inference_mode():
                 while self._wait_for_work():
                     self.step()
@@ -361,8 +365,11 @@ class Engine(Generic[SessionT]):
         with self._changed:
             self._queues.remove(job)
             self._changed.notify_all()
+        releases = [job.request.on_close, job.place.release]
+        if job.session is not None:
+            releases.insert(0, job.session.close)
         job.session = None
-        for release in (job.request.on_close, job.place.release):
+        for release in releases:
             try:
                 release()
             except Exception:

@@ -17,6 +17,12 @@ class TooManyRequestsError(SparseKVError):
     reason = "TOO_MANY_REQUESTS"
 
 
+class NotReadyError(SparseKVError):
+    """The server is still loading its model."""
+
+    reason = "NOT_READY"
+
+
 class ShuttingDownError(SparseKVError):
     """The server accepts no more requests, or its grace for running ones is over."""
 

@@ -16,22 +16,25 @@ from decode_engine.sampler import SamplingParameters
 
 
 class EngineSession(Protocol):
-    """What the engine needs of one request's model state. It is dropped, and its memory freed, at the request's end."""
+    """What the engine needs of one request's model state."""
 
     @property
     def figures(self) -> Figures:
-        """What the session's attention cost and touched so far."""
+        """What the session's attention cost and touched so far; stays readable after `close`."""
+
+    def close(self) -> None:
+        """Frees the session's memory and lets go of the context."""
 
 
 SessionT = TypeVar("SessionT", bound=EngineSession)
-AcceptedSessionT = TypeVar("AcceptedSessionT", bound=EngineSession, contravariant=True)
+SessionT_contra = TypeVar("SessionT_contra", bound=EngineSession, contravariant=True)
 
 
-class Runner(Protocol[AcceptedSessionT]):
+class Runner(Protocol[SessionT_contra]):
     """What the engine needs of the model."""
 
     def forward(
-        self, sessions: Sequence[AcceptedSessionT], token_ids: Sequence[Sequence[int]]
+        self, sessions: Sequence[SessionT_contra], token_ids: Sequence[Sequence[int]]
     ) -> list[Tensor]:
         """Feeds each session its tokens (as many to each) and returns the last one's logits [1, V] per session.
 

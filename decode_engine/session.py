@@ -8,6 +8,7 @@ from index_store.context import ResidentContext
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.base import LayerIndex
 from index_store.indexes.registry import INDEX_KINDS
+from index_store.manifest import Manifest
 from index_store.methods import IndexSpec, Method
 
 
@@ -23,7 +24,7 @@ class Session:
         self.method = method
         self.figures = Figures()
         self.position = context.manifest.token_count
-        require_index(context, method)
+        require_index(context.manifest, method)
         self.layers: list[LayerAttention] = [
             self._layer(layer) for layer in range(context.manifest.model.layers)
         ]
@@ -50,18 +51,18 @@ class Session:
         return sum(layer.tail.nbytes for layer in self.layers)
 
 
-def require_index(context: ResidentContext, method: Method) -> None:
+def require_index(manifest: Manifest, method: Method) -> None:
     """Raises MethodUnsupportedError unless the context holds what the method searches."""
     spec = method.index
     if spec is None or not spec.stored:
         return
-    entry = next((e for e in context.manifest.indexes if e.name == spec.name), None)
+    entry = next((e for e in manifest.indexes if e.name == spec.name), None)
     if entry is None:
-        available = ", ".join(e.name for e in context.manifest.indexes) or "none"
+        available = ", ".join(e.name for e in manifest.indexes) or "none"
         raise MethodUnsupportedError(
-            f"method {method.name!r} needs index {spec.name!r}, context {context.manifest.id} has {available}; "
+            f"method {method.name!r} needs index {spec.name!r}, context {manifest.id} has {available}; "
             f"prefill it again with --method {method.name}",
             method=method.name,
-            context=context.manifest.id,
+            context=manifest.id,
         )
     INDEX_KINDS[entry.kind].check_options(entry.parameters, method.search)

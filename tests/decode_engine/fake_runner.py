@@ -25,6 +25,10 @@ class FakeSession:
     fails_with: BaseException = field(default_factory=lambda: ValueError("this session is broken"))
     fed: list[int] = field(default_factory=list)
     figures: Figures = field(default_factory=Figures)
+    closed: int = 0
+
+    def close(self) -> None:
+        self.closed += 1
 
 
 @dataclass
@@ -42,6 +46,8 @@ class FakeRunner:
             self.gate.acquire()
         self.calls.append((tuple(session.name for session in sessions), lengths.pop()))
         for session, ids in zip(sessions, token_ids, strict=True):
+            if session.closed:
+                raise AssertionError(f"{session.name} is used after it was closed")
             if session.fails_at is not None and len(session.fed) + len(ids) > session.fails_at:
                 raise session.fails_with
         for session, ids in zip(sessions, token_ids, strict=True):
@@ -74,11 +80,11 @@ class LetterSink:
 
 @dataclass
 class Client:
-    """A request under test: its session, its stream and how often it was closed."""
+    """A request under test: its session, its stream, and how often the session was closed at each `on_close`."""
 
     session: FakeSession
     request: Request[FakeSession]
-    closes: list[str]
+    closes: list[int]
     stream: Stream | None = None
 
 
@@ -95,7 +101,7 @@ def make_client(
 ) -> Client:
     """A request for a fake session called `name`."""
     made = session or FakeSession(name)
-    closes: list[str] = []
+    closes: list[int] = []
     request = Request(
         start=start or (lambda: made),
         prompt=list(prompt),
@@ -104,6 +110,6 @@ def make_client(
         sink=sink or LetterSink(),
         end_ids=end_ids,
         deadline_ns=deadline_ns,
-        on_close=lambda: closes.append(name),
+        on_close=lambda: closes.append(made.closed),
     )
     return Client(made, request, closes)

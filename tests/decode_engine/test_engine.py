@@ -105,7 +105,7 @@ def test_a_request_from_prompt_to_end(engine: FakeEngine, runner: FakeRunner) ->
     assert runner.calls == [(("a",), 3), (("a",), 1), (("a",), 1)]
     # the last token is not fed: nothing needs what comes after it
     assert client.session.fed == [7, 8, 9, 10, 11]
-    assert client.closes == ["a"]
+    assert client.closes == [1]
 
 
 def test_end_tokens_are_reported_but_not_read_as_text(engine: FakeEngine) -> None:
@@ -204,7 +204,7 @@ def test_cancelling_stops_within_one_step(engine: FakeEngine, runner: FakeRunner
     tokens, error = failure(dropped)
     assert len(tokens) == 3
     assert isinstance(error, CancelledError)
-    assert dropped.closes == ["dropped"]
+    assert dropped.closes == [1]
     run(engine, 5)
     assert results(kept)[0] == [1, 2, 3, 4, 5, 6]
 
@@ -222,7 +222,7 @@ def test_cancelling_while_waiting_and_while_reading_the_prompt(
     assert runner.calls == [(("reading",), 4)]
     for client in (reading, waiting):
         assert isinstance(failure(client)[1], CancelledError)
-        assert len(client.closes) == 1
+        assert client.closes in ([0], [1])
 
 
 def test_cancelling_after_the_end_changes_nothing(engine: FakeEngine) -> None:
@@ -232,7 +232,7 @@ def test_cancelling_after_the_end_changes_nothing(engine: FakeEngine) -> None:
     client.stream.cancel()
     engine.step()
     assert results(client)[0] == [1]
-    assert client.closes == ["a"]
+    assert client.closes == [1]
 
 
 def test_a_passed_deadline_stops_within_one_step(
@@ -250,7 +250,7 @@ def test_a_passed_deadline_stops_within_one_step(
     assert tokens == [1, 2, 3, 4]
     assert isinstance(error, DeadlineExceededError)
     assert error.metadata == {"generated": "4"}
-    assert client.closes == ["a"]
+    assert client.closes == [1]
 
 
 def test_times_are_measured_from_the_submission(engine: FakeEngine, clock: Clock) -> None:
@@ -277,7 +277,7 @@ def test_a_failing_session_fails_alone(engine: FakeEngine) -> None:
     assert tokens == [1, 2, 3]
     assert error is broken.fails_with
     assert clients[0].session.fed == list(range(8)), "nothing is fed twice when a batch is repeated"
-    assert [client.closes for client in clients] == [["a"], ["broken"], ["c"]]
+    assert [client.closes for client in clients] == [[1], [1], [1]]
     assert engine.healthy
 
 
@@ -289,7 +289,7 @@ def test_a_session_that_cannot_start_fails_alone(engine: FakeEngine) -> None:
     good = submit(engine, make_client("good", max_tokens=2))
     run(engine, 4)
     assert isinstance(failure(bad)[1], InvalidArgumentError)
-    assert bad.closes == ["bad"]
+    assert bad.closes == [0]
     assert results(good)[0] == [1, 2]
 
 
@@ -305,8 +305,8 @@ def test_a_failing_prompt_and_a_failing_sink_fail_alone(engine: FakeEngine) -> N
     assert isinstance(failure(prompt)[1], ValueError)
     assert isinstance(failure(sink)[1], UnicodeError)
     assert results(good)[0] == [1, 2]
-    assert prompt.closes == ["prompt"]
-    assert sink.closes == ["sink"]
+    assert prompt.closes == [1]
+    assert sink.closes == [1]
 
 
 def test_a_failing_close_does_not_stop_the_others(engine: FakeEngine) -> None:
@@ -347,13 +347,13 @@ def test_bad_requests_are_refused_and_closed(
     client = make_client("a", prompt, max_tokens)
     with pytest.raises(InvalidArgumentError, match=match):
         submit(engine, client)
-    assert client.closes == ["a"]
+    assert client.closes == [0]
 
 
 @pytest.mark.parametrize("limit", [{"max_sessions": 0}, {"max_waiting": -1}, {"prompt_chunk": 0}])
 def test_limits_out_of_range_are_refused(runner: FakeRunner, limit: dict[str, int]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(limit))):
-        Engine(runner, **limit)
+        Engine(runner, **limit)  # type: ignore[arg-type]
 
 
 def test_the_thread_streams_while_it_works(running: FakeEngine, runner: FakeRunner) -> None:
@@ -365,7 +365,7 @@ def test_the_thread_streams_while_it_works(running: FakeEngine, runner: FakeRunn
         runner.gate.release()
         assert next(events) == Token(token, chr(ord("A") + token))
     assert isinstance(next(events), Finished)
-    assert client.closes == ["a"]
+    assert client.closes == [1]
 
 
 def test_an_idle_thread_wakes_for_a_cancellation(running: FakeEngine, runner: FakeRunner) -> None:
@@ -399,11 +399,11 @@ def test_shutdown_without_grace_ends_requests(running: FakeEngine, runner: FakeR
     stopper.join(20)
     assert not stopper.is_alive()
     assert isinstance(failure(client)[1], ShuttingDownError)
-    assert client.closes == ["a"]
+    assert client.closes == [1]
     late = make_client("late")
     with pytest.raises(ShuttingDownError):
         running.submit(place, late.request)
-    assert late.closes == ["late"]
+    assert late.closes == [0]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -420,7 +420,7 @@ def test_a_crash_fails_everything_and_is_told(runner: FakeRunner) -> None:
     runner.gate.release(10)
     for client in clients:
         assert isinstance(failure(client)[1], EngineCrashedError)
-        assert len(client.closes) == 1
+        assert client.closes in ([0], [1])
     assert crashes == [fatal.fails_with]
     assert not engine.healthy
     with pytest.raises(EngineCrashedError):

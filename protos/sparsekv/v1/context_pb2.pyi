@@ -22,10 +22,12 @@ class Context(_message.Message):
         READY: _ClassVar[Context.State]
         EXPIRED: _ClassVar[Context.State]
         CORRUPT: _ClassVar[Context.State]
+        UNSUPPORTED: _ClassVar[Context.State]
     STATE_UNSPECIFIED: Context.State
     READY: Context.State
     EXPIRED: Context.State
     CORRUPT: Context.State
+    UNSUPPORTED: Context.State
     class Index(_message.Message):
         __slots__ = ("name", "kind", "parameters", "bytes_per_token", "layers")
         class ParametersEntry(_message.Message):

@@ -90,7 +90,7 @@ class Usage(_message.Message):
     def __init__(self, context_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("load_ns", "queue_ns", "prompt_ns", "first_token_ns", "search_ns", "gather_ns", "attend_ns", "total_ns", "decode_steps", "decode_ns")
+    __slots__ = ("load_ns", "queue_ns", "prompt_ns", "first_token_ns", "search_ns", "gather_ns", "attend_ns", "append_ns", "decode_steps", "decode_ns", "total_ns")
     LOAD_NS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_NS_FIELD_NUMBER: _ClassVar[int]
@@ -98,9 +98,10 @@ class Timings(_message.Message):
     SEARCH_NS_FIELD_NUMBER: _ClassVar[int]
     GATHER_NS_FIELD_NUMBER: _ClassVar[int]
     ATTEND_NS_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
+    APPEND_NS_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
     DECODE_NS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     load_ns: int
     queue_ns: int
     prompt_ns: int
@@ -108,22 +109,27 @@ class Timings(_message.Message):
     search_ns: int
     gather_ns: int
     attend_ns: int
-    total_ns: int
+    append_ns: int
     decode_steps: int
     decode_ns: int
-    def __init__(self, load_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prompt_ns: _Optional[int] = ..., first_token_ns: _Optional[int] = ..., search_ns: _Optional[int] = ..., gather_ns: _Optional[int] = ..., attend_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_ns: _Optional[int] = ...) -> None: ...
+    total_ns: int
+    def __init__(self, load_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prompt_ns: _Optional[int] = ..., first_token_ns: _Optional[int] = ..., search_ns: _Optional[int] = ..., gather_ns: _Optional[int] = ..., attend_ns: _Optional[int] = ..., append_ns: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ...) -> None: ...
 
 class SelectionFigures(_message.Message):
-    __slots__ = ("keys_kept", "keys_searched", "fraction_sparse", "fraction_all")
+    __slots__ = ("searches", "keys_kept", "keys_attended", "keys_available", "fraction_sparse", "fraction_all")
+    SEARCHES_FIELD_NUMBER: _ClassVar[int]
     KEYS_KEPT_FIELD_NUMBER: _ClassVar[int]
-    KEYS_SEARCHED_FIELD_NUMBER: _ClassVar[int]
+    KEYS_ATTENDED_FIELD_NUMBER: _ClassVar[int]
+    KEYS_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
     FRACTION_SPARSE_FIELD_NUMBER: _ClassVar[int]
     FRACTION_ALL_FIELD_NUMBER: _ClassVar[int]
+    searches: int
     keys_kept: int
-    keys_searched: int
+    keys_attended: int
+    keys_available: int
     fraction_sparse: float
     fraction_all: float
-    def __init__(self, keys_kept: _Optional[int] = ..., keys_searched: _Optional[int] = ..., fraction_sparse: _Optional[float] = ..., fraction_all: _Optional[float] = ...) -> None: ...
+    def __init__(self, searches: _Optional[int] = ..., keys_kept: _Optional[int] = ..., keys_attended: _Optional[int] = ..., keys_available: _Optional[int] = ..., fraction_sparse: _Optional[float] = ..., fraction_all: _Optional[float] = ...) -> None: ...
 
 class ListMethodsRequest(_message.Message):
     __slots__ = ()
