@@ -1,0 +1,186 @@
+"""The unpatched model over sessions: equal to transformers' own generation, batched, sparse, and safe."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from decode_engine.runner import ModelRunner
+from decode_engine.session import Session
+from index_store.arena import Arena
+from index_store.budgets import Ratio
+from index_store.catalog import Store
+from index_store.context import ResidentContext
+from index_store.errors import (
+    DtypeMismatchError,
+    InvalidArgumentError,
+    MethodUnsupportedError,
+    ModelMismatchError,
+)
+from index_store.methods import METHODS, get_method
+from index_store.model import resolve_model
+from prefill_worker.config import PrefillConfig
+from prefill_worker.job import run_job
+from prefill_worker.progress import LineReporter
+from tests.support_models import write_model_folder
+
+TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 6
+PROMPT = "\nQuestion: who lit it?\nAnswer:"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A prefilled toy context and the runner of its model."""
+
+    folder: Path
+    store: Store
+    context: ResidentContext
+    runner: ModelRunner
+
+
+def serve(
+    path: Path, family: str, methods: tuple[str, ...] = ("csattention", "csattention-paper")
+) -> Iterator[Served]:
+    folder = write_model_folder(path / "model", family, layers=3, head_dim=32)
+    document = path / "document.txt"
+    document.write_text(TEXT)
+    report = run_job(
+        PrefillConfig(
+            model=str(folder),
+            store=path / "store",
+            input=(document,),
+            method=methods,
+            chunk=100,
+            dense_layers="0",
+        ),
+        LineReporter(io.StringIO()),
+    )
+    store = Store(path / "store")
+    with Arena(2**30).acquire(store, report.manifest.id) as context:
+        yield Served(folder, store, context, ModelRunner(resolve_model(str(folder))))
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from serve(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from serve(tmp_path_factory.mktemp("one"), "llama")
+
+
+def greedy(runner: ModelRunner, session: Session, prompt: list[int], count: int) -> list[int]:
+    tokens: list[int] = []
+    fed = prompt
+    for _ in range(count):
+        logits = runner.forward([session], [fed])[0]
+        fed = [int(logits[-1].argmax())]
+        tokens += fed
+    return tokens
+
+
+def test_full_equals_transformers_generate_token_by_token(served: Served) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(served.folder)
+    model = AutoModelForCausalLM.from_pretrained(served.folder, dtype=torch.float32).eval()
+    ids = tokenizer(TEXT + PROMPT, add_special_tokens=False, return_tensors="pt").input_ids
+    with torch.inference_mode():
+        own = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=1)
+    expected = own[0, ids.shape[1] :].tolist()
+    session = served.runner.start(served.context, METHODS["full"])
+    assert session.position == served.context.manifest.token_count
+    prompt = ids[0, session.position :].tolist()
+    assert greedy(served.runner, session, prompt, 40) == expected
+    assert len(set(expected)) > 3  # a constant continuation would prove little
+
+
+@pytest.mark.parametrize("name", ["csattention", "oracle"])
+def test_a_budget_of_everything_equals_full(served: Served, name: str) -> None:
+    prompt = served.runner.tokenizer.encode(PROMPT)
+    full = served.runner.start(served.context, METHODS["full"])
+    sparse = served.runner.start(
+        served.context, replace(METHODS[name], budget=Ratio(1.0), recent=8, append_block=8)
+    )
+    one = served.runner.forward([full], [prompt], all_logits=True)[0]
+    two = served.runner.forward([sparse], [prompt], all_logits=True)[0]
+    torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-3)
+    for token in (5, 77, 130):
+        torch.testing.assert_close(
+            served.runner.forward([sparse], [[token]])[0],
+            served.runner.forward([full], [[token]])[0],
+            rtol=1e-3,
+            atol=1e-3,
+        )
+    assert sparse.figures.fraction == 1.0
+
+
+def test_a_prompt_in_one_call_equals_token_by_token(llama: Served) -> None:
+    prompt = llama.runner.tokenizer.encode(PROMPT)
+    method = replace(METHODS["oracle"], budget=Ratio(0.1), recent=200)
+    at_once, stepwise = (llama.runner.start(llama.context, method) for _ in range(2))
+    whole = llama.runner.forward([at_once], [prompt], all_logits=True)[0]
+    single = torch.cat([llama.runner.forward([stepwise], [[token]])[0] for token in prompt])
+    # The recent window starts earlier for the later tokens of a chunk, so only the first rows see equal keys.
+    torch.testing.assert_close(whole[0], single[0], rtol=1e-4, atol=1e-4)
+    divergence = torch.nn.functional.kl_div(
+        whole.log_softmax(-1), single.log_softmax(-1), log_target=True, reduction="batchmean"
+    )
+    assert float(divergence) < 0.05
+
+
+def test_a_batch_of_sessions_equals_one_by_one(llama: Served) -> None:
+    methods = [METHODS["full"], get_method("csattention", 0.1), get_method("csattention-paper", 0.1)]
+    together = [llama.runner.start(llama.context, method) for method in methods]
+    apart = [llama.runner.start(llama.context, method) for method in methods]
+    prompts = [[10, 20, 30], [40, 50, 60], [70, 80, 90]]
+    for session, other, prompt in zip(together, apart, prompts, strict=True):
+        llama.runner.forward([session], [prompt[: len(prompt)]])
+        llama.runner.forward([other], [prompt])
+    for step in range(4):
+        fed = [[100 + step], [110 + step], [120 + step]]
+        batched = llama.runner.forward(together, fed)
+        for row, session, tokens in zip(batched, apart, fed, strict=True):
+            torch.testing.assert_close(
+                row, llama.runner.forward([session], [tokens])[0], rtol=1e-4, atol=1e-4
+            )
+
+
+def test_sparse_methods_touch_less_and_say_how_much(llama: Served) -> None:
+    session = llama.runner.start(llama.context, get_method("csattention", 0.05))
+    llama.runner.forward([session], [llama.runner.tokenizer.encode(PROMPT)])
+    figures = session.figures
+    assert 0.05 < figures.sparse_fraction < 0.6
+    assert figures.sparse_fraction < figures.fraction < 1.0
+    assert min(figures.search_ns, figures.gather_ns, figures.attend_ns) > 0
+    assert session.nbytes > 0
+
+
+def test_a_context_that_does_not_fit_is_refused(llama: Served, tmp_path: Path) -> None:
+    other = ModelRunner(
+        resolve_model(str(write_model_folder(tmp_path / "other", "llama", layers=3, head_dim=32, seed=9)))
+    )
+    with pytest.raises(ModelMismatchError):
+        other.start(llama.context, METHODS["full"])
+    half = ModelRunner(resolve_model(str(llama.folder)), dtype="bfloat16")
+    with pytest.raises(DtypeMismatchError):
+        half.start(llama.context, METHODS["full"])
+    without = next(serve(tmp_path, "llama", methods=("full",)))
+    with pytest.raises(MethodUnsupportedError, match="--method csattention"):
+        without.runner.start(without.context, METHODS["csattention"])
+
+
+def test_bad_tokens_are_refused_and_change_nothing(llama: Served) -> None:
+    session = llama.runner.start(llama.context, METHODS["csattention"])
+    position = session.position
+    for tokens in ([[]], [[1], [2]], [[-1]], [[llama.runner.identity.vocab_size]]):
+        with pytest.raises(InvalidArgumentError):
+            llama.runner.forward([session], tokens)
+    with pytest.raises(InvalidArgumentError):
+        llama.runner.forward([session, session], [[1], [2, 3]])
+    assert session.position == position
