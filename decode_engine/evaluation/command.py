@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from decode_engine.evaluation.evaluate import EvaluationConfig, evaluate, make_progress
+from decode_engine.evaluation.evaluate import EvaluationConfig, evaluate
+from decode_engine.evaluation.progress import show_progress
 from decode_engine.evaluation.report import check_pictures, draw_picture, results_table
 from decode_engine.evaluation.scoring import Score
 from decode_engine.evaluation.tasks import held_out_text, make_document, parse_length, write_questions
@@ -88,9 +89,8 @@ def evaluate_command(
         )
         if picture:
             check_pictures()
-        console = Console(stderr=True)
-        with make_progress(console=console, disable=not console.is_terminal) as progress:
-            results = evaluate(config, progress)
+        with show_progress(sys.stderr) as start_stage:
+            results = evaluate(config, start_stage)
         scores = [Score(**score) for score in results["scores"]]
         if picture:
             draw_picture(out / "quality.png", scores)

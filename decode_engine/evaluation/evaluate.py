@@ -6,22 +6,14 @@ Every question is scored under full attention first; the other methods are compa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-
 from decode_engine.evaluation.machine import describe_machine
 from decode_engine.evaluation.prefill_command import PrefillCommand
+from decode_engine.evaluation.progress import Advance, StartStage
 from decode_engine.evaluation.report import write_results
 from decode_engine.evaluation.scoring import (
     WARM_UP_STEPS,
@@ -98,7 +90,7 @@ class EvaluationConfig:
         return -(-self.questions // self.facts)
 
 
-def evaluate(config: EvaluationConfig, progress: Progress) -> dict[str, Any]:
+def evaluate(config: EvaluationConfig, start_stage: StartStage) -> dict[str, Any]:
     """Runs the evaluation; writes results.json and results.csv after every length; returns what the JSON holds."""
     folder = resolve_model(config.model)
     config.out.mkdir(parents=True, exist_ok=True)
@@ -111,13 +103,13 @@ def evaluate(config: EvaluationConfig, progress: Progress) -> dict[str, Any]:
     scores: list[Score] = []
     results: dict[str, Any] = {}
     for length in config.context_lengths:
-        scores += _evaluate_length(config, runner, text, length, progress)
+        scores += _evaluate_length(config, runner, text, length, start_stage)
         results = write_results(config.out, scores, setting)
     return results
 
 
 def _evaluate_length(
-    config: EvaluationConfig, runner: ModelRunner, text: str, length: int, progress: Progress
+    config: EvaluationConfig, runner: ModelRunner, text: str, length: int, start_stage: StartStage
 ) -> list[Score]:
     tokenizer = runner.tokenizer
     documents = make_documents(
@@ -130,21 +122,20 @@ def _evaluate_length(
         distractors=config.distractors,
         spare=16 * config.text_tokens,
     )
-    store, contexts = _prefill_all(config, documents, length, progress)
+    store, contexts = _prefill_all(config, documents, length, start_stage)
     variants = config.variants()
     tallies = [Tally() for _ in variants]
     arena = Arena(max(map(resident_bytes, contexts)))
     left = config.questions
-    work = progress.add_task(
-        f"asking after {length:,} tokens", total=(config.questions + config.contexts) * len(variants)
-    )
+    pieces = (config.questions + config.contexts) * len(variants)
+    advance = start_stage(f"asking after {length:,} tokens", pieces)
     for document, manifest in zip(documents, contexts, strict=True):
         segments = [question_segment(tokenizer, question) for question in document.questions[:left]]
         left -= len(segments)
         segments.append(_text_segment(tokenizer, document, config.text_tokens))
         with arena.acquire(store, manifest.id) as context:
             for segment in segments:
-                _score_variants(runner, context, variants, segment, tallies, lambda: progress.advance(work))
+                _score_variants(runner, context, variants, segment, tallies, advance)
             for (method, _), tally in zip(variants, tallies, strict=True):
                 steps = segments[-1].token_ids[: TIMED_STEPS + WARM_UP_STEPS]
                 tally.seconds.append(seconds_per_token(runner, context, method, steps))
@@ -155,7 +146,7 @@ def _evaluate_length(
 
 
 def _prefill_all(
-    config: EvaluationConfig, documents: Sequence[Document], length: int, progress: Progress
+    config: EvaluationConfig, documents: Sequence[Document], length: int, start_stage: StartStage
 ) -> tuple[Store, list[Manifest]]:
     """Contexts of all documents, in order; those that the store has already are only looked up."""
     store_path = config.out / "store" if config.store is None else config.store
@@ -167,7 +158,7 @@ def _prefill_all(
     command = PrefillCommand(
         config.model, store_path, list(dict.fromkeys(indexed)), config.dense_layers, config.calibration
     )
-    task = progress.add_task(f"prefilling {length:,} tokens", total=len(documents))
+    advance = start_stage(f"prefilling {length:,} tokens", len(documents))
     ids = []
     for number, document in enumerate(documents):
         digest = hashlib.sha256(document.text.encode()).hexdigest()[:12]
@@ -180,7 +171,7 @@ def _prefill_all(
                 "not give the same ids for a text that is read from a file"
             )
         ids.append(report["id"])
-        progress.advance(task)
+        advance()
     store = Store(store_path)
     return store, [store.manifest(context_id) for context_id in ids]
 
@@ -205,7 +196,7 @@ def _score_variants(
     variants: Sequence[tuple[Method, float | None]],
     segment: Segment,
     tallies: Sequence[Tally],
-    advance: Callable[[], None],
+    advance: Advance,
 ) -> None:
     reference_TV = reference_log_probs(runner, context, variants[0][0], segment)
     for (method, _), tally in zip(variants, tallies, strict=True):
@@ -223,16 +214,3 @@ def _index_bytes_per_token(contexts: Sequence[Manifest], method: Method) -> floa
         if entry.name == method.index.name
     ]
     return sum(sizes) / len(sizes)
-
-
-def make_progress(**options: Any) -> Progress:
-    """A progress display with an estimate of the time that is left."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        **options,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import subprocess
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from decode_engine.evaluation.evaluate import EvaluationConfig, question_segment
 from decode_engine.evaluation.prefill_command import PrefillCommand, PrefillFailedError
+from decode_engine.evaluation.progress import show_progress
 from decode_engine.evaluation.report import draw_picture, results_table, write_results
 from decode_engine.evaluation.scoring import (
     Score,
@@ -278,6 +280,21 @@ ARGUMENTS = [
     "--keep",
     "0.05,1",
 ]
+
+
+def test_progress_in_a_pipe_is_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 4.0, 12.0, 16.0])
+    monkeypatch.setattr("decode_engine.evaluation.progress.time.monotonic", lambda: next(seconds))
+    stream = io.StringIO()
+    with show_progress(stream) as start_stage:
+        advance = start_stage("asking", 3)
+        for _ in range(3):
+            advance()
+    assert stream.getvalue().splitlines() == [
+        "asking: 0 of 3",
+        "asking: 2 of 3, about 6 s left",
+        "asking: 3 of 3, 16 s",
+    ]
 
 
 @pytest.mark.slow
