@@ -57,3 +57,9 @@ class ServerUnreachableError(SparseKVError):
     """No server answered at the address."""
 
     reason = "UNREACHABLE"
+
+
+class AddressError(SparseKVError):
+    """The server cannot listen at the address."""
+
+    reason = "ADDRESS_UNUSABLE"

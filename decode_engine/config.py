@@ -1,0 +1,111 @@
+"""What the programs are told: the same names as the command line's flags."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from index_store.errors import InvalidArgumentError
+
+DEFAULT_LISTEN = "127.0.0.1:50051"
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|)")
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):(\d{1,5})")
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "8GiB", "500MB" or "1048576". Raises InvalidArgumentError for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if size < 1:
+        raise InvalidArgumentError(
+            f"size is {text!r}, expected a positive number of bytes with an optional unit, such as 8GiB or 500MB"
+        )
+    return size
+
+
+def check_address(text: str) -> str:
+    """The text, when it is HOST:PORT with a port of 0 to 65535. Raises InvalidArgumentError otherwise."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match[2]) > 65535:
+        raise InvalidArgumentError(f"address is {text!r}, expected HOST:PORT, such as {DEFAULT_LISTEN}")
+    return text
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach the address."""
+    host = address.rpartition(":")[0]
+    return host in ("localhost", "[::1]") or host.startswith("127.")
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """`decode-engine serve`.
+
+    memory: byte budget of contexts in memory. max_sessions: requests in progress at once; max_waiting: requests
+    beyond those. prompt_chunk: prompt tokens per step. threads: of searches and matrix products. grace: seconds that
+    running requests get when the server is told to stop.
+    """
+
+    store: Path
+    model: str
+    listen: str = DEFAULT_LISTEN
+    memory: int = 8 * 2**30
+    max_sessions: int = 16
+    max_waiting: int = 64
+    prompt_chunk: int = 256
+    threads: int = field(default_factory=available_cores)
+    device: str = "cpu"
+    dtype: str = "auto"
+    grace: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_address(self.listen)
+        for name, value, least in (
+            ("memory", self.memory, 1),
+            ("max-sessions", self.max_sessions, 1),
+            ("max-waiting", self.max_waiting, 0),
+            ("prompt-chunk", self.prompt_chunk, 1),
+            ("threads", self.threads, 1),
+            ("grace", self.grace, 0),
+        ):
+            if value < least:
+                raise InvalidArgumentError(f"--{name} is {value}, expected at least {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class AskConfig:
+    """`decode-engine ask`. What is None is left to the server."""
+
+    context: str
+    prompt: str
+    server: str = DEFAULT_LISTEN
+    raw: bool = False
+    method: str | None = None
+    keep: float | None = None
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] | None = None
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        check_address(self.server)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Those given, else the end of the line for a question: an answer is one line unless asked otherwise."""
+        if self.stop is not None:
+            return self.stop
+        return () if self.raw else ("\n",)

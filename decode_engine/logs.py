@@ -1,0 +1,39 @@
+"""Log lines on standard error: text for people, one JSON object per line for programs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+_TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_OWN_PACKAGES = ("decode_engine", "index_store")
+_EXTRAS = ("rpc", "reason", "milliseconds", "request_id")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record, with the fields that calls log beside the message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        entry.update({name: getattr(record, name) for name in _EXTRAS if hasattr(record, name)})
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def log_to_stderr(as_json: bool) -> None:
+    """Sends our own packages' records of level INFO and above to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(_TEXT_FORMAT))
+    for package in _OWN_PACKAGES:
+        logger = logging.getLogger(package)
+        logger.setLevel(logging.INFO)
+        logger.handlers[:] = [handler]
+        logger.propagate = False

@@ -1,0 +1,146 @@
+"""The server process: binds the port, loads the model, serves until told to stop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import grpc
+import numba
+import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from decode_engine.config import ServeConfig, is_loopback
+from decode_engine.engine import Engine
+from decode_engine.errors import AddressError
+from decode_engine.runner import ModelRunner
+from decode_engine.service import Backend, BackendSlot, ContextService, GenerationService
+from decode_engine.session import Session
+from decode_engine.status import StatusInterceptor
+from decode_engine.warm_up import warm_up
+from index_store.arena import Arena
+from index_store.catalog import Store
+from index_store.model import resolve_model
+from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+SERVICES = (
+    context_pb2.DESCRIPTOR.services_by_name["ContextService"].full_name,
+    generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+)
+_HEALTH_NAMES = ("", *SERVICES)
+_MAX_REQUEST_BYTES = 32 * 2**20
+_SPARE_THREADS = 16  # for health checks and context calls beside the generations
+
+
+class DecodeServer:
+    """A gRPC server over one store and one model.
+
+    It answers health checks from the start (NOT_SERVING until `load` has returned). Use as a context manager, or call
+    `stop`. Raises StoreError or ModelUnsupportedError when store or model are not there, AddressError when the port is
+    taken.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._store = Store(config.store)
+        self._folder = resolve_model(config.model)
+        self._slot = BackendSlot()
+        self._backend: Backend | None = None
+        self._health = health.HealthServicer()
+        self._set_health(serving=False)
+        self._stopped = False
+        self._server, self.address = self._start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop(0.0)
+
+    def _start(self) -> tuple[grpc.Server, str]:
+        config = self._config
+        server = grpc.server(
+            ThreadPoolExecutor(config.max_sessions + config.max_waiting + _SPARE_THREADS, "rpc"),
+            interceptors=[StatusInterceptor()],
+            options=[
+                ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not a replica
+                ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
+            ],
+        )
+        context_pb2_grpc.add_ContextServiceServicer_to_server(ContextService(self._slot), server)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self._slot), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        try:
+            port = server.add_insecure_port(config.listen)
+        except RuntimeError as error:
+            raise AddressError(
+                f"cannot listen at {config.listen}: the port is taken or the address is not this machine's; "
+                "choose another one with --listen (port 0 picks a free one)",
+                address=config.listen,
+            ) from error
+        if not is_loopback(config.listen):
+            logger.warning(
+                "listening at %s without encryption or authentication: anyone who reaches it can read and delete",
+                config.listen,
+            )
+        server.start()
+        return server, f"{config.listen.rpartition(':')[0]}:{port}"
+
+    def load(self) -> None:
+        """Loads and warms up the model, then accepts calls. Raises ModelUnsupportedError."""
+        started = time.monotonic()
+        self._set_threads()
+        config = self._config
+        runner = ModelRunner(self._folder, device=config.device, dtype=config.dtype)
+        loaded = time.monotonic()
+        methods = warm_up(runner)
+        logger.info(
+            "model %s loaded in %.1f s, %s warmed up in %.1f s",
+            self._folder.name,
+            loaded - started,
+            ", ".join(methods) or "no method",
+            time.monotonic() - loaded,
+        )
+        engine: Engine[Session] = Engine(
+            runner,
+            max_sessions=config.max_sessions,
+            max_waiting=config.max_waiting,
+            prompt_chunk=config.prompt_chunk,
+            on_start=self._set_threads,
+            on_crash=lambda error: self._set_health(serving=False),
+        )
+        self._backend = Backend(self._store, Arena(config.memory), runner, engine)
+        engine.start()
+        self._slot.fill(self._backend)
+        self._set_health(serving=True)
+
+    def stop(self, grace_s: float) -> None:
+        """Accepts no more calls, lets running ones finish for `grace_s` seconds, ends the rest. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._health.enter_graceful_shutdown()
+        self._server.stop(grace_s).wait()
+        if self._backend is not None:
+            self._backend.engine.shutdown()
+            self._backend.arena.clear()
+
+    def _set_threads(self) -> None:
+        """Sets the threads of kernels and matrix products; numba keeps the number per calling thread."""
+        torch.set_num_threads(self._config.threads)
+        numba.set_num_threads(min(self._config.threads, numba.config.NUMBA_NUM_THREADS))
+
+    def _set_health(self, serving: bool) -> None:
+        states = health_pb2.HealthCheckResponse
+        for name in _HEALTH_NAMES:
+            self._health.set(name, states.SERVING if serving else states.NOT_SERVING)

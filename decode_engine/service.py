@@ -1,0 +1,274 @@
+"""The gRPC services: thin handlers between messages and the engine. Errors are left to the interceptor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.empty_pb2 import Empty
+
+from decode_engine.describe import describe_broken, describe_context, describe_method
+from decode_engine.engine import Engine
+from decode_engine.errors import NotReadyError
+from decode_engine.pages import Pager
+from decode_engine.requests import Finished, FinishReason, Request, Stream, Token
+from decode_engine.runner import ModelRunner
+from decode_engine.session import Session, require_index
+from decode_engine.text import TextStream
+from decode_engine.validation import (
+    Order,
+    choose_method,
+    fit_max_tokens,
+    parse_name,
+    parse_order,
+    prompt_tokens,
+)
+from index_store.arena import Arena
+from index_store.catalog import BrokenContext, Store
+from index_store.errors import ContextCorruptError, ContextNotFoundError, FormatVersionError
+from index_store.manifest import Manifest, require_dtype, require_model
+from index_store.methods import METHODS, Method
+from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+_LONGEST_DEADLINE_S = 10 * 365 * 86400.0
+
+_FINISH_REASONS = {
+    FinishReason.STOP: generation_pb2.GenerationSummary.STOP,
+    FinishReason.LENGTH: generation_pb2.GenerationSummary.LENGTH,
+    FinishReason.END_OF_SEQUENCE: generation_pb2.GenerationSummary.END_OF_SEQUENCE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What the services serve from."""
+
+    store: Store
+    arena: Arena
+    runner: ModelRunner
+    engine: Engine[Session]
+
+    def servable(self, id_: str) -> Manifest:
+        """The manifest of a context that can be decoded against by the loaded model.
+
+        Raises what `Store.manifest` raises, ContextExpiredError, ModelMismatchError or DtypeMismatchError.
+        """
+        manifest = self.store.manifest(id_)
+        self.store.check_expiry(manifest)
+        require_model(manifest, self.runner.identity)
+        require_dtype(manifest, self.runner.kv_dtype)
+        return manifest
+
+    def describe(self, entry: Manifest | BrokenContext, resident: set[str]) -> context_pb2.Context:
+        """A context of the store as the API shows it; `resident` are the ids in memory."""
+        if isinstance(entry, BrokenContext):
+            return describe_broken(entry)
+        return describe_context(entry, expired=self.store.expired(entry), resident=entry.id in resident)
+
+
+class BackendSlot:
+    """Holds the backend once it is loaded; until then every call is told to come back later."""
+
+    def __init__(self) -> None:
+        self._backend: Backend | None = None
+
+    def fill(self, backend: Backend) -> None:
+        """From here on calls are served."""
+        self._backend = backend
+
+    def get(self) -> Backend:
+        """Raises NotReadyError while there is none."""
+        if self._backend is None:
+            raise NotReadyError("the server is loading its model; try again in a moment")
+        return self._backend
+
+
+class ContextService(context_pb2_grpc.ContextServiceServicer):
+    """Lists, describes, loads and deletes stored contexts."""
+
+    def __init__(self, slot: BackendSlot) -> None:
+        self._slot = slot
+        self._pager = Pager()
+
+    def GetContext(  # noqa: N802 - the name in the proto
+        self, request: context_pb2.GetContextRequest, context: grpc.ServicerContext
+    ) -> context_pb2.Context:
+        backend = self._slot.get()
+        id_ = parse_name(request.name)
+        entry: Manifest | BrokenContext
+        try:
+            entry = backend.store.manifest(id_)
+        except (ContextCorruptError, FormatVersionError) as error:
+            entry = BrokenContext(id_, error)
+        return backend.describe(entry, set(backend.arena.ids()))
+
+    def ListContexts(  # noqa: N802
+        self, request: context_pb2.ListContextsRequest, context: grpc.ServicerContext
+    ) -> context_pb2.ListContextsResponse:
+        backend = self._slot.get()
+        page, next_token = self._pager.page(backend.store.entries(), request.page_size, request.page_token)
+        resident = set(backend.arena.ids())
+        return context_pb2.ListContextsResponse(
+            contexts=[backend.describe(entry, resident) for entry in page], next_page_token=next_token
+        )
+
+    def DeleteContext(  # noqa: N802
+        self, request: context_pb2.DeleteContextRequest, context: grpc.ServicerContext
+    ) -> Empty:
+        backend = self._slot.get()
+        id_ = parse_name(request.name)
+        try:
+            backend.store.delete(id_)
+        except ContextNotFoundError:
+            if not request.allow_missing:
+                raise
+        finally:
+            backend.arena.drop(id_)
+        return Empty()
+
+    def WarmContext(  # noqa: N802
+        self, request: context_pb2.WarmContextRequest, context: grpc.ServicerContext
+    ) -> context_pb2.WarmContextResponse:
+        backend = self._slot.get()
+        manifest = backend.servable(parse_name(request.name))
+        already = manifest.id in backend.arena.ids()
+        before = backend.engine.clock_ns()
+        with backend.arena.acquire(backend.store, manifest.id):
+            load_ns = backend.engine.clock_ns() - before
+        return context_pb2.WarmContextResponse(
+            context=backend.describe(manifest, set(backend.arena.ids())),
+            already_resident=already,
+            load_ns=load_ns,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """An order and what it means on its context. `arrived_ns`: when the call came, on the engine's clock."""
+
+    order: Order
+    manifest: Manifest
+    method: Method
+    prompt: list[int]
+    max_tokens: int
+    arrived_ns: int
+
+
+class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
+    """Decodes against stored contexts."""
+
+    def __init__(self, slot: BackendSlot) -> None:
+        self._slot = slot
+
+    def ListMethods(  # noqa: N802
+        self, request: generation_pb2.ListMethodsRequest, context: grpc.ServicerContext
+    ) -> generation_pb2.ListMethodsResponse:
+        return generation_pb2.ListMethodsResponse(
+            methods=[describe_method(method) for method in METHODS.values()]
+        )
+
+    def Generate(  # noqa: N802
+        self, request: generation_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[generation_pb2.GenerateResponse]:
+        backend = self._slot.get()
+        plan = _plan(backend, request)
+        deadline_ns = _deadline_ns(context, plan.arrived_ns)
+        stream, load_ns, submitted_ns = _submit(backend, plan, deadline_ns)
+        try:
+            if not context.add_callback(stream.cancel):
+                stream.cancel()
+            for event in stream:
+                if isinstance(event, Token):
+                    yield generation_pb2.GenerateResponse(token_ids=[event.token_id], text=event.text)
+                else:
+                    summary = _summarise(plan, event, load_ns, submitted_ns - plan.arrived_ns)
+                    yield generation_pb2.GenerateResponse(text=event.text, summary=summary)
+        finally:
+            stream.cancel()
+
+
+def _plan(backend: Backend, request: generation_pb2.GenerateRequest) -> _Plan:
+    """Checks a request against its context, before anything is loaded."""
+    arrived_ns = backend.engine.clock_ns()
+    order = parse_order(request)
+    manifest = backend.servable(order.context_id)
+    method = choose_method(order, manifest)
+    require_index(manifest, method)
+    identity = backend.runner.identity
+    prompt = prompt_tokens(order, backend.runner.tokenizer, identity.vocab_size)
+    max_tokens = fit_max_tokens(order, manifest, identity, len(prompt))
+    return _Plan(order, manifest, method, prompt, max_tokens, arrived_ns)
+
+
+def _submit(backend: Backend, plan: _Plan, deadline_ns: int | None) -> tuple[Stream, int, int]:
+    """Loads the context, here in the call's own thread, and queues the request.
+
+    Returns the stream, the nanoseconds of loading and the time of submission. The context's lease goes over to the
+    engine, which ends it when it has let go of the session.
+    """
+    place = backend.engine.reserve()
+    with ExitStack() as stack:
+        stack.callback(place.release)
+        before = backend.engine.clock_ns()
+        resident = stack.enter_context(backend.arena.acquire(backend.store, plan.manifest.id))
+        submitted_ns = backend.engine.clock_ns()
+        tokenizer = backend.runner.tokenizer
+        request: Request[Any] = Request(
+            start=lambda: backend.runner.start(resident, plan.method),
+            prompt=plan.prompt,
+            max_tokens=plan.max_tokens,
+            sampling=plan.order.sampling,
+            sink=TextStream(tokenizer.decode, plan.prompt, plan.order.stops),
+            end_ids=frozenset(tokenizer.eos_ids),
+            deadline_ns=deadline_ns,
+            on_close=stack.pop_all().close,
+        )
+    return backend.engine.submit(place, request), submitted_ns - before, submitted_ns
+
+
+def _deadline_ns(context: grpc.ServicerContext, now_ns: int) -> int | None:
+    """When the call's deadline passes, on the engine's clock; None without a deadline."""
+    remaining: float | None = context.time_remaining()
+    if remaining is None or remaining > _LONGEST_DEADLINE_S:
+        return None
+    return now_ns + int(remaining * 1e9)
+
+
+def _summarise(plan: _Plan, end: Finished, load_ns: int, before_ns: int) -> generation_pb2.GenerationSummary:
+    """The last message's summary. before_ns: from the arrival of the call to the submission to the engine."""
+    times, figures = end.times, end.figures
+    searched = figures.sparse_available > 0
+    return generation_pb2.GenerationSummary(
+        finish_reason=_FINISH_REASONS[end.reason],
+        usage=generation_pb2.Usage(
+            context_tokens=plan.manifest.token_count,
+            prompt_tokens=len(plan.prompt),
+            completion_tokens=end.completion_tokens,
+        ),
+        timings=generation_pb2.Timings(
+            load_ns=load_ns,
+            queue_ns=times.queue_ns,
+            prompt_ns=times.prompt_ns,
+            first_token_ns=before_ns + times.first_token_ns,
+            search_ns=figures.search_ns,
+            gather_ns=figures.gather_ns,
+            attend_ns=figures.attend_ns,
+            append_ns=figures.append_ns,
+            decode_steps=times.decode_steps,
+            decode_ns=times.decode_ns,
+            total_ns=before_ns + times.total_ns,
+        ),
+        selection=generation_pb2.SelectionFigures(
+            searches=figures.searches,
+            keys_kept=figures.kept,
+            keys_attended=figures.sparse_attended,
+            keys_available=figures.sparse_available,
+            fraction_sparse=figures.sparse_fraction if searched else None,
+            fraction_all=figures.fraction,
+        ),
+        method=plan.method.name,
+        seed=end.seed,
+    )

@@ -1,0 +1,127 @@
+"""What requests may contain: every check of a client's input, with its bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decode_engine.describe import COLLECTION, default_method
+from decode_engine.errors import PromptTooLongError
+from decode_engine.sampler import SamplingParameters
+from decode_engine.text import StopStrings
+from index_store.errors import InvalidArgumentError
+from index_store.manifest import Manifest, ModelIdentity, is_context_id
+from index_store.methods import Method, get_method
+from index_store.model import Tokenizer
+from sparsekv.v1 import generation_pb2
+
+DEFAULT_MAX_TOKENS = 256
+MAX_MAX_TOKENS = 32768
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A checked Generate request. max_tokens None: as many as are usual and fit. method "": the context's own."""
+
+    context_id: str
+    text: str | None
+    question: str | None
+    token_ids: tuple[int, ...]
+    max_tokens: int | None
+    sampling: SamplingParameters
+    stops: tuple[str, ...]
+    method: str
+    keep_ratio: float | None
+
+
+def parse_name(name: str, field: str = "name") -> str:
+    """The id in a resource name. Raises InvalidArgumentError unless it is `contexts/` and a context id."""
+    id_ = name.removeprefix(COLLECTION)
+    if not name.startswith(COLLECTION) or not is_context_id(id_):
+        raise InvalidArgumentError(
+            f"{field} is {name[:100]!r}, expected {COLLECTION} and 64 lower-case hexadecimal digits",
+            field=field,
+        )
+    return id_
+
+
+def parse_order(request: generation_pb2.GenerateRequest) -> Order:
+    """Checks all that can be checked without the context. Raises InvalidArgumentError and names the field."""
+    given = request.WhichOneof("prompt")
+    if given is None:
+        raise InvalidArgumentError(
+            "the prompt is missing, expected one of text, token_ids, question", field="prompt"
+        )
+    content = request.token_ids.ids if given == "token_ids" else getattr(request, given)
+    if not content:
+        raise InvalidArgumentError(f"{given} is empty, expected at least one token", field=given)
+    if not 0 <= request.max_tokens <= MAX_MAX_TOKENS:
+        raise InvalidArgumentError(
+            f"max_tokens is {request.max_tokens}, expected 1 to {MAX_MAX_TOKENS}, or 0 for the default",
+            field="max_tokens",
+        )
+    keep_ratio = request.keep_ratio if request.HasField("keep_ratio") else None
+    if keep_ratio is not None and not 0.0 < keep_ratio <= 1.0:
+        raise InvalidArgumentError(
+            f"keep_ratio is {keep_ratio:g}, expected a number above 0 and at most 1", field="keep_ratio"
+        )
+    StopStrings(request.stop)  # raises for too many or too long ones
+    return Order(
+        context_id=parse_name(request.context, "context"),
+        text=request.text if given == "text" else None,
+        question=request.question if given == "question" else None,
+        token_ids=tuple(request.token_ids.ids),
+        max_tokens=request.max_tokens or None,
+        sampling=SamplingParameters(
+            temperature=request.temperature,
+            top_p=request.top_p if request.HasField("top_p") else 1.0,
+            top_k=request.top_k,
+            seed=request.seed if request.HasField("seed") else None,
+        ),
+        stops=tuple(request.stop),
+        method=request.method,
+        keep_ratio=keep_ratio,
+    )
+
+
+def choose_method(order: Order, manifest: Manifest) -> Method:
+    """The method that an order means on a context.
+
+    Raises MethodUnsupportedError for an unknown one, and for a keep ratio where nothing is cut.
+    """
+    return get_method(order.method or default_method(manifest), order.keep_ratio)
+
+
+def prompt_tokens(order: Order, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """The prompt in tokens. Raises InvalidArgumentError when there are none, or one is outside the vocabulary."""
+    if order.text is not None:
+        ids = tokenizer.encode(order.text)
+    elif order.question is not None:
+        ids = tokenizer.encode(tokenizer.format_question(order.question))
+    else:
+        ids = list(order.token_ids)
+    if not ids:
+        raise InvalidArgumentError("the prompt has no tokens, expected at least one", field="prompt")
+    if max(ids) >= vocab_size:
+        raise InvalidArgumentError(
+            f"token_ids contains {max(ids)}, the model has tokens 0 to {vocab_size - 1}", field="token_ids"
+        )
+    return ids
+
+
+def fit_max_tokens(order: Order, manifest: Manifest, identity: ModelIdentity, prompt: int) -> int:
+    """How many tokens may be generated after a prompt of that many tokens.
+
+    Raises PromptTooLongError when the model has no positions for them.
+    """
+    room = identity.max_positions - manifest.token_count - prompt
+    wanted = order.max_tokens or 1
+    if wanted > room:
+        raise PromptTooLongError(
+            f"context ({manifest.token_count} tokens), prompt ({prompt}) and completion ({wanted}) exceed the "
+            f"{identity.max_positions} positions of model {identity.name!r}; shorten the prompt or lower max_tokens",
+            context_tokens=manifest.token_count,
+            prompt_tokens=prompt,
+            max_tokens=wanted,
+            max_positions=identity.max_positions,
+        )
+    return order.max_tokens or min(DEFAULT_MAX_TOKENS, room)

@@ -1,0 +1,110 @@
+"""Runs every method once on a made-up context, so that no request waits while kernels compile.
+
+Shape legend: H KV heads, G group heads, N tokens of the context, P sampled query positions, d head dim.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+import torch
+
+from decode_engine.runner import ModelRunner
+from index_store.context import ResidentContext
+from index_store.dtypes import dtype_name, stored_dtype
+from index_store.errors import InvalidArgumentError
+from index_store.indexes.base import LayerIndex, QuerySample, Scalar
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.manifest import (
+    IndexEntry,
+    Manifest,
+    ModelIdentity,
+    index_array_entry,
+    kv_entry,
+    tokens_entry,
+)
+from index_store.methods import METHODS, Method
+
+_TOKENS = 512
+_DECODE_STEPS = 2
+
+logger = logging.getLogger(__name__)
+
+
+def warm_up(runner: ModelRunner) -> list[str]:
+    """Runs a prompt and decode steps with every method that fits the model; returns their names.
+
+    The prompt is longer than recent window and append block together, so that appending to indexes runs too.
+    """
+    ran = []
+    for method in METHODS.values():
+        prompt = method.recent + method.append_block + 1
+        if _TOKENS + prompt + _DECODE_STEPS > runner.identity.max_positions:
+            logger.info("method %s is not warmed up: the model has too few positions", method.name)
+            continue
+        try:
+            context = made_up_context(runner.identity, runner.kv_dtype, method)
+        except InvalidArgumentError as error:
+            logger.info("method %s does not fit the model and is not warmed up: %s", method.name, error)
+            continue
+        session = runner.start(context, method)
+        runner.forward([session], [[0] * prompt])
+        for _ in range(_DECODE_STEPS):
+            runner.forward([session], [[0]])
+        session.close()
+        ran.append(method.name)
+    return ran
+
+
+def made_up_context(identity: ModelIdentity, dtype: str, method: Method) -> ResidentContext:
+    """A context of random keys and values with the index that the method needs.
+
+    Raises InvalidArgumentError when the index cannot be built for the model's head dim.
+    """
+    generator = torch.Generator().manual_seed(0)
+    heads, group, head_dim = identity.kv_heads, identity.query_heads // identity.kv_heads, identity.head_dim
+    kv_HN2D = torch.randn(heads, _TOKENS, 2, head_dim, generator=generator).to(
+        stored_dtype(dtype).torch_dtype
+    )
+    queries_HPGD = torch.randn(heads, _TOKENS, group, head_dim, generator=generator)
+    entries: tuple[IndexEntry, ...] = ()
+    arrays: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
+    layers = tuple(range(identity.layers))
+    if method.index is not None and method.index.stored:
+        spec = method.index
+        sample = QuerySample(queries_HPGD, torch.arange(_TOKENS))
+        index = INDEX_KINDS[spec.kind].build(spec.parameters, kv_HN2D[:, :, 0], sample, seed=0)
+        arrays = {(spec.name, layer): index.arrays() for layer in layers}
+        entries = (_index_entry(spec.name, spec.kind, index, spec.parameters, layers),)
+    manifest = Manifest(
+        id="0" * 64,
+        name="warm-up",
+        created_at=datetime.now(UTC),
+        expires_at=None,
+        model=identity,
+        dtype=dtype,
+        token_count=_TOKENS,
+        salt="",
+        method=method.name,
+        dense_layers=(),
+        tokens=tokens_entry(_TOKENS),
+        kv=kv_entry(identity, _TOKENS, dtype),
+        indexes=entries,
+        prefill={},
+        seconds={},
+    )
+    return ResidentContext(
+        manifest, torch.zeros(_TOKENS, dtype=torch.int64), dict.fromkeys(layers, kv_HN2D), arrays
+    )
+
+
+def _index_entry(
+    name: str, kind: str, index: LayerIndex, parameters: Mapping[str, Scalar], layers: tuple[int, ...]
+) -> IndexEntry:
+    arrays = tuple(
+        index_array_entry(name, array, len(layers), tensor.shape, dtype_name(tensor.dtype))
+        for array, tensor in index.arrays().items()
+    )
+    return IndexEntry(name, kind, parameters, layers, arrays)
