@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -45,11 +46,13 @@ class ArrayWriter:
 
     def __init__(self, folder: Path) -> None:
         self._group = zarr.open_group(folder, mode="a", zarr_format=3)
+        # An array that is opened again forgets that empty chunks are to be written.
+        self._arrays: dict[str, zarr.Array[Any]] = {}
 
     def create(self, entry: ArrayEntry) -> None:
         """Creates the array without any chunk; it is complete once every chunk has been written."""
         dtype = STORED_DTYPES[entry.dtype]
-        self._group.create_array(
+        self._arrays[entry.path] = self._group.create_array(
             entry.path,
             shape=entry.shape,
             chunks=entry.chunks,
@@ -77,12 +80,13 @@ class ArrayWriter:
                 f"{entry.path}: a chunk is {entry.dtype}, got {dtype_name(data.dtype)}"
             )
         raw = _bytes_of(data.detach().cpu().contiguous())
-        array = self._group[entry.path]
         region = tuple(
             slice(index * chunk, (index + 1) * chunk)
             for index, chunk in zip(_pad(entry, indices), entry.chunks, strict=True)
         )
-        array[region] = raw.view(STORED_DTYPES[entry.dtype].zarr_name).reshape(entry.chunks)
+        self._arrays[entry.path][region] = raw.view(STORED_DTYPES[entry.dtype].zarr_name).reshape(
+            entry.chunks
+        )
 
 
 def chunk_path(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> Path:

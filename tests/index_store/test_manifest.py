@@ -1,0 +1,305 @@
+"""Manifests: round trip, one error per way of being wrong, content ids, model and dtype checks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from index_store.errors import (
+    ChecksumError,
+    ContextCorruptError,
+    DtypeMismatchError,
+    FormatVersionError,
+    InvalidArgumentError,
+    ManifestError,
+    ModelMismatchError,
+)
+from index_store.manifest import (
+    ArrayEntry,
+    IndexEntry,
+    Manifest,
+    ModelIdentity,
+    context_id,
+    index_array_entry,
+    kv_entry,
+    require_dtype,
+    require_model,
+    tokens_entry,
+)
+from index_store.manifest_json import parse_manifest, render_document, render_manifest
+from tests.support_store import MODEL, SyntheticContext, other_model, synthetic_context
+
+WHERE = "store/contexts/x/manifest.json"
+
+texts = st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=20)
+sizes = st.integers(1, 6)
+scalars = st.one_of(
+    st.text(), st.booleans(), st.integers(-(10**18), 10**18), st.floats(allow_nan=False, allow_infinity=False)
+)
+parameters = st.dictionaries(st.text(), scalars, max_size=4)
+times = st.datetimes(datetime(2000, 1, 1), datetime(2100, 1, 1), timezones=st.just(UTC))
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelIdentity:
+    kv_heads = draw(sizes)
+    return ModelIdentity(
+        name=draw(texts),
+        architecture=draw(texts),
+        fingerprint=draw(texts),
+        tokenizer_fingerprint=draw(texts),
+        layers=draw(sizes),
+        query_heads=kv_heads * draw(sizes),
+        kv_heads=kv_heads,
+        head_dim=draw(sizes),
+        vocab_size=draw(st.integers(1, 10**6)),
+        max_positions=draw(st.integers(10**6, 10**7)),
+    )
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    model, tokens = draw(models()), draw(st.integers(1, 10**6))
+    layers = st.sets(st.integers(0, model.layers - 1), min_size=1).map(lambda chosen: tuple(sorted(chosen)))
+    indexes = []
+    for name in draw(st.sets(st.sampled_from(["tables", "codes-8", "a.b"]))):
+        covered = draw(layers)
+        arrays = tuple(
+            index_array_entry(
+                name, array, len(covered), (model.kv_heads, *draw(st.lists(sizes, max_size=3))), dtype
+            )
+            for array, dtype in draw(
+                st.dictionaries(st.sampled_from(["rows", "scale"]), st.sampled_from(["int8", "float16"]))
+            ).items()
+        )
+        indexes.append(IndexEntry(name, draw(texts), draw(parameters), covered, arrays))
+    dtype = draw(st.sampled_from(["float32", "float16", "bfloat16"]))
+    return Manifest(
+        id=draw(st.from_regex(r"[0-9a-f]{64}", fullmatch=True)),
+        name=draw(texts),
+        created_at=draw(times),
+        expires_at=draw(st.none() | times),
+        model=model,
+        dtype=dtype,
+        token_count=tokens,
+        salt=draw(st.text()),
+        method=draw(texts),
+        dense_layers=draw(layers | st.just(())),
+        tokens=tokens_entry(tokens),
+        kv=kv_entry(model, tokens, dtype),
+        indexes=tuple(indexes),
+        prefill=draw(parameters),
+        seconds=draw(st.dictionaries(st.text(), st.floats(0, 1e9))),
+    )
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(manifests())
+def test_round_trip(manifest: Manifest) -> None:
+    data = render_manifest(manifest)
+    read = parse_manifest(data, WHERE)
+    assert read == manifest
+    assert render_manifest(read) == data
+    scalars_read = [*read.prefill.values(), *(v for index in read.indexes for v in index.parameters.values())]
+    scalars_kept = [*manifest.prefill.values(), *(v for i in manifest.indexes for v in i.parameters.values())]
+    # 1, 1.0 and True are equal in Python but must stay what they are.
+    assert sorted(map(repr, scalars_read)) == sorted(map(repr, scalars_kept))
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_any_altered_byte_is_found(context: SyntheticContext, data: st.DataObject) -> None:
+    rendered = bytearray(render_manifest(context.manifest))
+    position = data.draw(st.integers(0, len(rendered) - 1))
+    rendered[position] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(ContextCorruptError, match=WHERE):
+        parse_manifest(bytes(rendered), WHERE)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, -1, -2])
+def test_truncated(context: SyntheticContext, cut: int) -> None:
+    with pytest.raises(ContextCorruptError, match=WHERE):
+        parse_manifest(render_manifest(context.manifest)[:cut], WHERE)
+
+
+def document(context: SyntheticContext) -> dict[str, Any]:
+    """The manifest's JSON without its checksum, to be changed and sealed again."""
+    parsed: dict[str, Any] = json.loads(render_manifest(context.manifest))
+    del parsed["checksum"]
+    return parsed
+
+
+def test_newer_version(context: SyntheticContext) -> None:
+    newer = document(context) | {"format_version": 2, "something_new": [1]}
+    with pytest.raises(FormatVersionError, match=f"{WHERE}.*version 2.*reads version 1"):
+        parse_manifest(render_document(newer), WHERE)
+
+
+def test_newer_version_without_our_checksum(context: SyntheticContext) -> None:
+    newer = document(context) | {"format_version": 3}
+    with pytest.raises(FormatVersionError, match="version 3"):
+        parse_manifest(json.dumps(newer).encode(), WHERE)
+
+
+def test_missing_checksum_of_our_version(context: SyntheticContext) -> None:
+    with pytest.raises(ChecksumError, match=WHERE):
+        parse_manifest(json.dumps(document(context)).encode(), WHERE)
+
+
+def test_every_missing_field_is_named(context: SyntheticContext) -> None:
+    for field in document(context):
+        without = document(context)
+        del without[field]
+        with pytest.raises(ManifestError, match=rf"{WHERE}: field '{field}' is missing"):
+            parse_manifest(render_document(without), WHERE)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        (("name",), 7, r"'name' is 7, expected a string"),
+        (("name",), "a\x1b[2Jb", r"'name' is .*expected 1-500 printable characters"),
+        (("id",), "../../etc", r"'id' is '../../etc', expected 64"),
+        (("created_at",), "yesterday", r"'created_at' is 'yesterday', expected an ISO 8601 time"),
+        (("created_at",), "2026-01-01T00:00:00", r"'created_at' .*a time in UTC"),
+        (("expires_at",), 5, r"'expires_at' is 5, expected a time or null"),
+        (("dtype",), "int8", r"'dtype' is 'int8', expected one of float32"),
+        (("token_count",), True, r"'token_count' is True, expected an integer"),
+        (("token_count",), 36, r"'tokens' is .*37.*expected .*36"),
+        (("token_count",), 5000, r"'token_count' is 5000, expected at most 4096"),
+        (("dense_layers",), [3], r"'dense_layers' is \(3,\), expected ascending layers of 0..2"),
+        (("dense_layers",), [1, 0], r"'dense_layers'"),
+        (("dense_layers",), [0.5], r"'dense_layers' .*a list of integers"),
+        (("model", "kv_heads"), 3, r"'model.query_heads' is 4, expected a multiple of 3"),
+        (("model", "layers"), "3", r"'model.layers' is '3', expected an integer"),
+        (("model", "layers"), 4, r"'kv' is .*expected .*4, 2"),
+        (("model", "head_dim"), 0, r"'model.head_dim' is 0, expected a positive integer"),
+        (("model", "extra"), 1, r"'model.extra' is 1, expected no such field"),
+        (("model",), [], r"'model' is \[\], expected an object"),
+        (("kv", "dtype"), "float16", r"'kv' is"),
+        (("kv", "path"), "../kv", r"'path' is '../kv'"),
+        (("kv", "chunks"), [1, 1], r"'kv.chunks' is \(1, 1\), expected sizes that divide"),
+        (("indexes", 0, "name"), "a/b", r"'index.name' is 'a/b'"),
+        (("indexes", 0, "layers"), [0, 5], r"'indexes.tables.layers' is \(0, 5\)"),
+        (("indexes", 0, "layers"), [1], r"leading sizes \(1, 2\)"),
+        (("indexes", 0, "parameters"), {"a": None}, r"'indexes\[0\].parameters' .*strings, finite numbers"),
+        (("indexes", 0, "arrays", 0, "path"), "index/other/x", r"'path' is 'index/other/x'"),
+        (("indexes", 0, "arrays", 0, "dtype"), "complex64", r"dtype' is 'complex64', expected one of int8"),
+        (
+            ("indexes", 0, "arrays", 0, "shape"),
+            [2, 2, 0, 37],
+            r"shape' is \(2, 2, 0, 37\), expected .*positive",
+        ),
+        (("indexes", 0, "arrays", 0, "chunks"), [2, 2, 4, 37], r"expected one chunk per layer and KV head"),
+        (("indexes",), {}, r"'indexes' is \{\}, expected a list of objects"),
+        (("prefill",), {"a": [1]}, r"'prefill'"),
+        (("seconds",), {"forward": "1"}, r"'seconds'"),
+        (("unknown",), 1, r"'unknown' is 1, expected no such field"),
+    ],
+)
+def test_bad_field(context: SyntheticContext, path: tuple[Any, ...], value: object, named: str) -> None:
+    altered = document(context)
+    place: Any = altered
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(ManifestError, match=named) as caught:
+        parse_manifest(render_document(altered), WHERE)
+    assert caught.value.message.startswith(f"{WHERE}: ")
+    assert caught.value.metadata["path"] == WHERE
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"null", b"{", b"\xff", b'{"format_version": 1, "x": NaN}', b"[" * 99999]
+)
+def test_not_a_manifest(data: bytes) -> None:
+    with pytest.raises(ContextCorruptError, match=WHERE):
+        parse_manifest(data, WHERE)
+
+
+def test_arrays_are_listed_once(context: SyntheticContext) -> None:
+    index = context.manifest.indexes[0]
+    with pytest.raises(ManifestError, match="every array once"):
+        replace(context.manifest, indexes=(index, index))
+
+
+def test_sizes(context: SyntheticContext) -> None:
+    manifest = context.manifest
+    assert manifest.kv_bytes == 3 * 2 * 37 * 2 * 8 * 2
+    assert manifest.index_bytes == 2 * 2 * 37 * (4 * 1 + 5 * 2 + 6 * 4 + 7 * 4)
+    assert manifest.bytes_per_token() * 37 == manifest.kv_bytes + manifest.index_bytes
+    assert manifest.index("tables") is manifest.indexes[0]
+    assert manifest.index("other") is None
+    assert len(list(manifest.kv.chunk_indices())) == 3 * 2
+
+
+def test_expiry() -> None:
+    manifest = synthetic_context(ttl=timedelta(hours=1)).manifest
+    assert not manifest.expired(manifest.created_at + timedelta(minutes=59))
+    assert manifest.expired(manifest.created_at + timedelta(hours=1))
+    assert not synthetic_context().manifest.expired(datetime(9999, 1, 1, tzinfo=UTC))
+
+
+def test_context_id_follows_content_only() -> None:
+    ids = [5, 6, 7]
+    first = context_id(MODEL, "bfloat16", {"a": 1, "b": {"c": [2]}}, "", ids)
+    assert len(first) == 64
+    same = [
+        context_id(MODEL, "bfloat16", {"b": {"c": [2]}, "a": 1}, "", ids),
+        context_id(MODEL, "bfloat16", {"a": 1, "b": {"c": [2]}}, "", np.array(ids)),
+        context_id(MODEL, "bfloat16", {"a": 1, "b": {"c": [2]}}, "", torch.tensor(ids)),
+        context_id(other_model(name="renamed"), "bfloat16", {"a": 1, "b": {"c": [2]}}, "", ids),
+    ]
+    assert set(same) == {first}
+    different = [
+        context_id(other_model(fingerprint="c"), "bfloat16", {"a": 1, "b": {"c": [2]}}, "", ids),
+        context_id(other_model(tokenizer_fingerprint="c"), "bfloat16", {"a": 1, "b": {"c": [2]}}, "", ids),
+        context_id(MODEL, "float16", {"a": 1, "b": {"c": [2]}}, "", ids),
+        context_id(MODEL, "bfloat16", {"a": 2, "b": {"c": [2]}}, "", ids),
+        context_id(MODEL, "bfloat16", {"a": 1, "b": {"c": [2]}}, "salt", ids),
+        context_id(MODEL, "bfloat16", {"a": 1, "b": {"c": [2]}}, "", [5, 6]),
+        context_id(MODEL, "bfloat16", {"a": 1, "b": {"c": [2]}}, "", [5, 6, 8]),
+    ]
+    assert len({first, *different}) == 1 + len(different)
+
+
+@pytest.mark.parametrize("tokens", [[], [-1], [1000], [1.5], [[1]]])
+def test_context_id_refuses_bad_tokens(tokens: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="token ids"):
+        context_id(MODEL, "bfloat16", {}, "", tokens)
+
+
+def test_context_id_refuses_parameters_that_are_not_json() -> None:
+    for value in (float("nan"), object()):
+        with pytest.raises(InvalidArgumentError, match="parameters"):
+            context_id(MODEL, "bfloat16", {"a": value}, "", [1])
+
+
+def test_require_model(context: SyntheticContext) -> None:
+    require_model(context.manifest, MODEL)
+    require_model(context.manifest, other_model(name="same weights, other folder"))
+    with pytest.raises(ModelMismatchError, match=r"prefilled by toy .*aaaa.*expected other .*cccc") as caught:
+        require_model(context.manifest, other_model(name="other", fingerprint="c" * 64))
+    assert (caught.value.metadata["found"], caught.value.metadata["expected"]) == ("a" * 64, "c" * 64)
+    with pytest.raises(ModelMismatchError, match="tokenizer fingerprint b"):
+        require_model(context.manifest, other_model(tokenizer_fingerprint="d"))
+
+
+def test_require_dtype(context: SyntheticContext) -> None:
+    require_dtype(context.manifest, "bfloat16")
+    with pytest.raises(DtypeMismatchError, match="as bfloat16, expected float16"):
+        require_dtype(context.manifest, "float16")
+
+
+@pytest.mark.parametrize("path", ["", "/kv", "a//b", "../x", "a/../b", "a/.hidden", "a\\b", "a b", "ä"])
+def test_array_paths_stay_inside(path: str) -> None:
+    with pytest.raises(ManifestError, match="'path'"):
+        ArrayEntry(path, (1,), (1,), "int8")
