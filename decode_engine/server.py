@@ -75,8 +75,8 @@ class DecodeServer:
                 ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
             ],
         )
-        context_pb2_grpc.add_ContextServiceServicer_to_server(ContextService(self._slot), server)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self._slot), server)
+        context_pb2_grpc.add_ContextServiceServicer_to_server(ContextService(self._slot), server)  # type: ignore[no-untyped-call]
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self._slot), server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)

@@ -1,0 +1,324 @@
+"""A typed client of the services.
+
+    with Client("127.0.0.1:50051") as client:
+        with client.generate("contexts/...", question="Who lit the lamp?", stop=["\\n"]) as generation:
+            for piece in generation:
+                print(piece.text, end="")
+        print(generation.summary)
+
+Errors are the classes of index_store.errors and decode_engine.errors, as if the work were done in this process: a
+context that is not there raises ContextNotFoundError. `reason` and `metadata` are those that the server sent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, cast
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from decode_engine.config import DEFAULT_LISTEN
+from decode_engine.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InternalError,
+    ServerUnreachableError,
+)
+from decode_engine.replies import (
+    ContextInfo,
+    IndexInfo,
+    MethodInfo,
+    Piece,
+    SelectionFigures,
+    Summary,
+    Timings,
+    WarmResult,
+    read_context,
+    read_method,
+    read_summary,
+)
+from decode_engine.status import error_info
+from index_store.errors import (
+    ContextAmbiguousError,
+    ContextNotFoundError,
+    InvalidArgumentError,
+    SparseKVError,
+)
+from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+__all__ = [
+    "Client",
+    "ContextInfo",
+    "Generation",
+    "IndexInfo",
+    "MethodInfo",
+    "Piece",
+    "SelectionFigures",
+    "Summary",
+    "Timings",
+    "WarmResult",
+]
+
+_COLLECTION = "contexts/"
+_ID_DIGITS = 64
+_MIN_PREFIX = 6
+_HEALTH_TIMEOUT_S = 5.0
+
+# Only calls that change nothing are repeated, and only when no server took them.
+_SERVICE_CONFIG = {
+    "methodConfig": [
+        {
+            "name": [
+                {"service": "sparsekv.v1.ContextService", "method": "GetContext"},
+                {"service": "sparsekv.v1.ContextService", "method": "ListContexts"},
+                {"service": "sparsekv.v1.ContextService", "method": "WarmContext"},
+                {"service": "sparsekv.v1.GenerationService", "method": "ListMethods"},
+            ],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+
+
+class Generation:
+    """A running generation: iterate for its pieces; `summary` is there after the last one.
+
+    Leaving it as a context manager, or `cancel`, ends the work on the server.
+    """
+
+    def __init__(self, call: Any, translate: Callable[[grpc.RpcError], SparseKVError]) -> None:
+        self._call = call
+        self._translate = translate
+        self._summary: Summary | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def __iter__(self) -> Iterator[Piece]:
+        try:
+            for response in self._call:
+                if response.HasField("summary"):
+                    self._summary = read_summary(response.summary)
+                if response.token_ids or response.text:
+                    yield Piece(tuple(response.token_ids), response.text)
+        except grpc.RpcError as error:
+            raise self._translate(error) from None
+
+    @property
+    def summary(self) -> Summary:
+        """Raises InvalidArgumentError before the generation has been read to its end."""
+        if self._summary is None:
+            raise InvalidArgumentError("the generation has no summary yet; read it to its end first")
+        return self._summary
+
+    def read(self) -> str:
+        """The rest of the text, all at once."""
+        return "".join(piece.text for piece in self)
+
+    def cancel(self) -> None:
+        """Ends the work on the server. Harmless when it has ended."""
+        self._call.cancel()
+
+
+class Client:
+    """A connection to a server, usable from several threads."""
+
+    def __init__(self, address: str = DEFAULT_LISTEN, *, timeout_s: float | None = None) -> None:
+        """timeout_s: deadline of every call that is not given one of its own; None waits as long as it takes."""
+        self._address = address
+        self._timeout_s = timeout_s
+        self._channel = grpc.insecure_channel(
+            address,
+            options=[
+                ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+                ("grpc.max_receive_message_length", -1),
+            ],
+        )
+        self._contexts = context_pb2_grpc.ContextServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._generations = generation_pb2_grpc.GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._channel.close()
+
+    def is_serving(self) -> bool:
+        """Whether the server has loaded its model and takes calls; False also when no server answers."""
+        try:
+            response = self._health.Check(
+                health_pb2.HealthCheckRequest(), timeout=self._timeout_s or _HEALTH_TIMEOUT_S
+            )
+        except grpc.RpcError:
+            return False
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def list_contexts(self, page_size: int = 0) -> Iterator[ContextInfo]:
+        """All contexts, newest first, fetched page by page (0: the server's page size)."""
+        token = ""
+        while True:
+            request = context_pb2.ListContextsRequest(page_size=page_size, page_token=token)
+            with self._translated():
+                response = self._contexts.ListContexts(request, timeout=self._timeout_s)
+            yield from map(read_context, response.contexts)
+            token = response.next_page_token
+            if not token:
+                return
+
+    def get_context(self, name: str) -> ContextInfo:
+        """One context by its resource name, `contexts/<id>`. Raises ContextNotFoundError."""
+        with self._translated():
+            request = context_pb2.GetContextRequest(name=name)
+            return read_context(self._contexts.GetContext(request, timeout=self._timeout_s))
+
+    def find_context(self, reference: str) -> ContextInfo:
+        """The context that a reference means: an id, its first 6 or more digits, a resource or display name.
+
+        Raises ContextNotFoundError, or ContextAmbiguousError when several contexts fit.
+        """
+        wanted = reference.removeprefix(_COLLECTION)
+        if len(wanted) == _ID_DIGITS:
+            return self.get_context(_COLLECTION + wanted)
+        found = [
+            context
+            for context in self.list_contexts()
+            if context.display_name == reference
+            or (len(wanted) >= _MIN_PREFIX and context.name.startswith(_COLLECTION + wanted))
+        ]
+        if not found:
+            raise ContextNotFoundError(
+                f"the server at {self._address} has no context {reference!r}; give an id, its first {_MIN_PREFIX} or "
+                "more digits, or a display name",
+                context=reference,
+            )
+        if len(found) > 1:
+            fits = ", ".join(context.name.removeprefix(_COLLECTION)[:16] for context in found)
+            raise ContextAmbiguousError(
+                f"{reference!r} fits {len(found)} contexts ({fits}); give an id", context=reference
+            )
+        return found[0]
+
+    def delete_context(self, name: str, *, allow_missing: bool = False) -> None:
+        """Deletes a context. Raises ContextNotFoundError unless `allow_missing`."""
+        with self._translated():
+            request = context_pb2.DeleteContextRequest(name=name, allow_missing=allow_missing)
+            self._contexts.DeleteContext(request, timeout=self._timeout_s)
+
+    def warm_context(self, name: str) -> WarmResult:
+        """Loads a context into the server's memory and verifies it."""
+        with self._translated():
+            request = context_pb2.WarmContextRequest(name=name)
+            response = self._contexts.WarmContext(request, timeout=self._timeout_s)
+        return WarmResult(read_context(response.context), response.already_resident, response.load_ns)
+
+    def list_methods(self) -> list[MethodInfo]:
+        """The server's methods."""
+        with self._translated():
+            response = self._generations.ListMethods(
+                generation_pb2.ListMethodsRequest(), timeout=self._timeout_s
+            )
+        return [read_method(method) for method in response.methods]
+
+    def generate(
+        self,
+        context: str,
+        *,
+        question: str | None = None,
+        text: str | None = None,
+        token_ids: Sequence[int] | None = None,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        top_k: int = 0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        method: str | None = None,
+        keep_ratio: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Generation:
+        """Continues the context `contexts/<id>` by a question, a text or tokens (exactly one of them).
+
+        What is None is left to the server; sparsekv/v1/generation.proto has the ranges. Errors are raised while the
+        generation is read. Raises InvalidArgumentError here for values that no message can carry.
+        """
+        try:
+            request = generation_pb2.GenerateRequest(
+                context=context,
+                question=question,
+                text=text,
+                token_ids=None if token_ids is None else generation_pb2.TokenIds(ids=token_ids),
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                seed=seed,
+                stop=stop,
+                method=method,
+                keep_ratio=keep_ratio,
+            )
+        except (ValueError, TypeError) as error:
+            raise InvalidArgumentError(f"the request cannot be sent: {error}") from error
+        if sum(prompt is not None for prompt in (question, text, token_ids)) != 1:
+            raise InvalidArgumentError("give exactly one of question, text, token_ids", field="prompt")
+        call = self._generations.Generate(request, timeout=timeout_s or self._timeout_s)
+        return Generation(call, self._translate)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise self._translate(error) from None
+
+    def _translate(self, error: grpc.RpcError) -> SparseKVError:
+        """The error of a failed call: the server's own by its reason, else one by the status code."""
+        info = error_info(error)
+        call = cast(grpc.Call, error)
+        code, details = call.code(), call.details() or ""
+        if info is not None:
+            translated = _classes_by_reason().get(info.reason, InternalError)(details)
+            translated.metadata = dict(info.metadata)
+            return translated
+        if code == grpc.StatusCode.UNAVAILABLE:
+            return ServerUnreachableError(
+                f"no server answers at {self._address}; start one with `decode-engine serve`, or name another with "
+                f"its address ({details})",
+                address=self._address,
+            )
+        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceededError("the deadline passed before the server had finished")
+        if code == grpc.StatusCode.CANCELLED:
+            return CancelledError("the call was cancelled")
+        return InternalError(f"the call failed with {code.name}: {details}", code=code.name)
+
+
+def _classes_by_reason() -> dict[str, type[SparseKVError]]:
+    classes: dict[str, type[SparseKVError]] = {}
+    pending = [SparseKVError]
+    while pending:
+        for subclass in pending.pop().__subclasses__():
+            classes.setdefault(subclass.reason, subclass)
+            pending.append(subclass)
+    return classes

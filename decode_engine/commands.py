@@ -1,0 +1,252 @@
+"""The commands `serve`, `ask` and `methods`. What is slow to import is imported where it is needed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from dataclasses import asdict
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from decode_engine.client import Client, Generation, Summary
+from decode_engine.config import DEFAULT_LISTEN, AskConfig, ServeConfig, available_cores, parse_size
+from index_store.console import FormatOption, OutputFormat, StoreOption, print_json, print_table
+
+INTERRUPTED = 130
+
+ServerOption = Annotated[
+    str, typer.Option("--server", envvar="SPARSEKV_SERVER", metavar="HOST:PORT", help="The server to ask.")
+]
+
+
+def serve(
+    store: StoreOption,
+    model: Annotated[str, typer.Option(help="'reader', or the path of a Hugging Face model folder.")],
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 picks a free one.")
+    ] = DEFAULT_LISTEN,
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory for contexts; the least recently used go first.")
+    ] = "8GiB",
+    max_sessions: Annotated[int, typer.Option(help="Requests in progress at once.")] = 16,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 64,
+    prompt_chunk: Annotated[int, typer.Option(help="Prompt tokens per step.")] = 256,
+    threads: Annotated[
+        int, typer.Option(help="Threads of searches and matrix products; 0 means all cores.")
+    ] = 0,
+    device: Annotated[str, typer.Option(help="Device of the model: cpu or cuda.")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="Stored dtype of the contexts to serve; auto: the model's.")
+    ] = "auto",
+    grace: Annotated[float, typer.Option(help="Seconds for running requests when told to stop.")] = 10.0,
+    output: FormatOption = OutputFormat.TEXT,
+) -> None:
+    """Serve a store's contexts over gRPC until interrupted (SIGINT or SIGTERM).
+
+    Prints the address once requests are taken: a sentence, or with --format json one object on one line. Logs go to
+    standard error, as JSON lines with --format json.
+    """
+    config = ServeConfig(
+        store=store,
+        model=model,
+        listen=listen,
+        memory=parse_size(memory),
+        max_sessions=max_sessions,
+        max_waiting=max_waiting,
+        prompt_chunk=prompt_chunk,
+        threads=threads or available_cores(),
+        device=device,
+        dtype=dtype,
+        grace=grace,
+    )
+    from decode_engine.logs import log_to_stderr
+    from decode_engine.server import DecodeServer
+
+    log_to_stderr(as_json=output is OutputFormat.JSON)
+    stopping = _stop_on_signals()
+    with DecodeServer(config) as server:
+        server.load()
+        if output is OutputFormat.JSON:
+            ready = {"event": "serving", "address": server.address, "store": str(store), "model": model}
+            typer.echo(json.dumps(ready))
+        else:
+            typer.echo(f"Serving {store} with {model} at {server.address} (Ctrl-C stops)")
+        sys.stdout.flush()
+        stopping.wait()
+        server.stop(grace)
+
+
+def _stop_on_signals() -> threading.Event:
+    """An event that the first SIGINT or SIGTERM sets; a second one ends the process at once."""
+    stopping = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopping.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    return stopping
+
+
+def ask(
+    prompt: Annotated[str, typer.Argument(help="The question.")],
+    context: Annotated[
+        str, typer.Option(help="Context: id, its first 6 or more digits, contexts/<id>, or display name.")
+    ],
+    server: ServerOption = DEFAULT_LISTEN,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the context by the text as it is, without chat template.")
+    ] = False,
+    method: Annotated[str | None, typer.Option(help="Method; the context's own by default.")] = None,
+    keep: Annotated[
+        float | None, typer.Option(help="Fraction of the keys to keep, for example 0.02.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate; 256 by default.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Sample from this much probability.")] = None,
+    top_k: Annotated[int, typer.Option(help="Sample from this many tokens; 0 means all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End where this text would appear; repeatable. A question ends at a line break."),
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds to wait for the whole answer.")] = None,
+    show_timings: Annotated[
+        bool,
+        typer.Option("--show-timings", help="Tell on standard error what was touched and how long it took."),
+    ] = False,
+    output: FormatOption = OutputFormat.TEXT,
+) -> None:
+    """Ask a stored context a question and stream the answer."""
+    config = AskConfig(
+        context=context,
+        prompt=prompt,
+        server=server,
+        raw=raw,
+        method=method,
+        keep=keep,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=tuple(stop) if stop is not None else None,
+        timeout=timeout,
+    )
+    write = _stream_text if output is OutputFormat.TEXT else _collect
+    with Client(config.server) as client:
+        found = client.find_context(config.context)
+        with _generate(client, found.name, config) as generation:
+            try:
+                text, token_ids = write(generation)
+            except KeyboardInterrupt:
+                generation.cancel()
+                raise typer.Exit(INTERRUPTED) from None
+    summary = generation.summary
+    if output is OutputFormat.JSON:
+        print_json({"context": found.name, "text": text, "token_ids": token_ids, **asdict(summary)})
+    if show_timings:
+        for line in describe_summary(summary):
+            typer.echo(line, err=True)
+
+
+def _generate(client: Client, name: str, config: AskConfig) -> Generation:
+    return client.generate(
+        name,
+        text=config.prompt if config.raw else None,
+        question=None if config.raw else config.prompt,
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        seed=config.seed,
+        stop=config.stop_strings,
+        method=config.method,
+        keep_ratio=config.keep,
+        timeout_s=config.timeout,
+    )
+
+
+def _stream_text(generation: Generation) -> tuple[str, list[int]]:
+    """Writes the answer as it arrives, without the blanks that it begins with."""
+    begun = False
+    try:
+        for piece in generation:
+            text = piece.text if begun else piece.text.lstrip()
+            begun = begun or bool(text)
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    finally:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return "", []
+
+
+def _collect(generation: Generation) -> tuple[str, list[int]]:
+    pieces = list(generation)
+    return "".join(piece.text for piece in pieces), [id_ for piece in pieces for id_ in piece.token_ids]
+
+
+def describe_summary(summary: Summary) -> list[str]:
+    """What a generation touched and took, in a few lines."""
+    times, keys = summary.timings, summary.selection
+    sparse = (
+        "no layer searched" if keys.fraction_sparse is None else f"{keys.fraction_sparse:.2%} of the keys"
+    )
+    per_token = times.decode_ns / max(times.decode_steps, 1) / 1e6
+    return [
+        f"method {summary.method}: {sparse} in searching layers, {keys.fraction_all:.2%} over all layers",
+        f"tokens: {summary.context_tokens} context, {summary.prompt_tokens} prompt, "
+        f"{summary.completion_tokens} answer ({summary.finish_reason})",
+        f"time: {times.total_ns / 1e6:.1f} ms, first token after {times.first_token_ns / 1e6:.1f} ms, "
+        f"{per_token:.1f} ms per token",
+        f"of it: load {times.load_ns / 1e6:.1f}, queue {times.queue_ns / 1e6:.1f}, "
+        f"search {times.search_ns / 1e6:.1f}, gather {times.gather_ns / 1e6:.1f}, "
+        f"attend {times.attend_ns / 1e6:.1f}, append {times.append_ns / 1e6:.1f} ms",
+    ]
+
+
+def methods(
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Ask this server instead of listing this program's methods."),
+    ] = None,
+    output: FormatOption = OutputFormat.TEXT,
+) -> None:
+    """List the methods that find important keys."""
+    rows = _local_methods() if server is None else _server_methods(server)
+    if output is OutputFormat.JSON:
+        print_json({"methods": rows})
+        return
+    columns = ("name", "keep", "index", "summary")
+    print_table(
+        columns,
+        [
+            [
+                row["name"],
+                "" if row["keep_ratio"] is None else f"{row['keep_ratio']:g}",
+                row["index"],
+                row["summary"],
+            ]
+            for row in rows
+        ],
+        right=("keep",),
+    )
+
+
+def _local_methods() -> list[dict[str, Any]]:
+    from decode_engine.describe import describe_method
+    from decode_engine.replies import read_method
+    from index_store.methods import METHODS
+
+    return [asdict(read_method(describe_method(method))) for method in METHODS.values()]
+
+
+def _server_methods(address: str) -> list[dict[str, Any]]:
+    with Client(address) as client:
+        return [asdict(method) for method in client.list_methods()]

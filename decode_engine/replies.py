@@ -1,0 +1,175 @@
+"""What a server answers, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sparsekv.v1 import context_pb2, generation_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class IndexInfo:
+    """An index of a stored context."""
+
+    name: str
+    kind: str
+    parameters: Mapping[str, str]
+    bytes_per_token: float
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextInfo:
+    """A stored context. state: "ready", "expired", "corrupt" or "unsupported"; state_message says why not ready."""
+
+    name: str
+    display_name: str
+    model: str
+    architecture: str
+    token_count: int
+    dtype: str
+    kv_bytes: int
+    index_bytes: int
+    state: str
+    state_message: str
+    create_time: datetime
+    expire_time: datetime | None
+    resident: bool
+    methods: tuple[str, ...]
+    default_method: str
+    indexes: tuple[IndexInfo, ...]
+    dense_layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WarmResult:
+    """A context in memory, whether it was there before, and how long loading took in nanoseconds."""
+
+    context: ContextInfo
+    already_resident: bool
+    load_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class MethodInfo:
+    """A method of the server. keep_ratio is None where everything is attended to."""
+
+    name: str
+    summary: str
+    source: str
+    index: str
+    keep_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one message of a generation brought."""
+
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Wall-clock times of a generation in nanoseconds; sparsekv/v1/generation.proto says what each covers."""
+
+    load_ns: int
+    queue_ns: int
+    prompt_ns: int
+    first_token_ns: int
+    search_ns: int
+    gather_ns: int
+    attend_ns: int
+    append_ns: int
+    decode_steps: int
+    decode_ns: int
+    total_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionFigures:
+    """How much of the context was touched. fraction_sparse is None when no layer searched."""
+
+    searches: int
+    keys_kept: int
+    keys_attended: int
+    keys_available: int
+    fraction_sparse: float | None
+    fraction_all: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a finished generation was and took. finish_reason: "stop", "length" or "end_of_sequence"."""
+
+    finish_reason: str
+    context_tokens: int
+    prompt_tokens: int
+    completion_tokens: int
+    timings: Timings
+    selection: SelectionFigures
+    method: str
+    seed: int
+
+
+def read_method(message: generation_pb2.Method) -> MethodInfo:
+    """A method of the API as a plain value."""
+    return MethodInfo(
+        message.name, message.summary, message.source, message.index, _optional(message, "keep_ratio")
+    )
+
+
+def read_context(message: context_pb2.Context) -> ContextInfo:
+    """A context of the API as a plain value."""
+    expires = message.HasField("expire_time")
+    return ContextInfo(
+        name=message.name,
+        display_name=message.display_name,
+        model=message.model,
+        architecture=message.architecture,
+        token_count=message.token_count,
+        dtype=message.dtype,
+        kv_bytes=message.kv_bytes,
+        index_bytes=message.index_bytes,
+        state=context_pb2.Context.State.Name(message.state).lower(),
+        state_message=message.state_message,
+        create_time=message.create_time.ToDatetime(UTC),
+        expire_time=message.expire_time.ToDatetime(UTC) if expires else None,
+        resident=message.resident,
+        methods=tuple(message.methods),
+        default_method=message.default_method,
+        indexes=tuple(
+            IndexInfo(i.name, i.kind, dict(i.parameters), i.bytes_per_token, tuple(i.layers))
+            for i in message.indexes
+        ),
+        dense_layers=tuple(message.dense_layers),
+    )
+
+
+def read_summary(message: generation_pb2.GenerationSummary) -> Summary:
+    """A generation's summary as a plain value."""
+    usage, timings, selection = message.usage, message.timings, message.selection
+    return Summary(
+        finish_reason=generation_pb2.GenerationSummary.FinishReason.Name(message.finish_reason).lower(),
+        context_tokens=usage.context_tokens,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        timings=Timings(**{name: getattr(timings, name) for name in Timings.__slots__}),
+        selection=SelectionFigures(
+            searches=selection.searches,
+            keys_kept=selection.keys_kept,
+            keys_attended=selection.keys_attended,
+            keys_available=selection.keys_available,
+            fraction_sparse=_optional(selection, "fraction_sparse"),
+            fraction_all=selection.fraction_all,
+        ),
+        method=message.method,
+        seed=message.seed,
+    )
+
+
+def _optional(message: Any, field: str) -> float | None:
+    return getattr(message, field) if message.HasField(field) else None
