@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -141,7 +142,7 @@ def load_model(
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise ModelUnsupportedError(f"model {folder.name!r} cannot be loaded: {first_line(error)}") from error
     finally:
         if bars_shown:
@@ -239,7 +240,7 @@ def _note_attention_call(
 def _read_config(folder: ModelFolder) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # every architecture validates its configuration in its own way
         raise folder.refuse(f"its config.json cannot be read: {first_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise folder.refuse(f"{config.model_type} is an encoder-decoder; only decoders can be served")
@@ -295,7 +296,10 @@ def _weight_files(folder: ModelFolder) -> list[Path]:
     """The safetensors files that make up the model, in a fixed order."""
     index = folder.path / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise folder.refuse(f"its {index.name} cannot be read: {first_line(error)}") from error
     else:
         names = ["model.safetensors"]
     files = [folder.path / name for name in names]

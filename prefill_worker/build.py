@@ -13,9 +13,9 @@ from torch import Tensor
 
 from index_store.dtypes import dtype_name
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.base import LayerIndex
+from index_store.indexes.base import LayerIndex, QuerySample
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.manifest import ArrayEntry, IndexEntry, index_array_entry, kv_entry
+from index_store.manifest import ArrayEntry, IndexEntry, ModelIdentity, index_array_entry, kv_entry
 from index_store.methods import IndexSpec
 from index_store.writer import ContextWriter
 from prefill_worker.capture import Capture
@@ -23,6 +23,15 @@ from prefill_worker.dense_layers import Selectivity, measure_selectivity
 
 Timer = Callable[[str], AbstractContextManager[None]]
 """Measures a block of code under the name of a phase."""
+
+
+def check_build(spec: IndexSpec, identity: ModelIdentity) -> None:
+    """Builds the index over a few made-up keys, so that parameters that do not suit the model's shape fail early."""
+    generator = torch.Generator().manual_seed(0)
+    group = identity.query_heads // identity.kv_heads
+    keys = torch.randn(1, 4, identity.head_dim, generator=generator)
+    queries = QuerySample(torch.randn(1, 4, group, identity.head_dim, generator=generator), torch.arange(4))
+    INDEX_KINDS[spec.kind].build(spec.parameters, keys, queries, seed=0)
 
 
 def measure_layers(capture: Capture) -> list[Selectivity]:

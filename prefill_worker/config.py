@@ -13,7 +13,7 @@ from index_store.dtypes import KV_DTYPES
 from index_store.errors import InvalidArgumentError
 from index_store.methods import DEFAULT_METHOD
 
-_TTL = re.compile(r"(\d+)([smhd])")
+_TTL = re.compile(r"([0-9]+)([smhd])")
 _TTL_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _LONGEST_TTL = timedelta(days=36_500)
 
@@ -109,7 +109,7 @@ def parse_dense_layers(text: str) -> tuple[int, ...] | None:
     if text == "none":
         return ()
     parts = text.split(",")
-    if not all(re.fullmatch(r"\d{1,4}", part.strip()) for part in parts):
+    if not all(re.fullmatch(r"[0-9]{1,4}", part.strip()) for part in parts):
         raise InvalidArgumentError(
             f"--dense-layers is {text!r}, expected auto, none or layer numbers such as 0,1"
         )

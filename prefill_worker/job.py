@@ -34,7 +34,7 @@ from index_store.model import (
 )
 from index_store.writer import ContextWriter
 from prefill_worker import dense_layers as rule
-from prefill_worker.build import measure_layers, write_layers
+from prefill_worker.build import check_build, measure_layers, write_layers
 from prefill_worker.capture import Capture, plan_sample, register_attention
 from prefill_worker.config import PrefillConfig, parse_dense_layers, parse_ttl
 from prefill_worker.inputs import document_name, fingerprint_prompts, read_document, read_prompts
@@ -134,6 +134,8 @@ def _prepare(config: PrefillConfig, standard_input: BinaryIO) -> _Job:
         raise InvalidArgumentError(
             f"--dense-layers names layer {dense[-1]}, model {identity.name!r} has layers 0 to {identity.layers - 1}"
         )
+    for spec in specs:
+        check_build(spec, identity)
     tokenizer = load_tokenizer(folder)
     text = read_document(config.input, standard_input)
     token_ids = [*tokenizer.prefix_ids, *tokenizer.encode(text)]

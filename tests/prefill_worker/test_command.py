@@ -1,0 +1,99 @@
+"""The command line: what it prints where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from index_store.catalog import Store
+from index_store.errors import InvalidArgumentError
+from prefill_worker.__main__ import app
+from tests.prefill_worker.conftest import DOCUMENT
+
+PHASES = ["tokenize", "load", "prefill", "dense_layers", "index", "write", "publish", "verify"]
+
+
+def arguments(model: Path, document: Path, store: Path, *more: str) -> list[str]:
+    common = ["--model", str(model), "--store", str(store), "--dense-layers", "none"]
+    return ["run", *common, "--input", str(document), *more]
+
+
+def test_json_is_one_object(tiny_model: Path, document: Path, tmp_path: Path) -> None:
+    command = arguments(
+        tiny_model, document, tmp_path / "store", "--format", "json", "--name", "night", "--ttl", "7d"
+    )
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout)
+    manifest = Store(tmp_path / "store").manifest(report["id"])
+    assert report["created"] is True
+    assert report["name"] == "night"
+    assert report["tokens"] == len(DOCUMENT)
+    assert report["kv_bytes"] == manifest.kv_bytes
+    assert report["index_bytes"] == {"query_tables": manifest.index_bytes}
+    assert report["bytes_per_token"] == round(manifest.bytes_per_token(), 1)
+    assert report["dense_layers"] == list(manifest.dense_layers)
+    assert report["expires_at"] is not None
+    assert sorted(report["seconds"]) == sorted(PHASES)
+    assert f"prefill: {len(DOCUMENT)} of {len(DOCUMENT)} tokens" in done.stderr
+
+    again = CliRunner().invoke(app, command)
+    assert json.loads(again.stdout)["created"] is False
+    assert json.loads(again.stdout)["id"] == report["id"]
+
+
+def test_text_names_everything(tiny_model: Path, document: Path, tmp_path: Path) -> None:
+    command = arguments(tiny_model, document, tmp_path / "store")
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.stderr
+    manifest = Store(tmp_path / "store").list()[0]
+    rows = dict(line.split("  ", 1) for line in done.stdout.splitlines())
+    printed = {label.strip(): value.strip() for label, value in rows.items()}
+    assert printed["context"] == manifest.id
+    assert printed["tokens"] == f"{len(DOCUMENT):,}"
+    assert printed["keys and values"] == f"{manifest.kv_bytes:,} bytes, bfloat16"
+    assert printed["index query_tables"] == f"{manifest.index_bytes:,} bytes"
+    assert printed["expires"] == "never"
+    assert all(f"seconds, {phase}" in printed for phase in PHASES)
+
+    again = CliRunner().invoke(app, command)
+    assert again.stdout.startswith("The store has this context already; nothing was done.")
+    assert manifest.id in again.stdout
+
+
+def test_several_files_after_one_flag_and_standard_input(
+    tiny_model: Path, document: Path, tmp_path: Path
+) -> None:
+    second = tmp_path / "second.txt"
+    second.write_text("More.")
+    command = [*arguments(tiny_model, document, tmp_path / "store", str(second), "-"), "--format", "json"]
+    done = CliRunner().invoke(app, command, input="And more.")
+    assert json.loads(done.stdout)["tokens"] == len(f"{DOCUMENT}\nMore.\nAnd more.")
+
+
+@pytest.mark.parametrize(
+    "flags", [["--modell", "x"], ["--format", "xml"], ["--tables", "sparse"], ["--chunk", "many"], []]
+)
+def test_wrong_usage_is_exit_code_two(flags: list[str]) -> None:
+    assert CliRunner().invoke(app, ["run", *flags]).exit_code == 2
+
+
+def test_bad_values_are_errors_of_ours(tiny_model: Path, document: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, arguments(tiny_model, document, tmp_path / "store", "--ttl", "soon"))
+    assert isinstance(done.exception, InvalidArgumentError)
+
+
+@pytest.mark.slow
+def test_an_error_is_one_sentence_and_exit_code_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "prefill_worker"]
+    command += arguments(Path("reader"), tmp_path / "missing.txt", tmp_path / "store")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"error: input {tmp_path / 'missing.txt'} cannot be read")
+    assert len(done.stderr.strip().splitlines()) == 1

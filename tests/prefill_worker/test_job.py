@@ -1,0 +1,289 @@
+"""Jobs end to end: what is stored, what makes a context another one, what is refused, what a failure leaves."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from index_store.catalog import Store
+from index_store.errors import (
+    InvalidArgumentError,
+    MethodUnsupportedError,
+    SparseKVError,
+    StoreError,
+    StoreFullError,
+)
+from index_store.manifest_json import render_manifest
+from index_store.model import identify, load_model, load_tokenizer, resolve_model
+from index_store.writer import ContextWriter
+from prefill_worker import job as job_module
+from prefill_worker.config import PrefillConfig
+from prefill_worker.job import PrefillReport, run_job
+from prefill_worker.progress import LineReporter
+from tests.prefill_worker.conftest import DOCUMENT
+from tests.support_models import write_model_folder
+
+MakeConfig = Callable[..., PrefillConfig]
+
+
+def run(config: PrefillConfig, standard_input: bytes = b"") -> PrefillReport:
+    return run_job(config, LineReporter(io.StringIO()), io.BytesIO(standard_input))
+
+
+def hidden_entries(store: Path) -> list[str]:
+    return [name for name in os.listdir(store / "contexts") if name.startswith(".")]
+
+
+def test_a_context_holds_what_the_model_computed(make_config: MakeConfig) -> None:
+    config = make_config()
+    report = run(config)
+    manifest = report.manifest
+    assert report.created
+    assert manifest.name == "document"
+    assert manifest.dtype == "bfloat16"
+    assert manifest.token_count == len(DOCUMENT)
+    assert manifest.dense_layers == ()
+    assert [index.layers for index in manifest.indexes] == [(0, 1)]
+    assert manifest.expires_at is None
+    assert {"tokenize", "load", "prefill", "index", "write", "publish", "verify"} <= set(report.seconds)
+    assert manifest.kv_bytes == 2 * 2 * len(DOCUMENT) * 2 * 16 * 2
+
+    store = Store(config.store)
+    assert [found.id for found in store.list()] == [manifest.id]
+    assert store.verify(manifest.id) == []
+    folder = resolve_model(config.model)
+    assert manifest.model == identify(folder)
+    ids = load_tokenizer(folder).encode(DOCUMENT)
+    model: Any = load_model(folder, "sdpa").model
+    with torch.inference_mode():
+        cache = model(torch.tensor([ids]), use_cache=True).past_key_values
+    with store.open(manifest.id) as context:
+        assert context.tokens().tolist() == ids
+        for layer, head in ((0, 0), (1, 1)):
+            stored = context.array("kv", layer, head).float()
+            expected = torch.stack(
+                [cache.layers[layer].keys[0, head], cache.layers[layer].values[0, head]], dim=1
+            )
+            torch.testing.assert_close(stored, expected, rtol=0.05, atol=0.05)
+    assert hidden_entries(config.store) == []
+
+
+def test_the_same_content_again_does_nothing(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(make_config())
+
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("the weights were loaded although the context is there")
+
+    monkeypatch.setattr(job_module, "load_model", refuse)
+    again = run(make_config(name="another name", chunk=7, ttl="1h"))
+    assert not again.created
+    assert again.manifest == first.manifest
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float32"},
+        {"salt": "tenant-2"},
+        {"seed": 1},
+        {"query_sample": 64},
+        {"dense_layers": "0"},
+        {"dense_layers": "auto"},
+        {"subspaces": 8},
+        {"centroids": 4},
+        {"split": "contiguous"},
+        {"tables": "lists"},
+        {"method": ("csattention", "csattention-paper")},
+        {"method": ("full",), "centroids": None},
+    ],
+)
+def test_whatever_changes_bytes_changes_the_id(make_config: MakeConfig, changes: dict[str, Any]) -> None:
+    reference = run(make_config())
+    other = run(make_config(**changes))
+    assert other.created
+    assert other.manifest.id != reference.manifest.id
+    assert Store(make_config().store).verify(other.manifest.id) == []
+
+
+def test_calibration_changes_id_and_tables_but_not_keys(make_config: MakeConfig, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Where does the harbour lie?\nHow was the night?\n")
+    plain, calibrated = run(make_config()), run(make_config(calibration=prompts))
+    assert calibrated.manifest.id != plain.manifest.id
+    assert calibrated.manifest.prefill["calibration_prompts"] == 2
+    store = Store(make_config().store)
+    with store.open(plain.manifest.id) as one, store.open(calibrated.manifest.id) as two:
+        assert torch.equal(one.array("kv", 1, 1), two.array("kv", 1, 1))
+        tables = [array.path for array in plain.manifest.indexes[0].arrays]
+        assert any(not torch.equal(one.array(path, 1, 0), two.array(path, 1, 0)) for path in tables)
+
+
+def test_several_methods_share_a_context(make_config: MakeConfig) -> None:
+    config = make_config(
+        method=("csattention", "csattention-paper", "oracle"), dense_layers="1", centroids=None
+    )
+    manifest = run(config).manifest
+    assert manifest.method == "csattention,csattention-paper,oracle"
+    assert {index.name for index in manifest.indexes} == {"query_tables", "paper_tables"}
+    assert all(index.layers == (0,) for index in manifest.indexes)
+    assert manifest.dense_layers == (1,)
+
+
+def test_every_layer_may_be_dense(make_config: MakeConfig) -> None:
+    config = make_config(dense_layers="0,1")
+    manifest = run(config).manifest
+    assert [(index.layers, index.arrays) for index in manifest.indexes] == [((), ())]
+    assert Store(config.store).manifest(manifest.id) == manifest
+
+
+def test_the_automatic_rule_is_recorded(make_config: MakeConfig) -> None:
+    manifest = run(make_config(dense_layers="auto")).manifest
+    errors = [float(error) for error in str(manifest.prefill["selection_errors"]).split()]
+    assert manifest.dense_layers == tuple(layer for layer, error in enumerate(errors) if error > 0.1)
+
+
+def test_time_to_live_and_expiry(make_config: MakeConfig) -> None:
+    first = run(make_config(ttl="1s")).manifest
+    assert first.expires_at == first.created_at + timedelta(seconds=1)
+    folder = make_config().store / "contexts" / first.id
+    past = first.created_at - timedelta(hours=1)
+    expired = replace(first, created_at=past, expires_at=past + timedelta(seconds=1))
+    (folder / "manifest.json").write_bytes(render_manifest(expired))
+    again = run(make_config())
+    assert again.created
+    assert again.manifest.id == first.id
+    assert again.manifest.expires_at is None
+
+
+def test_a_damaged_context_is_made_again(make_config: MakeConfig) -> None:
+    first = run(make_config()).manifest
+    chunk = next((make_config().store / "contexts" / first.id / "kv").rglob("c/*/*/*/*/*"))
+    chunk.write_bytes(chunk.read_bytes()[:-10])
+    again = run(make_config())
+    assert again.created
+    assert Store(make_config().store).verify(first.id) == []
+
+
+@pytest.mark.parametrize("length", [1, 2, 17])
+def test_short_documents(make_config: MakeConfig, length: int) -> None:
+    config = make_config(input=(Path("-"),), dense_layers="auto")
+    report = run(config, b"x" * length)
+    assert report.manifest.token_count == length
+    assert Store(config.store).verify(report.manifest.id) == []
+
+
+def test_begin_tokens_start_the_context(make_config: MakeConfig, tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "begins", add_begin=True)
+    config = make_config(model=str(folder))
+    manifest = run(config).manifest
+    with Store(config.store).open(manifest.id) as context:
+        assert context.tokens()[:2].tolist() == [2, load_tokenizer(resolve_model(str(folder))).encode("I")[0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": "nowhere"}, SparseKVError, "models are not downloaded"),
+        ({"method": ("nonsense",)}, MethodUnsupportedError, "nonsense"),
+        ({"method": ("full",)}, InvalidArgumentError, "shape an index, but method full stores none"),
+        ({"dense_layers": "0,2"}, InvalidArgumentError, "names layer 2, model 'tiny' has layers 0 to 1"),
+        ({"subspaces": 3}, InvalidArgumentError, "does not split into 3 subspaces"),
+        ({"centroids": 0}, InvalidArgumentError, "centroids"),
+    ],
+)
+def test_what_is_refused_leaves_nothing(
+    make_config: MakeConfig, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    config = make_config(**changes)
+    with pytest.raises(error, match=message):
+        run(config)
+    assert not config.store.exists()
+
+
+def test_too_long_for_the_model(make_config: MakeConfig, tmp_path: Path) -> None:
+    short = write_model_folder(tmp_path / "short", max_positions=128)
+    with pytest.raises(InvalidArgumentError, match="more than the 128 positions"):
+        run(make_config(model=str(short)))
+
+
+def test_overflow_of_the_stored_dtype_is_an_error(make_config: MakeConfig, tmp_path: Path) -> None:
+    wild = write_model_folder(tmp_path / "wild")
+    tensors = load_file(wild / "model.safetensors")
+    tensors["model.layers.1.self_attn.v_proj.weight"] *= 1e6
+    save_file(tensors, wild / "model.safetensors", metadata={"format": "pt"})
+    config = make_config(model=str(wild), dtype="float16", dense_layers="0,1")
+    with pytest.raises(InvalidArgumentError, match=r"layer 1 are not finite in float16"):
+        run(config)
+    assert hidden_entries(config.store) == []
+
+
+@pytest.mark.parametrize("moment", ["create_array", "write_chunk", "publish"])
+def test_a_full_disk_leaves_nothing(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    config = make_config()
+    keeper = run(make_config(salt="keeper")).manifest
+    calls = 0
+
+    def fail(*_: object, **__: object) -> None:
+        raise StoreFullError("no space is left")
+
+    original = getattr(ContextWriter, moment)
+
+    def fail_late(self: ContextWriter, *arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return fail() if calls > 2 or moment == "publish" else original(self, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ContextWriter, moment, fail_late)
+        with pytest.raises(StoreFullError):
+            run(config)
+    store = Store(config.store)
+    assert [manifest.id for manifest in store.list()] == [keeper.id]
+    assert hidden_entries(config.store) == []
+    assert run(config).created
+
+
+def test_space_is_checked_before_the_model_runs(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(StoreFullError, match="1000 are free"):
+        run(make_config())
+
+
+def test_a_store_that_is_a_file(make_config: MakeConfig, document: Path) -> None:
+    with pytest.raises(StoreError):
+        run(make_config(store=document))
+
+
+def test_bytes_that_went_bad_while_publishing_are_noticed(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = ContextWriter.publish
+
+    def publish_then_damage(self: ContextWriter, manifest: Any) -> None:
+        original(self, manifest)
+        chunk = next((make_config().store / "contexts" / manifest.id / "kv").rglob("c/*/*/*/*/*"))
+        data = bytearray(chunk.read_bytes())
+        data[5] ^= 1
+        chunk.write_bytes(data)
+
+    monkeypatch.setattr(ContextWriter, "publish", publish_then_damage)
+    with pytest.raises(SparseKVError, match="kv"):
+        run(make_config())
+    assert Store(make_config().store).entries() == []
