@@ -158,22 +158,23 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 DEFAULT_METHOD = "csattention"
 
 
-def get_method(name: str, keep: float | None = None) -> Method:
-    """The named method, with another keep ratio where one is given.
+def get_method(name: str, keep: float | None = None, period: int | None = None) -> Method:
+    """The named method, with another keep ratio or search period where one is given.
 
-    Raises MethodUnsupportedError for an unknown name, or for a keep ratio on a method that keeps everything, and
-    InvalidArgumentError for a ratio out of range.
+    Raises MethodUnsupportedError for an unknown name, or for a ratio or period on a method that keeps everything, and
+    InvalidArgumentError for a value out of range.
     """
     method = METHODS.get(name)
     if method is None:
         raise MethodUnsupportedError(f"method is {name!r}, expected one of {', '.join(METHODS)}", method=name)
-    if keep is None:
-        return method
-    if not isinstance(method.budget, Ratio):
+    if not method.sparse and (keep is not None or period is not None):
+        given = f"keep ratio (got {keep})" if keep is not None else f"search period (got {period})"
         raise MethodUnsupportedError(
-            f"method {name!r} attends to every key and takes no keep ratio (got {keep})", method=name
+            f"method {name!r} attends to every key and takes no {given}", method=name
         )
-    return replace(method, budget=Ratio(keep))
+    if keep is not None:
+        method = replace(method, budget=Ratio(keep))
+    return method if period is None else replace(method, period=period)
 
 
 def index_spec(method: Method, **overrides: Scalar | None) -> IndexSpec | None:

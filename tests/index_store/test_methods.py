@@ -26,6 +26,9 @@ def test_keep_ratio_replaces_the_budget() -> None:
         get_method("csattention", 1.5)
     with pytest.raises(MethodUnsupportedError, match="no keep ratio"):
         get_method("full", 0.5)
+    with pytest.raises(MethodUnsupportedError, match="no search period"):
+        get_method("full", period=2)
+    assert get_method("csattention-paper", 0.15, period=4).period == 4
     with pytest.raises(MethodUnsupportedError, match="expected one of"):
         get_method("quickest")
 
