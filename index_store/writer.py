@@ -47,9 +47,10 @@ class ContextWriter:
                 self._folder.mkdir()
                 # A clean-up running between these two lines takes the folder away: make another.
                 self._lock = lock_folder(self._folder)
+        self._arrays = ArrayWriter(self._folder)
         try:
             with storing("writing", self._folder):
-                self._arrays = ArrayWriter(self._folder)
+                self._arrays.open()
         except BaseException:
             self._discard()
             raise
@@ -140,6 +141,7 @@ class ContextWriter:
         if self._lock is None:
             return
         try:
+            self._arrays.close()
             remove_tree(self._folder)
         finally:
             os.close(self._lock)

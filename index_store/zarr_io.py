@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ import zarr
 from numpy.typing import NDArray
 from torch import Tensor
 from zarr.codecs import Crc32cCodec
+from zarr.core.buffer import Buffer
+from zarr.storage import LocalStore
 
 from index_store.dtypes import STORED_DTYPES, dtype_name
 from index_store.errors import (
@@ -41,19 +44,65 @@ _PIECE_BYTES = 16 << 20
 _REPAIR = "delete the context and prefill it again"
 
 
+class _FolderStore(LocalStore):  # type: ignore[misc]  # zarr is not type-checked here
+    """zarr's files in a folder, written by one thread at a time and never after `seal` or a failed write.
+
+    zarr writes several files at once and, when one fails or its caller is interrupted, leaves the others to finish
+    whenever they do: they would come back into a folder that is being removed.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._writing = threading.Lock()
+        self._ended: OSError | None = None
+
+    def seal(self) -> None:
+        """Waits for the write under way, if any; later ones raise."""
+        with self._writing:
+            self._ended = self._ended or OSError(errno.ESHUTDOWN, "writing has ended")
+
+    def set_sync(self, key: str, value: Buffer) -> None:
+        with self._writing:
+            if self._ended is not None:
+                raise OSError(self._ended.errno, self._ended.strerror)
+            path = self.root / key
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as file:
+                    file.write(value.as_numpy_array().data)
+            except OSError as error:
+                self._ended = error
+                raise
+
+    async def set(self, key: str, value: Buffer) -> None:
+        self.set_sync(key, value)
+
+    async def set_if_not_exists(self, key: str, value: Buffer) -> None:
+        if not (self.root / key).exists():
+            self.set_sync(key, value)
+
+
 class ArrayWriter:
-    """Creates arrays below one folder and writes their chunks, through zarr. May be used by several threads."""
+    """Creates arrays below one folder and writes their chunks, through zarr.
+
+    Chunks may be written by several threads. After an error nothing more can be written.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._group = zarr.open_group(folder, mode="a", zarr_format=3)
+        self._store = _FolderStore(folder)
         # An array that is opened again forgets that empty chunks are to be written.
         self._arrays: dict[str, zarr.Array[Any]] = {}
+
+    def open(self) -> None:
+        """Creates the root group. Comes first."""
+        zarr.create_group(self._store, zarr_format=3)
 
     def create(self, entry: ArrayEntry) -> None:
         """Creates the array without any chunk; it is complete once every chunk has been written."""
         dtype = STORED_DTYPES[entry.dtype]
-        self._arrays[entry.path] = self._group.create_array(
-            entry.path,
+        self._arrays[entry.path] = zarr.create_array(
+            self._store,
+            name=entry.path,
             shape=entry.shape,
             chunks=entry.chunks,
             dtype=dtype.zarr_name,
@@ -87,6 +136,10 @@ class ArrayWriter:
         self._arrays[entry.path][region] = raw.view(STORED_DTYPES[entry.dtype].zarr_name).reshape(
             entry.chunks
         )
+
+    def close(self) -> None:
+        """Ends all writing, also by threads that zarr has left running."""
+        self._store.seal()
 
 
 def chunk_path(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> Path:
