@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import ClassVar, cast
@@ -147,3 +147,21 @@ def synthetic_context(
 def other_model(**changes: object) -> ModelIdentity:
     """The toy model with some fields changed."""
     return replace(MODEL, **changes)
+
+
+class RecordingLocker:
+    """A page locker that notes what it is asked for, and fails or waits on demand."""
+
+    def __init__(self, error: str | None = None) -> None:
+        self.locked: list[int] = []
+        self.error = error
+        self.before: Callable[[], None] = lambda: None
+
+    def lock(self, tensor: Tensor) -> None:
+        self.before()
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        self.locked.append(tensor.data_ptr())
+
+    def unlock(self, tensor: Tensor) -> None:
+        self.locked.remove(tensor.data_ptr())

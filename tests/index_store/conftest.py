@@ -36,3 +36,13 @@ def stored(tmp_path: Path, pristine: Path) -> Store:
     """A store of its own that holds `context`."""
     shutil.copytree(pristine, tmp_path / "stored")
     return Store(tmp_path / "stored")
+
+
+@pytest.fixture(scope="session")
+def many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, list[SyntheticContext]]:
+    """A store with four contexts that take equal bytes; only to be read."""
+    store = Store(tmp_path_factory.mktemp("many"), create=True)
+    contexts = [synthetic_context(seed=seed) for seed in range(4)]
+    for context in contexts:
+        context.write(store)
+    return store, contexts
