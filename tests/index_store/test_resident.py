@@ -39,10 +39,6 @@ from tests.support_store import (
 SIZE = resident_bytes(synthetic_context().manifest)
 
 
-def ids(contexts: list[SyntheticContext]) -> list[str]:
-    return [context.id for context in contexts]
-
-
 def touch(arena: Arena, store: Store, context: SyntheticContext) -> None:
     with arena.acquire(store, context.id):
         pass
