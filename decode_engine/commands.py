@@ -182,8 +182,9 @@ def _stream_text(generation: Generation) -> tuple[str, list[int]]:
             sys.stdout.write(text)
             sys.stdout.flush()
     finally:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        if begun:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
     return "", []
 
 

@@ -96,6 +96,11 @@ class DecodeServer:
         server.start()
         return server, f"{config.listen.rpartition(':')[0]}:{port}"
 
+    @property
+    def backend(self) -> Backend:
+        """What is served from. Raises NotReadyError before `load` has returned."""
+        return self._slot.get()
+
     def load(self) -> None:
         """Loads and warms up the model, then accepts calls. Raises ModelUnsupportedError."""
         started = time.monotonic()

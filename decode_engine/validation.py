@@ -103,7 +103,7 @@ def prompt_tokens(order: Order, tokenizer: Tokenizer, vocab_size: int) -> list[i
         raise InvalidArgumentError("the prompt has no tokens, expected at least one", field="prompt")
     if max(ids) >= vocab_size:
         raise InvalidArgumentError(
-            f"token_ids contains {max(ids)}, the model has tokens 0 to {vocab_size - 1}", field="token_ids"
+            f"token_ids contains {max(ids)}, expected ids of 0 to {vocab_size - 1}", field="token_ids"
         )
     return ids
 

@@ -1,0 +1,132 @@
+"""A toy model, a store with contexts in every state, and a server over them, made once for all tests here."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from decode_engine.client import Client
+from decode_engine.config import ServeConfig
+from decode_engine.server import DecodeServer
+from prefill_worker.config import PrefillConfig
+from prefill_worker.job import run_job
+from prefill_worker.progress import LineReporter
+from sparsekv.v1 import context_pb2_grpc, generation_pb2_grpc
+from tests.support_models import write_model_folder
+
+TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 8
+MAX_POSITIONS = 4096
+
+
+@dataclass(frozen=True)
+class Library:
+    """A store and the model that its contexts belong to."""
+
+    model: Path
+    store: Path
+
+    def prefill(
+        self,
+        name: str,
+        *,
+        text: str = TEXT,
+        model: Path | None = None,
+        method: tuple[str, ...] = ("csattention",),
+        ttl: str | None = None,
+        dtype: str = "auto",
+    ) -> str:
+        """Stores a context of that display name, distinct from all others, and returns its id."""
+        document = self.store.parent / f"{name}.txt"
+        document.write_text(text)
+        config = PrefillConfig(
+            model=str(model or self.model),
+            store=self.store,
+            input=(document,),
+            name=name,
+            method=method,
+            dense_layers="0",
+            ttl=ttl,
+            dtype=dtype,
+            salt=name,
+            device="cpu",
+        )
+        return run_job(config, LineReporter(io.StringIO())).manifest.id
+
+    def chunk(self, id_: str, array: str = "kv") -> Path:
+        """A chunk file of a stored context."""
+        files = (self.store / "contexts" / id_ / array / "c").rglob("*")
+        return next(path for path in sorted(files) if path.is_file())
+
+    def config(self, **changes: object) -> ServeConfig:
+        """A server over this store on a free port."""
+        settings: dict[str, object] = {
+            "store": self.store,
+            "model": str(self.model),
+            "listen": "127.0.0.1:0",
+            "memory": 2**28,
+            "max_sessions": 16,
+            "max_waiting": 8,
+            "prompt_chunk": 64,
+            "threads": 2,
+        }
+        return ServeConfig(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def make_library(folder: Path) -> Library:
+    """A library with an empty store and a toy model that never ends by itself, so that lengths are known."""
+    model = write_model_folder(
+        folder / "model", "llama", head_dim=32, max_positions=MAX_POSITIONS, eos_token_id=None
+    )
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    return Library(model, folder / "store")
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return make_library(tmp_path_factory.mktemp("library"))
+
+
+@pytest.fixture(scope="session")
+def lamp(library: Library) -> str:
+    """The resource name of a context with the indexes of both searching methods."""
+    return "contexts/" + library.prefill("lamp", method=("csattention", "csattention-paper"))
+
+
+@pytest.fixture(scope="session")
+def server(library: Library, lamp: str) -> Iterator[DecodeServer]:
+    with DecodeServer(library.config()) as started:
+        started.load()
+        yield started
+
+
+@pytest.fixture
+def client(server: DecodeServer) -> Iterator[Client]:
+    with Client(server.address) as connected:
+        yield connected
+
+
+@dataclass(frozen=True)
+class Stubs:
+    """The generated stubs, for what the client does not let through."""
+
+    channel: grpc.Channel
+    contexts: context_pb2_grpc.ContextServiceStub
+    generations: generation_pb2_grpc.GenerationServiceStub
+
+
+@pytest.fixture
+def stubs(server: DecodeServer) -> Iterator[Stubs]:
+    with grpc.insecure_channel(server.address) as channel:
+        yield Stubs(
+            channel,
+            context_pb2_grpc.ContextServiceStub(channel),  # type: ignore[no-untyped-call]
+            generation_pb2_grpc.GenerationServiceStub(channel),  # type: ignore[no-untyped-call]
+        )

@@ -1,0 +1,164 @@
+"""The commands serve, ask and methods, as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from decode_engine.server import DecodeServer
+from tests.decode_engine.conftest import Library
+
+COMMAND = [sys.executable, "-m", "decode_engine"]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server process and the first line that it prints."""
+    process = subprocess.Popen(
+        [*COMMAND, "serve", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def serve_arguments(library: Library) -> list[str]:
+    return ["--store", str(library.store), "--model", str(library.model), "--listen", "127.0.0.1:0"]
+
+
+def test_serve_ask_and_stop(library: Library, lamp: str) -> None:
+    arguments = [*serve_arguments(library), "--memory", "64MiB", "--threads", "1", "--format", "json"]
+    with serving(*arguments) as (process, line):
+        ready = json.loads(line)
+        assert ready["event"] == "serving"
+        address = ready["address"]
+        answer = run(
+            "ask", "Who?", "--context", "lamp", "--max-tokens", "7", "--format", "json", "--server", address
+        )
+        assert answer.returncode == 0, answer.stderr
+        report = json.loads(answer.stdout)
+        assert report["context"] == lamp
+        assert report["method"] == "csattention"
+        assert report["completion_tokens"] == len(report["token_ids"]) <= 7
+        process.send_signal(signal.SIGTERM)
+        output, logs = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert output == ""
+    entries = [json.loads(line) for line in logs.splitlines()]
+    calls = [(entry["rpc"], entry["reason"]) for entry in entries if "rpc" in entry]
+    assert calls == [("ListContexts", "OK"), ("Generate", "OK")]
+    assert all(entry["milliseconds"] > 0 for entry in entries if "rpc" in entry)
+
+
+def test_serve_as_text_ends_well_on_interrupt(library: Library, lamp: str) -> None:
+    with serving(*serve_arguments(library)) as (process, line):
+        assert line.startswith("Serving ")
+        assert "127.0.0.1:" in line
+        process.send_signal(signal.SIGINT)
+        _, logs = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert "Traceback" not in logs
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "message"),
+    [
+        ({"--store": "nowhere"}, 1, "nowhere"),
+        ({"--model": "nothing"}, 1, "nothing"),
+        ({"--memory": "much"}, 1, "8GiB"),
+        ({"--listen": "here"}, 1, "HOST:PORT"),
+        ({"--max-sessions": "0"}, 1, "--max-sessions"),
+        ({"--max-sessions": "x"}, 2, "max-sessions"),
+    ],
+)
+def test_serve_refuses_with_a_sentence(
+    library: Library, lamp: str, changes: dict[str, str], code: int, message: str
+) -> None:
+    arguments = serve_arguments(library)
+    given = {**dict(zip(arguments[::2], arguments[1::2], strict=True)), **changes}
+    result = run("serve", *(part for pair in given.items() for part in pair))
+    assert result.returncode == code
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_ask_streams_text(server: DecodeServer, lamp: str) -> None:
+    arguments = ["--context", lamp, "--raw", "--max-tokens", "30", "--method", "full"]
+    arguments += ["--temperature", "1", "--seed", "5", "--show-timings"]
+    result = run("ask", "Who lit it?", *arguments, SPARSEKV_SERVER=server.address)
+    assert result.returncode == 0, result.stderr
+    again = run("ask", "Who lit it?", *arguments, "--format", "json", SPARSEKV_SERVER=server.address)
+    assert result.stdout == json.loads(again.stdout)["text"].lstrip() + "\n"
+    assert "method full: no layer searched" in result.stderr
+    assert "tokens: 544 context, 11 prompt, 30 answer (length)" in result.stderr
+
+
+def test_ask_ends_questions_at_line_breaks_unless_told_otherwise(server: DecodeServer, lamp: str) -> None:
+    arguments = ["ask", "Who?", "--context", lamp, "--server", server.address, "--format", "json"]
+    arguments += ["--max-tokens", "600", "--temperature", "3", "--seed", "2"]
+    default = json.loads(run(*arguments).stdout)
+    assert default["finish_reason"] == "stop"
+    assert "\n" not in default["text"]
+    other = json.loads(run(*arguments, "--stop", "never ever").stdout)
+    assert other["finish_reason"] == "length"
+    assert other["text"].startswith(default["text"] + "\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--context", "no such book"], 1, "no such book"),
+        (["--context", "lamp", "--method", "guesswork"], 1, "guesswork"),
+        (["--context", "lamp", "--keep", "7"], 1, "keep_ratio is 7"),
+        (["--context", "lamp", "--server", "127.0.0.1:1"], 1, "no server answers"),
+        (["--context", "lamp", "--server", "?"], 1, "HOST:PORT"),
+        ([], 2, "--context"),
+    ],
+)
+def test_ask_fails_with_a_sentence(
+    server: DecodeServer, lamp: str, arguments: list[str], code: int, message: str
+) -> None:
+    result = run("ask", "Who?", *arguments, SPARSEKV_SERVER=server.address)
+    assert result.returncode == code
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_methods_of_program_and_server_agree(server: DecodeServer) -> None:
+    own = run("methods", "--format", "json")
+    asked = run("methods", "--format", "json", "--server", server.address)
+    assert json.loads(own.stdout) == json.loads(asked.stdout)
+    listed = run("methods").stdout
+    assert all(method["name"] in listed for method in json.loads(own.stdout)["methods"])
+
+
+def test_help_lists_all_commands(tmp_path: Path) -> None:
+    result = run("--help")
+    assert result.returncode == 0
+    for name in ("serve", "ask", "methods", "evaluate", "make-document"):
+        assert f" {name} " in result.stdout
+    assert "--questions" in run("make-document", "--help").stdout

@@ -1,0 +1,60 @@
+"""What the programs' settings accept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from decode_engine.config import AskConfig, ServeConfig, check_address, is_loopback, parse_size
+from index_store.errors import InvalidArgumentError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 8 * 2**30), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("42", 42), (" 1TB ", 10**12)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1GiB", "0", "8 GiBs", "8gib", "1e9", "GiB"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="8GiB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:0", "localhost:50051", "[::1]:1", "some.host:65535"])
+def test_addresses(text: str) -> None:
+    assert check_address(text) == text
+
+
+@pytest.mark.parametrize("text", ["", "localhost", ":80", "host:", "host:x", "host:65536", "::1:80", "a b:1"])
+def test_bad_addresses(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="HOST:PORT"):
+        check_address(text)
+
+
+def test_loopback() -> None:
+    assert all(is_loopback(address) for address in ("127.0.0.1:1", "localhost:1", "[::1]:1", "127.1.2.3:1"))
+    assert not any(is_loopback(address) for address in ("0.0.0.0:1", "[::]:1", "10.0.0.1:1"))
+
+
+@pytest.mark.parametrize(
+    "field", ["memory", "max_sessions", "max_waiting", "prompt_chunk", "threads", "grace"]
+)
+def test_limits_are_checked_and_named_as_their_flags(field: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="--" + field.replace("_", "-")):
+        ServeConfig(Path(), "reader", **{field: -1})
+
+
+def test_unknown_settings_are_errors() -> None:
+    with pytest.raises(TypeError):
+        ServeConfig(Path(), "reader", colour="blue")  # type: ignore[call-arg]
+
+
+def test_questions_end_at_the_line_break_by_default() -> None:
+    assert AskConfig("c", "q").stop_strings == ("\n",)
+    assert AskConfig("c", "q", raw=True).stop_strings == ()
+    assert AskConfig("c", "q", stop=("x",)).stop_strings == ("x",)
+    assert AskConfig("c", "q", stop=()).stop_strings == ()
