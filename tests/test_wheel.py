@@ -123,6 +123,6 @@ def test_the_packaged_reader_prefills_and_the_store_lists_it(unpacked: Path, tmp
     assert prefilled.returncode == 0, prefilled.stderr
     report = json.loads(prefilled.stdout)
     assert report["tokens"] == 600
-    listed = run(unpacked, "-m", "index_store", "ls", str(store), "--format", "json")
+    listed = run(unpacked, "-m", "index_store", "ls", "--store", str(store), "--format", "json")
     assert listed.returncode == 0, listed.stderr
     assert report["id"] in listed.stdout

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -15,22 +13,20 @@ from decode_engine.evaluation.evaluate import EvaluationConfig, evaluate
 from decode_engine.evaluation.progress import show_progress
 from decode_engine.evaluation.report import check_pictures, draw_picture, results_table
 from decode_engine.evaluation.scoring import Score
-from decode_engine.evaluation.tasks import held_out_text, make_document, parse_length, write_questions
-from index_store.errors import InvalidArgumentError, SparseKVError
+from decode_engine.evaluation.tasks import (
+    held_out_text,
+    make_document,
+    parse_length,
+    read_text,
+    write_questions,
+)
+from index_store.console import FormatOption, OutputFormat, on_terminal, print_json
+from index_store.errors import InvalidArgumentError
 from index_store.model import load_tokenizer, resolve_model
-
-
-class OutputFormat(StrEnum):
-    """How a command reports."""
-
-    text = "text"
-    json = "json"
-
 
 ModelOption = Annotated[
     str, typer.Option("--model", help="Packaged model (reader) or path of a Hugging Face folder.")
 ]
-FormatOption = Annotated[OutputFormat, typer.Option("--format", help="text, or one JSON object on stdout.")]
 
 
 def evaluate_command(
@@ -62,46 +58,41 @@ def evaluate_command(
     seed: Annotated[int, typer.Option(help="Decides facts, depths and parts of the text.")] = 0,
     device: Annotated[str, typer.Option(help="Device of the model: cpu or cuda.")] = "cpu",
     picture: Annotated[bool, typer.Option(help="Draw quality against budget (needs matplotlib).")] = True,
-    output_format: FormatOption = OutputFormat.text,
+    output_format: FormatOption = OutputFormat.TEXT,
 ) -> None:
     """Compares methods with full attention: exact match and KL on questions about long contexts.
 
     Contexts are made from held-out text and prefilled through prefill-worker; those that the store has already are
     reused.
     """
-    try:
-        config = EvaluationConfig(
-            model=model,
-            out=out,
-            context_lengths=tuple(parse_length(part) for part in context_length.split(",")),
-            questions=questions,
-            facts=facts,
-            distractors=distractors,
-            methods=tuple(part.strip() for part in methods.split(",")),
-            keep=tuple(_parse_ratio(part) for part in keep.split(",")),
-            text=text,
-            text_tokens=text_tokens,
-            dense_layers=dense_layers,
-            calibration=calibration,
-            store=store,
-            seed=seed,
-            device=device,
-        )
-        if picture:
-            check_pictures()
-        with show_progress(sys.stderr) as start_stage:
-            results = evaluate(config, start_stage)
-        scores = [Score(**score) for score in results["scores"]]
-        if picture:
-            draw_picture(out / "quality.png", scores)
-    except (SparseKVError, OSError, UnicodeDecodeError) as error:
-        _fail(error)
-    if output_format is OutputFormat.json:
-        sys.stdout.write(json.dumps(results) + "\n")
+    config = EvaluationConfig(
+        model=model,
+        out=out,
+        context_lengths=tuple(parse_length(part) for part in context_length.split(",")),
+        questions=questions,
+        facts=facts,
+        distractors=distractors,
+        methods=tuple(part.strip() for part in methods.split(",")),
+        keep=tuple(_parse_ratio(part) for part in keep.split(",")),
+        text=text,
+        text_tokens=text_tokens,
+        dense_layers=dense_layers,
+        calibration=calibration,
+        store=store,
+        seed=seed,
+        device=device,
+    )
+    if picture:
+        check_pictures()
+    with show_progress(sys.stderr) as start_stage:
+        results = evaluate(config, start_stage)
+    scores = [Score(**score) for score in results["scores"]]
+    if picture:
+        draw_picture(out / "quality.png", scores)
+    if output_format is OutputFormat.JSON:
+        print_json(results)
         return
-    terminal = Console()
-    if not terminal.is_terminal:
-        terminal = Console(width=170)
+    terminal = Console() if on_terminal() else Console(width=170)
     terminal.print(results_table(scores, f"{config.model}, {config.questions} questions per context length"))
     terminal.print(f"Written to {out}: results.json, results.csv{', quality.png' if picture else ''}")
 
@@ -116,26 +107,23 @@ def make_document_command(
     seed: Annotated[int, typer.Option(help="Decides facts and depths.")] = 0,
     text: Annotated[Path | None, typer.Option(help="Source text; packaged novels by default.")] = None,
     model: ModelOption = "reader",
-    output_format: FormatOption = OutputFormat.text,
+    output_format: FormatOption = OutputFormat.TEXT,
 ) -> None:
     """Writes a long real text with facts at known depths, and questions about them."""
-    try:
-        tokenizer = load_tokenizer(resolve_model(model))
-        source = held_out_text() if text is None else text.read_text(encoding="utf-8")
-        document = make_document(
-            tokenizer,
-            source,
-            tokens - len(tokenizer.prefix_ids),
-            facts=facts,
-            seed=seed,
-            questions=ask,
-            distractors=distractors,
-        )
-        out.write_text(document.text, encoding="utf-8")
-        write_questions(questions, document.questions)
-    except (SparseKVError, OSError, UnicodeDecodeError) as error:
-        _fail(error)
-    if output_format is OutputFormat.json:
+    tokenizer = load_tokenizer(resolve_model(model))
+    source = held_out_text() if text is None else read_text(text)
+    document = make_document(
+        tokenizer,
+        source,
+        tokens - len(tokenizer.prefix_ids),
+        facts=facts,
+        seed=seed,
+        questions=ask,
+        distractors=distractors,
+    )
+    out.write_text(document.text, encoding="utf-8")
+    write_questions(questions, document.questions)
+    if output_format is OutputFormat.JSON:
         report = {
             "out": str(out),
             "questions": str(questions),
@@ -143,7 +131,7 @@ def make_document_command(
             "facts": facts,
             "seed": seed,
         }
-        sys.stdout.write(json.dumps(report) + "\n")
+        print_json(report)
         return
     Console().print(
         f"{out}: {tokens:,} tokens with {facts} facts; {questions}: {len(document.questions)} questions"
@@ -155,8 +143,3 @@ def _parse_ratio(text: str) -> float:
         return float(text)
     except ValueError:
         raise InvalidArgumentError(f"keep is {text!r}, expected a number such as 0.02") from None
-
-
-def _fail(error: Exception) -> None:
-    Console(stderr=True).print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
-    raise typer.Exit(1) from error

@@ -24,7 +24,14 @@ from decode_engine.evaluation.scoring import (
     score_segment,
     seconds_per_token,
 )
-from decode_engine.evaluation.tasks import ANSWER_END, Document, Question, held_out_text, make_documents
+from decode_engine.evaluation.tasks import (
+    ANSWER_END,
+    Document,
+    Question,
+    held_out_text,
+    make_documents,
+    read_text,
+)
 from decode_engine.runner import ModelRunner
 from index_store.arena import Arena
 from index_store.catalog import Store
@@ -95,7 +102,7 @@ def evaluate(config: EvaluationConfig, start_stage: StartStage) -> dict[str, Any
     folder = resolve_model(config.model)
     config.out.mkdir(parents=True, exist_ok=True)
     runner = ModelRunner(folder, device=config.device)
-    text = held_out_text() if config.text is None else config.text.read_text(encoding="utf-8")
+    text = held_out_text() if config.text is None else read_text(config.text)
     settings = {
         name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()
     }

@@ -107,6 +107,16 @@ def held_out_text() -> str:
     return lzma.decompress((files(__package__) / "data" / "held_out_novels.txt.xz").read_bytes()).decode()
 
 
+def read_text(path: Path) -> str:
+    """A UTF-8 text file, line ends as "\\n". Raises InvalidArgumentError for other bytes, OSError without the file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(
+            f"{path} is not UTF-8 text: byte {error.start} cannot be decoded"
+        ) from error
+
+
 def held_out_words() -> tuple[str, ...]:
     """1,000 common words that never named anything when the embedded reader was trained."""
     return tuple(json.loads((files(__package__) / "data" / "held_out_words.json").read_text()))

@@ -1,0 +1,370 @@
+"""The demonstration behind ops/demo: prefill once, serve, ask over gRPC, compare with full attention.
+
+Runs the installed commands as a user would (`prefill-worker run`, `decode-engine serve`) and asks through the Python
+client. Everything it makes lies in a temporary folder that goes away with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from decode_engine.client import Client
+from decode_engine.evaluation.machine import describe_machine
+from index_store.errors import SparseKVError
+
+MAX_TOKENS = 48
+START_TIMEOUT_SECONDS = 120.0
+CLEARLY_WORSE = 0.1  # of the questions
+
+
+class OutputFormat(StrEnum):
+    """How the demonstration reports."""
+
+    text = "text"
+    json = "json"
+
+
+class DemoError(Exception):
+    """The demonstration cannot go on; the message says why in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one method said. `correct` is None where the right answer is not known."""
+
+    text: str
+    correct: bool | None
+    fraction_sparse: float
+    fraction_all: float
+    milliseconds_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One question with both answers. `depth`, `expected`: None for a question that does not tell them."""
+
+    depth: float | None
+    question: str
+    expected: str | None
+    sparse: Answer
+    full: Answer
+
+
+def run_command(module: str, *arguments: str) -> dict[str, Any]:
+    """Runs one of the installed commands with its progress visible; returns the JSON object that it prints."""
+    command = [sys.executable, "-m", module, *arguments, "--format", "json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise DemoError(
+            f"{module} {arguments[0]} ended with exit code {done.returncode}; its message stands above"
+        )
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+@contextmanager
+def running_server(store: Path, model: str, log: Path) -> Iterator[str]:
+    """`decode-engine serve` on a free port, from ready to stopped; yields its address."""
+    command = [sys.executable, "-m", "decode_engine", "serve", "--store", str(store), "--model", model]
+    command += ["--listen", "127.0.0.1:0", "--format", "json"]
+    with log.open("w") as errors:
+        # In a process group of its own: Ctrl-C reaches this program alone, which then stops the server in order.
+        server = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+    too_slow = threading.Timer(START_TIMEOUT_SECONDS, server.kill)
+    try:
+        too_slow.start()
+        assert server.stdout is not None
+        ready = server.stdout.readline()
+        too_slow.cancel()
+        if not ready:
+            last = (log.read_text().strip().splitlines() or ["no message"])[-1]
+            raise DemoError(f"the server did not start: {last}")
+        yield json.loads(ready)["address"]
+    finally:
+        too_slow.cancel()
+        server.terminate()
+        try:
+            server.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def read_questions(path: Path) -> list[dict[str, Any]]:
+    """One object per line: question, and if known answer and depth."""
+    questions = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            questions.append({"question": str(entry["question"]), **entry})
+        except (ValueError, KeyError, TypeError):
+            raise DemoError(
+                f"{path}, line {number}: expected a JSON object with a question, such as "
+                '{"question": "What is the price of the tea?", "answer": "4821"}'
+            ) from None
+    if not questions:
+        raise DemoError(f"{path} holds no questions")
+    return questions
+
+
+def is_correct(text: str, expected: str | None) -> bool | None:
+    """Whether the expected words stand in the answer, whatever stands around them."""
+    if expected is None:
+        return None
+    words = re.escape(expected.strip().rstrip(".").casefold())
+    return re.search(rf"(?<!\w){words}(?!\w)", text.casefold()) is not None
+
+
+def ask(
+    client: Client, context: str, question: dict[str, Any], method: str | None, keep: float | None
+) -> Answer:
+    """Asks one question over gRPC; the answer ends with its line."""
+    with client.generate(
+        context,
+        question=question["question"],
+        max_tokens=MAX_TOKENS,
+        stop=["\n"],
+        method=method,
+        keep_ratio=keep,
+    ) as generation:
+        text = generation.read().strip()
+        summary = generation.summary
+    fractions, timings = summary.selection, summary.timings
+    return Answer(
+        text,
+        is_correct(text, question.get("answer")),
+        1.0 if fractions.fraction_sparse is None else fractions.fraction_sparse,
+        fractions.fraction_all,
+        timings.decode_ns / max(1, timings.decode_steps) / 1e6,
+    )
+
+
+def ask_all(
+    address: str, context: str, questions: Sequence[dict[str, Any]], keep: float, console: Console
+) -> list[Row]:
+    """Every question with the context's own method, then every question with full attention."""
+    answers: dict[str, list[Answer]] = {}
+    with Client(address) as client:
+        client.warm_context(context)
+        for label, method, ratio in (("default method", None, keep), ("full attention", "full", None)):
+            ask(client, context, questions[0], method, ratio)  # compiles and touches memory; not reported
+            answers[label] = []
+            for number, question in enumerate(questions, 1):
+                answers[label].append(ask(client, context, question, method, ratio))
+                if console.is_terminal or number == len(questions):
+                    end = "\n" if number == len(questions) else "\r"
+                    console.print(
+                        f"Asked with {label}: {number} of {len(questions)}", end=end, highlight=False
+                    )
+    pairs = zip(questions, answers["default method"], answers["full attention"], strict=True)
+    return [Row(q.get("depth"), q["question"], q.get("answer"), sparse, full) for q, sparse, full in pairs]
+
+
+def summarise(rows: Sequence[Row], prefill: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The figures below the table."""
+    known = [row for row in rows if row.expected is not None]
+    sparse = [row.sparse for row in rows]
+    return {
+        "questions": len(rows),
+        "with_known_answer": len(known),
+        "correct_sparse": sum(bool(row.sparse.correct) for row in known),
+        "correct_full": sum(bool(row.full.correct) for row in known),
+        "same_answer": sum(row.sparse.text == row.full.text for row in rows),
+        "fraction_sparse_layers": statistics.fmean(answer.fraction_sparse for answer in sparse),
+        "fraction_all_layers": statistics.fmean(answer.fraction_all for answer in sparse),
+        "milliseconds_per_token_sparse": statistics.median(
+            answer.milliseconds_per_token for answer in sparse
+        ),
+        "milliseconds_per_token_full": statistics.median(row.full.milliseconds_per_token for row in rows),
+        "context_tokens": prefill["tokens"],
+        "dense_layers": prefill["dense_layers"],
+        "prefill_seconds": sum(prefill["seconds"].values()),
+        "kv_bytes": prefill["kv_bytes"],
+        "index_bytes": sum(prefill["index_bytes"].values()),
+        "total_seconds": seconds,
+    }
+
+
+def is_clearly_worse(summary: dict[str, Any]) -> bool:
+    """Whether the default method answers fewer questions than full attention, beyond one in ten."""
+    if summary["with_known_answer"]:
+        lost = summary["correct_full"] - summary["correct_sparse"]
+        return bool(lost > CLEARLY_WORSE * summary["with_known_answer"])
+    return bool(summary["same_answer"] < (1 - 3 * CLEARLY_WORSE) * summary["questions"])
+
+
+def print_rows(rows: Sequence[Row], console: Console, keep: float) -> None:
+    table = Table(title=f"Default method keeping {keep:.1%} of the keys, and full attention")
+    table.add_column("depth", justify="right")
+    for heading in ("question", "expected", "answer", "with full attention"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("sparse layers", "all layers", "ms/token", "full"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            "" if row.depth is None else f"{row.depth:.1%}",
+            row.question,
+            row.expected or "",
+            _marked(row.sparse, row.question),
+            _marked(row.full, row.question),
+            f"{row.sparse.fraction_sparse:.1%}",
+            f"{row.sparse.fraction_all:.1%}",
+            f"{row.sparse.milliseconds_per_token:.1f}",
+            f"{row.full.milliseconds_per_token:.1f}",
+        )
+    console.print(table)
+
+
+def _marked(answer: Answer, question: str) -> Text:
+    """The answer without the words that only repeat the question, coloured where it is known to be right or wrong."""
+    echo = question.removeprefix("What is ").removesuffix("?") + " is "
+    start = len(echo) if answer.text.casefold().startswith(echo.casefold()) else 0
+    shown = answer.text[start:]
+    if answer.correct is None:
+        return Text(shown)
+    return Text(shown, style="green") if answer.correct else Text(f"✗ {shown}", style="red")
+
+
+def print_summary(summary: dict[str, Any], console: Console) -> None:
+    known = summary["with_known_answer"]
+    right = (
+        f"{summary['correct_sparse']} of {known} right, full attention {summary['correct_full']} of {known}; "
+    )
+    for line in (
+        f"Answers: {right if known else ''}{summary['same_answer']} of {summary['questions']} word for word the same.",
+        f"Keys touched: {summary['fraction_sparse_layers']:.1%} in the layers that search, "
+        f"{summary['fraction_all_layers']:.1%} over all layers (dense: {summary['dense_layers'] or 'none'}).",
+        f"Time per token, median: {summary['milliseconds_per_token_sparse']:.1f} ms, "
+        f"full attention {summary['milliseconds_per_token_full']:.1f} ms (the whole model, not attention alone).",
+        f"Prefill: {summary['context_tokens']:,} tokens in {summary['prefill_seconds']:.1f} s; "
+        f"{summary['kv_bytes'] / 1e6:,.1f} MB of keys and values, {summary['index_bytes'] / 1e6:,.1f} MB of index.",
+        f"All of it took {summary['total_seconds']:.0f} s.",
+    ):
+        console.print(line, highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """What to demonstrate; the same names as the flags."""
+
+    file: Path | None
+    questions: Path | None
+    model: str
+    tokens: int
+    facts: int
+    ask: int
+    keep: float
+    seed: int
+
+    def run(self, folder: Path, console: Console) -> tuple[list[Row], dict[str, Any]]:
+        """Everything between an empty folder and the rows with their summary."""
+        started = time.monotonic()
+        document, asked = self._document(folder, console)
+        store = folder / "store"
+        console.print(f"Prefilling {document.name} once", highlight=False)
+        prefill = run_command(
+            *("prefill_worker", "run", "--model", self.model, "--input", str(document)),
+            *("--store", str(store), "--name", "demo"),
+        )
+        console.print("Starting the server", highlight=False)
+        with running_server(store, self.model, folder / "server.log") as address:
+            rows = ask_all(address, f"contexts/{prefill['id']}", asked, self.keep, console)
+        return rows, summarise(rows, prefill, time.monotonic() - started)
+
+    def _document(self, folder: Path, console: Console) -> tuple[Path, list[dict[str, Any]]]:
+        """The text and the questions: as they are when both were given, else a text with facts put in."""
+        if self.questions is not None:
+            if self.file is None:
+                raise DemoError(
+                    "--questions needs the text that they are about: ops/demo FILE --questions FILE"
+                )
+            return self.file, read_questions(self.questions)
+        document, questions = folder / "document.txt", folder / "questions.jsonl"
+        source = "held-out novels" if self.file is None else str(self.file)
+        console.print(f"Putting {self.facts} facts into {self.tokens:,} tokens of {source}", highlight=False)
+        run_command(
+            *("decode_engine", "make-document", "--model", self.model, "--tokens", str(self.tokens)),
+            *("--facts", str(self.facts), "--ask", str(self.ask), "--seed", str(self.seed)),
+            *("--out", str(document), "--questions", str(questions)),
+            *(() if self.file is None else ("--text", str(self.file))),
+        )
+        return document, read_questions(questions)
+
+
+def main(
+    file: Annotated[
+        Path | None, typer.Argument(help="Text to ask about; held-out novels by default.")
+    ] = None,
+    questions: Annotated[
+        Path | None, typer.Option(help="Questions about FILE as it is; otherwise facts are put into it.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Packaged model (reader) or path of a Hugging Face folder.")
+    ] = "reader",
+    tokens: Annotated[int, typer.Option(help="Length of the text in tokens.")] = 32768,
+    facts: Annotated[int, typer.Option(help="Facts in the text.")] = 24,
+    ask_: Annotated[int, typer.Option("--ask", help="Questions to ask.")] = 20,
+    keep: Annotated[float, typer.Option(help="Fraction of the keys to keep.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="Decides facts and depths.")] = 0,
+    output_format: Annotated[
+        OutputFormat, typer.Option("--format", help="text, or one JSON object on stdout.")
+    ] = (OutputFormat.text),
+) -> None:
+    """Prefills a long text once, serves it, asks questions over gRPC and compares with full attention.
+
+    Exit code 1 when something fails or the answers are clearly worse than full attention's.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    progress = Console(stderr=True)
+    demo = Demo(file, questions, model, tokens, facts, ask_, keep, seed)
+    try:
+        with tempfile.TemporaryDirectory(prefix="sparsekv-demo-") as folder:
+            rows, summary = demo.run(Path(folder), progress)
+    except (DemoError, SparseKVError, OSError) as error:
+        progress.print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        progress.print("interrupted; nothing is left running")
+        raise typer.Exit(130) from None
+    if output_format is OutputFormat.json:
+        report = {"rows": [asdict(row) for row in rows], "summary": summary, "machine": describe_machine()}
+        sys.stdout.write(json.dumps(report) + "\n")
+    else:
+        terminal = Console() if sys.stdout.isatty() else Console(width=160)
+        print_rows(rows, terminal, keep)
+        print_summary(summary, terminal)
+    if is_clearly_worse(summary):
+        progress.print("The default method answers clearly worse than full attention.", style="red")
+        raise typer.Exit(1)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,164 @@
+"""The demonstration asks over gRPC, judges the answers, and leaves nothing running whatever ends it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+OPS = Path(__file__).resolve().parents[2] / "ops"
+DEMO = [sys.executable, str(OPS / "demo_run.py")]
+SMALL = ["--tokens", "1500", "--facts", "4", "--ask", "3"]
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo_run", OPS / "demo_run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def processes_naming(text: str) -> list[int]:
+    """Ids of the processes whose command line holds the text."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and text.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*DEMO, *arguments],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "correct"),
+    [
+        ("The code of the falcon is 48213.", "48213", True),
+        ("Silver Fox", "silver fox", True),
+        ("The code is 482130.", "48213", False),
+        ("148213", "48213", False),
+        ("", "48213", False),
+        ("anything", None, None),
+        ("It costs 3.", "3.", True),
+    ],
+)
+def test_an_answer_is_right_when_the_expected_words_stand_in_it(
+    demo: ModuleType, text: str, expected: str | None, correct: bool | None
+) -> None:
+    assert demo.is_correct(text, expected) is correct
+
+
+def test_clearly_worse_means_more_than_one_in_ten(demo: ModuleType) -> None:
+    summary = {
+        "with_known_answer": 20,
+        "correct_full": 20,
+        "correct_sparse": 18,
+        "questions": 20,
+        "same_answer": 0,
+    }
+    assert not demo.is_clearly_worse(summary)
+    assert demo.is_clearly_worse(summary | {"correct_sparse": 17})
+    unknown = summary | {"with_known_answer": 0}
+    assert demo.is_clearly_worse(unknown | {"same_answer": 13})
+    assert not demo.is_clearly_worse(unknown | {"same_answer": 14})
+
+
+def test_questions_that_cannot_be_read_are_named(demo: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "q").write_text('{"question": "What?"}\n\n{"answer": "1"}\n')
+    with pytest.raises(demo.DemoError, match="line 3"):
+        demo.read_questions(tmp_path / "q")
+    (tmp_path / "q").write_text('{"question": "What?"}\n')
+    assert demo.read_questions(tmp_path / "q") == [{"question": "What?"}]
+
+
+@pytest.mark.slow
+def test_a_small_demonstration_answers_and_cleans_up(tmp_path: Path) -> None:
+    running = start(tmp_path, *SMALL, "--format", "json")
+    out, errors = running.communicate(timeout=240)
+    assert running.returncode == 0, errors
+    report = json.loads(out)
+    assert len(report["rows"]) == 3
+    assert report["summary"]["context_tokens"] == 1500
+    assert report["summary"]["correct_sparse"] == report["summary"]["correct_full"] == 3
+    for row in report["rows"]:
+        assert (
+            row["sparse"]["fraction_sparse"]
+            < row["sparse"]["fraction_all"]
+            < row["full"]["fraction_all"]
+            == 1.0
+        )
+        assert row["sparse"]["milliseconds_per_token"] > 0
+    assert list(tmp_path.iterdir()) == []
+    assert processes_naming(str(tmp_path)) == []
+
+
+@pytest.mark.slow
+def test_own_text_and_questions(tmp_path: Path) -> None:
+    document, questions, temporary = tmp_path / "text", tmp_path / "questions", tmp_path / "tmp"
+    temporary.mkdir()
+    document.write_text(
+        "It was a quiet morning in the village. " * 40 + "The price of the lantern is 4821. " + "Rain. " * 90
+    )
+    questions.write_text('{"question": "What is the price of the lantern?", "answer": "4821"}\n')
+    running = start(temporary, str(document), "--questions", str(questions), "--format", "json")
+    out, errors = running.communicate(timeout=240)
+    assert running.returncode == 0, errors
+    (row,) = json.loads(out)["rows"]
+    assert (row["depth"], row["full"]["correct"]) == (None, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing_running(tmp_path: Path, number: signal.Signals) -> None:
+    running = start(tmp_path, *SMALL)
+    deadline = time.monotonic() + 120
+    # The server names the store below TMPDIR on its command line.
+    while not any("serve" in command_line(pid) for pid in processes_naming(str(tmp_path))):
+        assert running.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    running.send_signal(number)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130, errors
+    assert "interrupted" in errors
+    assert processes_naming(str(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+    except OSError:
+        return ""
+
+
+@pytest.mark.slow
+def test_a_failure_is_one_sentence(tmp_path: Path) -> None:
+    running = start(tmp_path, "--model", "no-such-model", *SMALL)
+    _, errors = running.communicate(timeout=120)
+    assert running.returncode == 1
+    assert "Traceback" not in errors
+    assert errors.strip().splitlines()[-1].startswith("error: ")
+    assert list(tmp_path.iterdir()) == []
