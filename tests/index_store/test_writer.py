@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -197,6 +198,27 @@ def test_lock_between_threads(store: Store) -> None:
         thread.join()
     assert max(most) == 1
     assert len(most) == 120
+
+
+def test_clean_up_never_takes_a_living_writer(store: Store) -> None:
+    contexts = [synthetic_context(tokens=20, seed=seed, index_dtypes=("int8",)) for seed in range(12)]
+    done = threading.Event()
+
+    def clean() -> None:
+        while not done.is_set():
+            # It may take a folder that is empty and not locked yet: the writer then makes another.
+            assert sum(item.nbytes for item in store.gc()) == 0
+
+    with ThreadPoolExecutor(5) as pool:
+        cleaners = [pool.submit(clean) for _ in range(2)]
+        try:
+            for written in [pool.submit(context.write, store) for context in contexts]:
+                written.result()
+        finally:
+            done.set()
+        for cleaner in cleaners:
+            cleaner.result()
+    assert names(store) == sorted(context.id for context in contexts)
 
 
 @contextmanager
