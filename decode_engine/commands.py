@@ -6,6 +6,8 @@ import json
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
 from typing import Annotated, Any
@@ -63,14 +65,13 @@ def serve(
         dtype=dtype,
         grace=grace,
     )
-    from decode_engine.logs import log_to_stderr
+    from decode_engine.logs import logging_to_stderr
     from decode_engine.server import DecodeServer
 
-    log_to_stderr(as_json=output is OutputFormat.JSON)
-    stopping = _stop_on_signals()
-    with DecodeServer(config) as server:
+    as_json = output is OutputFormat.JSON
+    with logging_to_stderr(as_json), _signals() as stopping, DecodeServer(config) as server:
         server.load()
-        if output is OutputFormat.JSON:
+        if as_json:
             ready = {"event": "serving", "address": server.address, "store": str(store), "model": model}
             typer.echo(json.dumps(ready))
         else:
@@ -80,7 +81,8 @@ def serve(
         server.stop(grace)
 
 
-def _stop_on_signals() -> threading.Event:
+@contextmanager
+def _signals() -> Iterator[threading.Event]:
     """An event that the first SIGINT or SIGTERM sets; a second one ends the process at once."""
     stopping = threading.Event()
 
@@ -88,9 +90,12 @@ def _stop_on_signals() -> threading.Event:
         stopping.set()
         signal.signal(number, signal.SIG_DFL)
 
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    return stopping
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ask(

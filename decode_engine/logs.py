@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -28,12 +30,19 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry)
 
 
-def log_to_stderr(as_json: bool) -> None:
-    """Sends our own packages' records of level INFO and above to standard error."""
+@contextmanager
+def logging_to_stderr(as_json: bool) -> Iterator[None]:
+    """Sends our own packages' records of level INFO and above to standard error, inside the block."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(_TEXT_FORMAT))
-    for package in _OWN_PACKAGES:
-        logger = logging.getLogger(package)
+    loggers = [logging.getLogger(package) for package in _OWN_PACKAGES]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
         logger.setLevel(logging.INFO)
-        logger.handlers[:] = [handler]
-        logger.propagate = False
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)

@@ -1,6 +1,6 @@
 """Chooses the next token from logits: greedy, temperature, top-k, top-p.
 
-Shape legend: V vocabulary.
+Shape legend: V vocabulary, K candidates.
 """
 
 from __future__ import annotations
@@ -77,14 +77,24 @@ class Sampler:
         if self.greedy:
             return best
         p = self.parameters
-        kept = min(p.top_k or logits_V.numel(), logits_V.numel())
-        if kept < logits_V.numel():
-            values, ids = torch.topk(logits_V, kept)
-        else:
-            values, ids = torch.sort(logits_V, descending=True, stable=True)
-        weights = torch.softmax((values - values[0]).double() / p.temperature, dim=0)
+        values_K, ids_K = self._candidates(logits_V)
+        weights_K = torch.softmax((values_K - logits_V[best]).double() / p.temperature, dim=0)
         if p.top_p < 1.0:
             # a token stays while those before it have not reached top_p, so that the likeliest always stays
-            weights = weights.masked_fill(weights.cumsum(0) - weights >= p.top_p, 0.0)
-        choice = torch.multinomial(weights, 1, generator=self._generator)
-        return int(ids[choice])
+            weights_K = weights_K.masked_fill(weights_K.cumsum(0) - weights_K >= p.top_p, 0.0)
+        choice = int(torch.multinomial(weights_K, 1, generator=self._generator))
+        return choice if ids_K is None else int(ids_K[choice])
+
+    def _candidates(self, logits_V: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits and ids [K] of the tokens that top_k leaves, likeliest first where top_p needs that.
+
+        Ids of None mean the whole vocabulary in its own order.
+        """
+        p = self.parameters
+        if 0 < p.top_k < logits_V.numel():
+            values_K, ids_K = torch.topk(logits_V, p.top_k)
+            return values_K, ids_K
+        if p.top_p < 1.0:
+            values_K, ids_K = torch.sort(logits_V, descending=True, stable=True)
+            return values_K, ids_K
+        return logits_V, None

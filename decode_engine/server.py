@@ -35,6 +35,7 @@ SERVICES = (
 )
 _HEALTH_NAMES = ("", *SERVICES)
 _MAX_REQUEST_BYTES = 32 * 2**20
+_KEEPALIVE_MS = 20_000
 _SPARE_THREADS = 16  # for health checks and context calls beside the generations
 
 
@@ -73,6 +74,8 @@ class DecodeServer:
             options=[
                 ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not a replica
                 ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
+                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),  # a client whose machine is gone ends its calls
+                ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
             ],
         )
         context_pb2_grpc.add_ContextServiceServicer_to_server(ContextService(self._slot), server)  # type: ignore[no-untyped-call]

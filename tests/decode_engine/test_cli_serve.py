@@ -1,33 +1,49 @@
-"""The commands serve, ask and methods, as processes."""
+"""The commands serve, ask and methods: as processes where signals matter, else within this one."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
 
+from decode_engine.__main__ import main
 from decode_engine.server import DecodeServer
 from tests.decode_engine.conftest import Library
 
 COMMAND = [sys.executable, "-m", "decode_engine"]
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **environment},
-    )
+@dataclass(frozen=True)
+class Result:
+    """What a command left."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command line in this process."""
+
+    def run_here(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["decode-engine", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main()
+        captured = capsys.readouterr()
+        return Result(int(caught.value.code or 0), captured.out, captured.err)
+
+    return run_here
 
 
 @contextmanager
@@ -48,14 +64,16 @@ def serve_arguments(library: Library) -> list[str]:
     return ["--store", str(library.store), "--model", str(library.model), "--listen", "127.0.0.1:0"]
 
 
+@pytest.mark.slow
 def test_serve_ask_and_stop(library: Library, lamp: str) -> None:
     arguments = [*serve_arguments(library), "--memory", "64MiB", "--threads", "1", "--format", "json"]
     with serving(*arguments) as (process, line):
         ready = json.loads(line)
         assert ready["event"] == "serving"
         address = ready["address"]
-        answer = run(
-            "ask", "Who?", "--context", "lamp", "--max-tokens", "7", "--format", "json", "--server", address
+        asking = ["ask", "Who?", "--context", "lamp", "--max-tokens", "7", "--format", "json"]
+        answer = subprocess.run(
+            [*COMMAND, *asking, "--server", address], capture_output=True, text=True, timeout=60, check=False
         )
         assert answer.returncode == 0, answer.stderr
         report = json.loads(answer.stdout)
@@ -72,6 +90,7 @@ def test_serve_ask_and_stop(library: Library, lamp: str) -> None:
     assert all(entry["milliseconds"] > 0 for entry in entries if "rpc" in entry)
 
 
+@pytest.mark.slow
 def test_serve_as_text_ends_well_on_interrupt(library: Library, lamp: str) -> None:
     with serving(*serve_arguments(library)) as (process, line):
         assert line.startswith("Serving ")
@@ -94,7 +113,7 @@ def test_serve_as_text_ends_well_on_interrupt(library: Library, lamp: str) -> No
     ],
 )
 def test_serve_refuses_with_a_sentence(
-    library: Library, lamp: str, changes: dict[str, str], code: int, message: str
+    run: Run, library: Library, lamp: str, changes: dict[str, str], code: int, message: str
 ) -> None:
     arguments = serve_arguments(library)
     given = {**dict(zip(arguments[::2], arguments[1::2], strict=True)), **changes}
@@ -105,18 +124,30 @@ def test_serve_refuses_with_a_sentence(
     assert result.stdout == ""
 
 
-def test_ask_streams_text(server: DecodeServer, lamp: str) -> None:
-    arguments = ["--context", lamp, "--raw", "--max-tokens", "30", "--method", "full"]
+def test_ask_streams_text(run: Run, server: DecodeServer, lamp: str) -> None:
+    arguments = [
+        "--context",
+        lamp,
+        "--raw",
+        "--max-tokens",
+        "30",
+        "--method",
+        "full",
+        "--server",
+        server.address,
+    ]
     arguments += ["--temperature", "1", "--seed", "5", "--show-timings"]
-    result = run("ask", "Who lit it?", *arguments, SPARSEKV_SERVER=server.address)
+    result = run("ask", "Who lit it?", *arguments)
     assert result.returncode == 0, result.stderr
-    again = run("ask", "Who lit it?", *arguments, "--format", "json", SPARSEKV_SERVER=server.address)
+    again = run("ask", "Who lit it?", *arguments, "--format", "json")
     assert result.stdout == json.loads(again.stdout)["text"].lstrip() + "\n"
     assert "method full: no layer searched" in result.stderr
     assert "tokens: 544 context, 11 prompt, 30 answer (length)" in result.stderr
 
 
-def test_ask_ends_questions_at_line_breaks_unless_told_otherwise(server: DecodeServer, lamp: str) -> None:
+def test_ask_ends_questions_at_line_breaks_unless_told_otherwise(
+    run: Run, server: DecodeServer, lamp: str
+) -> None:
     arguments = ["ask", "Who?", "--context", lamp, "--server", server.address, "--format", "json"]
     arguments += ["--max-tokens", "600", "--temperature", "3", "--seed", "2"]
     default = json.loads(run(*arguments).stdout)
@@ -139,16 +170,23 @@ def test_ask_ends_questions_at_line_breaks_unless_told_otherwise(server: DecodeS
     ],
 )
 def test_ask_fails_with_a_sentence(
-    server: DecodeServer, lamp: str, arguments: list[str], code: int, message: str
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    server: DecodeServer,
+    lamp: str,
+    arguments: list[str],
+    code: int,
+    message: str,
 ) -> None:
-    result = run("ask", "Who?", *arguments, SPARSEKV_SERVER=server.address)
+    monkeypatch.setenv("SPARSEKV_SERVER", server.address)
+    result = run("ask", "Who?", *arguments)
     assert result.returncode == code
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
 
 
-def test_methods_of_program_and_server_agree(server: DecodeServer) -> None:
+def test_methods_of_program_and_server_agree(run: Run, server: DecodeServer) -> None:
     own = run("methods", "--format", "json")
     asked = run("methods", "--format", "json", "--server", server.address)
     assert json.loads(own.stdout) == json.loads(asked.stdout)
@@ -156,7 +194,7 @@ def test_methods_of_program_and_server_agree(server: DecodeServer) -> None:
     assert all(method["name"] in listed for method in json.loads(own.stdout)["methods"])
 
 
-def test_help_lists_all_commands(tmp_path: Path) -> None:
+def test_help_lists_all_commands(run: Run) -> None:
     result = run("--help")
     assert result.returncode == 0
     for name in ("serve", "ask", "methods", "evaluate", "make-document"):
