@@ -7,7 +7,9 @@ power of two, and locking pages that are already there is fast.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -47,8 +49,12 @@ class CudaPageLocker:
 
     @staticmethod
     def _check(code: int, call: str) -> None:
-        if code != 0:
-            raise RuntimeError(f"{call} returned CUDA error {code}")
+        if code == 0:
+            return
+        # CUDA also remembers the error and gives it to whoever launches next: let that be this launch.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        raise RuntimeError(f"{call} returned CUDA error {code}")
 
 
 def default_page_locker() -> PageLocker | None:
@@ -69,13 +75,13 @@ class HostBlock:
                 needed=nbytes,
             ) from error
         self._locker = locker
-        self._locked = False
+        self._unlock: weakref.finalize[..., HostBlock] | None = None
         self._used = 0
 
     @property
     def locked(self) -> bool:
         """Whether the pages are locked."""
-        return self._locked
+        return self._unlock is not None and self._unlock.alive
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The next part of the block as an uninitialised contiguous tensor."""
@@ -86,23 +92,29 @@ class HostBlock:
 
     def lock(self) -> None:
         """Locks the pages. Where that fails the block stays usable, pageable; the reason is logged."""
-        if self._locker is None:
+        if self._locker is None or self.locked:
             return
         try:
             self._locker.lock(self._raw)
-            self._locked = True
         except RuntimeError as error:
             logger.warning("%d bytes stay pageable, transfers will be slower: %s", self._raw.numel(), error)
+            return
+        # The finalizer refers to the memory, which therefore is never freed while it is locked.
+        self._unlock = weakref.finalize(self, _unlock, self._locker, self._raw)
+        self._unlock.atexit = False
 
     def release(self) -> None:
         """Unlocks and lets go of the memory, which is freed once no tensor refers to it."""
-        if self._locked and self._locker is not None:
-            self._locked = False
-            try:
-                self._locker.unlock(self._raw)
-            except RuntimeError as error:
-                logger.warning("%d bytes could not be unlocked: %s", self._raw.numel(), error)
+        if self._unlock is not None:
+            self._unlock()
         self._raw = torch.empty(0, dtype=torch.uint8)
+
+
+def _unlock(locker: PageLocker, raw: Tensor) -> None:
+    try:
+        locker.unlock(raw)
+    except RuntimeError as error:
+        logger.warning("%d bytes could not be unlocked: %s", raw.numel(), error)
 
 
 def aligned(nbytes: int) -> int:

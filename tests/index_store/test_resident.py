@@ -164,6 +164,17 @@ def test_page_locking(many: tuple[Store, list[SyntheticContext]]) -> None:
     assert locker.locked == []
 
 
+def test_memory_is_unlocked_when_an_arena_is_forgotten(many: tuple[Store, list[SyntheticContext]]) -> None:
+    store, contexts = many
+    locker = RecordingLocker()
+    arena = Arena(SIZE, locker)
+    touch(arena, store, contexts[0])
+    assert len(locker.locked) == 1
+    del arena
+    gc.collect()
+    assert locker.locked == []
+
+
 def test_failing_page_lock_falls_back_and_says_why(
     many: tuple[Store, list[SyntheticContext]], caplog: pytest.LogCaptureFixture
 ) -> None:
