@@ -1,0 +1,64 @@
+"""On a CUDA device prefill computes what it computes on the CPU."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from index_store.catalog import Store
+from index_store.model import load_model, resolve_model
+from prefill_worker.capture import Capture, plan_sample, register_attention
+from prefill_worker.causal_attention import attend_causally
+from prefill_worker.config import PrefillConfig
+from prefill_worker.job import run_job
+from prefill_worker.prefill import run_context
+from prefill_worker.progress import LineReporter
+from tests.support_models import write_model_folder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)]
+)
+@pytest.mark.parametrize(("past", "count"), [(0, 1), (1, 63), (500, 100), (2000, 1)])
+def test_attention_equals_the_cpu(dtype: torch.dtype, tolerance: float, past: int, count: int) -> None:
+    torch.manual_seed(past)
+    queries, past_kv, chunk = (
+        torch.randn(*shape).to(dtype).float()
+        for shape in ((2, 3, count, 64), (2, past, 2, 64), (2, count, 2, 64))
+    )
+    expected = attend_causally(queries, [past_kv], chunk)
+    found = attend_causally(queries.cuda().to(dtype), [past_kv.cuda().to(dtype)], chunk.cuda().to(dtype), 300)
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_capture_equals_the_cpu(tmp_path: Path) -> None:
+    folder = resolve_model(str(write_model_folder(tmp_path / "model", "qwen3")))
+    ids = torch.randint(3, 259, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    captures = []
+    for device in ("cpu", "cuda"):
+        loaded = load_model(folder, register_attention(), torch.float32, device)
+        capture = Capture(loaded.identity, 300, torch.float32, plan_sample(300, [], 100, 0), device)
+        run_context(loaded.model, capture, ids, 77)
+        captures.append(capture)
+    for layer in range(2):
+        one, two = (capture.kv(layer).cpu() for capture in captures)
+        torch.testing.assert_close(two, one, rtol=2e-2, atol=2e-2)
+        queries = [capture.query_sample(layer).queries_HPGD for capture in captures]
+        torch.testing.assert_close(queries[1], queries[0], rtol=2e-2, atol=2e-2)
+
+
+def test_a_whole_job(make_config: Callable[..., PrefillConfig]) -> None:
+    config = make_config(device="cuda", dense_layers="auto")
+    manifest = run_job(config, LineReporter(io.StringIO())).manifest
+    assert manifest.prefill["device"] == "cuda"
+    assert manifest.prefill["compute_dtype"] == "bfloat16"
+    assert Store(config.store).verify(manifest.id) == []
