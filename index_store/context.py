@@ -202,7 +202,9 @@ class ResidentContext:
                 "update sparsekv or prefill the document again",
                 kind=entry.kind,
             )
-        return kinds[entry.kind].from_arrays(entry.parameters, self._arrays.get((name, layer), {}), self.keys(layer))
+        return kinds[entry.kind].from_arrays(
+            entry.parameters, self._arrays.get((name, layer), {}), self.keys(layer)
+        )
 
     def _index_entry(self, name: str) -> IndexEntry:
         entry = self.manifest.index(name)
