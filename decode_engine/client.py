@@ -256,6 +256,7 @@ class Client:
         stop: Sequence[str] = (),
         method: str | None = None,
         keep_ratio: float | None = None,
+        search_period: int = 0,
         timeout_s: float | None = None,
     ) -> Generation:
         """Continues the context `contexts/<id>` by a question, a text or tokens (exactly one of them).
@@ -277,6 +278,7 @@ class Client:
                 stop=stop,
                 method=method,
                 keep_ratio=keep_ratio,
+                search_period=search_period,
             )
         except (ValueError, TypeError) as error:
             raise InvalidArgumentError(f"the request cannot be sent: {error}") from error

@@ -111,6 +111,9 @@ def ask(
     keep: Annotated[
         float | None, typer.Option(help="Fraction of the keys to keep, for example 0.02.")
     ] = None,
+    period: Annotated[
+        int, typer.Option(help="Decode steps that one search serves; 0 means the method's own, which is 1.")
+    ] = 0,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate; 256 by default.")] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Sample from this much probability.")] = None,
@@ -135,6 +138,7 @@ def ask(
         raw=raw,
         method=method,
         keep=keep,
+        period=period,
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -173,6 +177,7 @@ def _generate(client: Client, name: str, config: AskConfig) -> Generation:
         stop=config.stop_strings,
         method=config.method,
         keep_ratio=config.keep,
+        search_period=config.period,
         timeout_s=config.timeout,
     )
 

@@ -94,6 +94,7 @@ class AskConfig:
     raw: bool = False
     method: str | None = None
     keep: float | None = None
+    period: int = 0
     max_tokens: int | None = None
     temperature: float = 0.0
     top_p: float | None = None

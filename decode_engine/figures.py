@@ -11,7 +11,8 @@ class Figures:
 
     Times in nanoseconds of wall clock. Key counts are summed over query positions, layers and KV heads: `kept` keys
     were chosen by a search, `attended` adds sinks, recent window and tail, `available` is what full attention
-    would have read. The `sparse_` figures leave out layers that attend to everything.
+    would have read. `searches` counts once per layer and forward pass, whatever the number of positions. The
+    `sparse_` figures leave out layers that attend to everything.
     """
 
     search_ns: int = 0
@@ -42,7 +43,6 @@ class Figures:
 
     def count_sparse(self, kept: int, attended: int, available: int) -> None:
         """Notes the keys of a layer that searches."""
-        self.searches += 1
         self.kept += kept
         self.sparse_attended += attended
         self.sparse_available += available

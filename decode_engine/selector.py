@@ -129,6 +129,7 @@ class SparseLayer:
         searchable = search_end - self._sinks
         if searchable == 0:
             return AttentionState.empty((heads, positions, group), head_dim), 0
+        self._figures.searches += reused is None
         row_bytes = heads * searchable * 4 * (group + 1) + heads * 8 * head_dim * searchable // 8
         step = max(1, _SCRATCH_BYTES // row_bytes)
         states: list[AttentionState] = []

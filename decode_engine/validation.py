@@ -16,11 +16,12 @@ from sparsekv.v1 import generation_pb2
 
 DEFAULT_MAX_TOKENS = 256
 MAX_MAX_TOKENS = 32768
+MAX_SEARCH_PERIOD = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A checked Generate request. max_tokens None: as many as are usual and fit. method "": the context's own."""
+    """A checked Generate request. None: as is usual (max_tokens: as many as fit). method "": the context's own."""
 
     context_id: str
     text: str | None
@@ -31,6 +32,7 @@ class Order:
     stops: tuple[str, ...]
     method: str
     keep_ratio: float | None
+    search_period: int | None
 
 
 def parse_name(name: str, field: str = "name") -> str:
@@ -64,6 +66,11 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
         raise InvalidArgumentError(
             f"keep_ratio is {keep_ratio:g}, expected a number above 0 and at most 1", field="keep_ratio"
         )
+    if not 0 <= request.search_period <= MAX_SEARCH_PERIOD:
+        raise InvalidArgumentError(
+            f"search_period is {request.search_period}, expected 1 to {MAX_SEARCH_PERIOD}, or 0 for the default",
+            field="search_period",
+        )
     StopStrings(request.stop)  # raises for too many or too long ones
     return Order(
         context_id=parse_name(request.context, "context"),
@@ -80,15 +87,16 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
         stops=tuple(request.stop),
         method=request.method,
         keep_ratio=keep_ratio,
+        search_period=request.search_period or None,
     )
 
 
 def choose_method(order: Order, manifest: Manifest) -> Method:
     """The method that an order means on a context.
 
-    Raises MethodUnsupportedError for an unknown one, and for a keep ratio where nothing is cut.
+    Raises MethodUnsupportedError for an unknown one, and for a keep ratio or search period where nothing is cut.
     """
-    return get_method(order.method or default_method(manifest), order.keep_ratio)
+    return get_method(order.method or default_method(manifest), order.keep_ratio, order.search_period)
 
 
 def prompt_tokens(order: Order, tokenizer: Tokenizer, vocab_size: int) -> list[int]:

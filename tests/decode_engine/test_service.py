@@ -263,6 +263,8 @@ def fails(call: Any) -> tuple[grpc.StatusCode, ErrorInfo, str]:
         ({"stop": ["x" * 257]}, "stop"),
         ({"keep_ratio": 0.0}, "keep_ratio"),
         ({"keep_ratio": 1.5}, "keep_ratio"),
+        ({"search_period": -1}, "search_period"),
+        ({"search_period": 65}, "search_period"),
     ],
 )
 def test_bad_arguments(stubs: Stubs, lamp: str, change: dict[str, Any], field: str) -> None:
@@ -353,6 +355,18 @@ def test_context_of_another_model_or_dtype(library: Library, client: Client, tmp
             client.warm_context(name)
 
 
+def test_a_search_period_saves_searches(client: Client, lamp: str) -> None:
+    searches = []
+    for period in (0, 4):
+        generation = client.generate(
+            lamp, text="Who?", max_tokens=21, method="csattention-paper", search_period=period
+        )
+        generation.read()
+        searches.append(generation.summary.selection.searches)
+    # one searching layer: the prompt and 20 steps, or the prompt and every fourth step
+    assert searches == [21, 6]
+
+
 def test_method_that_the_context_does_not_support(library: Library, client: Client, lamp: str) -> None:
     plain = "contexts/" + library.prefill("plain", method=("full",))
     assert client.get_context(plain).default_method == "full"
@@ -360,6 +374,7 @@ def test_method_that_the_context_does_not_support(library: Library, client: Clie
         (plain, {"method": "csattention"}),
         (lamp, {"method": "guesswork"}),
         (lamp, {"method": "full", "keep_ratio": 0.5}),
+        (lamp, {"method": "full", "search_period": 2}),
     ):
         with pytest.raises(MethodUnsupportedError):
             client.generate(name, text="x", **arguments).read()  # type: ignore[arg-type]
