@@ -18,7 +18,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.folders import lock_folder, remove_tree, storing, sync_path, sync_tree, unused_name
 from index_store.manifest import ArrayEntry, Manifest, tokens_entry
 from index_store.manifest_json import render_manifest
-from index_store.zarr_io import ArrayWriter, check_metadata, check_sizes
+from index_store.zarr_io import ArrayWriter, check_metadata, check_sizes, verify_chunks
 
 TEMPORARY_PREFIX = ".tmp-"
 TRASH_PREFIX = ".trash-"
@@ -93,6 +93,14 @@ class ContextWriter:
         self.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
         self.write_chunk(entry.path, (0,), ids)
         return entry
+
+    def verify(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+        """Reads back every chunk written so far; raises the first ContextCorruptError.
+
+        `on_bytes` is called with the number of bytes read, for progress.
+        """
+        for problem in verify_chunks(self._folder, self._entries.values(), on_bytes):
+            raise problem
 
     def publish(self, manifest: Manifest) -> None:
         """Makes the context durable and visible, all at once.

@@ -125,7 +125,7 @@ def run(
         )
         report = run_job(config, reporter_for(sys.stderr))
     except KeyboardInterrupt:
-        typer.echo("interrupted; nothing was kept", err=True)
+        typer.echo("interrupted; nothing incomplete was kept", err=True)
         raise typer.Exit(INTERRUPTED) from None
     if format_ is OutputFormat.JSON:
         typer.echo(json.dumps(report_json(report)))

@@ -20,10 +20,9 @@ from index_store.errors import (
     StoreFullError,
 )
 from index_store.indexes.base import Scalar
-from index_store.manifest import IndexEntry, Manifest, ModelIdentity, context_id, kv_entry
+from index_store.manifest import ArrayEntry, IndexEntry, Manifest, ModelIdentity, context_id, kv_entry
 from index_store.methods import IndexSpec, get_method, index_spec
 from index_store.model import (
-    LoadedModel,
     ModelFolder,
     check_positions,
     checkpoint_dtype,
@@ -119,8 +118,6 @@ def run_job(
         _check_space(job)
         reporter.note(f"context {id_[:12]}: {len(job.token_ids)} tokens, model {job.identity.name}")
         manifest = _write(job, store, id_, clock, reporter)
-        with clock("verify"), reporter.phase("verify", "bytes") as update:
-            _verify(store, manifest, update)
     return PrefillReport(manifest, True, clock.seconds)
 
 
@@ -195,23 +192,28 @@ def _check_space(job: _Job) -> None:
 
 def _write(job: _Job, store: Store, id_: str, clock: _Clock, reporter: Reporter) -> Manifest:
     with store.writer(id_) as writer:
-        with clock("load"):
-            loaded = load_model(job.folder, register_attention(), device=job.config.torch_device)
-        capture = _read(job, loaded, clock, reporter)
+        capture, compute_dtype = _read(job, clock, reporter)
         with clock("dense_layers"):
             dense, errors = _dense_layers(job, capture)
         reporter.note(f"dense layers: {', '.join(map(str, dense)) or 'none'}")
         with reporter.phase("index", "layers") as update:
             indexes = write_layers(writer, capture, job.specs, dense, job.config.seed, clock, update)
-        compute_dtype = dtype_name(next(loaded.model.parameters()).dtype)
-        manifest = _manifest(job, id_, writer, dense, errors, compute_dtype, indexes, clock)
+        tokens = writer.write_tokens(job.token_ids)
+        kv = kv_entry(job.identity, len(job.token_ids), job.dtype)
+        with clock("verify"), reporter.phase("verify", "bytes") as update:
+            written = (tokens, kv, *(array for index in indexes for array in index.arrays))
+            _verify(writer, sum(array.nbytes for array in written), update)
+        manifest = _manifest(job, id_, clock, compute_dtype, dense, errors, tokens, kv, indexes)
         with clock("publish"):
             writer.publish(manifest)
     return manifest
 
 
-def _read(job: _Job, loaded: LoadedModel, clock: _Clock, reporter: Reporter) -> Capture:
+def _read(job: _Job, clock: _Clock, reporter: Reporter) -> tuple[Capture, str]:
+    """(what the model computed, the name of the dtype it computed in); the weights are freed at the end."""
     config, identity = job.config, job.identity
+    with clock("load"):
+        loaded = load_model(job.folder, register_attention(), device=config.torch_device)
     rows = max(1, config.query_sample // (identity.query_heads // identity.kv_heads))
     plan = plan_sample(len(job.token_ids), [len(prompt) for prompt in job.prompts], rows, config.seed)
     capture = Capture(
@@ -222,7 +224,7 @@ def _read(job: _Job, loaded: LoadedModel, clock: _Clock, reporter: Reporter) -> 
     if job.prompts:
         with clock("calibration"), reporter.phase("calibration", "prompts") as update:
             run_prompts(loaded.model, capture, job.prompts, config.chunk, update)
-    return capture
+    return capture, dtype_name(next(loaded.model.parameters()).dtype)
 
 
 def _dense_layers(job: _Job, capture: Capture) -> tuple[tuple[int, ...], Sequence[float]]:
@@ -237,12 +239,13 @@ def _dense_layers(job: _Job, capture: Capture) -> tuple[tuple[int, ...], Sequenc
 def _manifest(
     job: _Job,
     id_: str,
-    writer: ContextWriter,
+    clock: _Clock,
+    compute_dtype: str,
     dense: tuple[int, ...],
     errors: Sequence[float],
-    compute_dtype: str,
+    tokens: ArrayEntry,
+    kv: ArrayEntry,
     indexes: tuple[IndexEntry, ...],
-    clock: _Clock,
 ) -> Manifest:
     config = job.config
     now = utc_now()
@@ -269,17 +272,16 @@ def _manifest(
         salt=config.salt,
         method=",".join(config.method),
         dense_layers=dense,
-        tokens=writer.write_tokens(job.token_ids),
-        kv=kv_entry(job.identity, len(job.token_ids), job.dtype),
+        tokens=tokens,
+        kv=kv,
         indexes=indexes,
         prefill=prefill,
         seconds={phase: round(seconds, 6) for phase, seconds in clock.seconds.items()},
     )
 
 
-def _verify(store: Store, manifest: Manifest, update: Update) -> None:
-    """Reads the published context back; removes it and raises when a byte differs from what was written."""
-    total = sum(array.nbytes for array in manifest.arrays)
+def _verify(writer: ContextWriter, total: int, update: Update) -> None:
+    """Reads back what was written, before anybody can see it; raises when a byte differs."""
     done = 0
 
     def count(nbytes: int) -> None:
@@ -287,7 +289,4 @@ def _verify(store: Store, manifest: Manifest, update: Update) -> None:
         done += nbytes
         update(min(done, total), total)
 
-    problems = store.verify(manifest.id, count)
-    if problems:
-        store.delete(manifest.id)
-        raise problems[0]
+    writer.verify(count)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from index_store.catalog import Store
 from index_store.errors import (
+    ChecksumError,
     InvalidArgumentError,
     MethodUnsupportedError,
     SparseKVError,
@@ -229,7 +230,7 @@ def test_overflow_of_the_stored_dtype_is_an_error(make_config: MakeConfig, tmp_p
     assert hidden_entries(config.store) == []
 
 
-@pytest.mark.parametrize("moment", ["create_array", "write_chunk", "publish"])
+@pytest.mark.parametrize("moment", ["create_array", "write_chunk", "write_tokens", "publish"])
 def test_a_full_disk_leaves_nothing(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -245,7 +246,11 @@ def test_a_full_disk_leaves_nothing(
     def fail_late(self: ContextWriter, *arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        return fail() if calls > 2 or moment == "publish" else original(self, *arguments, **options)
+        return (
+            fail()
+            if calls > 2 or moment in ("publish", "write_tokens")
+            else original(self, *arguments, **options)
+        )
 
     with monkeypatch.context() as patched:
         patched.setattr(ContextWriter, moment, fail_late)
@@ -271,19 +276,20 @@ def test_a_store_that_is_a_file(make_config: MakeConfig, document: Path) -> None
         run(make_config(store=document))
 
 
-def test_bytes_that_went_bad_while_publishing_are_noticed(
+def test_bytes_that_went_bad_on_disk_are_never_published(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = ContextWriter.publish
+    original = ContextWriter.verify
 
-    def publish_then_damage(self: ContextWriter, manifest: Any) -> None:
-        original(self, manifest)
-        chunk = next((make_config().store / "contexts" / manifest.id / "kv").rglob("c/*/*/*/*/*"))
+    def damage_then_verify(self: ContextWriter, *arguments: Any) -> None:
+        chunk = next((make_config().store / "contexts").rglob("kv/c/*/*/*/*/*"))
         data = bytearray(chunk.read_bytes())
         data[5] ^= 1
         chunk.write_bytes(data)
+        original(self, *arguments)
 
-    monkeypatch.setattr(ContextWriter, "publish", publish_then_damage)
-    with pytest.raises(SparseKVError, match="kv"):
+    monkeypatch.setattr(ContextWriter, "verify", damage_then_verify)
+    with pytest.raises(ChecksumError, match="kv"):
         run(make_config())
     assert Store(make_config().store).entries() == []
+    assert hidden_entries(make_config().store) == []
