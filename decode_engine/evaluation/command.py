@@ -30,9 +30,7 @@ ModelOption = Annotated[
 
 
 def evaluate_command(
-    out: Annotated[
-        Path, typer.Option(help="Folder for results.json, results.csv, quality.png and the store.")
-    ],
+    out: Annotated[Path, typer.Option(help="Folder for results.json, .csv, .md, quality.png and the store.")],
     model: ModelOption = "reader",
     context_length: Annotated[
         str, typer.Option(help="Context lengths in tokens, comma-separated.")
@@ -94,7 +92,9 @@ def evaluate_command(
         return
     terminal = Console() if on_terminal() else Console(width=170)
     terminal.print(results_table(scores, f"{config.model}, {config.questions} questions per context length"))
-    terminal.print(f"Written to {out}: results.json, results.csv{', quality.png' if picture else ''}")
+    terminal.print(
+        f"Written to {out}: results.json, results.csv, results.md{', quality.png' if picture else ''}"
+    )
 
 
 def make_document_command(

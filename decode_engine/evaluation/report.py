@@ -60,14 +60,37 @@ def _error(value: float | None, digits: int) -> str:
 
 
 def write_results(folder: Path, scores: Sequence[Score], setting: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes results.json and results.csv; returns the object that results.json holds."""
+    """Writes results.json, results.csv and results.md; returns the object that results.json holds."""
     results = {**setting, "scores": [asdict(score) for score in scores]}
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     with (folder / "results.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Score)])
         writer.writeheader()
         writer.writerows(asdict(score) for score in scores)
+    (folder / "results.md").write_text(markdown_table(scores))
     return results
+
+
+def markdown_table(scores: Sequence[Score]) -> str:
+    """The table for a document, one row per context length, method and keep ratio."""
+    lines = [
+        "| context | method | keep | exact match | KL | KL, answer | KL, text | keys, sparse layers | keys, all layers |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for score in scores:
+        cells = (
+            f"{score.context_length:,}",
+            f"`{score.method}`",
+            "-" if score.keep is None else f"{score.keep:.0%}",
+            f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}",
+            f"{score.kl:.4f} {_error(score.kl_se, 4)}",
+            f"{score.kl_answer:.4f} {_error(score.kl_answer_se, 4)}",
+            f"{score.kl_text:.4f} {_error(score.kl_text_se, 4)}",
+            "-" if score.touched_sparse is None else f"{score.touched_sparse:.1%}",
+            f"{score.touched_all:.1%}",
+        )
+        lines.append(f"| {' | '.join(cell.strip() for cell in cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def check_pictures() -> None:

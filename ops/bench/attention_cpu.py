@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
@@ -269,12 +270,31 @@ def missed_bars(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
+def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The results for a document; times in microseconds."""
+    lines = [
+        "| shape | context | method | keep | step | search | gather | attend | against full |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        name = f"full ({row['variant']})" if row["method"] == "full" else row["method"]
+        parts = [
+            f"{row[part]:,.0f}" if part in row else "-" for part in ("search_us", "gather_us", "attend_us")
+        ]
+        keep = f"{row['keep']:.0%}" if "keep" in row else "-"
+        speedup = f"{row['speedup']:.1f}x" if "speedup" in row else "1x"
+        cells = [row["shape"], f"{row['context']:,}", name, keep, f"{row['step_us']:,.0f}", *parts, speedup]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main(
     lengths: Annotated[str, typer.Option(help="Context lengths, comma-separated.")] = "8k,32k,128k",
     shapes: Annotated[str, typer.Option(help=f"Of {', '.join(SHAPES)}.")] = ",".join(SHAPES),
     keep: Annotated[str, typer.Option(help="Fractions of the keys to keep.")] = "0.01,0.02,0.05",
     repeats: Annotated[int, typer.Option(help="Timed steps per figure.")] = 30,
     seed: Annotated[int, typer.Option()] = 0,
+    table: Annotated[Path | None, typer.Option(help="Also write the results as a Markdown table.")] = None,
     bars: Annotated[bool, typer.Option("--bars", help="Fail when dense tables are too slow.")] = False,
 ) -> None:
     """Times one layer's attention per decode step on the CPU; one JSON line per result."""
@@ -291,6 +311,8 @@ def main(
     except (CheckFailedError, SparseKVError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
+    if table is not None:
+        table.write_text(markdown_table(rows))
     missed = missed_bars(rows) if bars else []
     for line in missed:
         typer.echo(f"missed: {line}", err=True)

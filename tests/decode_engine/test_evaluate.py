@@ -249,6 +249,9 @@ def test_reports_hold_every_score(tmp_path: Path) -> None:
     with (tmp_path / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["kl"]) for row in rows] == [score.kl for score in scores]
+    table = (tmp_path / "results.md").read_text().splitlines()
+    assert len(table) == 2 + len(scores)
+    assert len({line.count("|") for line in table}) == 1
     console = Console(width=170, record=True, file=(tmp_path / "table").open("w"))
     console.print(results_table(scores, "title"))
     text = console.export_text()

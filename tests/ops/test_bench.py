@@ -28,7 +28,7 @@ def bench() -> ModuleType:
     return module
 
 
-def test_one_json_line_per_result() -> None:
+def test_one_json_line_per_result(tmp_path: Path) -> None:
     command = [
         sys.executable,
         str(BENCH),
@@ -49,6 +49,9 @@ def test_one_json_line_per_result() -> None:
         assert (row["shape"], row["context"]) == ("reader", 1024)
         assert row["step_us"] > 0
         assert {"date", "processor", "cores", "torch", "numba", "python"} <= set(row["machine"])
+    table = (tmp_path / "table.md").read_text().splitlines()
+    assert len(table) == 5
+    assert len({line.count("|") for line in table}) == 1
     assert rows[0]["step_us"] == min(rows[0]["variants_us"].values())
     for row in rows[1:]:
         assert row["speedup"] == pytest.approx(row["full_us"] / row["step_us"], abs=0.011)

@@ -1,0 +1,149 @@
+"""What the README shows works, and what the documents list is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+ADDRESS = "127.0.0.1:50051"
+BLOCK = re.compile(
+    r"<!-- test: (?P<how>\w+)(?:, prints (?P<prints>[^>]+?))? -->\n```\w+\n(?P<code>.*?)```", re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A fenced block that is marked for the test. how: run (bash), serve (bash, in the background), python."""
+
+    how: str
+    prints: str | None
+    code: str
+
+
+def examples() -> list[Example]:
+    text = (ROOT / "README.md").read_text()
+    return [Example(match["how"], match["prints"], match["code"]) for match in BLOCK.finditer(text)]
+
+
+def tracked_files() -> list[Path]:
+    """Files of the project, by git where there is a repository."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if listed.returncode == 0:
+        return [Path(line) for line in listed.stdout.splitlines() if (ROOT / line).exists()]
+    visible = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
+    return [
+        path for path in visible if not any(part[0] == "." or "__pycache__" in part for part in path.parts)
+    ]
+
+
+def test_the_first_thirty_lines_say_what_it_is_and_how_to_install_and_run_it() -> None:
+    head = "\n".join((ROOT / "README.md").read_text().splitlines()[:30])
+    for needed in ("ops/demo", "ops/test", "pip install", "prefill-worker run", "decode-engine serve"):
+        assert needed in head
+
+
+def test_the_tree_is_the_repository() -> None:
+    (block,) = re.findall(r"## The tree\n\n```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = [line.split(maxsplit=1) for line in block.splitlines()]
+    assert all(len(line) == 2 for line in lines), "every line needs a path and a description"
+    files = [path for path in tracked_files() if not path.parts[0].startswith(".")]
+    expected = {str(path) for path in files if len(path.parts) == 1}
+    expected |= {
+        f"{folder}/" for path in files for folder in path.parents[:-1] if folder.parent.name != "tests"
+    }
+    assert {path for path, _ in lines} == {
+        name for name in expected if "tests/" not in name or name == "tests/"
+    }
+
+
+def test_the_module_table_is_complete() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    listed = re.findall(r"^\| `([\w/]+\.py)` \| .+ \|$", text, re.MULTILINE)
+    packages = {"index_store", "prefill_worker", "decode_engine"}
+    modules = {
+        str(p)
+        for p in tracked_files()
+        if p.suffix == ".py" and p.parts[0] in packages and p.stem != "__init__"
+    }
+    assert len(listed) == len(set(listed))
+    assert set(listed) == modules
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\(([^)#:]+)\)", document.read_text())
+    assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_in_the_documents_exist(document: Path) -> None:
+    """Paths below ops/ and the three commands with their sub-commands, wherever they are shown."""
+    text = document.read_text()
+    paths = set(re.findall(r"\bops/[\w/.]*\w", text))
+    assert sorted(path for path in paths if not (ROOT / path).exists()) == []
+    known = {
+        "prefill-worker": {"run"},
+        "decode-engine": {"serve", "ask", "methods", "evaluate", "make-document"},
+        "index-store": {"ls", "show", "verify", "rm", "gc"},
+    }
+    for command, subcommands in known.items():
+        shown = set(re.findall(rf"^(?:\S*/)?{command} ([a-z-]+)", text, re.MULTILINE))
+        shown |= set(re.findall(rf"`{command} ([a-z-]+)", text))
+        assert shown <= subcommands
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@contextmanager
+def serving(code: str, folder: Path, environment: dict[str, str]) -> Iterator[None]:
+    """The server of the README, from its first line of output on."""
+    server = subprocess.Popen(
+        ["bash", "-c", f"exec {code}"], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("Serving")
+        yield
+    finally:
+        server.terminate()
+        assert server.wait(timeout=30) == 0
+
+
+@pytest.mark.slow
+def test_the_readme_runs(tmp_path: Path) -> None:
+    blocks = examples()
+    assert [block.how for block in blocks] == ["run", "serve", "run", "python"]
+    address = free_address()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # The port in the README may be taken on this machine; everything else runs as it stands there.
+    environment = os.environ | {"PATH": path, "SPARSEKV_SERVER": address}
+    before, server, *after = [Example(b.how, b.prints, b.code.replace(ADDRESS, address)) for b in blocks]
+    check(before, tmp_path, environment)
+    with serving(server.code, tmp_path, environment):
+        for example in after:
+            check(example, tmp_path, environment)
+
+
+def check(example: Example, folder: Path, environment: dict[str, str]) -> None:
+    shell = ["bash", "-euo", "pipefail", "-c"] if example.how == "run" else [sys.executable, "-c"]
+    done = subprocess.run(
+        [*shell, example.code], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert example.prints is None or example.prints in done.stdout
