@@ -74,7 +74,7 @@ def write_results(folder: Path, scores: Sequence[Score], setting: Mapping[str, A
 def markdown_table(scores: Sequence[Score]) -> str:
     """The table for a document, one row per context length, method and keep ratio."""
     lines = [
-        "| context | method | keep | exact match | KL | KL, answer | KL, text | keys, sparse layers | keys, all layers |",
+        "| context | method | keep | exact match | KL | KL, answer | KL, text | keys, sparse | keys, all |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for score in scores:

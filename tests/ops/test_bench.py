@@ -29,18 +29,8 @@ def bench() -> ModuleType:
 
 
 def test_one_json_line_per_result(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(BENCH),
-        "--lengths",
-        "1k",
-        "--shapes",
-        "reader",
-        "--keep",
-        "0.05",
-        "--repeats",
-        "2",
-    ]
+    command = [sys.executable, str(BENCH), "--lengths", "1k", "--shapes", "reader", "--keep", "0.05"]
+    command += ["--repeats", "2", "--table", str(tmp_path / "table.md")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
