@@ -8,9 +8,10 @@ from types import ModuleType
 
 import google.api.resource_pb2 as resource
 import pytest
-import sparsekv.v1
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto, FileDescriptorSet
 from grpc_tools import protoc  # type: ignore[import-untyped]
+
+import sparsekv.v1
 
 PROTOS = Path(sparsekv.v1.__file__).parents[2]
 FILES = ("context", "generation")
