@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from enum import StrEnum
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from index_store.errors import SparseKVError
+from prefill_worker import flags
 
 if TYPE_CHECKING:
     from prefill_worker.job import PrefillReport
@@ -28,27 +27,6 @@ app = typer.Typer(
 )
 
 
-class OutputFormat(StrEnum):
-    """How the result is printed."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-class Tables(StrEnum):
-    """Layouts of query tables."""
-
-    DENSE = "dense"
-    LISTS = "lists"
-
-
-class Split(StrEnum):
-    """Which dimensions form a subspace."""
-
-    STRIDED = "strided"
-    CONTIGUOUS = "contiguous"
-
-
 @app.callback()
 def _root() -> None:
     """Makes `run` a command of its own, so that others can join it."""
@@ -56,43 +34,26 @@ def _root() -> None:
 
 @app.command()
 def run(
-    model: Annotated[str, typer.Option(help="'reader', or the path of a Hugging Face model folder.")],
-    input_: Annotated[
-        list[Path], typer.Option("--input", help="Text file; may be repeated; - is standard input.")
-    ],
-    store: Annotated[Path, typer.Option(help="Folder of the store; made when it is not there.")],
-    more_inputs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FILE]...", help="More text files.")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Display name; by default the first file's name.")] = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(help="Method whose index to build; may be repeated. Default: csattention."),
-    ] = None,
-    tables: Annotated[Tables | None, typer.Option(help="Layout of query tables.")] = None,
-    subspaces: Annotated[int | None, typer.Option(help="Slices of the head dimension.")] = None,
-    centroids: Annotated[int | None, typer.Option(help="Query centroids per slice.")] = None,
-    split: Annotated[Split | None, typer.Option(help="How dimensions form slices.")] = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Example prompts: one question per line, or .jsonl.")
-    ] = None,
-    dense_layers: Annotated[str, typer.Option(help="auto, none, or layers such as 0,1.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="Of stored keys and values: auto, float32, float16, bfloat16.")
-    ] = "auto",
-    chunk: Annotated[int, typer.Option(help="Tokens per forward pass.")] = 2048,
-    query_sample: Annotated[
-        int, typer.Option(help="Queries per KV head that indexes are built from.")
-    ] = 8192,
-    ttl: Annotated[
-        str | None, typer.Option(help="Time to live, for example 30m, 12h, 7d; default: for ever.")
-    ] = None,
-    salt: Annotated[str, typer.Option(help="Keeps equal documents of different owners apart.")] = "",
-    seed: Annotated[int, typer.Option(help="Of the query sample and the clustering.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    format_: Annotated[OutputFormat, typer.Option("--format", help="Of the result on standard output.")] = (
-        OutputFormat.TEXT
-    ),
+    model: flags.Model,
+    input_: flags.Input,
+    store: flags.StoreFolder,
+    more_inputs: flags.MoreInputs = None,
+    name: flags.Name = None,
+    method: flags.Method = None,
+    tables: flags.Tables = None,
+    subspaces: flags.Subspaces = None,
+    centroids: flags.Centroids = None,
+    split: flags.Split = None,
+    calibration: flags.Calibration = None,
+    dense_layers: flags.DenseLayers = "auto",
+    dtype: flags.Dtype = "auto",
+    chunk: flags.Chunk = 2048,
+    query_sample: flags.QuerySample = 8192,
+    ttl: flags.Ttl = None,
+    salt: flags.Salt = "",
+    seed: flags.Seed = 0,
+    device: flags.Device = "auto",
+    format_: flags.Format = flags.OutputFormat.TEXT,
 ) -> None:
     """Prefills a document, stores it and prints what was stored. The same content again does nothing."""
     # Imported here, not above: torch and transformers take seconds, which --help and usage errors need not wait
@@ -127,7 +88,7 @@ def run(
     except KeyboardInterrupt:
         typer.echo("interrupted; nothing incomplete was kept", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    if format_ is OutputFormat.JSON:
+    if format_ is flags.OutputFormat.JSON:
         typer.echo(json.dumps(report_json(report)))
     else:
         _print_text(report)

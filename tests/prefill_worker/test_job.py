@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -91,6 +93,21 @@ def test_the_same_content_again_does_nothing(
     again = run(make_config(name="another name", chunk=7, ttl="1h"))
     assert not again.created
     assert again.manifest == first.manifest
+
+
+def test_a_second_job_waits_for_the_first_and_finds_its_context(make_config: MakeConfig) -> None:
+    config, notes = make_config(), io.StringIO()
+    id_ = run(config).manifest.id
+    store = Store(config.store)
+    with ThreadPoolExecutor(1) as pool:
+        with store.lock(id_):
+            second = pool.submit(run_job, config, LineReporter(notes), io.BytesIO())
+            deadline = time.monotonic() + 30
+            while "waiting for it" not in notes.getvalue() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not second.done()
+        assert not second.result(timeout=30).created
+    assert f"another job is writing context {id_[:12]}" in notes.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,54 @@
+"""The command line's flags: type, name and help of each. Their meaning: `prefill_worker.config.PrefillConfig`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+
+class OutputFormat(StrEnum):
+    """How the result is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class TableLayout(StrEnum):
+    """Layouts of query tables."""
+
+    DENSE = "dense"
+    LISTS = "lists"
+
+
+class DimensionSplit(StrEnum):
+    """Which dimensions form a subspace."""
+
+    STRIDED = "strided"
+    CONTIGUOUS = "contiguous"
+
+
+Model = Annotated[str, Option(help="'reader', or the path of a Hugging Face model folder.")]
+Input = Annotated[list[Path], Option("--input", help="Text file; may be repeated; - is standard input.")]
+MoreInputs = Annotated[list[Path] | None, Argument(metavar="[FILE]...", help="More text files.")]
+StoreFolder = Annotated[Path, Option(help="Folder of the store; made when it is not there.")]
+Name = Annotated[str | None, Option(help="Display name; by default the first file's name.")]
+Method = Annotated[
+    list[str] | None, Option(help="Method whose index to build; may be repeated. Default: csattention.")
+]
+Tables = Annotated[TableLayout | None, Option(help="Layout of query tables; default: the method's.")]
+Subspaces = Annotated[int | None, Option(help="Slices of the head dimension; default: the method's.")]
+Centroids = Annotated[int | None, Option(help="Query centroids per slice; default: the method's.")]
+Split = Annotated[DimensionSplit | None, Option(help="How dimensions form slices; default: the method's.")]
+Calibration = Annotated[Path | None, Option(help="Example prompts: one question per line, or .jsonl.")]
+DenseLayers = Annotated[str, Option(help="auto, none, or layers such as 0,1.")]
+Dtype = Annotated[str, Option(help="Of stored keys and values: auto, float32, float16, bfloat16.")]
+Chunk = Annotated[int, Option(help="Tokens per forward pass.")]
+QuerySample = Annotated[int, Option(help="Queries per KV head that indexes are built from.")]
+Ttl = Annotated[str | None, Option(help="Time to live, for example 30m, 12h, 7d; default: for ever.")]
+Salt = Annotated[str, Option(help="Keeps equal documents of different owners apart.")]
+Seed = Annotated[int, Option(help="Of the query sample and the clustering.")]
+Device = Annotated[str, Option(help="auto, cpu or cuda.")]
+Format = Annotated[OutputFormat, Option("--format", help="Of the result on standard output.")]
