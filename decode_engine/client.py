@@ -28,7 +28,7 @@ from decode_engine.errors import (
     InternalError,
     ServerUnreachableError,
 )
-from decode_engine.replies import (
+from decode_engine.rpc.replies import (
     ContextInfo,
     IndexInfo,
     MethodInfo,
@@ -41,7 +41,7 @@ from decode_engine.replies import (
     read_method,
     read_summary,
 )
-from decode_engine.status import error_info
+from decode_engine.rpc.status import error_info
 from index_store.errors import (
     ContextAmbiguousError,
     ContextNotFoundError,

@@ -66,7 +66,7 @@ def serve(
         grace=grace,
     )
     from decode_engine.logs import logging_to_stderr
-    from decode_engine.server import DecodeServer
+    from decode_engine.rpc.server import DecodeServer
 
     as_json = output is OutputFormat.JSON
     with logging_to_stderr(as_json), _signals() as stopping, DecodeServer(config) as server:
@@ -251,8 +251,8 @@ def methods(
 
 
 def _local_methods() -> list[dict[str, Any]]:
-    from decode_engine.describe import describe_method
-    from decode_engine.replies import read_method
+    from decode_engine.rpc.describe import describe_method
+    from decode_engine.rpc.replies import read_method
     from index_store.methods import METHODS
 
     return [asdict(read_method(describe_method(method))) for method in METHODS.values()]

@@ -20,13 +20,7 @@ MAY_IMPORT = {
     "decode_engine": {"sparsekv", "index_store"},
 }
 
-GRPC_PLACES = (
-    "sparsekv/v1/*",
-    "decode_engine/service.py",
-    "decode_engine/status.py",
-    "decode_engine/server.py",
-    "decode_engine/client.py",
-)
+GRPC_PLACES = ("sparsekv/v1/*", "decode_engine/rpc/*", "decode_engine/client.py")
 
 # Where a third-party package may be imported; a package that is not listed may be imported anywhere.
 PLACES = {

@@ -13,7 +13,7 @@ import pytest
 
 from decode_engine.client import Client
 from decode_engine.config import ServeConfig
-from decode_engine.server import DecodeServer
+from decode_engine.rpc.server import DecodeServer
 from prefill_worker.config import PrefillConfig
 from prefill_worker.job import run_job
 from prefill_worker.progress import LineReporter

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from decode_engine.__main__ import main
-from decode_engine.server import DecodeServer
+from decode_engine.rpc.server import DecodeServer
 from tests.decode_engine.conftest import Library
 
 COMMAND = [sys.executable, "-m", "decode_engine"]

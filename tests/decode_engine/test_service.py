@@ -25,9 +25,9 @@ from decode_engine.errors import (
     TooManyRequestsError,
 )
 from decode_engine.requests import Request
+from decode_engine.rpc.server import SERVICES, DecodeServer
+from decode_engine.rpc.status import error_info
 from decode_engine.sampler import SamplingParameters
-from decode_engine.server import SERVICES, DecodeServer
-from decode_engine.status import error_info
 from decode_engine.text import TextStream
 from index_store.errors import (
     ContextCorruptError,

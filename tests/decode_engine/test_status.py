@@ -14,7 +14,7 @@ from google.rpc.error_details_pb2 import ErrorInfo
 import decode_engine.errors
 import index_store.errors
 from decode_engine.errors import InternalError
-from decode_engine.status import StatusInterceptor, code_of, error_info, public_error, to_status
+from decode_engine.rpc.status import StatusInterceptor, code_of, error_info, public_error, to_status
 from index_store.errors import ContextCorruptError, SparseKVError, TruncatedChunkError
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 

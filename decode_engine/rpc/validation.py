@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decode_engine.describe import COLLECTION, default_method
 from decode_engine.errors import PromptTooLongError
+from decode_engine.rpc.describe import COLLECTION, default_method
 from decode_engine.sampler import SamplingParameters
 from decode_engine.text import StopStrings
 from index_store.errors import InvalidArgumentError

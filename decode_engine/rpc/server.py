@@ -17,10 +17,10 @@ from grpc_reflection.v1alpha import reflection
 from decode_engine.config import ServeConfig, is_loopback
 from decode_engine.engine import Engine
 from decode_engine.errors import AddressError
+from decode_engine.rpc.service import Backend, BackendSlot, ContextService, GenerationService
+from decode_engine.rpc.status import StatusInterceptor
 from decode_engine.runner import ModelRunner
-from decode_engine.service import Backend, BackendSlot, ContextService, GenerationService
 from decode_engine.session import Session
-from decode_engine.status import StatusInterceptor
 from decode_engine.warm_up import warm_up
 from index_store.arena import Arena
 from index_store.catalog import Store

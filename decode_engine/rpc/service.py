@@ -10,15 +10,12 @@ from typing import Any
 import grpc
 from google.protobuf.empty_pb2 import Empty
 
-from decode_engine.describe import describe_broken, describe_context, describe_method
 from decode_engine.engine import Engine
 from decode_engine.errors import NotReadyError
-from decode_engine.pages import Pager
 from decode_engine.requests import Finished, FinishReason, Request, Stream, Token
-from decode_engine.runner import ModelRunner
-from decode_engine.session import Session, require_index
-from decode_engine.text import TextStream
-from decode_engine.validation import (
+from decode_engine.rpc.describe import describe_broken, describe_context, describe_method
+from decode_engine.rpc.pages import Pager
+from decode_engine.rpc.validation import (
     Order,
     choose_method,
     fit_max_tokens,
@@ -26,6 +23,9 @@ from decode_engine.validation import (
     parse_order,
     prompt_tokens,
 )
+from decode_engine.runner import ModelRunner
+from decode_engine.session import Session, require_index
+from decode_engine.text import TextStream
 from index_store.arena import Arena
 from index_store.catalog import BrokenContext, Store
 from index_store.errors import ContextCorruptError, ContextNotFoundError, FormatVersionError
