@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from decode_engine.figures import Figures
-from decode_engine.partial_attention import attend_gathered, attend_shared
+from decode_engine.partial_attention import BLOCK_BYTES, attend_gathered, attend_shared
 from decode_engine.tail import Tail
 from index_store.attention_state import AttentionState
 from index_store.budgets import Selection
 from index_store.indexes.base import AppendedKeys, LayerIndex
 from index_store.methods import Method
 
-_SCRATCH_BYTES = 64 * 2**20  # scores and gathered rows of one pass over query positions
+_SCORE_BYTES = 16 * 2**20  # scores of one search; a longer prompt is searched in several passes
 
 
 class LayerAttention(Protocol):
@@ -130,26 +130,40 @@ class SparseLayer:
         if searchable == 0:
             return AttentionState.empty((heads, positions, group), head_dim), 0
         self._figures.searches += reused is None
-        row_bytes = heads * searchable * 4 * (group + 1) + heads * 8 * head_dim * searchable // 8
-        step = max(1, _SCRATCH_BYTES // row_bytes)
+        step = max(1, _SCORE_BYTES // (heads * searchable * 4 * (group + 1)))
         states: list[AttentionState] = []
         kept = 0
         for first in range(0, positions, step):
             queries = q_HTGD[:, first : first + step]
             selection = reused.selection if reused else self._search(queries, position, search_end)
-            begin = perf_counter_ns()
-            rows = self._gather(selection.ids_HTK)
-            gathered = perf_counter_ns()
-            states.append(attend_gathered(queries, rows, selection.counts_HT))
-            self._figures.attend_ns += perf_counter_ns() - gathered
-            self._figures.gather_ns += gathered - begin
+            states.append(self._attend_rows(queries, selection))
             kept += int(selection.counts_HT.sum())
             if positions == 1 and self._method.period > 1 and reused is None:
                 self._reusable = _Reusable(selection, search_end, position)
-        if len(states) == 1:
-            return states[0], kept
-        out, lse = (torch.cat([getattr(s, name) for s in states], dim=1) for name in ("out", "lse"))
-        return AttentionState(out, lse), kept
+        return _concatenate(states), kept
+
+    def _attend_rows(self, q_HTGD: Tensor, selection: Selection) -> AttentionState:
+        """Gathers and attends to the selection, in blocks of bounded size over positions and kept keys."""
+        heads, positions, _, head_dim = q_HTGD.shape
+        kept = max(1, selection.ids_HTK.shape[2])
+        key_bytes = heads * 2 * head_dim * 4
+        positions_step = max(1, BLOCK_BYTES // (kept * key_bytes))
+        keys_step = max(1, min(kept, BLOCK_BYTES // key_bytes))
+        states: list[AttentionState] = []
+        for first in range(0, positions, positions_step):
+            part = slice(first, first + positions_step)
+            queries = q_HTGD[:, part]
+            state = AttentionState.empty(queries.shape[:3], head_dim)
+            for start in range(0, kept, keys_step):
+                begin = perf_counter_ns()
+                rows = self._gather(selection.ids_HTK[:, part, start : start + keys_step])
+                gathered = perf_counter_ns()
+                counts_HT = (selection.counts_HT[:, part] - start).clamp_(min=0)
+                state = state.merge(attend_gathered(queries, rows, counts_HT))
+                self._figures.gather_ns += gathered - begin
+                self._figures.attend_ns += perf_counter_ns() - gathered
+            states.append(state)
+        return _concatenate(states)
 
     def _search(self, q_HTGD: Tensor, position: int, search_end: int) -> Selection:
         begin = perf_counter_ns()
@@ -182,6 +196,15 @@ class SparseLayer:
         available = heads * _visible(position, positions)
         skipped = heads * positions * (search_end - self._sinks)
         self._figures.count_sparse(kept, available - skipped + kept, available)
+
+
+def _concatenate(states: list[AttentionState]) -> AttentionState:
+    """One state of consecutive query positions."""
+    if len(states) == 1:
+        return states[0]
+    return AttentionState(
+        torch.cat([state.out for state in states], dim=1), torch.cat([state.lse for state in states], dim=1)
+    )
 
 
 def _visible(position: int, positions: int) -> int:

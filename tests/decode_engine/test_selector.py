@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decode_engine.figures import Figures
-from decode_engine.partial_attention import attend_gathered, attend_shared
+from decode_engine.partial_attention import BLOCK_BYTES, attend_gathered, attend_shared
 from decode_engine.selector import DenseLayer, SparseLayer
 from index_store.budgets import Ratio
 from index_store.indexes.base import AppendedKeys, LayerIndex, QuerySample, Ranking, Scalar
@@ -75,10 +75,10 @@ def test_attend_shared_equals_full_attention(count: int, dtype: torch.dtype) -> 
 
 
 def test_attend_shared_is_causal_across_block_borders() -> None:
-    kv = context(4100)
+    kv = context(BLOCK_BYTES // (H * 2 * D * 4) + 4)  # the last four keys are in a second block
     q = tokens(10, 5)[0]
     state = attend_shared(q, kv, causal=True)
-    expected = reference(q, kv[:, :0], kv[:, :, 0], kv[:, :, 1], 4090)
+    expected = reference(q, kv[:, :0], kv[:, :, 0], kv[:, :, 1], kv.shape[1] - 10)
     torch.testing.assert_close(state.out, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -252,13 +252,18 @@ def test_a_period_reuses_the_selection_and_searches_again_after_it() -> None:
     assert figures.attended < figures.available
 
 
-def test_long_prompts_are_split_to_bounded_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keep", [0.05, 0.5])
+def test_long_prompts_and_large_selections_are_split(monkeypatch: pytest.MonkeyPatch, keep: float) -> None:
     kv = context(500)
     q, k, v = tokens(40, 1)
-    whole = sparse_layer(kv, METHODS["csattention"], Figures()).attend(q, k, v, 500)
-    monkeypatch.setattr("decode_engine.selector._SCRATCH_BYTES", 100_000)
-    pieces = sparse_layer(kv, METHODS["csattention"], Figures()).attend(q, k, v, 500)
-    torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-6)
+    method = replace(METHODS["csattention"], budget=Ratio(keep))
+    whole = sparse_layer(kv, method, Figures()).attend(q, k, v, 500)
+    monkeypatch.setattr("decode_engine.selector._SCORE_BYTES", 100_000)
+    for block_bytes in (20_000, 1_000):
+        monkeypatch.setattr("decode_engine.selector.BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr("decode_engine.partial_attention.BLOCK_BYTES", block_bytes)
+        pieces = sparse_layer(kv, method, Figures()).attend(q, k, v, 500)
+        torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-5)
 
 
 def test_a_failed_step_can_run_again() -> None:
