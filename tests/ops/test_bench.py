@@ -34,17 +34,23 @@ def test_one_json_line_per_result(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["method"] for row in rows] == ["full", "csattention-dense", "csattention-lists"]
+    assert [row["method"] for row in rows] == [
+        "full",
+        "full-engine",
+        "csattention-dense",
+        "csattention-lists",
+    ]
     for row in rows:
         assert (row["shape"], row["context"]) == ("reader", 1024)
         assert row["step_us"] > 0
         assert {"date", "processor", "cores", "torch", "numba", "python"} <= set(row["machine"])
     table = (tmp_path / "table.md").read_text().splitlines()
-    assert len(table) == 5
+    assert len(table) == 6
     assert len({line.count("|") for line in table}) == 1
     assert rows[0]["step_us"] == min(rows[0]["variants_us"].values())
     for row in rows[1:]:
         assert row["speedup"] == pytest.approx(row["full_us"] / row["step_us"], abs=0.011)
+    for row in rows[2:]:
         assert 0 < row["search_us"] < row["search_us"] + row["gather_us"] + row["attend_us"]
 
 
