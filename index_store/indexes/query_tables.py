@@ -25,7 +25,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.indexes.base import AppendedKeys, LayerIndex, QuerySample, Ranking, Scalar, check_keys
 from index_store.indexes.table_parameters import TableParameters, TableSearch
 from index_store.kernels.list_search import Lists, insert_keys, score_lists
-from index_store.kernels.table_search import score_tables, softmax_sum
+from index_store.kernels.table_search import TableReads, softmax_sum_rows, sum_rows
 from index_store.kmeans import spherical_kmeans
 
 _INT8_MAX = 127
@@ -39,14 +39,14 @@ class AppendedDense(AppendedKeys):
         self._index = index
         self._count = 0
         heads, rows, _ = index.rows_HSN.shape
-        self.rows_HSN = torch.empty(heads, rows, 64, dtype=torch.int8)
+        self.rows_HSN = torch.empty(heads, rows, 0, dtype=torch.int8)
 
     def append(self, keys_HTD: Tensor) -> None:
         scores_HTS = self._index.quantise(keys_HTD, _INT8_MAX).to(torch.int8)
         new = scores_HTS.shape[1]
         if self._count + new > self.rows_HSN.shape[2]:
             heads, rows, capacity = self.rows_HSN.shape
-            grown = torch.empty(heads, rows, max(2 * capacity, self._count + new), dtype=torch.int8)
+            grown = torch.empty(heads, rows, max(64, 2 * capacity, self._count + new), dtype=torch.int8)
             grown[:, :, : self._count] = self.rows_HSN[:, :, : self._count]
             self.rows_HSN = grown
         self.rows_HSN[:, :, self._count : self._count + new] = scores_HTS.transpose(1, 2)
@@ -126,7 +126,7 @@ class QueryTables(LayerIndex):
             self.rows_HSN = arrays["scores"].flatten(1, 2)
             self.ids_HSL = arrays["ids"].flatten(1, 2)
         self._dims_MB = parameters.dims(self._head_dim)
-        self._unchanged = None if parameters.layout == "dense" else AppendedLists(self)
+        self._nothing_appended = self.start_appending()
 
     @classmethod
     def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
@@ -198,53 +198,69 @@ class QueryTables(LayerIndex):
         options = TableSearch.parse(search)
         if options.group == "pooled":
             queries_HTGD = queries_HTGD.mean(2, keepdim=True)
-        heads, positions, group, _ = queries_HTGD.shape
-        rows, weights = self._nearest(queries_HTGD.flatten(1, 2), options)
-        scores = torch.empty(heads, positions * group, end_key - first_key)
+        rows, weights = self._nearest(queries_HTGD, options)
         if self._parameters.layout == "dense":
-            self._score_dense(rows, weights, first_key, end_key, appended, scores)
+            scores = self._score_dense(rows, weights, first_key, end_key, appended)
         else:
-            extension = self._unchanged if appended is None else appended
-            if not isinstance(extension, AppendedLists):
-                raise InvalidArgumentError(
-                    "appended keys belong to another layout than the lists they extend"
-                )
-            score_lists(extension.lists, rows, weights, first_key, options.weights == "projection", scores)
-        scores = scores.view(heads, positions, group, end_key - first_key)
-        return Ranking(softmax_sum(scores) if group > 1 else scores[:, :, 0], first_key)
+            scores = self._score_lists(rows, weights, first_key, end_key, appended, options)
+        return Ranking(scores, first_key)
 
     def _score_dense(
-        self, rows: Tensor, weights: Tensor, first: int, end: int, appended: AppendedKeys | None, out: Tensor
-    ) -> None:
-        count = self.key_count
-        score_tables(self.rows_HSN, rows, weights, first, min(end, count), out, 0)
-        if end > count:
-            if not isinstance(appended, AppendedDense):
-                raise InvalidArgumentError(f"keys up to {end} were asked for, the index holds {count}")
-            start = max(first, count)
-            score_tables(appended.rows_HSN, rows, weights, start - count, end - count, out, start - first)
+        self, rows: Tensor, weights: Tensor, first: int, end: int, appended: AppendedKeys | None
+    ) -> Tensor:
+        extension = self._nothing_appended if appended is None else appended
+        if not isinstance(extension, AppendedDense) or end > self.key_count + extension.count:
+            raise InvalidArgumentError(f"keys up to {end} were asked for, the index holds {self.key_count}")
+        reads = TableReads(self.rows_HSN, extension.rows_HSN, rows, weights, first, end)
+        return softmax_sum_rows(reads) if rows.shape[2] > 1 else sum_rows(reads)[:, :, 0]
 
-    def _nearest(self, queries_HRD: Tensor, options: TableSearch) -> tuple[Tensor, Tensor]:
-        """Table rows [H, R, J] int32 and their weights [H, R, J] float32, in units of the stored integers."""
-        slices = queries_HRD[..., self._dims_MB]
-        products = torch.einsum("hrmb,hmcb->hrmc", slices, self.centroids_HMCB)
-        offsets = torch.arange(products.shape[2]) * products.shape[3]
+    def _score_lists(
+        self,
+        rows: Tensor,
+        weights: Tensor,
+        first: int,
+        end: int,
+        appended: AppendedKeys | None,
+        options: TableSearch,
+    ) -> Tensor:
+        extension = self._nothing_appended if appended is None else appended
+        if not isinstance(extension, AppendedLists) or end > self.key_count + extension.count:
+            raise InvalidArgumentError(f"keys up to {end} were asked for, the index holds {self.key_count}")
+        scores = torch.empty(*rows.shape[:3], end - first)
+        floor_missing = options.weights == "projection"
+        score_lists(
+            extension.lists,
+            rows.flatten(1, 2),
+            weights.flatten(1, 2),
+            first,
+            floor_missing,
+            scores.flatten(1, 2),
+        )
+        return scores.softmax(-1).sum(2) if rows.shape[2] > 1 else scores[:, :, 0]
+
+    def _nearest(self, queries_HTGD: Tensor, options: TableSearch) -> tuple[Tensor, Tensor]:
+        """Table rows [H, T, G, J] int32 and their weights [H, T, G, J] float32, in units of the stored integers."""
+        slices = queries_HTGD[..., self._dims_MB]
+        products = torch.einsum("htgmb,hmcb->htgmc", slices, self.centroids_HMCB)
+        centroids = products.shape[-1]
+        offsets_M = torch.arange(products.shape[-2]) * centroids
+        scales_HM = self.scales_HM[:, None, None]
         if options.backoff_centroids == 1:
             best = products.max(-1)
-            rows = best.indices + offsets
+            rows = best.indices + offsets_M
             weights = (
                 best.values.clamp_(min=0) if options.weights == "projection" else torch.ones_like(best.values)
             )
-            return rows.to(torch.int32), weights * self.scales_HM[:, None]
-        nearest = products.topk(min(options.backoff_centroids, products.shape[3]), dim=-1)
+            return rows.to(torch.int32), weights * scales_HM
+        nearest = products.topk(min(options.backoff_centroids, centroids), dim=-1)
         cosine = nearest.values[..., 0] / slices.norm(dim=-1).clamp_(min=1e-12)
         back_off = (cosine < options.backoff_cosine).unsqueeze(-1)
         first_only = torch.zeros(nearest.values.shape[-1])
         first_only[0] = 1.0
         shared = torch.full_like(first_only, 1.0 / len(first_only))
-        weights = torch.where(back_off, shared, first_only) * self.scales_HM[:, None, :, None]
-        rows = nearest.indices + offsets[:, None]
-        return rows.flatten(2).to(torch.int32), weights.flatten(2).contiguous()
+        weights = torch.where(back_off, shared, first_only) * scales_HM[..., None]
+        rows = nearest.indices + offsets_M[:, None]
+        return rows.flatten(3).to(torch.int32), weights.flatten(3).contiguous()
 
 
 def _compress(scores_CN: Tensor, layout: str, capacity: int) -> dict[str, Tensor]:

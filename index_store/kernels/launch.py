@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import ParamSpec
 
 from numba import threading_layer
 
-_P = ParamSpec("_P")
 _workqueue_guard = threading.Lock()
 
 
-def launch(kernel: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+def launch(kernel: Callable[..., None], *args: object) -> None:
     """Runs a parallel kernel; the GIL is free meanwhile.
 
     numba's fallback threading layer, workqueue, aborts the process when two threads enter it at once, so there
     (and on the very first launch, when the layer is not known yet) launches take turns.
     """
     if _is_thread_safe():
-        kernel(*args, **kwargs)
+        kernel(*args)
         return
     with _workqueue_guard:
-        kernel(*args, **kwargs)
+        kernel(*args)
 
 
 def _is_thread_safe() -> bool:

@@ -1,10 +1,14 @@
-"""Host kernels of the query-table search, each beside its eager reference.
+"""Host kernels of the dense query-table search, each beside its eager reference.
 
-Shape legend: H KV heads, R query rows (positions x group heads), J table rows read per query row, S stored table rows
-(subspaces x centroids), N keys, L list capacity, M ranked columns, T query positions, G group heads.
+Both read a shared table of the context's keys and a session-private one of appended keys; key ids count through them.
+
+Shape legend: H KV heads, T query positions, G group heads, J table rows read per query, S stored table rows
+(subspaces x centroids), N keys of the context, A columns of the appended table, M ranked keys.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,116 +18,154 @@ from torch import Tensor
 
 from index_store.kernels.launch import launch
 
-_TILE = 2048  # keys per tile: float32 sums and eight int8 rows stay in the first-level cache
+_TILE = 2048  # keys per tile: its float32 sums and four int8 rows stay in the first-level cache
 _TILES_PER_TASK = 8
 _LOG2E = np.float32(1.4426950408889634)
 
 
-def score_tables(
-    tables_HSN: Tensor,
-    rows_HRJ: Tensor,
-    weights_HRJ: Tensor,
-    first: int,
-    end: int,
-    out_HRM: Tensor,
-    column: int,
-) -> None:
-    """out[h, r, column + i] = sum_j weights[h, r, j] * tables[h, rows[h, r, j], first + i], i < end - first.
+@dataclass(frozen=True, slots=True)
+class TableReads:
+    """What a search reads: for every query J weighted rows of the tables, columns first..end-1.
 
-    tables int8 (any stride between rows, unit stride along N), rows int32, weights and out float32.
+    tables_HSN, appended_HSA: int8 with unit stride along keys; column a of the second is key N + a.
+    rows_HTGJ: int32 rows. weights_HTGJ: float32.
     """
-    if end > first and rows_HRJ.numel() > 0:
-        launch(
-            _score_tables,
-            tables_HSN.numpy(),
-            rows_HRJ.numpy(),
-            weights_HRJ.numpy(),
-            first,
-            end,
-            out_HRM.numpy(),
-            column,
+
+    tables_HSN: Tensor
+    appended_HSA: Tensor
+    rows_HTGJ: Tensor
+    weights_HTGJ: Tensor
+    first: int
+    end: int
+
+    def arrays(self) -> tuple[NDArray[np.int8], NDArray[np.int8], NDArray[np.int32], NDArray[np.float32]]:
+        """The tensors as the compiled kernels take them."""
+        return (
+            self.tables_HSN.numpy(),
+            self.appended_HSA.numpy(),
+            self.rows_HTGJ.numpy(),
+            self.weights_HTGJ.numpy(),
         )
 
 
-def score_tables_reference(
-    tables_HSN: Tensor,
-    rows_HRJ: Tensor,
-    weights_HRJ: Tensor,
-    first: int,
-    end: int,
-    out_HRM: Tensor,
-    column: int,
-) -> None:
-    """The same by gathering whole rows."""
-    for head in range(tables_HSN.shape[0]):
-        picked = tables_HSN[head, rows_HRJ[head].long(), first:end].float()
-        out_HRM[head, :, column : column + end - first] = (picked * weights_HRJ[head, ..., None]).sum(1)
-
-
-def softmax_sum(scores_HTGM: Tensor) -> Tensor:
-    """Sum over the group of softmaxed rows: [H, T, G, M] float32 logits -> [H, T, M] float32. Overwrites its input.
-
-    exp is a cubic polynomial per octave (relative error below 2e-4), enough for a ranking.
-    """
-    heads, positions, group, columns = scores_HTGM.shape
-    out = torch.empty(heads, positions, columns)
-    if columns > 0:
-        rows = scores_HTGM.view(heads * positions, group, columns).numpy()
-        launch(_softmax_sum, rows, out.view(heads * positions, columns).numpy())
+def sum_rows(reads: TableReads) -> Tensor:
+    """[H, T, G, M] float32: sum over j of weights[..., j] * row rows[..., j], for keys first..end-1."""
+    out = torch.empty(*reads.rows_HTGJ.shape[:3], reads.end - reads.first)
+    if out.numel() > 0:
+        launch(_sum_rows, *reads.arrays(), reads.first, out.numpy())
     return out
 
 
-def softmax_sum_reference(scores_HTGM: Tensor) -> Tensor:
+def sum_rows_reference(reads: TableReads) -> Tensor:
+    """The same by gathering whole rows."""
+    width = max(0, reads.end - reads.tables_HSN.shape[2])
+    both = torch.cat([reads.tables_HSN, reads.appended_HSA[..., :width]], dim=2)[..., reads.first : reads.end]
+    heads = torch.arange(len(both))[:, None, None, None]
+    return (both[heads, reads.rows_HTGJ.long()].float() * reads.weights_HTGJ[..., None]).sum(3)
+
+
+def softmax_sum_rows(reads: TableReads) -> Tensor:
+    """[H, T, M] float32: `sum_rows`, softmaxed over keys and summed over the group.
+
+    exp is a cubic polynomial per octave (relative error below 2e-4), enough for a ranking. Sums are
+    exponentiated while their tile is in cache, relative to the tile's own maximum, and rescaled in a second pass.
+    """
+    heads, positions, group, _ = reads.rows_HTGJ.shape
+    columns = reads.end - reads.first
+    out = torch.empty(heads, positions, columns)
+    if out.numel() > 0:
+        exponentials = torch.empty(heads, positions, group, columns)
+        tiles = -(-columns // _TILE)
+        peaks = torch.empty(heads, positions, group, tiles)
+        totals = torch.empty(heads, positions, group, tiles)
+        launch(
+            _softmax_sum_rows,
+            *reads.arrays(),
+            reads.first,
+            exponentials.numpy(),
+            peaks.numpy(),
+            totals.numpy(),
+            out.numpy(),
+        )
+    return out
+
+
+def softmax_sum_rows_reference(reads: TableReads) -> Tensor:
     """The same by torch's softmax."""
-    return scores_HTGM.softmax(-1).sum(2)
+    return sum_rows_reference(reads).softmax(-1).sum(2)
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"}, parallel=True)
-def _score_tables(
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+def _add_rows(
+    table: NDArray[np.int8],
+    rows: NDArray[np.int32],
+    weights: NDArray[np.float32],
+    low: int,
+    acc: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """acc[i] = sum over j of weights[j] * table[rows[j], low + i]."""
+    count = acc.shape[0]
+    picks = rows.shape[0]
+    acc[:] = np.float32(0)
+    pick = 0
+    while pick + 4 <= picks:
+        row0 = table[rows[pick], low : low + count]
+        row1 = table[rows[pick + 1], low : low + count]
+        row2 = table[rows[pick + 2], low : low + count]
+        row3 = table[rows[pick + 3], low : low + count]
+        w0, w1, w2, w3 = weights[pick], weights[pick + 1], weights[pick + 2], weights[pick + 3]
+        for i in range(count):
+            acc[i] += (
+                w0 * np.float32(row0[i])
+                + w1 * np.float32(row1[i])
+                + w2 * np.float32(row2[i])
+                + w3 * np.float32(row3[i])
+            )
+        pick += 4
+    while pick < picks:
+        row = table[rows[pick], low : low + count]
+        w = weights[pick]
+        for i in range(count):
+            acc[i] += w * np.float32(row[i])
+        pick += 1
+
+
+@njit(cache=True, nogil=True)
+def _add_tile(
+    table: NDArray[np.int8],
+    appended: NDArray[np.int8],
+    rows: NDArray[np.int32],
+    weights: NDArray[np.float32],
+    low: int,
+    acc: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """`_add_rows` over a tile that may lie in the context's table, in the appended one, or across their border."""
+    keys = table.shape[1]
+    inside = min(max(keys - low, 0), acc.shape[0])
+    if inside > 0:
+        _add_rows(table, rows, weights, low, acc[:inside])
+    if inside < acc.shape[0]:
+        _add_rows(appended, rows, weights, low + inside - keys, acc[inside:])
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _sum_rows(
     tables: NDArray[np.int8],
+    appended: NDArray[np.int8],
     rows: NDArray[np.int32],
     weights: NDArray[np.float32],
     first: int,
-    end: int,
     out: NDArray[np.float32],
-    column: int,
 ) -> None:  # pragma: no cover - compiled
-    heads, queries, picks = rows.shape
+    heads, positions, group, columns = out.shape
     span = _TILE * _TILES_PER_TASK
-    tasks = (end - first + span - 1) // span
-    for task in prange(heads * queries * tasks):
-        head = task // (queries * tasks)
-        query = (task // tasks) % queries
-        begin = first + (task % tasks) * span
-        for low in range(begin, min(begin + span, end), _TILE):
-            high = min(low + _TILE, end)
-            acc = out[head, query, column + low - first : column + high - first]
-            count = high - low
-            acc[:] = np.float32(0)
-            pick = 0
-            while pick + 4 <= picks:
-                row0 = tables[head, rows[head, query, pick], low:high]
-                row1 = tables[head, rows[head, query, pick + 1], low:high]
-                row2 = tables[head, rows[head, query, pick + 2], low:high]
-                row3 = tables[head, rows[head, query, pick + 3], low:high]
-                w0 = weights[head, query, pick]
-                w1 = weights[head, query, pick + 1]
-                w2 = weights[head, query, pick + 2]
-                w3 = weights[head, query, pick + 3]
-                for i in range(count):
-                    acc[i] += (
-                        w0 * np.float32(row0[i])
-                        + w1 * np.float32(row1[i])
-                        + w2 * np.float32(row2[i])
-                        + w3 * np.float32(row3[i])
-                    )
-                pick += 4
-            while pick < picks:
-                row = tables[head, rows[head, query, pick], low:high]
-                w = weights[head, query, pick]
-                for i in range(count):
-                    acc[i] += w * np.float32(row[i])
-                pick += 1
+    spans = (columns + span - 1) // span
+    for task in prange(heads * positions * group * spans):
+        query, part = task // spans, task % spans
+        h, t, g = query // (positions * group), (query // group) % positions, query % group
+        for low in range(part * span, min((part + 1) * span, columns), _TILE):
+            acc = out[h, t, g, low : min(low + _TILE, columns)]
+            _add_tile(tables[h], appended[h], rows[h, t, g], weights[h, t, g], first + low, acc)
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
@@ -148,34 +190,79 @@ def _exp_tile(
     return float(total)
 
 
+@njit(cache=True, nogil=True)
+def _peak(x: NDArray[np.float32], scratch: NDArray[np.float32]) -> float:  # pragma: no cover - compiled
+    """Maximum of a tile, by folding halves onto each other: unlike a running maximum, a fold is vectorised."""
+    count = x.shape[0]
+    source = x
+    while count >= 32:
+        half = count // 2
+        for i in range(half):
+            scratch[i] = source[i] if source[i] > source[half + i] else source[half + i]
+        if count % 2:
+            scratch[0] = max(scratch[0], source[count - 1])
+        source = scratch
+        count = half
+    peak = source[0]
+    for i in range(count):
+        peak = max(peak, source[i])
+    return float(peak)
+
+
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
-def _softmax_sum_row(
-    scores: NDArray[np.float32], out: NDArray[np.float32]
+def _combine_tile(
+    exponentials: NDArray[np.float32], shares: NDArray[np.float32], out: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
-    group, columns = scores.shape
-    octave = np.empty(_TILE, np.int32)
-    factor = octave.view(np.float32)
-    for g in range(group):
-        row = scores[g]
-        peak = np.float32(-np.inf)
-        for i in range(columns):
-            peak = row[i] if row[i] > peak else peak
-        total = 0.0
-        for low in range(0, columns, _TILE):
-            tile = row[low : low + _TILE]
-            total += _exp_tile(tile, peak, octave[: tile.shape[0]], factor[: tile.shape[0]])
-        share = np.float32(1.0 / total)
-        if g == 0:
-            for i in range(columns):
-                out[i] = row[i] * share
-        else:
-            for i in range(columns):
-                out[i] += row[i] * share
+    """out[i] = sum over g of shares[g] * exponentials[g, i]."""
+    out[:] = np.float32(0)
+    for g in range(shares.shape[0]):
+        row, share = exponentials[g], shares[g]
+        for i in range(out.shape[0]):
+            out[i] += share * row[i]
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _softmax_sum(
-    scores: NDArray[np.float32], out: NDArray[np.float32]
+def _softmax_sum_rows(
+    tables: NDArray[np.int8],
+    appended: NDArray[np.int8],
+    rows: NDArray[np.int32],
+    weights: NDArray[np.float32],
+    first: int,
+    exponentials: NDArray[np.float32],
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    out: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
-    for row in prange(scores.shape[0]):
-        _softmax_sum_row(scores[row], out[row])
+    heads, positions, group, columns = exponentials.shape
+    tiles = peaks.shape[3]
+    spans = (tiles + _TILES_PER_TASK - 1) // _TILES_PER_TASK
+    for task in prange(heads * positions * spans):
+        query, part = task // spans, task % spans
+        h, t = query // positions, query % positions
+        octave = np.empty(_TILE, np.int32)
+        factor = octave.view(np.float32)
+        scratch = np.empty(_TILE // 2, np.float32)
+        for tile in range(part * _TILES_PER_TASK, min((part + 1) * _TILES_PER_TASK, tiles)):
+            low = tile * _TILE
+            for g in range(group):
+                acc = exponentials[h, t, g, low : min(low + _TILE, columns)]
+                _add_tile(tables[h], appended[h], rows[h, t, g], weights[h, t, g], first + low, acc)
+                peak = np.float32(_peak(acc, scratch))
+                peaks[h, t, g, tile] = peak
+                totals[h, t, g, tile] = _exp_tile(acc, peak, octave[: acc.shape[0]], factor[: acc.shape[0]])
+    for task in prange(heads * positions * spans):
+        query, part = task // spans, task % spans
+        h, t = query // positions, query % positions
+        highest = np.empty(group, np.float32)
+        mass = np.zeros(group, np.float64)
+        for g in range(group):
+            highest[g] = peaks[h, t, g].max()
+            for tile in range(tiles):
+                mass[g] += totals[h, t, g, tile] * np.exp(peaks[h, t, g, tile] - highest[g])
+        shares = np.empty(group, np.float32)
+        for tile in range(part * _TILES_PER_TASK, min((part + 1) * _TILES_PER_TASK, tiles)):
+            for g in range(group):
+                shares[g] = np.exp(peaks[h, t, g, tile] - highest[g]) / mass[g]
+            low = tile * _TILE
+            high = min(low + _TILE, columns)
+            _combine_tile(exponentials[h, t, :, low:high], shares, out[h, t, low:high])

@@ -50,12 +50,10 @@ def top_k_reference(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
 
 @njit(cache=True, nogil=True)
 def _sortable(bits: np.uint32) -> np.uint32:  # pragma: no cover - compiled
-    """Maps float32 bits to unsigned integers of the same order; -0.0 and 0.0 are equal."""
-    if bits == np.uint32(0x80000000):
-        return bits
-    if bits >> np.uint32(31):
-        return np.uint32(bits ^ np.uint32(0xFFFFFFFF))
-    return np.uint32(bits ^ np.uint32(0x80000000))
+    """Maps float32 bits to unsigned integers of the same order, without branches; -0.0 and 0.0 are equal."""
+    negative = np.uint32(np.int32(bits) >> np.int32(31))
+    key = np.uint32(bits ^ (negative | np.uint32(0x80000000)))
+    return np.uint32(key + np.uint32(bits == np.uint32(0x80000000)))
 
 
 @njit(cache=True, nogil=True)
@@ -103,23 +101,23 @@ def _columns_reaching(
     """Columns with a finite score of at least `bound` (in sortable form), ascending."""
     blocks = maxima.shape[0]
     bits = maxima.view(np.uint32)
+    # Both loops write first and advance on a hit: hits come at random, and a mispredicted branch costs more.
     hits = np.empty(blocks, np.int32)
     hit_count = 0
     for j in range(blocks):
-        if _sortable(bits[j]) >= bound:
-            hits[hit_count] = j
-            hit_count += 1
+        hits[hit_count] = j
+        hit_count += int(_sortable(bits[j]) >= bound)
     columns = row.shape[0]
     parts = (columns + blocks - 1) // blocks
-    reached = np.empty(hit_count * parts, np.int32)
+    reached = np.empty(hit_count * parts + 1, np.int32)
     found = 0
     row_bits = row.view(np.uint32)
     for part in range(parts):
         for h in range(hit_count):
             i = part * blocks + hits[h]
-            if i < columns and row[i] != -np.inf and _sortable(row_bits[i]) >= bound:
+            if i < columns:
                 reached[found] = i
-                found += 1
+                found += int((_sortable(row_bits[i]) >= bound) & (row[i] != -np.inf))
     return reached[:found]
 
 
