@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,8 @@ from index_store.folders import lock_folder, locked_file, remove_tree, storing, 
 from index_store.manifest import Manifest, is_context_id
 from index_store.manifest_json import parse_manifest
 from index_store.writer import MANIFEST_NAME, TEMPORARY_PREFIX, TRASH_PREFIX, ContextWriter, discard
-from index_store.zarr_io import check_metadata, check_sizes, verify_chunks
+from index_store.zarr_io import check_chunks, verify_chunks
+from index_store.zarr_metadata import check_metadata
 
 _MIN_PREFIX = 6
 _RESOURCE = "contexts/"
@@ -156,14 +158,15 @@ class Store:
         return found.pop()
 
     def open(self, id_: str) -> Context:
-        """Opens a context for reading, after checking manifest, expiry, and presence and size of every chunk.
+        """Opens a context for reading, after checking manifest, expiry, and of every chunk its presence, size and the
+        checksum at its end. The chunks' contents are verified when they are loaded.
 
         Raises ContextNotFoundError, ContextExpiredError, FormatVersionError or the matching ContextCorruptError.
         """
         manifest = self.manifest(id_)
         self.check_expiry(manifest)
         folder = self._folder(id_)
-        for problem in (*check_metadata(folder, manifest.arrays), *check_sizes(folder, manifest.arrays)):
+        for problem in chain(check_metadata(folder, manifest.arrays), check_chunks(folder, manifest.arrays)):
             if not folder.is_dir():
                 raise ContextNotFoundError(f"{self.path}: no context {id_}", context=id_)
             raise problem

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+REPAIR = "delete the context and prefill it again"
+"""What to do about a context that is damaged, as errors say it."""
+
 
 class SparseKVError(Exception):
     """Base of all errors raised on bad input or bad data.
@@ -59,7 +62,7 @@ class ContextCorruptError(SparseKVError):
 
 
 class ChecksumError(ContextCorruptError):
-    """A chunk's crc32c differs from the stored one."""
+    """A chunk's crc32c differs from the one at its file's end or from the one that the manifest records."""
 
     reason = "CHECKSUM_MISMATCH"
 

@@ -12,8 +12,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 import numpy as np
@@ -27,6 +27,8 @@ FORMAT_VERSION = 1
 
 _HEX_ID = re.compile(r"[0-9a-f]{64}")
 _PATH_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_HEX = re.compile(r"[0-9a-f]+")
+_CHECKSUM_DIGITS = 8
 
 
 def is_context_id(text: str) -> bool:
@@ -54,10 +56,10 @@ class ModelIdentity:
     max_positions: int
 
     def __post_init__(self) -> None:
-        for field in ("name", "architecture", "fingerprint", "tokenizer_fingerprint"):
-            _check_name(f"model.{field}", getattr(self, field))
-        for field in ("layers", "query_heads", "kv_heads", "head_dim", "vocab_size", "max_positions"):
-            _check_positive(f"model.{field}", getattr(self, field))
+        for name in ("name", "architecture", "fingerprint", "tokenizer_fingerprint"):
+            _check_name(f"model.{name}", getattr(self, name))
+        for name in ("layers", "query_heads", "kv_heads", "head_dim", "vocab_size", "max_positions"):
+            _check_positive(f"model.{name}", getattr(self, name))
         if self.query_heads % self.kv_heads:
             raise field_error(
                 "model.query_heads", self.query_heads, f"a multiple of {self.kv_heads} KV heads"
@@ -66,12 +68,17 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ArrayEntry:
-    """One zarr array of a context. `dtype` is the logical name: "bfloat16" is stored as uint16."""
+    """One zarr array of a context. `dtype` is the logical name: "bfloat16" is stored as uint16.
+
+    checksums: crc32c of every chunk, 8 hex digits each, in C order of the grid. They tie each file to its place: a
+    chunk that is intact but belongs elsewhere is found. None while the array is planned or being written.
+    """
 
     path: str
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
     dtype: str
+    checksums: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         parts = self.path.split("/")
@@ -86,6 +93,18 @@ class ArrayEntry:
         )
         if not divides:
             raise field_error(f"{self.path}.chunks", self.chunks, f"sizes that divide the shape {self.shape}")
+        if self.checksums is not None:
+            self._check_checksums(self.checksums)
+
+    @property
+    def layout(self) -> ArrayEntry:
+        """The array without its checksums: what is known before it is written."""
+        return replace(self, checksums=None)
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Chunks along each dimension."""
+        return tuple(size // chunk for size, chunk in zip(self.shape, self.chunks, strict=True))
 
     @property
     def itemsize(self) -> int:
@@ -103,9 +122,33 @@ class ArrayEntry:
         return math.prod(self.chunks) * self.itemsize
 
     def chunk_indices(self) -> Iterator[tuple[int, ...]]:
-        """Grid coordinates of every chunk."""
-        grid = (size // chunk for size, chunk in zip(self.shape, self.chunks, strict=True))
-        return itertools.product(*map(range, grid))
+        """Grid coordinates of every chunk, in C order."""
+        return itertools.product(*map(range, self.grid))
+
+    def checksum(self, indices: Sequence[int]) -> int:
+        """The crc32c of the chunk at the given grid coordinates; coordinates left out are 0.
+
+        Raises InvalidArgumentError when the array has no checksums, because it was not written yet.
+        """
+        if self.checksums is None:
+            raise InvalidArgumentError(f"{self.path}: no checksums are known; the array was not published")
+        position = 0
+        for index, count in itertools.zip_longest(indices, self.grid, fillvalue=0):
+            position = position * count + index
+        start = position * _CHECKSUM_DIGITS
+        return int(self.checksums[start : start + _CHECKSUM_DIGITS], 16)
+
+    def _check_checksums(self, checksums: str) -> None:
+        count = math.prod(self.grid)
+        if len(checksums) != count * _CHECKSUM_DIGITS or not _HEX.fullmatch(checksums):
+            found = f"{len(checksums) / _CHECKSUM_DIGITS:g} checksums, {checksums}"
+            expected = f"{count} of {_CHECKSUM_DIGITS} lower-case hex digits each, one per chunk"
+            raise field_error(f"{self.path}.checksums", found, expected)
+
+
+def join_checksums(checksums: Iterable[int]) -> str:
+    """Checksums in C order of their chunks, as an ArrayEntry keeps them."""
+    return "".join(f"{checksum:0{_CHECKSUM_DIGITS}x}" for checksum in checksums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +181,7 @@ class IndexEntry:
 class Manifest:
     """Everything there is to know about a stored context, except the arrays' contents.
 
+    Before it is published its arrays have no checksums; the writer adds them.
     created_at, expires_at: UTC; a context without expires_at never expires.
     dtype: the element type of keys and values. method: the name of the method it was prefilled for.
     dense_layers: layers with flat attention, which have no index and are attended to fully.
@@ -214,16 +258,27 @@ class Manifest:
         """The index of that name, or None when the context has none."""
         return next((index for index in self.indexes if index.name == name), None)
 
-    def _check_layers(self, field: str, layers: tuple[int, ...]) -> None:
+    def with_checksums(self, checksums: Mapping[str, str]) -> Manifest:
+        """The manifest with the checksums of every array, by path (see `ArrayEntry.checksums`)."""
+
+        def sealed(entry: ArrayEntry) -> ArrayEntry:
+            return replace(entry, checksums=checksums[entry.path])
+
+        indexes = tuple(
+            replace(index, arrays=tuple(sealed(array) for array in index.arrays)) for index in self.indexes
+        )
+        return replace(self, tokens=sealed(self.tokens), kv=sealed(self.kv), indexes=indexes)
+
+    def _check_layers(self, name: str, layers: tuple[int, ...]) -> None:
         ascending = all(a < b for a, b in itertools.pairwise(layers))
         if not ascending or not all(0 <= layer < self.model.layers for layer in layers):
-            raise field_error(field, layers, f"ascending layers of 0..{self.model.layers - 1}")
+            raise field_error(name, layers, f"ascending layers of 0..{self.model.layers - 1}")
 
     def _check_arrays(self) -> None:
-        if self.tokens != tokens_entry(self.token_count):
+        if self.tokens.layout != tokens_entry(self.token_count):
             raise field_error("tokens", self.tokens, f"{tokens_entry(self.token_count)}")
         expected = kv_entry(self.model, self.token_count, self.dtype)
-        if self.kv != expected:
+        if self.kv.layout != expected:
             raise field_error("kv", self.kv, f"{expected}")
         for index in self.indexes:
             self._check_layers(f"indexes.{index.name}.layers", index.layers)
@@ -325,17 +380,17 @@ def require_dtype(manifest: Manifest, dtype: str) -> None:
         )
 
 
-def _check_name(field: str, value: object) -> None:
+def _check_name(name: str, value: object) -> None:
     # Names end up in terminals and logs: control characters have no business there.
     if not isinstance(value, str) or not value or len(value) > 500 or not value.isprintable():
-        raise field_error(field, value, "1-500 printable characters")
+        raise field_error(name, value, "1-500 printable characters")
 
 
-def _check_positive(field: str, value: int) -> None:
+def _check_positive(name: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise field_error(field, value, "a positive integer")
+        raise field_error(name, value, "a positive integer")
 
 
-def _check_utc(field: str, value: datetime) -> None:
+def _check_utc(name: str, value: datetime) -> None:
     if value.utcoffset() != timedelta(0):
-        raise field_error(field, value.isoformat(), "a time in UTC")
+        raise field_error(name, value.isoformat(), "a time in UTC")

@@ -11,13 +11,21 @@ from dataclasses import asdict
 
 import google_crc32c
 
-from index_store.errors import ChecksumError, FormatVersionError, ManifestError
+from index_store.errors import REPAIR, ChecksumError, FormatVersionError, ManifestError
 from index_store.json_fields import JsonFields, field_error
 from index_store.manifest import FORMAT_VERSION, ArrayEntry, IndexEntry, Manifest, ModelIdentity
 
 
 def render_manifest(manifest: Manifest) -> bytes:
-    """The contents of `manifest.json`: always the same bytes for the same manifest."""
+    """The contents of `manifest.json`: always the same bytes for the same manifest.
+
+    Raises ManifestError when an array has no checksums: it was not written yet.
+    """
+    for entry in manifest.arrays:
+        if entry.checksums is None:
+            raise field_error(
+                f"{entry.path}.checksums", None, "a checksum per chunk, as the writer adds them"
+            )
     document = asdict(manifest)
     document["created_at"] = manifest.created_at.isoformat()
     document["expires_at"] = manifest.expires_at.isoformat() if manifest.expires_at else None
@@ -79,7 +87,7 @@ def _check_seal(document: dict[str, object], found: object, data: bytes, where: 
     if found != expected or data != render_document(document):
         raise ChecksumError(
             f"{where}: manifest has crc32c {expected}, expected {found}; "
-            "the file was altered or damaged: delete the context and prefill it again",
+            f"the file was altered or damaged: {REPAIR}",
             found=expected,
             expected=found,
             path=where,
@@ -132,6 +140,7 @@ def _parse_array(fields: JsonFields) -> ArrayEntry:
         shape=fields.integers("shape"),
         chunks=fields.integers("chunks"),
         dtype=fields.text("dtype"),
+        checksums=fields.text("checksums"),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,7 +20,8 @@ from index_store.errors import InvalidArgumentError
 from index_store.folders import lock_folder, remove_tree, storing, sync_path, sync_tree, unused_name
 from index_store.manifest import ArrayEntry, Manifest, tokens_entry
 from index_store.manifest_json import render_manifest
-from index_store.zarr_io import ArrayWriter, check_metadata, check_sizes, verify_chunks
+from index_store.zarr_io import ArrayWriter, check_chunks, verify_chunks
+from index_store.zarr_metadata import check_metadata
 
 TEMPORARY_PREFIX = ".tmp-"
 TRASH_PREFIX = ".trash-"
@@ -62,7 +65,7 @@ class ContextWriter:
         self._discard()
 
     def create_array(self, path: str, shape: Sequence[int], chunks: Sequence[int], dtype: str) -> ArrayEntry:
-        """Declares an array and returns its manifest entry.
+        """Declares an array and returns its manifest entry, which gets its checksums when it is published.
 
         Raises ManifestError for a bad path, shape or dtype, StoreFullError when the disk is full.
         """
@@ -95,25 +98,31 @@ class ContextWriter:
         return entry
 
     def verify(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
-        """Reads back every chunk written so far; raises the first ContextCorruptError.
+        """Reads back every chunk of every array; raises the first ContextCorruptError.
 
-        `on_bytes` is called with the number of bytes read, for progress.
+        A chunk that was never written is a MissingChunkError. `on_bytes` is called with the number of bytes read, for
+        progress.
         """
-        for problem in verify_chunks(self._folder, self._entries.values(), on_bytes):
+        entries = [
+            replace(entry, checksums=self._arrays.checksums(entry)) for entry in self._entries.values()
+        ]
+        for problem in verify_chunks(self._folder, entries, on_bytes):
             raise problem
 
-    def publish(self, manifest: Manifest) -> None:
-        """Makes the context durable and visible, all at once.
+    def publish(self, manifest: Manifest) -> Manifest:
+        """Makes the context durable and visible, all at once; returns the manifest with the chunks' checksums.
 
-        Where the same content is there already, that one stays and what was written here is dropped; an expired or
-        broken one is replaced. Raises InvalidArgumentError when the manifest lists other arrays than were written,
-        a ContextCorruptError when a chunk was never written, StoreFullError when the disk is full.
+        `manifest` holds the entries as `create_array` returned them, without checksums. Where the same content is
+        there already, that one stays and what was written here is dropped; an expired or broken one is replaced.
+        Raises InvalidArgumentError when the manifest lists other arrays than were written, a ContextCorruptError when
+        a chunk was never written, StoreFullError when the disk is full.
         """
-        self._check_complete(manifest)
+        sealed = self._seal(manifest)
         with storing("publishing", self._folder):
-            (self._folder / MANIFEST_NAME).write_bytes(render_manifest(manifest))
+            (self._folder / MANIFEST_NAME).write_bytes(render_manifest(sealed))
             sync_tree(self._folder)
             self._move_into_place(self._contexts / self._id)
+        return sealed
 
     def _move_into_place(self, target: Path) -> None:
         while True:
@@ -131,19 +140,24 @@ class ContextWriter:
             sync_path(self._contexts)
             return
 
-    def _check_complete(self, manifest: Manifest) -> None:
+    def _seal(self, manifest: Manifest) -> Manifest:
+        """The manifest with the checksums of what was written, which must be exactly what it lists."""
         if manifest.id != self._id:
             raise InvalidArgumentError(f"manifest of context {manifest.id}, expected {self._id}")
         promised = {entry.path: entry for entry in manifest.arrays}
         if promised != self._entries:
             raise InvalidArgumentError(
-                f"the manifest lists arrays {sorted(promised)}, written were {sorted(self._entries)}"
+                f"the manifest lists arrays {sorted(promised)}, written were {sorted(self._entries)}; they must be "
+                "the entries that create_array returned"
             )
-        for problem in (
-            *check_metadata(self._folder, manifest.arrays),
-            *check_sizes(self._folder, manifest.arrays),
+        sealed = manifest.with_checksums(
+            {path: self._arrays.checksums(entry) for path, entry in self._entries.items()}
+        )
+        for problem in chain(
+            check_metadata(self._folder, sealed.arrays), check_chunks(self._folder, sealed.arrays)
         ):
             raise problem
+        return sealed
 
     def _discard(self) -> None:
         if self._lock is None:

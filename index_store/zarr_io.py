@@ -2,7 +2,8 @@
 
 Arrays are written through zarr, so that any zarr v3 reader opens them. Reading bypasses zarr: a chunk file is the
 raw little-endian array followed by four bytes of crc32c, which is memory-mapped or read in place. Unlike zarr, which
-fills what is missing with zeros, every reader here fails when a chunk is absent, short, long or altered.
+fills what is missing with zeros, every reader here fails when a chunk is absent, short, long or altered, or is an
+intact one that belongs elsewhere: its checksum is then not the one that the array's entry has for this place.
 
 No other module knows about chunk files.
 """
@@ -10,7 +11,6 @@ No other module knows about chunk files.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,19 +29,17 @@ from zarr.storage import LocalStore
 
 from index_store.dtypes import STORED_DTYPES, dtype_name
 from index_store.errors import (
-    ArrayMetadataError,
+    REPAIR,
     ChecksumError,
     ContextCorruptError,
     InvalidArgumentError,
     MissingChunkError,
     TruncatedChunkError,
 )
-from index_store.manifest import ArrayEntry
+from index_store.manifest import ArrayEntry, join_checksums
 
 CHECKSUM_BYTES = 4
-_METADATA = "zarr.json"
 _PIECE_BYTES = 16 << 20
-_REPAIR = "delete the context and prefill it again"
 
 
 class _FolderStore(LocalStore):  # type: ignore[misc]  # zarr is not type-checked here
@@ -55,6 +53,12 @@ class _FolderStore(LocalStore):  # type: ignore[misc]  # zarr is not type-checke
         super().__init__(root)
         self._writing = threading.Lock()
         self._ended: OSError | None = None
+        self._trailers: dict[str, bytes] = {}
+
+    def trailer(self, key: str) -> bytes | None:
+        """The last bytes that were written to a file, as many as a checksum has; None when it was not written."""
+        with self._writing:
+            return self._trailers.get(key)
 
     def seal(self) -> None:
         """Waits for the write under way, if any; later ones raise."""
@@ -69,10 +73,12 @@ class _FolderStore(LocalStore):  # type: ignore[misc]  # zarr is not type-checke
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("wb") as file:
-                    file.write(value.as_numpy_array().data)
+                    contents = value.as_numpy_array()
+                    file.write(contents.data)
             except OSError as error:
                 self._ended = error
                 raise
+            self._trailers[key] = contents[-CHECKSUM_BYTES:].tobytes()
 
     async def set(self, key: str, value: Buffer) -> None:
         self.set_sync(key, value)
@@ -137,6 +143,22 @@ class ArrayWriter:
             entry.chunks
         )
 
+    def checksums(self, entry: ArrayEntry) -> str:
+        """The checksums of an array's chunks as they were written, for its entry; nothing is read.
+
+        Raises MissingChunkError when a chunk was never written.
+        """
+        found = []
+        for indices in entry.chunk_indices():
+            path = chunk_path(self._store.root, entry, indices)
+            trailer = self._store.trailer(path.relative_to(self._store.root).as_posix())
+            if trailer is None:
+                raise MissingChunkError(
+                    f"{path}: a chunk of array {entry.path!r} was never written", path=path, array=entry.path
+                )
+            found.append(int.from_bytes(trailer, "little"))
+        return join_checksums(found)
+
     def close(self) -> None:
         """Ends all writing, also by threads that zarr has left running."""
         self._store.seal()
@@ -148,25 +170,17 @@ def chunk_path(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> Path:
     return folder.joinpath(entry.path, "c", *map(str, _pad(entry, indices)))
 
 
-def check_metadata(folder: Path, entries: Sequence[ArrayEntry]) -> Iterator[ContextCorruptError]:
-    """Compares every `zarr.json` with the entries; yields one error per file that says something else."""
-    groups = {str(parent) for entry in entries for parent in Path(entry.path).parents}
-    for group in sorted(groups):
-        expected = {"zarr_format": 3, "node_type": "group", "attributes": {}}
-        yield from _compare(folder / group / _METADATA, group, expected)
-    for entry in entries:
-        yield from _compare(folder / entry.path / _METADATA, entry.path, _metadata(entry))
+def check_chunks(folder: Path, entries: Iterable[ArrayEntry]) -> Iterator[ContextCorruptError]:
+    """Looks at every chunk without reading it; yields one error per file that cannot be the one that was written.
 
-
-def check_sizes(folder: Path, entries: Iterable[ArrayEntry]) -> Iterator[ContextCorruptError]:
-    """Looks for every chunk and yields one error per file that is absent or not exactly as long as it must be."""
+    Such a file is absent, not exactly as long as it must be, or ends with another checksum than the entry has. Only
+    in that last case is it read, to tell a damaged chunk from one that belongs elsewhere.
+    """
     for entry in entries:
         for indices in entry.chunk_indices():
-            path = chunk_path(folder, entry, indices)
             try:
-                _check_size(path, entry, path.stat().st_size)
-            except OSError as error:
-                yield _unreadable(path, entry, error)
+                if _trailer(folder, entry, indices) != entry.checksum(indices):
+                    read_chunk_into(folder, entry, indices, _chunk_buffer(entry))
             except ContextCorruptError as error:
                 yield error
 
@@ -176,7 +190,7 @@ def verify_chunks(
 ) -> Iterator[ContextCorruptError]:
     """Reads every byte of every chunk and yields one error per bad file. `on_bytes` is told what was read."""
     for entry in entries:
-        buffer = torch.empty(entry.chunk_bytes, dtype=torch.uint8)
+        buffer = _chunk_buffer(entry)
         for indices in entry.chunk_indices():
             try:
                 read_chunk_into(folder, entry, indices, buffer)
@@ -207,8 +221,8 @@ def read_chunk_into(
 ) -> None:
     """Reads the chunk straight into a contiguous CPU tensor of as many bytes.
 
-    With `verify` its crc32c is computed while reading. Raises MissingChunkError, TruncatedChunkError or
-    ChecksumError, naming file and array; the buffer then holds garbage.
+    With `verify` its crc32c is computed while reading, and must be the one at the file's end and the entry's. Raises
+    MissingChunkError, TruncatedChunkError or ChecksumError, naming file and array; the buffer then holds garbage.
     """
     path = chunk_path(folder, entry, indices)
     raw = _bytes_of(buffer)
@@ -220,18 +234,51 @@ def read_chunk_into(
         with path.open("rb", buffering=0) as file:
             _check_size(path, entry, os.fstat(file.fileno()).st_size)
             checksum = _fill(file.fileno(), raw, verify)
-            stored = os.read(file.fileno(), CHECKSUM_BYTES)
+            trailer = int.from_bytes(os.read(file.fileno(), CHECKSUM_BYTES), "little")
     except OSError as error:
         raise _unreadable(path, entry, error) from error
-    if verify and stored != checksum.to_bytes(CHECKSUM_BYTES, "little"):
-        raise ChecksumError(
-            f"{path}: array {entry.path!r} has crc32c {checksum:08x}, expected "
-            f"{int.from_bytes(stored, 'little'):08x}; the file was altered or damaged: {_REPAIR}",
-            path=path,
-            array=entry.path,
-            found=f"{checksum:08x}",
-            expected=f"{int.from_bytes(stored, 'little'):08x}",
+    if verify:
+        _check_checksum(path, entry, checksum, trailer, entry.checksum(indices))
+
+
+def _check_checksum(path: Path, entry: ArrayEntry, found: int, trailer: int, expected: int) -> None:
+    """Compares the crc32c of a chunk's contents with the one at its file's end and the one in the manifest."""
+    if found == trailer == expected:
+        return
+    if found == trailer:
+        said = (
+            f"this chunk of array {entry.path!r} is intact but not the one that was written: it has crc32c "
+            f"{found:08x}, the manifest records {expected:08x}; the file was exchanged or rewritten"
         )
+    else:
+        said = (
+            f"array {entry.path!r} has crc32c {found:08x} in this chunk, the file's end says {trailer:08x} and "
+            f"the manifest {expected:08x}; the file was altered or damaged"
+        )
+    raise ChecksumError(
+        f"{path}: {said}: {REPAIR}",
+        path=path,
+        array=entry.path,
+        found=f"{found:08x}",
+        trailer=f"{trailer:08x}",
+        expected=f"{expected:08x}",
+    )
+
+
+def _trailer(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> int:
+    """The checksum at the end of a chunk's file. Raises like `read_chunk_into` for a file that cannot hold one."""
+    path = chunk_path(folder, entry, indices)
+    try:
+        # Before the file is opened: opening waits where somebody has put a pipe.
+        _check_size(path, entry, path.stat().st_size)
+        with path.open("rb", buffering=0) as file:
+            return int.from_bytes(os.pread(file.fileno(), CHECKSUM_BYTES, entry.chunk_bytes), "little")
+    except OSError as error:
+        raise _unreadable(path, entry, error) from error
+
+
+def _chunk_buffer(entry: ArrayEntry) -> Tensor:
+    return torch.empty(entry.chunk_bytes, dtype=torch.uint8)
 
 
 def _fill(descriptor: int, raw: NDArray[np.uint8], verify: bool) -> int:
@@ -267,19 +314,18 @@ def _trim(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_indices(entry: ArrayEntry, indices: Sequence[int]) -> None:
-    grid = [size // chunk for size, chunk in zip(entry.shape, entry.chunks, strict=True)]
-    inside = len(indices) <= len(grid) and all(
-        0 <= index < count for index, count in zip(indices, grid, strict=False)
+    inside = len(indices) <= len(entry.grid) and all(
+        0 <= index < count for index, count in zip(indices, entry.grid, strict=False)
     )
     if not inside:
-        raise InvalidArgumentError(f"{entry.path}: chunk {tuple(indices)} is outside the grid {tuple(grid)}")
+        raise InvalidArgumentError(f"{entry.path}: chunk {tuple(indices)} is outside the grid {entry.grid}")
 
 
 def _check_size(path: Path, entry: ArrayEntry, size: int) -> None:
     expected = entry.chunk_bytes + CHECKSUM_BYTES
     if size != expected:
         raise TruncatedChunkError(
-            f"{path}: array {entry.path!r} has {size} bytes in this chunk, expected {expected}; {_REPAIR}",
+            f"{path}: array {entry.path!r} has {size} bytes in this chunk, expected {expected}; {REPAIR}",
             path=path,
             array=entry.path,
             found=size,
@@ -290,60 +336,10 @@ def _check_size(path: Path, entry: ArrayEntry, size: int) -> None:
 def _unreadable(path: Path, entry: ArrayEntry, error: OSError) -> ContextCorruptError:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return MissingChunkError(
-            f"{path}: a chunk of array {entry.path!r} is missing; {_REPAIR}", path=path, array=entry.path
+            f"{path}: a chunk of array {entry.path!r} is missing; {REPAIR}", path=path, array=entry.path
         )
     return ContextCorruptError(
         f"{path}: array {entry.path!r} cannot be read ({error.strerror}); check the disk and permissions",
         path=path,
         array=entry.path,
     )
-
-
-def _metadata(entry: ArrayEntry) -> dict[str, object]:
-    """What `zarr.json` of the array must say."""
-    dtype = STORED_DTYPES[entry.dtype]
-    to_bytes: dict[str, object] = {"name": "bytes"}
-    if dtype.itemsize > 1:
-        to_bytes["configuration"] = {"endian": "little"}
-    return {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": list(entry.shape),
-        "data_type": dtype.zarr_name,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(entry.chunks)}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "codecs": [to_bytes, {"name": "crc32c"}],
-        "fill_value": 0,
-        "attributes": {"dtype": dtype.name},
-        "storage_transformers": [],
-    }
-
-
-def _compare(path: Path, array: str, expected: dict[str, object]) -> Iterator[ContextCorruptError]:
-    """Yields an error for the first field of a `zarr.json` that differs from what it must say."""
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        yield ArrayMetadataError(
-            f"{path}: metadata of {array!r} is missing; {_REPAIR}", path=path, array=array
-        )
-        return
-    except (OSError, ValueError, RecursionError) as error:
-        yield ArrayMetadataError(
-            f"{path}: metadata of {array!r} cannot be read ({error}); {_REPAIR}", path=path, array=array
-        )
-        return
-    document = found if isinstance(found, dict) else {}
-    for field in sorted(expected.keys() | document.keys()):
-        # What is empty may as well be left out: zarr's versions differ in that.
-        if (document.get(field) or None) != (expected.get(field) or None):
-            yield ArrayMetadataError(
-                f"{path}: metadata of {array!r} says {field} = {document.get(field)!r}, the manifest says "
-                f"{expected.get(field)!r}; {_REPAIR}",
-                path=path,
-                array=array,
-                field=field,
-                found=document.get(field),
-                expected=expected.get(field),
-            )
-            return

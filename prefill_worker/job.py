@@ -205,8 +205,7 @@ def _write(job: _Job, store: Store, id_: str, clock: _Clock, reporter: Reporter)
             _verify(writer, sum(array.nbytes for array in written), update)
         manifest = _manifest(job, id_, clock, compute_dtype, dense, errors, tokens, kv, indexes)
         with clock("publish"):
-            writer.publish(manifest)
-    return manifest
+            return writer.publish(manifest)
 
 
 def _read(job: _Job, clock: _Clock, reporter: Reporter) -> tuple[Capture, str]:

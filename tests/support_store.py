@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import ClassVar, cast
 
+import google_crc32c
 import torch
 from torch import Tensor
 
@@ -64,32 +65,48 @@ KINDS: Mapping[str, type[LayerIndex]] = {RecordedIndex.kind: cast(type[LayerInde
 
 @dataclass(frozen=True)
 class SyntheticContext:
-    """A context in memory: tokens [N], kv [L, H, N, 2, d], arrays by path [layers, H, ...], and its manifest."""
+    """A context in memory: tokens [N], kv [L, H, N, 2, d], arrays by path [layers, H, ...].
 
-    manifest: Manifest
+    draft: its manifest before it is published, without checksums.
+    """
+
+    draft: Manifest
     tokens: Tensor
     kv: Tensor
     arrays: dict[str, Tensor]
 
     @property
     def id(self) -> str:
-        return self.manifest.id
+        return self.draft.id
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest that publishing must lead to."""
+        tokens = (self.draft.tokens, self.tokens.to(torch.uint32))
+        arrays = [tokens, (self.draft.kv, self.kv), *self.entries()]
+        return self.draft.with_checksums({entry.path: checksums(entry, data) for entry, data in arrays})
 
     def write(self, store: Store) -> str:
         """Writes and publishes it; returns the id."""
         with store.writer(self.id) as writer:
             writer.write_tokens(self.tokens)
-            for entry, data in [(self.manifest.kv, self.kv), *self.entries()]:
+            for entry, data in [(self.draft.kv, self.kv), *self.entries()]:
                 writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
                 for row in range(data.shape[0]):
                     for head in range(data.shape[1]):
                         writer.write_chunk(entry.path, (row, head), data[row, head])
-            writer.publish(self.manifest)
+            writer.publish(self.draft)
         return self.id
 
     def entries(self) -> list[tuple[ArrayEntry, Tensor]]:
-        """(entry, data) of every index array."""
-        return [(array, self.arrays[array.path]) for index in self.manifest.indexes for array in index.arrays]
+        """(entry without checksums, data) of every index array."""
+        return [(array, self.arrays[array.path]) for index in self.draft.indexes for array in index.arrays]
+
+
+def checksums(entry: ArrayEntry, data: Tensor) -> str:
+    """What the manifest must record of an array whose chunks follow each other in memory."""
+    chunks = data.reshape(-1).view(torch.uint8).reshape(-1, entry.chunk_bytes)
+    return "".join(f"{google_crc32c.value(chunk.numpy().tobytes()):08x}" for chunk in chunks)
 
 
 def random_array(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -124,7 +141,7 @@ def synthetic_context(
         entries.append(entry)
         arrays[entry.path] = random_array(entry.shape, STORED_DTYPES[index_dtype].torch_dtype, generator)
         assert dtype_name(arrays[entry.path].dtype) == index_dtype
-    manifest = Manifest(
+    draft = Manifest(
         id=context_id(model, dtype, {"seed": seed, "method": PARAMETERS}, "", ids),
         name=name,
         created_at=created,
@@ -141,7 +158,7 @@ def synthetic_context(
         prefill={"chunk": 2048, "calibration": False},
         seconds={"forward": 1.5, "index": 0.25},
     )
-    return SyntheticContext(manifest, ids, kv, arrays)
+    return SyntheticContext(draft, ids, kv, arrays)
 
 
 def other_model(**changes: object) -> ModelIdentity:

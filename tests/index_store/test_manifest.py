@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import pytest
 import torch
@@ -82,7 +83,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         )
         indexes.append(IndexEntry(name, draw(texts), draw(parameters), covered, arrays))
     dtype = draw(st.sampled_from(["float32", "float16", "bfloat16"]))
-    return Manifest(
+    draft = Manifest(
         id=draw(st.from_regex(r"[0-9a-f]{64}", fullmatch=True)),
         name=draw(texts),
         created_at=draw(times),
@@ -98,6 +99,13 @@ def manifests(draw: st.DrawFn) -> Manifest:
         indexes=tuple(indexes),
         prefill=draw(parameters),
         seconds=draw(st.dictionaries(st.text(), st.floats(0, 1e9))),
+    )
+    counts = {entry.path: len(list(entry.chunk_indices())) for entry in draft.arrays}
+    return draft.with_checksums(
+        {
+            path: draw(st.binary(min_size=4 * count, max_size=4 * count)).hex()
+            for path, count in counts.items()
+        }
     )
 
 
@@ -198,7 +206,24 @@ def test_every_missing_field_is_named(context: SyntheticContext) -> None:
             [2, 2, 0, 37],
             r"shape' is \(2, 2, 0, 37\), expected .*positive",
         ),
-        (("indexes", 0, "arrays", 0, "chunks"), [2, 2, 4, 37], r"expected one chunk per layer and KV head"),
+        (("indexes", 0, "arrays", 0, "chunks"), [2, 1, 2, 37], r"expected one chunk per layer and KV head"),
+        (
+            ("indexes", 0, "arrays", 0, "chunks"),
+            [2, 2, 4, 37],
+            r"'index/tables/array_int8.checksums' is '4 checksums, .*expected 1 of 8",
+        ),
+        (("kv", "checksums"), "0" * 40, r"'kv.checksums' is '5 checksums, 0.*expected 6 of 8 .*hex digits"),
+        (("kv", "checksums"), "0" * 56, r"'kv.checksums' is '7 checksums, 0.*expected 6 of 8"),
+        (("kv", "checksums"), "0" * 47, r"'kv.checksums' is '5.875 checksums, 0.*expected 6 of 8"),
+        (("kv", "checksums"), "A" * 48, r"'kv.checksums' is '6 checksums, A.*expected 6 of 8 lower-case hex"),
+        (("kv", "checksums"), "0" * 47 + "\n", r"'kv.checksums' is '6 checksums, 0"),
+        (("tokens", "checksums"), "", r"'tokens.checksums' is '0 checksums, ', expected 1 of 8"),
+        (("tokens", "checksums"), None, r"'tokens.checksums' is None, expected a string"),
+        (
+            ("indexes", 0, "arrays", 1, "checksums"),
+            ["0" * 8] * 4,
+            r"'indexes\[0\].arrays\[1\].checksums' is .*expected a string",
+        ),
         (("indexes",), {}, r"'indexes' is \{\}, expected a list of objects"),
         (("prefill",), {"a": [1]}, r"'prefill'"),
         (("seconds",), {"forward": "1"}, r"'seconds'"),
@@ -215,6 +240,30 @@ def test_bad_field(context: SyntheticContext, path: tuple[Any, ...], value: obje
         parse_manifest(render_document(altered), WHERE)
     assert caught.value.message.startswith(f"{WHERE}: ")
     assert caught.value.metadata["path"] == WHERE
+
+
+def test_checksums_follow_the_chunks(context: SyntheticContext) -> None:
+    kv = context.manifest.kv
+    assert kv.layout == context.draft.kv
+    assert kv.layout.checksums is None
+    assert len(kv.checksums or "") == 8 * 3 * 2
+    for layer, head, *_ in kv.chunk_indices():
+        raw = context.kv[layer, head].view(torch.int16).numpy().tobytes()
+        assert kv.checksum((layer, head)) == kv.checksum((layer, head, 0, 0, 0)) == google_crc32c.value(raw)
+    assert kv.checksum((1,)) == kv.checksum((1, 0))
+    assert parse_manifest(render_manifest(context.manifest), WHERE).kv.checksums == kv.checksums
+
+
+def test_a_missing_checksums_field_is_named(context: SyntheticContext) -> None:
+    altered = document(context)
+    del altered["kv"]["checksums"]
+    with pytest.raises(ManifestError, match=r"field 'kv.checksums' is missing"):
+        parse_manifest(render_document(altered), WHERE)
+
+
+def test_a_draft_is_not_rendered(context: SyntheticContext) -> None:
+    with pytest.raises(ManifestError, match=r"'tokens.checksums' is None, expected a checksum per chunk"):
+        render_manifest(context.draft)
 
 
 @pytest.mark.parametrize(

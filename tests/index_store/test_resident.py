@@ -146,7 +146,7 @@ def test_index_that_is_not_there(many: tuple[Store, list[SyntheticContext]]) -> 
 def test_index_without_arrays(store: Store) -> None:
     context = synthetic_context(index_dtypes=())
     entry = IndexEntry("oracle", ExactIndex.kind, {}, (1, 2), ())
-    context = replace(context, manifest=replace(context.manifest, indexes=(entry,)))
+    context = replace(context, draft=replace(context.draft, indexes=(entry,)))
     context.write(store)
     with Arena(1 << 20).acquire(store, context.id) as resident:
         assert isinstance(resident.index("oracle", 2), LayerIndex)

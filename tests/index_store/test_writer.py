@@ -131,7 +131,7 @@ def test_leaving_without_publishing_removes_everything(store: Store, context: Sy
 
 
 def test_same_content_is_kept_not_replaced(stored: Store, context: SyntheticContext) -> None:
-    again = replace(context, manifest=replace(context.manifest, name="another name"))
+    again = replace(context, draft=replace(context.draft, name="another name"))
     again.write(stored)
     assert stored.manifest(context.id).name == "handbook"
     assert names(stored) == [context.id]
@@ -153,16 +153,19 @@ def test_a_broken_context_is_replaced(stored: Store, context: SyntheticContext) 
 
 
 def test_an_incomplete_context_is_not_published(store: Store, context: SyntheticContext) -> None:
-    manifest, kv = context.manifest, context.manifest.kv
+    manifest, kv = context.draft, context.draft.kv
     with store.writer(context.id) as writer:
         writer.write_tokens(context.tokens)
         with pytest.raises(InvalidArgumentError, match="lists arrays"):
             writer.publish(manifest)
         for entry in (kv, *(array for array, _ in context.entries())):
-            writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+            assert writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype) == entry
         writer.write_chunk("kv", (0, 0), context.kv[0, 0])
-        with pytest.raises(MissingChunkError, match="kv"):
-            writer.publish(manifest)
+        for use in (writer.verify, lambda: writer.publish(manifest)):
+            with pytest.raises(MissingChunkError, match=r"kv/c/0/1/.* was never written"):
+                use()
+        with pytest.raises(InvalidArgumentError, match="that create_array returned"):
+            writer.publish(context.manifest)
         with pytest.raises(InvalidArgumentError, match="expected"):
             writer.publish(replace(manifest, id="0" * 64))
     assert names(store) == []
@@ -200,7 +203,7 @@ def test_wrong_chunks_are_refused(store: Store, context: SyntheticContext) -> No
 
 def test_chunks_from_several_threads(store: Store) -> None:
     context = synthetic_context(tokens=200)
-    manifest = context.manifest
+    manifest = context.draft
     with store.writer(context.id) as writer:
         writer.write_tokens(context.tokens)
         jobs = []
@@ -216,7 +219,8 @@ def test_chunks_from_several_threads(store: Store) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        writer.publish(manifest)
+        assert writer.publish(manifest) == context.manifest
+    assert store.manifest(context.id) == context.manifest
     assert store.verify(context.id) == []
     assert torch.equal(
         store.open(context.id).array("kv", 2, 1).view(torch.int16), context.kv[2, 1].view(torch.int16)
