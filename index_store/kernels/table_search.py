@@ -20,6 +20,7 @@ from index_store.kernels.launch import launch
 
 _TILE = 2048  # keys per tile: its float32 sums and four int8 rows stay in the first-level cache
 _TILES_PER_TASK = 8
+_WAVE_BYTES = 4 * 2**20  # exponentials held at a time: more would travel to memory and back
 _LOG2E = np.float32(1.4426950408889634)
 
 
@@ -68,23 +69,22 @@ def softmax_sum_rows(reads: TableReads) -> Tensor:
     """[H, T, M] float32: `sum_rows`, softmaxed over keys and summed over the group.
 
     exp is a cubic polynomial per octave (relative error below 2e-4), enough for a ranking. Sums are
-    exponentiated while their tile is in cache, relative to the tile's own maximum, and rescaled in a second pass.
+    exponentiated while their tile is in cache, relative to the tile's own maximum, and rescaled in a second pass,
+    a few query positions at a time.
     """
     heads, positions, group, _ = reads.rows_HTGJ.shape
     columns = reads.end - reads.first
     out = torch.empty(heads, positions, columns)
     if out.numel() > 0:
-        exponentials = torch.empty(heads, positions, group, columns)
+        wave = min(heads * positions, max(1, _WAVE_BYTES // (group * columns * 4)))
         tiles = -(-columns // _TILE)
-        peaks = torch.empty(heads, positions, group, tiles)
-        totals = torch.empty(heads, positions, group, tiles)
         launch(
             _softmax_sum_rows,
             *reads.arrays(),
             reads.first,
-            exponentials.numpy(),
-            peaks.numpy(),
-            totals.numpy(),
+            torch.empty(wave, group, columns).numpy(),
+            torch.empty(wave, group, tiles).numpy(),
+            torch.empty(wave, group, tiles).numpy(),
             out.numpy(),
         )
     return out
@@ -221,6 +221,58 @@ def _combine_tile(
             out[i] += share * row[i]
 
 
+@njit(cache=True, nogil=True)
+def _exponentiate(
+    table: NDArray[np.int8],
+    appended: NDArray[np.int8],
+    rows: NDArray[np.int32],
+    weights: NDArray[np.float32],
+    first: int,
+    part: int,
+    exponentials: NDArray[np.float32],
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """One task of one position: its tiles' sums, exponentiated, with every tile's peak and total."""
+    group, columns = exponentials.shape
+    octave = np.empty(_TILE, np.int32)
+    factor = octave.view(np.float32)
+    scratch = np.empty(_TILE // 2, np.float32)
+    for tile in range(part * _TILES_PER_TASK, min((part + 1) * _TILES_PER_TASK, peaks.shape[1])):
+        low = tile * _TILE
+        for g in range(group):
+            acc = exponentials[g, low : min(low + _TILE, columns)]
+            _add_tile(table, appended, rows[g], weights[g], first + low, acc)
+            peak = np.float32(_peak(acc, scratch))
+            peaks[g, tile] = peak
+            totals[g, tile] = _exp_tile(acc, peak, octave[: acc.shape[0]], factor[: acc.shape[0]])
+
+
+@njit(cache=True, nogil=True)
+def _combine(
+    part: int,
+    exponentials: NDArray[np.float32],
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    out: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """One task of one position: its tiles' exponentials, rescaled to softmax and summed over the group."""
+    group, tiles = peaks.shape
+    highest = np.empty(group, np.float32)
+    mass = np.zeros(group, np.float64)
+    for g in range(group):
+        highest[g] = peaks[g].max()
+        for tile in range(tiles):
+            mass[g] += totals[g, tile] * np.exp(peaks[g, tile] - highest[g])
+    shares = np.empty(group, np.float32)
+    for tile in range(part * _TILES_PER_TASK, min((part + 1) * _TILES_PER_TASK, tiles)):
+        for g in range(group):
+            shares[g] = np.exp(peaks[g, tile] - highest[g]) / mass[g]
+        low = tile * _TILE
+        high = min(low + _TILE, out.shape[0])
+        _combine_tile(exponentials[:, low:high], shares, out[low:high])
+
+
 @njit(cache=True, nogil=True, parallel=True)
 def _softmax_sum_rows(
     tables: NDArray[np.int8],
@@ -233,36 +285,27 @@ def _softmax_sum_rows(
     totals: NDArray[np.float32],
     out: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
-    heads, positions, group, columns = exponentials.shape
-    tiles = peaks.shape[3]
-    spans = (tiles + _TILES_PER_TASK - 1) // _TILES_PER_TASK
-    for task in prange(heads * positions * spans):
-        query, part = task // spans, task % spans
-        h, t = query // positions, query % positions
-        octave = np.empty(_TILE, np.int32)
-        factor = octave.view(np.float32)
-        scratch = np.empty(_TILE // 2, np.float32)
-        for tile in range(part * _TILES_PER_TASK, min((part + 1) * _TILES_PER_TASK, tiles)):
-            low = tile * _TILE
-            for g in range(group):
-                acc = exponentials[h, t, g, low : min(low + _TILE, columns)]
-                _add_tile(tables[h], appended[h], rows[h, t, g], weights[h, t, g], first + low, acc)
-                peak = np.float32(_peak(acc, scratch))
-                peaks[h, t, g, tile] = peak
-                totals[h, t, g, tile] = _exp_tile(acc, peak, octave[: acc.shape[0]], factor[: acc.shape[0]])
-    for task in prange(heads * positions * spans):
-        query, part = task // spans, task % spans
-        h, t = query // positions, query % positions
-        highest = np.empty(group, np.float32)
-        mass = np.zeros(group, np.float64)
-        for g in range(group):
-            highest[g] = peaks[h, t, g].max()
-            for tile in range(tiles):
-                mass[g] += totals[h, t, g, tile] * np.exp(peaks[h, t, g, tile] - highest[g])
-        shares = np.empty(group, np.float32)
-        for tile in range(part * _TILES_PER_TASK, min((part + 1) * _TILES_PER_TASK, tiles)):
-            for g in range(group):
-                shares[g] = np.exp(peaks[h, t, g, tile] - highest[g]) / mass[g]
-            low = tile * _TILE
-            high = min(low + _TILE, columns)
-            _combine_tile(exponentials[h, t, :, low:high], shares, out[h, t, low:high])
+    positions = out.shape[1]
+    queries = out.shape[0] * positions
+    wave = exponentials.shape[0]
+    spans = (peaks.shape[2] + _TILES_PER_TASK - 1) // _TILES_PER_TASK
+    for start in range(0, queries, wave):
+        tasks = min(wave, queries - start) * spans
+        for task in prange(tasks):
+            slot = task // spans
+            h, t = (start + slot) // positions, (start + slot) % positions
+            _exponentiate(
+                tables[h],
+                appended[h],
+                rows[h, t],
+                weights[h, t],
+                first,
+                task % spans,
+                exponentials[slot],
+                peaks[slot],
+                totals[slot],
+            )
+        for task in prange(tasks):
+            slot = task // spans
+            h, t = (start + slot) // positions, (start + slot) % positions
+            _combine(task % spans, exponentials[slot], peaks[slot], totals[slot], out[h, t])

@@ -1,0 +1,1 @@
+"""Host kernels of a decode step, each beside its eager reference."""
