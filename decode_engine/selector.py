@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from decode_engine.figures import Figures
-from decode_engine.kernels.gather import gather_rows
 from decode_engine.partial_attention import BLOCK_BYTES, attend_gathered, attend_shared
 from decode_engine.tail import Tail
 from index_store.attention_state import AttentionState
@@ -157,8 +156,7 @@ class SparseLayer:
             state = AttentionState.empty(queries.shape[:3], head_dim)
             for start in range(0, kept, keys_step):
                 begin = perf_counter_ns()
-                ids_HTK = selection.ids_HTK[:, part, start : start + keys_step]
-                rows = gather_rows(self._kv_HN2D, self.tail.rows, ids_HTK)
+                rows = self._gather(selection.ids_HTK[:, part, start : start + keys_step])
                 gathered = perf_counter_ns()
                 counts_HT = (selection.counts_HT[:, part] - start).clamp_(min=0)
                 state = state.merge(attend_gathered(queries, rows, counts_HT))
@@ -173,6 +171,17 @@ class SparseLayer:
         selection = self._method.budget.cut(ranking, position)
         self._figures.search_ns += perf_counter_ns() - begin
         return selection
+
+    def _gather(self, ids_HTK: Tensor) -> Tensor:
+        """Rows [H, T, K, 2, d] float32 of context and tail keys."""
+        _, count, _, head_dim = self._kv_HN2D.shape
+        flat = _gather_rows(self._kv_HN2D, ids_HTK.clamp(max=count - 1))
+        if self._appended is not None:
+            late = (ids_HTK >= count).flatten()
+            if bool(late.any()):
+                tail_ids = (ids_HTK - count).clamp_(min=0)
+                flat[late] = _gather_rows(self.tail.rows, tail_ids)[late]
+        return flat.float().view(*ids_HTK.shape, 2, head_dim)
 
     def _attend_exact(self, q_HTGD: Tensor, search_end: int) -> AttentionState:
         """Sinks and recent context without a mask, the exact part of the tail causally."""
@@ -201,3 +210,15 @@ def _concatenate(states: list[AttentionState]) -> AttentionState:
 def _visible(position: int, positions: int) -> int:
     """Keys seen by `positions` causal queries, the first of which sits at `position`."""
     return positions * (position + 1) + positions * (positions - 1) // 2
+
+
+def _gather_rows(kv_HN2D: Tensor, ids_HTK: Tensor) -> Tensor:
+    """Rows [H*T*K, 2*d] at the ids of every head, in the stored dtype."""
+    heads = kv_HN2D.shape[0]
+    stride = kv_HN2D.stride(0) // kv_HN2D.stride(
+        1
+    )  # rows between heads; more than N where a buffer has slack
+    width = kv_HN2D.shape[2] * kv_HN2D.shape[3]
+    table = kv_HN2D.as_strided(((heads - 1) * stride + kv_HN2D.shape[1], width), (width, 1))
+    offsets = (torch.arange(heads) * stride)[:, None, None]
+    return table.index_select(0, (ids_HTK.long() + offsets).flatten())

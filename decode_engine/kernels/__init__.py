@@ -1,1 +1,0 @@
-"""Host kernels of a decode step, each beside its eager reference."""
