@@ -40,7 +40,7 @@ def serve(
     threads: Annotated[
         int, typer.Option(help="Threads of searches and matrix products; 0 means all cores.")
     ] = 0,
-    device: Annotated[str, typer.Option(help="Device of the model: cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the model: cpu, the only one so far.")] = "cpu",
     dtype: Annotated[
         str, typer.Option(help="Stored dtype of the contexts to serve; auto: the model's.")
     ] = "auto",

@@ -36,6 +36,15 @@ def check_address(text: str) -> str:
     return text
 
 
+def check_device(device: str) -> None:
+    """Raises InvalidArgumentError for a device that nothing can be decoded on."""
+    if device != "cpu":
+        raise InvalidArgumentError(
+            f"--device is {device!r}, expected cpu, the only device that decodes so far; leave --device out",
+            field="device",
+        )
+
+
 def is_loopback(address: str) -> bool:
     """Whether only this machine can reach the address."""
     host = address.rpartition(":")[0]
@@ -72,6 +81,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_address(self.listen)
+        check_device(self.device)
         for name, value, least in (
             ("memory", self.memory, 1),
             ("max-sessions", self.max_sessions, 1),

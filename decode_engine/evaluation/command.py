@@ -54,7 +54,7 @@ def evaluate_command(
     calibration: Annotated[Path | None, typer.Option(help="As for prefill-worker run.")] = None,
     store: Annotated[Path | None, typer.Option(help="Store for the contexts; OUT/store by default.")] = None,
     seed: Annotated[int, typer.Option(help="Decides facts, depths and parts of the text.")] = 0,
-    device: Annotated[str, typer.Option(help="Device of the model: cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the model: cpu, the only one so far.")] = "cpu",
     picture: Annotated[bool, typer.Option(help="Draw quality against budget (needs matplotlib).")] = True,
     output_format: FormatOption = OutputFormat.TEXT,
 ) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from decode_engine.config import check_device
 from decode_engine.evaluation.machine import describe_machine
 from decode_engine.evaluation.prefill_command import PrefillCommand
 from decode_engine.evaluation.progress import Advance, StartStage
@@ -70,6 +71,7 @@ class EvaluationConfig:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        check_device(self.device)
         for label, value, least in (
             ("questions", self.questions, 1),
             ("facts", self.facts, 1),

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -110,6 +111,7 @@ def test_serve_as_text_ends_well_on_interrupt(library: Library, lamp: str) -> No
         ({"--listen": "here"}, 1, "HOST:PORT"),
         ({"--max-sessions": "0"}, 1, "--max-sessions"),
         ({"--max-sessions": "x"}, 2, "max-sessions"),
+        ({"--device": "cuda"}, 1, "--device is 'cuda', expected cpu"),
     ],
 )
 def test_serve_refuses_with_a_sentence(
@@ -122,6 +124,21 @@ def test_serve_refuses_with_a_sentence(
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+def test_evaluate_refuses_a_device_with_a_sentence(run: Run, tmp_path: Path) -> None:
+    result = run("evaluate", "--out", str(tmp_path / "out"), "--device", "cuda")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: --device is 'cuda', expected cpu")
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["serve", "evaluate"])
+def test_help_says_which_device_decodes(run: Run, command: str) -> None:
+    result = run(command, "--help")
+    assert result.returncode == 0
+    assert "cpu, the only one so far" in " ".join(result.stdout.replace("│", " ").split())
 
 
 def test_ask_streams_text(run: Run, server: DecodeServer, lamp: str) -> None:

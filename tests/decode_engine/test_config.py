@@ -48,6 +48,12 @@ def test_limits_are_checked_and_named_as_their_flags(field: str) -> None:
         ServeConfig(Path(), "reader", **{field: -1})
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "auto", ""])
+def test_only_the_cpu_decodes(device: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"--device is '{device}', expected cpu"):
+        ServeConfig(Path(), "reader", device=device)
+
+
 def test_unknown_settings_are_errors() -> None:
     with pytest.raises(TypeError):
         ServeConfig(Path(), "reader", colour="blue")  # type: ignore[call-arg]
