@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 from index_store.errors import ManifestError
@@ -38,6 +38,15 @@ class JsonFields:
         value: str = self._take(name, lambda value: isinstance(value, str), "a string")
         return value
 
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings, as a tuple."""
+        value = self._take(
+            name,
+            lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+            "a list of strings",
+        )
+        return tuple(value)
+
     def integer(self, name: str) -> int:
         value: int = self._take(name, _is_integer, "an integer")
         return value
@@ -46,6 +55,15 @@ class JsonFields:
         """A list of integers, as a tuple."""
         value = self._take(
             name, lambda value: isinstance(value, list) and all(map(_is_integer, value)), "a list of integers"
+        )
+        return tuple(value)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of finite numbers, as a tuple."""
+        value = self._take(
+            name,
+            lambda value: isinstance(value, list) and all(map(is_number, value)),
+            "a list of finite numbers",
         )
         return tuple(value)
 
@@ -67,7 +85,7 @@ class JsonFields:
         )
         return dict(value)
 
-    def numbers(self, name: str) -> dict[str, float]:
+    def numbers_by_name(self, name: str) -> dict[str, float]:
         """An object whose values are finite numbers."""
         value = self._take(
             name,
@@ -129,6 +147,33 @@ def is_scalar(value: object) -> bool:
 def are_scalars(values: Mapping[str, object]) -> bool:
     """Whether a mapping is one of strings to scalars."""
     return all(isinstance(key, str) and is_scalar(value) for key, value in values.items())
+
+
+def check_name(name: str, value: object) -> None:
+    """Raises ManifestError unless the field is a printable string of 1 to 500 characters."""
+    # Names end up in terminals and logs: control characters have no business there.
+    if not isinstance(value, str) or not value or len(value) > 500 or not value.isprintable():
+        raise field_error(name, value, "1-500 printable characters")
+
+
+def check_names(name: str, values: Sequence[object]) -> None:
+    """Raises ManifestError unless the field lists one or more different names."""
+    if not values or len(set(values)) != len(values):
+        raise field_error(name, values, "one or more different names")
+    for number, value in enumerate(values):
+        check_name(f"{name}[{number}]", value)
+
+
+def check_positive(name: str, value: int) -> None:
+    """Raises ManifestError unless the field is an integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise field_error(name, value, "a positive integer")
+
+
+def check_utc(name: str, value: datetime) -> None:
+    """Raises ManifestError unless the time is in UTC."""
+    if value.utcoffset() != timedelta(0):
+        raise field_error(name, value.isoformat(), "a time in UTC")
 
 
 def _is_integer(value: object) -> bool:

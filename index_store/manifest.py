@@ -14,14 +14,23 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 
 import numpy as np
 from torch import Tensor
 
 from index_store.dtypes import KV_DTYPES, STORED_DTYPES
 from index_store.errors import DtypeMismatchError, InvalidArgumentError, ModelMismatchError
-from index_store.json_fields import Scalar, are_scalars, field_error, is_number
+from index_store.json_fields import (
+    Scalar,
+    are_scalars,
+    check_name,
+    check_names,
+    check_positive,
+    check_utc,
+    field_error,
+    is_number,
+)
 
 FORMAT_VERSION = 1
 
@@ -57,9 +66,9 @@ class ModelIdentity:
 
     def __post_init__(self) -> None:
         for name in ("name", "architecture", "fingerprint", "tokenizer_fingerprint"):
-            _check_name(f"model.{name}", getattr(self, name))
+            check_name(f"model.{name}", getattr(self, name))
         for name in ("layers", "query_heads", "kv_heads", "head_dim", "vocab_size", "max_positions"):
-            _check_positive(f"model.{name}", getattr(self, name))
+            check_positive(f"model.{name}", getattr(self, name))
         if self.query_heads % self.kv_heads:
             raise field_error(
                 "model.query_heads", self.query_heads, f"a multiple of {self.kv_heads} KV heads"
@@ -167,7 +176,7 @@ class IndexEntry:
     def __post_init__(self) -> None:
         if not _PATH_PART.fullmatch(self.name):
             raise field_error("index.name", self.name, "letters, digits, '_', '-', '.'")
-        _check_name(f"index.{self.name}.kind", self.kind)
+        check_name(f"index.{self.name}.kind", self.kind)
         if not are_scalars(self.parameters):
             raise field_error(f"index.{self.name}.parameters", self.parameters, "scalars by name")
 
@@ -183,8 +192,9 @@ class Manifest:
 
     Before it is published its arrays have no checksums; the writer adds them.
     created_at, expires_at: UTC; a context without expires_at never expires.
-    dtype: the element type of keys and values. method: the name of the method it was prefilled for.
+    dtype: the element type of keys and values. methods: names of the methods it was prefilled for, the default first.
     dense_layers: layers with flat attention, which have no index and are attended to fully.
+    selection_errors: the measured error of every layer by which the dense ones were found; empty when they were given.
     prefill: the parameters of the prefill; seconds: wall time per phase.
     """
 
@@ -196,8 +206,9 @@ class Manifest:
     dtype: str
     token_count: int
     salt: str
-    method: str
+    methods: tuple[str, ...]
     dense_layers: tuple[int, ...]
+    selection_errors: tuple[float, ...]
     tokens: ArrayEntry
     kv: ArrayEntry
     indexes: tuple[IndexEntry, ...]
@@ -210,18 +221,18 @@ class Manifest:
             raise field_error("id", self.id, "64 lower-case hex digits")
         if self.format_version != FORMAT_VERSION:
             raise field_error("format_version", self.format_version, str(FORMAT_VERSION))
-        _check_name("name", self.name)
-        _check_utc("created_at", self.created_at)
+        check_name("name", self.name)
+        check_utc("created_at", self.created_at)
         if self.expires_at is not None:
-            _check_utc("expires_at", self.expires_at)
+            check_utc("expires_at", self.expires_at)
         if self.dtype not in KV_DTYPES:
             raise field_error("dtype", self.dtype, f"one of {', '.join(KV_DTYPES)}")
-        _check_positive("token_count", self.token_count)
+        check_positive("token_count", self.token_count)
         if self.token_count > self.model.max_positions:
             raise field_error(
                 "token_count", self.token_count, f"at most {self.model.max_positions} positions"
             )
-        _check_name("method", self.method)
+        check_names("methods", self.methods)
         if not isinstance(self.salt, str):
             raise field_error("salt", self.salt, "a string")
         self._check_layers("dense_layers", self.dense_layers)
@@ -230,6 +241,10 @@ class Manifest:
         if not all(isinstance(name, str) and is_number(value) for name, value in self.seconds.items()):
             raise field_error("seconds", self.seconds, "seconds by phase")
         self._check_arrays()
+        errors = self.selection_errors
+        if len(errors) not in (0, self.model.layers) or not all(map(is_number, errors)):
+            expected = f"{self.model.layers} numbers, one per layer, or none"
+            raise field_error("selection_errors", errors, expected)
 
     @property
     def kv_bytes(self) -> int:
@@ -245,6 +260,11 @@ class Manifest:
     def arrays(self) -> tuple[ArrayEntry, ...]:
         """Every array of the context: tokens, keys and values, then the indexes'."""
         return (self.tokens, self.kv, *(array for index in self.indexes for array in index.arrays))
+
+    @property
+    def method(self) -> str:
+        """The methods' names, joined by commas."""
+        return ",".join(self.methods)
 
     def bytes_per_token(self) -> float:
         """Bytes of keys, values and indexes per token of the context."""
@@ -378,19 +398,3 @@ def require_dtype(manifest: Manifest, dtype: str) -> None:
             found=manifest.dtype,
             expected=dtype,
         )
-
-
-def _check_name(name: str, value: object) -> None:
-    # Names end up in terminals and logs: control characters have no business there.
-    if not isinstance(value, str) or not value or len(value) > 500 or not value.isprintable():
-        raise field_error(name, value, "1-500 printable characters")
-
-
-def _check_positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise field_error(name, value, "a positive integer")
-
-
-def _check_utc(name: str, value: datetime) -> None:
-    if value.utcoffset() != timedelta(0):
-        raise field_error(name, value.isoformat(), "a time in UTC")

@@ -107,13 +107,14 @@ def _parse_document(document: dict[str, object], where: str) -> Manifest:
         dtype=fields.text("dtype"),
         token_count=fields.integer("token_count"),
         salt=fields.text("salt"),
-        method=fields.text("method"),
+        methods=fields.texts("methods"),
         dense_layers=fields.integers("dense_layers"),
+        selection_errors=fields.numbers("selection_errors"),
         tokens=fields.item("tokens", _parse_array),
         kv=fields.item("kv", _parse_array),
         indexes=fields.items("indexes", _parse_index),
         prefill=fields.scalars("prefill"),
-        seconds=fields.numbers("seconds"),
+        seconds=fields.numbers_by_name("seconds"),
     )
     fields.finish()
     return manifest

@@ -10,7 +10,7 @@ from index_store.errors import SparseKVError
 from index_store.json_fields import Scalar
 from index_store.manifest import IndexEntry, Manifest
 
-LIST_COLUMNS = ("ID", "NAME", "STATE", "MODEL", "METHOD", "TOKENS", "KV", "INDEX", "CREATED", "EXPIRES")
+LIST_COLUMNS = ("ID", "NAME", "STATE", "MODEL", "METHODS", "TOKENS", "KV", "INDEX", "CREATED", "EXPIRES")
 LIST_RIGHT = ("TOKENS", "KV", "INDEX")
 
 
@@ -24,7 +24,7 @@ def summary(entry: Manifest | BrokenContext, expired: bool) -> dict[str, object]
         "state": state(expired),
         "model": entry.model.name,
         "dtype": entry.dtype,
-        "method": entry.method,
+        "methods": list(entry.methods),
         "tokens": entry.token_count,
         "kv_bytes": entry.kv_bytes,
         "index_bytes": entry.index_bytes,
@@ -71,6 +71,7 @@ def details(manifest: Manifest, expired: bool) -> dict[str, object]:
             "max_positions": model.max_positions,
         },
         "dense_layers": list(manifest.dense_layers),
+        "selection_errors": list(manifest.selection_errors),
         "indexes": [_index_object(index, manifest.token_count) for index in manifest.indexes],
         "prefill": dict(manifest.prefill),
         "seconds": dict(manifest.seconds),
@@ -102,8 +103,9 @@ def detail_rows(manifest: Manifest, expired: bool) -> list[tuple[str, str]]:
         ]
     rows += [
         ("total", _size(manifest.kv_bytes + manifest.index_bytes, manifest.token_count)),
-        ("method", manifest.method),
+        ("methods", ", ".join(manifest.methods)),
         ("dense layers", _layers(manifest.dense_layers)),
+        ("selection errors", ", ".join(f"{error:.4f}" for error in manifest.selection_errors) or "-"),
         ("prefill", _pairs(manifest.prefill)),
         (
             "seconds",

@@ -258,8 +258,6 @@ def _manifest(
         "compute_dtype": compute_dtype,
         "device": config.torch_device.type,
     }
-    if errors:
-        prefill["selection_errors"] = " ".join(f"{error:.4f}" for error in errors)
     return Manifest(
         id=id_,
         name=config.name or document_name(config.input),
@@ -269,8 +267,9 @@ def _manifest(
         dtype=job.dtype,
         token_count=len(job.token_ids),
         salt=config.salt,
-        method=",".join(config.method),
+        methods=config.method,
         dense_layers=dense,
+        selection_errors=tuple(round(error, 6) for error in errors),
         tokens=tokens,
         kv=kv,
         indexes=indexes,

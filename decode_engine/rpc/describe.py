@@ -7,7 +7,6 @@ from datetime import datetime
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from decode_engine.session import require_index
-from index_store.budgets import Ratio
 from index_store.catalog import BrokenContext
 from index_store.errors import FormatVersionError, SparseKVError
 from index_store.manifest import IndexEntry, Manifest
@@ -32,7 +31,7 @@ def supported_methods(manifest: Manifest) -> list[str]:
 def default_method(manifest: Manifest) -> str:
     """The first supported method of those that the context was prefilled for; "full" when there is none."""
     supported = supported_methods(manifest)
-    return next((name for name in manifest.method.split(",") if name in supported), "full")
+    return next((name for name in manifest.methods if name in supported), "full")
 
 
 def describe_context(manifest: Manifest, *, expired: bool, resident: bool) -> context_pb2.Context:
@@ -76,7 +75,7 @@ def describe_method(method: Method) -> generation_pb2.Method:
         summary=method.summary,
         source=method.source,
         index=method.index.name if method.index is not None and method.index.stored else "",
-        keep_ratio=method.budget.keep if isinstance(method.budget, Ratio) else None,
+        keep_ratio=method.budget.keep if method.budget else None,
     )
 
 

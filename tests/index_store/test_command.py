@@ -87,7 +87,7 @@ def test_ls_in_a_pipe(command: Command, context: SyntheticContext, expired: Synt
         "NAME",
         "STATE",
         "MODEL",
-        "METHOD",
+        "METHODS",
         "TOKENS",
         "KV",
         "INDEX",
@@ -111,7 +111,7 @@ def test_ls_json(command: Command, context: SyntheticContext, expired: Synthetic
         "state": "READY",
         "model": "toy",
         "dtype": "bfloat16",
-        "method": "csattention",
+        "methods": ["csattention"],
         "tokens": 37,
         "kv_bytes": 7104,
         "index_bytes": 9768,
@@ -159,7 +159,7 @@ def test_ls_on_a_terminal(
 def test_show(command: Command, context: SyntheticContext, ref: str) -> None:
     refs = {"prefix": context.id[:8], "resource": f"contexts/{context.id}"}
     lines = command.ok("show", refs.get(ref, ref)).splitlines()
-    shown = {line[:16].strip(): line[16:].strip() for line in lines}
+    shown = {line[:18].strip(): line[18:].strip() for line in lines}
     assert shown["id"] == context.id
     assert shown["state"] == "READY"
     assert shown["model"] == "toy (LlamaForCausalLM, aaaaaaaaaaaa)"
@@ -170,8 +170,9 @@ def test_show(command: Command, context: SyntheticContext, ref: str) -> None:
     assert shown["parameters"] == "cosine=False, ratio=0.25, split=strided, subspaces=4"
     assert shown["array_float16"] == "[2, 2, 5, 37] float16"
     assert shown["total"].endswith("(16872 bytes, 456.0 per token)")
-    assert shown["method"] == "csattention"
+    assert shown["methods"] == "csattention"
     assert shown["dense layers"] == "0"
+    assert shown["selection errors"] == "0.2500, 0.0100, 0.0020"
     assert shown["prefill"] == "calibration=False, chunk=2048"
     assert shown["seconds"] == "forward 1.50, index 0.25"
     assert shown["created"] == "2026-01-02 03:04:05Z"
@@ -182,6 +183,7 @@ def test_show_json(command: Command, context: SyntheticContext) -> None:
     document = command.json("show", "handbook")
     assert document["model"]["fingerprint"] == "a" * 64
     assert document["dense_layers"] == [0]
+    assert document["selection_errors"] == [0.25, 0.01, 0.002]
     assert document["prefill"] == {"chunk": 2048, "calibration": False}
     assert document["seconds"] == {"forward": 1.5, "index": 0.25}
     (index,) = document["indexes"]

@@ -70,6 +70,7 @@ def models(draw: st.DrawFn) -> ModelIdentity:
 def manifests(draw: st.DrawFn) -> Manifest:
     model, tokens = draw(models()), draw(st.integers(1, 10**6))
     layers = st.sets(st.integers(0, model.layers - 1), min_size=1).map(lambda chosen: tuple(sorted(chosen)))
+    errors = st.tuples(*[st.floats(0, 1)] * model.layers)
     indexes = []
     for name in draw(st.sets(st.sampled_from(["tables", "codes-8", "a.b"]))):
         covered = draw(layers)
@@ -92,8 +93,9 @@ def manifests(draw: st.DrawFn) -> Manifest:
         dtype=dtype,
         token_count=tokens,
         salt=draw(st.text()),
-        method=draw(texts),
+        methods=tuple(draw(st.lists(texts, min_size=1, max_size=3, unique=True))),
         dense_layers=draw(layers | st.just(())),
+        selection_errors=draw(errors | st.just(())),
         tokens=tokens_entry(tokens),
         kv=kv_entry(model, tokens, dtype),
         indexes=tuple(indexes),
@@ -186,6 +188,17 @@ def test_every_missing_field_is_named(context: SyntheticContext) -> None:
         (("dense_layers",), [3], r"'dense_layers' is \(3,\), expected ascending layers of 0..2"),
         (("dense_layers",), [1, 0], r"'dense_layers'"),
         (("dense_layers",), [0.5], r"'dense_layers' .*a list of integers"),
+        (("methods",), "full", r"'methods' is 'full', expected a list of strings"),
+        (("methods",), ["full", 1], r"'methods' .*a list of strings"),
+        (("methods",), [], r"'methods' is \(\), expected one or more different names"),
+        (("methods",), ["full", "full"], r"'methods' .*one or more different names"),
+        (("methods",), ["full", "a\nb"], r"'methods\[1\]' is .*printable"),
+        (("selection_errors",), [0.5, True, 0.1], r"'selection_errors' .*a list of finite numbers"),
+        (
+            ("selection_errors",),
+            [0.5, 0.1],
+            r"'selection_errors' is .*expected 3 numbers, one per layer, or none",
+        ),
         (("model", "kv_heads"), 3, r"'model.query_heads' is 4, expected a multiple of 3"),
         (("model", "layers"), "3", r"'model.layers' is '3', expected an integer"),
         (("model", "layers"), 4, r"'kv' is .*expected .*4, 2"),

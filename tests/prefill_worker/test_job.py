@@ -153,10 +153,11 @@ def test_several_methods_share_a_context(make_config: MakeConfig) -> None:
         method=("csattention", "csattention-paper", "oracle"), dense_layers="1", centroids=None
     )
     manifest = run(config).manifest
-    assert manifest.method == "csattention,csattention-paper,oracle"
+    assert manifest.methods == ("csattention", "csattention-paper", "oracle")
     assert {index.name for index in manifest.indexes} == {"query_tables", "paper_tables"}
     assert all(index.layers == (0,) for index in manifest.indexes)
     assert manifest.dense_layers == (1,)
+    assert manifest.selection_errors == ()
 
 
 def test_every_layer_may_be_dense(make_config: MakeConfig) -> None:
@@ -168,7 +169,8 @@ def test_every_layer_may_be_dense(make_config: MakeConfig) -> None:
 
 def test_the_automatic_rule_is_recorded(make_config: MakeConfig) -> None:
     manifest = run(make_config(dense_layers="auto")).manifest
-    errors = [float(error) for error in str(manifest.prefill["selection_errors"]).split()]
+    errors = manifest.selection_errors
+    assert len(errors) == 2
     assert manifest.dense_layers == tuple(layer for layer, error in enumerate(errors) if error > 0.1)
 
 
