@@ -11,8 +11,8 @@ class Figures:
 
     Times in nanoseconds of wall clock. Key counts are summed over query positions, layers and KV heads: `kept` keys
     were chosen by a search, `attended` adds sinks, recent window and tail, `available` is what full attention
-    would have read. `searches` counts once per layer and forward pass, whatever the number of positions. The
-    `sparse_` figures leave out layers that attend to everything.
+    would have read. `searches` counts pairs of layer and query position that were searched. The `sparse_` figures leave
+    out layers that attend to everything.
     """
 
     search_ns: int = 0
@@ -41,9 +41,14 @@ class Figures:
         self.attended += keys
         self.available += keys
 
-    def count_sparse(self, kept: int, attended: int, available: int) -> None:
-        """Notes the keys of a layer that searches."""
-        self.kept += kept
+    def count_kept(self, keys: int) -> None:
+        """Notes `keys` attended because a search chose them."""
+        self.kept += keys
+        self.sparse_attended += keys
+        self.attended += keys
+
+    def count_exact(self, attended: int, available: int) -> None:
+        """Notes the keys that a searching layer attends to always, and those that full attention would have read."""
         self.sparse_attended += attended
         self.sparse_available += available
         self.attended += attended

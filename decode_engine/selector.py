@@ -7,7 +7,9 @@ The keys a query at position p sees fall into four parts that partition them:
     [search_end, N)         recent context, attended exactly
     [max(N, search_end), p] tail, attended exactly
 
-Tail keys that left the recent window join the session's private extension of the index, which moves search_end on.
+search_end depends on p alone: it is p - recent, rounded down to a multiple of `append_block`. So it makes no difference
+whether tokens arrive one by one or as a prompt in chunks of any size. Tail keys before search_end are in the session's
+private extension of the index.
 
 Shape legend: H KV heads, T query positions, G group heads, K kept keys, N context tokens, d head dim.
 """
@@ -26,6 +28,7 @@ from decode_engine.partial_attention import BLOCK_BYTES, attend_gathered, attend
 from decode_engine.tail import Tail
 from index_store.attention_state import AttentionState
 from index_store.budgets import Selection
+from index_store.errors import MethodUnsupportedError
 from index_store.indexes.base import AppendedKeys, LayerIndex
 from index_store.methods import Method
 
@@ -35,7 +38,10 @@ _SCORE_BYTES = 16 * 2**20  # scores of one search; a longer prompt is searched i
 class LayerAttention(Protocol):
     """Attention of one layer of one session."""
 
-    tail: Tail
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the layer holds besides the shared context."""
+        ...
 
     def attend(self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int) -> Tensor:
         """Adds T new keys at `position`.. and returns attention out [H, T, G, d] float32 for their queries.
@@ -53,6 +59,10 @@ class DenseLayer:
         self._kv_HN2D = kv_HN2D
         self._figures = figures
         self.tail = Tail(heads, head_dim, kv_HN2D.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tail.nbytes
 
     def attend(self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int) -> Tensor:
         heads, count = self._kv_HN2D.shape[:2]
@@ -80,67 +90,85 @@ class SparseLayer:
     """Attends to a selection, the sinks, the recent window and the tail."""
 
     def __init__(self, kv_HN2D: Tensor, index: LayerIndex, method: Method, figures: Figures) -> None:
+        if method.budget is None:
+            raise MethodUnsupportedError(
+                f"method {method.name!r} has no budget, a searching layer needs one", method=method.name
+            )
         heads, count, _, head_dim = kv_HN2D.shape
         self._kv_HN2D = kv_HN2D
         self._sinks = min(method.sinks, count)
         self._index = index
         self._method = method
+        self._budget = method.budget
         self._figures = figures
         self._appended: AppendedKeys | None = None
         self._reusable: _Reusable | None = None
         self.tail = Tail(heads, head_dim, kv_HN2D.dtype)
 
+    @property
+    def nbytes(self) -> int:
+        return self.tail.nbytes + (self._appended.nbytes if self._appended else 0)
+
     def attend(self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int) -> Tensor:
-        count = self._kv_HN2D.shape[1]
-        self.tail.write(position - count, keys_HTD, values_HTD)
-        reused = self._reuse(position, q_HTGD.shape[1])
-        search_end = self._advance(position) if reused is None else reused.search_end
-        state, kept = self._attend_selected(q_HTGD, position, search_end, reused)
-        begin = perf_counter_ns()
-        out = state.merge(self._attend_exact(q_HTGD, search_end)).out
-        self._figures.attend_ns += perf_counter_ns() - begin
-        self._count(q_HTGD, position, search_end, kept)
-        return out
+        end = position + q_HTGD.shape[1]
+        self.tail.write(position - self._kv_HN2D.shape[1], keys_HTD, values_HTD)
+        reused = self._reuse(position) if q_HTGD.shape[1] == 1 else None
+        if reused is not None:
+            return self._attend_exact(
+                q_HTGD, end, reused.search_end, self._attend_rows(q_HTGD, reused.selection)
+            )
+        outs: list[Tensor] = []
+        first = position
+        while first < end:
+            last = min(end, self._next_move(first))
+            outs.append(self._attend_together(q_HTGD[:, first - position : last - position], first))
+            first = last
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
-    def _advance(self, position: int) -> int:
-        """Moves tail keys that left the recent window into the index; returns the end of the searched range."""
-        begin = perf_counter_ns()
-        count = self._kv_HN2D.shape[1]
-        leaving = position - self._method.recent
-        indexed = count + (self._appended.count if self._appended else 0)
-        if leaving - indexed >= self._method.append_block:
-            if self._appended is None:
-                self._appended = self._index.start_appending()
-            self._appended.append(self.tail.rows[:, indexed - count : leaving - count, 0])
-            indexed = leaving
-        self._figures.append_ns += perf_counter_ns() - begin
-        return max(min(leaving, indexed), self._sinks)
+    def _search_end(self, position: int) -> int:
+        block = self._method.append_block
+        return max(self._sinks, (position - self._method.recent) // block * block)
 
-    def _reuse(self, position: int, positions: int) -> _Reusable | None:
+    def _next_move(self, position: int) -> int:
+        """The first later position whose search_end may be another one."""
+        block = self._method.append_block
+        return position + block - (position - self._method.recent) % block
+
+    def _reuse(self, position: int) -> _Reusable | None:
         last = self._reusable
-        if last is None or positions != 1 or position - last.made_at >= self._method.period:
-            return None
-        return last if position > last.made_at else None
+        return last if last and 0 < position - last.made_at < self._method.period else None
 
-    def _attend_selected(
-        self, q_HTGD: Tensor, position: int, search_end: int, reused: _Reusable | None
-    ) -> tuple[AttentionState, int]:
-        heads, positions, group, head_dim = q_HTGD.shape
+    def _attend_together(self, q_HTGD: Tensor, position: int) -> Tensor:
+        """Attention of positions that share a search_end, the first of which is `position`."""
+        positions = q_HTGD.shape[1]
+        search_end = self._search_end(position)
         searchable = search_end - self._sinks
         if searchable == 0:
-            return AttentionState.empty((heads, positions, group), head_dim), 0
-        self._figures.searches += reused is None
+            empty = AttentionState.empty(q_HTGD.shape[:3], q_HTGD.shape[3])
+            return self._attend_exact(q_HTGD, position + positions, search_end, empty)
+        self._append_until(search_end)
+        heads, _, group, _ = q_HTGD.shape
         step = max(1, _SCORE_BYTES // (heads * searchable * 4 * (group + 1)))
         states: list[AttentionState] = []
-        kept = 0
         for first in range(0, positions, step):
             queries = q_HTGD[:, first : first + step]
-            selection = reused.selection if reused else self._search(queries, position, search_end)
+            selection = self._search(queries, search_end)
             states.append(self._attend_rows(queries, selection))
-            kept += int(selection.counts_HT.sum())
-            if positions == 1 and self._method.period > 1 and reused is None:
-                self._reusable = _Reusable(selection, search_end, position)
-        return _concatenate(states), kept
+        if positions == 1 and self._method.period > 1:
+            self._reusable = _Reusable(selection, search_end, position)
+        return self._attend_exact(q_HTGD, position + positions, search_end, _concatenate(states))
+
+    def _append_until(self, search_end: int) -> None:
+        """Makes the tail keys before search_end searchable."""
+        count = self._kv_HN2D.shape[1]
+        indexed = count + (self._appended.count if self._appended else 0)
+        if search_end <= indexed:
+            return
+        begin = perf_counter_ns()
+        if self._appended is None:
+            self._appended = self._index.start_appending()
+        self._appended.append(self.tail.rows[:, indexed - count : search_end - count, 0])
+        self._figures.append_ns += perf_counter_ns() - begin
 
     def _attend_rows(self, q_HTGD: Tensor, selection: Selection) -> AttentionState:
         """Gathers and attends to the selection, in blocks of bounded size over positions and kept keys."""
@@ -160,42 +188,45 @@ class SparseLayer:
                 gathered = perf_counter_ns()
                 counts_HT = (selection.counts_HT[:, part] - start).clamp_(min=0)
                 state = state.merge(attend_gathered(queries, rows, counts_HT))
+                self._figures.count_kept(int(counts_HT.clamp(max=rows.shape[2]).sum()))
                 self._figures.gather_ns += gathered - begin
                 self._figures.attend_ns += perf_counter_ns() - gathered
             states.append(state)
         return _concatenate(states)
 
-    def _search(self, q_HTGD: Tensor, position: int, search_end: int) -> Selection:
+    def _search(self, q_HTGD: Tensor, search_end: int) -> Selection:
         begin = perf_counter_ns()
         ranking = self._index.rank(q_HTGD, self._sinks, search_end, self._appended, self._method.search)
-        selection = self._method.budget.cut(ranking, position)
+        selection = self._budget.cut(ranking, search_end + self._method.recent)
+        self._figures.searches += q_HTGD.shape[1]
         self._figures.search_ns += perf_counter_ns() - begin
         return selection
 
     def _gather(self, ids_HTK: Tensor) -> Tensor:
         """Rows [H, T, K, 2, d] float32 of context and tail keys."""
         _, count, _, head_dim = self._kv_HN2D.shape
-        flat = _gather_rows(self._kv_HN2D, ids_HTK.clamp(max=count - 1))
+        flat = _gather_rows(self._kv_HN2D, ids_HTK.clamp(max=count - 1)).float()
         if self._appended is not None:
-            late = (ids_HTK >= count).flatten()
-            if bool(late.any()):
-                tail_ids = (ids_HTK - count).clamp_(min=0)
-                flat[late] = _gather_rows(self.tail.rows, tail_ids)[late]
-        return flat.float().view(*ids_HTK.shape, 2, head_dim)
+            heads = torch.arange(len(ids_HTK))[:, None, None].expand(ids_HTK.shape)
+            late = ids_HTK >= count
+            tail_rows = self.tail.rows[heads[late], (ids_HTK[late] - count).long()]
+            flat[late.flatten()] = tail_rows.flatten(1).float()
+        return flat.view(*ids_HTK.shape, 2, head_dim)
 
-    def _attend_exact(self, q_HTGD: Tensor, search_end: int) -> AttentionState:
-        """Sinks and recent context without a mask, the exact part of the tail causally."""
-        count = self._kv_HN2D.shape[1]
-        tail = self.tail.rows[:, max(search_end - count, 0) :]
+    def _attend_exact(self, q_HTGD: Tensor, end: int, search_end: int, selected: AttentionState) -> Tensor:
+        """Adds sinks, recent context and the tail up to `end` (the last key of the last query); counts the keys."""
+        begin = perf_counter_ns()
+        heads, count = self._kv_HN2D.shape[:2]
+        tail = self.tail.rows[:, max(search_end - count, 0) : end - count]
         recent = self._kv_HN2D[:, min(search_end, count) :]
         exact = torch.cat([self._kv_HN2D[:, : self._sinks], recent, tail], dim=1)
-        return attend_shared(q_HTGD, exact, causal=True)
-
-    def _count(self, q_HTGD: Tensor, position: int, search_end: int, kept: int) -> None:
-        heads, positions = q_HTGD.shape[:2]
-        available = heads * _visible(position, positions)
+        out = selected.merge(attend_shared(q_HTGD, exact, causal=True)).out
+        positions = q_HTGD.shape[1]
+        available = heads * _visible(end - positions, positions)
         skipped = heads * positions * (search_end - self._sinks)
-        self._figures.count_sparse(kept, available - skipped + kept, available)
+        self._figures.count_exact(available - skipped, available)
+        self._figures.attend_ns += perf_counter_ns() - begin
+        return out
 
 
 def _concatenate(states: list[AttentionState]) -> AttentionState:

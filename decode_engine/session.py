@@ -47,8 +47,8 @@ class Session:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the session's own tail."""
-        return sum(layer.tail.nbytes for layer in self.layers)
+        """Bytes that the session holds besides the shared context: its tail, and what was appended to the index."""
+        return sum(layer.nbytes for layer in self.layers)
 
 
 def require_index(manifest: Manifest, method: Method) -> None:
@@ -56,7 +56,7 @@ def require_index(manifest: Manifest, method: Method) -> None:
     spec = method.index
     if spec is None or not spec.stored:
         return
-    entry = next((e for e in manifest.indexes if e.name == spec.name), None)
+    entry = manifest.index(spec.name)
     if entry is None:
         available = ", ".join(e.name for e in manifest.indexes) or "none"
         raise MethodUnsupportedError(

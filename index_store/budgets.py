@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
@@ -33,7 +32,7 @@ class Selection:
 class Ratio:
     """Keep the best ceil(keep * length) keys of every ranking (CSAttention section 3.3: Top-K, K = rho * N).
 
-    Sinks, the recent window and keys not yet indexed come on top. Raises InvalidArgumentError unless 0 < keep <= 1.
+    Sinks and the recent window come on top. Raises InvalidArgumentError unless 0 < keep <= 1.
     """
 
     keep: float
@@ -45,25 +44,11 @@ class Ratio:
             )
 
     def cut(self, ranking: Ranking, length: int) -> Selection:
-        """Cuts to the budget for a sequence of `length` tokens (context and tail together)."""
+        """Cuts to the budget for a sequence of `length` tokens: sinks, ranked keys and recent window together."""
         available = ranking.scores_HTM.shape[-1]
         keep = min(available, math.ceil(self.keep * length))
         ids, counts = top_k(ranking.scores_HTM, keep)
         return Selection(ids.add_(ranking.first_key), counts)
 
 
-@dataclass(frozen=True, slots=True)
-class Everything:
-    """No cut: attention is full and nothing is searched."""
-
-    def cut(self, ranking: Ranking, length: int) -> Selection:
-        """Selects every retrieved key."""
-        heads, positions, available = ranking.scores_HTM.shape
-        ids = torch.arange(available, dtype=torch.int32) + ranking.first_key
-        return Selection(
-            ids.expand(heads, positions, available),
-            torch.full((heads, positions), available, dtype=torch.int32),
-        )
-
-
-Budget = Ratio | Everything
+Budget = Ratio

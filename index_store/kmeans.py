@@ -15,12 +15,14 @@ def spherical_kmeans(points_PD: Tensor, clusters: int, iterations: int, seed: in
 
     k-means++ seeds, all points used (faiss would subsample to 256 a centroid). Zero vectors have no direction
     and are left out. With fewer points than clusters every point is a centroid and the last one repeats.
-    Raises InvalidArgumentError when no point is left or a parameter is below 1.
+    Raises InvalidArgumentError when no point is left, one is not finite, or a parameter is below 1.
     """
     if clusters < 1 or iterations < 1:
         raise InvalidArgumentError(
             f"k-means needs at least 1 cluster and 1 iteration, got {clusters} and {iterations}"
         )
+    if not bool(torch.isfinite(points_PD).all()):
+        raise InvalidArgumentError("k-means got NaN or infinity; the model or its dtype overflowed")
     norms = points_PD.float().norm(dim=-1, keepdim=True)
     directions = (points_PD.float() / norms)[norms[:, 0] > 0]
     if len(directions) == 0:

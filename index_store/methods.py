@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from index_store.budgets import Budget, Everything, Ratio
+from index_store.budgets import Budget, Ratio
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.base import Scalar
 from index_store.indexes.registry import INDEX_KINDS
@@ -44,9 +44,10 @@ class IndexSpec:
 class Method:
     """How a decode step finds and attends to keys: search, cut, attend exactly.
 
+    index, budget: what is searched and how much of it is kept; both None for full attention.
     sinks: first tokens of the context that are always attended. recent: newest tokens that are always attended.
-    append_block: older tail tokens join the session's extension of the index in blocks of this many, so that the
-        exact window holds between `recent` and `recent + append_block - 1` tokens.
+    append_block: the window of recent tokens moves on in steps of this many positions, and the tail tokens that it
+        leaves become searchable; it holds `recent` to `recent + append_block - 1` tokens besides the query's own.
     period: a selection is reused for this many decode steps (CSAttention appendix C.2); 1 searches every step.
     search: options of `LayerIndex.rank`.
     """
@@ -55,7 +56,7 @@ class Method:
     summary: str
     source: str
     index: IndexSpec | None
-    budget: Budget
+    budget: Budget | None
     search: Mapping[str, Scalar] = field(default_factory=_nothing)
     sinks: int = 8
     recent: int = 64
@@ -63,11 +64,11 @@ class Method:
     period: int = 1
 
     def __post_init__(self) -> None:
-        if (self.index is None) != isinstance(self.budget, Everything):
+        if (self.index is None) != (self.budget is None):
             raise MethodUnsupportedError(
-                f"method {self.name!r} pairs {type(self.budget).__name__} with "
-                f"{'no index' if self.index is None else 'an index'}: a budget cuts a ranking, so it needs an index, "
-                "and without one everything is attended",
+                f"method {self.name!r} has {'no' if self.index is None else 'an'} index and "
+                f"{'no' if self.budget is None else 'a'} budget: a budget cuts what an index ranks, so a method has "
+                "both or neither",
                 method=self.name,
             )
         for label, value, least in (
@@ -123,7 +124,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
                 "Exact attention to every key: the reference.",
                 "reference",
                 None,
-                Everything(),
+                None,
             ),
             Method(
                 "oracle",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -32,17 +33,36 @@ _INT8_MAX = 127
 _INT16_MAX = 32767
 
 
+@dataclass(frozen=True, slots=True)
+class _KeyScorer:
+    """Scores keys against the centroids, in units of the tables' scales."""
+
+    centroids_HMCB: Tensor
+    scales_HM: Tensor
+    dims_MB: Tensor
+    cosine: bool
+
+    def score(self, keys_HTD: Tensor, limit: int) -> Tensor:
+        """[H, T, S] float32 whole numbers, clamped to +-limit."""
+        slices = keys_HTD.float()[..., self.dims_MB]
+        if self.cosine:
+            slices = torch.nn.functional.normalize(slices, dim=-1)
+        scores = torch.einsum("htmb,hmcb->htmc", slices, self.centroids_HMCB)
+        units = (scores / self.scales_HM[:, None, :, None]).round_().clamp_(-limit, limit)
+        return units.flatten(2)
+
+
 class AppendedDense(AppendedKeys):
     """A session's own table columns, grown by doubling."""
 
-    def __init__(self, index: QueryTables) -> None:
-        self._index = index
+    def __init__(self, scorer: _KeyScorer) -> None:
+        self._scorer = scorer
         self._count = 0
-        heads, rows, _ = index.rows_HSN.shape
-        self.rows_HSN = torch.empty(heads, rows, 0, dtype=torch.int8)
+        heads, subspaces, centroids, _ = scorer.centroids_HMCB.shape
+        self.rows_HSN = torch.empty(heads, subspaces * centroids, 0, dtype=torch.int8)
 
     def append(self, keys_HTD: Tensor) -> None:
-        scores_HTS = self._index.quantise(keys_HTD, _INT8_MAX).to(torch.int8)
+        scores_HTS = self._scorer.score(keys_HTD, _INT8_MAX).to(torch.int8)
         new = scores_HTS.shape[1]
         if self._count + new > self.rows_HSN.shape[2]:
             heads, rows, capacity = self.rows_HSN.shape
@@ -64,13 +84,14 @@ class AppendedDense(AppendedKeys):
 class AppendedLists(AppendedKeys):
     """What streaming inserts changed in the shared lists: shorter stored parts and sorted insert buffers."""
 
-    def __init__(self, index: QueryTables) -> None:
-        self._index = index
+    def __init__(self, scorer: _KeyScorer, ids_HSL: Tensor, values_HSL: Tensor, first_id: int) -> None:
+        self._scorer = scorer
+        self._first_id = first_id
         self._count = 0
-        heads, rows, capacity = index.ids_HSL.shape
+        heads, rows, capacity = ids_HSL.shape
         self.lists = Lists(
-            index.ids_HSL,
-            index.rows_HSN,
+            ids_HSL,
+            values_HSL,
             torch.full((heads, rows), capacity, dtype=torch.int32),
             torch.empty(heads, rows, 16, dtype=torch.int32),
             torch.empty(heads, rows, 16, dtype=torch.int16),
@@ -78,9 +99,9 @@ class AppendedLists(AppendedKeys):
         )
 
     def append(self, keys_HTD: Tensor) -> None:
-        scores_HTS = self._index.quantise(keys_HTD, _INT16_MAX).to(torch.int16)
+        scores_HTS = self._scorer.score(keys_HTD, _INT16_MAX).to(torch.int16)
         self._reserve(int(self.lists.inserted_HS.max()) + scores_HTS.shape[1])
-        insert_keys(self.lists, scores_HTS, self._index.key_count + self._count)
+        insert_keys(self.lists, scores_HTS, self._first_id + self._count)
         self._count += scores_HTS.shape[1]
 
     def _reserve(self, entries: int) -> None:
@@ -88,13 +109,10 @@ class AppendedLists(AppendedKeys):
         if entries <= capacity:
             return
         pad = (0, max(2 * capacity, entries) - capacity)
-        self.lists = Lists(
-            self.lists.ids_HSL,
-            self.lists.values_HSL,
-            self.lists.kept_HS,
-            torch.nn.functional.pad(self.lists.inserted_ids_HSE, pad),
-            torch.nn.functional.pad(self.lists.inserted_values_HSE, pad),
-            self.lists.inserted_HS,
+        self.lists = replace(
+            self.lists,
+            inserted_ids_HSE=torch.nn.functional.pad(self.lists.inserted_ids_HSE, pad),
+            inserted_values_HSE=torch.nn.functional.pad(self.lists.inserted_values_HSE, pad),
         )
 
     @property
@@ -114,24 +132,26 @@ class QueryTables(LayerIndex):
     def __init__(self, parameters: TableParameters, arrays: Mapping[str, Tensor], keys_HND: Tensor) -> None:
         self._parameters = parameters
         self._arrays = dict(arrays)
-        self._head_dim = keys_HND.shape[2]
         self.key_count = keys_HND.shape[1]
-        self.centroids_HMCB = arrays["centroids"]
-        self.scales_HM = arrays["scales"]
-        heads = keys_HND.shape[0]
-        if parameters.layout == "dense":
-            self.rows_HSN = arrays["scores"].view(heads, -1, self.key_count)
-            self.ids_HSL = torch.empty(0, dtype=torch.int32)
-        else:
-            self.rows_HSN = arrays["scores"].flatten(1, 2)
-            self.ids_HSL = arrays["ids"].flatten(1, 2)
-        self._dims_MB = parameters.dims(self._head_dim)
+        self._scores_HSN = arrays["scores"].flatten(1, 2)
+        self._ids_HSL = arrays["ids"].flatten(1, 2) if parameters.layout == "lists" else None
+        self._scorer = _KeyScorer(
+            arrays["centroids"],
+            arrays["scales"],
+            parameters.dims(keys_HND.shape[2]),
+            parameters.scores == "cosine",
+        )
         self._nothing_appended = self.start_appending()
 
     @classmethod
     def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
-        TableParameters.parse(parameters)
-        TableSearch.parse(search)
+        layout = TableParameters.parse(parameters).layout
+        options = TableSearch.parse(search)
+        if layout == "lists" and options.group == "softmax_sum" and options.weights == "uniform":
+            raise InvalidArgumentError(
+                "table search: with uniform weights a key that no list holds has no score, so there is nothing to "
+                "take a softmax of; use group pooled or weights projection over lists"
+            )
 
     @classmethod
     def build(
@@ -175,17 +195,12 @@ class QueryTables(LayerIndex):
     ) -> Self:
         return cls(TableParameters.parse(parameters), arrays, keys_HND)
 
-    def quantise(self, keys_HTD: Tensor, limit: int) -> Tensor:
-        """Scores of new keys in units of the tables' scales, [H, T, S] float32, clamped to +-limit."""
-        slices = keys_HTD.float()[..., self._dims_MB]
-        if self._parameters.scores == "cosine":
-            slices = torch.nn.functional.normalize(slices, dim=-1)
-        scores = torch.einsum("htmb,hmcb->htmc", slices, self.centroids_HMCB)
-        units = (scores / self.scales_HM[:, None, :, None]).round_().clamp_(-limit, limit)
-        return units.flatten(2)
-
     def start_appending(self) -> AppendedDense | AppendedLists:
-        return AppendedDense(self) if self._parameters.layout == "dense" else AppendedLists(self)
+        # An extension knows the tensors that it needs and not the index: a cycle would keep an evicted context's
+        # memory until the garbage collector comes by.
+        if self._ids_HSL is None:
+            return AppendedDense(self._scorer)
+        return AppendedLists(self._scorer, self._ids_HSL, self._scores_HSN, self.key_count)
 
     def rank(
         self,
@@ -211,7 +226,7 @@ class QueryTables(LayerIndex):
         extension = self._nothing_appended if appended is None else appended
         if not isinstance(extension, AppendedDense) or end > self.key_count + extension.count:
             raise InvalidArgumentError(f"keys up to {end} were asked for, the index holds {self.key_count}")
-        reads = TableReads(self.rows_HSN, extension.rows_HSN, rows, weights, first, end)
+        reads = TableReads(self._scores_HSN, extension.rows_HSN, rows, weights, first, end)
         return softmax_sum_rows(reads) if rows.shape[2] > 1 else sum_rows(reads)[:, :, 0]
 
     def _score_lists(
@@ -240,11 +255,11 @@ class QueryTables(LayerIndex):
 
     def _nearest(self, queries_HTGD: Tensor, options: TableSearch) -> tuple[Tensor, Tensor]:
         """Table rows [H, T, G, J] int32 and their weights [H, T, G, J] float32, in units of the stored integers."""
-        slices = queries_HTGD[..., self._dims_MB]
-        products = torch.einsum("htgmb,hmcb->htgmc", slices, self.centroids_HMCB)
+        slices = queries_HTGD[..., self._scorer.dims_MB]
+        products = torch.einsum("htgmb,hmcb->htgmc", slices, self._scorer.centroids_HMCB)
         centroids = products.shape[-1]
         offsets_M = torch.arange(products.shape[-2]) * centroids
-        scales_HM = self.scales_HM[:, None, None]
+        scales_HM = self._scorer.scales_HM[:, None, None]
         if options.backoff_centroids == 1:
             best = products.max(-1)
             rows = best.indices + offsets_M

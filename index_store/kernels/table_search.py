@@ -249,25 +249,27 @@ def _exponentiate(
 
 
 @njit(cache=True, nogil=True)
-def _combine(
-    part: int,
-    exponentials: NDArray[np.float32],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    out: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
-    """One task of one position: its tiles' exponentials, rescaled to softmax and summed over the group."""
+def _rescale(peaks: NDArray[np.float32], totals: NDArray[np.float32]) -> None:  # pragma: no cover - compiled
+    """Overwrites the peaks of one position's tiles by the factors that turn their exponentials into softmax."""
     group, tiles = peaks.shape
-    highest = np.empty(group, np.float32)
-    mass = np.zeros(group, np.float64)
     for g in range(group):
-        highest[g] = peaks[g].max()
+        highest = peaks[g].max()
+        mass = 0.0
         for tile in range(tiles):
-            mass[g] += totals[g, tile] * np.exp(peaks[g, tile] - highest[g])
-    shares = np.empty(group, np.float32)
-    for tile in range(part * _TILES_PER_TASK, min((part + 1) * _TILES_PER_TASK, tiles)):
-        for g in range(group):
-            shares[g] = np.exp(peaks[g, tile] - highest[g]) / mass[g]
+            peaks[g, tile] = np.exp(peaks[g, tile] - highest)
+            mass += totals[g, tile] * peaks[g, tile]
+        for tile in range(tiles):
+            peaks[g, tile] /= mass
+
+
+@njit(cache=True, nogil=True)
+def _combine(
+    part: int, exponentials: NDArray[np.float32], factors: NDArray[np.float32], out: NDArray[np.float32]
+) -> None:  # pragma: no cover - compiled
+    """One task of one position: its tiles' exponentials, rescaled and summed over the group."""
+    shares = np.empty(factors.shape[0], np.float32)
+    for tile in range(part * _TILES_PER_TASK, min((part + 1) * _TILES_PER_TASK, factors.shape[1])):
+        shares[:] = factors[:, tile]
         low = tile * _TILE
         high = min(low + _TILE, out.shape[0])
         _combine_tile(exponentials[:, low:high], shares, out[low:high])
@@ -305,7 +307,9 @@ def _softmax_sum_rows(
                 peaks[slot],
                 totals[slot],
             )
+        for slot in prange(min(wave, queries - start)):
+            _rescale(peaks[slot], totals[slot])
         for task in prange(tasks):
             slot = task // spans
             h, t = (start + slot) // positions, (start + slot) % positions
-            _combine(task % spans, exponentials[slot], peaks[slot], totals[slot], out[h, t])
+            _combine(task % spans, exponentials[slot], peaks[slot], out[h, t])

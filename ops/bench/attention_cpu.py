@@ -183,7 +183,10 @@ class SparseBench:
         query, count = self._problem.queries[0], self._problem.length
         first, end = self._method.sinks, count - self._method.recent
         ranking = self._index.rank(query, first, end, None, self._method.search)
-        ids_HK = self._method.budget.cut(ranking, count).ids_HTK[:, 0].long()
+        budget = self._method.budget
+        if budget is None:
+            raise CheckFailedError(f"method {self._method.name} selects nothing")
+        ids_HK = budget.cut(ranking, count).ids_HTK[:, 0].long()
         truth_HM = reference_ranking(self._index, query[:, 0], count)[:, first:end]
         best = truth_HM.topk(ids_HK.shape[1], dim=-1).values.sum(-1)
         share = float((truth_HM.gather(1, ids_HK - first).sum(-1) / best).min())

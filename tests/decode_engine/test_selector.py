@@ -196,9 +196,8 @@ def test_the_parts_partition_the_keys(
         assert torch.isfinite(out).all()
         for first, end, appended in index.ranges[before:]:
             assert first == min(sinks, count)
-            assert end <= position - recent
+            assert end <= position + size - 1 - recent
             assert end <= count + appended
-            assert position - recent - end < block
         position += size
     assert figures.attended <= figures.available
     assert figures.available == H * sum(range(count + 1, position + 1))

@@ -363,8 +363,8 @@ def test_a_search_period_saves_searches(client: Client, lamp: str) -> None:
         )
         generation.read()
         searches.append(generation.summary.selection.searches)
-    # one searching layer: the prompt and 20 steps, or the prompt and every fourth step
-    assert searches == [21, 6]
+    # one searching layer: four prompt tokens and 20 steps, or the prompt and every fourth step
+    assert searches == [24, 9]
 
 
 def test_method_that_the_context_does_not_support(library: Library, client: Client, lamp: str) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from index_store.budgets import Everything, Ratio
+from index_store.budgets import Ratio
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.methods import METHODS, IndexSpec, get_method, index_spec
 
@@ -34,14 +34,16 @@ def test_keep_ratio_replaces_the_budget() -> None:
 
 
 def test_pairs_that_cannot_work_are_refused() -> None:
-    with pytest.raises(MethodUnsupportedError, match="needs an index"):
-        replace(METHODS["csattention"], budget=Everything())
-    with pytest.raises(MethodUnsupportedError, match="needs an index"):
+    with pytest.raises(MethodUnsupportedError, match="both or neither"):
+        replace(METHODS["csattention"], budget=None)
+    with pytest.raises(MethodUnsupportedError, match="both or neither"):
         replace(METHODS["full"], budget=Ratio(0.1))
     with pytest.raises(InvalidArgumentError, match="period"):
         replace(METHODS["csattention"], period=0)
     with pytest.raises(InvalidArgumentError, match="backoff"):
         replace(METHODS["csattention"], search={**METHODS["csattention"].search, "backoff_centroids": 2})
+    with pytest.raises(InvalidArgumentError, match="no list holds"):
+        replace(METHODS["csattention-paper"], search={"group": "softmax_sum", "weights": "uniform"})
     with pytest.raises(InvalidArgumentError, match="index kind"):
         IndexSpec("x", "ball_tree")
 
