@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from decode_engine.selector import DenseLayer, attend_dense_together
 from index_store.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -60,7 +61,20 @@ def decode_attention(
     q_BHTGD = (query.float() * scale).view(batch, heads, query_heads // heads, positions, head_dim)
     q_BHTGD = q_BHTGD.transpose(2, 3)
     out = torch.empty(batch, positions, query_heads, head_dim, dtype=query.dtype)
+    outs: dict[int, Tensor] = {}
+    sharing: dict[int, list[tuple[int, DenseLayer]]] = {}
     for row, session in enumerate(decode_step.sessions):
-        attended = session.layers[layer].attend(q_BHTGD[row], key[row], value[row], session.position)
+        attention = session.layers[layer]
+        if isinstance(attention, DenseLayer):
+            sharing.setdefault(attention.context, []).append((row, attention))
+        else:
+            outs[row] = attention.attend(q_BHTGD[row], key[row], value[row], session.position)
+    for members in sharing.values():
+        calls = [
+            (attention, q_BHTGD[row], key[row], value[row], decode_step.sessions[row].position)
+            for row, attention in members
+        ]
+        outs |= zip((row for row, _ in members), attend_dense_together(calls), strict=True)
+    for row, attended in outs.items():
         out[row] = attended.permute(1, 0, 2, 3).reshape(positions, query_heads, head_dim)
     return out, None

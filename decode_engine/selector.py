@@ -16,6 +16,7 @@ Shape legend: H KV heads, T query positions, G group heads, K kept keys, N conte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Protocol
@@ -64,17 +65,53 @@ class DenseLayer:
     def nbytes(self) -> int:
         return self.tail.nbytes
 
+    @property
+    def context(self) -> int:
+        """Equal for layers that share a context's keys and values."""
+        return self._kv_HN2D.data_ptr()
+
     def attend(self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int) -> Tensor:
+        return attend_dense_together([(self, q_HTGD, keys_HTD, values_HTD, position)])[0]
+
+    def read_context(self, q_HTGD: Tensor) -> AttentionState:
+        """Attention to the context alone, for queries of any sessions on it."""
+        return attend_shared(q_HTGD, self._kv_HN2D, causal=False)
+
+    def read_tail(
+        self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int
+    ) -> AttentionState:
+        """Adds the new keys and attends to the session's tail."""
         heads, count = self._kv_HN2D.shape[:2]
-        positions = q_HTGD.shape[1]
         self.tail.write(position - count, keys_HTD, values_HTD)
-        start = perf_counter_ns()
-        state = attend_shared(q_HTGD, self._kv_HN2D, causal=False).merge(
-            attend_shared(q_HTGD, self.tail.rows, causal=True)
-        )
-        self._figures.attend_ns += perf_counter_ns() - start
-        self._figures.count_dense(heads * _visible(position, positions))
-        return state.out
+        self._figures.count_dense(heads * _visible(position, q_HTGD.shape[1]))
+        return attend_shared(q_HTGD, self.tail.rows, causal=True)
+
+    def count_time(self, nanoseconds: int) -> None:
+        """Notes time spent on this session's attention."""
+        self._figures.attend_ns += nanoseconds
+
+
+def attend_dense_together(
+    calls: Sequence[tuple[DenseLayer, Tensor, Tensor, Tensor, int]],
+) -> list[Tensor]:
+    """`DenseLayer.attend` of several sessions on one context, which is read and converted once for all of them.
+
+    The time counts in full for every session, as that of any batched work.
+    """
+    begin = perf_counter_ns()
+    queries = [q_HTGD for _, q_HTGD, _, _, _ in calls]
+    context = calls[0][0].read_context(queries[0] if len(calls) == 1 else torch.cat(queries, dim=1))
+    outs: list[Tensor] = []
+    first = 0
+    for layer, q_HTGD, keys_HTD, values_HTD, position in calls:
+        part = slice(first, first + q_HTGD.shape[1])
+        own = AttentionState(context.out[:, part], context.lse[:, part])
+        outs.append(own.merge(layer.read_tail(q_HTGD, keys_HTD, values_HTD, position)).out)
+        first = part.stop
+    spent = perf_counter_ns() - begin
+    for layer, *_ in calls:
+        layer.count_time(spent)
+    return outs
 
 
 @dataclass(frozen=True, slots=True)

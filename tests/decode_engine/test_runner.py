@@ -147,15 +147,20 @@ def test_it_makes_no_difference_how_a_prompt_is_cut(llama: Served, method: Metho
 
 
 def test_a_batch_of_sessions_equals_one_by_one(llama: Served) -> None:
-    methods = [METHODS["full"], get_method("csattention", 0.1), get_method("csattention-paper", 0.1)]
+    methods = [
+        METHODS["full"],
+        get_method("csattention", 0.1),
+        METHODS["full"],
+        get_method("csattention-paper", 0.1),
+    ]
     together = [llama.runner.start(llama.context, method) for method in methods]
     apart = [llama.runner.start(llama.context, method) for method in methods]
-    prompts = [[10, 20, 30], [40, 50, 60], [70, 80, 90]]
+    prompts = [[10, 20, 30], [40, 50, 60, 61, 62], [70, 80], [90, 91, 92]]
     for session, other, prompt in zip(together, apart, prompts, strict=True):
-        llama.runner.forward([session], [prompt[: len(prompt)]])
+        llama.runner.forward([session], [prompt])
         llama.runner.forward([other], [prompt])
     for step in range(4):
-        fed = [[100 + step], [110 + step], [120 + step]]
+        fed = [[100 + step], [110 + step], [120 + step], [130 + step]]
         batched = llama.runner.forward(together, fed)
         for row, session, tokens in zip(batched, apart, fed, strict=True):
             torch.testing.assert_close(
