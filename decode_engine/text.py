@@ -11,53 +11,97 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 
 _REPLACEMENT = "�"
-_PROMPT_TOKENS = 8
-_MAX_WINDOW = 256
+_CONTEXT_TOKENS = 8
+_MAX_PENDING = 256
+_MAX_HELD = 3  # bytes of an incomplete character, and so tokens or replacements that may become one
 
 
 class Detokenizer:
     """Decodes a growing token sequence; what it has returned never changes afterwards.
 
     Tokens are decoded together with a few before them, because tokenizers treat the first token of a text
-    differently (a leading space may be dropped) and a character may span several tokens. While the text ends in
-    U+FFFD, its last character may still be incomplete and is held back.
+    differently (a leading space may be dropped) and a character may span several tokens. Replacements at the end of
+    the text may still become a character and are held back, at most _MAX_HELD of them: a byte-level decoder writes
+    one for an incomplete character, a byte-fallback decoder one for each of its bytes.
+
+    A byte-fallback decoder moreover replaces every byte of a run of byte tokens when any part of the run is not
+    UTF-8. So tokens are pending until their text ends with a whole character, they are decoded without those before
+    them where these would be replaced too, and of a run that cannot become text any more the first byte is given up
+    and the rest is tried again.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int] = ()) -> None:
         """`decode` maps token ids to text; `prompt_ids` are the tokens before the first pushed one."""
         self._decode = decode
-        self._window = list(prompt_ids[-_PROMPT_TOKENS:])
-        self._known = len(self._settled(self._decode(self._window)))
-        self._clean = len(self._window)
-
-    @staticmethod
-    def _settled(text: str) -> str:
-        return text[:-1] if text.endswith(_REPLACEMENT) else text
+        self._context: list[int] = []
+        self._context_text = ""
+        self._pending: list[int] = []
+        self._known = 0  # characters of the pending tokens' text that were returned already
+        for token_id in prompt_ids[-_CONTEXT_TOKENS - _MAX_HELD :]:
+            self.push(token_id)
 
     def push(self, token_id: int) -> str:
         """Adds a token and returns the text that became certain, possibly none."""
-        self._window.append(token_id)
-        text = self._decode(self._window)
-        whole = not text.endswith(_REPLACEMENT)
-        settled = text if whole else text[:-1]
-        fresh = settled[self._known :]
-        self._known = max(self._known, len(settled))
-        if whole or len(self._window) > _MAX_WINDOW:
-            self._shorten(whole)
+        self._pending.append(token_id)
+        text = self._pending_text()
+        if self._first_is_invalid(text):
+            return self._give_up_first(text)
+        replaced = _replacements(text)
+        certain = len(text) - min(replaced, _MAX_HELD)
+        fresh = text[self._known : certain]
+        self._known = max(self._known, certain)
+        if not replaced:
+            self._settle()
+        elif len(self._pending) > _MAX_PENDING:
+            self._cut()
         return fresh
 
-    def _shorten(self, whole: bool) -> None:
-        """Keeps the tokens since the previous character border as the beginning of the next decoding.
+    def _pending_text(self) -> str:
+        text = self._decode([*self._context, *self._pending])
+        if text.startswith(self._context_text):
+            return text[len(self._context_text) :]
+        return self._decode(self._pending)
 
-        They stay longer while they decode to nothing, as special tokens do. Beyond _MAX_WINDOW tokens without a
-        border the sequence is not text; it is cut anywhere, so that the cost of a token stays bounded.
+    def _first_is_invalid(self, text: str) -> bool:
+        """Whether the pending tokens are bytes of no character: too many for one, or followed by clean text."""
+        clean = text.lstrip(_REPLACEMENT)
+        invalid = len(text) - len(clean)
+        if clean and not clean.endswith(_REPLACEMENT):
+            return invalid == len(self._pending) - 1 > 0
+        return invalid == len(self._pending) > _MAX_HELD
+
+    def _give_up_first(self, text: str) -> str:
+        """Returns the replacement of the first pending token and takes up the others anew."""
+        fresh = text[self._known : 1]
+        self._known = max(self._known - 1, 0)
+        _, *rest = self._pending
+        self._pending = []
+        return fresh + "".join([self.push(token_id) for token_id in rest])
+
+    def _settle(self) -> None:
+        """Makes the pending tokens, whose text is whole, the beginning of the next decoding.
+
+        The tokens before them stay as well while the pending ones alone decode to nothing, as special tokens do.
         """
-        recent = self._window[self._clean :]
-        if self._decode(recent) or len(self._window) > _MAX_WINDOW:
-            self._window = recent[-_PROMPT_TOKENS:]
-            text = self._decode(self._window)
-            self._known = len(text if whole else self._settled(text))
-        self._clean = len(self._window)
+        alone = self._decode(self._pending)
+        tokens = self._pending if alone else [*self._context, *self._pending]
+        if alone or len(tokens) > _MAX_PENDING:
+            tokens = tokens[-_CONTEXT_TOKENS:]
+        self._context, self._context_text = tokens, self._decode(tokens)
+        self._pending, self._known = [], 0
+
+    def _cut(self) -> None:
+        """Cuts pending tokens anywhere, so that a token's cost stays bounded also where no character ends with it."""
+        before, self._pending = self._pending[:-_MAX_HELD], self._pending[-_MAX_HELD:]
+        self._context = before[-_CONTEXT_TOKENS:]
+        self._context_text = self._decode(self._context).rstrip(_REPLACEMENT)
+        text = self._pending_text()
+        self._known = len(text) - min(_replacements(text), _MAX_HELD)
+
+
+def _replacements(text: str) -> int:
+    """How many U+FFFD the text ends with."""
+    return len(text) - len(text.rstrip(_REPLACEMENT))
 
 
 class StopStrings:
