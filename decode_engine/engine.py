@@ -63,6 +63,12 @@ class _Job(Generic[SessionT]):
     decode_steps: int = 0
     decode_ns: int = 0
 
+    def running(self) -> SessionT:
+        """The session. Raises EngineCrashedError when there is none, before the admission and after the end."""
+        if self.session is None:
+            raise EngineCrashedError("a request was worked on without a session")
+        return self.session
+
 
 @dataclass(slots=True)
 class _Queues(Generic[SessionT]):
@@ -158,13 +164,6 @@ class Engine(Generic[SessionT]):
         Raises InvalidArgumentError for an empty prompt or a token limit below one, ShuttingDownError while the engine
         stops, EngineCrashedError when it failed.
         """
-        job = _Job(
-            request,
-            place,
-            Stream(self._wake),
-            Sampler(request.sampling),
-            submitted_ns=self.clock_ns(),
-        )
         try:
             if not request.prompt:
                 raise InvalidArgumentError("the prompt has no tokens, expected at least one", field="prompt")
@@ -172,12 +171,14 @@ class Engine(Generic[SessionT]):
                 raise InvalidArgumentError(
                     f"max_tokens is {request.max_tokens}, expected at least 1", field="max_tokens"
                 )
+            sampler = Sampler(request.sampling)
+            job = _Job(request, place, Stream(self._wake), sampler, submitted_ns=self.clock_ns())
             with self._changed:
                 self._check_accepting()
                 self._queues.waiting.append(job)
                 self._changed.notify_all()
         except Exception:
-            self._release(job)
+            _call_all(request.on_close, place.release)
             raise
         return job.stream
 
@@ -306,9 +307,8 @@ class Engine(Generic[SessionT]):
         self, jobs: Sequence[_Job[SessionT]], token_ids: Sequence[Sequence[int]]
     ) -> list[Tensor | Exception]:
         """Logits [1, V] or the error of each job. A failed batch is repeated one by one, to find whose fault it is."""
-        sessions = [job.session for job in jobs if job.session is not None]
         try:
-            return list(self._runner.forward(sessions, token_ids))
+            return list(self._runner.forward([job.running() for job in jobs], token_ids))
         except Exception as error:
             if len(jobs) == 1:
                 return [error]
@@ -337,14 +337,12 @@ class Engine(Generic[SessionT]):
             self._finish(job, FinishReason.LENGTH)
 
     def _finish(self, job: _Job[SessionT], reason: FinishReason) -> None:
-        session = job.session
         try:
+            figures = job.running().figures
             text = job.request.sink.flush()
         except Exception as error:
             self._fail(job, error)
             return
-        if session is None:
-            raise EngineCrashedError("a request without a session generated a token")
         times = Times(
             queue_ns=job.admitted_ns - job.submitted_ns,
             prompt_ns=job.prompt_done_ns - job.admitted_ns,
@@ -354,7 +352,7 @@ class Engine(Generic[SessionT]):
             decode_ns=job.decode_ns,
         )
         self._release(job)
-        job.stream.put(Finished(reason, text, job.generated, job.sampler.seed, times, session.figures))
+        job.stream.put(Finished(reason, text, job.generated, job.sampler.seed, times, figures))
 
     def _fail(self, job: _Job[SessionT], error: Exception) -> None:
         self._release(job)
@@ -365,12 +363,15 @@ class Engine(Generic[SessionT]):
         with self._changed:
             self._queues.remove(job)
             self._changed.notify_all()
-        releases = [job.request.on_close, job.place.release]
-        if job.session is not None:
-            releases.insert(0, job.session.close)
-        job.session = None
-        for release in releases:
-            try:
-                release()
-            except Exception:
-                logger.exception("releasing a request failed")
+        session, job.session = job.session, None
+        closes = [] if session is None else [session.close]
+        _call_all(*closes, job.request.on_close, job.place.release)
+
+
+def _call_all(*releases: Callable[[], None]) -> None:
+    """Calls each of them, whether those before it failed or not."""
+    for release in releases:
+        try:
+            release()
+        except Exception:
+            logger.exception("releasing a request failed")

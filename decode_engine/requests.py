@@ -38,7 +38,8 @@ class Runner(Protocol[SessionT_contra]):
     ) -> list[Tensor]:
         """Feeds each session its tokens (as many to each) and returns the last one's logits [1, V] per session.
 
-        When it raises, the sessions are as they were before the call.
+        When it raises, the same call may be made again with the same result: no session has advanced. Their figures
+        may count what the failed attempt did.
         """
 
 

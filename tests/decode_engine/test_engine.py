@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,7 @@ from decode_engine.errors import (
     TooManyRequestsError,
 )
 from decode_engine.requests import Finished, FinishReason, Token
+from decode_engine.sampler import SamplingParameters
 from index_store.errors import InvalidArgumentError
 from tests.decode_engine.fake_runner import Client, FakeRunner, FakeSession, LetterSink, make_client
 
@@ -281,6 +283,19 @@ def test_a_failing_session_fails_alone(engine: FakeEngine) -> None:
     assert engine.healthy
 
 
+def test_a_job_without_a_session_fails_alone_and_nobody_gets_its_token(engine: FakeEngine) -> None:
+    clients = [submit(engine, make_client(name, prompt=[n], max_tokens=6)) for n, name in enumerate("abc")]
+    run(engine, 3)
+    engine._queues.decoding[1].session = None
+    run(engine, 8)
+    tokens, error = failure(clients[1])
+    assert tokens == [2, 3, 4]
+    assert isinstance(error, EngineCrashedError)
+    assert results(clients[0])[0] == list(range(1, 7))
+    assert results(clients[2])[0] == list(range(3, 9))
+    assert engine.healthy
+
+
 def test_a_session_that_cannot_start_fails_alone(engine: FakeEngine) -> None:
     def start() -> FakeSession:
         raise InvalidArgumentError("no such thing")
@@ -348,6 +363,16 @@ def test_bad_requests_are_refused_and_closed(
     with pytest.raises(InvalidArgumentError, match=match):
         submit(engine, client)
     assert client.closes == [0]
+
+
+def test_a_request_whose_sampler_cannot_be_made_is_closed(engine: FakeEngine) -> None:
+    client = make_client("a")
+    half = SamplingParameters(temperature=1.0, seed=0.5)  # type: ignore[arg-type]
+    place = engine.reserve()
+    with pytest.raises(RuntimeError, match="manual_seed"):
+        engine.submit(place, replace(client.request, sampling=half))
+    assert client.closes == [0]
+    assert len([engine.reserve() for _ in range(6)]) == 6, "its place came back"
 
 
 @pytest.mark.parametrize("limit", [{"max_sessions": 0}, {"max_waiting": -1}, {"prompt_chunk": 0}])
