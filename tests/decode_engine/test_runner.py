@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -201,3 +203,63 @@ def test_bad_tokens_are_refused_and_change_nothing(llama: Served) -> None:
     with pytest.raises(InvalidArgumentError):
         llama.runner.forward([session, session], [[1], [2, 3]])
     assert session.position == position
+
+
+@contextmanager
+def failing_once(runner: ModelRunner, layer: int) -> Iterator[None]:
+    """The model's next pass through that layer raises, after the layer's attention has seen the new tokens."""
+    calls = 0
+
+    def fail(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RuntimeError("the layer failed")
+
+    handle = runner._model.get_submodule(f"model.layers.{layer}").register_forward_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+    assert calls > 1, "nothing failed, or nothing was repeated"
+
+
+@pytest.mark.parametrize("name", ["full", "oracle", "csattention", "csattention-paper"])
+@pytest.mark.parametrize("period", [1, 3])
+def test_a_step_that_failed_midway_can_be_repeated(llama: Served, name: str, period: int) -> None:
+    """Steps that search, that use a selection again and that move tail keys into the index, and the prompt."""
+    method = METHODS["full"]
+    if name != "full":
+        method = replace(get_method(name, 0.1), recent=8, append_block=4, period=period)
+    runner = llama.runner
+    prompt = runner.tokenizer.encode(PROMPT)
+    undisturbed, disturbed = (runner.start(llama.context, method) for _ in range(2))
+    fed = prompt
+    for step in range(12):
+        expected = runner.forward([undisturbed], [fed])[0]
+        position = disturbed.position
+        with failing_once(runner, layer=step % 3):
+            with pytest.raises(RuntimeError, match="the layer failed"):
+                runner.forward([disturbed], [fed])
+            assert disturbed.position == position
+            repeated = runner.forward([disturbed], [fed])[0]
+        torch.testing.assert_close(repeated, expected, rtol=0, atol=0)
+        fed = [int(expected[-1].argmax())]
+
+
+def test_a_batch_that_failed_midway_can_be_repeated_one_by_one(llama: Served) -> None:
+    methods = [METHODS["full"], get_method("csattention", 0.1), get_method("csattention-paper", 0.1)]
+    runner = llama.runner
+    disturbed = [runner.start(llama.context, method) for method in methods]
+    undisturbed = [runner.start(llama.context, method) for method in methods]
+    prompt = runner.tokenizer.encode(PROMPT)
+    for session in (*disturbed, *undisturbed):
+        runner.forward([session], [prompt])
+    for step in range(4):
+        fed = [[100 + step], [110 + step], [120 + step]]
+        with failing_once(runner, 1):
+            with pytest.raises(RuntimeError, match="the layer failed"):
+                runner.forward(disturbed, fed)
+            repeated = [runner.forward([s], [ids])[0] for s, ids in zip(disturbed, fed, strict=True)]
+        expected = [runner.forward([s], [ids])[0] for s, ids in zip(undisturbed, fed, strict=True)]
+        torch.testing.assert_close(repeated, expected, rtol=0, atol=0)
