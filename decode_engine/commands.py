@@ -32,7 +32,11 @@ def serve(
         str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 picks a free one.")
     ] = DEFAULT_LISTEN,
     memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Memory for contexts; the least recently used go first.")
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory for contexts; the least recently used go first, requests wait while those in use fill it.",
+        ),
     ] = "8GiB",
     max_sessions: Annotated[int, typer.Option(help="Requests in progress at once.")] = 16,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 64,

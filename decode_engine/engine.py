@@ -138,6 +138,11 @@ class Engine(Generic[SessionT]):
         """Whether requests are accepted."""
         return self._accepting and self._crash is None
 
+    @property
+    def places(self) -> int:
+        """Requests that are running, queued or about to be."""
+        return self._places
+
     def reserve(self) -> Place:
         """Takes the place of one request before it costs anything.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,6 +25,8 @@ from index_store.errors import (
 from index_store.host_memory import PageLocker, default_page_locker
 from index_store.loading import LoadedContext, load_context, resident_bytes
 from index_store.manifest import Manifest
+
+_CHECK_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +76,28 @@ class Arena:
         self._loads = self._hits = self._evictions = 0
 
     @contextmanager
-    def acquire(self, store: Store, id_: str) -> Iterator[ResidentContext]:
+    def acquire(
+        self,
+        store: Store,
+        id_: str,
+        *,
+        check: Callable[[], None] = lambda: None,
+        wait_for_memory: bool = False,
+    ) -> Iterator[ResidentContext]:
         """Leases a context, loading and verifying it if it is not here; it stays in memory inside the block.
 
         Threads that ask for one context while it is loaded wait for that one load, and share its error; other
-        contexts are not held up. Raises what `Store.open` raises, or MemoryBudgetError when the context does not
-        fit beside the leased ones.
+        contexts are not held up. With `wait_for_memory` a context that does not fit beside the leased ones waits
+        until it does, in no particular order; one that never will is refused at once.
+
+        check: called before a wait and then every 50 ms, with the arena locked; what it raises ends the wait. It is
+            called once more after a load, which is never broken off: others may be waiting for it.
+        Raises what `Store.open` and `check` raise, or MemoryBudgetError when the context does not fit.
         """
         manifest = self._current_manifest(store, id_)
-        slot = self._lease(store, manifest)
+        slot = self._lease(store, manifest, check, wait_for_memory)
         try:
+            check()
             if slot.loaded is None:
                 raise StoreError(f"context {id_} was released while it was leased")
             yield slot.loaded.resident
@@ -141,13 +155,19 @@ class Arena:
             raise
         return manifest
 
-    def _lease(self, store: Store, manifest: Manifest) -> _Slot:
+    def _lease(
+        self, store: Store, manifest: Manifest, check: Callable[[], None], wait_for_memory: bool
+    ) -> _Slot:
+        needed = resident_bytes(manifest)
         with self._changed:
-            slot = self._slots.get(manifest.id)
+            while (slot := self._slots.get(manifest.id)) is None:
+                if not wait_for_memory or self._leased() + needed <= self._budget or needed > self._budget:
+                    break
+                self._wait(check)
             if slot is not None:
-                return self._join(slot)
-            slot = _Slot(manifest.id, resident_bytes(manifest))
-            victims = self._make_room(slot.nbytes)
+                return self._join(slot, check)
+            slot = _Slot(manifest.id, needed)
+            victims = self._make_room(needed)
             self._slots[slot.id] = slot
         try:
             for victim in victims:
@@ -167,14 +187,19 @@ class Arena:
             self._changed.notify_all()
         return slot
 
-    def _join(self, slot: _Slot) -> _Slot:
+    def _wait(self, check: Callable[[], None]) -> None:
+        """Waits for a change, or for a while. Called with the lock held."""
+        check()
+        self._changed.wait(_CHECK_INTERVAL_S)
+
+    def _join(self, slot: _Slot, check: Callable[[], None]) -> _Slot:
         """Takes part in a slot that exists, waiting until it is filled. Called with the lock held."""
         slot.leases += 1
         slot.drop_when_free = False
         self._slots.move_to_end(slot.id)
         try:
             while slot.loaded is None and slot.error is None:
-                self._changed.wait()
+                self._wait(check)
         except BaseException:
             slot.leases -= 1
             raise
@@ -188,10 +213,14 @@ class Arena:
         with self._changed:
             slot.leases -= 1
             self._slots.move_to_end(slot.id)
+            self._changed.notify_all()
             if slot.leases or not slot.drop_when_free:
                 return
             del self._slots[slot.id]
         self._release(slot)
+
+    def _leased(self) -> int:
+        return sum(slot.nbytes for slot in self._slots.values() if slot.leases)
 
     def _make_room(self, needed: int) -> list[_Slot]:
         """Takes out slots until `needed` bytes fit; returns them, to be released outside the lock.
@@ -199,7 +228,7 @@ class Arena:
         Takes nothing out when it would not suffice: raises MemoryBudgetError instead.
         """
         used = sum(slot.nbytes for slot in self._slots.values())
-        leased = sum(slot.nbytes for slot in self._slots.values() if slot.leases)
+        leased = self._leased()
         if leased + needed > self._budget:
             beside = f" beside {leased} bytes in use by other contexts" if leased else ""
             raise MemoryBudgetError(

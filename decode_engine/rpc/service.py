@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.empty_pb2 import Empty
 
 from decode_engine.engine import Engine
-from decode_engine.errors import NotReadyError
+from decode_engine.errors import CancelledError, DeadlineExceededError, NotReadyError
 from decode_engine.requests import Finished, FinishReason, Request, Stream, Token
 from decode_engine.rpc.describe import describe_broken, describe_context, describe_method
 from decode_engine.rpc.pages import Pager
@@ -136,7 +136,8 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         manifest = backend.servable(parse_name(request.name))
         already = manifest.id in backend.arena.ids()
         before = backend.engine.clock_ns()
-        with backend.arena.acquire(backend.store, manifest.id):
+        check = _call_check(context, backend, _deadline_ns(context, before))
+        with backend.arena.acquire(backend.store, manifest.id, check=check):
             load_ns = backend.engine.clock_ns() - before
         return context_pb2.WarmContextResponse(
             context=backend.describe(manifest, set(backend.arena.ids())),
@@ -176,7 +177,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         backend = self._slot.get()
         plan = _plan(backend, request)
         deadline_ns = _deadline_ns(context, plan.arrived_ns)
-        stream, load_ns, submitted_ns = _submit(backend, plan, deadline_ns)
+        check = _call_check(context, backend, deadline_ns)
+        stream, load_ns, submitted_ns = _submit(backend, plan, deadline_ns, check)
         try:
             if not context.add_callback(stream.cancel):
                 stream.cancel()
@@ -203,9 +205,12 @@ def _plan(backend: Backend, request: generation_pb2.GenerateRequest) -> _Plan:
     return _Plan(order, manifest, method, prompt, max_tokens, arrived_ns)
 
 
-def _submit(backend: Backend, plan: _Plan, deadline_ns: int | None) -> tuple[Stream, int, int]:
+def _submit(
+    backend: Backend, plan: _Plan, deadline_ns: int | None, check: Callable[[], None]
+) -> tuple[Stream, int, int]:
     """Loads the context, here in the call's own thread, and queues the request.
 
+    While other contexts that are in use leave no memory for it, the call waits; its place bounds how many do.
     Returns the stream, the nanoseconds of loading and the time of submission. The context's lease goes over to the
     engine, which ends it when it has let go of the session.
     """
@@ -213,7 +218,8 @@ def _submit(backend: Backend, plan: _Plan, deadline_ns: int | None) -> tuple[Str
     with ExitStack() as stack:
         stack.callback(place.release)
         before = backend.engine.clock_ns()
-        resident = stack.enter_context(backend.arena.acquire(backend.store, plan.manifest.id))
+        lease = backend.arena.acquire(backend.store, plan.manifest.id, check=check, wait_for_memory=True)
+        resident = stack.enter_context(lease)
         submitted_ns = backend.engine.clock_ns()
         tokenizer = backend.runner.tokenizer
         request: Request[Any] = Request(
@@ -235,6 +241,20 @@ def _deadline_ns(context: grpc.ServicerContext, now_ns: int) -> int | None:
     if remaining is None or remaining > _LONGEST_DEADLINE_S:
         return None
     return now_ns + int(remaining * 1e9)
+
+
+def _call_check(
+    context: grpc.ServicerContext, backend: Backend, deadline_ns: int | None
+) -> Callable[[], None]:
+    """What raises DeadlineExceededError or CancelledError once the call needs no answer any more."""
+
+    def check() -> None:
+        if deadline_ns is not None and backend.engine.clock_ns() >= deadline_ns:
+            raise DeadlineExceededError("the deadline passed before the context was in memory")
+        if not context.is_active():
+            raise CancelledError("the client ended the call")
+
+    return check
 
 
 def _summarise(plan: _Plan, end: Finished, load_ns: int, before_ns: int) -> generation_pb2.GenerationSummary:
