@@ -238,14 +238,14 @@ def methods(
     if output is OutputFormat.JSON:
         print_json({"methods": rows})
         return
-    columns = ("name", "keep", "index", "summary")
+    columns = ("name", "keep", "indexes", "summary")
     print_table(
         columns,
         [
             [
                 row["name"],
                 "" if row["keep_ratio"] is None else f"{row['keep_ratio']:g}",
-                row["index"],
+                ", ".join(row["indexes"]),
                 row["summary"],
             ]
             for row in rows

@@ -74,7 +74,7 @@ def describe_method(method: Method) -> generation_pb2.Method:
         name=method.name,
         summary=method.summary,
         source=method.source,
-        index=method.index.name if method.index is not None and method.index.stored else "",
+        indexes=[method.index.name] if method.index is not None and method.index.stored else [],
         keep_ratio=method.budget.keep if method.budget else None,
     )
 

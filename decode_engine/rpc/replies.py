@@ -55,12 +55,15 @@ class WarmResult:
 
 @dataclass(frozen=True, slots=True)
 class MethodInfo:
-    """A method of the server. keep_ratio is None where everything is attended to."""
+    """A method of the server.
+
+    indexes: names of the stored ones that it needs. keep_ratio: None where everything is attended to.
+    """
 
     name: str
     summary: str
     source: str
-    index: str
+    indexes: tuple[str, ...]
     keep_ratio: float | None
 
 
@@ -118,7 +121,11 @@ class Summary:
 def read_method(message: generation_pb2.Method) -> MethodInfo:
     """A method of the API as a plain value."""
     return MethodInfo(
-        message.name, message.summary, message.source, message.index, _optional(message, "keep_ratio")
+        message.name,
+        message.summary,
+        message.source,
+        tuple(message.indexes),
+        _optional(message, "keep_ratio"),
     )
 
 

@@ -61,7 +61,7 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
             f"max_tokens is {request.max_tokens}, expected 1 to {MAX_MAX_TOKENS}, or 0 for the default",
             field="max_tokens",
         )
-    keep_ratio = request.keep_ratio if request.HasField("keep_ratio") else None
+    keep_ratio = request.keep_ratio if request.WhichOneof("budget") == "keep_ratio" else None
     if keep_ratio is not None and not 0.0 < keep_ratio <= 1.0:
         raise InvalidArgumentError(
             f"keep_ratio is {keep_ratio:g}, expected a number above 0 and at most 1", field="keep_ratio"

@@ -537,8 +537,8 @@ def test_methods_are_listed(client: Client) -> None:
     methods = {method.name: method for method in client.list_methods()}
     assert methods["full"].keep_ratio is None
     assert methods["csattention"].keep_ratio == 0.05
-    assert methods["csattention"].index == "query_tables"
-    assert methods["oracle"].index == ""
+    assert methods["csattention"].indexes == ("query_tables",)
+    assert methods["oracle"].indexes == methods["full"].indexes == ()
     assert all(method.summary and method.source for method in methods.values())
 
 

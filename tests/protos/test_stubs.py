@@ -41,6 +41,11 @@ def test_stubs_are_current(name: str, tmp_path: Path) -> None:
     )
 
 
+def test_other_budgets_can_join_the_keep_ratio() -> None:
+    budget = stub("generation_pb2").GenerateRequest.DESCRIPTOR.oneofs_by_name["budget"]
+    assert {field.name: field.number for field in budget.fields} == {"keep_ratio": 12}
+
+
 def without_json_names(descriptor: FileDescriptorProto) -> FileDescriptorProto:
     """Drops what the compiler adds for its plugins and the generated code leaves out."""
     pending = list(descriptor.message_type)

@@ -144,15 +144,15 @@ class ListMethodsResponse(_message.Message):
     def __init__(self, methods: _Optional[_Iterable[_Union[Method, _Mapping]]] = ...) -> None: ...
 
 class Method(_message.Message):
-    __slots__ = ("name", "summary", "source", "index", "keep_ratio")
+    __slots__ = ("name", "summary", "source", "indexes", "keep_ratio")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
-    INDEX_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
     KEEP_RATIO_FIELD_NUMBER: _ClassVar[int]
     name: str
     summary: str
     source: str
-    index: str
+    indexes: _containers.RepeatedScalarFieldContainer[str]
     keep_ratio: float
-    def __init__(self, name: _Optional[str] = ..., summary: _Optional[str] = ..., source: _Optional[str] = ..., index: _Optional[str] = ..., keep_ratio: _Optional[float] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., summary: _Optional[str] = ..., source: _Optional[str] = ..., indexes: _Optional[_Iterable[str]] = ..., keep_ratio: _Optional[float] = ...) -> None: ...
