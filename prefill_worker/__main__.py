@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from types import FrameType
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from index_store.errors import SparseKVError
+from index_store.console import FormatOption, OutputFormat, StoreOption, print_json, run_app
 from prefill_worker import flags
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def _root() -> None:
 def run(
     model: flags.Model,
     input_: flags.Input,
-    store: flags.StoreFolder,
+    store: StoreOption,
     more_inputs: flags.MoreInputs = None,
     name: flags.Name = None,
     method: flags.Method = None,
@@ -53,9 +52,12 @@ def run(
     salt: flags.Salt = "",
     seed: flags.Seed = 0,
     device: flags.Device = "auto",
-    format_: flags.Format = flags.OutputFormat.TEXT,
+    output: FormatOption = OutputFormat.TEXT,
 ) -> None:
-    """Prefills a document, stores it and prints what was stored. The same content again does nothing."""
+    """Prefills a document, stores it and prints what was stored. The same content again does nothing.
+
+    The store is made when it is not there.
+    """
     # Imported here, not above: torch and transformers take seconds, which --help and usage errors need not wait
     # for, and an interrupt while they load must end as cleanly as one later.
     try:
@@ -88,8 +90,8 @@ def run(
     except KeyboardInterrupt:
         typer.echo("interrupted; nothing incomplete was kept", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    if format_ is flags.OutputFormat.JSON:
-        typer.echo(json.dumps(report_json(report)))
+    if output is OutputFormat.JSON:
+        print_json(report_json(report))
     else:
         _print_text(report)
 
@@ -141,11 +143,7 @@ def _print_text(report: PrefillReport) -> None:
 def main() -> None:
     """Runs the command line: exit code 0 done, 1 an error told in one sentence, 2 wrong usage, 130 interrupted."""
     signal.signal(signal.SIGTERM, _end_on_signal)
-    try:
-        app()
-    except SparseKVError as error:
-        typer.echo(f"error: {error.message}", err=True)
-        sys.exit(1)
+    run_app(app)
 
 
 def _end_on_signal(number: int, frame: FrameType | None) -> None:

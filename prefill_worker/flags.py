@@ -9,13 +9,6 @@ from typing import Annotated
 from typer import Argument, Option
 
 
-class OutputFormat(StrEnum):
-    """How the result is printed."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
 class TableLayout(StrEnum):
     """Layouts of query tables."""
 
@@ -33,7 +26,6 @@ class DimensionSplit(StrEnum):
 Model = Annotated[str, Option(help="'reader', or the path of a Hugging Face model folder.")]
 Input = Annotated[list[Path], Option("--input", help="Text file; may be repeated; - is standard input.")]
 MoreInputs = Annotated[list[Path] | None, Argument(metavar="[FILE]...", help="More text files.")]
-StoreFolder = Annotated[Path, Option(help="Folder of the store; made when it is not there.")]
 Name = Annotated[str | None, Option(help="Display name; by default the first file's name.")]
 Method = Annotated[
     list[str] | None, Option(help="Method whose index to build; may be repeated. Default: csattention.")
@@ -51,4 +43,3 @@ Ttl = Annotated[str | None, Option(help="Time to live, for example 30m, 12h, 7d;
 Salt = Annotated[str, Option(help="Keeps equal documents of different owners apart.")]
 Seed = Annotated[int, Option(help="Of the query sample and the clustering.")]
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
-Format = Annotated[OutputFormat, Option("--format", help="Of the result on standard output.")]

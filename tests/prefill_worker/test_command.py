@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from typer.testing import CliRunner
 
 from index_store.catalog import Store
 from index_store.errors import InvalidArgumentError
-from prefill_worker.__main__ import app
+from prefill_worker.__main__ import app, main
 from tests.prefill_worker.conftest import DOCUMENT
 
 PHASES = ["tokenize", "load", "prefill", "dense_layers", "index", "write", "publish", "verify"]
@@ -86,6 +88,45 @@ def test_wrong_usage_is_exit_code_two(flags: list[str]) -> None:
 def test_bad_values_are_errors_of_ours(tiny_model: Path, document: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, arguments(tiny_model, document, tmp_path / "store", "--ttl", "soon"))
     assert isinstance(done.exception, InvalidArgumentError)
+
+
+@pytest.fixture
+def run_main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """Runs the whole command in this process and returns its exit code."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(*given: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["prefill-worker", *given])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        return int(caught.value.code or 0)
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_an_error_of_the_system_is_one_sentence_too(
+    run_main: Callable[..., int], tmp_path: Path, document: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / ("m" * 300)
+    assert run_main(*arguments(model, document, tmp_path / "store")) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"error: {model}: File name too long\n"
+
+
+def test_the_store_may_come_from_the_environment(
+    run_main: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: Path,
+    document: Path,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("SPARSEKV_STORE", str(tmp_path / "store"))
+    assert (
+        run_main("run", "--model", str(tiny_model), "--input", str(document), "--dense-layers", "none") == 0
+    )
+    assert len(Store(tmp_path / "store").list()) == 1
 
 
 @pytest.mark.slow
