@@ -1,7 +1,9 @@
 """One layer of one session: what is attended, what is counted, what is appended."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Self
 
 import pytest
@@ -168,57 +170,131 @@ class Listening(LayerIndex):
         return self.inner.rank(queries_HTGD, first_key, end_key, appended, search)
 
 
-@settings(max_examples=30, deadline=None)
+ROOM = 200  # positions that one-hot values can tell apart
+
+
+class Labels:
+    """Values that name their key: a unit vector per position, another one in every head."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self._unit_HP = torch.stack([torch.randperm(ROOM, generator=generator) for _ in range(H)])
+
+    def values(self, first: int, count: int) -> Tensor:
+        """[H, count, ROOM] for the keys first.. of every head."""
+        return torch.eye(ROOM)[self._unit_HP[:, first : first + count]]
+
+    def weights(self, out_HTGD: Tensor) -> Tensor:
+        """[H, T, G, ROOM] from attention out: the weight of every key."""
+        return out_HTGD.gather(-1, self._unit_HP[:, None, None].expand_as(out_HTGD))
+
+
+@dataclass
+class Plan:
+    """What a method must search and keep, position by position."""
+
+    method: Method
+    keep: float
+    sinks: int
+    searched_at: int = -1
+
+    def end(self, position: int) -> int:
+        """The end of the range that a query searches unless it reuses a selection."""
+        block = self.method.append_block
+        return max(self.sinks, math.floor((position - self.method.recent) / block) * block)
+
+    def step(self, position: int, searched: bool) -> tuple[int, int]:
+        """(end of the range that the query's selection was chosen from, how many keys are kept)."""
+        made_at = position
+        if self.end(position) > self.sinks and not searched:
+            made_at = self.searched_at
+            assert 0 < position - made_at < self.method.period
+        self.searched_at = made_at
+        end = self.end(made_at)
+        return end, min(end - self.sinks, math.ceil(self.keep * (end + self.method.recent)))
+
+
+def random_keys(count: int, seed: int) -> Tensor:
+    return torch.randn(H, count, ROOM, generator=torch.Generator().manual_seed(seed)) / ROOM**0.5
+
+
+def one_hot_layer(kind: str, keys: Tensor, values: Tensor, method: Method, figures: Figures) -> SparseLayer:
+    kv = torch.stack([keys, values], dim=2)
+    if kind == "exact":
+        return SparseLayer(kv, ExactIndex(kv[:, :, 0]), method, figures)
+    sample = QuerySample(random_keys(20 * G, 5).view(H, 20, G, ROOM), torch.arange(20))
+    return SparseLayer(kv, QueryTables.build(PARAMETERS, kv[:, :, 0], sample, 0), method, figures)
+
+
+def check_are_the_best(weights_HGP: Tensor, q_HGD: Tensor, keys_HND: Tensor, sinks: int, end: int) -> None:
+    """Of the keys sinks..end-1 none that was left out has a larger weight, summed over the group, than one kept."""
+    logits = torch.einsum("hgd,hnd->hgn", q_HGD.double(), keys_HND[:, sinks:end].double())
+    scores_HM = logits.softmax(-1).sum(1) * (end - sinks)
+    kept_HM = weights_HGP[:, 0, sinks:end] > 0
+    lowest_kept = scores_HM.masked_fill(~kept_HM, torch.inf).amin(1)
+    highest_left_out = scores_HM.masked_fill(kept_HM, -torch.inf).amax(1)
+    assert (lowest_kept >= highest_left_out - 1e-6).all()
+
+
+def that_fit(sizes: list[int]) -> list[int]:
+    """Those that end within the half of the positions that is not the context's."""
+    return [size for size, end in zip(sizes, accumulate(sizes), strict=True) if end <= ROOM // 2]
+
+
+@pytest.mark.parametrize("kind", ["exact", "dense tables"])
+@settings(max_examples=60, deadline=None)
 @given(
-    count=st.integers(1, 150),
-    chunks=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    count=st.integers(1, ROOM // 2),
+    chunks=st.lists(st.just(1) | st.integers(1, 40), min_size=1, max_size=14).map(that_fit),
     sinks=st.integers(0, 12),
     recent=st.integers(1, 50),
     block=st.integers(1, 40),
     keep=st.floats(0.01, 1.0),
+    period=st.integers(1, 4),
 )
 def test_the_parts_partition_the_keys(
-    count: int, chunks: list[int], sinks: int, recent: int, block: int, keep: float
+    kind: str, count: int, chunks: list[int], sinks: int, recent: int, block: int, keep: float, period: int
 ) -> None:
-    """With values that name their key, the attended weight of each key shows whether it was counted once."""
-    method = replace(METHODS["oracle"], budget=Ratio(keep), sinks=sinks, recent=recent, append_block=block)
-    kv = context(count)
-    index = Listening(ExactIndex(kv[:, :, 0]))
-    figures = Figures()
-    layer = SparseLayer(kv, index, method, figures)
-    position = count
+    """Queries near zero weigh every attended key alike but still rank; values name their key.
+
+    So attention out says which keys were attended, and that each of them counted once.
+    """
+    name = "oracle" if kind == "exact" else "csattention"
+    method = replace(
+        METHODS[name], budget=Ratio(keep), sinks=sinks, recent=recent, append_block=block, period=period
+    )
+    labels, figures = Labels(), Figures()
+    keys = random_keys(count, 0)
+    layer = one_hot_layer(kind, keys, labels.values(0, count), method, figures)
+    plan = Plan(method, keep, min(sinks, count))
+    position, kept, attended, available = count, 0, 0, 0
     for number, size in enumerate(chunks):
-        q, k, v = tokens(size, number)
-        # Zero queries weigh every attended key equally, so the mean of one-hot-coded values counts the keys.
-        v = torch.ones_like(v)
-        before = len(index.ranges)
-        out = layer.attend(torch.zeros_like(q), k, v, position)
-        assert torch.isfinite(out).all()
-        for first, end, appended in index.ranges[before:]:
-            assert first == min(sinks, count)
-            assert end <= position + size - 1 - recent
-            assert end <= count + appended
+        q = random_keys(size * G, 200 + number).view(H, size, G, ROOM) / 20
+        new = random_keys(size, 100 + number)
+        keys = torch.cat([keys, new], dim=1)
+        before = figures.searches
+        weights = labels.weights(layer.attend(q, new, labels.values(position, size), position))
+        searched = size > 1 or figures.searches > before
+        for step in range(size):
+            now = position + step
+            end, chosen = plan.step(now, searched)
+            seen = weights[:, step] > 0
+            assert seen[:, :, : plan.sinks].all()
+            assert seen[:, :, max(0, now - recent) : now + 1].all()
+            assert seen[:, :, end : now + 1].all()
+            assert not seen[:, :, now + 1 :].any()
+            assert (seen == seen[:, :1]).all()
+            total = plan.sinks + chosen + now + 1 - end
+            assert (seen.sum(-1) == total).all()
+            alike = torch.full((H * G * total,), 1 / total)
+            torch.testing.assert_close(weights[:, step][seen], alike, rtol=0.05, atol=0)
+            if kind == "exact" and end > plan.sinks and searched:
+                check_are_the_best(weights[:, step], q[:, step], keys, plan.sinks, end)
+            kept, attended, available = kept + chosen, attended + total, available + now + 1
         position += size
-    assert figures.attended <= figures.available
-    assert figures.available == H * sum(range(count + 1, position + 1))
-
-
-def test_no_key_counts_twice_and_none_of_the_exact_ones_is_lost() -> None:
-    """Zero queries: every attended key has the same weight, so one-hot values read out who was attended."""
-    count, steps = 12, 9
-    kv = torch.zeros(1, count, 2, 32)
-    kv[0, :, 1] = torch.eye(32)[:count]
-    method = replace(METHODS["oracle"], budget=Ratio(0.1), sinks=2, recent=3, append_block=2)
-    layer = SparseLayer(kv, ExactIndex(kv[:, :, 0]), method, Figures())
-    for step in range(steps):
-        position = count + step
-        value = torch.eye(32)[position].view(1, 1, 32)
-        out = layer.attend(torch.zeros(1, 1, 1, 32), torch.zeros(1, 1, 32), value, position)[0, 0, 0]
-        attended = out.nonzero().flatten().tolist()
-        torch.testing.assert_close(out[attended], torch.full((len(attended),), 1 / len(attended)))
-        assert {0, 1} <= set(attended)
-        assert set(range(position - 3, position + 1)) <= set(attended)
-        assert len(attended) <= 2 + (3 + 2) + 1 + 3
+    assert figures.kept == H * kept
+    assert figures.attended == figures.sparse_attended == H * attended
+    assert figures.available == figures.sparse_available == H * available
 
 
 def test_a_tail_key_that_left_the_window_is_still_found() -> None:
