@@ -418,6 +418,9 @@ def test_shutdown_without_grace_ends_requests(running: FakeEngine, runner: FakeR
     assert runner.gate is not None
     place = running.reserve()
     client = submit(running, make_client("a", max_tokens=10**6))
+    assert client.stream is not None
+    runner.gate.release()
+    next(iter(client.stream))  # it was admitted
     stopper = threading.Thread(target=running.shutdown)
     stopper.start()
     runner.gate.release(1000)
