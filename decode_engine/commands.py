@@ -24,6 +24,35 @@ ServerOption = Annotated[
     str, typer.Option("--server", envvar="SPARSEKV_SERVER", metavar="HOST:PORT", help="The server to ask.")
 ]
 
+ContextOption = Annotated[
+    str,
+    typer.Option(
+        "--context", help="Context: id, its first 6 or more digits, contexts/<id>, or display name."
+    ),
+]
+RawOption = Annotated[
+    bool, typer.Option("--raw", help="Continue the context by the text as it is, without chat template.")
+]
+KeepOption = Annotated[
+    float | None, typer.Option("--keep", help="Fraction of the keys to keep, for example 0.02.")
+]
+PeriodOption = Annotated[
+    int,
+    typer.Option(
+        "--period", help="Decode steps that one search serves; 0 means the method's own, which is 1."
+    ),
+]
+StopOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop", help="End where this text would appear; repeatable. A question ends at a line break."
+    ),
+]
+ShowTimingsOption = Annotated[
+    bool,
+    typer.Option("--show-timings", help="Tell on standard error what was touched and how long it took."),
+]
+
 
 def serve(
     store: StoreOption,
@@ -104,34 +133,20 @@ def _signals() -> Iterator[threading.Event]:
 
 def ask(
     prompt: Annotated[str, typer.Argument(help="The question.")],
-    context: Annotated[
-        str, typer.Option(help="Context: id, its first 6 or more digits, contexts/<id>, or display name.")
-    ],
+    context: ContextOption,
     server: ServerOption = DEFAULT_LISTEN,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the context by the text as it is, without chat template.")
-    ] = False,
+    raw: RawOption = False,
     method: Annotated[str | None, typer.Option(help="Method; the context's own by default.")] = None,
-    keep: Annotated[
-        float | None, typer.Option(help="Fraction of the keys to keep, for example 0.02.")
-    ] = None,
-    period: Annotated[
-        int, typer.Option(help="Decode steps that one search serves; 0 means the method's own, which is 1.")
-    ] = 0,
+    keep: KeepOption = None,
+    period: PeriodOption = 0,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate; 256 by default.")] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Sample from this much probability.")] = None,
     top_k: Annotated[int, typer.Option(help="Sample from this many tokens; 0 means all.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="End where this text would appear; repeatable. A question ends at a line break."),
-    ] = None,
+    stop: StopOption = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait for the whole answer.")] = None,
-    show_timings: Annotated[
-        bool,
-        typer.Option("--show-timings", help="Tell on standard error what was touched and how long it took."),
-    ] = False,
+    show_timings: ShowTimingsOption = False,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
     """Ask a stored context a question and stream the answer."""

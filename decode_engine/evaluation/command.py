@@ -28,27 +28,30 @@ ModelOption = Annotated[
     str, typer.Option("--model", help="Packaged model (reader) or path of a Hugging Face folder.")
 ]
 
+LengthsOption = Annotated[
+    str, typer.Option("--context-length", help="Context lengths in tokens, comma-separated.")
+]
+DistractorsOption = Annotated[
+    int, typer.Option("--distractors", help="Further facts per context that resemble an asked one.")
+]
+KeepOption = Annotated[str, typer.Option("--keep", help="Fractions of the keys to keep, comma-separated.")]
+TextOption = Annotated[
+    Path | None, typer.Option("--text", help="Text to make contexts of; packaged novels by default.")
+]
+
 
 def evaluate_command(
     out: Annotated[Path, typer.Option(help="Folder for results.json, .csv, .md, quality.png and the store.")],
     model: ModelOption = "reader",
-    context_length: Annotated[
-        str, typer.Option(help="Context lengths in tokens, comma-separated.")
-    ] = "8k,32k",
+    context_length: LengthsOption = "8k,32k",
     questions: Annotated[int, typer.Option(help="Questions per context length.")] = 216,
     facts: Annotated[int, typer.Option(help="Facts, and questions, per context.")] = 24,
-    distractors: Annotated[
-        int, typer.Option(help="Further facts per context that resemble an asked one.")
-    ] = 0,
+    distractors: DistractorsOption = 0,
     methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = (
         "full,oracle,csattention,csattention-paper"
     ),
-    keep: Annotated[
-        str, typer.Option(help="Fractions of the keys to keep, comma-separated.")
-    ] = "0.01,0.02,0.05",
-    text: Annotated[
-        Path | None, typer.Option(help="Text to make contexts of; packaged novels by default.")
-    ] = None,
+    keep: KeepOption = "0.01,0.02,0.05",
+    text: TextOption = None,
     text_tokens: Annotated[int, typer.Option(help="Plain-text tokens scored after each context.")] = 96,
     dense_layers: Annotated[str, typer.Option(help="As for prefill-worker run.")] = "auto",
     calibration: Annotated[Path | None, typer.Option(help="As for prefill-worker run.")] = None,
