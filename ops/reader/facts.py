@@ -1,4 +1,7 @@
-"""Training sequences: running text into which facts and questions about earlier facts are spliced."""
+"""Training sequences: running text into which facts and questions about earlier facts are spliced.
+
+Statements and questions are worded as the evaluation words them: a reader trained on others would be judged unfairly.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from decode_engine.evaluation.tasks import ANSWER_END, ATTRIBUTES, PROMPT, STATEMENTS
+
 Tokens = NDArray[np.int64]
 Weights = NDArray[np.float32]
 
-ATTRIBUTES = (
-    "access code",
-    "serial number",
-    "secret word",
-    "phone number",
-    "magic number",
-    "password",
-    "room number",
-    "owner",
-    "price",
-    "favourite colour",
-    "address",
-    "birthplace",
-)
-STATEMENTS = (
-    " The {attribute} of the {name} is {value}.",
-    " Remember that the {attribute} of the {name} is {value}.",
-    " Note: the {attribute} of the {name} is {value}.",
-    " It was written down that the {attribute} of the {name} is {value}.",
-)
-QUESTION = "\nQuestion: What is the {attribute} of the {name}?\nAnswer: The {attribute} of the {name} is"
 RECALL = "\nRecall:"
 TRAINING_WORDS = 3000
 """Names in training are made of this many of the most frequent words; the rest is held out for evaluation."""
@@ -115,8 +99,8 @@ class SequenceMaker:
 
     def question(self, fact: Fact) -> tuple[Tokens, int]:
         """(question and answer, number of tokens before the value)."""
-        asked = self._encode(fact.fill(QUESTION))
-        return np.concatenate([asked, self._encode(f" {fact.value}.\n")]), len(asked)
+        asked = self._encode(fact.fill(PROMPT))
+        return np.concatenate([asked, self._encode(f" {fact.value}{ANSWER_END}")]), len(asked)
 
     def _state_new_fact(self, builder: _Builder, facts: list[Fact]) -> None:
         """Three in ten facts resemble an earlier one in name or attribute, so that both must be matched."""
