@@ -152,7 +152,7 @@ def synthetic_context(
         salt="",
         methods=("csattention",),
         dense_layers=(0,),
-        selection_errors=(0.25, 0.01, 0.002),
+        selection_errors=tuple(0.25 / 10**layer for layer in range(model.layers)),
         tokens=tokens_entry(tokens),
         kv=kv_entry(model, tokens, dtype),
         indexes=(IndexEntry("tables", RecordedIndex.kind, PARAMETERS, layers, tuple(entries)),),

@@ -172,7 +172,7 @@ def test_show(command: Command, context: SyntheticContext, ref: str) -> None:
     assert shown["total"].endswith("(16872 bytes, 456.0 per token)")
     assert shown["methods"] == "csattention"
     assert shown["dense layers"] == "0"
-    assert shown["selection errors"] == "0.2500, 0.0100, 0.0020"
+    assert shown["selection errors"] == "0.2500, 0.0250, 0.0025"
     assert shown["prefill"] == "calibration=False, chunk=2048"
     assert shown["seconds"] == "forward 1.50, index 0.25"
     assert shown["created"] == "2026-01-02 03:04:05Z"
@@ -183,7 +183,7 @@ def test_show_json(command: Command, context: SyntheticContext) -> None:
     document = command.json("show", "handbook")
     assert document["model"]["fingerprint"] == "a" * 64
     assert document["dense_layers"] == [0]
-    assert document["selection_errors"] == [0.25, 0.01, 0.002]
+    assert document["selection_errors"] == [0.25, 0.025, 0.0025]
     assert document["prefill"] == {"chunk": 2048, "calibration": False}
     assert document["seconds"] == {"forward": 1.5, "index": 0.25}
     (index,) = document["indexes"]

@@ -1,16 +1,23 @@
 """What every index promises, whatever its kind and layout."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from index_store.arena import Arena
 from index_store.budgets import Ratio
+from index_store.catalog import Store
+from index_store.dtypes import dtype_name
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.base import LayerIndex, QuerySample, Scalar
 from index_store.indexes.exact import ExactIndex
 from index_store.indexes.query_tables import QueryTables
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.manifest import IndexEntry, index_array_entry
+from tests.support_store import SyntheticContext, other_model, synthetic_context
 
 HEADS, KEYS, DIM, GROUP = 2, 700, 32, 3
 
@@ -80,6 +87,10 @@ def build(case: Case, keys: torch.Tensor, sample: QuerySample) -> LayerIndex:
     return case.kind.build(case.parameters, keys, sample, seed=0)
 
 
+def test_every_kind_has_a_case() -> None:
+    assert {case.kind for case in CASES} == set(INDEX_KINDS.values())
+
+
 def test_ids_are_valid_unique_and_inside_the_range(case: Case) -> None:
     keys, sample, queries = data()
     ranking = build(case, keys, sample).rank(queries, 8, 650, None, case.search)
@@ -113,6 +124,48 @@ def test_arrays_restore_the_same_index(case: Case) -> None:
     assert restored.nbytes == index.nbytes
     expected = index.rank(queries, 3, KEYS, None, case.search).scores_HTM
     assert torch.equal(restored.rank(queries, 3, KEYS, None, case.search).scores_HTM, expected)
+
+
+def stored_context(case: Case, built: Sequence[LayerIndex], kv: torch.Tensor) -> SyntheticContext:
+    """A context of three layers with these keys and values [L, H, N, 2, d], and the index of all but the first."""
+    model = other_model(kv_heads=HEADS, query_heads=HEADS * GROUP, head_dim=DIM)
+    context = synthetic_context(tokens=KEYS, model=model, index_dtypes=())
+    layers = [index.arrays() for index in built]
+    entries = tuple(
+        index_array_entry("contract", name, len(layers), array.shape, dtype_name(array.dtype))
+        for name, array in layers[0].items()
+    )
+    index = IndexEntry("contract", case.kind.kind, case.parameters, (1, 2), entries)
+    arrays = {f"index/contract/{name}": torch.stack([layer[name] for layer in layers]) for name in layers[0]}
+    return replace(context, draft=replace(context.draft, indexes=(index,)), kv=kv, arrays=arrays)
+
+
+def test_the_store_gives_back_the_same_index_without_copies(case: Case, tmp_path: Path) -> None:
+    samples = [data(layer) for layer in range(3)]
+    kv = torch.stack([torch.stack([keys, -keys], dim=2) for keys, _, _ in samples]).bfloat16()
+    built = [
+        case.kind.build(case.parameters, kv[layer, :, :, 0], samples[layer][1], seed=0) for layer in (1, 2)
+    ]
+    store = Store(tmp_path / "store", create=True)
+    id_ = stored_context(case, built, kv).write(store)
+    assert store.verify(id_) == []
+    with Arena(1 << 24).acquire(store, id_) as resident:
+        block = resident.kv(0).untyped_storage().data_ptr()
+        for layer, index in zip((1, 2), built, strict=True):
+            restored = resident.index("contract", layer)
+            assert type(restored) is case.kind
+            expected = index.arrays()
+            assert restored.arrays().keys() == expected.keys()
+            for name, array in restored.arrays().items():
+                assert array.untyped_storage().data_ptr() == block
+                assert torch.equal(array, expected[name])
+            both = [(index, index.start_appending()), (restored, restored.start_appending())]
+            scores = []
+            for one, appended in both:
+                appended.append(torch.ones(HEADS, 20, DIM))
+                ranking = one.rank(samples[layer][2], 5, KEYS + 20, appended, case.search)
+                scores.append(ranking.scores_HTM)
+            assert torch.equal(*scores)
 
 
 def test_build_is_deterministic(case: Case) -> None:
