@@ -13,7 +13,7 @@ from index_store.context import ResidentContext
 from index_store.errors import InvalidArgumentError
 from index_store.manifest import require_dtype, require_model
 from index_store.methods import Method
-from index_store.model import ModelFolder, load_model, load_tokenizer
+from index_store.models.loading import ModelFolder, load_model, load_tokenizer
 
 
 class ModelRunner:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from index_store.errors import InvalidArgumentError
-from index_store.model import Tokenizer
+from index_store.models.loading import Tokenizer
 
 STANDARD_INPUT = Path("-")
 

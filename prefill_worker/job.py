@@ -22,7 +22,7 @@ from index_store.errors import (
 from index_store.indexes.base import Scalar
 from index_store.manifest import ArrayEntry, IndexEntry, Manifest, ModelIdentity, context_id, kv_entry
 from index_store.methods import IndexSpec, get_method, index_spec
-from index_store.model import (
+from index_store.models.loading import (
     ModelFolder,
     check_positions,
     checkpoint_dtype,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import ClassVar, cast
@@ -160,6 +160,23 @@ def synthetic_context(
         seconds={"forward": 1.5, "index": 0.25},
     )
     return SyntheticContext(draft, ids, kv, arrays)
+
+
+def indexed_context(
+    name: str, parameters: Mapping[str, Scalar], built: Sequence[LayerIndex], kv: Tensor, group: int
+) -> SyntheticContext:
+    """A context with these keys and values [3, H, N, 2, d], and an index of layers 1 and 2; layer 0 is dense."""
+    _, heads, tokens, _, head_dim = kv.shape
+    model = other_model(kv_heads=heads, query_heads=heads * group, head_dim=head_dim)
+    context = synthetic_context(tokens=tokens, dtype=dtype_name(kv.dtype), model=model, index_dtypes=())
+    layers = [index.arrays() for index in built]
+    entries = tuple(
+        index_array_entry(name, array, len(layers), data.shape, dtype_name(data.dtype))
+        for array, data in layers[0].items()
+    )
+    arrays = {f"index/{name}/{array}": torch.stack([layer[array] for layer in layers]) for array in layers[0]}
+    index = IndexEntry(name, built[0].kind, parameters, (1, 2), entries)
+    return replace(context, draft=replace(context.draft, indexes=(index,)), kv=kv, arrays=arrays)
 
 
 def other_model(**changes: object) -> ModelIdentity:

@@ -32,8 +32,8 @@ PLACES = {
     "zarr": ("index_store/zarr_io.py",),
     "faiss": ("index_store/kmeans.py",),
     "transformers": (
-        "index_store/model.py",
-        "index_store/tokenizer.py",
+        "index_store/models/loading.py",
+        "index_store/models/tokenizer.py",
         "prefill_worker/capture.py",
         "decode_engine/attention.py",
     ),

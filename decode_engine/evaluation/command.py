@@ -22,7 +22,7 @@ from decode_engine.evaluation.tasks import (
 )
 from index_store.console import FormatOption, OutputFormat, on_terminal, print_json
 from index_store.errors import InvalidArgumentError
-from index_store.model import load_tokenizer, resolve_model
+from index_store.models.loading import load_tokenizer, resolve_model
 
 ModelOption = Annotated[
     str, typer.Option("--model", help="Packaged model (reader) or path of a Hugging Face folder.")

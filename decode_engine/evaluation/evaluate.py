@@ -41,7 +41,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.loading import resident_bytes
 from index_store.manifest import Manifest
 from index_store.methods import Method, get_method
-from index_store.model import Tokenizer, resolve_model
+from index_store.models.loading import Tokenizer, resolve_model
 
 TIMED_STEPS = 12
 

@@ -24,7 +24,7 @@ from decode_engine.session import Session
 from decode_engine.warm_up import warm_up
 from index_store.arena import Arena
 from index_store.catalog import Store
-from index_store.model import resolve_model
+from index_store.models.loading import resolve_model
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 logger = logging.getLogger(__name__)

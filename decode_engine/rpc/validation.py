@@ -11,7 +11,7 @@ from decode_engine.text import StopStrings
 from index_store.errors import InvalidArgumentError
 from index_store.manifest import Manifest, ModelIdentity, is_context_id
 from index_store.methods import Method, get_method
-from index_store.model import Tokenizer
+from index_store.models.loading import Tokenizer
 from sparsekv.v1 import generation_pb2
 
 DEFAULT_MAX_TOKENS = 256

@@ -39,7 +39,7 @@ from decode_engine.runner import ModelRunner
 from index_store.context import ResidentContext
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.methods import Method, get_method
-from index_store.model import Tokenizer
+from index_store.models.loading import Tokenizer
 
 VOCABULARY = 5
 CONTEXT = cast(ResidentContext, None)

@@ -26,7 +26,7 @@ from index_store.errors import (
     ModelMismatchError,
 )
 from index_store.methods import METHODS, Method, get_method
-from index_store.model import resolve_model
+from index_store.models.loading import resolve_model
 from prefill_worker.config import PrefillConfig
 from prefill_worker.job import run_job
 from prefill_worker.progress import LineReporter

@@ -10,7 +10,7 @@ from decode_engine.runner import ModelRunner
 from decode_engine.warm_up import made_up_context, warm_up
 from index_store.errors import InvalidArgumentError
 from index_store.methods import METHODS
-from index_store.model import resolve_model
+from index_store.models.loading import resolve_model
 from tests.decode_engine.conftest import Library
 from tests.support_models import write_model_folder
 

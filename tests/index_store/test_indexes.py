@@ -1,7 +1,7 @@
 """What every index promises, whatever its kind and layout."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,14 +10,12 @@ import torch
 from index_store.arena import Arena
 from index_store.budgets import Ratio
 from index_store.catalog import Store
-from index_store.dtypes import dtype_name
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.base import LayerIndex, QuerySample, Scalar
 from index_store.indexes.exact import ExactIndex
 from index_store.indexes.query_tables import QueryTables
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.manifest import IndexEntry, index_array_entry
-from tests.support_store import SyntheticContext, other_model, synthetic_context
+from tests.support_store import indexed_context
 
 HEADS, KEYS, DIM, GROUP = 2, 700, 32, 3
 
@@ -126,20 +124,6 @@ def test_arrays_restore_the_same_index(case: Case) -> None:
     assert torch.equal(restored.rank(queries, 3, KEYS, None, case.search).scores_HTM, expected)
 
 
-def stored_context(case: Case, built: Sequence[LayerIndex], kv: torch.Tensor) -> SyntheticContext:
-    """A context of three layers with these keys and values [L, H, N, 2, d], and the index of all but the first."""
-    model = other_model(kv_heads=HEADS, query_heads=HEADS * GROUP, head_dim=DIM)
-    context = synthetic_context(tokens=KEYS, model=model, index_dtypes=())
-    layers = [index.arrays() for index in built]
-    entries = tuple(
-        index_array_entry("contract", name, len(layers), array.shape, dtype_name(array.dtype))
-        for name, array in layers[0].items()
-    )
-    index = IndexEntry("contract", case.kind.kind, case.parameters, (1, 2), entries)
-    arrays = {f"index/contract/{name}": torch.stack([layer[name] for layer in layers]) for name in layers[0]}
-    return replace(context, draft=replace(context.draft, indexes=(index,)), kv=kv, arrays=arrays)
-
-
 def test_the_store_gives_back_the_same_index_without_copies(case: Case, tmp_path: Path) -> None:
     samples = [data(layer) for layer in range(3)]
     kv = torch.stack([torch.stack([keys, -keys], dim=2) for keys, _, _ in samples]).bfloat16()
@@ -147,7 +131,7 @@ def test_the_store_gives_back_the_same_index_without_copies(case: Case, tmp_path
         case.kind.build(case.parameters, kv[layer, :, :, 0], samples[layer][1], seed=0) for layer in (1, 2)
     ]
     store = Store(tmp_path / "store", create=True)
-    id_ = stored_context(case, built, kv).write(store)
+    id_ = indexed_context("contract", case.parameters, built, kv, GROUP).write(store)
     assert store.verify(id_) == []
     with Arena(1 << 24).acquire(store, id_) as resident:
         block = resident.kv(0).untyped_storage().data_ptr()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from index_store.errors import InvalidArgumentError, ModelUnsupportedError
-from index_store.model import (
+from index_store.models.loading import (
     check_positions,
     checkpoint_dtype,
     identify,

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decode_engine.session import Session
 from index_store.arena import Arena
 from index_store.catalog import Store
 from index_store.dtypes import STORED_DTYPES
@@ -23,16 +24,19 @@ from index_store.errors import (
     MethodUnsupportedError,
 )
 from index_store.host_memory import ALIGNMENT, HostBlock
-from index_store.indexes.base import LayerIndex
+from index_store.indexes.base import LayerIndex, QuerySample
 from index_store.indexes.exact import ExactIndex
+from index_store.indexes.query_tables import QueryTables
 from index_store.loading import resident_bytes
 from index_store.manifest import IndexEntry
+from index_store.methods import METHODS, Method
 from tests.support_store import (
     KINDS,
     PARAMETERS,
     RecordedIndex,
     RecordingLocker,
     SyntheticContext,
+    indexed_context,
     synthetic_context,
 )
 
@@ -92,14 +96,76 @@ def test_the_machine_refuses_memory() -> None:
         HostBlock(1 << 60)
 
 
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Memory comes back by reference counts alone: what is part of a cycle stays."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
 def test_memory_is_freed(many: tuple[Store, list[SyntheticContext]]) -> None:
     store, contexts = many
     arena = Arena(SIZE)
     with arena.acquire(store, contexts[0].id) as resident:
         storage = weakref.ref(resident.kv(0).untyped_storage())
     del resident
+    assert storage() is not None
     touch(arena, store, contexts[1])
-    gc.collect()
+    assert storage() is None
+
+
+def table_context(method: Method) -> SyntheticContext:
+    """A context of 150 tokens, 2 KV heads and groups of 2, with the method's tables."""
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(3, 2, 150, 2, 16, generator=generator)
+    sample = QuerySample(torch.randn(2, 40, 2, 16, generator=generator), torch.arange(40))
+    assert method.index is not None
+    parameters = method.index.parameters
+    built = [QueryTables.build(parameters, kv[layer, :, :, 0], sample, 0) for layer in (1, 2)]
+    return indexed_context(method.index.name, parameters, built, kv, group=2)
+
+
+def decode(session: Session) -> None:
+    """A prompt that is long enough for some of its tokens to leave the recent window, then three steps."""
+    generator = torch.Generator().manual_seed(1)
+    position = 150
+    for count in (140, 1, 1, 1):
+        q = torch.randn(2, count, 2, 16, generator=generator)
+        k, v = torch.randn(2, 2, count, 16, generator=generator)
+        for layer in session.layers:
+            layer.attend(q, k, v, position)
+        position += count
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("csattention", "dense"), ("csattention", "lists"), ("csattention-paper", "lists")]
+)
+def test_memory_that_indexes_and_a_session_used_is_freed(
+    store: Store, name: str, layout: str, used: bool
+) -> None:
+    method = METHODS[name]
+    assert method.index is not None
+    method = replace(
+        method, index=replace(method.index, parameters={**method.index.parameters, "layout": layout})
+    )
+    context = table_context(method)
+    context.write(store)
+    arena = Arena(1 << 24)
+    with arena.acquire(store, context.id) as resident:
+        storage = weakref.ref(resident.kv(0).untyped_storage())
+        assert isinstance(resident.index(method.index.name, 1), QueryTables)
+        session = Session(resident, method)
+        if used:
+            decode(session)
+            assert session.figures.searches > 0
+            assert session.figures.append_ns > 0
+        session.close()
+    assert storage() is not None
+    assert arena.drop(context.id)
     assert storage() is None
 
 
@@ -164,6 +230,7 @@ def test_page_locking(many: tuple[Store, list[SyntheticContext]]) -> None:
     assert locker.locked == []
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_memory_is_unlocked_when_an_arena_is_forgotten(many: tuple[Store, list[SyntheticContext]]) -> None:
     store, contexts = many
     locker = RecordingLocker()
@@ -171,7 +238,6 @@ def test_memory_is_unlocked_when_an_arena_is_forgotten(many: tuple[Store, list[S
     touch(arena, store, contexts[0])
     assert len(locker.locked) == 1
     del arena
-    gc.collect()
     assert locker.locked == []
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from index_store.model import identify, load_model, load_tokenizer, resolve_model
+from index_store.models.loading import identify, load_model, load_tokenizer, resolve_model
 
 SCRIPTS = Path(__file__).parents[2] / "ops" / "reader"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from index_store.catalog import Store
-from index_store.model import load_model, resolve_model
+from index_store.models.loading import load_model, resolve_model
 from prefill_worker.capture import Capture, plan_sample, register_attention
 from prefill_worker.causal_attention import attend_causally
 from prefill_worker.config import PrefillConfig

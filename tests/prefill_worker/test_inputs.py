@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from index_store.errors import InvalidArgumentError
-from index_store.model import Tokenizer, load_tokenizer, resolve_model
+from index_store.models.loading import Tokenizer, load_tokenizer, resolve_model
 from prefill_worker.inputs import document_name, fingerprint_prompts, read_document, read_prompts
 
 

@@ -27,7 +27,7 @@ from index_store.errors import (
     StoreFullError,
 )
 from index_store.manifest_json import render_manifest
-from index_store.model import identify, load_model, load_tokenizer, resolve_model
+from index_store.models.loading import identify, load_model, load_tokenizer, resolve_model
 from index_store.writer import ContextWriter
 from prefill_worker import job as job_module
 from prefill_worker.config import PrefillConfig

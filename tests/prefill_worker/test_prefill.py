@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from index_store.model import LoadedModel, load_model, resolve_model
+from index_store.models.loading import LoadedModel, load_model, resolve_model
 from prefill_worker.capture import Capture, plan_sample, register_attention
 from prefill_worker.prefill import run_context, run_prompts
 from tests.support_models import FAMILIES, write_model_folder

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from index_store.errors import InvalidArgumentError
-from index_store.model_folder import ModelFolder, first_line, hash_file
+from index_store.models.folder import ModelFolder, first_line, hash_file
 
 # Files that decide which ids a text becomes. tokenizer_config.json counts without its chat template, which decides
 # how questions are worded, not how words are cut.
