@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from index_store.catalog import Store
 from index_store.context import IndexKinds, ResidentContext
+from index_store.context_loading import LoadedContext, load_context, resident_bytes
 from index_store.errors import (
     ContextExpiredError,
     ContextNotFoundError,
@@ -23,7 +24,6 @@ from index_store.errors import (
     StoreError,
 )
 from index_store.host_memory import PageLocker, default_page_locker
-from index_store.loading import LoadedContext, load_context, resident_bytes
 from index_store.manifest import Manifest
 
 _CHECK_INTERVAL_S = 0.05

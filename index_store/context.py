@@ -132,7 +132,7 @@ class ResidentContext:
         kinds: index classes by kind; all that this package knows by default.
         """
         self.manifest = manifest
-        self._tokens = tokens
+        self._tokens: Tensor | None = tokens
         self._kv = dict(kv)
         self._arrays = {key: dict(value) for key, value in arrays.items()}
         self._kinds = kinds
@@ -152,6 +152,8 @@ class ResidentContext:
 
     def tokens(self) -> Tensor:
         """The context's token ids, [N] int64."""
+        if self._tokens is None:
+            raise InvalidArgumentError(f"context {self.manifest.id[:12]} has been released")
         return self._tokens
 
     def kv(self, layer: int) -> Tensor:
@@ -181,6 +183,7 @@ class ResidentContext:
     def release(self) -> None:
         """Lets go of every tensor; later calls raise InvalidArgumentError."""
         with self._building:
+            self._tokens = None
             self._kv.clear()
             self._arrays.clear()
             self._indexes.clear()

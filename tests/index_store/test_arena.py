@@ -14,6 +14,7 @@ from torch import Tensor
 
 from index_store.arena import Arena
 from index_store.catalog import Store
+from index_store.context_loading import resident_bytes
 from index_store.errors import (
     ChecksumError,
     ContextExpiredError,
@@ -21,7 +22,6 @@ from index_store.errors import (
     InvalidArgumentError,
     MemoryBudgetError,
 )
-from index_store.loading import resident_bytes
 from index_store.zarr_io import chunk_path
 from tests.support_store import (
     CREATED,

@@ -11,8 +11,8 @@ import pytest
 
 from index_store.arena import Arena
 from index_store.catalog import Store
+from index_store.context_loading import resident_bytes
 from index_store.errors import MemoryBudgetError
-from index_store.loading import resident_bytes
 from tests.support_store import RecordingLocker, SyntheticContext, synthetic_context
 
 SIZE = resident_bytes(synthetic_context().manifest)

@@ -13,8 +13,8 @@ import torch
 
 from index_store.arena import Arena
 from index_store.catalog import Store
+from index_store.context_loading import load_context
 from index_store.errors import ChecksumError, InvalidArgumentError
-from index_store.loading import load_context
 from index_store.manifest import index_array_entry
 from index_store.zarr_io import CHECKSUM_BYTES, chunk_path, read_chunk_into
 from tests.support_store import KINDS, SyntheticContext, synthetic_context

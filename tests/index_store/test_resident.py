@@ -17,6 +17,7 @@ from torch import Tensor
 from decode_engine.session import Session
 from index_store.arena import Arena
 from index_store.catalog import Store
+from index_store.context_loading import resident_bytes
 from index_store.dtypes import STORED_DTYPES
 from index_store.errors import (
     InvalidArgumentError,
@@ -27,7 +28,6 @@ from index_store.host_memory import ALIGNMENT, HostBlock
 from index_store.indexes.base import LayerIndex, QuerySample
 from index_store.indexes.exact import ExactIndex
 from index_store.indexes.query_tables import QueryTables
-from index_store.loading import resident_bytes
 from index_store.manifest import IndexEntry
 from index_store.methods import METHODS, Method
 from tests.support_store import (
@@ -177,6 +177,8 @@ def test_tensors_are_refused_after_release(many: tuple[Store, list[SyntheticCont
     arena.drop(contexts[0].id)
     with pytest.raises(InvalidArgumentError, match="released"):
         resident.kv(0)
+    with pytest.raises(InvalidArgumentError, match="released"):
+        resident.tokens()
 
 
 def test_index_is_made_once(many: tuple[Store, list[SyntheticContext]]) -> None:
