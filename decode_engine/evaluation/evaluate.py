@@ -37,8 +37,8 @@ from decode_engine.runner import ModelRunner
 from index_store.arena import Arena
 from index_store.catalog import Store
 from index_store.context import ResidentContext
+from index_store.context_loading import resident_bytes
 from index_store.errors import InvalidArgumentError
-from index_store.loading import resident_bytes
 from index_store.manifest import Manifest
 from index_store.methods import Method, get_method
 from index_store.models.loading import Tokenizer, resolve_model
