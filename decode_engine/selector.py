@@ -158,7 +158,8 @@ class SparseLayer:
         first = position
         while first < end:
             last = min(end, self._next_move(first))
-            outs.append(self._attend_together(q_HTGD[:, first - position : last - position], first))
+            queries = q_HTGD[:, first - position : last - position]
+            outs.append(self._attend_together(queries, first, is_step=end - position == 1))
             first = last
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
@@ -175,8 +176,11 @@ class SparseLayer:
         last = self._reusable
         return last if last and 0 < position - last.made_at < self._method.period else None
 
-    def _attend_together(self, q_HTGD: Tensor, position: int) -> Tensor:
-        """Attention of positions that share a search_end, the first of which is `position`."""
+    def _attend_together(self, q_HTGD: Tensor, position: int, *, is_step: bool) -> Tensor:
+        """Attention of positions that share a search_end, the first of which is `position`.
+
+        is_step: this is a decode step by itself, whose selection later steps may reuse.
+        """
         positions = q_HTGD.shape[1]
         search_end = self._search_end(position)
         searchable = search_end - self._sinks
@@ -191,7 +195,7 @@ class SparseLayer:
             queries = q_HTGD[:, first : first + step]
             selection = self._search(queries, search_end)
             states.append(self._attend_rows(queries, selection))
-        if positions == 1 and self._method.period > 1:
+        if is_step and self._method.period > 1:
             self._reusable = _Reusable(selection, search_end, position)
         return self._attend_exact(q_HTGD, position + positions, search_end, _concatenate(states))
 
