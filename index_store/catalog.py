@@ -30,16 +30,25 @@ from index_store.errors import (
     ManifestError,
     SparseKVError,
     StoreError,
+    UnexpectedFileError,
 )
-from index_store.folders import lock_folder, locked_file, remove_tree, storing, tree_bytes
+from index_store.folders import (
+    clear_free_lock,
+    lock_folder,
+    locked_file,
+    remove_tree,
+    storing,
+    tree_bytes,
+)
 from index_store.manifest import Manifest, is_context_id
 from index_store.manifest_json import parse_manifest
 from index_store.writer import MANIFEST_NAME, TEMPORARY_PREFIX, TRASH_PREFIX, ContextWriter, discard
-from index_store.zarr_io import check_chunks, verify_chunks
+from index_store.zarr_io import check_chunks, chunk_path, verify_chunks
 from index_store.zarr_metadata import check_metadata
 
 _MIN_PREFIX = 6
 _RESOURCE = "contexts/"
+_METADATA_NAME = "zarr.json"
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +63,7 @@ class BrokenContext:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Something that a clean-up removed (or would remove): kind is "temporary", "trash" or "expired"."""
+    """Something that a clean-up removed (or would remove): kind is "temporary", "trash", "expired" or "lock"."""
 
     kind: str
     path: Path
@@ -200,6 +209,7 @@ class Store:
     ) -> Sequence[ContextCorruptError]:
         """Reads every byte of a context and returns one error per bad file; none when it is as it was written.
 
+        A file that is not part of the context is an UnexpectedFileError; the context can be used nevertheless.
         `on_bytes` is called with the number of bytes read, for progress. Raises ContextNotFoundError or
         FormatVersionError.
         """
@@ -211,13 +221,14 @@ class Store:
         problems = [
             *check_metadata(folder, manifest.arrays),
             *verify_chunks(folder, manifest.arrays, on_bytes),
+            *_unexpected_files(folder, manifest),
         ]
         if problems and not folder.is_dir():
             raise ContextNotFoundError(f"{self.path}: context {id_} was deleted meanwhile", context=id_)
         return problems
 
     def gc(self, dry_run: bool = False) -> Sequence[Removed]:
-        """Removes what nobody can use: what dead writers left, half-deleted contexts, expired contexts.
+        """Removes what nobody can use: what dead writers left, half-deleted and expired contexts, locks of dead jobs.
 
         Returns what was removed, or with `dry_run` what would be.
         """
@@ -234,7 +245,7 @@ class Store:
             size = tree_bytes(folder)
             if dry_run or self._remove_expired(manifest.id):
                 removed.append(Removed("expired", folder, size))
-        return removed
+        return [*removed, *self._clear_locks(dry_run)]
 
     def longest_prefix(
         self, model_fingerprint: str, token_ids: Sequence[int] | Tensor | NDArray[np.integer]
@@ -298,6 +309,16 @@ class Store:
                 os.close(descriptor)
         return removed
 
+    def _clear_locks(self, dry_run: bool) -> Sequence[Removed]:
+        removed = []
+        for path in sorted(self._locks.glob("*")):
+            if not is_context_id(path.name) or not path.is_file():
+                continue
+            with storing("removing", path):
+                if clear_free_lock(path, dry_run):
+                    removed.append(Removed("lock", path, 0))
+        return removed
+
     def _remove_expired(self, id_: str) -> bool:
         # A job may be replacing it: then it is not ours to remove.
         with locked_file(self._lock_path(id_), wait=False) as held:
@@ -322,3 +343,21 @@ class Store:
                 f"{self._contexts}: cannot be listed: {error.strerror}", path=self._contexts
             ) from error
         return (name for name in names if is_context_id(name))
+
+
+def _unexpected_files(folder: Path, manifest: Manifest) -> Iterator[ContextCorruptError]:
+    """Yields one error per file, or link to a folder, that is not part of the context."""
+    expected = {folder / MANIFEST_NAME}
+    for entry in manifest.arrays:
+        nodes = (Path(entry.path), *Path(entry.path).parents)
+        expected.update(folder / node / _METADATA_NAME for node in nodes)
+        expected.update(chunk_path(folder, entry, indices) for indices in entry.chunk_indices())
+    for parent, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        for path in sorted(Path(parent, name) for name in (*files, *links)):
+            if path not in expected:
+                yield UnexpectedFileError(
+                    f"{path}: not part of the context, expected only what its manifest lists; nothing reads it: "
+                    "remove the file, or delete the context (`index-store rm`) and prefill it again",
+                    path=path,
+                )

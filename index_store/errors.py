@@ -79,6 +79,12 @@ class MissingChunkError(ContextCorruptError):
     reason = "CHUNK_MISSING"
 
 
+class UnexpectedFileError(ContextCorruptError):
+    """A file lies in a context's folder that the manifest does not list; nothing reads it."""
+
+    reason = "FILE_UNEXPECTED"
+
+
 class ManifestError(ContextCorruptError):
     """The manifest cannot be parsed; the message names field, value and path."""
 

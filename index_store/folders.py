@@ -14,7 +14,7 @@ from pathlib import Path
 
 from index_store.errors import StoreError, StoreFullError
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FSYNC_THREADS = 8
 
 
@@ -28,6 +28,12 @@ def storing(action: str, path: Path) -> Iterator[None]:
             raise StoreFullError(
                 f"{path}: {action} failed, no space is left ({error.strerror}); nothing was kept. "
                 "Free space (`index-store gc`, `index-store rm`) and run again",
+                path=path,
+            ) from error
+        if error.errno == errno.EFBIG:
+            raise StoreFullError(
+                f"{path}: {action} failed, a file would be larger than this process or the file system allows "
+                f"({error.strerror}); nothing was kept. Raise the limit on file size (`ulimit -f`) and run again",
                 path=path,
             ) from error
         detail = error.strerror or str(error)
@@ -52,6 +58,25 @@ def locked_file(path: Path, on_wait: Callable[[], None] | None = None, wait: boo
         yield True
     finally:
         path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def clear_free_lock(path: Path, dry_run: bool) -> bool:
+    """Removes a lock file that nobody holds, which a killed holder left; False when it is held, gone or another user's.
+
+    With `dry_run` only looks. Who waits for the lock notices that the file was replaced, and takes the new one.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):
+        return False
+    try:
+        if not (_try_lock(descriptor) and _is_current(path, descriptor)):
+            return False
+        if not dry_run:
+            path.unlink()
+        return True
+    finally:
         os.close(descriptor)
 
 

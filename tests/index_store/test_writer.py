@@ -102,8 +102,9 @@ def test_the_kernel_refuses_to_write_more(store: Store) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # a KV chunk has 32,004 bytes
     try:
-        with pytest.raises(StoreFullError):
+        with pytest.raises(StoreFullError, match=r"larger than .* allows.*ulimit -f") as caught:
             context.write(store)
+        assert "no space" not in caught.value.message
         assert names(store) == []
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
