@@ -11,9 +11,11 @@ from dataclasses import asdict
 
 import google_crc32c
 
-from index_store.errors import REPAIR, ChecksumError, FormatVersionError, ManifestError
+from index_store.errors import ChecksumError, FormatVersionError, ManifestError
 from index_store.json_fields import JsonFields, field_error
 from index_store.manifest import FORMAT_VERSION, ArrayEntry, IndexEntry, Manifest, ModelIdentity
+
+_REPAIR = "delete the context (`index-store rm`) and prefill it again"
 
 
 def render_manifest(manifest: Manifest) -> bytes:
@@ -47,9 +49,9 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ManifestError(f"{where}: manifest is not JSON: {error}", path=where) from None
+        raise ManifestError(f"{where}: manifest is not JSON ({error}); {_REPAIR}", path=where) from None
     if not isinstance(document, dict):
-        raise field_error("manifest", document, "a JSON object", where)
+        raise _with_advice(field_error("manifest", document, "a JSON object"), where)
     found = document.pop("checksum", None)
     version = document.get("format_version")
     foreign = isinstance(version, int) and version != FORMAT_VERSION
@@ -66,9 +68,13 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     try:
         return _parse_document(document, where)
     except ManifestError as error:
-        if error.metadata.get("path"):
-            raise
-        raise ManifestError(f"{where}: {error.message}", **{**error.metadata, "path": where}) from None
+        raise _with_advice(error, where) from None
+
+
+def _with_advice(error: ManifestError, where: str) -> ManifestError:
+    """The error of a field with the file's name in front and what to do at its end."""
+    message = error.message.removeprefix(f"{where}: ")
+    return ManifestError(f"{where}: {message}; {_REPAIR}", **{**error.metadata, "path": where})
 
 
 def _checksum(document: dict[str, object]) -> str:
@@ -81,13 +87,21 @@ def _check_seal(document: dict[str, object], found: object, data: bytes, where: 
         expected = _checksum(document)
     except ValueError as error:
         raise ManifestError(
-            f"{where}: manifest holds a value that is not JSON: {error}", path=where
+            f"{where}: manifest holds a value that is not JSON ({error}); {_REPAIR}", path=where
         ) from None
+    if found is None:
+        raise ChecksumError(
+            f"{where}: manifest has no field 'checksum', expected crc32c {expected}; {_REPAIR}",
+            found=found,
+            expected=expected,
+            path=where,
+            array="manifest",
+        )
     # Comparing the bytes as well finds damage that JSON does not see: white space, duplicate keys, escapes.
     if found != expected or data != render_document(document):
         raise ChecksumError(
             f"{where}: manifest has crc32c {expected}, expected {found}; "
-            f"the file was altered or damaged: {REPAIR}",
+            f"the file was altered or damaged: {_REPAIR}",
             found=expected,
             expected=found,
             path=where,

@@ -89,7 +89,7 @@ def load_tokenizer(folder: ModelFolder) -> Tokenizer:
     try:
         backend = AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers package raises bare Exception for a file it cannot parse
-        raise folder.refuse(f"its tokenizer cannot be loaded: {first_line(error)}") from error
+        raise folder.refuse(_why_not_loaded(folder, error)) from error
     return Tokenizer(backend, folder.name, _eos_ids(folder, backend.eos_token_id))
 
 
@@ -103,6 +103,24 @@ def tokenizer_fingerprint(folder: ModelFolder) -> str:
     settings.pop("chat_template", None)
     digest.update(json.dumps(settings, sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def _why_not_loaded(folder: ModelFolder, error: Exception) -> str:
+    """Which file of the tokenizer is broken, as far as can be told, and what to do."""
+    repair = "copy the tokenizer's files anew from where the model comes from"
+    if (folder.path / "tokenizer.json").is_file():
+        missing = [
+            name for name in ("model", "added_tokens") if name not in _read_json(folder, "tokenizer.json")
+        ]
+        if missing:
+            return f"its tokenizer.json has no field {missing[0]!r}; {repair}"
+    present = [
+        name for name in (*_TOKENIZER_FILES, "tokenizer_config.json") if (folder.path / name).is_file()
+    ]
+    return (
+        f"its tokenizer cannot be loaded from {', '.join(present)} ({type(error).__name__}: {first_line(error)}); "
+        f"{repair}"
+    )
 
 
 def _eos_ids(folder: ModelFolder, tokenizer_eos: int | None) -> list[int]:
@@ -121,7 +139,11 @@ def _read_json(folder: ModelFolder, name: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise folder.refuse(f"its {name} is not JSON: {first_line(error)}") from error
+        raise folder.refuse(
+            f"its {name} is not JSON ({first_line(error)}); copy the file anew from where the model comes from"
+        ) from error
     if not isinstance(content, dict):
-        raise folder.refuse(f"its {name} is not a JSON object")
+        raise folder.refuse(
+            f"its {name} is not a JSON object; copy the file anew from where the model comes from"
+        )
     return content

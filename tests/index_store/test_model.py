@@ -232,6 +232,22 @@ def test_tokenizer_round_trip_and_special_ids(llama: Path, tmp_path: Path) -> No
     assert load_tokenizer(resolve_model(str(several))).eos_ids == (0, 5)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "its tokenizer.json is not JSON"),
+        ("[]", "its tokenizer.json is not a JSON object"),
+        ("{}", "its tokenizer.json has no field 'model'"),
+        ('{"model": {}, "added_tokens": []}', "its tokenizer cannot be loaded from tokenizer.json"),
+    ],
+)
+def test_a_broken_tokenizer_is_named(llama: Path, tmp_path: Path, text: str, message: str) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "broken"))
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ModelUnsupportedError, match=f"{message}.*anew from where the model comes from"):
+        load_tokenizer(resolve_model(str(folder)))
+
+
 def test_begin_token_is_for_the_context_not_for_questions(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for message in messages %}Q: {{ message['content'] }} A:{% endfor %}"
     folder = write_model_folder(tmp_path / "model", add_begin=True, chat_template=template)
