@@ -13,9 +13,10 @@ from index_store.dtypes import KV_DTYPES
 from index_store.errors import InvalidArgumentError
 from index_store.methods import DEFAULT_METHOD
 
-_TTL = re.compile(r"([0-9]+)([smhd])")
-_TTL_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+_TTL = re.compile(r"0+|([0-9]+)([smhd])")
+_TTL_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _LONGEST_TTL = timedelta(days=36_500)
+_MOST_DIGITS = 10  # of a number in range: seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +87,22 @@ class PrefillConfig:
 
 
 def parse_ttl(text: str | None) -> timedelta | None:
-    """A time to live such as 30m, 12h or 7d. Raises InvalidArgumentError for anything else, and for zero."""
+    """A time to live such as 30m, 12h or 7d. Raises InvalidArgumentError for anything else, and out of range."""
     if text is None:
         return None
     match = _TTL.fullmatch(text)
-    if match is None or len(match[1]) > 9:
+    if match is None:
         raise InvalidArgumentError(
             f"--ttl is {text!r}, expected a whole number and a unit, for example 30m, 12h or 7d"
         )
-    ttl = timedelta(**{_TTL_UNITS[match[2]]: int(match[1])})
-    if not timedelta(0) < ttl <= _LONGEST_TTL:
+    digits = (match[1] or "").lstrip("0")
+    seconds = int(digits) * _TTL_SECONDS[match[2]] if 0 < len(digits) <= _MOST_DIGITS else 0
+    if not 0 < seconds <= _LONGEST_TTL.total_seconds():
         raise InvalidArgumentError(
-            f"--ttl is {text!r}, expected more than 0 and at most {_LONGEST_TTL.days}d"
+            f"--ttl is {text[:80]!r}, out of range: expected more than 0 and at most {_LONGEST_TTL.days}d; "
+            "leave it out to keep the context for ever"
         )
-    return ttl
+    return timedelta(seconds=seconds)
 
 
 def parse_dense_layers(text: str) -> tuple[int, ...] | None:

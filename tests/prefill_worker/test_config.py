@@ -38,6 +38,16 @@ def test_other_times_to_live_are_refused(text: str) -> None:
         parse_ttl(text)
 
 
+@pytest.mark.parametrize("text", ["0", "0m", "99999999999d", "36501d", "9" * 5000 + "s"])
+def test_times_to_live_out_of_range_are_told_apart(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="out of range: expected more than 0 and at most 36500d"):
+        parse_ttl(text)
+
+
+def test_the_longest_time_to_live_in_any_unit() -> None:
+    assert parse_ttl("36500d") == parse_ttl(f"{36_500 * 86_400}s") == timedelta(days=36_500)
+
+
 @pytest.mark.parametrize(("text", "layers"), [("auto", None), ("none", ()), ("0", (0,)), ("3, 1,1", (1, 3))])
 def test_dense_layers(text: str, layers: tuple[int, ...] | None) -> None:
     assert parse_dense_layers(text) == layers
