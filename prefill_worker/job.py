@@ -21,7 +21,7 @@ from index_store.errors import (
 )
 from index_store.indexes.base import Scalar
 from index_store.manifest import ArrayEntry, IndexEntry, Manifest, ModelIdentity, context_id, kv_entry
-from index_store.methods import IndexSpec, get_method, index_spec
+from index_store.methods import IndexSpec
 from index_store.models.loading import (
     ModelFolder,
     check_positions,
@@ -34,8 +34,9 @@ from index_store.models.loading import (
 from index_store.writer import ContextWriter
 from prefill_worker import dense_layers as rule
 from prefill_worker.build import check_build, measure_layers, write_layers
-from prefill_worker.capture import Capture, plan_sample, register_attention
+from prefill_worker.capture import Capture, SamplePlan, plan_sample, register_attention
 from prefill_worker.config import PrefillConfig, parse_dense_layers, parse_ttl
+from prefill_worker.index_choice import check_centroids, index_specs
 from prefill_worker.inputs import document_name, fingerprint_prompts, read_document, read_prompts
 from prefill_worker.prefill import run_context, run_prompts
 from prefill_worker.progress import Reporter, Update
@@ -43,11 +44,15 @@ from prefill_worker.progress import Reporter, Update
 
 @dataclass(frozen=True, slots=True)
 class PrefillReport:
-    """What a job ends with. `created` is False when the store had the context already; `seconds` then says little."""
+    """What a job ends with. `created` is False when the store had the context already; `seconds` then says little.
+
+    not_applied: settings given ("name", "ttl") that the context found in the store has otherwise; they were ignored.
+    """
 
     manifest: Manifest
     created: bool
     seconds: Mapping[str, float]
+    not_applied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,22 @@ class _Job:
             "seed": self.config.seed,
             "calibration": fingerprint_prompts(self.prompts),
         }
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.identity.query_heads // self.identity.kv_heads
+
+    def sample_plan(self) -> SamplePlan:
+        """The positions whose queries are sampled."""
+        rows = max(1, self.config.query_sample // self.group)
+        lengths = [len(prompt) for prompt in self.prompts]
+        return plan_sample(len(self.token_ids), lengths, rows, self.config.seed)
+
+    def sampled_queries(self) -> int:
+        """Queries that the index of one KV head is built from."""
+        plan = self.sample_plan()
+        return (len(plan.context_P) + sum(map(len, plan.prompts))) * self.group
 
     def id(self) -> str:
         return context_id(self.identity, self.dtype, self.parameters(), self.config.salt, self.token_ids)
@@ -114,7 +135,7 @@ def run_job(
     with store.lock(id_, lambda: reporter.note(f"another job is writing context {id_[:12]}; waiting for it")):
         present = _find(store, id_, reporter)
         if present is not None:
-            return PrefillReport(present, False, clock.seconds)
+            return PrefillReport(present, False, clock.seconds, _not_applied(config, present, reporter))
         _check_space(job)
         reporter.note(f"context {id_[:12]}: {len(job.token_ids)} tokens, model {job.identity.name}")
         manifest = _write(job, store, id_, clock, reporter)
@@ -123,7 +144,7 @@ def run_job(
 
 def _prepare(config: PrefillConfig, standard_input: BinaryIO) -> _Job:
     """Checks everything that can be checked without running the model."""
-    specs = _index_specs(config)
+    specs = index_specs(config)
     folder = resolve_model(config.model)
     identity = identify(folder)
     dense = parse_dense_layers(config.dense_layers)
@@ -131,36 +152,36 @@ def _prepare(config: PrefillConfig, standard_input: BinaryIO) -> _Job:
         raise InvalidArgumentError(
             f"--dense-layers names layer {dense[-1]}, model {identity.name!r} has layers 0 to {identity.layers - 1}"
         )
-    for spec in specs:
-        check_build(spec, identity)
     tokenizer = load_tokenizer(folder)
     text = read_document(config.input, standard_input)
     token_ids = [*tokenizer.prefix_ids, *tokenizer.encode(text)]
     prompts = [] if config.calibration is None else read_prompts(config.calibration, tokenizer)
     check_positions(identity, len(token_ids) + max((len(prompt) for prompt in prompts), default=0))
     dtype = checkpoint_dtype(folder) if config.dtype == "auto" else config.dtype
-    return _Job(config, folder, identity, dtype, token_ids, prompts, specs)
+    job = _Job(config, folder, identity, dtype, token_ids, prompts, specs)
+    if config.centroids is not None:
+        check_centroids(config, job.sampled_queries())
+    for spec in specs:
+        check_build(spec, identity)
+    return job
 
 
-def _index_specs(config: PrefillConfig) -> list[IndexSpec]:
-    """The different indexes that the methods need stored; methods may share one."""
-    overrides: dict[str, Scalar | None] = {
-        "layout": config.tables,
-        "subspaces": config.subspaces,
-        "centroids": config.centroids,
-        "split": config.split,
-    }
-    specs: dict[str, IndexSpec] = {}
-    for name in config.method:
-        spec = index_spec(get_method(name), **overrides)
-        if spec is not None:
-            specs[spec.name] = spec
-    if not specs and any(value is not None for value in overrides.values()):
-        raise InvalidArgumentError(
-            f"--tables, --subspaces, --centroids and --split shape an index, but method {', '.join(config.method)} "
-            "stores none"
+def _not_applied(config: PrefillConfig, present: Manifest, reporter: Reporter) -> tuple[str, ...]:
+    """Which of --name and --ttl were given and differ from those of the context in the store; says so."""
+    lifetime = None if present.expires_at is None else present.expires_at - present.created_at
+    ignored = []
+    if config.name is not None and config.name != present.name:
+        ignored.append("name")
+    if config.ttl is not None and parse_ttl(config.ttl) != lifetime:
+        ignored.append("ttl")
+    if ignored:
+        flags = " and ".join(f"--{flag}" for flag in ignored)
+        expires = "never" if present.expires_at is None else f"at {present.expires_at:%F %T} UTC"
+        reporter.note(
+            f"{flags} not applied: the store has context {present.id[:12]} already, under the name "
+            f"{present.name!r}, expiring {expires}. To apply, run `index-store rm {present.id}` first, then this again"
         )
-    return list(specs.values())
+    return tuple(ignored)
 
 
 def _find(store: Store, id_: str, reporter: Reporter) -> Manifest | None:
@@ -213,10 +234,12 @@ def _read(job: _Job, clock: _Clock, reporter: Reporter) -> tuple[Capture, str]:
     config, identity = job.config, job.identity
     with clock("load"):
         loaded = load_model(job.folder, register_attention(), device=config.torch_device)
-    rows = max(1, config.query_sample // (identity.query_heads // identity.kv_heads))
-    plan = plan_sample(len(job.token_ids), [len(prompt) for prompt in job.prompts], rows, config.seed)
     capture = Capture(
-        identity, len(job.token_ids), stored_dtype(job.dtype).torch_dtype, plan, config.torch_device
+        identity,
+        len(job.token_ids),
+        stored_dtype(job.dtype).torch_dtype,
+        job.sample_plan(),
+        config.torch_device,
     )
     with clock("prefill"), reporter.phase("prefill", "tokens") as update:
         run_context(loaded.model, capture, job.token_ids, config.chunk, update)

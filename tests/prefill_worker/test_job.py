@@ -27,6 +27,7 @@ from index_store.errors import (
     StoreFullError,
 )
 from index_store.manifest_json import render_manifest
+from index_store.methods import METHODS
 from index_store.models.loading import identify, load_model, load_tokenizer, resolve_model
 from index_store.writer import ContextWriter
 from prefill_worker import job as job_module
@@ -95,6 +96,34 @@ def test_the_same_content_again_does_nothing(
     assert again.manifest == first.manifest
 
 
+def test_a_name_or_time_to_live_that_is_not_applied_is_told(make_config: MakeConfig) -> None:
+    first = run(make_config(name="night", ttl="1h"))
+    assert first.not_applied == ()
+
+    def again(**changes: Any) -> tuple[tuple[str, ...], str]:
+        notes = io.StringIO()
+        report = run_job(make_config(**changes), LineReporter(notes), io.BytesIO())
+        assert not report.created
+        return report.not_applied, notes.getvalue()
+
+    assert again() == ((), "")
+    assert again(name="night", ttl="60m") == ((), "")
+    assert again(name="day", ttl="1h")[0] == ("name",)
+    ignored, notes = again(name="day", ttl="2h")
+    assert ignored == ("name", "ttl")
+    assert "--name and --ttl not applied" in notes
+    assert "under the name 'night', expiring at" in notes
+    assert f"run `index-store rm {first.manifest.id}` first" in notes
+
+
+def test_a_time_to_live_is_not_given_to_a_context_without_one(make_config: MakeConfig) -> None:
+    run(make_config())
+    notes = io.StringIO()
+    report = run_job(make_config(ttl="1h"), LineReporter(notes), io.BytesIO())
+    assert report.not_applied == ("ttl",)
+    assert "expiring never" in notes.getvalue()
+
+
 def test_a_second_job_waits_for_the_first_and_finds_its_context(make_config: MakeConfig) -> None:
     config, notes = make_config(), io.StringIO()
     id_ = run(config).manifest.id
@@ -160,6 +189,25 @@ def test_several_methods_share_a_context(make_config: MakeConfig) -> None:
     assert manifest.selection_errors == ()
 
 
+def test_flags_of_the_index_leave_the_published_method_as_it_is(make_config: MakeConfig) -> None:
+    manifest = run(make_config(method=("csattention-paper", "csattention"), tables="lists")).manifest
+    indexes = {index.name: index.parameters for index in manifest.indexes}
+    paper, improved = METHODS["csattention-paper"].index, METHODS["csattention"].index
+    assert paper is not None
+    assert improved is not None
+    assert indexes["paper_tables"] == paper.parameters
+    assert indexes["query_tables"] == {**improved.parameters, "centroids": 8, "layout": "lists"}
+
+
+def test_as_many_centroids_as_sampled_queries_and_no_more(make_config: MakeConfig) -> None:
+    """17 positions, each with the queries of two heads to a KV head."""
+    most = make_config(input=(Path("-"),), centroids=34)
+    assert run(most, b"x" * 17).manifest.indexes[0].parameters["centroids"] == 34
+    with pytest.raises(InvalidArgumentError, match="--centroids is 35, expected at most 34"):
+        run(make_config(input=(Path("-"),), centroids=35), b"x" * 17)
+    assert run(make_config(input=(Path("-"),), centroids=32), b"x").created  # the method's own number
+
+
 def test_every_layer_may_be_dense(make_config: MakeConfig) -> None:
     config = make_config(dense_layers="0,1")
     manifest = run(config).manifest
@@ -210,7 +258,7 @@ def test_a_context_with_exchanged_chunks_is_made_again(make_config: MakeConfig) 
 
 @pytest.mark.parametrize("length", [1, 2, 17])
 def test_short_documents(make_config: MakeConfig, length: int) -> None:
-    config = make_config(input=(Path("-"),), dense_layers="auto")
+    config = make_config(input=(Path("-"),), dense_layers="auto", centroids=None)
     report = run(config, b"x" * length)
     assert report.manifest.token_count == length
     assert Store(config.store).verify(report.manifest.id) == []
@@ -233,6 +281,21 @@ def test_begin_tokens_start_the_context(make_config: MakeConfig, tmp_path: Path)
         ({"dense_layers": "0,2"}, InvalidArgumentError, "names layer 2, model 'tiny' has layers 0 to 1"),
         ({"subspaces": 3}, InvalidArgumentError, "does not split into 3 subspaces"),
         ({"centroids": 0}, InvalidArgumentError, "centroids"),
+        (
+            {"centroids": 10**9},
+            InvalidArgumentError,
+            r"--centroids is 10+, expected at most \d+: that many queries",
+        ),
+        (
+            {"method": ("csattention-paper",)},
+            InvalidArgumentError,
+            "fixed by the paper.*--method csattention for",
+        ),
+        (
+            {"method": ("csattention-paper", "full"), "tables": "dense"},
+            InvalidArgumentError,
+            "fixed by the paper",
+        ),
     ],
 )
 def test_what_is_refused_leaves_nothing(
