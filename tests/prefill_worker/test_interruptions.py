@@ -150,7 +150,7 @@ def test_a_disk_limit_ends_the_job_with_a_sentence(make_config: MakeConfig) -> N
     assert done.stdout == ""
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ")
-    assert "no space is left" in last
+    assert "Raise the limit on file size" in last
     assert "Traceback" not in done.stderr
     assert Store(config.store).entries() == []
     assert leftovers(config.store) == []
