@@ -10,13 +10,10 @@ import json
 import re
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -24,17 +21,23 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
+from demo_processes import DemoError, run_command, running_server, temporary_folder
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from decode_engine.client import Client
 from decode_engine.evaluation.machine import describe_machine
+from decode_engine.evaluation.tasks import read_text
 from index_store.errors import SparseKVError
 
 MAX_TOKENS = 48
-START_TIMEOUT_SECONDS = 120.0
 CLEARLY_WORSE = 0.1  # of the questions
+LONG_TOKEN_BYTES = 16  # no ordinary text has so many bytes a token
+READER_ABILITIES = (
+    'The packaged reader answers only questions worded as "What is the price of the lantern?" about facts worded as '
+    '"The price of the lantern is 4821." (docs/reader.md); to anything else it makes up an answer.'
+)
 
 
 class OutputFormat(StrEnum):
@@ -42,10 +45,6 @@ class OutputFormat(StrEnum):
 
     text = "text"
     json = "json"
-
-
-class DemoError(Exception):
-    """The demonstration cannot go on; the message says why in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,48 +67,6 @@ class Row:
     expected: str | None
     sparse: Answer
     full: Answer
-
-
-def run_command(module: str, *arguments: str) -> dict[str, Any]:
-    """Runs one of the installed commands with its progress visible; returns the JSON object that it prints."""
-    command = [sys.executable, "-m", module, *arguments, "--format", "json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        raise DemoError(
-            f"{module} {arguments[0]} ended with exit code {done.returncode}; its message stands above"
-        )
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report
-
-
-@contextmanager
-def running_server(store: Path, model: str, log: Path) -> Iterator[str]:
-    """`decode-engine serve` on a free port, from ready to stopped; yields its address."""
-    command = [sys.executable, "-m", "decode_engine", "serve", "--store", str(store), "--model", model]
-    command += ["--listen", "127.0.0.1:0", "--format", "json"]
-    with log.open("w") as errors:
-        # In a process group of its own: Ctrl-C reaches this program alone, which then stops the server in order.
-        server = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
-        )
-    too_slow = threading.Timer(START_TIMEOUT_SECONDS, server.kill)
-    try:
-        too_slow.start()
-        assert server.stdout is not None
-        ready = server.stdout.readline()
-        too_slow.cancel()
-        if not ready:
-            last = (log.read_text().strip().splitlines() or ["no message"])[-1]
-            raise DemoError(f"the server did not start: {last}")
-        yield json.loads(ready)["address"]
-    finally:
-        too_slow.cancel()
-        server.terminate()
-        try:
-            server.wait(timeout=15)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
 
 
 def read_questions(path: Path) -> list[dict[str, Any]]:
@@ -222,7 +179,7 @@ def print_rows(rows: Sequence[Row], console: Console, keep: float) -> None:
     table.add_column("depth", justify="right")
     for heading in ("question", "expected", "answer", "with full attention"):
         table.add_column(heading, overflow="fold")
-    for heading in ("sparse layers", "all layers", "ms/token", "full"):
+    for heading in ("sparse layers", "all layers", "ms/token", "ms/token, full attention"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
@@ -280,6 +237,22 @@ class Demo:
     keep: float
     seed: int
 
+    def check(self) -> None:
+        """Raises DemoError for what would fail only after minutes of work."""
+        if not 0 < self.keep <= 1:
+            raise DemoError(f"--keep is {self.keep:g}, expected above 0 and at most 1, such as 0.05")
+        if self.tokens < 1:
+            raise DemoError(f"--tokens is {self.tokens}, expected at least 1")
+        if not 0 < self.ask <= self.facts:
+            raise DemoError(
+                f"--ask is {self.ask} and --facts is {self.facts}, expected at least 1 and at most one a fact"
+            )
+        if self.questions is not None and self.file is None:
+            raise DemoError("--questions needs the text that they are about: ops/demo FILE --questions FILE")
+        for path in (self.file, self.questions):
+            if path is not None and not path.is_file():
+                raise DemoError(f"{path} is not a file")
+
     def run(self, folder: Path, console: Console) -> tuple[list[Row], dict[str, Any]]:
         """Everything between an empty folder and the rows with their summary."""
         started = time.monotonic()
@@ -287,32 +260,49 @@ class Demo:
         store = folder / "store"
         console.print(f"Prefilling {document.name} once", highlight=False)
         prefill = run_command(
+            folder,
             *("prefill_worker", "run", "--model", self.model, "--input", str(document)),
             *("--store", str(store), "--name", "demo"),
         )
         console.print("Starting the server", highlight=False)
-        with running_server(store, self.model, folder / "server.log") as address:
+        with running_server(folder, store, self.model) as address:
             rows = ask_all(address, f"contexts/{prefill['id']}", asked, self.keep, console)
         return rows, summarise(rows, prefill, time.monotonic() - started)
 
     def _document(self, folder: Path, console: Console) -> tuple[Path, list[dict[str, Any]]]:
         """The text and the questions: as they are when both were given, else a text with facts put in."""
-        if self.questions is not None:
-            if self.file is None:
-                raise DemoError(
-                    "--questions needs the text that they are about: ops/demo FILE --questions FILE"
-                )
+        if self.questions is not None and self.file is not None:
+            if self.model == "reader":
+                console.print(READER_ABILITIES, highlight=False)
             return self.file, read_questions(self.questions)
         document, questions = folder / "document.txt", folder / "questions.jsonl"
         source = "held-out novels" if self.file is None else str(self.file)
-        console.print(f"Putting {self.facts} facts into {self.tokens:,} tokens of {source}", highlight=False)
+        tokens = self.tokens if self.file is None else self._available_tokens(self.file)
+        if tokens < self.tokens:
+            console.print(
+                f"{self.file} has {tokens:,} tokens, fewer than --tokens {self.tokens}: using them all",
+                highlight=False,
+                soft_wrap=True,
+            )
+        console.print(f"Putting {self.facts} facts into {tokens:,} tokens of {source}", highlight=False)
         run_command(
-            *("decode_engine", "make-document", "--model", self.model, "--tokens", str(self.tokens)),
+            folder,
+            *("decode_engine", "make-document", "--model", self.model, "--tokens", str(tokens)),
             *("--facts", str(self.facts), "--ask", str(self.ask), "--seed", str(self.seed)),
             *("--out", str(document), "--questions", str(questions)),
             *(() if self.file is None else ("--text", str(self.file))),
         )
         return document, read_questions(questions)
+
+    def _available_tokens(self, file: Path) -> int:
+        """`tokens`, or the length of the text where that is less."""
+        if file.stat().st_size > LONG_TOKEN_BYTES * self.tokens:
+            return self.tokens  # long enough without counting, for which a tokenizer takes seconds to load
+        from index_store.models.folder import resolve_model
+        from index_store.models.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(resolve_model(self.model))
+        return min(self.tokens, len(tokenizer.encode(read_text(file))))
 
 
 def main(
@@ -338,17 +328,21 @@ def main(
 
     Exit code 1 when something fails or the answers are clearly worse than full attention's.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, _interrupt)
     progress = Console(stderr=True)
     demo = Demo(file, questions, model, tokens, facts, ask_, keep, seed)
     try:
-        with tempfile.TemporaryDirectory(prefix="sparsekv-demo-") as folder:
-            rows, summary = demo.run(Path(folder), progress)
+        demo.check()
+        with temporary_folder() as folder:
+            rows, summary = demo.run(folder, progress)
     except (DemoError, SparseKVError, OSError) as error:
         progress.print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
-        progress.print("interrupted; nothing is left running")
+        with suppress(OSError):  # there may be no terminal any more
+            progress.print("interrupted; nothing is left running")
         raise typer.Exit(130) from None
     if output_format is OutputFormat.json:
         report = {"rows": [asdict(row) for row in rows], "summary": summary, "machine": describe_machine()}

@@ -26,7 +26,9 @@ def demo() -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(OPS)
+        spec.loader.exec_module(module)
     return module
 
 
@@ -93,6 +95,27 @@ def test_questions_that_cannot_be_read_are_named(demo: ModuleType, tmp_path: Pat
     assert demo.read_questions(tmp_path / "q") == [{"question": "What?"}]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keep": 7.0}, "--keep is 7, expected"),
+        ({"keep": 0.0}, "--keep is 0, expected"),
+        ({"tokens": 0}, "--tokens is 0"),
+        ({"ask": 25}, "--ask is 25 and --facts is 24"),
+        ({"questions": Path("q")}, "--questions needs the text"),
+        ({"file": Path("nowhere")}, "nowhere is not a file"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_work(
+    demo: ModuleType, changes: dict[str, object], message: str
+) -> None:
+    settings = {"file": None, "questions": None, "model": "reader", "tokens": 32768, "facts": 24}
+    settings |= {"ask": 20, "keep": 0.05, "seed": 0}
+    demo.Demo(**settings).check()
+    with pytest.raises(demo.DemoError, match=message):
+        demo.Demo(**(settings | changes)).check()
+
+
 @pytest.mark.slow
 def test_a_small_demonstration_answers_and_cleans_up(tmp_path: Path) -> None:
     running = start(tmp_path, *SMALL, "--format", "json")
@@ -127,18 +150,14 @@ def test_own_text_and_questions(tmp_path: Path) -> None:
     assert running.returncode == 0, errors
     (row,) = json.loads(out)["rows"]
     assert (row["depth"], row["full"]["correct"]) == (None, True)
+    assert "answers only questions worded as" in errors
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_leaves_nothing_running(tmp_path: Path, number: signal.Signals) -> None:
     running = start(tmp_path, *SMALL)
-    deadline = time.monotonic() + 120
-    # The server names the store below TMPDIR on its command line.
-    while not any("serve" in command_line(pid) for pid in processes_naming(str(tmp_path))):
-        assert running.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_server(running, tmp_path)
     running.send_signal(number)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130, errors
@@ -147,11 +166,45 @@ def test_an_interrupt_leaves_nothing_running(tmp_path: Path, number: signal.Sign
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_a_kill_leaves_nothing_running(tmp_path: Path) -> None:
+    running = start(tmp_path, *SMALL)
+    wait_for_server(running, tmp_path)
+    running.kill()
+    running.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while processes_naming(str(tmp_path)) or list(tmp_path.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def wait_for_server(running: subprocess.Popen[str], folder: Path) -> None:
+    """The server names the store below TMPDIR on its command line."""
+    deadline = time.monotonic() + 120
+    while not any("serve" in command_line(pid) for pid in processes_naming(str(folder))):
+        assert running.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def command_line(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
     except OSError:
         return ""
+
+
+@pytest.mark.slow
+def test_a_short_text_is_used_as_it_is_long(tmp_path: Path) -> None:
+    document, temporary = tmp_path / "text", tmp_path / "tmp"
+    temporary.mkdir()
+    document.write_text("It was a quiet morning in the village. " * 150)
+    running = start(
+        temporary, str(document), "--facts", "4", "--ask", "1", "--tokens", "4000", "--format", "json"
+    )
+    out, errors = running.communicate(timeout=240)
+    assert "fewer than --tokens 4000: using them all" in errors
+    assert 1000 < json.loads(out)["summary"]["context_tokens"] < 4000
 
 
 @pytest.mark.slow
