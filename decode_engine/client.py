@@ -110,14 +110,21 @@ class Generation:
         self.cancel()
 
     def __iter__(self) -> Iterator[Piece]:
+        begun = False
         try:
             for response in self._call:
+                begun = True
                 if response.HasField("summary"):
                     self._summary = read_summary(response.summary)
                 if response.token_ids or response.text:
                     yield Piece(tuple(response.token_ids), response.text)
         except grpc.RpcError as error:
-            raise self._translate(error) from None
+            translated = self._translate(error)
+            if begun and isinstance(translated, ServerUnreachableError):
+                translated = ServerUnreachableError(
+                    "the server stopped before the answer was complete", **translated.metadata
+                )
+            raise translated from None
 
     @property
     def summary(self) -> Summary:

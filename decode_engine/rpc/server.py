@@ -36,6 +36,7 @@ SERVICES = (
 _HEALTH_NAMES = ("", *SERVICES)
 _MAX_REQUEST_BYTES = 32 * 2**20
 _KEEPALIVE_MS = 20_000
+_LAST_WORDS_S = 1.0  # after the grace, for the reason why the rest was ended to reach its clients
 _SPARE_THREADS = 16  # for health checks and context calls beside the generations
 
 
@@ -137,10 +138,18 @@ class DecodeServer:
         if self._stopped:
             return
         self._stopped = True
+        running = 0 if self._backend is None else self._backend.engine.places
+        logger.info("shutting down, waiting up to %g s for running requests: %d", grace_s, running)
         self._health.enter_graceful_shutdown()
-        self._server.stop(grace_s).wait()
+        stopped = self._server.stop(grace_s + _LAST_WORDS_S)
+        in_time = stopped.wait(grace_s)
         if self._backend is not None:
-            self._backend.engine.shutdown()
+            engine = self._backend.engine
+            if not in_time and engine.places:
+                logger.warning("%g s are over, ending unfinished requests: %d", grace_s, engine.places)
+            engine.shutdown()  # tells the unfinished ones why; their calls' log lines name them
+        stopped.wait()
+        if self._backend is not None:
             self._backend.arena.clear()
 
     def _set_threads(self) -> None:

@@ -56,6 +56,8 @@ class Scripted(context_pb2_grpc.ContextServiceServicer, generation_pb2_grpc.Gene
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:  # noqa: N802
         self.calls.append("Generate")
         yield generation_pb2.GenerateResponse(token_ids=[1, 2], text="hel")
+        if request.text == "breaks off":
+            context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
         yield generation_pb2.GenerateResponse(token_ids=[3])
         summary = generation_pb2.GenerationSummary(
             finish_reason=generation_pb2.GenerationSummary.STOP,
@@ -91,6 +93,16 @@ def test_pieces_and_summary(scripted: tuple[Scripted, Client]) -> None:
     assert (summary.timings.search_ns, summary.timings.total_ns) == (5, 9)
     assert (summary.selection.keys_kept, summary.selection.fraction_all) == (4, 0.5)
     assert summary.selection.fraction_sparse is None
+
+
+def test_a_server_that_stops_in_the_middle_is_told_from_one_that_is_not_there(
+    scripted: tuple[Scripted, Client],
+) -> None:
+    with scripted[1].generate("contexts/x", text="breaks off") as generation:
+        pieces = iter(generation)
+        assert next(pieces).text == "hel"
+        with pytest.raises(ServerUnreachableError, match="stopped before the answer was complete"):
+            next(pieces)
 
 
 def test_references_are_resolved_over_all_pages(scripted: tuple[Scripted, Client]) -> None:
