@@ -17,8 +17,7 @@ import typer
 from decode_engine.client import Client, Generation, Summary
 from decode_engine.config import DEFAULT_LISTEN, AskConfig, ServeConfig, available_cores, parse_size
 from index_store.console import FormatOption, OutputFormat, StoreOption, print_json, print_table
-
-INTERRUPTED = 130
+from index_store.entry import INTERRUPTED
 
 ServerOption = Annotated[
     str, typer.Option("--server", envvar="SPARSEKV_SERVER", metavar="HOST:PORT", help="The server to ask.")
@@ -80,7 +79,7 @@ def serve(
     grace: Annotated[float, typer.Option(help="Seconds for running requests when told to stop.")] = 10.0,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
-    """Serve a store's contexts over gRPC until interrupted (SIGINT or SIGTERM).
+    """Serve a store's contexts over gRPC until interrupted (SIGINT, SIGTERM or SIGHUP).
 
     Prints the address once requests are taken: a sentence, or with --format json one object on one line. Logs go to
     standard error, as JSON lines with --format json.
@@ -116,14 +115,17 @@ def serve(
 
 @contextmanager
 def _signals() -> Iterator[threading.Event]:
-    """An event that the first SIGINT or SIGTERM sets; a second one ends the process at once."""
+    """An event that the first SIGINT, SIGTERM or SIGHUP sets; a second one ends the process at once."""
     stopping = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
         stopping.set()
         signal.signal(number, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield stopping
     finally:
@@ -226,18 +228,28 @@ def describe_summary(summary: Summary) -> list[str]:
     """What a generation touched and took, in a few lines."""
     times, keys = summary.timings, summary.selection
     sparse = (
-        "no layer searched" if keys.fraction_sparse is None else f"{keys.fraction_sparse:.2%} of the keys"
+        "no layer searches"
+        if keys.fraction_sparse is None
+        else f"{keys.fraction_sparse:.2%} of the keys in the layers that search"
     )
     per_token = times.decode_ns / max(times.decode_steps, 1) / 1e6
+    parts = {
+        "load": times.load_ns,
+        "queue": times.queue_ns,
+        "search": times.search_ns,
+        "gather": times.gather_ns,
+        "attend": times.attend_ns,
+        "append": times.append_ns,
+    }
+    rest = max(0, times.total_ns - sum(parts.values()))
+    listed = ", ".join(f"{name} {spent / 1e6:.1f}" for name, spent in parts.items())
     return [
-        f"method {summary.method}: {sparse} in searching layers, {keys.fraction_all:.2%} over all layers",
+        f"method {summary.method}: {sparse}, {keys.fraction_all:.2%} over all layers",
         f"tokens: {summary.context_tokens} context, {summary.prompt_tokens} prompt, "
         f"{summary.completion_tokens} answer ({summary.finish_reason})",
         f"time: {times.total_ns / 1e6:.1f} ms, first token after {times.first_token_ns / 1e6:.1f} ms, "
         f"{per_token:.1f} ms per token",
-        f"of it: load {times.load_ns / 1e6:.1f}, queue {times.queue_ns / 1e6:.1f}, "
-        f"search {times.search_ns / 1e6:.1f}, gather {times.gather_ns / 1e6:.1f}, "
-        f"attend {times.attend_ns / 1e6:.1f}, append {times.append_ns / 1e6:.1f} ms",
+        f"of it, in sum over all layers and steps: {listed}, the rest of the model and waiting {rest / 1e6:.1f} ms",
     ]
 
 

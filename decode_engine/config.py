@@ -92,6 +92,11 @@ class ServeConfig:
         ):
             if value < least:
                 raise InvalidArgumentError(f"--{name} is {value}, expected at least {least}")
+        cores = os.cpu_count() or 1
+        if self.threads > cores:
+            raise InvalidArgumentError(
+                f"--threads is {self.threads}, expected at most {cores}, the cores of this machine; 0 uses all of them"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,8 @@ class AskConfig:
 
     def __post_init__(self) -> None:
         check_address(self.server)
+        if self.timeout is not None and not self.timeout > 0:  # NaN included
+            raise InvalidArgumentError(f"--timeout is {self.timeout:g}, expected more than 0 seconds")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -38,11 +40,29 @@ def run_app(app: typer.Typer, argv: Sequence[str] | None = None) -> NoReturn:
     """Runs a command line and exits: 0, 1 after an error (one sentence on standard error), 2 for wrong usage."""
     try:
         app(args=None if argv is None else list(argv))
+    except SystemExit as ended:
+        _finish_output()
+        sys.exit(ended.code)
     except SparseKVError as error:
         fail(error.message)
     except OSError as error:
-        fail(f"{error.filename or 'system'}: {error.strerror or error}")
+        _finish_output()
+        full = error.errno == errno.ENOSPC and "standard output or a file cannot be written"
+        fail(f"{error.filename or full or 'system'}: {error.strerror or error}")
     sys.exit(0)
+
+
+def _finish_output() -> None:
+    """Writes out what standard output still holds; exits with 1 and a sentence when it cannot, as on a full disk."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # The interpreter flushes once more when it ends, and would report the same error with a stack trace.
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)  # the reader has gone, as with `| head`
+        fail(f"standard output cannot be written: {error.strerror or error}")
 
 
 def fail(message: str) -> NoReturn:

@@ -1,154 +1,15 @@
-"""`prefill-worker`: reads a document once with a model and stores what later requests need."""
+"""`prefill-worker`: the command's entry point; see `command_line`."""
 
 from __future__ import annotations
 
-import signal
-import sys
-from types import FrameType
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-import typer
-
-from index_store.console import FormatOption, OutputFormat, StoreOption, print_json, run_app
-from prefill_worker import flags
-
-if TYPE_CHECKING:
-    from prefill_worker.job import PrefillReport
-
-INTERRUPTED = 130
-TERMINATED = 143
-
-app = typer.Typer(
-    help="Reads a document once with a model; stores keys, values and search indexes for later requests.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+from index_store.entry import launch
 
 
-@app.callback()
-def _root() -> None:
-    """Makes `run` a command of its own, so that others can join it."""
-
-
-@app.command()
-def run(
-    model: flags.Model,
-    input_: flags.Input,
-    store: StoreOption,
-    more_inputs: flags.MoreInputs = None,
-    name: flags.Name = None,
-    method: flags.Method = None,
-    tables: flags.Tables = None,
-    subspaces: flags.Subspaces = None,
-    centroids: flags.Centroids = None,
-    split: flags.Split = None,
-    calibration: flags.Calibration = None,
-    dense_layers: flags.DenseLayers = "auto",
-    dtype: flags.Dtype = "auto",
-    chunk: flags.Chunk = 2048,
-    query_sample: flags.QuerySample = 8192,
-    ttl: flags.Ttl = None,
-    salt: flags.Salt = "",
-    seed: flags.Seed = 0,
-    device: flags.Device = "auto",
-    output: FormatOption = OutputFormat.TEXT,
-) -> None:
-    """Prefills a document, stores it and prints what was stored. The same content again does nothing.
-
-    The store is made when it is not there.
-    """
-    # Imported here, not above: torch and transformers take seconds, which --help and usage errors need not wait
-    # for, and an interrupt while they load must end as cleanly as one later.
-    try:
-        from index_store.methods import DEFAULT_METHOD
-        from prefill_worker.config import PrefillConfig
-        from prefill_worker.job import run_job
-        from prefill_worker.progress import reporter_for
-
-        config = PrefillConfig(
-            model=model,
-            store=store,
-            input=(*input_, *(more_inputs or ())),
-            name=name,
-            method=tuple(method or ()) or (DEFAULT_METHOD,),
-            tables=tables and tables.value,
-            subspaces=subspaces,
-            centroids=centroids,
-            split=split and split.value,
-            calibration=calibration,
-            dense_layers=dense_layers,
-            dtype=dtype,
-            chunk=chunk,
-            query_sample=query_sample,
-            ttl=ttl,
-            salt=salt,
-            seed=seed,
-            device=device,
-        )
-        report = run_job(config, reporter_for(sys.stderr))
-    except KeyboardInterrupt:
-        typer.echo("interrupted; nothing incomplete was kept", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-    if output is OutputFormat.JSON:
-        print_json(report_json(report))
-    else:
-        _print_text(report)
-
-
-def report_json(report: PrefillReport) -> dict[str, object]:
-    """The result as one JSON object."""
-    manifest = report.manifest
-    return {
-        "id": manifest.id,
-        "name": manifest.name,
-        "created": report.created,
-        "model": manifest.model.name,
-        "methods": manifest.method.split(","),
-        "dtype": manifest.dtype,
-        "tokens": manifest.token_count,
-        "kv_bytes": manifest.kv_bytes,
-        "index_bytes": {index.name: index.nbytes for index in manifest.indexes},
-        "bytes_per_token": round(manifest.bytes_per_token(), 1),
-        "dense_layers": list(manifest.dense_layers),
-        "expires_at": None if manifest.expires_at is None else manifest.expires_at.isoformat(),
-        "seconds": {phase: round(seconds, 3) for phase, seconds in report.seconds.items()},
-    }
-
-
-def _print_text(report: PrefillReport) -> None:
-    manifest = report.manifest
-    if not report.created:
-        typer.echo(
-            f"The store has this context already; nothing was done. Made at {manifest.created_at:%F %T} UTC."
-        )
-    dense = ", ".join(map(str, manifest.dense_layers)) or "none"
-    rows = [
-        ("context", manifest.id),
-        ("name", manifest.name),
-        ("model", manifest.model.name),
-        ("tokens", f"{manifest.token_count:,}"),
-        ("keys and values", f"{manifest.kv_bytes:,} bytes, {manifest.dtype}"),
-        *((f"index {index.name}", f"{index.nbytes:,} bytes") for index in manifest.indexes),
-        ("bytes per token", f"{manifest.bytes_per_token():,.1f}"),
-        ("dense layers", dense),
-        ("expires", "never" if manifest.expires_at is None else f"{manifest.expires_at:%F %T} UTC"),
-        *((f"seconds, {phase}", f"{seconds:.2f}") for phase, seconds in report.seconds.items()),
-    ]
-    width = max(len(label) for label, _ in rows)
-    for label, value in rows:
-        typer.echo(f"{label:<{width}}  {value}")
-
-
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line: exit code 0 done, 1 an error told in one sentence, 2 wrong usage, 130 interrupted."""
-    signal.signal(signal.SIGTERM, _end_on_signal)
-    run_app(app)
-
-
-def _end_on_signal(number: int, frame: FrameType | None) -> None:
-    """Lets a termination request leave through the clean-ups that an interrupt goes through."""
-    sys.exit(TERMINATED)
+    launch("prefill_worker.command_line", argv)
 
 
 if __name__ == "__main__":

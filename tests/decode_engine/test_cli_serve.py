@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from decode_engine.__main__ import main
+from decode_engine.client import Client, SelectionFigures, Summary, Timings
+from decode_engine.commands import describe_summary
+from decode_engine.errors import ShuttingDownError
 from decode_engine.rpc.server import DecodeServer
 from tests.decode_engine.conftest import Library
 
@@ -92,6 +95,25 @@ def test_serve_ask_and_stop(library: Library, lamp: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_request_that_the_grace_does_not_suffice_for_is_told_so(library: Library, lamp: str) -> None:
+    arguments = [*serve_arguments(library), "--threads", "1", "--grace", "0.1", "--format", "json"]
+    with serving(*arguments) as (process, line), Client(json.loads(line)["address"]) as client:
+        with client.generate(lamp, text="Who?", max_tokens=3400, method="full") as generation:
+            pieces = iter(generation)
+            next(pieces)
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(ShuttingDownError, match="shut down before this request finished"):
+                list(pieces)
+        _, logs = process.communicate(timeout=60)
+        assert process.returncode == 0
+    entries = [json.loads(line) for line in logs.splitlines()]
+    messages = [entry["message"] for entry in entries]
+    assert "shutting down, waiting up to 0.1 s for running requests: 1" in messages
+    assert "0.1 s are over, ending unfinished requests: 1" in messages
+    assert [entry["reason"] for entry in entries if "rpc" in entry] == ["SHUTTING_DOWN"]
+
+
+@pytest.mark.slow
 def test_serve_as_text_ends_well_on_interrupt(library: Library, lamp: str) -> None:
     with serving(*serve_arguments(library)) as (process, line):
         assert line.startswith("Serving ")
@@ -112,6 +134,7 @@ def test_serve_as_text_ends_well_on_interrupt(library: Library, lamp: str) -> No
         ({"--max-sessions": "0"}, 1, "--max-sessions"),
         ({"--max-sessions": "x"}, 2, "max-sessions"),
         ({"--device": "cuda"}, 1, "--device is 'cuda', expected cpu"),
+        ({"--threads": "100000"}, 1, "--threads is 100000, expected at most"),
     ],
 )
 def test_serve_refuses_with_a_sentence(
@@ -158,7 +181,7 @@ def test_ask_streams_text(run: Run, server: DecodeServer, lamp: str) -> None:
     assert result.returncode == 0, result.stderr
     again = run("ask", "Who lit it?", *arguments, "--format", "json")
     assert result.stdout == json.loads(again.stdout)["text"].lstrip() + "\n"
-    assert "method full: no layer searched" in result.stderr
+    assert "method full: no layer searches, 100.00% over all layers" in result.stderr
     assert "tokens: 544 context, 11 prompt, 30 answer (length)" in result.stderr
 
 
@@ -183,6 +206,8 @@ def test_ask_ends_questions_at_line_breaks_unless_told_otherwise(
         (["--context", "lamp", "--keep", "7"], 1, "keep_ratio is 7"),
         (["--context", "lamp", "--server", "127.0.0.1:1"], 1, "no server answers"),
         (["--context", "lamp", "--server", "?"], 1, "HOST:PORT"),
+        (["--context", "lamp", "--timeout", "-1"], 1, "--timeout is -1, expected more than 0"),
+        (["--context", "lamp", "--timeout", "nan"], 1, "--timeout is nan, expected more than 0"),
         ([], 2, "--context"),
     ],
 )
@@ -201,6 +226,19 @@ def test_ask_fails_with_a_sentence(
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+def test_the_parts_of_the_time_add_up() -> None:
+    parts = {"load_ns": 1, "queue_ns": 2, "search_ns": 3, "gather_ns": 4, "attend_ns": 5, "append_ns": 6}
+    others = {"prompt_ns": 20, "first_token_ns": 25, "decode_steps": 2, "decode_ns": 8}
+    times = Timings(**{name: value * 10**6 for name, value in parts.items()}, **others, total_ns=40 * 10**6)
+    keys = SelectionFigures(1, 1, 1, 1, fraction_sparse=0.25, fraction_all=0.5)
+    first, *_, last = describe_summary(
+        Summary("stop", 9, 2, 3, times, keys, "csattention", 0)  # 40 ms in all, 21 of them in parts
+    )
+    assert first == "method csattention: 25.00% of the keys in the layers that search, 50.00% over all layers"
+    assert last.startswith("of it, in sum over all layers and steps: load 1.0, queue 2.0, search 3.0,")
+    assert last.endswith("the rest of the model and waiting 19.0 ms")
 
 
 def test_methods_of_program_and_server_agree(run: Run, server: DecodeServer) -> None:

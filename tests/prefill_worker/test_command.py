@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from index_store.catalog import Store
 from index_store.errors import InvalidArgumentError
-from prefill_worker.__main__ import app, main
+from prefill_worker.__main__ import main
+from prefill_worker.command_line import app
 from tests.prefill_worker.conftest import DOCUMENT
 
 PHASES = ["tokenize", "load", "prefill", "dense_layers", "index", "write", "publish", "verify"]

@@ -118,7 +118,9 @@ def command(config: PrefillConfig, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_ends_the_job_cleanly(make_config: MakeConfig, tmp_path: Path, sent: int, code: int) -> None:
     config = make_config()
     config.input[0].write_text("The tide came in, and went out again. " * 100)
