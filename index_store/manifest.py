@@ -261,11 +261,6 @@ class Manifest:
         """Every array of the context: tokens, keys and values, then the indexes'."""
         return (self.tokens, self.kv, *(array for index in self.indexes for array in index.arrays))
 
-    @property
-    def method(self) -> str:
-        """The methods' names, joined by commas."""
-        return ",".join(self.methods)
-
     def bytes_per_token(self) -> float:
         """Bytes of keys, values and indexes per token of the context."""
         return (self.kv_bytes + self.index_bytes) / self.token_count

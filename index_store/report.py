@@ -44,7 +44,7 @@ def list_row(entry: Manifest | BrokenContext, expired: bool, id_length: int) -> 
         entry.name,
         state(expired),
         entry.model.name,
-        entry.method,
+        ",".join(entry.methods),
         str(entry.token_count),
         format_bytes(entry.kv_bytes),
         format_bytes(entry.index_bytes),

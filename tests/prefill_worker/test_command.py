@@ -45,7 +45,10 @@ def test_json_is_one_object(tiny_model: Path, document: Path, tmp_path: Path) ->
     assert sorted(report["seconds"]) == sorted(PHASES)
     assert f"prefill: {len(DOCUMENT)} of {len(DOCUMENT)} tokens" in done.stderr
 
-    again = CliRunner().invoke(app, command)
+    assert report["not_applied"] == []
+
+    again = CliRunner().invoke(app, [*command[:-1], "9d"])
+    assert json.loads(again.stdout)["not_applied"] == ["ttl"]
     assert json.loads(again.stdout)["created"] is False
     assert json.loads(again.stdout)["id"] == report["id"]
 
