@@ -8,7 +8,8 @@ table rows nor the gathered keys of the step before are in the processor's cache
 Full attention is the fastest of several ways to do it with torch on the same tensors in the same run, among them a
 float32 copy of all keys and values, which takes twice the memory that the engine holds.
 
-`full-engine` is the engine's own full attention, which method `full` runs: it keeps one copy in bfloat16.
+`full-engine` is the engine's own full attention, which method `full` runs: it keeps one copy in bfloat16. `read` only
+adds up the bytes of all keys and values: no full attention can take less.
 
 The sparse methods run the product's own code: `decode_engine.selector.SparseLayer` over `QueryTables`. Before any
 time is reported the search is compared with an eager one, its attention with exact attention over the same keys, and
@@ -255,6 +256,8 @@ def run_case(name: str, length: int, keeps: Sequence[float], repeats: int, seed:
     winner = min(variants, key=lambda variant: variants[variant])
     full_us = variants[winner] * 1e6
     engine_us = time_engine(problem, repeats) * 1e6
+    words = problem.kv_HN2D.view(-1).view(torch.int64)
+    read_us = median_seconds(lambda _: words.sum(), problem.queries, repeats) * 1e6
     base = {"shape": name, "context": length}
     all_us = {variant: round(seconds * 1e6, 1) for variant, seconds in variants.items()}
     rows: list[dict[str, Any]] = [
@@ -265,6 +268,14 @@ def run_case(name: str, length: int, keeps: Sequence[float], repeats: int, seed:
             "step_us": round(engine_us, 1),
             "full_us": round(full_us, 1),
             "speedup": round(full_us / engine_us, 2),
+        },
+        {
+            **base,
+            "method": "read",
+            "step_us": round(read_us, 1),
+            "full_us": round(full_us, 1),
+            "speedup": round(full_us / read_us, 2),
+            "gigabytes_per_second": round(problem.kv_HN2D.nbytes / read_us / 1e3, 1),
         },
     ]
     for layout in ("dense", "lists"):

@@ -37,6 +37,7 @@ def test_one_json_line_per_result(tmp_path: Path) -> None:
     assert [row["method"] for row in rows] == [
         "full",
         "full-engine",
+        "read",
         "csattention-dense",
         "csattention-lists",
     ]
@@ -45,12 +46,12 @@ def test_one_json_line_per_result(tmp_path: Path) -> None:
         assert row["step_us"] > 0
         assert {"date", "processor", "cores", "torch", "numba", "python"} <= set(row["machine"])
     table = (tmp_path / "table.md").read_text().splitlines()
-    assert len(table) == 6
+    assert len(table) == 7
     assert len({line.count("|") for line in table}) == 1
     assert rows[0]["step_us"] == min(rows[0]["variants_us"].values())
     for row in rows[1:]:
         assert row["speedup"] == pytest.approx(row["full_us"] / row["step_us"], abs=0.011)
-    for row in rows[2:]:
+    for row in rows[3:]:
         assert 0 < row["search_us"] < row["search_us"] + row["gather_us"] + row["attend_us"]
 
 
