@@ -18,8 +18,9 @@ from torch import Tensor
 
 from index_store.kernels.launch import launch
 
-_TILE = 2048  # keys per tile: its float32 sums and four int8 rows stay in the first-level cache
-_TILES_PER_TASK = 8
+# Keys per tile: runs of table rows long enough to be prefetched, sums that stay in the second-level cache.
+_TILE = 16_384
+_TILES_PER_TASK = 1
 _WAVE_BYTES = 4 * 2**20  # exponentials held at a time: more would travel to memory and back
 _LOG2E = np.float32(1.4426950408889634)
 

@@ -36,6 +36,7 @@ def test_one_json_line_per_result(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["method"] for row in rows] == [
         "full",
+        "full-products",
         "full-engine",
         "read",
         "csattention-dense",
@@ -46,12 +47,15 @@ def test_one_json_line_per_result(tmp_path: Path) -> None:
         assert row["step_us"] > 0
         assert {"date", "processor", "cores", "torch", "numba", "python"} <= set(row["machine"])
     table = (tmp_path / "table.md").read_text().splitlines()
-    assert len(table) == 7
+    assert len(table) == 8
     assert len({line.count("|") for line in table}) == 1
-    assert rows[0]["step_us"] == min(rows[0]["variants_us"].values())
-    for row in rows[1:]:
-        assert row["speedup"] == pytest.approx(row["full_us"] / row["step_us"], abs=0.011)
-    for row in rows[3:]:
+    variants = rows[0]["variants_us"]
+    assert rows[0]["step_us"] == min(us for name, us in variants.items() if name.startswith("sdpa"))
+    assert rows[1]["step_us"] == min(us for name, us in variants.items() if name.startswith("bmm"))
+    for row in rows:
+        assert row["speedup"] == pytest.approx(rows[0]["step_us"] / row["step_us"], abs=0.02)
+        assert row["speedup_products"] == pytest.approx(rows[1]["step_us"] / row["step_us"], abs=0.02)
+    for row in rows[4:]:
         assert 0 < row["search_us"] < row["search_us"] + row["gather_us"] + row["attend_us"]
 
 
