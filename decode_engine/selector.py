@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.figures import Figures
-from decode_engine.partial_attention import BLOCK_BYTES, attend_gathered, attend_shared
+from decode_engine.partial_attention import attend_gathered, attend_shared
 from decode_engine.tail import Tail
 from index_store.attention_state import AttentionState
 from index_store.budgets import Selection
@@ -33,6 +33,7 @@ from index_store.errors import MethodUnsupportedError
 from index_store.indexes.base import AppendedKeys, LayerIndex
 from index_store.methods import Method
 
+_GATHER_BYTES = 16 * 2**20  # gathered rows in float32; larger blocks gain nothing, smaller ones cost merges
 _SCORE_BYTES = 16 * 2**20  # scores of one search; a longer prompt is searched in several passes
 
 
@@ -216,8 +217,8 @@ class SparseLayer:
         heads, positions, _, head_dim = q_HTGD.shape
         kept = max(1, selection.ids_HTK.shape[2])
         key_bytes = heads * 2 * head_dim * 4
-        positions_step = max(1, BLOCK_BYTES // (kept * key_bytes))
-        keys_step = max(1, min(kept, BLOCK_BYTES // key_bytes))
+        positions_step = max(1, _GATHER_BYTES // (kept * key_bytes))
+        keys_step = max(1, min(kept, _GATHER_BYTES // key_bytes))
         states: list[AttentionState] = []
         for first in range(0, positions, positions_step):
             part = slice(first, first + positions_step)

@@ -335,7 +335,7 @@ def test_long_prompts_and_large_selections_are_split(monkeypatch: pytest.MonkeyP
     whole = sparse_layer(kv, method, Figures()).attend(q, k, v, 500)
     monkeypatch.setattr("decode_engine.selector._SCORE_BYTES", 100_000)
     for block_bytes in (20_000, 1_000):
-        monkeypatch.setattr("decode_engine.selector.BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr("decode_engine.selector._GATHER_BYTES", block_bytes)
         monkeypatch.setattr("decode_engine.partial_attention.BLOCK_BYTES", block_bytes)
         pieces = sparse_layer(kv, method, Figures()).attend(q, k, v, 500)
         torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-5)
