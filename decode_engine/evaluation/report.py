@@ -137,6 +137,9 @@ def draw_picture(path: Path, scores: Sequence[Score]) -> None:
             )
         axes[0][column].set_title(f"{length:,} tokens of context")
         axes[1][column].set(xscale="log", yscale="log", xlabel="keys kept per KV head and step, %")
+        kept = sorted({100 * score.keep for score in scores if score.keep is not None})
+        axes[1][column].set_xticks(kept, labels=[f"{percent:g}" for percent in kept])
+        axes[1][column].minorticks_off()
         for axis in axes[:, column]:
             axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("exact match")
