@@ -1,8 +1,19 @@
-"""The order of the tests."""
+"""The order of the tests, and the signals of the processes that they start."""
 
 from __future__ import annotations
 
+import signal
+
 import pytest
+
+
+def pytest_configure() -> None:
+    """Undoes an inherited "ignore SIGINT", which shells give to background jobs.
+
+    Processes started by tests would inherit it, and those tests that interrupt one would wait for nothing.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)
