@@ -28,6 +28,7 @@ from decode_engine.evaluation.scoring import (
 from decode_engine.evaluation.tasks import (
     ANSWER_END,
     Document,
+    Part,
     Question,
     held_out_text,
     make_documents,
@@ -125,10 +126,8 @@ def _evaluate_length(
         tokenizer,
         text,
         length - len(tokenizer.prefix_ids),
-        count=config.contexts,
-        facts=config.facts,
+        [Part(config.contexts, config.facts, distractors=config.distractors)],
         seed=config.seed,
-        distractors=config.distractors,
         spare=16 * config.text_tokens,
     )
     store, contexts = _prefill_all(config, documents, length, start_stage)

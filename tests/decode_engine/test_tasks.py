@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -13,15 +14,28 @@ import pytest
 from tokenizers import Tokenizer
 
 from decode_engine.evaluation.tasks import (
+    ANSWER_END,
     ATTRIBUTES,
+    FAMILIES,
+    PROMPT,
     Encoder,
+    Part,
+    Question,
+    chat_question,
+    get_family,
     held_out_text,
     held_out_words,
     make_document,
     make_documents,
     make_facts,
+    parse_length,
+    source_text,
     write_questions,
 )
+from decode_engine.evaluation.tasks.chain import LINKS
+from decode_engine.evaluation.tasks.questions import AT_ONCE
+from decode_engine.evaluation.tasks.values import VALUES
+from decode_engine.evaluation.tasks.words import FREQUENT
 from index_store.errors import InvalidArgumentError
 
 
@@ -37,6 +51,13 @@ class Words:
 
     def encode(self, text: str) -> list[int]:
         return [len(piece) for piece in re.findall(r" ?[^\W\d]+|\d| ?[^\w\s]|\s+", text)]
+
+
+class Marked:
+    """Like tokenizers that put a mark before every text: the pieces of a text have more tokens than the whole."""
+
+    def encode(self, text: str) -> list[int]:
+        return [0, *Words().encode(text)]
 
 
 class ReaderTokens:
@@ -62,6 +83,186 @@ def test_a_document_has_exactly_the_wanted_tokens(encoder: Encoder, tokens: int,
     document = make_document(encoder, novels[:60_000], tokens, facts=4, seed=1)
     assert len(encoder.encode(document.text)) == document.token_count == tokens
     assert len(document.questions) == 4
+
+
+ENCODERS = {"bytes": Bytes(), "words": Words(), "marked": Marked(), "reader": ReaderTokens()}
+
+
+@pytest.mark.parametrize("encoder", ENCODERS.values(), ids=ENCODERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_fills_its_length_and_names_where_the_evidence_stands(
+    family: str, encoder: Encoder, novels: str
+) -> None:
+    tokens = 12_000 if isinstance(encoder, Bytes) else 6000
+    document = make_document(encoder, novels, tokens, facts=3, seed=5, family=family)
+    assert len(encoder.encode(document.text)) == document.token_count == tokens
+    assert document.family == family
+    assert len(document.questions) == 3
+    places = _sentence_places(encoder, document.text)
+    for question in document.questions:
+        assert question.family == family
+        assert question.prompt == f"\nQuestion: {question.question}\nAnswer: {question.opening}"
+        assert question.token == min(question.evidence)
+        assert question.depth == question.token / tokens
+        assert len(set(question.evidence)) == len(question.evidence)
+        for place in question.evidence:
+            assert place in places, "no statement begins there"
+
+
+def _sentence_places(encoder: Encoder, text: str) -> set[int]:
+    """Token positions at which a statement begins."""
+    openings = " (?:The|Remember that the|Note: the|It was written down that the) "
+    kinds = "|".join([*(f"{attribute} of" for attribute in ATTRIBUTES), "variable ", "list of"])
+    starts = [found.start() for found in re.finditer(f"{openings}(?:{kinds})", text)]
+    return {len(encoder.encode(text[:start])) for start in starts}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_follows_from_the_seed(family: str, novels: str) -> None:
+    first, again, other = (
+        make_document(Words(), novels, 6000, facts=3, seed=seed, family=family) for seed in (7, 7, 8)
+    )
+    assert first == again
+    assert first.questions != other.questions
+
+
+def test_near_misses_differ_in_one_word(novels: str) -> None:
+    document = make_document(Words(), novels, 6000, facts=4, seed=2, family="keys")
+    stated = _stated(document.text)
+    assert len(stated) == 4 * (1 + FAMILIES["keys"].distractors)
+    for question in document.questions:
+        attribute, name = _subject(question.question)
+        assert stated.pop((attribute, name)) == question.answer
+        assert question.prompt == PROMPT.format(attribute=attribute, name=name)
+    asked = [_subject(question.question) for question in document.questions]
+    for attribute, name in stated:
+        assert any(_is_near((attribute, name), other) for other in asked)
+
+
+def _stated(text: str) -> dict[tuple[str, str], str]:
+    found = re.findall(f"he ({'|'.join(ATTRIBUTES)}) of the ([a-z ]+) is ([a-z0-9 ]+)\\.", text)
+    return {(attribute, name): value for attribute, name, value in found}
+
+
+def _subject(question: str) -> tuple[str, str]:
+    attribute, _, name = question.removeprefix("What is the ").removesuffix("?").partition(" of the ")
+    return attribute, name
+
+
+def _is_near(one: tuple[str, str], other: tuple[str, str]) -> bool:
+    if one[1] == other[1]:
+        return one[0] != other[0]
+    words, others = one[1].split(), other[1].split()
+    return one[0] == other[0] and len(words) == len(others) and sum(map(str.__ne__, words, others)) == 1
+
+
+def test_values_are_listed_in_order_of_appearance(novels: str) -> None:
+    document = make_document(Words(), novels, 6000, facts=3, seed=1, family="values")
+    for question in document.questions:
+        attribute, name = re.findall(r"values of the (.+) of the (.+), in order", question.question)[0]
+        found = re.findall(f"he {attribute} of the {name} is ([a-z0-9 ]+)\\.", document.text)
+        assert question.answer.split(", ") == found
+        assert len(set(found)) == VALUES == len(question.evidence)
+        assert list(question.evidence) == sorted(question.evidence)
+
+
+def test_questions_of_one_prompt_are_answered_in_turn(novels: str) -> None:
+    document = make_document(Words(), novels, 6000, facts=5, seed=1, family="questions")
+    stated = _stated(document.text)
+    assert len(stated) == 5
+    for question in document.questions:
+        subjects = [_subject(part + "?") for part in question.question.removesuffix("?").split("? ")]
+        assert len(set(subjects)) == AT_ONCE
+        sentences = [f"The {subject[0]} of the {subject[1]} is {stated[subject]}" for subject in subjects]
+        assert f"{question.opening} {question.answer}" == ". ".join(sentences)
+    alone = make_document(Words(), novels, 6000, facts=1, seed=1, family="questions")
+    assert len(_stated(alone.text)) == AT_ONCE
+
+
+def test_chains_lead_from_the_value_to_the_last_variable(novels: str) -> None:
+    document = make_document(Words(), novels, 6000, facts=6, seed=4, family="chain", distractors=3)
+    values = dict(re.findall(r" The variable (\w+) is (\d+)\.", document.text))
+    copies = re.findall(r" The variable (\w+) equals the variable (\w+)\.", document.text)
+    assert len(values) == 6 + 3
+    assert len(copies) == 6 * (LINKS - 1)
+    for name, other in copies:  # every variable is set before it is copied
+        values[name] = values[other]
+    kinds = set()
+    for question in document.questions:
+        if found := re.findall(r"value of the variable (\w+)", question.question):
+            kinds.add("value")
+            assert values[found[0]] == question.answer
+        else:
+            kinds.add("variables")
+            (value,) = re.findall(r"hold (\d+),", question.question)
+            assert question.answer.split(", ") == [name for name, held in values.items() if held == value]
+        assert len(question.evidence) == LINKS
+    assert kinds == {"value", "variables"}
+
+
+def test_frequent_words_are_the_most_frequent(novels: str) -> None:
+    document = make_document(Words(), novels, 6000, facts=3, seed=4, family="words", distractors=2)
+    lists = re.findall(r" The list of the ([a-z ]+) has ([a-z, ]+)\.", document.text)
+    assert len({name for name, _ in lists}) == 5
+    for question in document.questions:
+        (name,) = re.findall(r"list of the ([a-z ]+) have most", question.question)
+        words = [word for owner, part in lists if owner == name for word in part.split(", ")]
+        counted = Counter(words).most_common()
+        assert [word for word, _ in counted[:3]] == question.answer.split(", ")
+        assert tuple(count for _, count in counted[:3]) == FREQUENT
+        assert counted[3][1] < FREQUENT[-1]
+
+
+def test_a_document_asks_no_more_than_it_has_room_for() -> None:
+    assert get_family("single").questions_in(8192, 24) == 24
+    assert get_family("words").questions_in(8192, 24) == 8
+    assert get_family("words").questions_in(500, 24) == 1
+    with pytest.raises(InvalidArgumentError, match="task is 'riddles', expected one of single, keys"):
+        get_family("riddles")
+
+
+def test_several_families_share_the_text(novels: str) -> None:
+    parts = [Part(2, 4, "single"), Part(1, 2, "words", distractors=1), Part(1, 3, "chain")]
+    documents = make_documents(ReaderTokens(), novels, 2048, parts, seed=0, spare=500)
+    assert [document.family for document in documents] == ["single", "single", "words", "chain"]
+    assert [len(document.questions) for document in documents] == [4, 4, 2, 3]
+    ends = [len(novels) - len(document.continuation) for document in documents]
+    lengths = [len(document.text) for document in documents]
+    assert all(end < later - length for end, later, length in zip(ends, ends[1:], lengths[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        ("\nQuestion: {}\nAnswer:", "\nQuestion: Who?\nAnswer: It is"),
+        ("<|user|>{}<|end|>\n<|assistant|>\n", "<|user|>Who?<|end|>\n<|assistant|>\nIt is"),
+        ("<user>{}<model>", "<user>Who?<model>It is"),
+        ("[INST] {} [/INST]", "[INST] Who? [/INST] It is"),
+    ],
+)
+def test_a_chat_question_is_worded_by_the_template_and_opens_the_answer(template: str, prompt: str) -> None:
+    question = Question("Who?", "Jude", "", token=3, depth=0.1, opening="It is", evidence=(3,))
+    asked = chat_question(question, template.format)
+    assert asked.prompt == prompt
+    assert asked.ending == "."
+    assert question.ending == ANSWER_END
+    assert (asked.answer, asked.evidence) == (question.answer, question.evidence)
+
+
+def test_texts_are_joined_in_order(tmp_path: Path) -> None:
+    for name, text in (("b", "Zweitens: \u00fcber.\n"), ("a", "First.")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert source_text([tmp_path / "b", tmp_path / "a"]) == "Zweitens: \u00fcber.\n\n\nFirst."
+    (tmp_path / "c").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidArgumentError, match="c is not UTF-8 text: byte 0"):
+        source_text([tmp_path / "a", tmp_path / "c"])
+
+
+def test_lengths() -> None:
+    assert [parse_length(text) for text in ("8192", "8k", " 32K ")] == [8192, 8192, 32768]
+    for text in ("", "0", "8m", "-1", "1.5k"):
+        with pytest.raises(InvalidArgumentError, match="expected a number of tokens"):
+            parse_length(text)
 
 
 def test_statements_stand_at_the_depths_that_the_questions_name(novels: str) -> None:
@@ -126,7 +327,7 @@ def test_distractors_are_in_the_text_but_not_asked(novels: str) -> None:
 
 
 def test_documents_of_one_length_do_not_share_text(novels: str) -> None:
-    documents = make_documents(ReaderTokens(), novels, 2048, count=9, facts=3, seed=0, spare=500)
+    documents = make_documents(ReaderTokens(), novels, 2048, [Part(9, 3)], seed=0, spare=500)
     starts = [novels.find(document.text[:60]) for document in documents]
     ends = [len(novels) - len(document.continuation) for document in documents]
     assert all(start >= 0 for start in starts)
@@ -149,7 +350,7 @@ def test_held_out_words_are_plain_and_many() -> None:
     [
         ({"tokens": 4096, "facts": 3, "questions": 4}, "4 questions about 3 facts"),
         ({"tokens": 4096, "facts": 0}, "0 questions about 0 facts"),
-        ({"tokens": 300, "facts": 20}, "20 facts take"),
+        ({"tokens": 300, "facts": 20}, "20 facts of task 'single' take"),
         ({"tokens": 100_000, "facts": 3}, "longer text"),
     ],
 )
@@ -160,11 +361,12 @@ def test_what_cannot_be_made_is_refused(arguments: dict[str, int], message: str,
 
 def test_a_text_shorter_than_one_context_is_refused(novels: str) -> None:
     with pytest.raises(InvalidArgumentError, match="longer text"):
-        make_documents(Bytes(), novels[:3000], 4096, count=1, facts=2, seed=0)
+        make_documents(Bytes(), novels[:3000], 4096, [Part(1, 2)], seed=0)
 
 
 def test_questions_are_written_one_per_line(tmp_path: Path, novels: str) -> None:
     document = make_document(Bytes(), novels, 3000, facts=3, seed=0)
     write_questions(tmp_path / "q.jsonl", document.questions)
     lines = (tmp_path / "q.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [asdict(question) for question in document.questions]
+    read = [json.loads(line) for line in lines]
+    assert read == [asdict(question) | {"evidence": [question.token]} for question in document.questions]

@@ -1,0 +1,39 @@
+"""Task `questions`: several questions in one prompt, answered one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from decode_engine.evaluation.tasks.family import Asked, Family, Plan
+from decode_engine.evaluation.tasks.single import plan_single
+
+AT_ONCE = 3
+
+
+def plan_questions(rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int) -> Plan:
+    """As many facts as questions (AT_ONCE at least); every prompt asks for AT_ONCE of them, in random order.
+
+    Each fact leads one prompt; the others of a prompt are drawn from all.
+    """
+    single = plan_single(rng, words, max(questions, AT_ONCE), distractors)
+    asked = []
+    for number in range(questions):
+        others = [i for i in range(len(single.asked)) if i != number]
+        chosen = [number, *(int(i) for i in rng.choice(others, AT_ONCE - 1, replace=False))]
+        asked.append(_together([single.asked[i] for i in chosen]))
+    return Plan(single.statements, tuple(asked))
+
+
+def _together(asked: Sequence[Asked]) -> Asked:
+    first, *rest = asked
+    return Asked(
+        " ".join(one.question for one in asked),
+        first.opening,
+        ". ".join([first.answer, *(f"{one.opening} {one.answer}" for one in rest)]),
+        tuple(place for one in asked for place in one.evidence),
+    )
+
+
+QUESTIONS = Family("questions", f"{AT_ONCE} facts asked for in one prompt, answered in order", plan_questions)
