@@ -7,14 +7,14 @@ to the sessions' own tails instead of a transformers cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from decode_engine.selector import DenseLayer, attend_dense_together
+from decode_engine.dense_layer import DenseLayer, attend_dense_together
 from index_store.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -25,9 +25,14 @@ ATTENTION_NAME = "sparsekv_decode"
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """The sessions of one batched forward, one per batch row."""
+    """The sessions of one batched forward, one per batch row.
+
+    predicted: queries by layer, filled while the forward runs (`layer_ahead.predicted_queries`); empty when no session
+    asks for them.
+    """
 
     sessions: Sequence[Session]
+    predicted: dict[int, Tensor] = field(default_factory=dict)
 
 
 def register_attention() -> None:
@@ -58,8 +63,9 @@ def decode_attention(
     batch, query_heads, positions, head_dim = query.shape
     heads = key.shape[1]
     scale = head_dim**-0.5 if scaling is None else scaling
-    q_BHTGD = (query.float() * scale).view(batch, heads, query_heads // heads, positions, head_dim)
-    q_BHTGD = q_BHTGD.transpose(2, 3)
+    q_BHTGD = _by_group(query, heads, scale)
+    predicted = decode_step.predicted.pop(layer, None)
+    predicted_BHTGD = None if predicted is None else _by_group(predicted, heads, scale)
     out = torch.empty(batch, positions, query_heads, head_dim, dtype=query.dtype)
     outs: dict[int, Tensor] = {}
     sharing: dict[int, list[tuple[int, DenseLayer]]] = {}
@@ -68,7 +74,8 @@ def decode_attention(
         if isinstance(attention, DenseLayer):
             sharing.setdefault(attention.context, []).append((row, attention))
         else:
-            outs[row] = attention.attend(q_BHTGD[row], key[row], value[row], session.position)
+            foretold = None if predicted_BHTGD is None else predicted_BHTGD[row]
+            outs[row] = attention.attend(q_BHTGD[row], key[row], value[row], session.position, foretold)
     for members in sharing.values():
         calls = [
             (attention, q_BHTGD[row], key[row], value[row], decode_step.sessions[row].position)
@@ -78,3 +85,10 @@ def decode_attention(
     for row, attended in outs.items():
         out[row] = attended.permute(1, 0, 2, 3).reshape(positions, query_heads, head_dim)
     return out, None
+
+
+def _by_group(query_BQTD: Tensor, heads: int, scale: float) -> Tensor:
+    """[B, Hq, T, d] -> [B, H, T, G, d] float32, scaled."""
+    batch, query_heads, positions, head_dim = query_BQTD.shape
+    grouped = (query_BQTD.float() * scale).view(batch, heads, query_heads // heads, positions, head_dim)
+    return grouped.transpose(2, 3)

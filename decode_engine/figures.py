@@ -11,7 +11,8 @@ class Figures:
 
     Times in nanoseconds of wall clock. Key counts are summed over query positions, layers and KV heads: `kept` keys
     were chosen by a search, `attended` adds sinks, recent window and tail, `available` is what full attention
-    would have read. `searches` counts pairs of layer and query position that were searched. The `sparse_` figures leave
+    would have read. `searches` counts pairs of layer and query position that were searched,
+    `corrected` those of layer, KV head and position whose earlier selection was replaced, of `correctable` compared. The `sparse_` figures leave
     out layers that attend to everything.
     """
 
@@ -20,6 +21,8 @@ class Figures:
     attend_ns: int = 0
     append_ns: int = 0
     searches: int = 0
+    corrected: int = 0
+    correctable: int = 0
     kept: int = 0
     sparse_attended: int = 0
     sparse_available: int = 0

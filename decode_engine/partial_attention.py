@@ -41,29 +41,21 @@ def attend_shared(q_HTGD: Tensor, kv_HN2D: Tensor, *, causal: bool) -> Attention
     )
 
 
-def attend_gathered(q_HTGD: Tensor, kv_HTK2D: Tensor, counts_HT: Tensor) -> AttentionState:
-    """Every (KV head, position) attends to rows of its own [H, T, K, 2, d], of which the first `counts` are valid.
+def attend_logits(logits_HTGK: Tensor, values_HTKD: Tensor) -> AttentionState:
+    """State of keys whose logits are known; -inf marks keys that do not count. The logits are overwritten.
 
-    Returns out [H, T, G, d] and lse [H, T, G].
+    Values belong to all heads of the group. Returns out [H, T, G, d] and lse [H, T, G].
     """
-    heads, positions, group, head_dim = q_HTGD.shape
-    rows = kv_HTK2D.shape[2]
-    kv = kv_HTK2D.reshape(heads * positions, rows, 2, head_dim)
-    logits = torch.bmm(q_HTGD.reshape(-1, group, head_dim), kv[:, :, 0].transpose(1, 2))
-    if bool((counts_HT < rows).any()):
-        beyond = torch.arange(rows)[None] >= counts_HT.reshape(-1, 1)
-        logits.masked_fill_(beyond[:, None], -torch.inf)
-    state = _state(logits, kv[:, :, 1])
-    return AttentionState(
-        state.out.view(heads, positions, group, head_dim), state.lse.view(heads, positions, group)
-    )
+    return _state(logits_HTGK, values_HTKD)
 
 
 def _state(logits_BRN: Tensor, values_BND: Tensor) -> AttentionState:
+    if logits_BRN.shape[-1] == 0:
+        return AttentionState.empty(logits_BRN.shape[:-1], values_BND.shape[-1])
     peak = logits_BRN.amax(-1, keepdim=True)
     # A row without any visible key has peak -inf; subtracting 0 instead keeps it at weight 0, not nan.
     peak = torch.where(torch.isneginf(peak), torch.zeros_like(peak), peak)
     weights = logits_BRN.sub_(peak).exp_()
     total = weights.sum(-1, keepdim=True)
-    out = torch.bmm(weights, values_BND) / total.clamp(min=torch.finfo(torch.float32).tiny)
+    out = torch.matmul(weights, values_BND) / total.clamp(min=torch.finfo(torch.float32).tiny)
     return AttentionState(out, (peak + total.log()).squeeze(-1))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from decode_engine.attention import ATTENTION_NAME, DecodeStep, register_attention
+from decode_engine.layer_ahead import predicted_queries
 from decode_engine.session import Session
 from index_store.context import ResidentContext
 from index_store.errors import InvalidArgumentError
@@ -63,13 +65,16 @@ class ModelRunner:
             )
         count = tokens.shape[1]
         starts = torch.tensor([session.position for session in sessions])
-        with torch.inference_mode():
+        step = DecodeStep(sessions)
+        ahead = any(session.method.schedule.ahead for session in sessions)
+        predicting = predicted_queries(self._model, step.predicted) if ahead else nullcontext()
+        with torch.inference_mode(), predicting:
             logits = self._model(
                 input_ids=tokens,
                 position_ids=starts[:, None] + torch.arange(count),
                 use_cache=False,
                 logits_to_keep=0 if all_logits else 1,
-                decode_step=DecodeStep(sessions),
+                decode_step=step,
             ).logits.float()
         for session in sessions:
             session.position += count

@@ -1,133 +1,100 @@
-"""One layer of one session: search, cut, gather, attend, merge.
+"""One searching layer of one session: search, cut, gather, attend, add the remainder, merge.
 
 The keys a query at position p sees fall into four parts that partition them:
 
     [0, sinks)              attended exactly, always
-    [sinks, search_end)     searched; only the selection is attended
+    [sinks, search_end)     searched; the selection is attended exactly, the others by the method's remainder
     [search_end, N)         recent context, attended exactly
     [max(N, search_end), p] tail, attended exactly
 
 search_end depends on p alone: it is p - recent, rounded down to a multiple of `append_block`. So it makes no difference
 whether tokens arrive one by one or as a prompt in chunks of any size. Tail keys before search_end are in the session's
-private extension of the index.
+private extensions of the indexes.
 
-Shape legend: H KV heads, T query positions, G group heads, K kept keys, N context tokens, d head dim.
+Shape legend: H KV heads, T query positions, G group heads, K kept keys, N context tokens, t tail tokens, d head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from decode_engine.dense_layer import visible_keys
 from decode_engine.figures import Figures
-from decode_engine.partial_attention import attend_gathered, attend_shared
+from decode_engine.partial_attention import attend_shared
+from decode_engine.selected_attention import KeyRows, attend_selection
 from decode_engine.tail import Tail
 from index_store.attention_state import AttentionState
-from index_store.budgets import Selection
+from index_store.budgets.base import Selection, Step
+from index_store.clusters import Piece
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.base import AppendedKeys, LayerIndex
 from index_store.methods import Method
+from index_store.ranking import Ranking
+from index_store.remainders import ExactKeys
 
-_GATHER_BYTES = 16 * 2**20  # gathered rows in float32; larger blocks gain nothing, smaller ones cost merges
 _SCORE_BYTES = 16 * 2**20  # scores of one search; a longer prompt is searched in several passes
 
 
-class LayerAttention(Protocol):
-    """Attention of one layer of one session."""
+@dataclass(frozen=True, slots=True)
+class LayerSearch:
+    """What a searching layer uses of a context, besides its keys and values.
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the layer holds besides the shared context."""
-        ...
-
-    def attend(self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int) -> Tensor:
-        """Adds T new keys at `position`.. and returns attention out [H, T, G, d] float32 for their queries.
-
-        Queries are float32 and scaled by 1/sqrt(d).
-        """
-        ...
-
-
-class DenseLayer:
-    """Attends to everything."""
-
-    def __init__(self, kv_HN2D: Tensor, figures: Figures) -> None:
-        heads, _, _, head_dim = kv_HN2D.shape
-        self._kv_HN2D = kv_HN2D
-        self._figures = figures
-        self.tail = Tail(heads, head_dim, kv_HN2D.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return self.tail.nbytes
-
-    @property
-    def context(self) -> int:
-        """Equal for layers that share a context's keys and values."""
-        return self._kv_HN2D.data_ptr()
-
-    def attend(self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int) -> Tensor:
-        return attend_dense_together([(self, q_HTGD, keys_HTD, values_HTD, position)])[0]
-
-    def read_context(self, q_HTGD: Tensor) -> AttentionState:
-        """Attention to the context alone, for queries of any sessions on it."""
-        return attend_shared(q_HTGD, self._kv_HN2D, causal=False)
-
-    def read_tail(
-        self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int
-    ) -> AttentionState:
-        """Adds the new keys and attends to the session's tail."""
-        heads, count = self._kv_HN2D.shape[:2]
-        self.tail.write(position - count, keys_HTD, values_HTD)
-        self._figures.count_dense(heads * _visible(position, q_HTGD.shape[1]))
-        return attend_shared(q_HTGD, self.tail.rows, causal=True)
-
-    def count_time(self, nanoseconds: int) -> None:
-        """Notes time spent on this session's attention."""
-        self._figures.attend_ns += nanoseconds
-
-
-def attend_dense_together(
-    calls: Sequence[tuple[DenseLayer, Tensor, Tensor, Tensor, int]],
-) -> list[Tensor]:
-    """`DenseLayer.attend` of several sessions on one context, which is read and converted once for all of them.
-
-    The time counts in full for every session, as that of any batched work.
+    index: is searched. partition: its clusters make the remainder; None where the searched index has its own, or the
+    remainder is dropped. thresholds: the index's offline calibration (see `Step.thresholds`).
     """
-    begin = perf_counter_ns()
-    queries = [q_HTGD for _, q_HTGD, _, _, _ in calls]
-    context = calls[0][0].read_context(queries[0] if len(calls) == 1 else torch.cat(queries, dim=1))
-    outs: list[Tensor] = []
-    first = 0
-    for layer, q_HTGD, keys_HTD, values_HTD, position in calls:
-        part = slice(first, first + q_HTGD.shape[1])
-        own = AttentionState(context.out[:, part], context.lse[:, part])
-        outs.append(own.merge(layer.read_tail(q_HTGD, keys_HTD, values_HTD, position)).out)
-        first = part.stop
-    spent = perf_counter_ns() - begin
-    for layer, *_ in calls:
-        layer.count_time(spent)
-    return outs
+
+    index: LayerIndex
+    partition: LayerIndex | None = None
+    thresholds: Callable[[float], float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Reusable:
-    """A selection kept for later steps, with the end of the range that it was chosen from."""
+class Observation:
+    """One search and what came of it, for whoever measures (`SparseLayer.observer`).
+
+    q_HTGD: queries, float32 scaled by 1/sqrt(d), the first at `position`. search_end: end of the range that the selection
+    was chosen from, beginning at `sinks`. out_HTGD: the layer's attention output. vectors_read, bytes_read: of the
+    index, per KV head and position; 0 where the selection was made earlier.
+    """
+
+    q_HTGD: Tensor
+    position: int
+    sinks: int
+    search_end: int
+    selection: Selection
+    rows: KeyRows
+    out_HTGD: Tensor
+    vectors_read: float
+    bytes_read: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A selection, and how it was made: by which queries, at which position, from which range."""
 
     selection: Selection
-    search_end: int
+    q_HTGD: Tensor
     made_at: int
+    search_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _ExactPart:
+    """Attention to sinks, recent window and tail; boundary: those of its keys that may be in clusters."""
+
+    state: AttentionState
+    boundary: ExactKeys | None
 
 
 class SparseLayer:
-    """Attends to a selection, the sinks, the recent window and the tail."""
+    """Attends to a selection, the sinks, the recent window and the tail, and approximately to the rest."""
 
-    def __init__(self, kv_HN2D: Tensor, index: LayerIndex, method: Method, figures: Figures) -> None:
+    def __init__(self, kv_HN2D: Tensor, search: LayerSearch, method: Method, figures: Figures) -> None:
         if method.budget is None:
             raise MethodUnsupportedError(
                 f"method {method.name!r} has no budget, a searching layer needs one", method=method.name
@@ -135,32 +102,38 @@ class SparseLayer:
         heads, count, _, head_dim = kv_HN2D.shape
         self._kv_HN2D = kv_HN2D
         self._sinks = min(method.sinks, count)
-        self._index = index
+        self._index, self._partition, self._thresholds = search.index, search.partition, search.thresholds
+        self._indexes = [self._index] if self._partition is None else [self._index, self._partition]
         self._method = method
         self._budget = method.budget
         self._figures = figures
-        self._appended: AppendedKeys | None = None
-        self._reusable: _Reusable | None = None
+        self._appended: dict[LayerIndex, AppendedKeys] = {}
+        self._last: _Choice | None = None
         self.tail = Tail(heads, head_dim, kv_HN2D.dtype)
+        self.observer: Callable[[Observation], None] | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.tail.nbytes + (self._appended.nbytes if self._appended else 0)
+        return self.tail.nbytes + sum(appended.nbytes for appended in self._appended.values())
 
-    def attend(self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int) -> Tensor:
+    def attend(
+        self,
+        q_HTGD: Tensor,
+        keys_HTD: Tensor,
+        values_HTD: Tensor,
+        position: int,
+        predicted_HTGD: Tensor | None = None,
+    ) -> Tensor:
+        """See `LayerAttention.attend`. predicted_HTGD: the queries as foretold by the layer before, if they were."""
         end = position + q_HTGD.shape[1]
         self.tail.write(position - self._kv_HN2D.shape[1], keys_HTD, values_HTD)
-        reused = self._reuse(position) if q_HTGD.shape[1] == 1 else None
-        if reused is not None:
-            return self._attend_exact(
-                q_HTGD, end, reused.search_end, self._attend_rows(q_HTGD, reused.selection)
-            )
         outs: list[Tensor] = []
         first = position
         while first < end:
             last = min(end, self._next_move(first))
-            queries = q_HTGD[:, first - position : last - position]
-            outs.append(self._attend_together(queries, first, is_step=end - position == 1))
+            part = slice(first - position, last - position)
+            predicted = None if predicted_HTGD is None else predicted_HTGD[:, part]
+            outs.append(self._attend_together(q_HTGD[:, part], first, predicted, end - position == 1))
             first = last
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
@@ -173,125 +146,198 @@ class SparseLayer:
         block = self._method.append_block
         return position + block - (position - self._method.recent) % block
 
-    def _reuse(self, position: int) -> _Reusable | None:
-        last = self._reusable
-        return last if last and 0 < position - last.made_at < self._method.period else None
-
-    def _attend_together(self, q_HTGD: Tensor, position: int, *, is_step: bool) -> Tensor:
+    def _attend_together(
+        self, q_HTGD: Tensor, position: int, predicted_HTGD: Tensor | None, is_step: bool
+    ) -> Tensor:
         """Attention of positions that share a search_end, the first of which is `position`.
 
-        is_step: this is a decode step by itself, whose selection later steps may reuse.
+        is_step: this is a decode step by itself, which may use and leave selections for others.
         """
-        positions = q_HTGD.shape[1]
         search_end = self._search_end(position)
-        searchable = search_end - self._sinks
-        if searchable == 0:
-            empty = AttentionState.empty(q_HTGD.shape[:3], q_HTGD.shape[3])
-            return self._attend_exact(q_HTGD, position + positions, search_end, empty)
+        if search_end == self._sinks:
+            self._count_exact(position, q_HTGD.shape[1], search_end)
+            return self._attend_exact(q_HTGD, position, search_end).state.out
         self._append_until(search_end)
-        heads, _, group, _ = q_HTGD.shape
-        step = max(1, _SCORE_BYTES // (heads * searchable * 4 * (group + 1)))
-        states: list[AttentionState] = []
+        heads, positions, group, _ = q_HTGD.shape
+        step = max(1, _SCORE_BYTES // (heads * (search_end - self._sinks) * 4 * (group + 1)))
+        outs: list[Tensor] = []
         for first in range(0, positions, step):
-            queries = q_HTGD[:, first : first + step]
-            selection = self._search(queries, search_end)
-            states.append(self._attend_rows(queries, selection))
-        if is_step and self._method.period > 1:
-            self._reusable = _Reusable(selection, search_end, position)
-        return self._attend_exact(q_HTGD, position + positions, search_end, _concatenate(states))
+            part = slice(first, first + step)
+            predicted = None if predicted_HTGD is None else predicted_HTGD[:, part]
+            outs.append(self._attend_some(q_HTGD[:, part], position + first, predicted, is_step))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+    def _attend_some(
+        self, q_HTGD: Tensor, position: int, predicted_HTGD: Tensor | None, is_step: bool
+    ) -> Tensor:
+        schedule = self._method.schedule
+        search_end = self._search_end(position)
+        earlier = self._earlier(position) if is_step else None
+        exact = self._attend_exact(q_HTGD, position, earlier.search_end if earlier else search_end)
+        if schedule.ahead and predicted_HTGD is not None:
+            _, foretold = self._search(predicted_HTGD, position, search_end, exact.state.lse)
+            earlier = _Choice(foretold, predicted_HTGD, position, search_end)
+        ranking = None
+        if earlier is None:
+            ranking, selection = self._search(q_HTGD, position, search_end, exact.state.lse)
+            choice = _Choice(selection, q_HTGD, position, search_end)
+        else:
+            choice = self._corrected(q_HTGD, position, earlier, exact.state.lse)
+        pieces = self._pieces(q_HTGD, position, ranking)
+        begin = perf_counter_ns()
+        rows = KeyRows(self._kv_HN2D, self.tail.rows)
+        state = attend_selection(
+            q_HTGD,
+            rows,
+            choice.selection,
+            self._method.remainder,
+            pieces,
+            exact.boundary,
+            self._figures.count_kept,
+        )
+        out = state.merge(exact.state).out
+        self._count_exact(position, q_HTGD.shape[1], choice.search_end)
+        self._figures.attend_ns += perf_counter_ns() - begin
+        if is_step:
+            self._leave(q_HTGD, position, exact.state.lse, choice)
+        if self.observer is not None:
+            read = (ranking.vectors_read, ranking.bytes_read) if ranking else (0.0, 0.0)
+            self.observer(
+                Observation(
+                    q_HTGD, position, self._sinks, choice.search_end, choice.selection, rows, out, *read
+                )
+            )
+        return out
+
+    def _earlier(self, position: int) -> _Choice | None:
+        """The selection of an earlier step that the schedule lets this step use."""
+        last, schedule = self._last, self._method.schedule
+        if last is None:
+            return None
+        age = position - last.made_at
+        return last if 0 < age < schedule.period or (schedule.lag and age == 1) else None
+
+    def _leave(self, q_HTGD: Tensor, position: int, exact_lse_HTG: Tensor, used: _Choice) -> None:
+        """Leaves a selection for later steps: the one just used, or with a lag one made with this step's query."""
+        schedule = self._method.schedule
+        if schedule.lag and used.made_at != position:
+            search_end = self._search_end(position)
+            _, selection = self._search(q_HTGD, position, search_end, exact_lse_HTG)
+            self._last = _Choice(selection, q_HTGD, position, search_end)
+        elif schedule.by_step:
+            self._last = used
+
+    def _corrected(self, q_HTGD: Tensor, position: int, earlier: _Choice, exact_lse_HTG: Tensor) -> _Choice:
+        """The earlier selection, but searched again in KV heads whose queries have turned away too far."""
+        limit = self._method.schedule.correct_below
+        if limit is None:
+            return earlier
+        cosine_HT = torch.nn.functional.cosine_similarity(q_HTGD, earlier.q_HTGD, dim=-1).amin(2)
+        wrong_HT = cosine_HT < limit
+        self._figures.corrected += int(wrong_HT.sum())
+        self._figures.correctable += wrong_HT.numel()
+        if not bool(wrong_HT.any()):
+            return earlier
+        _, fresh = self._search(q_HTGD, position, earlier.search_end, exact_lse_HTG)
+        return _Choice(
+            _merge_selections(wrong_HT, fresh, earlier.selection),
+            torch.where(wrong_HT[:, :, None, None], q_HTGD, earlier.q_HTGD),
+            earlier.made_at,
+            earlier.search_end,
+        )
 
     def _append_until(self, search_end: int) -> None:
         """Makes the tail keys before search_end searchable."""
         count = self._kv_HN2D.shape[1]
-        indexed = count + (self._appended.count if self._appended else 0)
-        if search_end <= indexed:
-            return
         begin = perf_counter_ns()
-        if self._appended is None:
-            self._appended = self._index.start_appending()
-        self._appended.append(self.tail.rows[:, indexed - count : search_end - count, 0])
+        for index in self._indexes:
+            appended = self._appended.get(index)
+            indexed = count + (appended.count if appended else 0)
+            if search_end <= indexed:
+                continue
+            if appended is None:
+                appended = self._appended[index] = index.start_appending()
+            appended.append(self.tail.rows[:, indexed - count : search_end - count])
         self._figures.append_ns += perf_counter_ns() - begin
 
-    def _attend_rows(self, q_HTGD: Tensor, selection: Selection) -> AttentionState:
-        """Gathers and attends to the selection, in blocks of bounded size over positions and kept keys."""
-        heads, positions, _, head_dim = q_HTGD.shape
-        kept = max(1, selection.ids_HTK.shape[2])
-        key_bytes = heads * 2 * head_dim * 4
-        positions_step = max(1, _GATHER_BYTES // (kept * key_bytes))
-        keys_step = max(1, min(kept, _GATHER_BYTES // key_bytes))
-        states: list[AttentionState] = []
-        for first in range(0, positions, positions_step):
-            part = slice(first, first + positions_step)
-            queries = q_HTGD[:, part]
-            state = AttentionState.empty(queries.shape[:3], head_dim)
-            for start in range(0, kept, keys_step):
-                begin = perf_counter_ns()
-                rows = self._gather(selection.ids_HTK[:, part, start : start + keys_step])
-                gathered = perf_counter_ns()
-                counts_HT = (selection.counts_HT[:, part] - start).clamp_(min=0)
-                state = state.merge(attend_gathered(queries, rows, counts_HT))
-                self._figures.count_kept(int(counts_HT.clamp(max=rows.shape[2]).sum()))
-                self._figures.gather_ns += gathered - begin
-                self._figures.attend_ns += perf_counter_ns() - gathered
-            states.append(state)
-        return _concatenate(states)
-
-    def _search(self, q_HTGD: Tensor, search_end: int) -> Selection:
+    def _search(
+        self, q_HTGD: Tensor, position: int, search_end: int, exact_lse_HTG: Tensor
+    ) -> tuple[Ranking, Selection]:
         begin = perf_counter_ns()
-        ranking = self._index.rank(q_HTGD, self._sinks, search_end, self._appended, self._method.search)
-        selection = self._budget.cut(ranking, search_end + self._method.recent)
+        rows = KeyRows(self._kv_HN2D, self.tail.rows)
+        ranking = self._index.rank(
+            q_HTGD,
+            self._sinks,
+            search_end,
+            self._appended.get(self._index),
+            self._method.search,
+            position,
+        )
+        step = Step(
+            search_end + self._method.recent,
+            self._thresholds,
+            lambda ids_HTGK: rows.read_logits(q_HTGD, ids_HTGK),
+            exact_lse_HTG,
+        )
+        selection = self._budget.cut(ranking, step)
         self._figures.searches += q_HTGD.shape[1]
         self._figures.search_ns += perf_counter_ns() - begin
-        return selection
+        return ranking, selection
 
-    def _gather(self, ids_HTK: Tensor) -> Tensor:
-        """Rows [H, T, K, 2, d] float32 of context and tail keys."""
-        _, count, _, head_dim = self._kv_HN2D.shape
-        flat = _gather_rows(self._kv_HN2D, ids_HTK.clamp(max=count - 1)).float()
-        if self._appended is not None:
-            heads = torch.arange(len(ids_HTK))[:, None, None].expand(ids_HTK.shape)
-            late = ids_HTK >= count
-            tail_rows = self.tail.rows[heads[late], (ids_HTK[late] - count).long()]
-            flat[late.flatten()] = tail_rows.flatten(1).float()
-        return flat.view(*ids_HTK.shape, 2, head_dim)
+    def _pieces(self, q_HTGD: Tensor, position: int, ranking: Ranking | None) -> tuple[Piece, ...]:
+        """The clusters that the remainder is computed over, scored; none when it is dropped."""
+        if self._method.drops_remainder:
+            return ()
+        if self._partition is None and ranking is not None:
+            return ranking.pieces
+        index = self._index if self._partition is None else self._partition
+        begin = perf_counter_ns()
+        pieces = index.pieces(q_HTGD, self._appended.get(index), position)
+        self._figures.search_ns += perf_counter_ns() - begin
+        return pieces
 
-    def _attend_exact(self, q_HTGD: Tensor, end: int, search_end: int, selected: AttentionState) -> Tensor:
-        """Adds sinks, recent context and the tail up to `end` (the last key of the last query); counts the keys."""
+    def _attend_exact(self, q_HTGD: Tensor, position: int, search_end: int) -> _ExactPart:
+        """Attention to sinks, recent context and the tail up to the last query's own key."""
         begin = perf_counter_ns()
         heads, count = self._kv_HN2D.shape[:2]
-        tail = self.tail.rows[:, max(search_end - count, 0) : end - count]
-        recent = self._kv_HN2D[:, min(search_end, count) :]
-        exact = torch.cat([self._kv_HN2D[:, : self._sinks], recent, tail], dim=1)
-        out = selected.merge(attend_shared(q_HTGD, exact, causal=True)).out
         positions = q_HTGD.shape[1]
-        available = heads * _visible(end - positions, positions)
+        tail = self.tail.rows[:, max(search_end - count, 0) : position + positions - count]
+        recent = self._kv_HN2D[:, min(search_end, count) :]
+        sinks = self._kv_HN2D[:, : self._sinks]
+        state = attend_shared(q_HTGD, torch.cat([sinks, recent, tail], dim=1), causal=True)
+        boundary = None
+        if not self._method.drops_remainder:
+            ids = torch.cat([torch.arange(self._sinks), torch.arange(min(search_end, count), count)])
+            boundary = _exact_keys(q_HTGD, torch.cat([sinks, recent], dim=1).float(), ids)
+        self._figures.attend_ns += perf_counter_ns() - begin
+        return _ExactPart(state, boundary)
+
+    def _count_exact(self, position: int, positions: int, search_end: int) -> None:
+        """Counts the keys that are always attended, and all there are."""
+        heads = self._kv_HN2D.shape[0]
+        available = heads * visible_keys(position, positions)
         skipped = heads * positions * (search_end - self._sinks)
         self._figures.count_exact(available - skipped, available)
-        self._figures.attend_ns += perf_counter_ns() - begin
-        return out
 
 
-def _concatenate(states: list[AttentionState]) -> AttentionState:
-    """One state of consecutive query positions."""
-    if len(states) == 1:
-        return states[0]
-    return AttentionState(
-        torch.cat([state.out for state in states], dim=1), torch.cat([state.lse for state in states], dim=1)
+def _exact_keys(q_HTGD: Tensor, kv_HS2D: Tensor, ids_S: Tensor) -> ExactKeys | None:
+    """The same keys for every position; None when there are none."""
+    heads, count = kv_HS2D.shape[:2]
+    if count == 0:
+        return None
+    logits = torch.einsum("htgd,hsd->htgs", q_HTGD, kv_HS2D[:, :, 0])
+    ids = ids_S.to(torch.int32).expand(heads, 1, count)
+    return ExactKeys(ids, torch.ones(heads, 1, count, dtype=torch.bool), logits, kv_HS2D[:, None, :, 1])
+
+
+def _merge_selections(wrong_HT: Tensor, fresh: Selection, earlier: Selection) -> Selection:
+    """The fresh selection where `wrong_HT`, the earlier one elsewhere."""
+    width = max(fresh.ids_HTK.shape[2], earlier.ids_HTK.shape[2])
+    ids = [
+        torch.nn.functional.pad(selection.ids_HTK, (0, width - selection.ids_HTK.shape[2]))
+        for selection in (fresh, earlier)
+    ]
+    return Selection(
+        torch.where(wrong_HT.unsqueeze(-1), ids[0], ids[1]),
+        torch.where(wrong_HT, fresh.counts_HT, earlier.counts_HT),
     )
-
-
-def _visible(position: int, positions: int) -> int:
-    """Keys seen by `positions` causal queries, the first of which sits at `position`."""
-    return positions * (position + 1) + positions * (positions - 1) // 2
-
-
-def _gather_rows(kv_HN2D: Tensor, ids_HTK: Tensor) -> Tensor:
-    """Rows [H*T*K, 2*d] at the ids of every head, in the stored dtype."""
-    heads = kv_HN2D.shape[0]
-    stride = kv_HN2D.stride(0) // kv_HN2D.stride(
-        1
-    )  # rows between heads; more than N where a buffer has slack
-    width = kv_HN2D.shape[2] * kv_HN2D.shape[3]
-    table = kv_HN2D.as_strided(((heads - 1) * stride + kv_HN2D.shape[1], width), (width, 1))
-    offsets = (torch.arange(heads) * stride)[:, None, None]
-    return table.index_select(0, (ids_HTK.long() + offsets).flatten())

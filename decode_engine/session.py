@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 from decode_engine.figures import Figures
-from decode_engine.selector import DenseLayer, LayerAttention, SparseLayer
+from decode_engine.dense_layer import DenseLayer, LayerAttention
+from decode_engine.selector import LayerSearch, SparseLayer
+from index_store.calibration import ThresholdCurve
 from index_store.context import ResidentContext
 from index_store.errors import MethodUnsupportedError
-from index_store.indexes.base import LayerIndex
+from index_store.indexes.base import LayerIndex, Scalar
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.manifest import Manifest
-from index_store.methods import IndexSpec, Method
+from index_store.index_specs import IndexSpec
+from index_store.methods import Method
+
+
+NO_OPTIONS: Mapping[str, Scalar] = MappingProxyType({})
+"""Search options of a partition, which is scored and not searched."""
 
 
 class Session:
@@ -25,21 +35,31 @@ class Session:
         self.figures = Figures()
         self.position = context.manifest.token_count
         require_index(context.manifest, method)
+        if method.partition_optional and not _has_partition(context.manifest, method):
+            method = method.without_remainder()
+        self._searched = method
         self.layers: list[LayerAttention] = [
             self._layer(layer) for layer in range(context.manifest.model.layers)
         ]
 
     def _layer(self, layer: int) -> LayerAttention:
         kv = self.context.kv(layer)
-        spec = self.method.index
-        if spec is None or layer in self.context.manifest.dense_layers:
+        method = self._searched
+        flat = method.drops_remainder and layer in self.context.manifest.dense_layers
+        if method.index is None or flat:
             return DenseLayer(kv, self.figures)
-        return SparseLayer(kv, self._index(spec, layer), self.method, self.figures)
+        partition = None if method.drops_remainder else method.partition
+        search = LayerSearch(
+            self._index(method.index, layer),
+            None if partition is None else self._index(partition, layer),
+            _thresholds(self.context.manifest, method.index),
+        )
+        return SparseLayer(kv, search, method, self.figures)
 
     def _index(self, spec: IndexSpec, layer: int) -> LayerIndex:
         if spec.stored:
             return self.context.index(spec.name, layer)
-        return INDEX_KINDS[spec.kind].from_arrays(spec.parameters, {}, self.context.keys(layer))
+        return INDEX_KINDS[spec.kind].from_arrays(spec.parameters, {}, self.context.kv(layer))
 
     def close(self) -> None:
         """Drops the tail and every reference to the context's memory; the session cannot be used afterwards."""
@@ -52,17 +72,44 @@ class Session:
 
 
 def require_index(manifest: Manifest, method: Method) -> None:
-    """Raises MethodUnsupportedError unless the context holds what the method searches."""
-    spec = method.index
-    if spec is None or not spec.stored:
-        return
-    entry = manifest.index(spec.name)
-    if entry is None:
-        available = ", ".join(e.name for e in manifest.indexes) or "none"
-        raise MethodUnsupportedError(
-            f"method {method.name!r} needs index {spec.name!r}, context {manifest.id} has {available}; "
-            f"prefill it again with --method {method.name}",
-            method=method.name,
-            context=manifest.id,
-        )
-    INDEX_KINDS[entry.kind].check_options(entry.parameters, method.search)
+    """Raises MethodUnsupportedError unless the context holds what the method searches and approximates with."""
+    if method.partition_optional and not _has_partition(manifest, method):
+        method = method.without_remainder()
+    for spec in method.index_specs():
+        entry = manifest.index(spec.name)
+        if entry is None:
+            available = ", ".join(e.name for e in manifest.indexes) or "none"
+            raise MethodUnsupportedError(
+                f"method {method.name!r} needs index {spec.name!r}, context {manifest.id} has {available}; "
+                f"prefill it again with --method {method.name}",
+                method=method.name,
+                context=manifest.id,
+            )
+        searched = method.index is not None and spec.name == method.index.name
+        INDEX_KINDS[entry.kind].check_options(entry.parameters, method.search if searched else NO_OPTIONS)
+        lacking = _layers_needed(manifest, method) - set(entry.layers)
+        if lacking:
+            raise MethodUnsupportedError(
+                f"method {method.name!r} searches every layer, index {spec.name!r} of context {manifest.id} lacks "
+                f"layers {sorted(lacking)}; prefill it again with --method {method.name}",
+                method=method.name,
+                context=manifest.id,
+            )
+
+
+def _layers_needed(manifest: Manifest, method: Method) -> set[int]:
+    layers = set(range(manifest.model.layers))
+    return layers - set(manifest.dense_layers) if method.drops_remainder else layers
+
+
+def _has_partition(manifest: Manifest, method: Method) -> bool:
+    """Whether the context has the clusters of the method's remainder, and the searched index, in every layer."""
+    layers = set(range(manifest.model.layers))
+    entries = [manifest.index(spec.name) for spec in method.index_specs()]
+    return all(entry is not None and layers <= set(entry.layers) for entry in entries)
+
+
+def _thresholds(manifest: Manifest, spec: IndexSpec) -> Callable[[float], float] | None:
+    """The offline calibration of the index, when it has one."""
+    entry = manifest.index(spec.name) if spec.stored else None
+    return ThresholdCurve(entry.thresholds) if entry is not None and entry.thresholds else None

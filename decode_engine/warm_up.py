@@ -6,16 +6,17 @@ Shape legend: H KV heads, G group heads, N tokens of the context, P sampled quer
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import torch
 
 from decode_engine.runner import ModelRunner
+from index_store.calibration import KEEP_GRID
 from index_store.context import ResidentContext
 from index_store.dtypes import dtype_name, stored_dtype
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.base import LayerIndex, QuerySample, Scalar
+from index_store.index_specs import IndexSpec
+from index_store.indexes.base import LayerIndex, LayerSource, QuerySample
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.manifest import (
     IndexEntry,
@@ -69,15 +70,14 @@ def made_up_context(identity: ModelIdentity, dtype: str, method: Method) -> Resi
         stored_dtype(dtype).torch_dtype
     )
     queries_HPGD = torch.randn(heads, _TOKENS, group, head_dim, generator=generator)
-    entries: tuple[IndexEntry, ...] = ()
+    entries: list[IndexEntry] = []
     arrays: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
     layers = tuple(range(identity.layers))
-    if method.index is not None and method.index.stored:
-        spec = method.index
-        sample = QuerySample(queries_HPGD, torch.arange(_TOKENS))
-        index = INDEX_KINDS[spec.kind].build(spec.parameters, kv_HN2D[:, :, 0], sample, seed=0)
-        arrays = {(spec.name, layer): index.arrays() for layer in layers}
-        entries = (_index_entry(spec.name, spec.kind, index, spec.parameters, layers),)
+    source = LayerSource(kv_HN2D, QuerySample(queries_HPGD, torch.arange(_TOKENS)), None)
+    for spec in method.index_specs():
+        index = INDEX_KINDS[spec.kind].build(spec.parameters, source, seed=0)
+        arrays |= {(spec.name, layer): index.arrays() for layer in layers}
+        entries.append(_index_entry(spec, index, layers))
     manifest = Manifest(
         id="0" * 64,
         name="warm-up",
@@ -92,7 +92,7 @@ def made_up_context(identity: ModelIdentity, dtype: str, method: Method) -> Resi
         selection_errors=(),
         tokens=tokens_entry(_TOKENS),
         kv=kv_entry(identity, _TOKENS, dtype),
-        indexes=entries,
+        indexes=tuple(entries),
         prefill={},
         seconds={},
     )
@@ -101,11 +101,11 @@ def made_up_context(identity: ModelIdentity, dtype: str, method: Method) -> Resi
     )
 
 
-def _index_entry(
-    name: str, kind: str, index: LayerIndex, parameters: Mapping[str, Scalar], layers: tuple[int, ...]
-) -> IndexEntry:
+def _index_entry(spec: IndexSpec, index: LayerIndex, layers: tuple[int, ...]) -> IndexEntry:
     arrays = tuple(
-        index_array_entry(name, array, len(layers), tensor.shape, dtype_name(tensor.dtype))
+        index_array_entry(spec.name, array, len(layers), tensor.shape, dtype_name(tensor.dtype))
         for array, tensor in index.arrays().items()
     )
-    return IndexEntry(name, kind, parameters, layers, arrays)
+    # A threshold that nothing was calibrated for; warming up needs one that can be read.
+    thresholds = (1.0 / _TOKENS,) * len(KEEP_GRID) if INDEX_KINDS[spec.kind].partitions else ()
+    return IndexEntry(spec.name, spec.kind, spec.parameters, layers, arrays, thresholds)

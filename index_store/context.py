@@ -206,7 +206,7 @@ class ResidentContext:
                 kind=entry.kind,
             )
         return kinds[entry.kind].from_arrays(
-            entry.parameters, self._arrays.get((name, layer), {}), self.keys(layer)
+            entry.parameters, self._arrays.get((name, layer), {}), self.kv(layer)
         )
 
     def _index_entry(self, name: str) -> IndexEntry:

@@ -1,55 +1,79 @@
-"""Methods: named, frozen combinations of index, budget and search options.
+"""Methods: named, frozen triples of index, budget and remainder, with the options that go with them.
 
-A variant is made with `dataclasses.replace`; combinations that cannot work are refused when they are made.
+A variant is made with `dataclasses.replace` or by an expression (`get_method`); combinations that cannot work are refused
+when they are made.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from index_store.budgets import Budget, Ratio
+from index_store.budgets.base import Budget
+from index_store.budgets.mass import Mass
+from index_store.budgets.ratio import Ratio, TokenCount
+from index_store.budgets.threshold import Threshold
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.index_specs import INDEX_SPECS, IndexSpec
 from index_store.indexes.base import Scalar
 from index_store.indexes.registry import INDEX_KINDS
+from index_store.remainders import MOMENTS, REMAINDERS, Dropped, Monopole, Remainder
 
 
 def _nothing() -> Mapping[str, Scalar]:
     return MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class IndexSpec:
-    """An index to build or to use.
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When a decode step searches, and with which query.
 
-    name: the folder under `index/` and the name in the manifest. kind: a key of INDEX_KINDS.
-    parameters: what `LayerIndex.build` takes. stored: False for indexes that need nothing but the keys.
+    period: a selection serves this many decode steps (CSAttention appendix C.2). lag: 1 attends to the selection that the
+    step before has made, while its own is made for the next. ahead: layers after the first search with their query as
+    predicted from the hidden state that entered the layer before. correct_below: KV heads in which the query of any head
+    of the group has a smaller cosine with the query that was searched with are searched again; None never.
     """
 
-    name: str
-    kind: str
-    parameters: Mapping[str, Scalar] = field(default_factory=_nothing)
-    stored: bool = True
+    period: int = 1
+    lag: int = 0
+    ahead: bool = False
+    correct_below: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in INDEX_KINDS:
-            raise InvalidArgumentError(
-                f"index kind is {self.kind!r}, expected one of {', '.join(sorted(INDEX_KINDS))}",
-                kind=self.kind,
-            )
+        if self.period < 1:
+            raise InvalidArgumentError(f"period is {self.period}, expected at least 1")
+        if self.lag not in (0, 1):
+            raise InvalidArgumentError(f"lag is {self.lag}, expected 0 or 1")
+        if (self.period > 1) + (self.lag > 0) + self.ahead > 1:
+            raise InvalidArgumentError("period, lag and ahead exclude one another; choose one")
+        if self.correct_below is not None:
+            if self == Schedule(correct_below=self.correct_below):
+                raise InvalidArgumentError("a correction needs something to correct: period, lag or ahead")
+            if not -1.0 <= self.correct_below <= 1.0:
+                raise InvalidArgumentError(
+                    f"correct_below is {self.correct_below}, expected a cosine from -1 to 1"
+                )
+
+    @property
+    def by_step(self) -> bool:
+        """Whether a step's selection depends on earlier steps, so that tokens must be fed one by one."""
+        return self.period > 1 or self.lag > 0
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a decode step finds and attends to keys: search, cut, attend exactly.
+    """How a decode step finds and attends to keys: search, cut, attend exactly, add the remainder.
 
     index, budget: what is searched and how much of it is kept; both None for full attention.
+    remainder: what becomes of the keys that were not selected. partition: the index whose clusters the remainder is
+        computed over, None for the searched index's own. partition_optional: over a context without the partition
+        the remainder is dropped, instead of refusing the context.
     sinks: first tokens of the context that are always attended. recent: newest tokens that are always attended.
     append_block: the window of recent tokens moves on in steps of this many positions, and the tail tokens that it
         leaves become searchable; it holds `recent` to `recent + append_block - 1` tokens besides the query's own.
-    period: a selection is reused for this many decode steps (CSAttention appendix C.2); 1 searches every step.
-    search: options of `LayerIndex.rank`.
+    schedule: when it searches. search: options of `LayerIndex.rank`.
     """
 
     name: str
@@ -57,11 +81,14 @@ class Method:
     source: str
     index: IndexSpec | None
     budget: Budget | None
+    remainder: Remainder = field(default_factory=Dropped)
+    partition: IndexSpec | None = None
+    partition_optional: bool = False
     search: Mapping[str, Scalar] = field(default_factory=_nothing)
     sinks: int = 8
     recent: int = 64
     append_block: int = 64
-    period: int = 1
+    schedule: Schedule = Schedule()
 
     def __post_init__(self) -> None:
         if (self.index is None) != (self.budget is None):
@@ -75,123 +102,295 @@ class Method:
             ("sinks", self.sinks, 0),
             ("recent", self.recent, 1),
             ("append_block", self.append_block, 1),
-            ("period", self.period, 1),
         ):
             if value < least:
                 raise InvalidArgumentError(f"{label} is {value}, expected at least {least}")
-        if self.index is not None:
-            INDEX_KINDS[self.index.kind].check_options(self.index.parameters, self.search)
+        if self.index is not None and self.budget is not None:
+            self._check_pair(self.index, self.budget)
+        self._check_remainder()
 
     @property
     def sparse(self) -> bool:
         """Whether any layer attends to less than everything."""
         return self.index is not None
 
+    @property
+    def drops_remainder(self) -> bool:
+        """Whether keys that were not selected have no influence."""
+        return isinstance(self.remainder, Dropped)
 
-_QUERY_TABLES = IndexSpec(
-    "query_tables",
-    "query_tables",
-    {
-        "layout": "dense",
-        "subspaces": 16,
-        "centroids": 32,
-        "split": "strided",
-        "scores": "dot",
-        "alpha": 0.2,
-        "iterations": 10,
-    },
-)
-_PAPER_TABLES = IndexSpec(
-    "paper_tables",
-    "query_tables",
-    {
-        "layout": "lists",
-        "subspaces": 8,
-        "centroids": 64,
-        "split": "contiguous",
-        "scores": "cosine",
-        "alpha": 0.2,
-        "iterations": 10,
-    },
+    @property
+    def one_pass(self) -> bool:
+        """Whether feeding many tokens at once equals feeding them one by one."""
+        return not (self.schedule.by_step or (self.budget is not None and self.budget.per_prompt))
+
+    def index_specs(self) -> tuple[IndexSpec, ...]:
+        """The indexes that the method needs stored: what it searches, and what its remainder is computed over."""
+        specs = (self.index, None if self.drops_remainder else self.partition)
+        stored = [spec for spec in specs if spec is not None and spec.stored]
+        return tuple({spec.name: spec for spec in stored}.values())
+
+    def without_remainder(self) -> Method:
+        """The same method over a context that lacks the partition."""
+        return replace(self, remainder=Dropped(), partition=None, partition_optional=False)
+
+    def _check_pair(self, index: IndexSpec, budget: Budget) -> None:
+        kind = INDEX_KINDS[index.kind]
+        kind.check_options(index.parameters, self.search)
+        if budget.needs_logits and not kind.estimates_logits(index.parameters, self.search):
+            raise MethodUnsupportedError(
+                f"method {self.name!r}: a {type(budget).__name__.lower()} budget compares attention weights, and "
+                f"what index {index.name!r} yields orders keys without estimating q.k; use a ratio or mass budget",
+                method=self.name,
+            )
+        self._check_sinks(index)
+
+    def _check_remainder(self) -> None:
+        if self.drops_remainder:
+            return
+        named = f"method {self.name!r} with remainder {self.remainder.name!r}"
+        if self.index is None:
+            raise MethodUnsupportedError(
+                f"{named}: full attention leaves no key out, so there is no remainder", method=self.name
+            )
+        spec = self.index if self.partition is None else self.partition
+        if not INDEX_KINDS[spec.kind].partitions:
+            raise MethodUnsupportedError(
+                f"{named}: index {spec.name!r} has no clusters; give the remainder a partition such as "
+                "remainder_clusters",
+                method=self.name,
+            )
+        held = str(spec.parameters.get("moments", "none"))
+        if MOMENTS.index(held) < MOMENTS.index(self.remainder.moments):
+            raise MethodUnsupportedError(
+                f"{named}: it needs clusters with moments {self.remainder.moments!r}, index {spec.name!r} has "
+                f"{held!r}",
+                method=self.name,
+            )
+        if not isinstance(self.remainder, Monopole) and spec.parameters.get("window", 0):
+            raise MethodUnsupportedError(
+                f"{named}: exact logits cannot be taken out of clusters of keys moved by windowed RoPE; use a "
+                "partition with window 0, or the monopole",
+                method=self.name,
+            )
+        self._check_sinks(spec)
+
+    def _check_sinks(self, spec: IndexSpec) -> None:
+        left_out = spec.parameters.get("sinks", 0)
+        if isinstance(left_out, int) and self.sinks < left_out:
+            raise MethodUnsupportedError(
+                f"method {self.name!r} attends to {self.sinks} sinks, but index {spec.name!r} leaves out the first "
+                f"{left_out} keys: those between would be lost",
+                method=self.name,
+            )
+
+
+_LISTED = (
+    Method(
+        "full",
+        "Exact attention to every key: the reference.",
+        "reference",
+        None,
+        None,
+    ),
+    Method(
+        "oracle",
+        "Exact top keys by true attention weight: the upper bound of any search, evaluation only.",
+        "reference",
+        INDEX_SPECS["exact"],
+        Ratio(0.05),
+    ),
+    Method(
+        "csattention",
+        "Query tables with raw scores weighted by the query, and clusters for what was not selected.",
+        "CSAttention: Centroid-Scoring Attention, improved",
+        INDEX_SPECS["query_tables"],
+        Ratio(0.05),
+        REMAINDERS["centred"],
+        INDEX_SPECS["remainder_clusters"],
+        partition_optional=True,
+        search={"group": "per_head", "weights": "projection"},
+    ),
+    Method(
+        "csattention-paper",
+        "Query tables as published: cosine scores in Top-L lists, pooled query, backoff, streaming insert.",
+        "CSAttention: Centroid-Scoring Attention, sections 3.2-3.3 and 4.4",
+        INDEX_SPECS["paper_tables"],
+        Ratio(0.05),
+        search={"group": "pooled", "weights": "uniform", "backoff_cosine": 0.5, "backoff_centroids": 2},
+        sinks=0,
+        recent=32,
+        append_block=1,
+    ),
+    Method(
+        "squeezed",
+        "Key clusters above one global threshold, calibrated to the wanted share of the keys.",
+        "Squeezed Attention, sections 3.1-3.2",
+        INDEX_SPECS["key_clusters"],
+        Threshold(keep=0.05),
+    ),
+    Method(
+        "squeezed-tree",
+        "Two-level key clusters: coarse ones prune half the keys, fine ones are cut by the threshold.",
+        "Squeezed Attention, section 3.3",
+        INDEX_SPECS["cluster_tree"],
+        Threshold(keep=0.05),
+        search={"coarse_keep": 0.5},
+    ),
+    Method(
+        "multipole",
+        "Key clusters up to a token budget; the others are attended through their centroids.",
+        "Multipole Attention, sections 3.1-3.3",
+        INDEX_SPECS["key_clusters"],
+        Ratio(0.05),
+        REMAINDERS["monopole"],
+        sinks=10,
+        recent=128,
+        append_block=128,
+    ),
+    Method(
+        "multipole-tree",
+        "Two-level key clusters; what is pruned at either level is attended through that level's centroids.",
+        "Multipole Attention, section 3.4",
+        INDEX_SPECS["cluster_tree"],
+        Ratio(0.05),
+        REMAINDERS["monopole"],
+        search={"coarse_keep": 0.5},
+        sinks=10,
+        recent=128,
+        append_block=128,
+    ),
+    Method(
+        "tactic",
+        "Key clusters until the attention mass, estimated from a fitted curve, reaches its target.",
+        "Tactic: Adaptive Sparse Attention, sections 4.2-4.5",
+        INDEX_SPECS["key_clusters"],
+        Mass(0.9),
+    ),
+    Method(
+        "quest",
+        "Pages of 16 neighbouring keys, ranked by an upper bound of their scores.",
+        "Quest, baseline",
+        INDEX_SPECS["pages"],
+        Ratio(0.05),
+    ),
+    Method(
+        "pq",
+        "Product-quantised keys, and clusters for what was not selected.",
+        "PQCache, improved, baseline",
+        INDEX_SPECS["product_codes"],
+        Ratio(0.05),
+        REMAINDERS["centred"],
+        INDEX_SPECS["remainder_clusters"],
+        partition_optional=True,
+    ),
 )
 
-METHODS: Mapping[str, Method] = MappingProxyType(
-    {
-        method.name: method
-        for method in (
-            Method(
-                "full",
-                "Exact attention to every key: the reference.",
-                "reference",
-                None,
-                None,
-            ),
-            Method(
-                "oracle",
-                "Exact top keys by true attention weight: the upper bound of any search, evaluation only.",
-                "reference",
-                IndexSpec("exact", "exact", stored=False),
-                Ratio(0.05),
-            ),
-            Method(
-                "csattention",
-                "Query tables with raw scores weighted by the query, softmax summed over the group.",
-                "CSAttention: Centroid-Scoring Attention, improved",
-                _QUERY_TABLES,
-                Ratio(0.05),
-                {"group": "softmax_sum", "weights": "projection"},
-            ),
-            Method(
-                "csattention-paper",
-                "Query tables as published: cosine scores in Top-L lists, pooled query, backoff, streaming insert.",
-                "CSAttention: Centroid-Scoring Attention, sections 3.2-3.3 and 4.4",
-                _PAPER_TABLES,
-                Ratio(0.05),
-                {"group": "pooled", "weights": "uniform", "backoff_cosine": 0.5, "backoff_centroids": 2},
-                sinks=0,
-                recent=32,
-                append_block=1,
-            ),
-        )
-    }
-)
+METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _LISTED})
 
 DEFAULT_METHOD = "csattention"
 
+_PARTITIONS = {"monopole": "remainder_clusters", "centred": "remainder_clusters", "dipole": "dipole_clusters"}
+_EXPRESSION = re.compile(
+    r"(?P<preset>[a-z][a-z-]*)(?:\+(?P<remainder>[a-z]+))?(?P<options>(?:@[a-z_]+(?:=[-0-9.]+)?)*)"
+)
+EXPRESSION_HELP = "PRESET[+REMAINDER][@period=P|@lag|@ahead][@correct=COSINE]"
 
-def get_method(name: str, keep: float | None = None, period: int | None = None) -> Method:
-    """The named method, with another keep ratio or search period where one is given.
 
-    Raises MethodUnsupportedError for an unknown name, or for a ratio or period on a method that keeps everything, and
+def get_method(
+    name: str,
+    keep: float | None = None,
+    period: int | None = None,
+    *,
+    mass: float | None = None,
+    tokens: int | None = None,
+) -> Method:
+    """The method that an expression names, with another budget or search period where one is given.
+
+    An expression is a preset, possibly with another remainder (`oracle+centred`, `csattention+dropped`) and a schedule
+    (`csattention@period=4`, `pq@lag@correct=0.9`, `csattention@ahead`). Raises MethodUnsupportedError for an unknown
+    name, for parts that do not go together, or for a budget or period on a method that keeps everything, and
     InvalidArgumentError for a value out of range.
     """
-    method = METHODS.get(name)
-    if method is None:
-        raise MethodUnsupportedError(f"method is {name!r}, expected one of {', '.join(METHODS)}", method=name)
-    if not method.sparse and (keep is not None or period is not None):
-        given = f"keep ratio (got {keep})" if keep is not None else f"search period (got {period})"
-        raise MethodUnsupportedError(
-            f"method {name!r} attends to every key and takes no {given}", method=name
-        )
+    method = _parse(name)
+    given = {"keep ratio": keep, "search period": period, "target mass": mass, "token budget": tokens}
+    if not method.sparse:
+        for label, value in given.items():
+            if value is not None:
+                raise MethodUnsupportedError(
+                    f"method {name!r} attends to every key and takes no {label} (got {value})", method=name
+                )
+        return method
+    budgets = [label for label in ("keep ratio", "target mass", "token budget") if given[label] is not None]
+    if len(budgets) > 1:
+        raise InvalidArgumentError(f"{' and '.join(budgets)} are given, expected at most one of them")
     if keep is not None:
-        method = replace(method, budget=Ratio(keep))
-    return method if period is None else replace(method, period=period)
+        method = replace(method, budget=_with_keep(method, keep))
+    if mass is not None:
+        method = replace(method, budget=Mass(mass))
+    if tokens is not None:
+        method = replace(method, budget=TokenCount(tokens))
+    return method if period is None else replace(method, schedule=Schedule(period=period))
 
 
-def index_spec(method: Method, **overrides: Scalar | None) -> IndexSpec | None:
-    """The index that the method needs stored, with some build parameters replaced; None when it stores none.
+def _with_keep(method: Method, keep: float) -> Budget:
+    if isinstance(method.budget, Threshold):
+        return Threshold(keep=keep, group=method.budget.group)
+    if isinstance(method.budget, Ratio):
+        return Ratio(keep, method.budget.group)
+    return Ratio(keep)
 
-    Overrides of None are ignored. Raises InvalidArgumentError for a parameter that the index does not know.
-    """
-    if method.index is None or not method.index.stored:
-        return None
-    given = {key: value for key, value in overrides.items() if value is not None}
-    unknown = sorted(set(given) - set(method.index.parameters))
-    if unknown:
-        raise InvalidArgumentError(
-            f"index {method.index.name!r} has no parameter {', '.join(unknown)}; it has "
-            f"{', '.join(method.index.parameters)}"
+
+def _parse(expression: str) -> Method:
+    found = _EXPRESSION.fullmatch(expression)
+    preset = found and METHODS.get(found["preset"])
+    if not found or not preset:
+        raise MethodUnsupportedError(
+            f"method is {expression!r}, expected one of {', '.join(METHODS)}, or {EXPRESSION_HELP}",
+            method=expression,
         )
-    spec = replace(method.index, parameters={**method.index.parameters, **given})
-    INDEX_KINDS[spec.kind].check_options(spec.parameters, method.search)
-    return spec
+    method = preset
+    if found["remainder"] is not None:
+        method = _with_remainder(method, found["remainder"])
+    if found["options"]:
+        method = replace(method, schedule=_schedule(expression, found["options"]))
+    return method if method is preset else replace(method, name=expression)
+
+
+def _with_remainder(method: Method, name: str) -> Method:
+    remainder = REMAINDERS.get(name)
+    if remainder is None:
+        raise MethodUnsupportedError(
+            f"remainder is {name!r}, expected one of {', '.join(REMAINDERS)}", remainder=name
+        )
+    if name == method.remainder.name:
+        return replace(method, partition_optional=False)
+    if isinstance(remainder, Dropped):
+        return method.without_remainder()
+    own = method.index is not None and INDEX_KINDS[method.index.kind].partitions
+    partition = None if own and isinstance(remainder, Monopole) else INDEX_SPECS[_PARTITIONS[name]]
+    return replace(method, remainder=remainder, partition=partition, partition_optional=False)
+
+
+def _schedule(expression: str, options: str) -> Schedule:
+    values: dict[str, float | None] = {}
+    for option in options.lstrip("@").split("@"):
+        key, _, value = option.partition("=")
+        try:
+            values[key] = float(value) if value else None
+        except ValueError:
+            values[key] = None
+    known = {"period", "lag", "ahead", "correct"}
+    wrong = [key for key in values if key not in known]
+    wrong += [key for key in ("period", "correct") if key in values and values[key] is None]
+    if wrong:
+        raise MethodUnsupportedError(
+            f"method is {expression!r}: cannot read @{wrong[0]}; expected {EXPRESSION_HELP}",
+            method=expression,
+        )
+    return Schedule(
+        period=int(values.get("period") or 1),
+        lag=int("lag" in values),
+        ahead="ahead" in values,
+        correct_below=values.get("correct"),
+    )

@@ -1,7 +1,7 @@
 """What every index of one layer's keys can do: build, store, rank, append.
 
 Shape legend: H KV heads, G query heads per KV head (the group), T query positions of one forward pass,
-N keys of the context, M ranked keys (a slice of context plus appended keys), P sampled query positions, d head dim.
+N keys of the context, P sampled query positions, d head dim.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+
+from index_store.clusters import Piece
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.ranking import Ranking
 
 Scalar = str | int | float | bool
 
@@ -31,24 +35,36 @@ class QuerySample:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranking:
-    """Scores of candidate keys, higher is better, for every (KV head, query position).
+class LayerSource:
+    """What an index of one layer is built from.
 
-    scores_HTM: [H, T, M] float32; -inf marks a key that the index did not retrieve. Column j is key `first_key + j`
-        (key ids count the context first, then the session's appended tokens). Only order matters: scores are
-        comparable inside one row, not between rows, and are not probabilities.
+    kv_HN2D: [H, N, 2, d], keys (after RoPE) and values of the context in the stored dtype.
+    queries: sample of the layer's queries. inverse_frequencies: [d/2] float32 of the model's rotary embedding (angle
+        of dimensions i and i + d/2 at position p: p * inverse_frequencies[i]); None for a model whose embedding
+        is of another form.
     """
 
-    scores_HTM: Tensor
-    first_key: int
+    kv_HN2D: Tensor
+    queries: QuerySample
+    inverse_frequencies: Tensor | None = None
+
+    @property
+    def keys_HND(self) -> Tensor:
+        """View of the keys."""
+        return self.kv_HN2D[:, :, 0]
+
+    @property
+    def values_HND(self) -> Tensor:
+        """View of the values."""
+        return self.kv_HN2D[:, :, 1]
 
 
 class AppendedKeys(ABC):
     """Session-private extension of a shared index by keys that arrived while decoding. Never touches the index."""
 
     @abstractmethod
-    def append(self, keys_HTD: Tensor) -> None:
-        """Adds T keys [H, T, d] (any float dtype, after RoPE); their ids continue those already present."""
+    def append(self, kv_HT2D: Tensor) -> None:
+        """Adds T keys and values [H, T, 2, d] (any float dtype, after RoPE); ids continue those already present."""
 
     @property
     @abstractmethod
@@ -66,6 +82,9 @@ class LayerIndex(ABC):
 
     kind: ClassVar[str]
 
+    partitions: ClassVar[bool] = False
+    """Whether the index divides the keys into clusters that a remainder can be computed over (`pieces`)."""
+
     @classmethod
     @abstractmethod
     def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
@@ -73,10 +92,18 @@ class LayerIndex(ABC):
 
     @classmethod
     @abstractmethod
-    def build(
-        cls, parameters: Mapping[str, Scalar], keys_HND: Tensor, queries: QuerySample, seed: int
-    ) -> Self:
-        """Builds from the layer's keys [H, N, d] (after RoPE) and a sample of its queries.
+    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
+        """Whether a ranking's logits approximate q.k, so that budgets may take their softmax for attention weights."""
+
+    @classmethod
+    @abstractmethod
+    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
+        """Bytes stored per token of a long context, KV head and layer."""
+
+    @classmethod
+    @abstractmethod
+    def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:
+        """Builds the index of one layer.
 
         Raises InvalidArgumentError for a parameter that is missing, unknown or out of range.
         """
@@ -88,9 +115,9 @@ class LayerIndex(ABC):
     @classmethod
     @abstractmethod
     def from_arrays(
-        cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], keys_HND: Tensor
+        cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], kv_HN2D: Tensor
     ) -> Self:
-        """The index over stored arrays, without copying them. `keys_HND` is the context's own key view."""
+        """The index over stored arrays, without copying them. `kv_HN2D` are the context's own keys and values."""
 
     @abstractmethod
     def start_appending(self) -> AppendedKeys:
@@ -104,12 +131,23 @@ class LayerIndex(ABC):
         end_key: int,
         appended: AppendedKeys | None,
         search: Mapping[str, Scalar],
+        position: int | None = None,
     ) -> Ranking:
         """Scores keys first_key..end_key-1 for queries [H, T, G, d] float32, already scaled by 1/sqrt(d).
 
         Ids >= N address appended keys; `end_key` never exceeds N + appended.count. `search` holds the method's
-        search options (for example pooling of the group, backoff).
+        search options (for example pooling of the group, backoff). position: of the first query, the others follow;
+        needed by indexes that undo the rotary embedding.
         """
+
+    def pieces(
+        self, queries_HTGD: Tensor, appended: AppendedKeys | None, position: int | None = None
+    ) -> tuple[Piece, ...]:
+        """The clusters that together hold every key of the index, with the queries' products with their means.
+
+        Only for indexes that partition the keys; raises MethodUnsupportedError otherwise.
+        """
+        raise MethodUnsupportedError(f"index kind {self.kind!r} has no clusters to compute a remainder over")
 
     @property
     def nbytes(self) -> int:
@@ -119,8 +157,6 @@ class LayerIndex(ABC):
 
 def check_keys(keys_HND: Tensor) -> None:
     """Raises InvalidArgumentError unless the tensor is a finite, non-empty [H, N, d]."""
-    from index_store.errors import InvalidArgumentError
-
     if keys_HND.dim() != 3 or 0 in keys_HND.shape:
         raise InvalidArgumentError(
             f"keys must be a non-empty [heads, keys, dim], got {tuple(keys_HND.shape)}"

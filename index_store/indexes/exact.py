@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.base import AppendedKeys, LayerIndex, QuerySample, Ranking, Scalar, check_keys
+from index_store.indexes.base import AppendedKeys, LayerIndex, LayerSource, Scalar, check_keys
+from index_store.ranking import Items, Ranking
 
 
 class AppendedExact(AppendedKeys):
@@ -18,8 +19,8 @@ class AppendedExact(AppendedKeys):
     def __init__(self, heads: int, head_dim: int) -> None:
         self.keys_HTD = torch.empty(heads, 0, head_dim)
 
-    def append(self, keys_HTD: Tensor) -> None:
-        self.keys_HTD = torch.cat([self.keys_HTD, keys_HTD.float()], dim=1)
+    def append(self, kv_HT2D: Tensor) -> None:
+        self.keys_HTD = torch.cat([self.keys_HTD, kv_HT2D[:, :, 0].float()], dim=1)
 
     @property
     def count(self) -> int:
@@ -31,7 +32,7 @@ class AppendedExact(AppendedKeys):
 
 
 class ExactIndex(LayerIndex):
-    """Ranks by the true attention weight, summed over the group."""
+    """Ranks by the true attention weight."""
 
     kind = "exact"
 
@@ -46,12 +47,18 @@ class ExactIndex(LayerIndex):
             )
 
     @classmethod
-    def build(
-        cls, parameters: Mapping[str, Scalar], keys_HND: Tensor, queries: QuerySample, seed: int
-    ) -> Self:
+    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
+        return True
+
+    @classmethod
+    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
+        return 0.0
+
+    @classmethod
+    def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:
         cls.check_options(parameters, {})
-        check_keys(keys_HND)
-        return cls(keys_HND)
+        check_keys(source.keys_HND)
+        return cls(source.keys_HND)
 
     def arrays(self) -> dict[str, Tensor]:
         return {}
@@ -61,10 +68,10 @@ class ExactIndex(LayerIndex):
         cls,
         parameters: Mapping[str, Scalar],
         arrays: Mapping[str, Tensor],
-        keys_HND: Tensor,
+        kv_HN2D: Tensor,
     ) -> Self:
         cls.check_options(parameters, {})
-        return cls(keys_HND)
+        return cls(kv_HN2D[:, :, 0])
 
     def start_appending(self) -> AppendedExact:
         heads, _, head_dim = self._keys_HND.shape
@@ -77,6 +84,7 @@ class ExactIndex(LayerIndex):
         end_key: int,
         appended: AppendedKeys | None,
         search: Mapping[str, Scalar],
+        position: int | None = None,
     ) -> Ranking:
         heads, positions, group, head_dim = queries_HTGD.shape
         count = self._keys_HND.shape[1]
@@ -87,4 +95,8 @@ class ExactIndex(LayerIndex):
             keys = torch.cat([keys, appended.keys_HTD[:, max(first_key - count, 0) : end_key - count]], dim=1)
         flat = queries_HTGD.reshape(heads, positions * group, head_dim)
         logits = torch.bmm(flat, keys.transpose(1, 2)).view(heads, positions, group, -1)
-        return Ranking(logits.softmax(-1).sum(2), first_key)
+        searched = float(end_key - first_key)
+        row_bytes = head_dim * self._keys_HND.element_size()
+        return Ranking(
+            logits, Items(first_key, end_key), vectors_read=searched, bytes_read=searched * row_bytes
+        )

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.base import AppendedKeys, LayerIndex, QuerySample, Ranking, Scalar, check_keys
+from index_store.indexes.base import AppendedKeys, LayerIndex, LayerSource, Scalar, check_keys
 from index_store.indexes.table_parameters import TableParameters, TableSearch
 from index_store.kernels.list_search import Lists, insert_keys, score_lists
 from index_store.kernels.table_search import TableReads, softmax_sum_rows, sum_rows
 from index_store.kmeans import spherical_kmeans
+from index_store.ranking import Items, Ranking
 
 _INT8_MAX = 127
 _INT16_MAX = 32767
@@ -61,8 +62,8 @@ class AppendedDense(AppendedKeys):
         heads, subspaces, centroids, _ = scorer.centroids_HMCB.shape
         self.rows_HSN = torch.empty(heads, subspaces * centroids, 0, dtype=torch.int8)
 
-    def append(self, keys_HTD: Tensor) -> None:
-        scores_HTS = self._scorer.score(keys_HTD, _INT8_MAX).to(torch.int8)
+    def append(self, kv_HT2D: Tensor) -> None:
+        scores_HTS = self._scorer.score(kv_HT2D[:, :, 0], _INT8_MAX).to(torch.int8)
         new = scores_HTS.shape[1]
         if self._count + new > self.rows_HSN.shape[2]:
             heads, rows, capacity = self.rows_HSN.shape
@@ -98,8 +99,8 @@ class AppendedLists(AppendedKeys):
             torch.zeros(heads, rows, dtype=torch.int32),
         )
 
-    def append(self, keys_HTD: Tensor) -> None:
-        scores_HTS = self._scorer.score(keys_HTD, _INT16_MAX).to(torch.int16)
+    def append(self, kv_HT2D: Tensor) -> None:
+        scores_HTS = self._scorer.score(kv_HT2D[:, :, 0], _INT16_MAX).to(torch.int16)
         self._reserve(int(self.lists.inserted_HS.max()) + scores_HTS.shape[1])
         insert_keys(self.lists, scores_HTS, self._first_id + self._count)
         self._count += scores_HTS.shape[1]
@@ -147,17 +148,29 @@ class QueryTables(LayerIndex):
     def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
         layout = TableParameters.parse(parameters).layout
         options = TableSearch.parse(search)
-        if layout == "lists" and options.group == "softmax_sum" and options.weights == "uniform":
+        if layout == "lists" and options.group == "per_head" and options.weights == "uniform":
             raise InvalidArgumentError(
                 "table search: with uniform weights a key that no list holds has no score, so there is nothing to "
                 "take a softmax of; use group pooled or weights projection over lists"
             )
 
     @classmethod
-    def build(
-        cls, parameters: Mapping[str, Scalar], keys_HND: Tensor, queries: QuerySample, seed: int
-    ) -> Self:
+    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
+        return (
+            TableParameters.parse(parameters).scores == "dot"
+            and TableSearch.parse(search).weights == "projection"
+        )
+
+    @classmethod
+    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
         parsed = TableParameters.parse(parameters)
+        rows = parsed.subspaces * parsed.centroids
+        return float(rows) if parsed.layout == "dense" else 6.0 * rows * parsed.alpha
+
+    @classmethod
+    def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:
+        parsed = TableParameters.parse(parameters)
+        keys_HND, queries = source.keys_HND, source.queries
         check_keys(keys_HND)
         heads, count, head_dim = keys_HND.shape
         dims = parsed.dims(head_dim)
@@ -191,9 +204,9 @@ class QueryTables(LayerIndex):
 
     @classmethod
     def from_arrays(
-        cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], keys_HND: Tensor
+        cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], kv_HN2D: Tensor
     ) -> Self:
-        return cls(TableParameters.parse(parameters), arrays, keys_HND)
+        return cls(TableParameters.parse(parameters), arrays, kv_HN2D[:, :, 0])
 
     def start_appending(self) -> AppendedDense | AppendedLists:
         # An extension knows the tensors that it needs and not the index: a cycle would keep an evicted context's
@@ -209,36 +222,34 @@ class QueryTables(LayerIndex):
         end_key: int,
         appended: AppendedKeys | None,
         search: Mapping[str, Scalar],
+        position: int | None = None,
     ) -> Ranking:
         options = TableSearch.parse(search)
         if options.group == "pooled":
             queries_HTGD = queries_HTGD.mean(2, keepdim=True)
         rows, weights = self._nearest(queries_HTGD, options)
-        if self._parameters.layout == "dense":
-            scores = self._score_dense(rows, weights, first_key, end_key, appended)
-        else:
-            scores = self._score_lists(rows, weights, first_key, end_key, appended, options)
-        return Ranking(scores, first_key)
-
-    def _score_dense(
-        self, rows: Tensor, weights: Tensor, first: int, end: int, appended: AppendedKeys | None
-    ) -> Tensor:
+        items = Items(first_key, end_key)
+        if self._parameters.layout == "lists":
+            return Ranking(self._score_lists(rows, weights, items, appended, options), items)
         extension = self._nothing_appended if appended is None else appended
-        if not isinstance(extension, AppendedDense) or end > self.key_count + extension.count:
-            raise InvalidArgumentError(f"keys up to {end} were asked for, the index holds {self.key_count}")
-        reads = TableReads(self._scores_HSN, extension.rows_HSN, rows, weights, first, end)
-        return softmax_sum_rows(reads) if rows.shape[2] > 1 else sum_rows(reads)[:, :, 0]
+        if not isinstance(extension, AppendedDense) or end_key > self.key_count + extension.count:
+            raise InvalidArgumentError(
+                f"keys up to {end_key} were asked for, the index holds {self.key_count}"
+            )
+        return _TableRanking(
+            TableReads(self._scores_HSN, extension.rows_HSN, rows, weights, first_key, end_key), items
+        )
 
     def _score_lists(
         self,
         rows: Tensor,
         weights: Tensor,
-        first: int,
-        end: int,
+        items: Items,
         appended: AppendedKeys | None,
         options: TableSearch,
     ) -> Tensor:
         extension = self._nothing_appended if appended is None else appended
+        first, end = items.first_key, items.end_key
         if not isinstance(extension, AppendedLists) or end > self.key_count + extension.count:
             raise InvalidArgumentError(f"keys up to {end} were asked for, the index holds {self.key_count}")
         scores = torch.empty(*rows.shape[:3], end - first)
@@ -251,7 +262,7 @@ class QueryTables(LayerIndex):
             floor_missing,
             scores.flatten(1, 2),
         )
-        return scores.softmax(-1).sum(2) if rows.shape[2] > 1 else scores[:, :, 0]
+        return scores
 
     def _nearest(self, queries_HTGD: Tensor, options: TableSearch) -> tuple[Tensor, Tensor]:
         """Table rows [H, T, G, J] int32 and their weights [H, T, G, J] float32, in units of the stored integers."""
@@ -276,6 +287,24 @@ class QueryTables(LayerIndex):
         weights = torch.where(back_off, shared, first_only) * scales_HM[..., None]
         rows = nearest.indices + offsets_M[:, None]
         return rows.flatten(3).to(torch.int32), weights.flatten(3).contiguous()
+
+
+class _TableRanking(Ranking):
+    """Scores of a table, added up only in the form that a budget asks for."""
+
+    def __init__(self, reads: TableReads, items: Items) -> None:
+        rows = float(reads.rows_HTGJ.shape[2:].numel())
+        super().__init__(torch.empty(0), items, bytes_read=rows * (items.end_key - items.first_key))
+        self._reads = reads
+
+    @property
+    def logits_HTGM(self) -> Tensor:
+        return sum_rows(self._reads)
+
+    def scores(self, rule: str) -> Tensor:
+        if rule == "average" and self._reads.rows_HTGJ.shape[2] > 1:
+            return softmax_sum_rows(self._reads)
+        return super().scores(rule)
 
 
 def _compress(scores_CN: Tensor, layout: str, capacity: int) -> dict[str, Tensor]:

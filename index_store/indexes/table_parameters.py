@@ -72,7 +72,7 @@ class TableParameters:
 class TableSearch:
     """Search options.
 
-    group: `softmax_sum` scores every head and adds softmaxed scores, `pooled` searches once with the mean query.
+    group: `per_head` scores the keys for every head of the group, `pooled` once for their mean query.
     weights: `projection` weighs a subspace by max(0, q_b . c_b), `uniform` by 1 (CSAttention section 3.3 (3)).
     backoff_cosine, backoff_centroids: where the best cosine of a subspace is below the first, that many nearest
         centroids share its weight (CSAttention section 4.4); 0 and 1 switch it off.
@@ -85,7 +85,7 @@ class TableSearch:
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
-            ("group", self.group, ("softmax_sum", "pooled")),
+            ("group", self.group, ("per_head", "pooled")),
             ("weights", self.weights, ("projection", "uniform")),
         ):
             if value not in allowed:

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from index_store.arena import Arena
-from index_store.budgets import Ratio
+from index_store.budgets.ratio import Ratio
 from index_store.catalog import Store
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.base import LayerIndex, QuerySample, Scalar
+from index_store.indexes.base import LayerIndex, LayerSource, QuerySample, Scalar
 from index_store.indexes.exact import ExactIndex
 from index_store.indexes.query_tables import QueryTables
 from index_store.indexes.registry import INDEX_KINDS
+from tests.support_search import rows, source, step
 from tests.support_store import indexed_context
 
 HEADS, KEYS, DIM, GROUP = 2, 700, 32, 3
@@ -28,7 +29,7 @@ DENSE: dict[str, Scalar] = {
     "alpha": 0.2,
     "iterations": 5,
 }
-PROJECTED: dict[str, Scalar] = {"group": "softmax_sum", "weights": "projection"}
+PROJECTED: dict[str, Scalar] = {"group": "per_head", "weights": "projection"}
 PAPER: dict[str, Scalar] = {
     "group": "pooled",
     "weights": "uniform",
@@ -82,7 +83,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def build(case: Case, keys: torch.Tensor, sample: QuerySample) -> LayerIndex:
-    return case.kind.build(case.parameters, keys, sample, seed=0)
+    return case.kind.build(case.parameters, source(keys, sample), seed=0)
 
 
 def test_every_kind_has_a_case() -> None:
@@ -92,7 +93,7 @@ def test_every_kind_has_a_case() -> None:
 def test_ids_are_valid_unique_and_inside_the_range(case: Case) -> None:
     keys, sample, queries = data()
     ranking = build(case, keys, sample).rank(queries, 8, 650, None, case.search)
-    selection = Ratio(0.1).cut(ranking, KEYS)
+    selection = Ratio(0.1).cut(ranking, step(KEYS))
     for head in range(HEADS):
         for position in range(5):
             ids = selection.ids_HTK[head, position, : selection.counts_HT[head, position]]
@@ -104,8 +105,9 @@ def test_ids_are_valid_unique_and_inside_the_range(case: Case) -> None:
 def test_finds_most_of_the_true_top_keys(case: Case) -> None:
     keys, sample, queries = data()
     keep = Ratio(0.05)
-    true = keep.cut(ExactIndex(keys).rank(queries, 0, KEYS, None, {}), KEYS).ids_HTK
-    found = keep.cut(build(case, keys, sample).rank(queries, 0, KEYS, None, case.search), KEYS).ids_HTK
+    true = keep.cut(ExactIndex(keys).rank(queries, 0, KEYS, None, {}), step(KEYS)).ids_HTK
+    ranking = build(case, keys, sample).rank(queries, 0, KEYS, None, case.search)
+    found = keep.cut(ranking, step(KEYS)).ids_HTK
     hits = [
         len(set(true[h, t].tolist()) & set(found[h, t].tolist())) / true.shape[-1]
         for h in range(HEADS)
@@ -118,17 +120,18 @@ def test_arrays_restore_the_same_index(case: Case) -> None:
     keys, sample, queries = data()
     index = build(case, keys, sample)
     stored = {name: array.clone() for name, array in index.arrays().items()}
-    restored = case.kind.from_arrays(case.parameters, stored, keys)
+    restored = case.kind.from_arrays(case.parameters, stored, rows(keys))
     assert restored.nbytes == index.nbytes
-    expected = index.rank(queries, 3, KEYS, None, case.search).scores_HTM
-    assert torch.equal(restored.rank(queries, 3, KEYS, None, case.search).scores_HTM, expected)
+    expected = index.rank(queries, 3, KEYS, None, case.search).logits_HTGM
+    assert torch.equal(restored.rank(queries, 3, KEYS, None, case.search).logits_HTGM, expected)
 
 
 def test_the_store_gives_back_the_same_index_without_copies(case: Case, tmp_path: Path) -> None:
     samples = [data(layer) for layer in range(3)]
     kv = torch.stack([torch.stack([keys, -keys], dim=2) for keys, _, _ in samples]).bfloat16()
     built = [
-        case.kind.build(case.parameters, kv[layer, :, :, 0], samples[layer][1], seed=0) for layer in (1, 2)
+        case.kind.build(case.parameters, LayerSource(kv[layer], samples[layer][1]), seed=0)
+        for layer in (1, 2)
     ]
     store = Store(tmp_path / "store", create=True)
     id_ = indexed_context("contract", case.parameters, built, kv, GROUP).write(store)
@@ -146,9 +149,9 @@ def test_the_store_gives_back_the_same_index_without_copies(case: Case, tmp_path
             both = [(index, index.start_appending()), (restored, restored.start_appending())]
             scores = []
             for one, appended in both:
-                appended.append(torch.ones(HEADS, 20, DIM))
+                appended.append(torch.ones(HEADS, 20, 2, DIM))
                 ranking = one.rank(samples[layer][2], 5, KEYS + 20, appended, case.search)
-                scores.append(ranking.scores_HTM)
+                scores.append(ranking.logits_HTGM)
             assert torch.equal(*scores)
 
 
@@ -164,15 +167,15 @@ def test_an_appended_key_is_found_and_shared_arrays_stay_untouched(case: Case) -
     index = build(case, keys, sample)
     before = {name: array.clone() for name, array in index.arrays().items()}
     appended = index.start_appending()
-    appended.append(torch.randn(HEADS, 30, DIM))
+    appended.append(rows(torch.randn(HEADS, 30, DIM)))
     # A key along the pooled query is the best key of every head of the group.
     target = queries[:, :1].mean(2) * DIM
-    appended.append(target)
-    appended.append(torch.randn(HEADS, 9, DIM).bfloat16())
+    appended.append(rows(target))
+    appended.append(rows(torch.randn(HEADS, 9, DIM).bfloat16()))
     assert appended.count == 40
     assert appended.nbytes > 0
     ranking = index.rank(queries[:, :1], 0, KEYS + 40, appended, case.search)
-    selection = Ratio(0.02).cut(ranking, KEYS + 40)
+    selection = Ratio(0.02).cut(ranking, step(KEYS + 40))
     for head in range(HEADS):
         assert KEYS + 30 in selection.ids_HTK[head, 0, : selection.counts_HT[head, 0]].tolist()
     assert all(torch.equal(before[name], array) for name, array in index.arrays().items())
@@ -182,15 +185,15 @@ def test_two_sessions_append_apart(case: Case) -> None:
     keys, sample, queries = data()
     index = build(case, keys, sample)
     one, two = index.start_appending(), index.start_appending()
-    block = torch.randn(HEADS, 20, DIM)
+    block = rows(torch.randn(HEADS, 20, DIM))
     one.append(block)
     two.append(-block)
     two.append(block)
     alone = index.start_appending()
     alone.append(block)
-    scores = index.rank(queries, 0, KEYS + 20, one, case.search).scores_HTM
-    assert torch.equal(scores, index.rank(queries, 0, KEYS + 20, alone, case.search).scores_HTM)
-    assert not torch.equal(scores, index.rank(queries, 0, KEYS + 20, two, case.search).scores_HTM)
+    scores = index.rank(queries, 0, KEYS + 20, one, case.search).logits_HTGM
+    assert torch.equal(scores, index.rank(queries, 0, KEYS + 20, alone, case.search).logits_HTGM)
+    assert not torch.equal(scores, index.rank(queries, 0, KEYS + 20, two, case.search).logits_HTGM)
 
 
 def test_asking_for_keys_that_were_never_appended_is_refused() -> None:
@@ -204,7 +207,7 @@ def test_raw_projected_scores_approximate_true_products() -> None:
     keys, sample, queries = data()
     index = build(CASES[1], keys, sample)
     single = queries[:, :, :1]
-    scores = index.rank(single, 0, KEYS, None, {**PROJECTED, "group": "pooled"}).scores_HTM
+    scores = index.rank(single, 0, KEYS, None, {**PROJECTED, "group": "pooled"}).logits_HTGM[:, :, 0]
     true = torch.einsum("htgd,hnd->htn", single, keys)
     correlation = torch.corrcoef(torch.stack([scores.flatten(), true.flatten()]))[0, 1]
     assert correlation > 0.85
@@ -213,19 +216,19 @@ def test_raw_projected_scores_approximate_true_products() -> None:
 
 def test_lists_with_full_capacity_rank_like_dense_tables() -> None:
     keys, sample, queries = data()
-    dense = QueryTables.build(DENSE, keys, sample, 0)
-    lists = QueryTables.build({**DENSE, "layout": "lists", "alpha": 1.0}, keys, sample, 0)
+    dense = QueryTables.build(DENSE, source(keys, sample), 0)
+    lists = QueryTables.build({**DENSE, "layout": "lists", "alpha": 1.0}, source(keys, sample), 0)
     search = {**PROJECTED, "group": "pooled"}
-    one = dense.rank(queries, 0, KEYS, None, search).scores_HTM
-    two = lists.rank(queries, 0, KEYS, None, search).scores_HTM
+    one = dense.rank(queries, 0, KEYS, None, search).logits_HTGM
+    two = lists.rank(queries, 0, KEYS, None, search).logits_HTGM
     assert float((one - two).abs().max()) < 0.02 * float(one.abs().max())
 
 
 def test_bytes_per_token_are_those_of_the_formula() -> None:
     keys, sample, _ = data()
-    dense = QueryTables.build(DENSE, keys, sample, 0)
+    dense = QueryTables.build(DENSE, source(keys, sample), 0)
     assert dense.arrays()["scores"].numel() == HEADS * KEYS * 8 * 16
-    lists = QueryTables.build({**DENSE, "layout": "lists"}, keys, sample, 0).arrays()
+    lists = QueryTables.build({**DENSE, "layout": "lists"}, source(keys, sample), 0).arrays()
     assert lists["ids"].numel() * 4 + lists["scores"].numel() * 2 == HEADS * 8 * 16 * 140 * 6
 
 
@@ -244,13 +247,13 @@ def test_bytes_per_token_are_those_of_the_formula() -> None:
 def test_bad_parameters_are_refused_with_a_sentence(change: dict[str, Scalar], message: str) -> None:
     keys, sample, _ = data()
     with pytest.raises(InvalidArgumentError, match=message):
-        QueryTables.build({**DENSE, **change}, keys, sample, 0)
+        QueryTables.build({**DENSE, **change}, source(keys, sample), 0)
 
 
 def test_missing_parameters_and_bad_keys_are_refused() -> None:
     keys, sample, _ = data()
     with pytest.raises(InvalidArgumentError, match="missing parameters"):
-        QueryTables.build({"layout": "dense"}, keys, sample, 0)
+        QueryTables.build({"layout": "dense"}, source(keys, sample), 0)
     keys[0, 3, 1] = torch.nan
     with pytest.raises(InvalidArgumentError, match="NaN"):
-        QueryTables.build(DENSE, keys, sample, 0)
+        QueryTables.build(DENSE, source(keys, sample), 0)

@@ -10,15 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from index_store.budgets import Ratio
-from index_store.indexes.base import QuerySample, Ranking, Scalar
+from index_store.budgets.ratio import Ratio
+from index_store.indexes.base import QuerySample, Scalar
 from index_store.indexes.query_tables import QueryTables
+from index_store.ranking import Items, Ranking
+from tests.support_search import source, step
 
 HEADS, SUBSPACES, CENTROIDS, KEYS = 2, 2, 3, 6
 UNIFORM: dict[str, Scalar] = {"group": "pooled", "weights": "uniform"}
 BACKOFF: dict[str, Scalar] = {**UNIFORM, "backoff_cosine": 0.5, "backoff_centroids": 2}
 PROJECTED: dict[str, Scalar] = {"group": "pooled", "weights": "projection"}
-BY_HEAD: dict[str, Scalar] = {"group": "softmax_sum", "weights": "projection"}
+BY_HEAD: dict[str, Scalar] = {"group": "per_head", "weights": "projection"}
 
 DEGREES = (0.0, 80.0, 180.0)  # of the centroids
 SCALES = torch.tensor([[0.5, 2.0], [0.25, 4.0]])  # [head, subspace]
@@ -61,7 +63,7 @@ def tables(layout: str, first_subspace: tuple[float, ...] = DEGREES) -> QueryTab
         falling = scores.sort(dim=-1, descending=True)
         arrays["scores"] = falling.values.to(torch.int16)
         arrays["ids"] = falling.indices.to(torch.int32)
-    return QueryTables.from_arrays(parameters(layout), arrays, torch.zeros(HEADS, KEYS, 2 * SUBSPACES))
+    return QueryTables.from_arrays(parameters(layout), arrays, torch.zeros(HEADS, KEYS, 2, 2 * SUBSPACES))
 
 
 def expand(*group: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ def expand(*group: Tensor) -> Tensor:
 
 def rank(layout: str, search: dict[str, Scalar], *group: Tensor) -> Tensor:
     """Scores [H, KEYS] for one position and its group of queries."""
-    return tables(layout).rank(expand(*group), 0, KEYS, None, search).scores_HTM[:, 0]
+    return tables(layout).rank(expand(*group), 0, KEYS, None, search).scores("average")[:, 0]
 
 
 def query(first: float, second: float, lengths: tuple[float, float] = (1.0, 1.0)) -> Tensor:
@@ -110,7 +112,7 @@ def test_projection_weighs_a_row_by_the_query_along_its_centroid(layout: str) ->
 def test_a_projection_never_weighs_less_than_nothing(layout: str) -> None:
     one_sided = tables(layout, (50.0, 60.0, 70.0))
     away = expand(query(220, 0, (5.0, 2.0)))
-    scores = one_sided.rank(away, 0, KEYS, None, PROJECTED).scores_HTM[:, 0]
+    scores = one_sided.rank(away, 0, KEYS, None, PROJECTED).logits_HTGM[:, 0, 0]
     torch.testing.assert_close(scores, weighted(((0, 0, 0), (2, 0, 0))), rtol=1e-5, atol=1e-4)
 
 
@@ -156,8 +158,10 @@ def test_each_head_of_the_group_votes_with_its_softmax(layout: str) -> None:
     group = [query(0, 180, (0.05, 0.01)), query(80, 0, (0.1, 0.02))]
     first = weighted(((0.05, 0, 0), (0, 0, 0.01)))
     second = weighted(((0, 0.1, 0), (0.02, 0, 0)))
-    expected = first.softmax(-1) + second.softmax(-1)
-    torch.testing.assert_close(rank(layout, BY_HEAD, *group), expected, rtol=1e-3, atol=1e-6)
+    expected = (first.softmax(-1) + second.softmax(-1)) / 2
+    scores = rank(layout, BY_HEAD, *group)
+    scores = scores / scores.sum(-1, keepdim=True)  # their scale means nothing
+    torch.testing.assert_close(scores, expected, rtol=1e-3, atol=1e-6)
 
 
 @settings(max_examples=80, deadline=None)
@@ -165,7 +169,7 @@ def test_each_head_of_the_group_votes_with_its_softmax(layout: str) -> None:
 def test_the_budget_keeps_that_share_of_the_sequence(length: int, available: int, keep: float) -> None:
     """Of the sequence, not of the ranked keys; rounded up; the best ones, by their ids."""
     scores = torch.randn(2, 3, available, generator=torch.Generator().manual_seed(available))
-    selection = Ratio(keep).cut(Ranking(scores, 11), length)
+    selection = Ratio(keep).cut(Ranking(scores[:, :, None], Items(11, 11 + available)), step(length))
     count = min(available, math.ceil(keep * length))
     assert (selection.counts_HT == count).all()
     expected = scores.topk(count, dim=-1).indices.sort(-1).values + 11
@@ -176,7 +180,7 @@ def test_the_budget_keeps_that_share_of_the_sequence(length: int, available: int
     ("keep", "length", "kept"), [(0.05, 100, 5), (0.05, 101, 6), (0.001, 3, 1), (1, 9, 9)]
 )
 def test_the_budget_in_examples(keep: float, length: int, kept: int) -> None:
-    selection = Ratio(keep).cut(Ranking(torch.rand(1, 1, 9), 0), length)
+    selection = Ratio(keep).cut(Ranking(torch.rand(1, 1, 1, 9), Items(0, 9)), step(length))
     assert selection.ids_HTK.shape == (1, 1, kept)
 
 
@@ -186,7 +190,7 @@ def build(layout: str, split: str, scores: str, alpha: float) -> tuple[QueryTabl
     keys = torch.randn(2, 150, 12, generator=generator)
     sample = QuerySample(torch.randn(2, 50, 2, 12, generator=generator), torch.arange(50))
     options = {**parameters(layout), "subspaces": 3, "centroids": 5, "split": split, "iterations": 4}
-    index = QueryTables.build({**options, "scores": scores, "alpha": alpha}, keys, sample, 0)
+    index = QueryTables.build({**options, "scores": scores, "alpha": alpha}, source(keys, sample), 0)
     slices = keys.view(2, 150, 4, 3).transpose(2, 3) if split == "strided" else keys.view(2, 150, 3, 4)
     if scores == "cosine":
         slices = slices / slices.norm(dim=-1, keepdim=True)

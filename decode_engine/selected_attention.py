@@ -1,0 +1,186 @@
+"""Attention to selected keys, and to what is left of the clusters that they were taken from.
+
+Shape legend: H KV heads, T query positions, G group heads, K kept keys, N context tokens, t tail tokens, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from decode_engine.partial_attention import attend_logits
+from index_store.attention_state import AttentionState
+from index_store.budgets.base import Selection
+from index_store.clusters import Clusters, Piece
+from index_store.remainders import ExactKeys, Remainder
+
+GATHER_BYTES = 16 * 2**20
+"""Gathered rows in float32 at a time; larger blocks gain nothing and cost page faults."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRows:
+    """Keys and values of the context and, from id N on, of the session's tail.
+
+    context_HN2D: [H, N, 2, d]. tail_Ht2D: [H, t, 2, d], same dtype.
+    """
+
+    context_HN2D: Tensor
+    tail_Ht2D: Tensor
+
+    def gather(self, ids_HTK: Tensor) -> Tensor:
+        """Rows [H, T, K, 2, d] float32 at key ids."""
+        _, count, _, head_dim = self.context_HN2D.shape
+        flat = _gather_rows(self.context_HN2D, ids_HTK.clamp(max=count - 1)).float()
+        late = ids_HTK >= count
+        if self.tail_Ht2D.shape[1] and bool(late.any()):
+            heads = torch.arange(len(ids_HTK))[:, None, None].expand(ids_HTK.shape)
+            tail_rows = self.tail_Ht2D[heads[late], (ids_HTK[late] - count).long()]
+            flat[late.flatten()] = tail_rows.flatten(1).float()
+        return flat.view(*ids_HTK.shape, 2, head_dim)
+
+    def read_logits(self, queries_HTGD: Tensor, ids_HTGK: Tensor) -> Tensor:
+        """Exact logits [H, T, G, K] float32 of other keys for every query head."""
+        heads, positions, group, count = ids_HTGK.shape
+        out = torch.empty(ids_HTGK.shape)
+        step = max(1, GATHER_BYTES // max(1, heads * group * count * 2 * queries_HTGD.shape[-1] * 4))
+        for first in range(0, positions, step):
+            part = slice(first, first + step)
+            rows = self.gather(ids_HTGK[:, part].flatten(2))[:, :, :, 0].contiguous()
+            keys = rows.view(heads, rows.shape[1], group, count, -1)
+            out[:, part] = torch.matmul(keys, queries_HTGD[:, part].unsqueeze(-1)).squeeze(-1)
+        return out
+
+    def heads(self, part: slice) -> KeyRows:
+        """The same for some KV heads."""
+        return KeyRows(self.context_HN2D[part], self.tail_Ht2D[part])
+
+
+def attend_selection(
+    q_HTGD: Tensor,
+    rows: KeyRows,
+    selection: Selection,
+    remainder: Remainder,
+    pieces: Sequence[Piece],
+    boundary: ExactKeys | None,
+    count_kept: Callable[[int], None],
+) -> AttentionState:
+    """Attends to the selected rows, and to the remainder of the pieces without them and without the boundary.
+
+    boundary: keys that are attended elsewhere (sinks, recent window) and may be in the pieces' clusters.
+    count_kept: told how many rows were attended. Works in blocks of bounded size over KV heads and positions.
+    """
+    heads, positions, _, head_dim = q_HTGD.shape
+    width = max(1, selection.ids_HTK.shape[2])
+    row_bytes = 2 * head_dim * 4
+    heads_step = max(1, min(heads, GATHER_BYTES // (width * row_bytes)))
+    positions_step = max(1, GATHER_BYTES // (heads_step * width * row_bytes))
+    states = [
+        [
+            _attend_block(
+                _Block(slice(head, head + heads_step), slice(first, first + positions_step)),
+                q_HTGD,
+                rows,
+                selection,
+                remainder,
+                pieces,
+                boundary,
+                count_kept,
+            )
+            for first in range(0, positions, positions_step)
+        ]
+        for head in range(0, heads, heads_step)
+    ]
+    return concatenate([concatenate(parts, dim=1) for parts in states], dim=0)
+
+
+def concatenate(states: Sequence[AttentionState], dim: int) -> AttentionState:
+    """One state of consecutive positions (dim 1) or KV heads (dim 0)."""
+    if len(states) == 1:
+        return states[0]
+    return AttentionState(
+        torch.cat([state.out for state in states], dim), torch.cat([state.lse for state in states], dim)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some KV heads and positions."""
+
+    heads: slice
+    positions: slice
+
+    def of(self, tensor: Tensor) -> Tensor:
+        if tensor.shape[1] == 1:  # one for all positions
+            return tensor[self.heads]
+        return tensor[self.heads, self.positions]
+
+    def of_piece(self, piece: Piece) -> Piece:
+        def some(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[self.heads]
+
+        clusters = piece.clusters
+        if self.heads.start != 0 or self.heads.stop < len(clusters.counts_HC):
+            clusters = Clusters(
+                clusters.counts_HC[self.heads],
+                clusters.means_HCD[self.heads],
+                clusters.value_sums_HCD[self.heads],
+                clusters.assignment_HX[self.heads],
+                clusters.first_id,
+                some(clusters.variances_HCD),
+                some(clusters.covariances_HCDD),
+                some(clusters.parents_HC),
+            )
+        return Piece(clusters, self.of(piece.logits_HTGC), self.of(piece.queries_HTGD))
+
+    def of_keys(self, keys: ExactKeys) -> ExactKeys:
+        return replace(
+            keys,
+            ids_HTK=self.of(keys.ids_HTK),
+            valid_HTK=self.of(keys.valid_HTK),
+            logits_HTGK=self.of(keys.logits_HTGK),
+            values_HTKD=self.of(keys.values_HTKD),
+        )
+
+
+def _attend_block(
+    block: _Block,
+    q_HTGD: Tensor,
+    rows: KeyRows,
+    selection: Selection,
+    remainder: Remainder,
+    pieces: Sequence[Piece],
+    boundary: ExactKeys | None,
+    count_kept: Callable[[int], None],
+) -> AttentionState:
+    queries = block.of(q_HTGD)
+    counts = block.of(selection.counts_HT.unsqueeze(-1)).squeeze(-1)
+    kept = int(counts.max())
+    ids = block.of(selection.ids_HTK)[..., :kept]
+    gathered = rows.heads(block.heads).gather(ids)
+    count_kept(int(counts.sum()) * (queries.shape[1] // counts.shape[1]))
+    keys, values = gathered[:, :, :, 0], gathered[:, :, :, 1]
+    logits = queries @ keys.transpose(-1, -2)
+    valid = torch.arange(kept) < counts.unsqueeze(-1)
+    state = attend_logits(logits.masked_fill(~valid[:, :, None], -torch.inf), values)
+    exact = [ExactKeys(ids, valid, logits, values)]
+    if boundary is not None:
+        exact.append(block.of_keys(boundary))
+    left = remainder.state([block.of_piece(piece) for piece in pieces], exact)
+    return state if left is None else state.merge(left)
+
+
+def _gather_rows(kv_HN2D: Tensor, ids_HTK: Tensor) -> Tensor:
+    """Rows [H*T*K, 2*d] at the ids of every head, in the stored dtype."""
+    heads = kv_HN2D.shape[0]
+    # Rows between heads; more than N where a buffer has slack.
+    stride = kv_HN2D.stride(0) // kv_HN2D.stride(1)
+    width = kv_HN2D.shape[2] * kv_HN2D.shape[3]
+    table = kv_HN2D.as_strided(
+        ((heads - 1) * stride + kv_HN2D.shape[1], width), (width, 1), kv_HN2D.storage_offset()
+    )
+    offsets = (torch.arange(heads) * stride)[:, None, None]
+    return table.index_select(0, (ids_HTK.long() + offsets).flatten())

@@ -1,0 +1,58 @@
+"""Clusters of keys: sums over their members, from which the attention to them can be approximated.
+
+Shape legend: H KV heads, T query positions, G group heads, C clusters, X keys, K key ids, d head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Clusters:
+    """Moments of disjoint clusters of keys and their values.
+
+    counts_HC: [H, C] float32, keys in each; 0 where a KV head has fewer clusters. means_HCD: [H, C, d] float32, mean of
+        the raw keys. value_sums_HCD: [H, C, d] float32. variances_HCD: [H, C, d] float32, of the keys around their
+        mean, per dimension. covariances_HCDD: [H, C, d, d] float32, sum over the members of (v - mean v)(k - mean k)^T.
+    assignment_HX: [H, X] int32, the cluster of key `first_id + x`, -1 where a key belongs to none.
+    parents_HC: coarse clusters are found through fine ones: assignment_HX names a fine cluster and parents_HC
+        [H, fine clusters] int32 its coarse one. None otherwise.
+    """
+
+    counts_HC: Tensor
+    means_HCD: Tensor
+    value_sums_HCD: Tensor
+    assignment_HX: Tensor
+    first_id: int = 0
+    variances_HCD: Tensor | None = None
+    covariances_HCDD: Tensor | None = None
+    parents_HC: Tensor | None = None
+
+    def cluster_of(self, ids_HK: Tensor) -> Tensor:
+        """[H, K] int64: the cluster of every key id, -1 for keys that are in none."""
+        local = ids_HK.long() - self.first_id
+        known = (local >= 0) & (local < self.assignment_HX.shape[1])
+        found = self.assignment_HX.gather(1, torch.where(known, local, 0)).long()
+        if self.parents_HC is not None:
+            coarse = self.parents_HC.gather(1, found.clamp(min=0)).long()
+            found = torch.where(found >= 0, coarse, found)
+        return torch.where(known, found, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Clusters and what queries make of them.
+
+    logits_HTGC: [H, T, G, C] float32, q . mean key of every cluster; -inf where another piece stands for the cluster's
+        keys (a tree: either a coarse cluster counts or its fine ones), and for clusters without keys.
+    queries_HTGD: the queries as compared, [H, T, G, d] float32 scaled by 1/sqrt(d): moved to one relative position
+        where the clusters are (windowed RoPE), the true ones otherwise.
+    """
+
+    clusters: Clusters
+    logits_HTGC: Tensor
+    queries_HTGD: Tensor

@@ -1,0 +1,29 @@
+"""What searches and budgets need around them in tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from index_store.budgets.base import Step
+from index_store.indexes.base import LayerSource, QuerySample
+
+
+def source(keys_HND: Tensor, queries: QuerySample, values_HND: Tensor | None = None) -> LayerSource:
+    """What an index is built from; the values are those given, or the keys again."""
+    values = keys_HND if values_HND is None else values_HND
+    return LayerSource(torch.stack([keys_HND, values], dim=2), queries)
+
+
+def rows(keys_HTD: Tensor) -> Tensor:
+    """[H, T, 2, d]: keys that are their own values."""
+    return torch.stack([keys_HTD, keys_HTD], dim=2)
+
+
+def step(length: int) -> Step:
+    """A step that tells a budget nothing but the length."""
+
+    def refuse(ids_HTGK: Tensor) -> Tensor:
+        raise AssertionError("this budget measures nothing")
+
+    return Step(length, None, refuse, torch.empty(0))
