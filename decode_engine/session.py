@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from decode_engine.figures import Figures
 from decode_engine.dense_layer import DenseLayer, LayerAttention
+from decode_engine.figures import Figures
 from decode_engine.selector import LayerSearch, SparseLayer
-from index_store.calibration import ThresholdCurve
 from index_store.context import ResidentContext
 from index_store.errors import MethodUnsupportedError
+from index_store.index_specs import IndexSpec
 from index_store.indexes.base import LayerIndex, Scalar
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.manifest import Manifest
-from index_store.index_specs import IndexSpec
 from index_store.methods import Method
-
+from index_store.threshold_curve import ThresholdCurve
 
 NO_OPTIONS: Mapping[str, Scalar] = MappingProxyType({})
 """Search options of a partition, which is scored and not searched."""
