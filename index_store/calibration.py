@@ -14,9 +14,9 @@ import torch
 
 from index_store.kernels.searchable import searchable_members
 from index_store.ranking import Ranking
-from index_store.threshold_curve import KEPT_FRACTIONS, ThresholdCurve
+from index_store.threshold_curve import KEEP_GRID, ThresholdCurve
 
-__all__ = ["CALIBRATION_QUERIES", "KEPT_FRACTIONS", "ThresholdCalibrator", "ThresholdCurve"]
+__all__ = ["CALIBRATION_QUERIES", "KEEP_GRID", "ThresholdCalibrator", "ThresholdCurve"]
 
 CALIBRATION_QUERIES = 100
 """How many of a context's last queries are used (Squeezed Attention section 3.2)."""
@@ -50,7 +50,7 @@ class ThresholdCalibrator:
 
     @property
     def thresholds(self) -> tuple[float, ...]:
-        """The threshold for each of KEPT_FRACTIONS; empty when nothing was added.
+        """The threshold for each of KEEP_GRID; empty when nothing was added.
 
         Where not even all items together hold that fraction (a tree prunes some), one that keeps every item.
         """
@@ -59,7 +59,7 @@ class ThresholdCalibrator:
         kept = (self._keys_B.flip(0).cumsum(0) / self._searched).tolist()
         found: list[float] = []
         bin_ = 0
-        for fraction in KEPT_FRACTIONS:
+        for fraction in KEEP_GRID:
             while bin_ < _BINS and kept[bin_] < fraction:
                 bin_ += 1
             if bin_ == _BINS:

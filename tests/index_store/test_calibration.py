@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from index_store.budgets.threshold import Threshold
-from index_store.calibration import KEPT_FRACTIONS, ThresholdCalibrator, ThresholdCurve
+from index_store.calibration import KEEP_GRID, ThresholdCalibrator, ThresholdCurve
 from index_store.errors import InvalidArgumentError
 from index_store.kernels.searchable import searchable_members, searchable_members_reference
 from index_store.ranking import Items, Members, Ranking
@@ -62,7 +62,7 @@ def test_single_keys_and_several_queries_count_alike() -> None:
     parts = [Ranking(part, ranking.items) for part in ranking.logits_HTGM.split(2, dim=1)]
     assert calibrate(parts).thresholds == pytest.approx(whole, rel=1e-9)
     weights = ranking.weights("average").flatten().sort(descending=True).values
-    for fraction, threshold in zip(KEPT_FRACTIONS, whole, strict=True):
+    for fraction, threshold in zip(KEEP_GRID, whole, strict=True):
         assert float((weights > threshold).float().mean()) == pytest.approx(fraction, rel=0.1, abs=2e-4)
 
 
@@ -78,7 +78,7 @@ def test_a_tree_that_prunes_is_kept_whole_beyond_what_it_holds() -> None:
     logits[..., ::3] = -torch.inf
     thresholds = calibrate([Ranking(logits, full.items)]).thresholds
     retrieved = float((~torch.isneginf(logits)).float().mean())
-    everything = [thresholds[place] for place, share in enumerate(KEPT_FRACTIONS) if share > retrieved]
+    everything = [thresholds[place] for place, share in enumerate(KEEP_GRID) if share > retrieved]
     assert everything
     assert max(everything) < 1e-15
     assert (
@@ -88,17 +88,17 @@ def test_a_tree_that_prunes_is_kept_whole_beyond_what_it_holds() -> None:
 
 
 def test_the_curve_interpolates_logarithms() -> None:
-    curve = ThresholdCurve(tuple(1e-3 / fraction**2 for fraction in KEPT_FRACTIONS))
+    curve = ThresholdCurve(tuple(1e-3 / fraction**2 for fraction in KEEP_GRID))
     for keep in (0.001, 0.00123, 0.02, 0.31, 0.5):
         assert curve(keep) == pytest.approx(1e-3 / keep**2, rel=1e-9)
-    for fraction, threshold in zip(KEPT_FRACTIONS, curve.thresholds, strict=True):
+    for fraction, threshold in zip(KEEP_GRID, curve.thresholds, strict=True):
         assert curve(fraction) == pytest.approx(threshold, rel=1e-12)
 
 
 def test_the_grid() -> None:
-    assert len(KEPT_FRACTIONS) == 28
-    assert (KEPT_FRACTIONS[0], KEPT_FRACTIONS[-1]) == (0.001, 0.5)
-    ratios = [b / a for a, b in itertools.pairwise(KEPT_FRACTIONS)]
+    assert len(KEEP_GRID) == 28
+    assert (KEEP_GRID[0], KEEP_GRID[-1]) == (0.001, 0.5)
+    ratios = [b / a for a, b in itertools.pairwise(KEEP_GRID)]
     assert max(ratios) == pytest.approx(min(ratios), rel=1e-12)
 
 
