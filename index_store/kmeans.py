@@ -9,6 +9,9 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 
+METRICS = ("cosine", "euclidean")
+"""What k-means of keys compares: directions only, or the vectors as they are."""
+
 
 def spherical_kmeans(points_PD: Tensor, clusters: int, iterations: int, seed: int) -> Tensor:
     """Unit-length centroids [clusters, D] float32 of the directions of P points [P, D].
@@ -17,12 +20,7 @@ def spherical_kmeans(points_PD: Tensor, clusters: int, iterations: int, seed: in
     and are left out. With fewer points than clusters every point is a centroid and the last one repeats.
     Raises InvalidArgumentError when no point is left, one is not finite, or a parameter is below 1.
     """
-    if clusters < 1 or iterations < 1:
-        raise InvalidArgumentError(
-            f"k-means needs at least 1 cluster and 1 iteration, got {clusters} and {iterations}"
-        )
-    if not bool(torch.isfinite(points_PD).all()):
-        raise InvalidArgumentError("k-means got NaN or infinity; the model or its dtype overflowed")
+    _check(points_PD, clusters, iterations)
     norms = points_PD.float().norm(dim=-1, keepdim=True)
     directions = (points_PD.float() / norms)[norms[:, 0] > 0]
     if len(directions) == 0:
@@ -31,14 +29,53 @@ def spherical_kmeans(points_PD: Tensor, clusters: int, iterations: int, seed: in
     count, dim = directions.shape
     if count <= clusters:
         return torch.cat([directions, directions[-1:].expand(clusters - count, dim)])
-    parameters = faiss.ClusteringParameters()
-    parameters.niter = iterations
-    parameters.spherical = True
-    parameters.seed = seed
+    parameters = _parameters(count, iterations, seed, spherical=True)
     parameters.init_method = faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS
-    parameters.min_points_per_centroid = 1
-    parameters.max_points_per_centroid = count
     clustering = faiss.Clustering(dim, clusters, parameters)
     clustering.train(directions.numpy(), faiss.IndexFlatIP(dim))
     centroids = faiss.vector_to_array(clustering.centroids).reshape(clusters, dim).astype(np.float32)
     return torch.nn.functional.normalize(torch.from_numpy(centroids), dim=-1)
+
+
+def assign_clusters(points_PD: Tensor, clusters: int, iterations: int, seed: int, metric: str) -> Tensor:
+    """The cluster, [P] int64 from 0 to clusters - 1, that k-means puts each of P points [P, D] into.
+
+    Random seeds, all points used. `cosine` clusters the points' directions (a zero vector, which has none, lands in
+    any cluster), `euclidean` the points themselves. Some clusters may stay empty; with no more points than clusters,
+    every point has its own. Raises InvalidArgumentError when a point is not finite, a parameter is below 1 or the
+    metric is unknown.
+    """
+    _check(points_PD, clusters, iterations)
+    if metric not in METRICS:
+        raise InvalidArgumentError(f"k-means: metric is {metric!r}, expected one of {', '.join(METRICS)}")
+    count, dim = points_PD.shape
+    if count <= clusters:
+        return torch.arange(count)
+    points = points_PD.float()
+    cosine = metric == "cosine"
+    if cosine:
+        points = torch.nn.functional.normalize(points, dim=-1)
+    vectors = points.contiguous().numpy()
+    clustering = faiss.Clustering(dim, clusters, _parameters(count, iterations, seed, spherical=cosine))
+    nearest = faiss.IndexFlatIP(dim) if cosine else faiss.IndexFlatL2(dim)
+    clustering.train(vectors, nearest)
+    return torch.from_numpy(nearest.search(vectors, 1)[1][:, 0])
+
+
+def _check(points_PD: Tensor, clusters: int, iterations: int) -> None:
+    if clusters < 1 or iterations < 1:
+        raise InvalidArgumentError(
+            f"k-means needs at least 1 cluster and 1 iteration, got {clusters} and {iterations}"
+        )
+    if not bool(torch.isfinite(points_PD).all()):
+        raise InvalidArgumentError("k-means got NaN or infinity; the model or its dtype overflowed")
+
+
+def _parameters(count: int, iterations: int, seed: int, spherical: bool) -> faiss.ClusteringParameters:
+    parameters = faiss.ClusteringParameters()
+    parameters.niter = iterations
+    parameters.spherical = spherical
+    parameters.seed = seed
+    parameters.min_points_per_centroid = 1
+    parameters.max_points_per_centroid = count
+    return parameters
