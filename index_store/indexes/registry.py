@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from index_store.indexes.base import LayerIndex
+from index_store.indexes.cluster_tree import ClusterTree
 from index_store.indexes.exact import ExactIndex
+from index_store.indexes.key_clusters import KeyClusters
 from index_store.indexes.query_tables import QueryTables
 
 INDEX_KINDS: Mapping[str, type[LayerIndex]] = MappingProxyType(
-    {index.kind: index for index in (QueryTables, ExactIndex)}
+    {index.kind: index for index in (QueryTables, ExactIndex, KeyClusters, ClusterTree)}
 )

@@ -12,7 +12,9 @@ from index_store.budgets.ratio import Ratio
 from index_store.catalog import Store
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.base import LayerIndex, LayerSource, QuerySample, Scalar
+from index_store.indexes.cluster_tree import ClusterTree
 from index_store.indexes.exact import ExactIndex
+from index_store.indexes.key_clusters import KeyClusters
 from index_store.indexes.query_tables import QueryTables
 from index_store.indexes.registry import INDEX_KINDS
 from tests.support_search import rows, source, step
@@ -35,6 +37,15 @@ PAPER: dict[str, Scalar] = {
     "weights": "uniform",
     "backoff_cosine": 0.5,
     "backoff_centroids": 2,
+}
+CLUSTERS: dict[str, Scalar] = {
+    "keys_per_cluster": 4,
+    "metric": "euclidean",
+    "block": 300,
+    "iterations": 5,
+    "moments": "diagonal",
+    "window": 0,
+    "sinks": 0,
 }
 
 
@@ -60,6 +71,8 @@ CASES = [
         PAPER,
         0.12,
     ),
+    Case("clusters", KeyClusters, CLUSTERS, {}, 0.2),
+    Case("tree", ClusterTree, {**CLUSTERS, "keys_per_coarse": 50}, {"coarse_keep": 0.5}, 0.2),
 ]
 
 
