@@ -24,7 +24,8 @@ NO_OPTIONS: Mapping[str, Scalar] = MappingProxyType({})
 class Session:
     """Decoding state over a resident context. The context is shared and never written.
 
-    position: tokens so far, context included; the next token gets this position.
+    position: tokens so far, context included; the next token gets this position. effective_method: `method` as it runs
+    over this context, see `fit_method`.
     Raises MethodUnsupportedError when the context lacks the method's index.
     """
 
@@ -34,16 +35,14 @@ class Session:
         self.figures = Figures()
         self.position = context.manifest.token_count
         require_index(context.manifest, method)
-        if method.partition_optional and not _has_partition(context.manifest, method):
-            method = method.without_remainder()
-        self._searched = method
+        self.effective_method = fit_method(context.manifest, method)
         self.layers: list[LayerAttention] = [
             self._layer(layer) for layer in range(context.manifest.model.layers)
         ]
 
     def _layer(self, layer: int) -> LayerAttention:
         kv = self.context.kv(layer)
-        method = self._searched
+        method = self.effective_method
         flat = method.drops_remainder and layer in self.context.manifest.dense_layers
         if method.index is None or flat:
             return DenseLayer(kv, self.figures)
@@ -70,10 +69,16 @@ class Session:
         return sum(layer.nbytes for layer in self.layers)
 
 
+def fit_method(manifest: Manifest, method: Method) -> Method:
+    """The method as it runs over the context: without its remainder where that is optional and its clusters lack."""
+    if method.partition_optional and not _has_partition(manifest, method):
+        return method.without_remainder()
+    return method
+
+
 def require_index(manifest: Manifest, method: Method) -> None:
     """Raises MethodUnsupportedError unless the context holds what the method searches and approximates with."""
-    if method.partition_optional and not _has_partition(manifest, method):
-        method = method.without_remainder()
+    method = fit_method(manifest, method)
     for spec in method.index_specs():
         entry = manifest.index(spec.name)
         if entry is None:

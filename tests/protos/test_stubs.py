@@ -41,9 +41,10 @@ def test_stubs_are_current(name: str, tmp_path: Path) -> None:
     )
 
 
-def test_other_budgets_can_join_the_keep_ratio() -> None:
+def test_a_request_has_one_budget_at_most() -> None:
     budget = stub("generation_pb2").GenerateRequest.DESCRIPTOR.oneofs_by_name["budget"]
-    assert {field.name: field.number for field in budget.fields} == {"keep_ratio": 12}
+    numbers = {field.name: field.number for field in budget.fields}
+    assert numbers == {"keep_ratio": 12, "target_mass": 14, "token_budget": 15}
 
 
 def without_json_names(descriptor: FileDescriptorProto) -> FileDescriptorProto:

@@ -15,7 +15,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Context(_message.Message):
-    __slots__ = ("name", "display_name", "model", "architecture", "token_count", "dtype", "kv_bytes", "index_bytes", "state", "state_message", "create_time", "expire_time", "resident", "methods", "default_method", "indexes", "dense_layers")
+    __slots__ = ("name", "display_name", "model", "architecture", "token_count", "dtype", "kv_bytes", "index_bytes", "state", "state_message", "create_time", "expire_time", "resident", "methods", "default_method", "indexes", "dense_layers", "default_budget", "tuned")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Context.State]
@@ -65,6 +65,8 @@ class Context(_message.Message):
     DEFAULT_METHOD_FIELD_NUMBER: _ClassVar[int]
     INDEXES_FIELD_NUMBER: _ClassVar[int]
     DENSE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    TUNED_FIELD_NUMBER: _ClassVar[int]
     name: str
     display_name: str
     model: str
@@ -82,7 +84,9 @@ class Context(_message.Message):
     default_method: str
     indexes: _containers.RepeatedCompositeFieldContainer[Context.Index]
     dense_layers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., display_name: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., token_count: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., state: _Optional[_Union[Context.State, str]] = ..., state_message: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., resident: bool = ..., methods: _Optional[_Iterable[str]] = ..., default_method: _Optional[str] = ..., indexes: _Optional[_Iterable[_Union[Context.Index, _Mapping]]] = ..., dense_layers: _Optional[_Iterable[int]] = ...) -> None: ...
+    default_budget: str
+    tuned: bool
+    def __init__(self, name: _Optional[str] = ..., display_name: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., token_count: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., state: _Optional[_Union[Context.State, str]] = ..., state_message: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., resident: bool = ..., methods: _Optional[_Iterable[str]] = ..., default_method: _Optional[str] = ..., indexes: _Optional[_Iterable[_Union[Context.Index, _Mapping]]] = ..., dense_layers: _Optional[_Iterable[int]] = ..., default_budget: _Optional[str] = ..., tuned: bool = ...) -> None: ...
 
 class GetContextRequest(_message.Message):
     __slots__ = ("name",)

@@ -26,7 +26,7 @@ from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior_
 from google.api import resource_pb2 as google_dot_api_dot_resource__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1csparsekv/v1/generation.proto\x12\x0bsparsekv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x19google/api/resource.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x92\x03\n\x0fGenerateRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\tB\x1d\xe2\x41\x01\x02\xfa\x41\x16\n\x14sparsekv.dev/Context\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.sparsekv.v1.TokenIdsH\x00\x12\x12\n\x08question\x18\x04 \x01(\tH\x00\x12\x18\n\nmax_tokens\x18\x05 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x19\n\x0btemperature\x18\x06 \x01(\x01\x42\x04\xe2\x41\x01\x01\x12\x18\n\x05top_p\x18\x07 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x02\x88\x01\x01\x12\x13\n\x05top_k\x18\x08 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x17\n\x04seed\x18\t \x01(\x04\x42\x04\xe2\x41\x01\x01H\x03\x88\x01\x01\x12\x12\n\x04stop\x18\n \x03(\tB\x04\xe2\x41\x01\x01\x12\x14\n\x06method\x18\x0b \x01(\tB\x04\xe2\x41\x01\x01\x12\x14\n\nkeep_ratio\x18\x0c \x01(\x01H\x01\x12\x1b\n\rsearch_period\x18\r \x01(\x05\x42\x04\xe2\x41\x01\x01\x42\x08\n\x06promptB\x08\n\x06\x62udgetB\x08\n\x06_top_pB\x07\n\x05_seed\"d\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12/\n\x07summary\x18\x03 \x01(\x0b\x32\x1e.sparsekv.v1.GenerationSummary\"\xcb\x02\n\x11GenerationSummary\x12\x42\n\rfinish_reason\x18\x01 \x01(\x0e\x32+.sparsekv.v1.GenerationSummary.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.sparsekv.v1.Usage\x12%\n\x07timings\x18\x03 \x01(\x0b\x32\x14.sparsekv.v1.Timings\x12\x30\n\tselection\x18\x04 \x01(\x0b\x32\x1d.sparsekv.v1.SelectionFigures\x12\x0e\n\x06method\x18\x05 \x01(\t\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"X\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\x13\n\x0f\x45ND_OF_SEQUENCE\x10\x03\"Q\n\x05Usage\x12\x16\n\x0e\x63ontext_tokens\x18\x01 \x01(\x03\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\x03\"\xde\x01\n\x07Timings\x12\x0f\n\x07load_ns\x18\x01 \x01(\x03\x12\x10\n\x08queue_ns\x18\x02 \x01(\x03\x12\x11\n\tprompt_ns\x18\x03 \x01(\x03\x12\x16\n\x0e\x66irst_token_ns\x18\x04 \x01(\x03\x12\x11\n\tsearch_ns\x18\x05 \x01(\x03\x12\x11\n\tgather_ns\x18\x06 \x01(\x03\x12\x11\n\tattend_ns\x18\x07 \x01(\x03\x12\x11\n\tappend_ns\x18\x08 \x01(\x03\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\t \x01(\x03\x12\x11\n\tdecode_ns\x18\n \x01(\x03\x12\x10\n\x08total_ns\x18\x0b \x01(\x03\"\xae\x01\n\x10SelectionFigures\x12\x10\n\x08searches\x18\x01 \x01(\x03\x12\x11\n\tkeys_kept\x18\x02 \x01(\x03\x12\x15\n\rkeys_attended\x18\x03 \x01(\x03\x12\x16\n\x0ekeys_available\x18\x04 \x01(\x03\x12\x1c\n\x0f\x66raction_sparse\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x0c\x66raction_all\x18\x06 \x01(\x01\x42\x12\n\x10_fraction_sparse\"\x14\n\x12ListMethodsRequest\";\n\x13ListMethodsResponse\x12$\n\x07methods\x18\x01 \x03(\x0b\x32\x13.sparsekv.v1.Method\"p\n\x06Method\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x0f\n\x07indexes\x18\x04 \x03(\t\x12\x17\n\nkeep_ratio\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_keep_ratio2\xb0\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.sparsekv.v1.GenerateRequest\x1a\x1d.sparsekv.v1.GenerateResponse0\x01\x12P\n\x0bListMethods\x12\x1f.sparsekv.v1.ListMethodsRequest\x1a .sparsekv.v1.ListMethodsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1csparsekv/v1/generation.proto\x12\x0bsparsekv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x19google/api/resource.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc1\x03\n\x0fGenerateRequest\x12.\n\x07\x63ontext\x18\x01 \x01(\tB\x1d\xe2\x41\x01\x02\xfa\x41\x16\n\x14sparsekv.dev/Context\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.sparsekv.v1.TokenIdsH\x00\x12\x12\n\x08question\x18\x04 \x01(\tH\x00\x12\x18\n\nmax_tokens\x18\x05 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x19\n\x0btemperature\x18\x06 \x01(\x01\x42\x04\xe2\x41\x01\x01\x12\x18\n\x05top_p\x18\x07 \x01(\x01\x42\x04\xe2\x41\x01\x01H\x02\x88\x01\x01\x12\x13\n\x05top_k\x18\x08 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x17\n\x04seed\x18\t \x01(\x04\x42\x04\xe2\x41\x01\x01H\x03\x88\x01\x01\x12\x12\n\x04stop\x18\n \x03(\tB\x04\xe2\x41\x01\x01\x12\x14\n\x06method\x18\x0b \x01(\tB\x04\xe2\x41\x01\x01\x12\x14\n\nkeep_ratio\x18\x0c \x01(\x01H\x01\x12\x15\n\x0btarget_mass\x18\x0e \x01(\x01H\x01\x12\x16\n\x0ctoken_budget\x18\x0f \x01(\x05H\x01\x12\x1b\n\rsearch_period\x18\r \x01(\x05\x42\x04\xe2\x41\x01\x01\x42\x08\n\x06promptB\x08\n\x06\x62udgetB\x08\n\x06_top_pB\x07\n\x05_seed\"d\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12/\n\x07summary\x18\x03 \x01(\x0b\x32\x1e.sparsekv.v1.GenerationSummary\"\xee\x02\n\x11GenerationSummary\x12\x42\n\rfinish_reason\x18\x01 \x01(\x0e\x32+.sparsekv.v1.GenerationSummary.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.sparsekv.v1.Usage\x12%\n\x07timings\x18\x03 \x01(\x0b\x32\x14.sparsekv.v1.Timings\x12\x30\n\tselection\x18\x04 \x01(\x0b\x32\x1d.sparsekv.v1.SelectionFigures\x12\x0e\n\x06method\x18\x05 \x01(\t\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x0e\n\x06\x62udget\x18\x07 \x01(\t\x12\x11\n\tremainder\x18\x08 \x01(\t\"X\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\x13\n\x0f\x45ND_OF_SEQUENCE\x10\x03\"Q\n\x05Usage\x12\x16\n\x0e\x63ontext_tokens\x18\x01 \x01(\x03\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\x03\"\xde\x01\n\x07Timings\x12\x0f\n\x07load_ns\x18\x01 \x01(\x03\x12\x10\n\x08queue_ns\x18\x02 \x01(\x03\x12\x11\n\tprompt_ns\x18\x03 \x01(\x03\x12\x16\n\x0e\x66irst_token_ns\x18\x04 \x01(\x03\x12\x11\n\tsearch_ns\x18\x05 \x01(\x03\x12\x11\n\tgather_ns\x18\x06 \x01(\x03\x12\x11\n\tattend_ns\x18\x07 \x01(\x03\x12\x11\n\tappend_ns\x18\x08 \x01(\x03\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\t \x01(\x03\x12\x11\n\tdecode_ns\x18\n \x01(\x03\x12\x10\n\x08total_ns\x18\x0b \x01(\x03\"\xae\x01\n\x10SelectionFigures\x12\x10\n\x08searches\x18\x01 \x01(\x03\x12\x11\n\tkeys_kept\x18\x02 \x01(\x03\x12\x15\n\rkeys_attended\x18\x03 \x01(\x03\x12\x16\n\x0ekeys_available\x18\x04 \x01(\x03\x12\x1c\n\x0f\x66raction_sparse\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x0c\x66raction_all\x18\x06 \x01(\x01\x42\x12\n\x10_fraction_sparse\"\x14\n\x12ListMethodsRequest\"x\n\x13ListMethodsResponse\x12$\n\x07methods\x18\x01 \x03(\x0b\x32\x13.sparsekv.v1.Method\x12\x10\n\x08head_dim\x18\x02 \x01(\x05\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x04 \x01(\x01\"\x85\x03\n\x06Method\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x0f\n\x07indexes\x18\x04 \x03(\t\x12\x14\n\nkeep_ratio\x18\x05 \x01(\x01H\x00\x12\x15\n\x0btarget_mass\x18\x06 \x01(\x01H\x00\x12\x16\n\x0ctoken_budget\x18\x07 \x01(\x05H\x00\x12\x0e\n\x06\x62udget\x18\x08 \x01(\t\x12\x11\n\tremainder\x18\t \x01(\t\x12\x1a\n\x12remainder_optional\x18\n \x01(\x08\x12\x37\n\nparameters\x18\x0b \x03(\x0b\x32#.sparsekv.v1.Method.ParametersEntry\x12\r\n\x05index\x18\r \x01(\t\x12\x11\n\tpartition\x18\x0e \x01(\t\x12\x17\n\x0f\x62ytes_per_token\x18\x0c \x01(\x01\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x10\n\x0e\x64\x65\x66\x61ult_budget2\xb0\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.sparsekv.v1.GenerateRequest\x1a\x1d.sparsekv.v1.GenerateResponse0\x01\x12P\n\x0bListMethods\x12\x1f.sparsekv.v1.ListMethodsRequest\x1a .sparsekv.v1.ListMethodsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,28 +51,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST'].fields_by_name['method']._serialized_options = b'\342A\001\001'
   _globals['_GENERATEREQUEST'].fields_by_name['search_period']._loaded_options = None
   _globals['_GENERATEREQUEST'].fields_by_name['search_period']._serialized_options = b'\342A\001\001'
+  _globals['_METHOD_PARAMETERSENTRY']._loaded_options = None
+  _globals['_METHOD_PARAMETERSENTRY']._serialized_options = b'8\001'
   _globals['_TOKENIDS']._serialized_start=105
   _globals['_TOKENIDS']._serialized_end=128
   _globals['_GENERATEREQUEST']._serialized_start=131
-  _globals['_GENERATEREQUEST']._serialized_end=533
-  _globals['_GENERATERESPONSE']._serialized_start=535
-  _globals['_GENERATERESPONSE']._serialized_end=635
-  _globals['_GENERATIONSUMMARY']._serialized_start=638
-  _globals['_GENERATIONSUMMARY']._serialized_end=969
-  _globals['_GENERATIONSUMMARY_FINISHREASON']._serialized_start=881
-  _globals['_GENERATIONSUMMARY_FINISHREASON']._serialized_end=969
-  _globals['_USAGE']._serialized_start=971
-  _globals['_USAGE']._serialized_end=1052
-  _globals['_TIMINGS']._serialized_start=1055
-  _globals['_TIMINGS']._serialized_end=1277
-  _globals['_SELECTIONFIGURES']._serialized_start=1280
-  _globals['_SELECTIONFIGURES']._serialized_end=1454
-  _globals['_LISTMETHODSREQUEST']._serialized_start=1456
-  _globals['_LISTMETHODSREQUEST']._serialized_end=1476
-  _globals['_LISTMETHODSRESPONSE']._serialized_start=1478
-  _globals['_LISTMETHODSRESPONSE']._serialized_end=1537
-  _globals['_METHOD']._serialized_start=1539
-  _globals['_METHOD']._serialized_end=1651
-  _globals['_GENERATIONSERVICE']._serialized_start=1654
-  _globals['_GENERATIONSERVICE']._serialized_end=1830
+  _globals['_GENERATEREQUEST']._serialized_end=580
+  _globals['_GENERATERESPONSE']._serialized_start=582
+  _globals['_GENERATERESPONSE']._serialized_end=682
+  _globals['_GENERATIONSUMMARY']._serialized_start=685
+  _globals['_GENERATIONSUMMARY']._serialized_end=1051
+  _globals['_GENERATIONSUMMARY_FINISHREASON']._serialized_start=963
+  _globals['_GENERATIONSUMMARY_FINISHREASON']._serialized_end=1051
+  _globals['_USAGE']._serialized_start=1053
+  _globals['_USAGE']._serialized_end=1134
+  _globals['_TIMINGS']._serialized_start=1137
+  _globals['_TIMINGS']._serialized_end=1359
+  _globals['_SELECTIONFIGURES']._serialized_start=1362
+  _globals['_SELECTIONFIGURES']._serialized_end=1536
+  _globals['_LISTMETHODSREQUEST']._serialized_start=1538
+  _globals['_LISTMETHODSREQUEST']._serialized_end=1558
+  _globals['_LISTMETHODSRESPONSE']._serialized_start=1560
+  _globals['_LISTMETHODSRESPONSE']._serialized_end=1680
+  _globals['_METHOD']._serialized_start=1683
+  _globals['_METHOD']._serialized_end=2072
+  _globals['_METHOD_PARAMETERSENTRY']._serialized_start=2005
+  _globals['_METHOD_PARAMETERSENTRY']._serialized_end=2054
+  _globals['_GENERATIONSERVICE']._serialized_start=2075
+  _globals['_GENERATIONSERVICE']._serialized_end=2251
 # @@protoc_insertion_point(module_scope)

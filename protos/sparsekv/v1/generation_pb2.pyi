@@ -16,7 +16,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("context", "text", "token_ids", "question", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "method", "keep_ratio", "search_period")
+    __slots__ = ("context", "text", "token_ids", "question", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "method", "keep_ratio", "target_mass", "token_budget", "search_period")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,8 @@ class GenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     KEEP_RATIO_FIELD_NUMBER: _ClassVar[int]
+    TARGET_MASS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BUDGET_FIELD_NUMBER: _ClassVar[int]
     SEARCH_PERIOD_FIELD_NUMBER: _ClassVar[int]
     context: str
     text: str
@@ -42,8 +44,10 @@ class GenerateRequest(_message.Message):
     stop: _containers.RepeatedScalarFieldContainer[str]
     method: str
     keep_ratio: float
+    target_mass: float
+    token_budget: int
     search_period: int
-    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., question: _Optional[str] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., method: _Optional[str] = ..., keep_ratio: _Optional[float] = ..., search_period: _Optional[int] = ...) -> None: ...
+    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., question: _Optional[str] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., method: _Optional[str] = ..., keep_ratio: _Optional[float] = ..., target_mass: _Optional[float] = ..., token_budget: _Optional[int] = ..., search_period: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("token_ids", "text", "summary")
@@ -56,7 +60,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., summary: _Optional[_Union[GenerationSummary, _Mapping]] = ...) -> None: ...
 
 class GenerationSummary(_message.Message):
-    __slots__ = ("finish_reason", "usage", "timings", "selection", "method", "seed")
+    __slots__ = ("finish_reason", "usage", "timings", "selection", "method", "seed", "budget", "remainder")
     class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         FINISH_REASON_UNSPECIFIED: _ClassVar[GenerationSummary.FinishReason]
@@ -73,13 +77,17 @@ class GenerationSummary(_message.Message):
     SELECTION_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    REMAINDER_FIELD_NUMBER: _ClassVar[int]
     finish_reason: GenerationSummary.FinishReason
     usage: Usage
     timings: Timings
     selection: SelectionFigures
     method: str
     seed: int
-    def __init__(self, finish_reason: _Optional[_Union[GenerationSummary.FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., selection: _Optional[_Union[SelectionFigures, _Mapping]] = ..., method: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+    budget: str
+    remainder: str
+    def __init__(self, finish_reason: _Optional[_Union[GenerationSummary.FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., selection: _Optional[_Union[SelectionFigures, _Mapping]] = ..., method: _Optional[str] = ..., seed: _Optional[int] = ..., budget: _Optional[str] = ..., remainder: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("context_tokens", "prompt_tokens", "completion_tokens")
@@ -138,21 +146,52 @@ class ListMethodsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListMethodsResponse(_message.Message):
-    __slots__ = ("methods",)
+    __slots__ = ("methods", "head_dim", "dtype", "kv_bytes_per_token")
     METHODS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     methods: _containers.RepeatedCompositeFieldContainer[Method]
-    def __init__(self, methods: _Optional[_Iterable[_Union[Method, _Mapping]]] = ...) -> None: ...
+    head_dim: int
+    dtype: str
+    kv_bytes_per_token: float
+    def __init__(self, methods: _Optional[_Iterable[_Union[Method, _Mapping]]] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes_per_token: _Optional[float] = ...) -> None: ...
 
 class Method(_message.Message):
-    __slots__ = ("name", "summary", "source", "indexes", "keep_ratio")
+    __slots__ = ("name", "summary", "source", "indexes", "keep_ratio", "target_mass", "token_budget", "budget", "remainder", "remainder_optional", "parameters", "index", "partition", "bytes_per_token")
+    class ParametersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     INDEXES_FIELD_NUMBER: _ClassVar[int]
     KEEP_RATIO_FIELD_NUMBER: _ClassVar[int]
+    TARGET_MASS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    REMAINDER_FIELD_NUMBER: _ClassVar[int]
+    REMAINDER_OPTIONAL_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     name: str
     summary: str
     source: str
     indexes: _containers.RepeatedScalarFieldContainer[str]
     keep_ratio: float
-    def __init__(self, name: _Optional[str] = ..., summary: _Optional[str] = ..., source: _Optional[str] = ..., indexes: _Optional[_Iterable[str]] = ..., keep_ratio: _Optional[float] = ...) -> None: ...
+    target_mass: float
+    token_budget: int
+    budget: str
+    remainder: str
+    remainder_optional: bool
+    parameters: _containers.ScalarMap[str, str]
+    index: str
+    partition: str
+    bytes_per_token: float
+    def __init__(self, name: _Optional[str] = ..., summary: _Optional[str] = ..., source: _Optional[str] = ..., indexes: _Optional[_Iterable[str]] = ..., keep_ratio: _Optional[float] = ..., target_mass: _Optional[float] = ..., token_budget: _Optional[int] = ..., budget: _Optional[str] = ..., remainder: _Optional[str] = ..., remainder_optional: bool = ..., parameters: _Optional[_Mapping[str, str]] = ..., index: _Optional[str] = ..., partition: _Optional[str] = ..., bytes_per_token: _Optional[float] = ...) -> None: ...
