@@ -20,7 +20,7 @@ from index_store.errors import (
     MethodUnsupportedError,
     MissingChunkError,
 )
-from index_store.indexes.base import LayerIndex
+from index_store.indexes.base import LayerIndex, QuerySample
 from index_store.manifest import ArrayEntry, IndexEntry, Manifest
 from index_store.zarr_io import map_chunk, read_chunk_into
 
@@ -34,9 +34,8 @@ class Context:
         self._folder = folder
         self._manifest = manifest
         self._entries = {entry.path: entry for entry in manifest.arrays}
-        self._rows: dict[str, dict[int, int]] = {
-            "kv": {layer: layer for layer in range(manifest.model.layers)}
-        }
+        every_layer = {layer: layer for layer in range(manifest.model.layers)}
+        self._rows: dict[str, dict[int, int]] = {"kv": every_layer, "queries": every_layer}
         for index in manifest.indexes:
             rows = {layer: row for row, layer in enumerate(index.layers)}
             self._rows.update({array.path: rows for array in index.arrays})
@@ -64,7 +63,8 @@ class Context:
     def array(self, path: str, layer: int, head: int) -> Tensor:
         """One (layer, KV head) of an array, mapped without a copy and without reading its checksum.
 
-        `kv` yields [N, 2, d], an index array whatever its index stores per head. `layer` is the model's layer.
+        `kv` yields [N, 2, d], `queries` [P, G, d], an index array whatever its index stores per head. `layer` is the
+        model's layer.
         Raises InvalidArgumentError for an unknown array, layer or head.
         """
         entry, row = self._locate(path, layer)
@@ -78,6 +78,21 @@ class Context:
         """Reads one (layer, KV head) of an array into a contiguous tensor and verifies its checksum."""
         entry, row = self._locate(path, layer)
         self._read(entry, (row, head), out)
+
+    def queries(self, layer: int) -> QuerySample:
+        """The sample of the layer's queries; its checksums are verified.
+
+        Raises InvalidArgumentError when the context has none, or for an unknown layer.
+        """
+        positions = self._manifest.query_positions
+        if self._manifest.queries is None:
+            raise InvalidArgumentError(
+                f"context {self._manifest.id[:12]} has no sample of queries; prefill the document again"
+            )
+        stored = torch.empty(self._manifest.queries.shape[1:])
+        for head, out in enumerate(stored):
+            self.read_head("queries", layer, head, out)
+        return QuerySample(stored, torch.tensor(positions))
 
     def close(self) -> None:
         """Ends the use of this object. Tensors handed out stay valid."""

@@ -99,6 +99,13 @@ class JsonFields:
         value = self._take(name, lambda value: isinstance(value, dict), "an object")
         return _parse_whole(JsonFields(value, self._where, f"{self._prefix}{name}"), parse)
 
+    def optional_item(self, name: str, parse: Callable[[JsonFields], Item]) -> Item | None:
+        """A nested object, or None where the field holds null."""
+        value = self._take(name, lambda value: value is None or isinstance(value, dict), "an object or null")
+        if value is None:
+            return None
+        return _parse_whole(JsonFields(value, self._where, f"{self._prefix}{name}"), parse)
+
     def items(self, name: str, parse: Callable[[JsonFields], Item]) -> tuple[Item, ...]:
         """A list of nested objects, each read by `parse`."""
         values: Any = self._take(name, lambda value: isinstance(value, list), "a list of objects")

@@ -7,17 +7,12 @@ ManifestError and name field, value and (when read from a file) path.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-
-import numpy as np
-from torch import Tensor
 
 from index_store.dtypes import KV_DTYPES, STORED_DTYPES
 from index_store.errors import DtypeMismatchError, InvalidArgumentError, ModelMismatchError
@@ -31,8 +26,10 @@ from index_store.json_fields import (
     field_error,
     is_number,
 )
+from index_store.threshold_curve import KEEP_GRID, are_thresholds
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2 added calibrated thresholds and a sample of the queries."""
 
 _HEX_ID = re.compile(r"[0-9a-f]{64}")
 _PATH_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -165,6 +162,8 @@ class IndexEntry:
     """One search index: its kind and parameters, the model layers it covers, and its arrays.
 
     Array `index/<name>/<array>` is [len(layers), kv_heads, ...]; row j belongs to model layer `layers[j]`.
+    thresholds: estimated attention weights above which items hold the shares KEEP_GRID of the keys, as calibrated on
+        the context's last queries (index_store/threshold_curve.py); empty without calibration.
     """
 
     name: str
@@ -172,6 +171,7 @@ class IndexEntry:
     parameters: Mapping[str, Scalar]
     layers: tuple[int, ...]
     arrays: tuple[ArrayEntry, ...]
+    thresholds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not _PATH_PART.fullmatch(self.name):
@@ -179,6 +179,9 @@ class IndexEntry:
         check_name(f"index.{self.name}.kind", self.kind)
         if not are_scalars(self.parameters):
             raise field_error(f"index.{self.name}.parameters", self.parameters, "scalars by name")
+        if self.thresholds and not are_thresholds(self.thresholds):
+            expected = f"{len(KEEP_GRID)} positive numbers, none above the one before, or none at all"
+            raise field_error(f"index.{self.name}.thresholds", self.thresholds, expected)
 
     @property
     def nbytes(self) -> int:
@@ -193,9 +196,12 @@ class Manifest:
     Before it is published its arrays have no checksums; the writer adds them.
     created_at, expires_at: UTC; a context without expires_at never expires.
     dtype: the element type of keys and values. methods: names of the methods it was prefilled for, the default first.
-    dense_layers: layers with flat attention, which have no index and are attended to fully.
+    dense_layers: layers with flat attention; methods that drop what they did not select attend fully there.
     selection_errors: the measured error of every layer by which the dense ones were found; empty when they were given.
     prefill: the parameters of the prefill; seconds: wall time per phase.
+    queries: a sample of every layer's queries, as they were before scaling, by which methods can be tuned; None without
+        one. query_positions: the token position of each of its rows, ascending; calibration prompts' are not below
+        token_count.
     """
 
     id: str
@@ -214,6 +220,8 @@ class Manifest:
     indexes: tuple[IndexEntry, ...]
     prefill: Mapping[str, Scalar]
     seconds: Mapping[str, float]
+    queries: ArrayEntry | None = None
+    query_positions: tuple[int, ...] = ()
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -258,8 +266,9 @@ class Manifest:
 
     @property
     def arrays(self) -> tuple[ArrayEntry, ...]:
-        """Every array of the context: tokens, keys and values, then the indexes'."""
-        return (self.tokens, self.kv, *(array for index in self.indexes for array in index.arrays))
+        """Every array of the context: tokens, keys and values, the sample of queries, then the indexes'."""
+        queries = () if self.queries is None else (self.queries,)
+        return (self.tokens, self.kv, *queries, *(array for index in self.indexes for array in index.arrays))
 
     def bytes_per_token(self) -> float:
         """Bytes of keys, values and indexes per token of the context."""
@@ -282,7 +291,8 @@ class Manifest:
         indexes = tuple(
             replace(index, arrays=tuple(sealed(array) for array in index.arrays)) for index in self.indexes
         )
-        return replace(self, tokens=sealed(self.tokens), kv=sealed(self.kv), indexes=indexes)
+        queries = None if self.queries is None else sealed(self.queries)
+        return replace(self, tokens=sealed(self.tokens), kv=sealed(self.kv), queries=queries, indexes=indexes)
 
     def _check_layers(self, name: str, layers: tuple[int, ...]) -> None:
         ascending = all(a < b for a, b in itertools.pairwise(layers))
@@ -295,6 +305,7 @@ class Manifest:
         expected = kv_entry(self.model, self.token_count, self.dtype)
         if self.kv.layout != expected:
             raise field_error("kv", self.kv, f"{expected}")
+        self._check_queries()
         for index in self.indexes:
             self._check_layers(f"indexes.{index.name}.layers", index.layers)
             rows = (len(index.layers), self.model.kv_heads)
@@ -310,6 +321,14 @@ class Manifest:
         if len(set(paths)) != len(paths):
             raise field_error("indexes", paths, "every array once")
 
+    def _check_queries(self) -> None:
+        positions = self.query_positions
+        if any(later < earlier for earlier, later in itertools.pairwise((0, *positions))):
+            raise field_error("query_positions", positions, "ascending token positions")
+        expected = queries_entry(self.model, len(positions)) if positions else None
+        if (None if self.queries is None else self.queries.layout) != expected:
+            raise field_error("queries", self.queries, f"{expected}")
+
 
 def tokens_entry(token_count: int) -> ArrayEntry:
     """The array of token ids: uint32 [N], one chunk."""
@@ -322,50 +341,18 @@ def kv_entry(model: ModelIdentity, token_count: int, dtype: str) -> ArrayEntry:
     return ArrayEntry("kv", (model.layers, model.kv_heads, *rest), (1, 1, *rest), dtype)
 
 
+def queries_entry(model: ModelIdentity, rows: int) -> ArrayEntry:
+    """The array of sampled queries: float32 [layers, kv_heads, rows, group, d], one chunk per (layer, KV head)."""
+    rest = (rows, model.query_heads // model.kv_heads, model.head_dim)
+    return ArrayEntry("queries", (model.layers, model.kv_heads, *rest), (1, 1, *rest), "float32")
+
+
 def index_array_entry(
     index: str, array: str, layers: int, head_shape: Sequence[int], dtype: str
 ) -> ArrayEntry:
     """An index array: `head_shape` is [H, ...], the shape of one layer; stored as [layers, H, ...]."""
     shape = tuple(head_shape)
     return ArrayEntry(f"index/{index}/{array}", (layers, *shape), (1, 1, *shape[1:]), dtype)
-
-
-def context_id(
-    model: ModelIdentity,
-    dtype: str,
-    parameters: Mapping[str, object],
-    salt: str,
-    token_ids: Sequence[int] | np.ndarray[tuple[int, ...], np.dtype[np.integer]] | Tensor,
-) -> str:
-    """The content address of a context: what goes into its arrays determines its id, and nothing else does.
-
-    SHA-256 over format version, both fingerprints, stored dtype, parameters (JSON values, nested as needed, in any
-    order), salt and token ids, as 64 hex digits. Names and times do not count.
-    """
-    header = {
-        "format_version": FORMAT_VERSION,
-        "model": model.fingerprint,
-        "tokenizer": model.tokenizer_fingerprint,
-        "dtype": dtype,
-        "parameters": parameters,
-        "salt": salt,
-    }
-    try:
-        text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"parameters must be finite JSON values: {error}") from None
-    tokens = np.asarray(token_ids)
-    if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
-        raise InvalidArgumentError(
-            f"token ids must be a non-empty list of integers, got shape {tokens.shape}"
-        )
-    if int(tokens.min()) < 0 or int(tokens.max()) >= model.vocab_size:
-        raise InvalidArgumentError(
-            f"token ids span {int(tokens.min())}..{int(tokens.max())}, the model's are 0..{model.vocab_size - 1}"
-        )
-    digest = hashlib.sha256(text.encode())
-    digest.update(b"\0" + tokens.astype("<u4").tobytes())
-    return digest.hexdigest()
 
 
 def require_model(manifest: Manifest, identity: ModelIdentity) -> None:

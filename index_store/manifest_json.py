@@ -57,10 +57,15 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     foreign = isinstance(version, int) and version != FORMAT_VERSION
     if not (foreign and found is None):
         _check_seal(document, found, data, where)
-    if foreign:
+    if isinstance(version, int) and foreign:
+        advice = (
+            "the context was made by an older sparsekv: prefill the document again and delete the old context "
+            "(`index-store rm`)"
+            if version < FORMAT_VERSION
+            else "update sparsekv, or prefill the document again"
+        )
         raise FormatVersionError(
-            f"{where}: format version {version}, this program reads version {FORMAT_VERSION}; "
-            "update sparsekv, or prefill the document again",
+            f"{where}: format version {version}, this program reads version {FORMAT_VERSION}; {advice}",
             found=version,
             expected=FORMAT_VERSION,
             path=where,
@@ -129,6 +134,8 @@ def _parse_document(document: dict[str, object], where: str) -> Manifest:
         indexes=fields.items("indexes", _parse_index),
         prefill=fields.scalars("prefill"),
         seconds=fields.numbers_by_name("seconds"),
+        queries=fields.optional_item("queries", _parse_array),
+        query_positions=fields.integers("query_positions"),
     )
     fields.finish()
     return manifest
@@ -166,4 +173,5 @@ def _parse_index(fields: JsonFields) -> IndexEntry:
         parameters=fields.scalars("parameters"),
         layers=fields.integers("layers"),
         arrays=fields.items("arrays", _parse_array),
+        thresholds=fields.numbers("thresholds"),
     )

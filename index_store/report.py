@@ -9,6 +9,7 @@ from index_store.console import format_bytes, format_time
 from index_store.errors import SparseKVError
 from index_store.json_fields import Scalar
 from index_store.manifest import IndexEntry, Manifest
+from index_store.threshold_curve import KEEP_GRID
 
 LIST_COLUMNS = ("ID", "NAME", "STATE", "MODEL", "METHODS", "TOKENS", "KV", "INDEX", "CREATED", "EXPIRES")
 LIST_RIGHT = ("TOKENS", "KV", "INDEX")
@@ -73,6 +74,7 @@ def details(manifest: Manifest, expired: bool) -> dict[str, object]:
         "dense_layers": list(manifest.dense_layers),
         "selection_errors": list(manifest.selection_errors),
         "indexes": [_index_object(index, manifest.token_count) for index in manifest.indexes],
+        "query_positions": list(manifest.query_positions),
         "prefill": dict(manifest.prefill),
         "seconds": dict(manifest.seconds),
     }
@@ -97,10 +99,18 @@ def detail_rows(manifest: Manifest, expired: bool) -> list[tuple[str, str]]:
         rows.append((f"index {index.name}", f"{_size(index.nbytes, manifest.token_count)}, {index.kind}"))
         rows.append(("  layers", _layers(index.layers)))
         rows.append(("  parameters", _pairs(index.parameters)))
+        if index.thresholds:
+            most, least = index.thresholds[0], index.thresholds[-1]
+            rows.append(
+                ("  thresholds", f"{least:.3g} to {most:.3g}, keep {KEEP_GRID[-1]:g} to {KEEP_GRID[0]:g}")
+            )
         rows += [
             (f"  {array.path.rpartition('/')[2]}", f"{list(array.shape)} {array.dtype}")
             for array in index.arrays
         ]
+    if manifest.queries is not None:
+        count = len(manifest.query_positions)
+        rows.append(("queries", f"{format_bytes(manifest.queries.nbytes)}, {count} positions of every layer"))
     rows += [
         ("total", _size(manifest.kv_bytes + manifest.index_bytes, manifest.token_count)),
         ("methods", ", ".join(manifest.methods)),
@@ -139,6 +149,7 @@ def _index_object(index: IndexEntry, tokens: int) -> dict[str, object]:
         "layers": list(index.layers),
         "bytes": index.nbytes,
         "bytes_per_token": index.nbytes / tokens,
+        "thresholds": list(index.thresholds),
         "arrays": [
             {"path": array.path, "shape": list(array.shape), "dtype": array.dtype, "bytes": array.nbytes}
             for array in index.arrays

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from index_store.catalog import Store, utc_now
+from index_store.context_id import context_id
 from index_store.dtypes import dtype_name, stored_dtype
 from index_store.errors import (
     ContextCorruptError,
@@ -20,7 +21,7 @@ from index_store.errors import (
     StoreFullError,
 )
 from index_store.indexes.base import Scalar
-from index_store.manifest import ArrayEntry, IndexEntry, Manifest, ModelIdentity, context_id, kv_entry
+from index_store.manifest import ArrayEntry, IndexEntry, Manifest, ModelIdentity, kv_entry
 from index_store.methods import IndexSpec
 from index_store.models.loading import (
     ModelFolder,

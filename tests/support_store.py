@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from index_store.catalog import Store
+from index_store.context_id import context_id
 from index_store.dtypes import STORED_DTYPES, dtype_name
 from index_store.indexes.base import LayerIndex, Scalar
 from index_store.manifest import (
@@ -19,11 +20,12 @@ from index_store.manifest import (
     IndexEntry,
     Manifest,
     ModelIdentity,
-    context_id,
     index_array_entry,
     kv_entry,
+    queries_entry,
     tokens_entry,
 )
+from index_store.threshold_curve import KEEP_GRID
 
 CREATED = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
 
@@ -41,6 +43,7 @@ MODEL = ModelIdentity(
 )
 
 PARAMETERS: dict[str, Scalar] = {"subspaces": 4, "split": "strided", "cosine": False, "ratio": 0.25}
+THRESHOLDS = tuple(0.01 / (1.0 + 100.0 * keep) for keep in KEEP_GRID)
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ KINDS: Mapping[str, type[LayerIndex]] = {RecordedIndex.kind: cast(type[LayerInde
 
 @dataclass(frozen=True)
 class SyntheticContext:
-    """A context in memory: tokens [N], kv [L, H, N, 2, d], arrays by path [layers, H, ...].
+    """A context in memory: tokens [N], kv [L, H, N, 2, d], queries [L, H, P, G, d], arrays by path [layers, H, ...].
 
     draft: its manifest before it is published, without checksums.
     """
@@ -73,6 +76,7 @@ class SyntheticContext:
     draft: Manifest
     tokens: Tensor
     kv: Tensor
+    queries: Tensor
     arrays: dict[str, Tensor]
 
     @property
@@ -83,20 +87,25 @@ class SyntheticContext:
     def manifest(self) -> Manifest:
         """The manifest that publishing must lead to."""
         tokens = (self.draft.tokens, self.tokens.to(torch.uint32))
-        arrays = [tokens, (self.draft.kv, self.kv), *self.entries()]
+        arrays = [tokens, *self.by_layer()]
         return self.draft.with_checksums({entry.path: checksums(entry, data) for entry, data in arrays})
 
     def write(self, store: Store) -> str:
         """Writes and publishes it; returns the id."""
         with store.writer(self.id) as writer:
             writer.write_tokens(self.tokens)
-            for entry, data in [(self.draft.kv, self.kv), *self.entries()]:
+            for entry, data in self.by_layer():
                 writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
                 for row in range(data.shape[0]):
                     for head in range(data.shape[1]):
                         writer.write_chunk(entry.path, (row, head), data[row, head])
             writer.publish(self.draft)
         return self.id
+
+    def by_layer(self) -> list[tuple[ArrayEntry, Tensor]]:
+        """(entry without checksums, data) of every array but the tokens'."""
+        queries = [] if self.draft.queries is None else [(self.draft.queries, self.queries)]
+        return [(self.draft.kv, self.kv), *queries, *self.entries()]
 
     def entries(self) -> list[tuple[ArrayEntry, Tensor]]:
         """(entry without checksums, data) of every index array."""
@@ -127,6 +136,7 @@ def synthetic_context(
     created: datetime = CREATED,
     ttl: timedelta | None = None,
     index_dtypes: tuple[str, ...] = ("int8", "float16", "int32", "float32"),
+    query_rows: int = 3,
 ) -> SyntheticContext:
     """A context of `tokens` random tokens: layer 0 dense, one index over the others with an array per dtype."""
     generator = torch.Generator().manual_seed(seed)
@@ -134,6 +144,8 @@ def synthetic_context(
     kv_shape = (model.layers, model.kv_heads, tokens, 2, model.head_dim)
     kv = random_array(kv_shape, STORED_DTYPES[dtype].torch_dtype, generator)
     layers = tuple(range(1, model.layers))
+    sample = queries_entry(model, query_rows) if query_rows else None
+    queries = random_array(sample.shape if sample else (0,), torch.float32, generator)
     entries, arrays = [], {}
     for number, index_dtype in enumerate(index_dtypes):
         head_shape = (model.kv_heads, 4 + number, tokens)
@@ -155,11 +167,13 @@ def synthetic_context(
         selection_errors=tuple(0.25 / 10**layer for layer in range(model.layers)),
         tokens=tokens_entry(tokens),
         kv=kv_entry(model, tokens, dtype),
-        indexes=(IndexEntry("tables", RecordedIndex.kind, PARAMETERS, layers, tuple(entries)),),
+        indexes=(IndexEntry("tables", RecordedIndex.kind, PARAMETERS, layers, tuple(entries), THRESHOLDS),),
         prefill={"chunk": 2048, "calibration": False},
         seconds={"forward": 1.5, "index": 0.25},
+        queries=sample,
+        query_positions=tuple(tokens - query_rows + 2 + row for row in range(query_rows)),
     )
-    return SyntheticContext(draft, ids, kv, arrays)
+    return SyntheticContext(draft, ids, kv, queries, arrays)
 
 
 def indexed_context(

@@ -16,7 +16,7 @@ from index_store.__main__ import main
 from index_store.catalog import Store
 from index_store.console import format_bytes
 from index_store.zarr_io import chunk_path
-from tests.support_store import SyntheticContext, synthetic_context
+from tests.support_store import THRESHOLDS, SyntheticContext, synthetic_context
 
 
 class Command:
@@ -168,6 +168,8 @@ def test_show(command: Command, context: SyntheticContext, ref: str) -> None:
     assert shown["kv"] == "6.9 KiB (7104 bytes, 192.0 per token), bfloat16"
     assert shown["index tables"] == "9.5 KiB (9768 bytes, 264.0 per token), recorded"
     assert shown["parameters"] == "cosine=False, ratio=0.25, split=strided, subspaces=4"
+    assert shown["thresholds"] == "0.000196 to 0.00909, keep 0.5 to 0.001"
+    assert shown["queries"] == "2.2 KiB, 3 positions of every layer"
     assert shown["array_float16"] == "[2, 2, 5, 37] float16"
     assert shown["total"].endswith("(16872 bytes, 456.0 per token)")
     assert shown["methods"] == "csattention"
@@ -189,6 +191,8 @@ def test_show_json(command: Command, context: SyntheticContext) -> None:
     (index,) = document["indexes"]
     assert (index["kind"], index["layers"], index["bytes"]) == ("recorded", [1, 2], 9768)
     assert index["parameters"] == {"subspaces": 4, "split": "strided", "cosine": False, "ratio": 0.25}
+    assert index["thresholds"] == list(THRESHOLDS)
+    assert document["query_positions"] == [36, 37, 38]
     assert index["arrays"][0] == {
         "path": "index/tables/array_int8",
         "shape": [2, 2, 4, 37],

@@ -49,6 +49,10 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 
 def load(arena: Arena, store: Store, context: SyntheticContext) -> None:
+    """Reads all that can be read: the queries, which are left on disk, and what is served."""
+    with store.open(context.id) as opened:
+        for layer in range(context.draft.model.layers):
+            opened.queries(layer)
     with arena.acquire(store, context.id):
         pass
 
@@ -228,7 +232,7 @@ def test_newer_format(stored: Store, context: SyntheticContext, arena: Arena) ->
     del document["checksum"]
     path.write_bytes(render_document(document | {"format_version": 7}))
     for use in (stored.manifest, stored.open, stored.verify):
-        with pytest.raises(FormatVersionError, match="version 7, this program reads version 1"):
+        with pytest.raises(FormatVersionError, match="version 7, this program reads version 2"):
             use(context.id)
     with pytest.raises(FormatVersionError):
         load(arena, stored, context)

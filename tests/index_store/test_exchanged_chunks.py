@@ -157,7 +157,7 @@ def test_a_context_with_exchanged_chunks_is_replaced(stored: Store, context: Syn
 
 
 def test_exchanged_before_publishing(store: Store) -> None:
-    context = synthetic_context(index_dtypes=())
+    context = synthetic_context(index_dtypes=(), query_rows=0)
     kv = context.draft.kv
     with store.writer(context.id) as writer:
         writer.write_tokens(context.tokens)

@@ -95,8 +95,8 @@ def test_writer_killed_at_any_step(store: Store, processes: Processes) -> None:
             assert [item.kind for item in store.gc()] == ["temporary"]
         assert names(store) == [kept.id]
         steps += 1
-    # 6 arrays, 1 + 6 + 4 * 4 chunks, the sync, and the rename's sync
-    assert steps == 6 + 23 + 2
+    # 7 arrays, 1 + 6 + 6 + 4 * 4 chunks, the sync, and the rename's sync
+    assert steps == 7 + 29 + 2
     assert store.verify(context.id) == []
 
 

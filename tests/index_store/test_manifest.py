@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from index_store.context_id import context_id
 from index_store.errors import (
     ChecksumError,
     ContextCorruptError,
@@ -28,15 +29,16 @@ from index_store.manifest import (
     IndexEntry,
     Manifest,
     ModelIdentity,
-    context_id,
     index_array_entry,
     kv_entry,
+    queries_entry,
     require_dtype,
     require_model,
     tokens_entry,
 )
 from index_store.manifest_json import parse_manifest, render_document, render_manifest
-from tests.support_store import MODEL, SyntheticContext, other_model, synthetic_context
+from index_store.threshold_curve import KEEP_GRID
+from tests.support_store import MODEL, THRESHOLDS, SyntheticContext, other_model, synthetic_context
 
 WHERE = "store/contexts/x/manifest.json"
 
@@ -66,6 +68,11 @@ def models(draw: st.DrawFn) -> ModelIdentity:
     )
 
 
+curves = st.lists(st.floats(0, 1, exclude_min=True), min_size=len(KEEP_GRID), max_size=len(KEEP_GRID)).map(
+    lambda values: tuple(sorted(values, reverse=True))
+)
+
+
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     model, tokens = draw(models()), draw(st.integers(1, 10**6))
@@ -82,8 +89,10 @@ def manifests(draw: st.DrawFn) -> Manifest:
                 st.dictionaries(st.sampled_from(["rows", "scale"]), st.sampled_from(["int8", "float16"]))
             ).items()
         )
-        indexes.append(IndexEntry(name, draw(texts), draw(parameters), covered, arrays))
+        thresholds = draw(curves | st.just(()))
+        indexes.append(IndexEntry(name, draw(texts), draw(parameters), covered, arrays, thresholds))
     dtype = draw(st.sampled_from(["float32", "float16", "bfloat16"]))
+    positions = tuple(sorted(draw(st.lists(st.integers(0, 10**6), max_size=4))))
     draft = Manifest(
         id=draw(st.from_regex(r"[0-9a-f]{64}", fullmatch=True)),
         name=draw(texts),
@@ -101,6 +110,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
         indexes=tuple(indexes),
         prefill=draw(parameters),
         seconds=draw(st.dictionaries(st.text(), st.floats(0, 1e9))),
+        queries=queries_entry(model, len(positions)) if positions else None,
+        query_positions=positions,
     )
     counts = {entry.path: len(list(entry.chunk_indices())) for entry in draft.arrays}
     return draft.with_checksums(
@@ -148,15 +159,31 @@ def document(context: SyntheticContext) -> dict[str, Any]:
 
 
 def test_newer_version(context: SyntheticContext) -> None:
-    newer = document(context) | {"format_version": 2, "something_new": [1]}
-    with pytest.raises(FormatVersionError, match=f"{WHERE}.*version 2.*reads version 1"):
+    newer = document(context) | {"format_version": 3, "something_new": [1]}
+    with pytest.raises(
+        FormatVersionError, match=f"{WHERE}.*version 3.*reads version 2; update sparsekv"
+    ) as caught:
         parse_manifest(render_document(newer), WHERE)
+    assert caught.value.metadata == {"found": "3", "expected": "2", "path": WHERE}
 
 
 def test_newer_version_without_our_checksum(context: SyntheticContext) -> None:
-    newer = document(context) | {"format_version": 3}
-    with pytest.raises(FormatVersionError, match="version 3"):
+    newer = document(context) | {"format_version": 4}
+    with pytest.raises(FormatVersionError, match="version 4"):
         parse_manifest(json.dumps(newer).encode(), WHERE)
+
+
+def test_older_version(context: SyntheticContext) -> None:
+    """As version 1 wrote it: without the fields that came later."""
+    older = document(context) | {"format_version": 1}
+    del older["queries"], older["query_positions"]
+    for index in older["indexes"]:
+        del index["thresholds"]
+    with pytest.raises(
+        FormatVersionError,
+        match=f"{WHERE}.*version 1, this program reads version 2; the context was made by an older sparsekv: prefill",
+    ):
+        parse_manifest(render_document(older), WHERE)
 
 
 def test_missing_checksum_of_our_version(context: SyntheticContext) -> None:
@@ -240,6 +267,32 @@ def test_every_missing_field_is_named(context: SyntheticContext) -> None:
             r"'indexes\[0\].arrays\[1\].checksums' is .*expected a string",
         ),
         (("indexes",), {}, r"'indexes' is \{\}, expected a list of objects"),
+        (
+            ("indexes", 0, "thresholds"),
+            0.5,
+            r"'indexes\[0\].thresholds' is 0.5, expected a list of finite numbers",
+        ),
+        (("indexes", 0, "thresholds"), [0.5], r"'index.tables.thresholds' is \(0.5,\), expected 28 positive"),
+        (("indexes", 0, "thresholds"), THRESHOLDS[::-1], r"thresholds' is .*none above the one before"),
+        (("indexes", 0, "thresholds"), [*THRESHOLDS[:-1], 0], r"thresholds' is .*expected 28 positive"),
+        (
+            ("queries",),
+            None,
+            r"'queries' is None, expected ArrayEntry\(path='queries', shape=\(3, 2, 3, 2, 8\)",
+        ),
+        (("queries",), [], r"'queries' is \[\], expected an object or null"),
+        (("queries", "dtype"), "float16", r"'queries' is .*float16.*expected .*float32"),
+        (("queries", "path"), "kv", r"'queries' is .*path='kv'"),
+        (("queries", "checksums"), "0" * 40, r"'queries.checksums' is '5 checksums"),
+        (("query_positions",), [], r"'queries' is .*expected None"),
+        (
+            ("query_positions",),
+            [5, 4, 3],
+            r"'query_positions' is \(5, 4, 3\), expected ascending token positions",
+        ),
+        (("query_positions",), [-1, 4, 5], r"'query_positions' is \(-1, 4, 5\), expected ascending"),
+        (("query_positions",), [3, 4], r"'queries' is .*expected .*\(3, 2, 2, 2, 8\)"),
+        (("query_positions",), [3, 4, "5"], r"'query_positions' .*a list of integers"),
         (("prefill",), {"a": [1]}, r"'prefill'"),
         (("seconds",), {"forward": "1"}, r"'seconds'"),
         (("unknown",), 1, r"'unknown' is 1, expected no such field"),
@@ -282,7 +335,7 @@ def test_a_draft_is_not_rendered(context: SyntheticContext) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"[]", b"null", b"{", b"\xff", b'{"format_version": 1, "x": NaN}', b"[" * 99999]
+    "data", [b"", b"[]", b"null", b"{", b"\xff", b'{"format_version": 2, "x": NaN}', b"[" * 99999]
 )
 def test_not_a_manifest(data: bytes) -> None:
     with pytest.raises(ContextCorruptError, match=rf"{WHERE}.*delete the context \(`index-store rm`\)"):

@@ -59,7 +59,23 @@ def test_round_trip_is_bit_exact(store: Store, dtype: str) -> None:
                     found = opened.array(entry.path, layer, head)
                     assert dtype_name(found.dtype) == entry.dtype
                     assert bits(found) == bits(data[row, head])
+        for layer in range(3):
+            sample = opened.queries(layer)
+            assert bits(sample.queries_HPGD) == bits(context.queries[layer])
+            assert sample.positions_P.tolist() == list(context.draft.query_positions) == [36, 37, 38]
+            assert bits(opened.array("queries", layer, 1)) == bits(context.queries[layer, 1])
     assert store.verify(context.id) == []
+
+
+def test_a_context_without_a_sample_of_queries(store: Store) -> None:
+    context = synthetic_context(query_rows=0)
+    context.write(store)
+    assert store.verify(context.id) == []
+    with (
+        store.open(context.id) as opened,
+        pytest.raises(InvalidArgumentError, match="has no sample of queries"),
+    ):
+        opened.queries(0)
 
 
 def test_all_zero_chunks_are_stored(store: Store) -> None:
@@ -110,6 +126,7 @@ def test_mapping_holds_no_files_open(stored: Store, context: SyntheticContext) -
         ("kv", 0, 2),
         ("kv", 0, -1),
         ("index/tables/array_int8", 0, 0),
+        ("queries", 3, 0),
         ("nothing", 0, 0),
     ],
 )

@@ -60,7 +60,7 @@ def test_full_disk_at_any_write(store: Store, monkeypatch: pytest.MonkeyPatch) -
     with full_disk_at(monkeypatch, 10**9) as written:
         context.write(store)
     store.delete(context.id)
-    assert written[0] == 9 + 1 + 6 + 4 * 4  # metadata of every node, then the chunks
+    assert written[0] == 10 + 1 + 6 + 6 + 4 * 4  # metadata of every node, then the chunks
     for write in range(written[0]):
         code = errno.EDQUOT if write % 2 else errno.ENOSPC
         with full_disk_at(monkeypatch, write, code), pytest.raises(StoreFullError, match="no space is left"):
@@ -154,12 +154,12 @@ def test_a_broken_context_is_replaced(stored: Store, context: SyntheticContext) 
 
 
 def test_an_incomplete_context_is_not_published(store: Store, context: SyntheticContext) -> None:
-    manifest, kv = context.draft, context.draft.kv
+    manifest = context.draft
     with store.writer(context.id) as writer:
         writer.write_tokens(context.tokens)
         with pytest.raises(InvalidArgumentError, match="lists arrays"):
             writer.publish(manifest)
-        for entry in (kv, *(array for array, _ in context.entries())):
+        for entry, _ in context.by_layer():
             assert writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype) == entry
         writer.write_chunk("kv", (0, 0), context.kv[0, 0])
         for use in (writer.verify, lambda: writer.publish(manifest)):
@@ -208,7 +208,7 @@ def test_chunks_from_several_threads(store: Store) -> None:
     with store.writer(context.id) as writer:
         writer.write_tokens(context.tokens)
         jobs = []
-        for entry, data in [(manifest.kv, context.kv), *context.entries()]:
+        for entry, data in context.by_layer():
             writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
             jobs += [
                 (entry.path, (row, head), data[row, head])
