@@ -169,7 +169,7 @@ def test_show(command: Command, context: SyntheticContext, ref: str) -> None:
     assert shown["index tables"] == "9.5 KiB (9768 bytes, 264.0 per token), recorded"
     assert shown["parameters"] == "cosine=False, ratio=0.25, split=strided, subspaces=4"
     assert shown["thresholds"] == "0.000196 to 0.00909, keep 0.5 to 0.001"
-    assert shown["queries"] == "2.2 KiB, 3 positions of every layer"
+    assert shown["queries"] == "1.1 KiB, 3 positions of every layer"
     assert shown["array_float16"] == "[2, 2, 5, 37] float16"
     assert shown["total"].endswith("(16872 bytes, 456.0 per token)")
     assert shown["methods"] == "csattention"
