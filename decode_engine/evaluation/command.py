@@ -9,19 +9,22 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from decode_engine.evaluation.evaluate import EvaluationConfig, evaluate
+from decode_engine.evaluation.evaluate import evaluate
+from decode_engine.evaluation.pictures import check_pictures, draw_pictures
 from decode_engine.evaluation.progress import show_progress
-from decode_engine.evaluation.report import check_pictures, draw_picture, results_table
-from decode_engine.evaluation.scoring import Score
+from decode_engine.evaluation.report import results_table, tasks_table
+from decode_engine.evaluation.results import FILES, Results
+from decode_engine.evaluation.settings import EvaluationConfig
 from decode_engine.evaluation.tasks import (
-    held_out_text,
+    FAMILIES,
     make_document,
     parse_length,
-    read_text,
+    source_text,
     write_questions,
 )
 from index_store.console import FormatOption, OutputFormat, on_terminal, print_json
 from index_store.errors import InvalidArgumentError
+from index_store.methods import EXPRESSION_HELP, METHODS
 from index_store.models.loading import load_tokenizer, resolve_model
 
 ModelOption = Annotated[
@@ -32,36 +35,50 @@ LengthsOption = Annotated[
     str, typer.Option("--context-length", help="Context lengths in tokens, comma-separated.")
 ]
 DistractorsOption = Annotated[
-    int, typer.Option("--distractors", help="Further facts per context that resemble an asked one.")
+    int | None,
+    typer.Option(
+        "--distractors", help="Further statements that resemble an asked one; by task if not given."
+    ),
 ]
-KeepOption = Annotated[str, typer.Option("--keep", help="Fractions of the keys to keep, comma-separated.")]
 TextOption = Annotated[
-    Path | None, typer.Option("--text", help="Text to make contexts of; packaged novels by default.")
+    list[Path] | None,
+    typer.Option("--text", help="Text to make contexts of, may be repeated; packaged novels by default."),
 ]
+PictureOption = Annotated[bool, typer.Option(help="Draw quality and captured mass (needs matplotlib).")]
 
 
 def evaluate_command(
-    out: Annotated[Path, typer.Option(help="Folder for results.json, .csv, .md, quality.png and the store.")],
+    out: Annotated[Path, typer.Option(help="Folder for the results, the pictures and the store.")],
     model: ModelOption = "reader",
     context_length: LengthsOption = "8k,32k",
-    questions: Annotated[int, typer.Option(help="Questions per context length.")] = 216,
-    facts: Annotated[int, typer.Option(help="Facts, and questions, per context.")] = 24,
-    distractors: DistractorsOption = 0,
-    methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = (
-        "full,oracle,csattention,csattention-paper"
-    ),
-    keep: KeepOption = "0.01,0.02,0.05",
+    tasks: Annotated[str, typer.Option(help=f"Tasks, comma-separated: {', '.join(FAMILIES)}.")] = "single",
+    questions: Annotated[int, typer.Option(help="Questions per context length, over all tasks.")] = 216,
+    facts: Annotated[int, typer.Option(help="Questions per context at most.")] = 24,
+    distractors: DistractorsOption = None,
+    methods: Annotated[
+        str, typer.Option(help=f"Methods, comma-separated, each {EXPRESSION_HELP}.")
+    ] = ",".join(METHODS),
+    keep: Annotated[
+        str, typer.Option(help="Fractions of the keys to keep, comma-separated.")
+    ] = "0.01,0.02,0.05,0.1",
+    mass: Annotated[
+        str, typer.Option(help="Attention masses to keep, for methods that follow mass.")
+    ] = "0.5,0.7,0.9,0.95",
     text: TextOption = None,
     text_tokens: Annotated[int, typer.Option(help="Plain-text tokens scored after each context.")] = 96,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's own chat template.")] = False,
     dense_layers: Annotated[str, typer.Option(help="As for prefill-worker run.")] = "auto",
     calibration: Annotated[Path | None, typer.Option(help="As for prefill-worker run.")] = None,
+    index_for: Annotated[
+        str, typer.Option(help="Further methods to build indexes for, so that several runs share contexts.")
+    ] = "",
     store: Annotated[Path | None, typer.Option(help="Store for the contexts; OUT/store by default.")] = None,
     seed: Annotated[int, typer.Option(help="Decides facts, depths and parts of the text.")] = 0,
     device: Annotated[str, typer.Option(help="Device of the model: cpu, the only one so far.")] = "cpu",
-    picture: Annotated[bool, typer.Option(help="Draw quality against budget (needs matplotlib).")] = True,
+    picture: PictureOption = True,
     output_format: FormatOption = OutputFormat.TEXT,
 ) -> None:
-    """Compares methods with full attention: exact match and KL on questions about long contexts.
+    """Compares methods with full attention: exact match and KL on questions about long contexts, errors inside layers.
 
     Contexts are made from held-out text and prefilled through prefill-worker; those that the store has already are
     reused.
@@ -69,16 +86,20 @@ def evaluate_command(
     config = EvaluationConfig(
         model=model,
         out=out,
-        context_lengths=tuple(parse_length(part) for part in context_length.split(",")),
+        context_lengths=tuple(map(parse_length, _split(context_length))),
+        tasks=_split(tasks),
         questions=questions,
         facts=facts,
         distractors=distractors,
-        methods=tuple(part.strip() for part in methods.split(",")),
-        keep=tuple(_parse_ratio(part) for part in keep.split(",")),
-        text=text,
+        methods=_split(methods),
+        keep=tuple(_parse_number("keep", part) for part in _split(keep)),
+        mass=tuple(_parse_number("mass", part) for part in _split(mass)),
+        text=tuple(text or ()),
         text_tokens=text_tokens,
+        chat=chat,
         dense_layers=dense_layers,
         calibration=calibration,
+        index_for=_split(index_for),
         store=store,
         seed=seed,
         device=device,
@@ -87,17 +108,23 @@ def evaluate_command(
         check_pictures()
     with show_progress(sys.stderr) as start_stage:
         results = evaluate(config, start_stage)
-    scores = [Score(**score) for score in results["scores"]]
-    if picture:
-        draw_picture(out / "quality.png", scores)
+    show_results(results, out, picture=picture, output_format=output_format)
+
+
+def show_results(results: Results, out: Path, *, picture: bool, output_format: OutputFormat) -> None:
+    """Draws the pictures and prints the tables, or the JSON."""
+    files = [*FILES, *(draw_pictures(out, results.scores, results.maps) if picture else ())]
     if output_format is OutputFormat.JSON:
-        print_json(results)
+        print_json(results.as_json())
         return
-    terminal = Console() if on_terminal() else Console(width=170)
-    terminal.print(results_table(scores, f"{config.model}, {config.questions} questions per context length"))
-    terminal.print(
-        f"Written to {out}: results.json, results.csv, results.md{', quality.png' if picture else ''}"
-    )
+    settings = results.setting["settings"]
+    terminal = Console() if on_terminal() else Console(width=200)
+    title = f"{settings['model']}, {settings['questions']} questions per context length"
+    terminal.print(results_table(results.scores, title))
+    by_task = tasks_table(results.scores)
+    if by_task is not None:
+        terminal.print(by_task)
+    terminal.print(f"Written to {out}: {', '.join(files)}")
 
 
 def make_document_command(
@@ -106,23 +133,24 @@ def make_document_command(
     tokens: Annotated[int, typer.Option(help="Exact length of the text in the model's tokens.")] = 32768,
     facts: Annotated[int, typer.Option(help="Facts to put into the text.")] = 24,
     ask: Annotated[int | None, typer.Option(help="Questions to write; one per fact by default.")] = None,
-    distractors: Annotated[int, typer.Option(help="Further facts that resemble an asked one.")] = 0,
+    distractors: DistractorsOption = None,
+    task: Annotated[str, typer.Option(help=f"One of {', '.join(FAMILIES)}.")] = "single",
     seed: Annotated[int, typer.Option(help="Decides facts and depths.")] = 0,
-    text: Annotated[Path | None, typer.Option(help="Source text; packaged novels by default.")] = None,
+    text: TextOption = None,
     model: ModelOption = "reader",
     output_format: FormatOption = OutputFormat.TEXT,
 ) -> None:
     """Writes a long real text with facts at known depths, and questions about them."""
     tokenizer = load_tokenizer(resolve_model(model))
-    source = held_out_text() if text is None else read_text(text)
     document = make_document(
         tokenizer,
-        source,
+        source_text(text or ()),
         tokens - len(tokenizer.prefix_ids),
         facts=facts,
         seed=seed,
         questions=ask,
         distractors=distractors,
+        family=task,
     )
     out.write_text(document.text, encoding="utf-8")
     write_questions(questions, document.questions)
@@ -131,6 +159,7 @@ def make_document_command(
             "out": str(out),
             "questions": str(questions),
             "tokens": tokens,
+            "task": task,
             "facts": facts,
             "seed": seed,
         }
@@ -141,8 +170,12 @@ def make_document_command(
     )
 
 
-def _parse_ratio(text: str) -> float:
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _parse_number(label: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InvalidArgumentError(f"keep is {text!r}, expected a number such as 0.02") from None
+        raise InvalidArgumentError(f"{label} is {text!r}, expected a number such as 0.02") from None

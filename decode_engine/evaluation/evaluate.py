@@ -7,33 +7,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decode_engine.config import check_device
 from decode_engine.evaluation.machine import describe_machine
 from decode_engine.evaluation.prefill_command import PrefillCommand
 from decode_engine.evaluation.progress import Advance, StartStage
-from decode_engine.evaluation.report import write_results
+from decode_engine.evaluation.results import Results, write_results
 from decode_engine.evaluation.scoring import (
     WARM_UP_STEPS,
-    Score,
     Segment,
-    Tally,
     reference_log_probs,
     score_segment,
     seconds_per_token,
 )
-from decode_engine.evaluation.tasks import (
-    ANSWER_END,
-    Document,
-    Part,
-    Question,
-    held_out_text,
-    make_documents,
-    read_text,
-)
+from decode_engine.evaluation.settings import TIMED_STEPS, EvaluationConfig, Variant
+from decode_engine.evaluation.summary import ALL_TASKS, MassMap, Score, Tally
+from decode_engine.evaluation.tasks import Document, Question, chat_question, make_documents, source_text
 from decode_engine.runner import ModelRunner
 from index_store.arena import Arena
 from index_store.catalog import Store
@@ -41,116 +32,154 @@ from index_store.context import ResidentContext
 from index_store.context_loading import resident_bytes
 from index_store.errors import InvalidArgumentError
 from index_store.manifest import Manifest
-from index_store.methods import Method, get_method
+from index_store.methods import Method
 from index_store.models.loading import Tokenizer, resolve_model
 
-TIMED_STEPS = 12
+OBSERVED_QUESTIONS = 4
+"""Questions per context at which searching layers are compared with exact attention, besides the plain text."""
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationConfig:
-    """What to evaluate; the same names as the command's flags.
-
-    out: folder of the results, and of the store unless `store` names another. text: source of the contexts; the
-    packaged novels when None. text_tokens: length of the plain text scored after every context.
-    """
-
-    model: str
-    out: Path
-    context_lengths: tuple[int, ...] = (8192, 32768)
-    questions: int = 216
-    facts: int = 24
-    distractors: int = 0
-    methods: tuple[str, ...] = ("full", "oracle", "csattention", "csattention-paper")
-    keep: tuple[float, ...] = (0.01, 0.02, 0.05)
-    text: Path | None = None
-    text_tokens: int = 96
-    dense_layers: str = "auto"
-    calibration: Path | None = None
-    store: Path | None = None
-    seed: int = 0
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        check_device(self.device)
-        for label, value, least in (
-            ("questions", self.questions, 1),
-            ("facts", self.facts, 1),
-            ("distractors", self.distractors, 0),
-            ("text_tokens", self.text_tokens, TIMED_STEPS + WARM_UP_STEPS),
-        ):
-            if value < least:
-                raise InvalidArgumentError(f"{label} is {value}, expected at least {least}")
-        if not self.context_lengths or min(self.context_lengths) < 1:
-            raise InvalidArgumentError("context_lengths is empty or holds a number below 1")
-        self.variants()
-
-    def variants(self) -> list[tuple[Method, float | None]]:
-        """Methods with their keep ratios, full attention first whether it was asked for or not."""
-        names = dict.fromkeys(("full", *self.methods))
-        return [
-            (get_method(name, keep), keep)
-            for name in names
-            for keep in (self.keep if get_method(name).sparse else (None,))
-        ]
-
-    @property
-    def contexts(self) -> int:
-        """Contexts per length: enough for the questions, `facts` of them in each."""
-        return -(-self.questions // self.facts)
-
-
-def evaluate(config: EvaluationConfig, start_stage: StartStage) -> dict[str, Any]:
-    """Runs the evaluation; writes results.json and results.csv after every length; returns what the JSON holds."""
+def evaluate(config: EvaluationConfig, start_stage: StartStage) -> Results:
+    """Runs the evaluation; writes the results so far after every context; returns what was written last."""
     folder = resolve_model(config.model)
     config.out.mkdir(parents=True, exist_ok=True)
     runner = ModelRunner(folder, device=config.device)
-    text = held_out_text() if config.text is None else read_text(config.text)
-    settings = {
-        name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()
-    }
-    setting = {"settings": settings, "machine": describe_machine(), "model": asdict(runner.identity)}
-    scores: list[Score] = []
-    results: dict[str, Any] = {}
+    if config.chat:
+        runner.tokenizer.format_question("")  # raises before any long work when there is no template
+    text = source_text(config.text)
+    evaluation = _Evaluation(config, runner, text, _setting(config, runner, text))
     for length in config.context_lengths:
-        scores += _evaluate_length(config, runner, text, length, start_stage)
-        results = write_results(config.out, scores, setting)
-    return results
+        evaluation.run(length, start_stage)
+    return evaluation.write(complete=True)
 
 
-def _evaluate_length(
-    config: EvaluationConfig, runner: ModelRunner, text: str, length: int, start_stage: StartStage
-) -> list[Score]:
-    tokenizer = runner.tokenizer
-    documents = make_documents(
-        tokenizer,
-        text,
-        length - len(tokenizer.prefix_ids),
-        [Part(config.contexts, config.facts, distractors=config.distractors)],
-        seed=config.seed,
-        spare=16 * config.text_tokens,
-    )
-    store, contexts = _prefill_all(config, documents, length, start_stage)
-    variants = config.variants()
-    tallies = [Tally() for _ in variants]
-    arena = Arena(max(map(resident_bytes, contexts)))
-    left = config.questions
-    pieces = (config.questions + config.contexts) * len(variants)
-    advance = start_stage(f"asking after {length:,} tokens", pieces)
-    for document, manifest in zip(documents, contexts, strict=True):
-        segments = [question_segment(tokenizer, question) for question in document.questions[:left]]
-        left -= len(segments)
-        segments.append(_text_segment(tokenizer, document, config.text_tokens))
-        with arena.acquire(store, manifest.id) as context:
-            for segment in segments:
-                _score_variants(runner, context, variants, segment, tallies, advance)
-            for (method, _), tally in zip(variants, tallies, strict=True):
-                steps = segments[-1].token_ids[: TIMED_STEPS + WARM_UP_STEPS]
-                tally.seconds.append(seconds_per_token(runner, context, method, steps))
-    return [
-        tally.summarise(length, method, keep, tallies[0], _index_bytes_per_token(contexts, method))
-        for (method, keep), tally in zip(variants, tallies, strict=True)
-    ]
+def _setting(config: EvaluationConfig, runner: ModelRunner, text: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for name, value in asdict(config).items():
+        many = isinstance(value, tuple)
+        plain = [str(v) if isinstance(v, Path) else v for v in (value if many else (value,))]
+        settings[name] = plain if many else plain[0]
+    return {
+        "settings": settings,
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "machine": describe_machine(),
+        "model": asdict(runner.identity),
+    }
+
+
+@dataclass
+class _Evaluation:
+    """A running evaluation: what it works with, and the results so far."""
+
+    config: EvaluationConfig
+    runner: ModelRunner
+    text: str
+    setting: dict[str, Any]
+    scores: dict[int, list[Score]] = field(default_factory=dict)
+    maps: dict[int, list[MassMap]] = field(default_factory=dict)
+
+    def run(self, length: int, start_stage: StartStage) -> None:
+        """Evaluates all methods at one context length; writes the results after every context."""
+        config, tokenizer = self.config, self.runner.tokenizer
+        documents = make_documents(
+            tokenizer,
+            self.text,
+            length - len(tokenizer.prefix_ids),
+            config.parts(length),
+            seed=config.seed,
+            spare=16 * config.text_tokens,
+        )
+        store, contexts = _prefill_all(config, documents, length, start_stage)
+        segments = [self._segments(*each) for each in share_questions(config, documents)]
+        variants = config.variants()
+        tallies = [Tally() for _ in variants]
+        arena = Arena(max(map(resident_bytes, contexts)))
+        # A piece is a text scored with every method, so that pieces cost about the same and the time left is known
+        # also when methods differ; timing the steps of a context costs about as much as one.
+        pieces = sum(map(len, segments)) + len(contexts)
+        advance = start_stage(f"asking after {length:,} tokens", pieces)
+        for manifest, texts in zip(contexts, segments, strict=True):
+            with arena.acquire(store, manifest.id) as context:
+                self._score_context(context, variants, texts, tallies, advance)
+            self._summarise(length, variants, tallies, contexts)
+            self.write(complete=False)
+
+    def _segments(self, document: Document, questions: Sequence[Question]) -> list[Segment]:
+        """The questions of a context, some of them observed, and the plain text that follows it."""
+        tokenizer = self.runner.tokenizer
+        observed = set(_spread(len(questions), OBSERVED_QUESTIONS))
+        segments = []
+        for number, question in enumerate(questions):
+            asked = chat_question(question, tokenizer.format_question) if self.config.chat else question
+            segments.append(question_segment(tokenizer, asked, observed=number in observed))
+        return [*segments, _text_segment(tokenizer, document, self.config.text_tokens)]
+
+    def _score_context(
+        self,
+        context: ResidentContext,
+        variants: Sequence[Variant],
+        segments: Sequence[Segment],
+        tallies: Sequence[Tally],
+        advance: Advance,
+    ) -> None:
+        runner = self.runner
+        for segment in segments:
+            reference_TV = reference_log_probs(runner, context, variants[0].method, segment)
+            for variant, tally in zip(variants, tallies, strict=True):
+                tally.scores.append(score_segment(runner, context, variant.method, segment, reference_TV))
+            advance()
+        steps = segments[-1].token_ids[: TIMED_STEPS + WARM_UP_STEPS]
+        for variant, tally in zip(variants, tallies, strict=True):
+            tally.seconds.append(seconds_per_token(runner, context, variant.method, steps))
+        advance()
+
+    def _summarise(
+        self,
+        length: int,
+        variants: Sequence[Variant],
+        tallies: Sequence[Tally],
+        contexts: Sequence[Manifest],
+    ) -> None:
+        tasks = tallies[0].tasks
+        self.scores[length] = [
+            tally.summarise(
+                length, variant, tallies[0], _index_bytes_per_token(contexts, variant.method), task
+            )
+            for task in (ALL_TASKS, *(tasks if len(self.config.tasks) > 1 else ()))
+            for variant, tally in zip(variants, tallies, strict=True)
+        ]
+        maps = [tally.mass_map(length, variant) for variant, tally in zip(variants, tallies, strict=True)]
+        self.maps[length] = [found for found in maps if found is not None]
+
+    def write(self, *, complete: bool) -> Results:
+        """Writes and returns the results so far."""
+        results = Results(
+            {**self.setting, "complete": complete},
+            [score for scores in self.scores.values() for score in scores],
+            [found for maps in self.maps.values() for found in maps],
+        )
+        write_results(self.config.out, results)
+        return results
+
+
+def share_questions(
+    config: EvaluationConfig, documents: Sequence[Document]
+) -> list[tuple[Document, list[Question]]]:
+    """Which questions each document is asked: all of them until a task's share is used up, then some of every depth."""
+    left = config.questions_by_task()
+    shared = []
+    for document in documents:
+        chosen = [document.questions[i] for i in _spread(len(document.questions), left[document.family])]
+        left[document.family] -= len(chosen)
+        shared.append((document, chosen))
+    return shared
+
+
+def _spread(available: int, wanted: int) -> list[int]:
+    """Up to `wanted` of the numbers below `available`, evenly."""
+    if wanted >= available:
+        return list(range(available))
+    return [(2 * i + 1) * available // (2 * wanted) for i in range(wanted)]
 
 
 def _prefill_all(
@@ -160,11 +189,8 @@ def _prefill_all(
     store_path = config.out / "store" if config.store is None else config.store
     texts = config.out / "contexts"
     texts.mkdir(exist_ok=True)
-    indexed = [
-        method.name for method, _ in config.variants() if method.index is not None and method.index.stored
-    ]
     command = PrefillCommand(
-        config.model, store_path, list(dict.fromkeys(indexed)), config.dense_layers, config.calibration
+        config.model, store_path, config.indexed(), config.dense_layers, config.calibration
     )
     advance = start_stage(f"prefilling {length:,} tokens", len(documents))
     ids = []
@@ -184,41 +210,26 @@ def _prefill_all(
     return store, [store.manifest(context_id) for context_id in ids]
 
 
-def question_segment(tokenizer: Tokenizer, question: Question) -> Segment:
-    """Prompt and answer as token ids; the answer includes the full stop and line break that end it."""
+def question_segment(tokenizer: Tokenizer, question: Question, *, observed: bool = False) -> Segment:
+    """Prompt and answer as token ids; the answer includes what ends it (`Question.ending`)."""
     prompt = tokenizer.encode(question.prompt)
-    whole = tokenizer.encode(f"{question.prompt} {question.answer}{ANSWER_END}")
+    whole = tokenizer.encode(f"{question.prompt} {question.answer}{question.ending}")
     if whole[: len(prompt)] != prompt:
-        whole = prompt + tokenizer.encode(f" {question.answer}{ANSWER_END}")
-    return Segment(tuple(whole), len(prompt))
+        whole = prompt + tokenizer.encode(f" {question.answer}{question.ending}")
+    return Segment(tuple(whole), len(prompt), question.family, observed)
 
 
 def _text_segment(tokenizer: Tokenizer, document: Document, tokens: int) -> Segment:
     ids = tokenizer.encode(document.continuation[: 16 * tokens])[:tokens]
-    return Segment(tuple(ids))
-
-
-def _score_variants(
-    runner: ModelRunner,
-    context: ResidentContext,
-    variants: Sequence[tuple[Method, float | None]],
-    segment: Segment,
-    tallies: Sequence[Tally],
-    advance: Advance,
-) -> None:
-    reference_TV = reference_log_probs(runner, context, variants[0][0], segment)
-    for (method, _), tally in zip(variants, tallies, strict=True):
-        tally.scores.append(score_segment(runner, context, method, segment, reference_TV))
-        advance()
+    return Segment(tuple(ids), None, document.family, observed=True)
 
 
 def _index_bytes_per_token(contexts: Sequence[Manifest], method: Method) -> float:
-    if method.index is None or not method.index.stored:
-        return 0.0
+    """Stored bytes of the method's indexes, all layers and heads, per token."""
+    names = {spec.name for spec in method.index_specs()}
     sizes = [
-        sum(array.nbytes for array in entry.arrays) / manifest.token_count
+        sum(array.nbytes for entry in manifest.indexes if entry.name in names for array in entry.arrays)
+        / manifest.token_count
         for manifest in contexts
-        for entry in manifest.indexes
-        if entry.name == method.index.name
     ]
     return sum(sizes) / len(sizes)

@@ -41,7 +41,8 @@ def show_progress(stream: IO[str]) -> Iterator[StartStage]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    # Pieces may take a minute: the estimate looks back over many of them.
+    with Progress(*columns, console=console, speed_estimate_period=3600.0) as progress:
 
         def start(label: str, total: int) -> Advance:
             task = progress.add_task(label, total=total)

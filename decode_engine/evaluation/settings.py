@@ -1,0 +1,128 @@
+"""What to evaluate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from decode_engine.config import check_device
+from decode_engine.evaluation.scoring import WARM_UP_STEPS
+from decode_engine.evaluation.tasks import Part, get_family
+from index_store.budgets.mass import Mass
+from index_store.errors import InvalidArgumentError
+from index_store.methods import METHODS, Method, get_method
+
+TIMED_STEPS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A method at one budget.
+
+    expression: what names the method. keep, mass: whichever the budget is made from; both None for full attention.
+    """
+
+    expression: str
+    method: Method
+    keep: float | None = None
+    mass: float | None = None
+
+    @property
+    def budget(self) -> str:
+        """The budget as a text for tables: `1.00%` of the keys, or `mass 0.9`."""
+        if self.mass is not None:
+            return f"mass {self.mass:.4g}"
+        return "all" if self.keep is None else f"{self.keep:.2%}"
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationConfig:
+    """What to evaluate; the same names as the command's flags.
+
+    out: folder of the results, and of the store unless `store` names another. tasks: families that share the questions
+    evenly. facts: questions per context at most. distractors: further statements per context that resemble those asked
+    about, None for each family's own number. methods: expressions for `get_method`. keep, mass: budgets, the latter for
+    methods that follow attention mass. text: sources of the contexts, joined; the packaged novels when empty.
+    text_tokens: length of the plain text scored after every context. chat: ask through the model's chat template.
+    index_for: methods whose indexes the contexts get besides, so that runs of different methods can share contexts.
+    """
+
+    model: str
+    out: Path
+    context_lengths: tuple[int, ...] = (8192, 32768)
+    tasks: tuple[str, ...] = ("single",)
+    questions: int = 216
+    facts: int = 24
+    distractors: int | None = None
+    methods: tuple[str, ...] = tuple(METHODS)
+    keep: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1)
+    mass: tuple[float, ...] = (0.5, 0.7, 0.9, 0.95)
+    text: tuple[Path, ...] = ()
+    text_tokens: int = 96
+    chat: bool = False
+    dense_layers: str = "auto"
+    calibration: Path | None = None
+    index_for: tuple[str, ...] = ()
+    store: Path | None = None
+    seed: int = 0
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        check_device(self.device)
+        for label, value, least in (
+            ("questions", self.questions, max(1, len(self.tasks))),
+            ("facts", self.facts, 1),
+            ("distractors", self.distractors or 0, 0),
+            ("text_tokens", self.text_tokens, TIMED_STEPS + WARM_UP_STEPS),
+        ):
+            if value < least:
+                raise InvalidArgumentError(f"{label} is {value}, expected at least {least}")
+        if not self.context_lengths or min(self.context_lengths) < 1:
+            raise InvalidArgumentError("context_lengths is empty or holds a number below 1")
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise InvalidArgumentError(
+                f"tasks are {', '.join(self.tasks) or 'none'}, expected one or more, each once"
+            )
+        for task in self.tasks:
+            get_family(task)
+        for name in self.index_for:
+            get_method(name)
+        self.variants()
+
+    def variants(self) -> list[Variant]:
+        """Methods at their budgets, full attention first whether it was asked for or not.
+
+        Raises MethodUnsupportedError or InvalidArgumentError for what is no method or budget.
+        """
+        found: list[Variant] = []
+        for name in dict.fromkeys(("full", *self.methods)):
+            method = get_method(name)
+            if not method.sparse:
+                found.append(Variant(name, method))
+            elif isinstance(method.budget, Mass):
+                found += [Variant(name, get_method(name, mass=mass), mass=mass) for mass in self.mass]
+            else:
+                found += [Variant(name, get_method(name, keep), keep=keep) for keep in self.keep]
+        return found
+
+    def indexed(self) -> list[str]:
+        """Expressions to prefill contexts for: one for every distinct set of indexes that some method needs."""
+        by_indexes = {
+            tuple(spec.name for spec in method.index_specs()): name
+            for name in reversed((*self.methods, *self.index_for))
+            if (method := get_method(name)).index_specs()
+        }
+        return [by_indexes[names] for names in sorted(by_indexes)]
+
+    def parts(self, length: int) -> list[Part]:
+        """How many contexts of each task, and how many questions in each, answer for all questions of a length."""
+        parts = []
+        for task, questions in self.questions_by_task().items():
+            facts = get_family(task).questions_in(length, self.facts)
+            parts.append(Part(-(-questions // facts), facts, task, self.distractors))
+        return parts
+
+    def questions_by_task(self) -> dict[str, int]:
+        """The questions of a length, divided evenly; the first tasks get what is left over."""
+        each, rest = divmod(self.questions, len(self.tasks))
+        return {task: each + (number < rest) for number, task in enumerate(self.tasks)}
