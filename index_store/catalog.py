@@ -2,7 +2,7 @@
 
 Layout: `contexts/<id>/` holds one published context (`manifest.json` and its zarr arrays); names that begin with a
 dot are contexts being written (`.tmp-`) or removed (`.trash-`), which no reader sees. `locks/` holds the locks of
-running jobs.
+running jobs, `defaults/<id>.json` what a context was tuned to.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from index_store.folders import (
 )
 from index_store.manifest import Manifest, is_context_id
 from index_store.manifest_json import parse_manifest
+from index_store.tuned_defaults import DefaultsFolder, TunedDefault
 from index_store.writer import MANIFEST_NAME, TEMPORARY_PREFIX, TRASH_PREFIX, ContextWriter, discard
 from index_store.zarr_io import check_chunks, chunk_path, verify_chunks
 from index_store.zarr_metadata import check_metadata
@@ -63,7 +64,8 @@ class BrokenContext:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Something that a clean-up removed (or would remove): kind is "temporary", "trash", "expired" or "lock"."""
+    """Something that a clean-up removed (or would remove): kind is "temporary", "trash", "expired", "default" (a tuned
+    default without a context) or "lock"."""
 
     kind: str
     path: Path
@@ -85,6 +87,7 @@ class Store:
         self.path = Path(path)
         self._contexts = self.path / "contexts"
         self._locks = self.path / "locks"
+        self._defaults = DefaultsFolder(self.path / "defaults")
         self._clock = clock
         if create:
             with storing("creating the store", self.path):
@@ -201,7 +204,28 @@ class Store:
         """
         with storing("deleting", self._folder(id_)):
             removed = discard(self._folder(id_))
+        self._defaults.remove(id_)
         if not removed:
+            raise ContextNotFoundError(f"{self.path}: no context {id_}", context=id_)
+
+    def default_method(self, id_: str) -> TunedDefault | None:
+        """What the context was tuned to; None when it was not. Raises TunedDefaultError for a damaged record."""
+        return self._defaults.read(self._folder(id_).name)
+
+    def set_default_method(self, id_: str, default: TunedDefault) -> None:
+        """Replaces what the context was tuned to; the context itself stays as it is.
+
+        Raises ContextNotFoundError, InvalidArgumentError for a record of another context, StoreFullError or StoreError.
+        """
+        folder = self._folder(id_)
+        if default.context != id_:
+            raise InvalidArgumentError(f"the tuned default is of context {default.context}, expected {id_}")
+        with self.lock(id_):
+            if folder.is_dir():
+                self._defaults.write(default)
+        # Who deletes the context meanwhile removes its default before this or leaves it to this.
+        if not folder.is_dir():
+            self._defaults.remove(id_)
             raise ContextNotFoundError(f"{self.path}: no context {id_}", context=id_)
 
     def verify(
@@ -245,7 +269,7 @@ class Store:
             size = tree_bytes(folder)
             if dry_run or self._remove_expired(manifest.id):
                 removed.append(Removed("expired", folder, size))
-        return [*removed, *self._clear_locks(dry_run)]
+        return [*removed, *self._clear_defaults(dry_run), *self._clear_locks(dry_run)]
 
     def longest_prefix(
         self, model_fingerprint: str, token_ids: Sequence[int] | Tensor | NDArray[np.integer]
@@ -307,6 +331,19 @@ class Store:
                         remove_tree(path)
             finally:
                 os.close(descriptor)
+        return removed
+
+    def _clear_defaults(self, dry_run: bool) -> Sequence[Removed]:
+        """Removes tuned defaults of contexts that are gone, and what killed writers left of one."""
+        removed = []
+        for id_, path in self._defaults.files():
+            if path == self._defaults.path(id_) and self._folder(id_).is_dir():
+                continue
+            with locked_file(self._lock_path(id_), wait=False) as held, storing("removing", path):
+                if held and path.exists():
+                    removed.append(Removed("default", path, path.stat().st_size))
+                    if not dry_run:
+                        path.unlink()
         return removed
 
     def _clear_locks(self, dry_run: bool) -> Sequence[Removed]:

@@ -58,6 +58,17 @@ class JsonFields:
         )
         return tuple(value)
 
+    def number(self, name: str) -> float:
+        value: float = self._take(name, is_number, "a finite number")
+        return value
+
+    def optional_number(self, name: str) -> float | None:
+        """A finite number, or None where the field holds null."""
+        value: float | None = self._take(
+            name, lambda value: value is None or is_number(value), "a finite number or null"
+        )
+        return value
+
     def numbers(self, name: str) -> tuple[float, ...]:
         """A list of finite numbers, as a tuple."""
         value = self._take(
