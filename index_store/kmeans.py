@@ -79,3 +79,22 @@ def _parameters(count: int, iterations: int, seed: int, spherical: bool) -> fais
     parameters.min_points_per_centroid = 1
     parameters.max_points_per_centroid = count
     return parameters
+
+
+def euclidean_kmeans(points_PD: Tensor, clusters: int, iterations: int, seed: int) -> Tensor:
+    """Centroids [clusters, D] float32 of P points [P, D].
+
+    Random seeds, all points used. With no more points than clusters every point is a centroid and the last one
+    repeats. Raises InvalidArgumentError when there is no point, one is not finite, or a parameter is below 1.
+    """
+    _check(points_PD, clusters, iterations)
+    points = points_PD.float().contiguous()
+    count, dim = points.shape
+    if count == 0:
+        raise InvalidArgumentError("k-means got no points")
+    if count <= clusters:
+        return torch.cat([points, points[-1:].expand(clusters - count, dim)])
+    clustering = faiss.Clustering(dim, clusters, _parameters(count, iterations, seed, spherical=False))
+    clustering.train(points.numpy(), faiss.IndexFlatL2(dim))
+    centroids = faiss.vector_to_array(clustering.centroids).reshape(clusters, dim)
+    return torch.from_numpy(centroids.astype(np.float32))

@@ -15,6 +15,8 @@ from index_store.indexes.base import LayerIndex, LayerSource, QuerySample, Scala
 from index_store.indexes.cluster_tree import ClusterTree
 from index_store.indexes.exact import ExactIndex
 from index_store.indexes.key_clusters import KeyClusters
+from index_store.indexes.pages import Pages
+from index_store.indexes.product_codes import ProductCodes
 from index_store.indexes.query_tables import QueryTables
 from index_store.indexes.registry import INDEX_KINDS
 from tests.support_search import rows, source, step
@@ -47,6 +49,7 @@ CLUSTERS: dict[str, Scalar] = {
     "window": 0,
     "sinks": 0,
 }
+CODES: dict[str, Scalar] = {"subspaces": 8, "bits": 6, "split": "strided", "iterations": 5}
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,9 @@ CASES = [
     ),
     Case("clusters", KeyClusters, CLUSTERS, {}, 0.2),
     Case("tree", ClusterTree, {**CLUSTERS, "keys_per_coarse": 50}, {"coarse_keep": 0.5}, 0.2),
+    Case("pages", Pages, {"size": 4}, {}, 0.1),  # no locality in this data; chance is 0.05
+    Case("codes", ProductCodes, CODES, {}, 0.5),
+    Case("codes contiguous", ProductCodes, {**CODES, "split": "contiguous"}, {}, 0.5),
 ]
 
 

@@ -1,0 +1,192 @@
+"""Pages of neighbouring keys, scored by an upper bound of their keys' products with the query (Quest, section 3).
+
+A page keeps the smallest and the largest value of every dimension among its keys. sum_d max(q_d min_d, q_d max_d) is
+at least q.k of each of them.
+
+Shape legend: H KV heads, T positions, G group heads, N keys, P pages, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from index_store.errors import InvalidArgumentError
+from index_store.growing import GrowingRows
+from index_store.indexes.base import AppendedKeys, LayerIndex, LayerSource, Scalar, check_keys
+from index_store.indexes.typed_parameters import typed_parameters
+from index_store.ranking import Items, Members, Ranking
+
+# Of the range of float32, in half its bytes, whatever the keys' own type; rounding goes away from the keys.
+_BOUND_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class PageParameters:
+    """Build parameters. size: keys per page."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise InvalidArgumentError(f"pages: size is {self.size}, expected at least 1")
+
+    @classmethod
+    def parse(cls, parameters: Mapping[str, Scalar]) -> Self:
+        """Raises InvalidArgumentError for a missing, unknown, ill-typed or out-of-range parameter."""
+        return cls(**typed_parameters(parameters, cls, "pages"))
+
+
+class AppendedPages(AppendedKeys):
+    """A session's own pages, of which the last one grows."""
+
+    def __init__(self, heads: int, head_dim: int, size: int) -> None:
+        self._size = size
+        self._count = 0
+        self.minima = GrowingRows(heads, head_dim, dtype=_BOUND_DTYPE)
+        self.maxima = GrowingRows(heads, head_dim, dtype=_BOUND_DTYPE)
+
+    def append(self, kv_HT2D: Tensor) -> None:
+        keys = kv_HT2D[:, :, 0]
+        room = -self._count % self._size
+        if room > 0 and keys.shape[1] > 0:
+            last = self.minima.count - 1
+            minima, maxima = _bounds(keys[:, :room], self._size)
+            self.minima.write(last, torch.minimum(self.minima.rows[:, last:], minima))
+            self.maxima.write(last, torch.maximum(self.maxima.rows[:, last:], maxima))
+        if keys.shape[1] > room:
+            minima, maxima = _bounds(keys[:, room:], self._size)
+            self.minima.append(minima)
+            self.maxima.append(maxima)
+        self._count += keys.shape[1]
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        return self.minima.nbytes + self.maxima.nbytes
+
+
+class Pages(LayerIndex):
+    """The pages of one layer's keys; the last one may be shorter than the others."""
+
+    kind = "pages"
+
+    def __init__(self, parameters: PageParameters, arrays: Mapping[str, Tensor], key_count: int) -> None:
+        self._size = parameters.size
+        self._arrays = dict(arrays)
+        self.key_count = key_count
+
+    @classmethod
+    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
+        PageParameters.parse(parameters)
+        if search:
+            raise InvalidArgumentError(f"pages take no search options, got {sorted(search)}")
+
+    @classmethod
+    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
+        return False
+
+    @classmethod
+    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
+        return 2 * head_dim * _BOUND_DTYPE.itemsize / PageParameters.parse(parameters).size
+
+    @classmethod
+    def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:
+        parsed = PageParameters.parse(parameters)
+        keys = source.keys_HND
+        check_keys(keys)
+        minima, maxima = _bounds(keys, parsed.size)
+        return cls(parsed, {"minima": minima, "maxima": maxima}, keys.shape[1])
+
+    def arrays(self) -> dict[str, Tensor]:
+        return dict(self._arrays)
+
+    @classmethod
+    def from_arrays(
+        cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], kv_HN2D: Tensor
+    ) -> Self:
+        return cls(PageParameters.parse(parameters), arrays, kv_HN2D.shape[1])
+
+    def start_appending(self) -> AppendedPages:
+        heads, _, head_dim = self._arrays["minima"].shape
+        return AppendedPages(heads, head_dim, self._size)
+
+    def rank(
+        self,
+        queries_HTGD: Tensor,
+        first_key: int,
+        end_key: int,
+        appended: AppendedKeys | None,
+        search: Mapping[str, Scalar],
+        position: int | None = None,
+    ) -> Ranking:
+        """A page that lies in the range in part only is ranked whole, by the bound of all of its keys."""
+        held = self.key_count + (0 if appended is None else appended.count)
+        if end_key > held:
+            raise InvalidArgumentError(f"keys up to {end_key} were asked for, the index holds {held}")
+        minima, maxima = self._arrays["minima"], self._arrays["maxima"]
+        parts = [self._part(minima, maxima, 0, self.key_count, first_key, end_key)]
+        if end_key > self.key_count:
+            if not isinstance(appended, AppendedPages):
+                raise InvalidArgumentError(
+                    f"pages got appended keys of type {type(appended).__name__}, expected those that "
+                    "start_appending() returned"
+                )
+            own = (appended.minima.rows, appended.maxima.rows)
+            parts.append(self._part(*own, self.key_count, appended.count, first_key, end_key))
+        bounds = torch.cat([_upper_bounds(queries_HTGD, *vectors) for *vectors, _ in parts], dim=-1)
+        items = Items(first_key, end_key, tuple(members for *_, members in parts))
+        vectors_read = 2 * bounds.shape[-1]
+        bytes_read = vectors_read * queries_HTGD.shape[-1] * _BOUND_DTYPE.itemsize
+        return Ranking(bounds, items, vectors_read=float(vectors_read), bytes_read=float(bytes_read))
+
+    def _part(
+        self, minima_HPD: Tensor, maxima_HPD: Tensor, first_id: int, keys: int, first_key: int, end_key: int
+    ) -> tuple[Tensor, Tensor, Members]:
+        """Bounds and members of those pages of keys first_id.. that touch the searched range."""
+        low, high = (min(max(key - first_id, 0), keys) for key in (first_key, end_key))
+        begin = low // self._size
+        pages = slice(begin, -(-high // self._size) if low < high else begin)
+        heads, count, _ = minima_HPD.shape
+        offsets = torch.arange(count + 1, dtype=torch.int32).mul_(self._size).clamp_(max=keys)
+        ids = torch.arange(first_id, first_id + keys, dtype=torch.int32)
+        # Views of one row for all heads: pages are the same for every head.
+        members = Members(offsets[pages.start : pages.stop + 1].expand(heads, -1), ids.expand(heads, -1))
+        return minima_HPD[:, pages], maxima_HPD[:, pages], members
+
+
+def _upper_bounds(queries_HTGD: Tensor, minima_HPD: Tensor, maxima_HPD: Tensor) -> Tensor:
+    """[H, T, G, P] float32: at least the product of the query with any key of the page, up to rounding."""
+    heads, positions, group, head_dim = queries_HTGD.shape
+    flat = queries_HTGD.reshape(heads, positions * group, head_dim)
+    bounds = torch.bmm(flat.clamp(min=0), maxima_HPD.float().transpose(1, 2))
+    bounds += torch.bmm(flat.clamp(max=0), minima_HPD.float().transpose(1, 2))
+    return bounds.view(heads, positions, group, -1)
+
+
+def _bounds(keys_HND: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Minima and maxima [H, P, d] of pages of `size` keys, the last of which may be shorter, rounded outwards."""
+    whole = keys_HND.shape[1] // size
+    heads, _, head_dim = keys_HND.shape
+    pages = keys_HND[:, : whole * size].reshape(heads, whole, size, head_dim)
+    minima, maxima = [pages.amin(2)], [pages.amax(2)]
+    if whole * size < keys_HND.shape[1]:
+        rest = keys_HND[:, whole * size :]
+        minima.append(rest.amin(1, keepdim=True))
+        maxima.append(rest.amax(1, keepdim=True))
+    return _rounded(torch.cat(minima, dim=1), -torch.inf), _rounded(torch.cat(maxima, dim=1), torch.inf)
+
+
+def _rounded(bounds: Tensor, towards: float) -> Tensor:
+    """The nearest value of the stored type that does not lie on the other side of the bound."""
+    stored = bounds.to(_BOUND_DTYPE)
+    error = stored.double() - bounds.double()
+    falls_short = error > 0 if towards < 0 else error < 0
+    return torch.where(falls_short, torch.nextafter(stored, torch.full_like(stored, towards)), stored)

@@ -1,0 +1,196 @@
+"""Product codes: keys quantised slice by slice, scored through lookup tables (PQCache, section 3).
+
+The head dimension is split into subspaces. In each, k-means of the keys' slices gives a codebook, and a key is kept as
+the numbers of its slices' nearest codewords. A query's products with all codewords are looked up and added for every
+key, which approximates its product with the key.
+
+Shape legend: H KV heads, T positions, G group heads, N keys, S subspaces, W = 2^bits codewords, B = d/S slice width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from index_store.errors import InvalidArgumentError
+from index_store.growing import GrowingRows
+from index_store.indexes.base import AppendedKeys, LayerIndex, LayerSource, Scalar, check_keys
+from index_store.indexes.typed_parameters import typed_parameters
+from index_store.kernels.code_search import CodeReads, score_codes
+from index_store.kmeans import euclidean_kmeans
+from index_store.ranking import Items, Ranking
+
+_MAX_BITS = 8
+_KEYS_AT_ONCE = 2048  # keys compared with all codewords at a time
+
+
+@dataclass(frozen=True, slots=True)
+class CodeParameters:
+    """Build parameters.
+
+    subspaces: S, a divisor of the head dimension. bits: of a code, 1 to 8. split: dimensions of subspace b are those
+        with i mod S = b (`strided`) or a slice (`contiguous`). iterations: of k-means.
+    """
+
+    subspaces: int
+    bits: int
+    split: str
+    iterations: int
+
+    def __post_init__(self) -> None:
+        if self.split not in ("strided", "contiguous"):
+            raise InvalidArgumentError(
+                f"product codes: split is {self.split!r}, expected one of strided, contiguous"
+            )
+        for name, number in (("subspaces", self.subspaces), ("iterations", self.iterations)):
+            if number < 1:
+                raise InvalidArgumentError(f"product codes: {name} is {number}, expected at least 1")
+        if not 1 <= self.bits <= _MAX_BITS:
+            raise InvalidArgumentError(f"product codes: bits is {self.bits}, expected 1 to {_MAX_BITS}")
+
+    @classmethod
+    def parse(cls, parameters: Mapping[str, Scalar]) -> Self:
+        """Raises InvalidArgumentError for a missing, unknown, ill-typed or out-of-range parameter."""
+        return cls(**typed_parameters(parameters, cls, "product codes"))
+
+    def dims(self, head_dim: int) -> Tensor:
+        """[S, B] int64: the dimensions of each subspace."""
+        if head_dim % self.subspaces:
+            raise InvalidArgumentError(
+                f"head dimension {head_dim} does not split into {self.subspaces} subspaces; "
+                f"choose a divisor of {head_dim}"
+            )
+        order = torch.arange(head_dim)
+        if self.split == "strided":
+            return order.view(-1, self.subspaces).t().contiguous()
+        return order.view(self.subspaces, -1)
+
+
+class AppendedCodes(AppendedKeys):
+    """A session's own codes, of the context's codebooks."""
+
+    def __init__(self, codebooks_HSWB: Tensor, dims_SB: Tensor) -> None:
+        self._codebooks_HSWB = codebooks_HSWB
+        self._dims_SB = dims_SB
+        heads, subspaces = codebooks_HSWB.shape[:2]
+        self.codes = GrowingRows(heads, subspaces, dtype=torch.uint8)
+
+    def append(self, kv_HT2D: Tensor) -> None:
+        self.codes.append(_encode(kv_HT2D[:, :, 0], self._codebooks_HSWB, self._dims_SB))
+
+    @property
+    def count(self) -> int:
+        return self.codes.count
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes
+
+
+class ProductCodes(LayerIndex):
+    """Codes and codebooks of one layer's keys."""
+
+    kind = "product_codes"
+
+    def __init__(self, parameters: CodeParameters, arrays: Mapping[str, Tensor]) -> None:
+        self._arrays = dict(arrays)
+        self._codes_HNS = arrays["codes"]
+        self._codebooks_HSWB = arrays["codebooks"]
+        _, subspaces, _, width = self._codebooks_HSWB.shape
+        self._dims_SB = parameters.dims(subspaces * width)
+        self._nothing_appended = self.start_appending()
+
+    @property
+    def key_count(self) -> int:
+        """Keys of the context."""
+        return self._codes_HNS.shape[1]
+
+    @classmethod
+    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
+        CodeParameters.parse(parameters)
+        if search:
+            raise InvalidArgumentError(f"product codes take no search options, got {sorted(search)}")
+
+    @classmethod
+    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
+        return True
+
+    @classmethod
+    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
+        return float(CodeParameters.parse(parameters).subspaces)
+
+    @classmethod
+    def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:
+        parsed = CodeParameters.parse(parameters)
+        keys = source.keys_HND
+        check_keys(keys)
+        dims = parsed.dims(keys.shape[2])
+        codebooks = torch.stack(
+            [
+                torch.stack(
+                    [
+                        euclidean_kmeans(head[:, slice_], 2**parsed.bits, parsed.iterations, seed + number)
+                        for number, slice_ in enumerate(dims)
+                    ]
+                )
+                for head in keys
+            ]
+        )
+        return cls(parsed, {"codes": _encode(keys, codebooks, dims), "codebooks": codebooks})
+
+    def arrays(self) -> dict[str, Tensor]:
+        return dict(self._arrays)
+
+    @classmethod
+    def from_arrays(
+        cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], kv_HN2D: Tensor
+    ) -> Self:
+        return cls(CodeParameters.parse(parameters), arrays)
+
+    def start_appending(self) -> AppendedCodes:
+        return AppendedCodes(self._codebooks_HSWB, self._dims_SB)
+
+    def rank(
+        self,
+        queries_HTGD: Tensor,
+        first_key: int,
+        end_key: int,
+        appended: AppendedKeys | None,
+        search: Mapping[str, Scalar],
+        position: int | None = None,
+    ) -> Ranking:
+        own = self._nothing_appended if appended is None else appended
+        if not isinstance(own, AppendedCodes):
+            raise InvalidArgumentError(
+                f"product codes got appended keys of type {type(own).__name__}, expected those that "
+                "start_appending() returned"
+            )
+        held = self.key_count + own.count
+        if end_key > held:
+            raise InvalidArgumentError(f"keys up to {end_key} were asked for, the index holds {held}")
+        tables = torch.einsum("htgsb,hswb->htgsw", queries_HTGD[..., self._dims_SB], self._codebooks_HSWB)
+        reads = CodeReads(self._codes_HNS, own.codes.buffer, tables, first_key, end_key)
+        _, subspaces, codewords, width = self._codebooks_HSWB.shape
+        codebook_bytes = subspaces * codewords * width * self._codebooks_HSWB.element_size()
+        return Ranking(
+            score_codes(reads),
+            Items(first_key, end_key),
+            vectors_read=float(codewords),
+            bytes_read=float((end_key - first_key) * subspaces + codebook_bytes),
+        )
+
+
+def _encode(keys_HTD: Tensor, codebooks_HSWB: Tensor, dims_SB: Tensor) -> Tensor:
+    """[H, T, S] uint8: the nearest codeword of every slice of keys [H, T, d]."""
+    heads, count, _ = keys_HTD.shape
+    codes = torch.empty(heads, count, len(dims_SB), dtype=torch.uint8)
+    biases_HSW = codebooks_HSWB.square().sum(-1).mul_(-0.5)
+    for low in range(0, count, _KEYS_AT_ONCE):
+        slices = keys_HTD[:, low : low + _KEYS_AT_ONCE].float()[..., dims_SB]
+        nearness = torch.einsum("htsb,hswb->htsw", slices, codebooks_HSWB).add_(biases_HSW[:, None])
+        codes[:, low : low + _KEYS_AT_ONCE] = nearness.argmax(-1).to(torch.uint8)
+    return codes
