@@ -36,7 +36,7 @@ class TunedDefaultError(ContextCorruptError):
 class TunedDefault:
     """What a request gets that names no method, and how that was found.
 
-    method: an expression for `get_method`. keep, mass, tokens: its budget, at most one of them. target, wanted: what was
+    method: an expression for `get_method`. keep, mass, tokens: its budget, at most one. target, wanted: what was
     asked for, `mass` captured on average or `kl` at most. reached: what was measured, by name. created_at: UTC.
     """
 

@@ -126,7 +126,7 @@ def test_a_damaged_record_is_refused(tmp_path: Path, damage: Callable[[bytes], b
     store.set_default_method(id_, record(id_))
     path = tmp_path / "defaults" / f"{id_}.json"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(TunedDefaultError, match="damaged.*tune the context again"):
+    with pytest.raises(TunedDefaultError, match=r"damaged.*tune the context again"):
         store.default_method(id_)
     store.open(id_).close()
 
@@ -156,7 +156,7 @@ def test_a_record_of_another_context_or_format_is_refused(tmp_path: Path) -> Non
         ({"reached": {"mass": "much"}}, "numbers by name"),
         ({"method": ""}, "printable"),
         ({"context": "short"}, "hex digits"),
-        ({"created_at": datetime(2026, 1, 1)}, "UTC"),  # noqa: DTZ001 - no zone is what is refused
+        ({"created_at": datetime(2026, 1, 1)}, "UTC"),
     ],
 )
 def test_a_record_that_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
@@ -167,7 +167,7 @@ def test_a_record_that_cannot_be_is_refused(changes: dict[str, object], message:
 def test_errors_name_file_and_field() -> None:
     wrong = record()
     object.__setattr__(wrong, "target", "speed")
-    with pytest.raises(TunedDefaultError, match="target.*expected one of mass, kl; tune") as caught:
+    with pytest.raises(TunedDefaultError, match=r"target.*expected one of mass, kl; tune") as caught:
         parse_default(render_default(wrong), "here.json")
     assert isinstance(caught.value, ContextCorruptError)
     assert isinstance(caught.value, SparseKVError)
