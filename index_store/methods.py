@@ -49,7 +49,7 @@ class Schedule:
         if (self.period > 1) + (self.lag > 0) + self.ahead > 1:
             raise InvalidArgumentError("period, lag and ahead exclude one another; choose one")
         if self.correct_below is not None:
-            if self == Schedule(correct_below=self.correct_below):
+            if self.period == 1 and not (self.lag or self.ahead):
                 raise InvalidArgumentError("a correction needs something to correct: period, lag or ahead")
             if not -1.0 <= self.correct_below <= 1.0:
                 raise InvalidArgumentError(
