@@ -11,8 +11,6 @@ from index_store.indexes.exact import ExactIndex
 from index_store.indexes.key_clusters import KeyClusters
 from index_store.indexes.pages import Pages
 from index_store.indexes.product_codes import ProductCodes
-from index_store.indexes.pages import Pages
-from index_store.indexes.product_codes import ProductCodes
 from index_store.indexes.query_tables import QueryTables
 
 INDEX_KINDS: Mapping[str, type[LayerIndex]] = MappingProxyType(
