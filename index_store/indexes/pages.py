@@ -1,4 +1,4 @@
-"""Pages of neighbouring keys, scored by an upper bound of their keys' products with the query (Quest, section 3).
+"""Pages of neighbouring keys, scored by an upper bound of their keys' products with the query (Quest).
 
 A page keeps the smallest and the largest value of every dimension among its keys. sum_d max(q_d min_d, q_d max_d) is
 at least q.k of each of them.

@@ -1,4 +1,4 @@
-"""Product codes: keys quantised slice by slice, scored through lookup tables (PQCache, section 3).
+"""Product codes: keys quantised slice by slice, scored through lookup tables (PQCache).
 
 The head dimension is split into subspaces. In each, k-means of the keys' slices gives a codebook, and a key is kept as
 the numbers of its slices' nearest codewords. A query's products with all codewords are looked up and added for every
