@@ -81,6 +81,7 @@ def draw_quality(path: Path, scores: Sequence[Score]) -> None:
             axis.grid(alpha=0.3, which="both")
     for row, (label, _, _, scale) in enumerate(_ROWS):
         axes[row][0].set(ylabel=label, yscale=scale)
+    axes[0][0].set_ylim(-0.03, 1.03)
     handles: dict[str, Any] = {}
     for axis in axes.flat:
         found, labels = axis.get_legend_handles_labels()
@@ -121,6 +122,7 @@ def _draw_method(axes: Sequence[Any], number: int, method: str, scores: Sequence
 def draw_mass_maps(path: Path, maps: Sequence[MassMap]) -> None:
     """Attention mass captured by every query head of every searching layer, per method, after the longest context."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     longest = max(found.context_length for found in maps)
     chosen = _one_budget([found for found in maps if found.context_length == longest])
@@ -130,16 +132,23 @@ def draw_mass_maps(path: Path, maps: Sequence[MassMap]) -> None:
         rows, columns, figsize=(2.6 * columns + 1, 2.7 * rows + 0.5), squeeze=False, layout="constrained"
     )
     image = None
+    layers = sorted({layer for found in chosen for layer in found.layers})
+    colours = plt.get_cmap("viridis").with_extremes(bad="0.85")
     for axis, found in zip(axes.flat, chosen, strict=False):
-        image = axis.imshow(found.captured, vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto")
+        rows_of = dict(zip(found.layers, found.captured, strict=True))
+        missing = (math.nan,) * len(found.captured[0])
+        captured = [rows_of.get(layer, missing) for layer in layers]
+        image = axis.imshow(captured, vmin=0.0, vmax=1.0, cmap=colours, aspect="auto")
         axis.set_title(f"{found.method}\n{found.budget}", fontsize=8)
-        axis.set_yticks(range(len(found.layers)), labels=list(map(str, found.layers)), fontsize=6)
-        axis.tick_params(axis="x", labelsize=6)
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.yaxis.set_major_formatter(lambda row, _: str(layers[int(row)]) if 0 <= row < len(layers) else "")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.tick_params(labelsize=6)
     for axis in list(axes.flat)[len(chosen) :]:
         axis.axis("off")
     figure.supxlabel("query head")
     figure.supylabel("layer")
-    figure.suptitle(f"attention mass captured after {longest:,} tokens")
+    figure.suptitle(f"attention mass captured after {longest:,} tokens (grey: does not search)", fontsize=10)
     if image is not None:
         figure.colorbar(image, ax=axes, shrink=0.8)
     figure.savefig(path, dpi=150)

@@ -106,13 +106,9 @@ class EvaluationConfig:
         return found
 
     def indexed(self) -> list[str]:
-        """Expressions to prefill contexts for: one for every distinct set of indexes that some method needs."""
-        by_indexes = {
-            tuple(spec.name for spec in method.index_specs()): name
-            for name in reversed((*self.methods, *self.index_for))
-            if (method := get_method(name)).index_specs()
-        }
-        return [by_indexes[names] for names in sorted(by_indexes)]
+        """Expressions to prefill contexts for, in an order that does not depend on which of them are measured."""
+        names = {*self.methods, *self.index_for}
+        return sorted(name for name in names if get_method(name).index_specs())
 
     def parts(self, length: int) -> list[Part]:
         """How many contexts of each task, and how many questions in each, answer for all questions of a length."""
