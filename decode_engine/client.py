@@ -32,13 +32,14 @@ from decode_engine.rpc.replies import (
     ContextInfo,
     IndexInfo,
     MethodInfo,
+    MethodList,
     Piece,
     SelectionFigures,
     Summary,
     Timings,
     WarmResult,
     read_context,
-    read_method,
+    read_methods,
     read_summary,
 )
 from decode_engine.rpc.status import error_info
@@ -56,6 +57,7 @@ __all__ = [
     "Generation",
     "IndexInfo",
     "MethodInfo",
+    "MethodList",
     "Piece",
     "SelectionFigures",
     "Summary",
@@ -240,13 +242,13 @@ class Client:
             response = self._contexts.WarmContext(request, timeout=self._timeout_s)
         return WarmResult(read_context(response.context), response.already_resident, response.load_ns)
 
-    def list_methods(self) -> list[MethodInfo]:
-        """The server's methods."""
+    def list_methods(self) -> MethodList:
+        """The server's methods, with their sizes for its model."""
         with self._translated():
             response = self._generations.ListMethods(
                 generation_pb2.ListMethodsRequest(), timeout=self._timeout_s
             )
-        return [read_method(method) for method in response.methods]
+        return read_methods(response)
 
     def generate(
         self,
@@ -263,13 +265,16 @@ class Client:
         stop: Sequence[str] = (),
         method: str | None = None,
         keep_ratio: float | None = None,
+        target_mass: float | None = None,
+        token_budget: int | None = None,
         search_period: int = 0,
         timeout_s: float | None = None,
     ) -> Generation:
         """Continues the context `contexts/<id>` by a question, a text or tokens (exactly one of them).
 
-        What is None is left to the server; sparsekv/v1/generation.proto has the ranges. Errors are raised while the
-        generation is read. Raises InvalidArgumentError here for values that no message can carry.
+        At most one of keep_ratio, target_mass and token_budget says how much is kept. What is None is left to the
+        server; sparsekv/v1/generation.proto has the ranges. Errors are raised while the generation is read. Raises
+        InvalidArgumentError here for values that no message can carry.
         """
         try:
             request = generation_pb2.GenerateRequest(
@@ -285,12 +290,18 @@ class Client:
                 stop=stop,
                 method=method,
                 keep_ratio=keep_ratio,
+                target_mass=target_mass,
+                token_budget=token_budget,
                 search_period=search_period,
             )
         except (ValueError, TypeError) as error:
             raise InvalidArgumentError(f"the request cannot be sent: {error}") from error
         if sum(prompt is not None for prompt in (question, text, token_ids)) != 1:
             raise InvalidArgumentError("give exactly one of question, text, token_ids", field="prompt")
+        if sum(size is not None for size in (keep_ratio, target_mass, token_budget)) > 1:
+            raise InvalidArgumentError(
+                "give at most one of keep_ratio, target_mass, token_budget", field="budget"
+            )
         call = self._generations.Generate(request, timeout=timeout_s or self._timeout_s)
         return Generation(call, self._translate)
 

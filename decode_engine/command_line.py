@@ -9,13 +9,20 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from decode_engine.commands import ask, methods, serve
+from decode_engine.commands import ask, serve
+from decode_engine.methods_command import methods
 
 
 def _evaluate() -> Callable[..., None]:
     from decode_engine.evaluation.command import evaluate_command
 
     return evaluate_command
+
+
+def _evaluate_merge() -> Callable[..., None]:
+    from decode_engine.evaluation.merge_command import evaluate_merge_command
+
+    return evaluate_merge_command
 
 
 def _make_document() -> Callable[..., None]:
@@ -27,6 +34,7 @@ def _make_document() -> Callable[..., None]:
 # Commands whose modules are imported only when they are used: they take seconds, an answer takes milliseconds.
 _LAZY: Mapping[str, Callable[[], Callable[..., None]]] = {
     "evaluate": _evaluate,
+    "evaluate-merge": _evaluate_merge,
     "make-document": _make_document,
 }
 

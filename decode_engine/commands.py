@@ -1,4 +1,4 @@
-"""The commands `serve`, `ask` and `methods`. What is slow to import is imported where it is needed."""
+"""The commands `serve` and `ask`. What is slow to import is imported where it is needed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from decode_engine.client import Client, Generation, Summary
 from decode_engine.config import DEFAULT_LISTEN, AskConfig, ServeConfig, available_cores, parse_size
-from index_store.console import FormatOption, OutputFormat, StoreOption, print_json, print_table
+from index_store.console import FormatOption, OutputFormat, StoreOption, print_json
 from index_store.entry import INTERRUPTED
 
 ServerOption = Annotated[
@@ -35,10 +35,25 @@ RawOption = Annotated[
 KeepOption = Annotated[
     float | None, typer.Option("--keep", help="Fraction of the keys to keep, for example 0.02.")
 ]
+MassOption = Annotated[
+    float | None,
+    typer.Option("--mass", help="Share of the attention weight that the kept keys hold, for example 0.99."),
+]
+TokensKeptOption = Annotated[
+    int | None, typer.Option("--tokens-kept", help="Number of keys to keep, whatever the context's length.")
+]
+MethodOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="METHOD",
+        help="Method, as PRESET[+REMAINDER][@SCHEDULE], for example 'pq', 'oracle+centred' or 'pq@period=4'; the "
+        "context's own by default.",
+    ),
+]
 PeriodOption = Annotated[
     int,
     typer.Option(
-        "--period", help="Decode steps that one search serves; 0 means the method's own, which is 1."
+        "--period", help="Decode steps that one search serves; 0 means what the method says, else 1."
     ),
 ]
 StopOption = Annotated[
@@ -138,8 +153,10 @@ def ask(
     context: ContextOption,
     server: ServerOption = DEFAULT_LISTEN,
     raw: RawOption = False,
-    method: Annotated[str | None, typer.Option(help="Method; the context's own by default.")] = None,
+    method: MethodOption = None,
     keep: KeepOption = None,
+    mass: MassOption = None,
+    tokens_kept: TokensKeptOption = None,
     period: PeriodOption = 0,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate; 256 by default.")] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
@@ -159,6 +176,8 @@ def ask(
         raw=raw,
         method=method,
         keep=keep,
+        mass=mass,
+        tokens_kept=tokens_kept,
         period=period,
         max_tokens=max_tokens,
         temperature=temperature,
@@ -198,6 +217,8 @@ def _generate(client: Client, name: str, config: AskConfig) -> Generation:
         stop=config.stop_strings,
         method=config.method,
         keep_ratio=config.keep,
+        target_mass=config.mass,
+        token_budget=config.tokens_kept,
         search_period=config.period,
         timeout_s=config.timeout,
     )
@@ -232,6 +253,7 @@ def describe_summary(summary: Summary) -> list[str]:
         if keys.fraction_sparse is None
         else f"{keys.fraction_sparse:.2%} of the keys in the layers that search"
     )
+    budget = f" ({summary.budget}, remainder {summary.remainder})" if summary.budget else ""
     per_token = times.decode_ns / max(times.decode_steps, 1) / 1e6
     parts = {
         "load": times.load_ns,
@@ -244,51 +266,10 @@ def describe_summary(summary: Summary) -> list[str]:
     rest = max(0, times.total_ns - sum(parts.values()))
     listed = ", ".join(f"{name} {spent / 1e6:.1f}" for name, spent in parts.items())
     return [
-        f"method {summary.method}: {sparse}, {keys.fraction_all:.2%} over all layers",
+        f"method {summary.method}{budget}: {sparse}, {keys.fraction_all:.2%} over all layers",
         f"tokens: {summary.context_tokens} context, {summary.prompt_tokens} prompt, "
         f"{summary.completion_tokens} answer ({summary.finish_reason})",
         f"time: {times.total_ns / 1e6:.1f} ms, first token after {times.first_token_ns / 1e6:.1f} ms, "
         f"{per_token:.1f} ms per token",
         f"of it, in sum over all layers and steps: {listed}, the rest of the model and waiting {rest / 1e6:.1f} ms",
     ]
-
-
-def methods(
-    server: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Ask this server instead of listing this program's methods."),
-    ] = None,
-    output: FormatOption = OutputFormat.TEXT,
-) -> None:
-    """List the methods that find important keys."""
-    rows = _local_methods() if server is None else _server_methods(server)
-    if output is OutputFormat.JSON:
-        print_json({"methods": rows})
-        return
-    columns = ("name", "keep", "indexes", "summary")
-    print_table(
-        columns,
-        [
-            [
-                row["name"],
-                "" if row["keep_ratio"] is None else f"{row['keep_ratio']:g}",
-                ", ".join(row["indexes"]),
-                row["summary"],
-            ]
-            for row in rows
-        ],
-        right=("keep",),
-    )
-
-
-def _local_methods() -> list[dict[str, Any]]:
-    from decode_engine.rpc.describe import describe_method
-    from decode_engine.rpc.replies import read_method
-    from index_store.methods import METHODS
-
-    return [asdict(read_method(describe_method(method))) for method in METHODS.values()]
-
-
-def _server_methods(address: str) -> list[dict[str, Any]]:
-    with Client(address) as client:
-        return [asdict(method) for method in client.list_methods()]

@@ -101,7 +101,7 @@ class ServeConfig:
 
 @dataclass(frozen=True, slots=True)
 class AskConfig:
-    """`decode-engine ask`. What is None is left to the server."""
+    """`decode-engine ask`. What is None is left to the server; at most one of keep, mass and tokens_kept is given."""
 
     context: str
     prompt: str
@@ -109,6 +109,8 @@ class AskConfig:
     raw: bool = False
     method: str | None = None
     keep: float | None = None
+    mass: float | None = None
+    tokens_kept: int | None = None
     period: int = 0
     max_tokens: int | None = None
     temperature: float = 0.0
@@ -120,6 +122,12 @@ class AskConfig:
 
     def __post_init__(self) -> None:
         check_address(self.server)
+        sizes = {"--keep": self.keep, "--mass": self.mass, "--tokens-kept": self.tokens_kept}
+        given = [flag for flag, size in sizes.items() if size is not None]
+        if len(given) > 1:
+            raise InvalidArgumentError(
+                f"{' and '.join(given)} are given, expected at most one of {', '.join(sizes)}"
+            )
         if self.timeout is not None and not self.timeout > 0:  # NaN included
             raise InvalidArgumentError(f"--timeout is {self.timeout:g}, expected more than 0 seconds")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from decode_engine.dense_layer import DenseLayer, LayerAttention
 from decode_engine.figures import Figures
 from decode_engine.selector import LayerSearch, SparseLayer
+from index_store.budgets.threshold import Threshold
 from index_store.context import ResidentContext
 from index_store.errors import MethodUnsupportedError
 from index_store.index_specs import IndexSpec
@@ -70,14 +72,23 @@ class Session:
 
 
 def fit_method(manifest: Manifest, method: Method) -> Method:
-    """The method as it runs over the context: without its remainder where that is optional and its clusters lack."""
+    """The method as it runs over the context, with its indexes as they were built.
+
+    Its remainder is dropped where that is allowed and its clusters lack. Raises MethodUnsupportedError or
+    InvalidArgumentError where the method cannot work with how the indexes were built.
+    """
     if method.partition_optional and not _has_partition(manifest, method):
-        return method.without_remainder()
-    return method
+        method = method.without_remainder()
+    return replace(
+        method, index=_as_built(manifest, method.index), partition=_as_built(manifest, method.partition)
+    )
 
 
 def require_index(manifest: Manifest, method: Method) -> None:
-    """Raises MethodUnsupportedError unless the context holds what the method searches and approximates with."""
+    """Raises MethodUnsupportedError unless the context holds what the method searches and approximates with.
+
+    Raises InvalidArgumentError for a keep ratio that no threshold was calibrated for.
+    """
     method = fit_method(manifest, method)
     for spec in method.index_specs():
         entry = manifest.index(spec.name)
@@ -91,6 +102,8 @@ def require_index(manifest: Manifest, method: Method) -> None:
             )
         searched = method.index is not None and spec.name == method.index.name
         INDEX_KINDS[entry.kind].check_options(entry.parameters, method.search if searched else NO_OPTIONS)
+        if searched:
+            _require_thresholds(manifest, method)
         lacking = _layers_needed(manifest, method) - set(entry.layers)
         if lacking:
             raise MethodUnsupportedError(
@@ -101,9 +114,30 @@ def require_index(manifest: Manifest, method: Method) -> None:
             )
 
 
+def _require_thresholds(manifest: Manifest, method: Method) -> None:
+    """Raises unless the index has a threshold for the keep ratio of the method's budget, if it needs one."""
+    budget = method.budget
+    if method.index is None or not isinstance(budget, Threshold) or budget.keep is None:
+        return
+    curve = _thresholds(manifest, method.index)
+    if curve is None:
+        raise MethodUnsupportedError(
+            f"method {method.name!r} cuts at a calibrated threshold, index {method.index.name!r} of context "
+            f"{manifest.id} has none; prefill it again with --method {method.name}",
+            method=method.name,
+            context=manifest.id,
+        )
+    curve(budget.keep)
+
+
 def _layers_needed(manifest: Manifest, method: Method) -> set[int]:
     layers = set(range(manifest.model.layers))
     return layers - set(manifest.dense_layers) if method.drops_remainder else layers
+
+
+def _as_built(manifest: Manifest, spec: IndexSpec | None) -> IndexSpec | None:
+    entry = manifest.index(spec.name) if spec is not None and spec.stored else None
+    return spec if spec is None or entry is None else IndexSpec(spec.name, entry.kind, entry.parameters)
 
 
 def _has_partition(manifest: Manifest, method: Method) -> bool:

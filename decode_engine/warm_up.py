@@ -26,7 +26,7 @@ from index_store.manifest import (
     tokens_entry,
 )
 from index_store.methods import METHODS, Method
-from index_store.threshold_curve import KEPT_FRACTIONS
+from index_store.threshold_curve import KEEP_GRID
 
 _TOKENS = 512
 _DECODE_STEPS = 2
@@ -107,5 +107,5 @@ def _index_entry(spec: IndexSpec, index: LayerIndex, layers: tuple[int, ...]) ->
         for array, tensor in index.arrays().items()
     )
     # A threshold that nothing was calibrated for; warming up needs one that can be read.
-    thresholds = (1.0 / _TOKENS,) * len(KEPT_FRACTIONS) if INDEX_KINDS[spec.kind].partitions else ()
+    thresholds = (1.0 / _TOKENS,) * len(KEEP_GRID) if INDEX_KINDS[spec.kind].partitions else ()
     return IndexEntry(spec.name, spec.kind, spec.parameters, layers, arrays, thresholds)

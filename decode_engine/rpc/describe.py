@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from datetime import datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from decode_engine.session import require_index
+from decode_engine.rpc.defaults import default_method, supported_methods
+from index_store.budgets.mass import Mass
+from index_store.budgets.ratio import Ratio, TokenCount
+from index_store.budgets.threshold import Threshold
 from index_store.catalog import BrokenContext
-from index_store.errors import FormatVersionError, SparseKVError
+from index_store.dtypes import stored_dtype
+from index_store.errors import FormatVersionError
+from index_store.indexes.registry import INDEX_KINDS
 from index_store.manifest import IndexEntry, Manifest
 from index_store.methods import METHODS, Method
+from index_store.tuned_defaults import TunedDefault
 from sparsekv.v1 import context_pb2, generation_pb2
 
 COLLECTION = "contexts/"
 
-
-def supported_methods(manifest: Manifest) -> list[str]:
-    """Names of the methods that find what they search in the context."""
-    names = []
-    for method in METHODS.values():
-        try:
-            require_index(manifest, method)
-        except SparseKVError:
-            continue
-        names.append(method.name)
-    return names
+_BUDGET_SIZES = frozenset({"keep", "threshold", "mass", "tokens"})
 
 
-def default_method(manifest: Manifest) -> str:
-    """The first supported method of those that the context was prefilled for; "full" when there is none."""
-    supported = supported_methods(manifest)
-    return next((name for name in manifest.methods if name in supported), "full")
-
-
-def describe_context(manifest: Manifest, *, expired: bool, resident: bool) -> context_pb2.Context:
+def describe_context(
+    manifest: Manifest, tuned: TunedDefault | None = None, *, expired: bool, resident: bool
+) -> context_pb2.Context:
     """A readable context as the API shows it."""
     states = context_pb2.Context
+    default = default_method(manifest, tuned)
+    budget = default.method().budget
     return context_pb2.Context(
         name=COLLECTION + manifest.id,
         display_name=manifest.name,
@@ -51,7 +47,9 @@ def describe_context(manifest: Manifest, *, expired: bool, resident: bool) -> co
         expire_time=None if manifest.expires_at is None else _timestamp(manifest.expires_at),
         resident=resident,
         methods=supported_methods(manifest),
-        default_method=default_method(manifest),
+        default_method=default.expression,
+        default_budget="" if budget is None else budget.label,
+        tuned=default.tuned,
         indexes=[_describe_index(index, manifest.token_count) for index in manifest.indexes],
         dense_layers=manifest.dense_layers,
     )
@@ -68,15 +66,64 @@ def describe_broken(broken: BrokenContext) -> context_pb2.Context:
     )
 
 
-def describe_method(method: Method) -> generation_pb2.Method:
+def describe_methods(head_dim: int, dtype: str) -> generation_pb2.ListMethodsResponse:
+    """All methods, with their sizes for a model's head dim and for keys and values stored in that dtype."""
+    return generation_pb2.ListMethodsResponse(
+        methods=[describe_method(method, head_dim) for method in METHODS.values()],
+        head_dim=head_dim,
+        dtype=dtype,
+        kv_bytes_per_token=2 * head_dim * stored_dtype(dtype).itemsize,
+    )
+
+
+def describe_method(method: Method, head_dim: int) -> generation_pb2.Method:
     """A method as the API shows it."""
+    budget = method.budget
+    partition = None if method.drops_remainder else method.partition or method.index
     return generation_pb2.Method(
         name=method.name,
         summary=method.summary,
         source=method.source,
-        indexes=[method.index.name] if method.index is not None and method.index.stored else [],
-        keep_ratio=method.budget.keep if method.budget else None,
+        index="" if method.index is None else method.index.name,
+        partition="" if partition is None else partition.name,
+        indexes=[spec.name for spec in method.index_specs()],
+        keep_ratio=budget.keep if isinstance(budget, (Ratio, Threshold)) else None,
+        target_mass=budget.mass if isinstance(budget, Mass) else None,
+        token_budget=budget.tokens if isinstance(budget, TokenCount) else None,
+        budget="" if budget is None else budget.label,
+        remainder=describe_remainder(method),
+        remainder_optional=method.partition_optional,
+        parameters=dict(_parameters(method)),
+        bytes_per_token=sum(
+            INDEX_KINDS[spec.kind].bytes_per_token(spec.parameters, head_dim) for spec in method.index_specs()
+        ),
     )
+
+
+def describe_remainder(method: Method) -> str:
+    """Name of the method's remainder; empty when every key is attended."""
+    return method.remainder.name if method.sparse else ""
+
+
+def _parameters(method: Method) -> Iterator[tuple[str, str]]:
+    """All that the method is made with, its budget's size aside."""
+    if method.budget is None:
+        return
+    for spec in method.index_specs():
+        for name, value in spec.parameters.items():
+            yield f"{spec.name}.{name}", _text(value)
+    for name, value in method.search.items():
+        yield f"search.{name}", _text(value)
+    if is_dataclass(method.budget):
+        for field in fields(method.budget):
+            if field.name not in _BUDGET_SIZES:
+                yield f"budget.{field.name}", _text(getattr(method.budget, field.name))
+    for name in ("sinks", "recent", "append_block"):
+        yield name, _text(getattr(method, name))
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _describe_index(index: IndexEntry, token_count: int) -> context_pb2.Context.Index:

@@ -23,7 +23,11 @@ class IndexInfo:
 
 @dataclass(frozen=True, slots=True)
 class ContextInfo:
-    """A stored context. state: "ready", "expired", "corrupt" or "unsupported"; state_message says why not ready."""
+    """A stored context. state: "ready", "expired", "corrupt" or "unsupported"; state_message says why not ready.
+
+    default_method, default_budget: of a request that says neither; the budget is text for people, "" for everything.
+    tuned: whether they were chosen by tuning.
+    """
 
     name: str
     display_name: str
@@ -40,6 +44,8 @@ class ContextInfo:
     resident: bool
     methods: tuple[str, ...]
     default_method: str
+    default_budget: str
+    tuned: bool
     indexes: tuple[IndexInfo, ...]
     dense_layers: tuple[int, ...]
 
@@ -55,16 +61,36 @@ class WarmResult:
 
 @dataclass(frozen=True, slots=True)
 class MethodInfo:
-    """A method of the server.
+    """A method; sparsekv/v1/generation.proto says what each field means.
 
-    indexes: names of the stored ones that it needs. keep_ratio: None where everything is attended to.
+    One of keep_ratio, target_mass and token_budget is set, none where everything is attended to.
+    bytes_per_token: of its indexes, per KV head and layer.
     """
 
     name: str
     summary: str
     source: str
+    index: str
+    partition: str
     indexes: tuple[str, ...]
     keep_ratio: float | None
+    target_mass: float | None
+    token_budget: int | None
+    budget: str
+    remainder: str
+    remainder_optional: bool
+    parameters: Mapping[str, str]
+    bytes_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class MethodList:
+    """All methods, and what their sizes are for; kv_bytes_per_token: of keys and values per KV head and layer."""
+
+    methods: tuple[MethodInfo, ...]
+    head_dim: int
+    dtype: str
+    kv_bytes_per_token: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +132,10 @@ class SelectionFigures:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a finished generation was and took. finish_reason: "stop", "length" or "end_of_sequence"."""
+    """What a finished generation was and took. finish_reason: "stop", "length" or "end_of_sequence".
+
+    budget, remainder: those that were really used, "" where every key was attended.
+    """
 
     finish_reason: str
     context_tokens: int
@@ -115,17 +144,37 @@ class Summary:
     timings: Timings
     selection: SelectionFigures
     method: str
+    budget: str
+    remainder: str
     seed: int
 
 
-def read_method(message: generation_pb2.Method) -> MethodInfo:
-    """A method of the API as a plain value."""
+def read_methods(message: generation_pb2.ListMethodsResponse) -> MethodList:
+    """The methods of the API as plain values."""
+    return MethodList(
+        tuple(_read_method(method) for method in message.methods),
+        message.head_dim,
+        message.dtype,
+        message.kv_bytes_per_token,
+    )
+
+
+def _read_method(message: generation_pb2.Method) -> MethodInfo:
     return MethodInfo(
-        message.name,
-        message.summary,
-        message.source,
-        tuple(message.indexes),
-        _optional(message, "keep_ratio"),
+        name=message.name,
+        summary=message.summary,
+        source=message.source,
+        index=message.index,
+        partition=message.partition,
+        indexes=tuple(message.indexes),
+        keep_ratio=_optional(message, "keep_ratio"),
+        target_mass=_optional(message, "target_mass"),
+        token_budget=message.token_budget if message.HasField("token_budget") else None,
+        budget=message.budget,
+        remainder=message.remainder,
+        remainder_optional=message.remainder_optional,
+        parameters=dict(sorted(message.parameters.items())),
+        bytes_per_token=message.bytes_per_token,
     )
 
 
@@ -148,6 +197,8 @@ def read_context(message: context_pb2.Context) -> ContextInfo:
         resident=message.resident,
         methods=tuple(message.methods),
         default_method=message.default_method,
+        default_budget=message.default_budget,
+        tuned=message.tuned,
         indexes=tuple(
             IndexInfo(i.name, i.kind, dict(i.parameters), i.bytes_per_token, tuple(i.layers))
             for i in message.indexes
@@ -174,6 +225,8 @@ def read_summary(message: generation_pb2.GenerationSummary) -> Summary:
             fraction_all=selection.fraction_all,
         ),
         method=message.method,
+        budget=message.budget,
+        remainder=message.remainder,
         seed=message.seed,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +14,12 @@ from google.protobuf.empty_pb2 import Empty
 from decode_engine.engine import Engine
 from decode_engine.errors import CancelledError, DeadlineExceededError, NotReadyError
 from decode_engine.requests import Finished, FinishReason, Request, Stream, Token
-from decode_engine.rpc.describe import describe_broken, describe_context, describe_method
+from decode_engine.rpc.describe import (
+    describe_broken,
+    describe_context,
+    describe_methods,
+    describe_remainder,
+)
 from decode_engine.rpc.pages import Pager
 from decode_engine.rpc.validation import (
     Order,
@@ -24,16 +30,19 @@ from decode_engine.rpc.validation import (
     prompt_tokens,
 )
 from decode_engine.runner import ModelRunner
-from decode_engine.session import Session, require_index
+from decode_engine.session import Session, fit_method, require_index
 from decode_engine.text import TextStream
 from index_store.arena import Arena
 from index_store.catalog import BrokenContext, Store
-from index_store.errors import ContextCorruptError, ContextNotFoundError, FormatVersionError
+from index_store.errors import ContextCorruptError, ContextNotFoundError, FormatVersionError, SparseKVError
 from index_store.manifest import Manifest, require_dtype, require_model
-from index_store.methods import METHODS, Method
+from index_store.methods import Method
+from index_store.tuned_defaults import TunedDefault
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 _LONGEST_DEADLINE_S = 10 * 365 * 86400.0
+
+logger = logging.getLogger(__name__)
 
 _FINISH_REASONS = {
     FinishReason.STOP: generation_pb2.GenerationSummary.STOP,
@@ -66,7 +75,20 @@ class Backend:
         """A context of the store as the API shows it; `resident` are the ids in memory."""
         if isinstance(entry, BrokenContext):
             return describe_broken(entry)
-        return describe_context(entry, expired=self.store.expired(entry), resident=entry.id in resident)
+        return describe_context(
+            entry,
+            self.tuned_default(entry.id),
+            expired=self.store.expired(entry),
+            resident=entry.id in resident,
+        )
+
+    def tuned_default(self, id_: str) -> TunedDefault | None:
+        """What the context was tuned to, if it was; a record that cannot be read is logged and not used."""
+        try:
+            return self.store.default_method(id_)
+        except SparseKVError as error:
+            logger.warning("the tuned default of context %s is not used: %s", id_, error)
+            return None
 
 
 class BackendSlot:
@@ -148,7 +170,10 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """An order and what it means on its context. `arrived_ns`: when the call came, on the engine's clock."""
+    """An order and what it means on its context.
+
+    method: as it runs there (`fit_method`). arrived_ns: when the call came, on the engine's clock.
+    """
 
     order: Order
     manifest: Manifest
@@ -167,9 +192,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     def ListMethods(  # noqa: N802
         self, request: generation_pb2.ListMethodsRequest, context: grpc.ServicerContext
     ) -> generation_pb2.ListMethodsResponse:
-        return generation_pb2.ListMethodsResponse(
-            methods=[describe_method(method) for method in METHODS.values()]
-        )
+        runner = self._slot.get().runner
+        return describe_methods(runner.identity.head_dim, runner.kv_dtype)
 
     def Generate(  # noqa: N802
         self, request: generation_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -197,12 +221,12 @@ def _plan(backend: Backend, request: generation_pb2.GenerateRequest) -> _Plan:
     arrived_ns = backend.engine.clock_ns()
     order = parse_order(request)
     manifest = backend.servable(order.context_id)
-    method = choose_method(order, manifest)
+    method = choose_method(order, manifest, None if order.method else backend.tuned_default(manifest.id))
     require_index(manifest, method)
     identity = backend.runner.identity
     prompt = prompt_tokens(order, backend.runner.tokenizer, identity.vocab_size)
     max_tokens = fit_max_tokens(order, manifest, identity, len(prompt))
-    return _Plan(order, manifest, method, prompt, max_tokens, arrived_ns)
+    return _Plan(order, manifest, fit_method(manifest, method), prompt, max_tokens, arrived_ns)
 
 
 def _submit(
@@ -291,4 +315,6 @@ def _summarise(plan: _Plan, end: Finished, load_ns: int, before_ns: int) -> gene
         ),
         method=plan.method.name,
         seed=end.seed,
+        budget="" if plan.method.budget is None else plan.method.budget.label,
+        remainder=describe_remainder(plan.method),
     )

@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_engine.errors import PromptTooLongError
-from decode_engine.rpc.describe import COLLECTION, default_method
+from decode_engine.rpc.defaults import default_method
+from decode_engine.rpc.describe import COLLECTION
 from decode_engine.sampler import SamplingParameters
 from decode_engine.text import StopStrings
 from index_store.errors import InvalidArgumentError
 from index_store.manifest import Manifest, ModelIdentity, is_context_id
 from index_store.methods import Method, get_method
 from index_store.models.loading import Tokenizer
+from index_store.tuned_defaults import TunedDefault
 from sparsekv.v1 import generation_pb2
 
 DEFAULT_MAX_TOKENS = 256
 MAX_MAX_TOKENS = 32768
 MAX_SEARCH_PERIOD = 64
+MAX_METHOD_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,14 @@ class Order:
     stops: tuple[str, ...]
     method: str
     keep_ratio: float | None
+    target_mass: float | None
+    token_budget: int | None
     search_period: int | None
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the request says how much is kept."""
+        return any(size is not None for size in (self.keep_ratio, self.target_mass, self.token_budget))
 
 
 def parse_name(name: str, field: str = "name") -> str:
@@ -61,11 +71,14 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
             f"max_tokens is {request.max_tokens}, expected 1 to {MAX_MAX_TOKENS}, or 0 for the default",
             field="max_tokens",
         )
-    keep_ratio = request.keep_ratio if request.WhichOneof("budget") == "keep_ratio" else None
-    if keep_ratio is not None and not 0.0 < keep_ratio <= 1.0:
+    if len(request.method) > MAX_METHOD_CHARACTERS:
         raise InvalidArgumentError(
-            f"keep_ratio is {keep_ratio:g}, expected a number above 0 and at most 1", field="keep_ratio"
+            f"method has {len(request.method)} characters, expected at most {MAX_METHOD_CHARACTERS}",
+            field="method",
         )
+    budget = request.WhichOneof("budget")
+    if budget is not None:
+        _check_budget(budget, getattr(request, budget))
     if not 0 <= request.search_period <= MAX_SEARCH_PERIOD:
         raise InvalidArgumentError(
             f"search_period is {request.search_period}, expected 1 to {MAX_SEARCH_PERIOD}, or 0 for the default",
@@ -86,17 +99,42 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
         ),
         stops=tuple(request.stop),
         method=request.method,
-        keep_ratio=keep_ratio,
+        keep_ratio=request.keep_ratio if budget == "keep_ratio" else None,
+        target_mass=request.target_mass if budget == "target_mass" else None,
+        token_budget=request.token_budget if budget == "token_budget" else None,
         search_period=request.search_period or None,
     )
 
 
-def choose_method(order: Order, manifest: Manifest) -> Method:
-    """The method that an order means on a context.
+def _check_budget(field: str, size: float) -> None:
+    if field == "token_budget":
+        if size < 1:
+            raise InvalidArgumentError(f"{field} is {size}, expected at least 1", field=field)
+    elif not 0.0 < size <= 1.0:  # NaN included
+        raise InvalidArgumentError(
+            f"{field} is {size:g}, expected a number above 0 and at most 1", field=field
+        )
 
-    Raises MethodUnsupportedError for an unknown one, and for a keep ratio or search period where nothing is cut.
+
+def choose_method(order: Order, manifest: Manifest, tuned: TunedDefault | None = None) -> Method:
+    """The method that an order means on a context. tuned: the default that the context was tuned to, if it was.
+
+    Raises MethodUnsupportedError for an unknown one, for parts that do not go together, and for a budget or search
+    period where nothing is cut; InvalidArgumentError for a value out of range.
     """
-    return get_method(order.method or default_method(manifest), order.keep_ratio, order.search_period)
+    name, sizes = order.method, (order.keep_ratio, order.target_mass, order.token_budget)
+    if not name:
+        default = default_method(manifest, tuned)
+        name = default.expression
+        if not order.has_budget:
+            sizes = (default.keep, default.mass, default.tokens)
+    keep, mass, tokens = sizes
+    method = get_method(name, keep, order.search_period, mass=mass, tokens=tokens)
+    if method.schedule.period > MAX_SEARCH_PERIOD:
+        raise InvalidArgumentError(
+            f"method is {name!r}, expected a period of 1 to {MAX_SEARCH_PERIOD}", field="method"
+        )
+    return method
 
 
 def prompt_tokens(order: Order, tokenizer: Tokenizer, vocab_size: int) -> list[int]:

@@ -14,6 +14,7 @@ import pytest
 from decode_engine.client import Client
 from decode_engine.config import ServeConfig
 from decode_engine.rpc.server import DecodeServer
+from index_store.methods import METHODS
 from prefill_worker.config import PrefillConfig
 from prefill_worker.job import run_job
 from prefill_worker.progress import LineReporter
@@ -38,6 +39,7 @@ class Library:
         text: str = TEXT,
         model: Path | None = None,
         method: tuple[str, ...] = ("csattention",),
+        index: tuple[str, ...] = (),
         ttl: str | None = None,
         dtype: str = "auto",
     ) -> str:
@@ -50,6 +52,7 @@ class Library:
             input=(document,),
             name=name,
             method=method,
+            index=index,
             dense_layers="0",
             ttl=ttl,
             dtype=dtype,
@@ -98,6 +101,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 def lamp(library: Library) -> str:
     """The resource name of a context with the indexes of both searching methods."""
     return "contexts/" + library.prefill("lamp", method=("csattention", "csattention-paper"))
+
+
+@pytest.fixture(scope="session")
+def shelf(library: Library) -> str:
+    """The resource name of a context with the indexes of all methods."""
+    return "contexts/" + library.prefill("shelf", method=tuple(METHODS))
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from decode_engine.engine import Engine
 from decode_engine.figures import Figures
-from decode_engine.requests import Request, Stream
+from decode_engine.requests import Finished, Request, Stream, Token
 from decode_engine.sampler import SamplingParameters
 
 VOCABULARY = 64
@@ -29,6 +30,9 @@ class FakeSession:
 
     def close(self) -> None:
         self.closed += 1
+
+
+FakeEngine = Engine[FakeSession]
 
 
 @dataclass
@@ -113,3 +117,34 @@ def make_client(
         on_close=lambda: closes.append(made.closed),
     )
     return Client(made, request, closes)
+
+
+def submit(engine: FakeEngine, client: Client) -> Client:
+    client.stream = engine.submit(engine.reserve(), client.request)
+    return client
+
+
+def run(engine: FakeEngine, steps: int) -> None:
+    for _ in range(steps):
+        engine.step()
+
+
+def results(client: Client) -> tuple[list[int], Finished]:
+    """All token ids and the last event of a request that has ended well."""
+    assert client.stream is not None
+    *tokens, last = client.stream
+    assert isinstance(last, Finished)
+    return [token.token_id for token in tokens if isinstance(token, Token)], last
+
+
+def failure(client: Client) -> tuple[list[int], Exception]:
+    """The token ids before a failure, and the failure."""
+    assert client.stream is not None
+    seen = []
+    try:
+        for event in client.stream:
+            assert isinstance(event, Token)
+            seen.append(event.token_id)
+    except Exception as error:
+        return seen, error
+    raise AssertionError("the stream ended without an error")

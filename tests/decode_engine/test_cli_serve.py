@@ -204,6 +204,10 @@ def test_ask_ends_questions_at_line_breaks_unless_told_otherwise(
         (["--context", "no such book"], 1, "no such book"),
         (["--context", "lamp", "--method", "guesswork"], 1, "guesswork"),
         (["--context", "lamp", "--keep", "7"], 1, "keep_ratio is 7"),
+        (["--context", "lamp", "--mass", "1.5"], 1, "target_mass is 1.5"),
+        (["--context", "lamp", "--tokens-kept", "0"], 1, "token_budget is 0"),
+        (["--context", "lamp", "--keep", "0.1", "--mass", "0.9"], 1, "--keep and --mass are given"),
+        (["--context", "lamp", "--method", "csattention+sixpole"], 1, "expected one of dropped, monopole"),
         (["--context", "lamp", "--server", "127.0.0.1:1"], 1, "no server answers"),
         (["--context", "lamp", "--server", "?"], 1, "HOST:PORT"),
         (["--context", "lamp", "--timeout", "-1"], 1, "--timeout is -1, expected more than 0"),
@@ -233,20 +237,41 @@ def test_the_parts_of_the_time_add_up() -> None:
     others = {"prompt_ns": 20, "first_token_ns": 25, "decode_steps": 2, "decode_ns": 8}
     times = Timings(**{name: value * 10**6 for name, value in parts.items()}, **others, total_ns=40 * 10**6)
     keys = SelectionFigures(1, 1, 1, 1, fraction_sparse=0.25, fraction_all=0.5)
-    first, *_, last = describe_summary(
-        Summary("stop", 9, 2, 3, times, keys, "csattention", 0)  # 40 ms in all, 21 of them in parts
+    # 40 ms in all, 21 of them in parts
+    summary = Summary("stop", 9, 2, 3, times, keys, method="pq", budget="2.00%", remainder="centred", seed=0)
+    first, *_, last = describe_summary(summary)
+    assert first == (
+        "method pq (2.00%, remainder centred): 25.00% of the keys in the layers that search, 50.00% over all layers"
     )
-    assert first == "method csattention: 25.00% of the keys in the layers that search, 50.00% over all layers"
     assert last.startswith("of it, in sum over all layers and steps: load 1.0, queue 2.0, search 3.0,")
     assert last.endswith("the rest of the model and waiting 19.0 ms")
 
 
-def test_methods_of_program_and_server_agree(run: Run, server: DecodeServer) -> None:
-    own = run("methods", "--format", "json")
-    asked = run("methods", "--format", "json", "--server", server.address)
-    assert json.loads(own.stdout) == json.loads(asked.stdout)
-    listed = run("methods").stdout
-    assert all(method["name"] in listed for method in json.loads(own.stdout)["methods"])
+def test_methods_of_program_and_server_agree(run: Run, library: Library, server: DecodeServer) -> None:
+    own = json.loads(run("methods", "--format", "json", "--model", str(library.model)).stdout)
+    asked = json.loads(run("methods", "--format", "json", "--server", server.address).stdout)
+    assert own == asked
+    assert (own["head_dim"], own["kv_bytes_per_token"]) == (32, 256)
+
+
+def test_methods_are_shown_with_parameters_and_sizes(run: Run) -> None:
+    lines = run("methods").stdout.splitlines()
+    listed = json.loads(run("methods", "--format", "json").stdout)
+    assert (listed["head_dim"], listed["dtype"]) == (128, "bfloat16")
+    assert lines[0].split() == ["method", "index", "keeps", "remainder", "bytes"]
+    rows = {line.split()[0]: line for line in lines[1 : 1 + len(listed["methods"])]}
+    assert rows.keys() == {method["name"] for method in listed["methods"]}
+    assert rows["pq"].split("  ")[-1].strip() == "112.5"
+    assert "centred over remainder_clusters, if stored" in rows["pq"]
+    assert "0.9 of the mass" in rows["tactic"]
+    assert "for heads of 128 dimensions. Keys and values in bfloat16 take 512." in "\n".join(lines)
+    assert "  search: coarse_keep 0.5" in lines
+
+
+def test_methods_of_a_model_and_a_server_at_once_are_refused(run: Run) -> None:
+    result = run("methods", "--model", "reader", "--server", "127.0.0.1:1")
+    assert result.returncode == 1
+    assert result.stderr == "error: --server and --model are given, expected at most one of them\n"
 
 
 def test_help_lists_all_commands(run: Run) -> None:

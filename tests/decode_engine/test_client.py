@@ -64,8 +64,10 @@ class Scripted(context_pb2_grpc.ContextServiceServicer, generation_pb2_grpc.Gene
             usage=generation_pb2.Usage(context_tokens=7, prompt_tokens=2, completion_tokens=3),
             timings=generation_pb2.Timings(search_ns=5, total_ns=9),
             selection=generation_pb2.SelectionFigures(keys_kept=4, fraction_all=0.5),
-            method="full",
+            method="pq",
             seed=2**64 - 1,
+            budget="2.00%",
+            remainder="centred",
         )
         yield generation_pb2.GenerateResponse(text="lo", summary=summary)
 
@@ -88,7 +90,8 @@ def test_pieces_and_summary(scripted: tuple[Scripted, Client]) -> None:
         pieces = [(piece.token_ids, piece.text) for piece in generation]
     assert pieces == [((1, 2), "hel"), ((3,), ""), ((), "lo")]
     summary = generation.summary
-    assert (summary.finish_reason, summary.method, summary.seed) == ("stop", "full", 2**64 - 1)
+    assert (summary.finish_reason, summary.method, summary.seed) == ("stop", "pq", 2**64 - 1)
+    assert (summary.budget, summary.remainder) == ("2.00%", "centred")
     assert (summary.context_tokens, summary.prompt_tokens, summary.completion_tokens) == (7, 2, 3)
     assert (summary.timings.search_ns, summary.timings.total_ns) == (5, 9)
     assert (summary.selection.keys_kept, summary.selection.fraction_all) == (4, 0.5)
@@ -161,6 +164,9 @@ def test_nobody_answers() -> None:
         {"token_ids": [1], "text": "a"},
         {"token_ids": [-1]},
         {"text": "a", "seed": -1},
+        {"text": "a", "keep_ratio": 0.1, "target_mass": 0.9},
+        {"text": "a", "keep_ratio": 0.1, "token_budget": 10},
+        {"text": "a", "token_budget": 2**40},
         {"text": "a", "max_tokens": 2**40},
     ],
 )

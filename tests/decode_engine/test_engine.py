@@ -1,11 +1,9 @@
-"""The scheduler against a runner without a model. Most tests take its steps themselves, without a thread."""
+"""The scheduler against a runner without a model; tests take its steps themselves, without a thread."""
 
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,15 +13,22 @@ from decode_engine.errors import (
     CancelledError,
     DeadlineExceededError,
     EngineCrashedError,
-    ShuttingDownError,
     TooManyRequestsError,
 )
 from decode_engine.requests import Finished, FinishReason, Token
 from decode_engine.sampler import SamplingParameters
 from index_store.errors import InvalidArgumentError
-from tests.decode_engine.fake_runner import Client, FakeRunner, FakeSession, LetterSink, make_client
-
-FakeEngine = Engine[FakeSession]
+from tests.decode_engine.fake_runner import (
+    FakeEngine,
+    FakeRunner,
+    FakeSession,
+    LetterSink,
+    failure,
+    make_client,
+    results,
+    run,
+    submit,
+)
 
 
 class Clock:
@@ -50,48 +55,6 @@ def clock() -> Clock:
 def engine(runner: FakeRunner, clock: Clock) -> FakeEngine:
     """An engine without its thread: tests call `step`."""
     return Engine(runner, max_sessions=4, max_waiting=2, prompt_chunk=4, clock_ns=clock)
-
-
-@pytest.fixture
-def running(runner: FakeRunner) -> Iterator[FakeEngine]:
-    """An engine with its thread; the runner waits for a permit of `runner.gate` before every forward."""
-    runner.gate = threading.Semaphore(0)
-    engine = Engine(runner, max_sessions=4, max_waiting=2, prompt_chunk=4)
-    engine.start()
-    yield engine
-    runner.gate.release(10_000)
-    engine.shutdown()
-
-
-def submit(engine: FakeEngine, client: Client) -> Client:
-    client.stream = engine.submit(engine.reserve(), client.request)
-    return client
-
-
-def run(engine: FakeEngine, steps: int) -> None:
-    for _ in range(steps):
-        engine.step()
-
-
-def results(client: Client) -> tuple[list[int], Finished]:
-    """All token ids and the last event of a request that has ended well."""
-    assert client.stream is not None
-    *tokens, last = client.stream
-    assert isinstance(last, Finished)
-    return [token.token_id for token in tokens if isinstance(token, Token)], last
-
-
-def failure(client: Client) -> tuple[list[int], Exception]:
-    """The token ids before a failure, and the failure."""
-    assert client.stream is not None
-    seen = []
-    try:
-        for event in client.stream:
-            assert isinstance(event, Token)
-            seen.append(event.token_id)
-    except Exception as error:
-        return seen, error
-    raise AssertionError("the stream ended without an error")
 
 
 def test_a_request_from_prompt_to_end(engine: FakeEngine, runner: FakeRunner) -> None:
@@ -379,78 +342,3 @@ def test_a_request_whose_sampler_cannot_be_made_is_closed(engine: FakeEngine) ->
 def test_limits_out_of_range_are_refused(runner: FakeRunner, limit: dict[str, int]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(limit))):
         Engine(runner, **limit)  # type: ignore[arg-type]
-
-
-def test_the_thread_streams_while_it_works(running: FakeEngine, runner: FakeRunner) -> None:
-    assert runner.gate is not None
-    client = submit(running, make_client("a", max_tokens=3))
-    assert client.stream is not None
-    events = iter(client.stream)
-    for token in (1, 2, 3):
-        runner.gate.release()
-        assert next(events) == Token(token, chr(ord("A") + token))
-    assert isinstance(next(events), Finished)
-    assert client.closes == [1]
-
-
-def test_an_idle_thread_wakes_for_a_cancellation(running: FakeEngine, runner: FakeRunner) -> None:
-    assert runner.gate is not None
-    client = submit(running, make_client("a", max_tokens=1000))
-    assert client.stream is not None
-    client.stream.cancel()
-    runner.gate.release(2)  # the step that was under way
-    assert isinstance(failure(client)[1], CancelledError)
-
-
-def test_shutdown_lets_requests_finish_within_its_grace(runner: FakeRunner) -> None:
-    engine = Engine(runner)
-    engine.start()
-    client = submit(engine, make_client("a", max_tokens=50))
-    engine.shutdown(grace_s=30)
-    assert len(results(client)[0]) == 50
-    refused = make_client("late")
-    with pytest.raises(ShuttingDownError):
-        engine.reserve()
-    assert refused.closes == []
-
-
-def test_shutdown_without_grace_ends_requests(running: FakeEngine, runner: FakeRunner) -> None:
-    assert runner.gate is not None
-    place = running.reserve()
-    client = submit(running, make_client("a", max_tokens=10**6))
-    assert client.stream is not None
-    runner.gate.release()
-    next(iter(client.stream))  # it was admitted
-    stopper = threading.Thread(target=running.shutdown)
-    stopper.start()
-    runner.gate.release(1000)
-    stopper.join(20)
-    assert not stopper.is_alive()
-    assert isinstance(failure(client)[1], ShuttingDownError)
-    assert client.closes == [1]
-    late = make_client("late")
-    with pytest.raises(ShuttingDownError):
-        running.submit(place, late.request)
-    assert late.closes == [0]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_crash_fails_everything_and_is_told(runner: FakeRunner) -> None:
-    class Catastrophe(BaseException):
-        pass
-
-    crashes: list[BaseException] = []
-    runner.gate = threading.Semaphore(0)
-    engine = Engine(runner, on_crash=crashes.append)
-    engine.start()
-    fatal = FakeSession("fatal", fails_at=0, fails_with=Catastrophe())
-    clients = [submit(engine, make_client("fatal", session=fatal)), submit(engine, make_client("other"))]
-    runner.gate.release(10)
-    for client in clients:
-        assert isinstance(failure(client)[1], EngineCrashedError)
-        assert client.closes in ([0], [1])
-    assert crashes == [fatal.fails_with]
-    assert not engine.healthy
-    with pytest.raises(EngineCrashedError):
-        engine.reserve()
-    engine.shutdown()

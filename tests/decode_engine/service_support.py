@@ -1,0 +1,41 @@
+"""What the tests of the service share."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import ErrorInfo
+
+from decode_engine.rpc.server import DecodeServer
+from decode_engine.rpc.status import error_info
+
+ABSENT = "contexts/" + "0" * 64
+
+
+LONG = 3000  # tokens: seconds of work
+
+
+def wait_until(condition: Any, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def leases(server: DecodeServer) -> int:
+    return server.backend.arena.stats().leases
+
+
+def fails(call: Any) -> tuple[grpc.StatusCode, ErrorInfo, str]:
+    """Code, ErrorInfo and message of a call that fails; the message is a sentence, not a stack trace."""
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call())
+    error: Any = caught.value
+    info = error_info(error)
+    assert info is not None
+    assert "Traceback" not in error.details()
+    assert ".py" not in error.details()
+    return error.code(), info, error.details()
