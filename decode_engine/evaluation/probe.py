@@ -29,8 +29,8 @@ class LayerSample:
     recall_HT: of the searched keys with the largest softmax over the searched range, summed over the group, as many as
         were selected: the share that was selected; nan where nothing was. mass_HTG: attention weight of all keys
         attended exactly: selection, sinks, recent window, tail. error_T: |o - o_full| / |o_full| over all heads, with
-        the remainder in o. vectors_T: vectors of the index compared, per KV head. bytes_T: of keys, values and index
-        that were read for all KV heads. full_bytes_T: of all keys and values.
+        the remainder in o. vectors_T: vectors of the index compared, per KV head. bytes_T: read for all KV heads, of
+        keys, values, searched index and the remainder's clusters. full_bytes_T: of all keys and values.
     """
 
     layer: int
@@ -56,16 +56,36 @@ class Probe:
         """Observes every searching layer of the session from now on."""
         for number, layer in enumerate(session.layers):
             if isinstance(layer, SparseLayer):
-                layer.observer = partial(self._observe, number)
+                layer.observer = partial(self._observe, number, _remainder_bytes(session, number))
 
-    def _observe(self, layer: int, seen: Observation) -> None:
+    def _observe(self, layer: int, remainder_bytes: int, seen: Observation) -> None:
         count = seen.q_HTGD.shape[1]
         rows = [t for t in range(count) if seen.position + t in self._positions]
         if rows:
-            self.samples.append(sample_layer(layer, seen, torch.tensor(rows)))
+            self.samples.append(sample_layer(layer, seen, torch.tensor(rows), remainder_bytes))
 
 
-def sample_layer(layer: int, seen: Observation, rows_T: Tensor) -> LayerSample:
+def _remainder_bytes(session: Session, layer: int) -> int:
+    """Bytes of the context's clusters that the remainder reads in a step, all KV heads, beyond those of the search.
+
+    Of a tree at most: what is not expanded is not read.
+    """
+    method = session.effective_method
+    spec = method.index if method.partition is None else method.partition
+    if method.drops_remainder or spec is None:
+        return 0
+    names = {"counts", "value_sums", "coarse_counts", "coarse_value_sums"}
+    if method.partition is not None:
+        names |= {"means", "coarse_means"}
+    if method.remainder.moments != "none":
+        names.add("variances")
+    if method.remainder.moments == "full":
+        names.add("covariances")
+    arrays = session.context.index(spec.name, layer).arrays()
+    return sum(array.numel() * array.element_size() for name, array in arrays.items() if name in names)
+
+
+def sample_layer(layer: int, seen: Observation, rows_T: Tensor, remainder_bytes: int = 0) -> LayerSample:
     """Compares an observation with exact attention at some of its rows."""
     q_HTGD = seen.q_HTGD[:, rows_T].float()
     positions_T = seen.position + rows_T
@@ -77,6 +97,8 @@ def sample_layer(layer: int, seen: Observation, rows_T: Tensor) -> LayerSample:
     difference_HTGD = seen.out_HTGD[:, rows_T].float() - full_HTGD
     heads, _, _, head_dim = q_HTGD.shape
     row_bytes = 2 * head_dim * seen.rows.context_HN2D.element_size()
+    # An index that does not say how many bytes it read compares float32 vectors.
+    index_bytes = seen.bytes_read or seen.vectors_read * head_dim * 4
     exact_T = heads * (seen.sinks + positions_T + 1 - seen.search_end)
     return LayerSample(
         layer,
@@ -84,7 +106,7 @@ def sample_layer(layer: int, seen: Observation, rows_T: Tensor) -> LayerSample:
         mass_HTG.clamp_(max=1.0),
         _norms(difference_HTGD) / _norms(full_HTGD).clamp_(min=torch.finfo(torch.float32).tiny),
         torch.full((len(rows_T),), seen.vectors_read, dtype=torch.float64),
-        (counts_HT.sum(0) + exact_T).double() * row_bytes + heads * seen.bytes_read,
+        (counts_HT.sum(0) + exact_T).double() * row_bytes + heads * index_bytes + remainder_bytes,
         (heads * (positions_T + 1) * row_bytes).double(),
     )
 

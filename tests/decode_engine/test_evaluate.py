@@ -242,8 +242,9 @@ def test_a_folder_of_ones_own_is_evaluated_with_ones_own_texts(tmp_path: Path) -
         (tmp_path / f"text{number}").write_text(novels[number * 20_000 : (number + 1) * 20_000])
     arguments = ["--model", str(model), "--out", str(tmp_path / "out"), "--context-length", "1500"]
     arguments += ["--text", str(tmp_path / "text0"), "--text", str(tmp_path / "text1"), "--chat"]
-    arguments += ["--tasks", "single,chain,words", "--questions", "4", "--facts", "1", "--text-tokens", "16"]
+    arguments += ["--tasks", "chain,words", "--questions", "2", "--facts", "1", "--text-tokens", "16"]
     arguments += ["--methods", "tactic,squeezed,oracle@lag,multipole", "--keep", "0.05", "--mass", "0.8"]
+    arguments += ["--dense-layers", "none"]
     results = evaluated(*arguments, "--no-picture")
     scores = [Score(**row) for row in results["scores"]]
     assert [(score.method, score.budget) for score in scores[:5]] == [
@@ -253,8 +254,11 @@ def test_a_folder_of_ones_own_is_evaluated_with_ones_own_texts(tmp_path: Path) -
         ("oracle@lag", "5.00%"),
         ("multipole", "5.00%"),
     ]
-    assert [score.questions for score in scores[::5]] == [4, 2, 1, 1]
-    assert {score.task for score in scores} == {"all", "single", "chain", "words"}
+    assert [(score.task, score.questions) for score in scores[::5]] == [
+        ("all", 2),
+        ("chain", 1),
+        ("words", 1),
+    ]
     assert all(score.method == "full" or 0.0 < (score.captured_mass or 0.0) <= 1.0 for score in scores)
     without = write_model_folder(tmp_path / "plain", chat_template=None)
     refused = run_command("evaluate", "--model", str(without), "--chat", "--out", str(tmp_path / "x"))

@@ -122,17 +122,29 @@ def sparse_layer(method: Method) -> SparseLayer:
 
 
 class FakeSession:
-    """Layers without a model."""
+    """Layers without a model, and the clusters of a remainder."""
 
-    def __init__(self, layers: list[Any]) -> None:
+    def __init__(self, layers: list[Any], method: Method, arrays: dict[str, Tensor] | None = None) -> None:
         self.layers = layers
+        self.effective_method = method
+        self.context = self
+        self._arrays = arrays or {}
+
+    def index(self, name: str, layer: int) -> FakeSession:
+        assert (name, layer) == ("remainder_clusters", 0)
+        return self
+
+    def arrays(self) -> dict[str, Tensor]:
+        return self._arrays
 
 
 def probe_oracle(keep: float, steps: int, positions: set[int]) -> list[LayerSample]:
     """Feeds a layer of the oracle `steps` tokens, all at once when the number is even, else one by one."""
-    layer = sparse_layer(get_method("oracle", keep))
+    method = get_method("oracle", keep)
+    layer = sparse_layer(method)
     probe = Probe(positions)
-    probe.attach(cast(Session, FakeSession([DenseLayer(make_keys(CONTEXT), Figures()), layer])))
+    layers = [DenseLayer(make_keys(CONTEXT), Figures()), layer]
+    probe.attach(cast(Session, FakeSession(layers, method)))
     queries, tail = make_queries(steps) * 2, make_keys(steps, seed=5)
     pieces = [slice(0, steps)] if steps % 2 == 0 else [slice(i, i + 1) for i in range(steps)]
     for piece in pieces:
@@ -159,6 +171,25 @@ def test_everything_kept_captures_everything() -> None:
     assert torch.allclose(sample.mass_HTG, torch.ones(HEADS, 1, GROUP), atol=1e-5)
     assert float(sample.error_T) < 1e-5
     assert float(sample.recall_HT.min()) == 1.0
+
+
+def test_bytes_of_the_remainder_and_of_silent_indexes_count() -> None:
+    seen = make_observation(1, shared=False)
+    plain = sample_layer(0, seen, torch.tensor([0]))
+    more = sample_layer(0, replace(seen, bytes_read=0.0), torch.tensor([0]), remainder_bytes=123)
+    assert float(more.bytes_T - plain.bytes_T) == 123 + HEADS * (50 * DIM * 4 - 1000)
+
+    layer = sparse_layer(get_method("oracle"))
+    arrays = {
+        name: torch.zeros(HEADS, 5, DIM) for name in ("means", "value_sums", "variances", "covariances")
+    }
+    arrays |= {"counts": torch.zeros(HEADS, 5), "assignment": torch.zeros(HEADS, 99, dtype=torch.int32)}
+    probe = Probe({CONTEXT})
+    probe.attach(cast(Session, FakeSession([layer], get_method("oracle+centred"), arrays)))
+    layer.attend(make_queries(1), make_keys(1)[:, :, 0], make_keys(1)[:, :, 1], CONTEXT)
+    (sample,) = probe.samples
+    (without,) = probe_oracle(0.05, 2, {CONTEXT})
+    assert float(sample.bytes_T - without.bytes_T) == HEADS * 5 * (3 * DIM + 1) * 4
 
 
 def test_positions_that_nobody_asked_for_leave_nothing() -> None:
