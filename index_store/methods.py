@@ -383,13 +383,14 @@ def _schedule(expression: str, options: str) -> Schedule:
     known = {"period", "lag", "ahead", "correct"}
     wrong = [key for key in values if key not in known]
     wrong += [key for key in ("period", "correct") if key in values and values[key] is None]
-    if wrong:
+    period = values.get("period", 1)
+    if period != int(period or 0) or wrong:
+        named = wrong[0] if wrong else f"period={period}"
         raise MethodUnsupportedError(
-            f"method is {expression!r}: cannot read @{wrong[0]}; expected {EXPRESSION_HELP}",
-            method=expression,
+            f"method is {expression!r}: cannot read @{named}; expected {EXPRESSION_HELP}", method=expression
         )
     return Schedule(
-        period=int(values.get("period") or 1),
+        period=int(period or 0),
         lag=int("lag" in values),
         ahead="ahead" in values,
         correct_below=values.get("correct"),

@@ -85,8 +85,10 @@ class Ranking:
         S_i = exp(q.c_i) / sum_j N_j exp(q.c_j) with N_j keys in item j (Squeezed Attention eq. 1).
         """
         logits = self.logits_HTGM
-        total = logits if not self.items.groups else logits + self._log_sizes_HM()[:, None, None]
-        return logits - total.logsumexp(-1, keepdim=True)
+        sized = logits if not self.items.groups else logits + self._log_sizes_HM()[:, None, None]
+        total = sized.logsumexp(-1, keepdim=True)
+        # Where nothing was retrieved -inf - -inf would be nan.
+        return logits - total.masked_fill_(torch.isneginf(total), 0.0)
 
     def weights(self, rule: str) -> Tensor:
         """Estimated attention weight of a single key of every item, by `average` or `max` over the group: [H, T, M]."""
