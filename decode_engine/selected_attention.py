@@ -5,12 +5,14 @@ Shape legend: H KV heads, T query positions, G group heads, K kept keys, N conte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
 
 import torch
 from torch import Tensor
 
+from decode_engine.figures import Figures
 from decode_engine.partial_attention import attend_logits
 from index_store.attention_state import AttentionState
 from index_store.budgets.base import Selection
@@ -59,19 +61,24 @@ class KeyRows:
         return KeyRows(self.context_HN2D[part], self.tail_Ht2D[part])
 
 
-def attend_selection(
-    q_HTGD: Tensor,
-    rows: KeyRows,
-    selection: Selection,
-    remainder: Remainder,
-    pieces: Sequence[Piece],
-    boundary: ExactKeys | None,
-    count_kept: Callable[[int], None],
-) -> AttentionState:
-    """Attends to the selected rows, and to the remainder of the pieces without them and without the boundary.
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What stands for the keys that were not selected: a remainder over pieces.
 
-    boundary: keys that are attended elsewhere (sinks, recent window) and may be in the pieces' clusters.
-    count_kept: told how many rows were attended. Works in blocks of bounded size over KV heads and positions.
+    elsewhere: keys that are attended exactly besides the selection and may be in the pieces' clusters.
+    """
+
+    remainder: Remainder
+    pieces: Sequence[Piece]
+    elsewhere: ExactKeys | None
+
+
+def attend_selection(
+    q_HTGD: Tensor, rows: KeyRows, selection: Selection, left: LeftOut, figures: Figures
+) -> AttentionState:
+    """Attends to the selected rows, and approximately to those that are left out.
+
+    Works in blocks of bounded size over KV heads and positions. Counts rows and time.
     """
     heads, positions, _, head_dim = q_HTGD.shape
     width = max(1, selection.ids_HTK.shape[2])
@@ -85,10 +92,8 @@ def attend_selection(
                 q_HTGD,
                 rows,
                 selection,
-                remainder,
-                pieces,
-                boundary,
-                count_kept,
+                left,
+                figures,
             )
             for first in range(0, positions, positions_step)
         ]
@@ -137,40 +142,38 @@ class _Block:
         return Piece(clusters, self.of(piece.logits_HTGC), self.of(piece.queries_HTGD))
 
     def of_keys(self, keys: ExactKeys) -> ExactKeys:
-        return replace(
-            keys,
-            ids_HTK=self.of(keys.ids_HTK),
-            valid_HTK=self.of(keys.valid_HTK),
-            logits_HTGK=self.of(keys.logits_HTGK),
-            values_HTKD=self.of(keys.values_HTKD),
+        return ExactKeys(
+            self.of(keys.ids_HTK),
+            self.of(keys.valid_HTK),
+            self.of(keys.logits_HTGK),
+            self.of(keys.values_HTKD),
         )
 
 
 def _attend_block(
-    block: _Block,
-    q_HTGD: Tensor,
-    rows: KeyRows,
-    selection: Selection,
-    remainder: Remainder,
-    pieces: Sequence[Piece],
-    boundary: ExactKeys | None,
-    count_kept: Callable[[int], None],
+    block: _Block, q_HTGD: Tensor, rows: KeyRows, selection: Selection, left: LeftOut, figures: Figures
 ) -> AttentionState:
+    begin = perf_counter_ns()
     queries = block.of(q_HTGD)
     counts = block.of(selection.counts_HT.unsqueeze(-1)).squeeze(-1)
     kept = int(counts.max())
     ids = block.of(selection.ids_HTK)[..., :kept]
     gathered = rows.heads(block.heads).gather(ids)
-    count_kept(int(counts.sum()) * (queries.shape[1] // counts.shape[1]))
+    figures.count_kept(int(counts.sum()) * (queries.shape[1] // counts.shape[1]))
+    gathered_at = perf_counter_ns()
+    figures.gather_ns += gathered_at - begin
     keys, values = gathered[:, :, :, 0], gathered[:, :, :, 1]
     logits = queries @ keys.transpose(-1, -2)
     valid = torch.arange(kept) < counts.unsqueeze(-1)
     state = attend_logits(logits.masked_fill(~valid[:, :, None], -torch.inf), values)
     exact = [ExactKeys(ids, valid, logits, values)]
-    if boundary is not None:
-        exact.append(block.of_keys(boundary))
-    left = remainder.state([block.of_piece(piece) for piece in pieces], exact)
-    return state if left is None else state.merge(left)
+    if left.elsewhere is not None:
+        exact.append(block.of_keys(left.elsewhere))
+    approximate = left.remainder.state([block.of_piece(piece) for piece in left.pieces], exact)
+    if approximate is not None:
+        state = state.merge(approximate)
+    figures.attend_ns += perf_counter_ns() - gathered_at
+    return state
 
 
 def _gather_rows(kv_HN2D: Tensor, ids_HTK: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ Shape legend: H KV heads, T query positions, G group heads, K kept keys, N conte
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from decode_engine.dense_layer import visible_keys
 from decode_engine.figures import Figures
 from decode_engine.partial_attention import attend_shared
-from decode_engine.selected_attention import KeyRows, attend_selection
+from decode_engine.selected_attention import KeyRows, LeftOut, attend_selection
 from decode_engine.tail import Tail
 from index_store.attention_state import AttentionState
 from index_store.budgets.base import Selection, Step
@@ -57,9 +57,9 @@ class LayerSearch:
 class Observation:
     """One search and what came of it, for whoever measures (`SparseLayer.observer`).
 
-    q_HTGD: queries, float32 scaled by 1/sqrt(d), the first at `position`. search_end: end of the range that the selection
-    was chosen from, beginning at `sinks`. out_HTGD: the layer's attention output. vectors_read, bytes_read: of the
-    index, per KV head and position; 0 where the selection was made earlier.
+    q_HTGD: queries, float32 scaled by 1/sqrt(d), the first at `position`. search_end: end of the range that the
+    selection was chosen from, beginning at `sinks`. out_HTGD: the layer's attention output. vectors_read, bytes_read:
+    of the index, per KV head and position, over all searches made meanwhile; 0 when there was none.
     """
 
     q_HTGD: Tensor
@@ -83,14 +83,6 @@ class _Choice:
     search_end: int
 
 
-@dataclass(frozen=True, slots=True)
-class _ExactPart:
-    """Attention to sinks, recent window and tail; boundary: those of its keys that may be in clusters."""
-
-    state: AttentionState
-    boundary: ExactKeys | None
-
-
 class SparseLayer:
     """Attends to a selection, the sinks, the recent window and the tail, and approximately to the rest."""
 
@@ -108,7 +100,9 @@ class SparseLayer:
         self._budget = method.budget
         self._figures = figures
         self._appended: dict[LayerIndex, AppendedKeys] = {}
-        self._last: _Choice | None = None
+        self._choices: list[_Choice] = []  # the newest two that later steps may use
+        self._sinks_clustered: bool | None = None
+        self._vectors_read, self._bytes_read = 0.0, 0.0
         self.tail = Tail(heads, head_dim, kv_HN2D.dtype)
         self.observer: Callable[[Observation], None] | None = None
 
@@ -156,7 +150,7 @@ class SparseLayer:
         search_end = self._search_end(position)
         if search_end == self._sinks:
             self._count_exact(position, q_HTGD.shape[1], search_end)
-            return self._attend_exact(q_HTGD, position, search_end).state.out
+            return self._attend_exact(q_HTGD, position, search_end).out
         self._append_until(search_end)
         heads, positions, group, _ = q_HTGD.shape
         step = max(1, _SCORE_BYTES // (heads * (search_end - self._sinks) * 4 * (group + 1)))
@@ -170,62 +164,58 @@ class SparseLayer:
     def _attend_some(
         self, q_HTGD: Tensor, position: int, predicted_HTGD: Tensor | None, is_step: bool
     ) -> Tensor:
-        schedule = self._method.schedule
         search_end = self._search_end(position)
+        self._vectors_read = self._bytes_read = 0.0
         earlier = self._earlier(position) if is_step else None
         exact = self._attend_exact(q_HTGD, position, earlier.search_end if earlier else search_end)
-        if schedule.ahead and predicted_HTGD is not None:
-            _, foretold = self._search(predicted_HTGD, position, search_end, exact.state.lse)
-            earlier = _Choice(foretold, predicted_HTGD, position, search_end)
-        ranking = None
+        if self._method.schedule.ahead and predicted_HTGD is not None:
+            _, earlier = self._search(predicted_HTGD, position, search_end, exact.lse)
         if earlier is None:
-            ranking, selection = self._search(q_HTGD, position, search_end, exact.state.lse)
-            choice = _Choice(selection, q_HTGD, position, search_end)
+            ranking, choice = self._search(q_HTGD, position, search_end, exact.lse)
         else:
-            choice = self._corrected(q_HTGD, position, earlier, exact.state.lse)
+            ranking, choice = None, self._corrected(q_HTGD, position, earlier, exact.lse)
         pieces = self._pieces(q_HTGD, position, ranking)
-        begin = perf_counter_ns()
         rows = KeyRows(self._kv_HN2D, self.tail.rows)
-        state = attend_selection(
-            q_HTGD,
-            rows,
-            choice.selection,
-            self._method.remainder,
-            pieces,
-            exact.boundary,
-            self._figures.count_kept,
-        )
-        out = state.merge(exact.state).out
+        left = LeftOut(self._method.remainder, pieces, self._elsewhere(q_HTGD, choice.search_end, pieces))
+        state = attend_selection(q_HTGD, rows, choice.selection, left, self._figures)
+        out = state.merge(exact).out
         self._count_exact(position, q_HTGD.shape[1], choice.search_end)
-        self._figures.attend_ns += perf_counter_ns() - begin
         if is_step:
-            self._leave(q_HTGD, position, exact.state.lse, choice)
+            self._leave(q_HTGD, position, exact.lse, choice)
         if self.observer is not None:
-            read = (ranking.vectors_read, ranking.bytes_read) if ranking else (0.0, 0.0)
             self.observer(
                 Observation(
-                    q_HTGD, position, self._sinks, choice.search_end, choice.selection, rows, out, *read
+                    q_HTGD,
+                    position,
+                    self._sinks,
+                    choice.search_end,
+                    choice.selection,
+                    rows,
+                    out,
+                    self._vectors_read,
+                    self._bytes_read,
                 )
             )
         return out
 
     def _earlier(self, position: int) -> _Choice | None:
         """The selection of an earlier step that the schedule lets this step use."""
-        last, schedule = self._last, self._method.schedule
-        if last is None:
+        schedule = self._method.schedule
+        # A step that is repeated after a failure has left a selection already, which is not an earlier one.
+        older = [choice for choice in self._choices if choice.made_at < position]
+        if not older:
             return None
-        age = position - last.made_at
-        return last if 0 < age < schedule.period or (schedule.lag and age == 1) else None
+        age = position - older[-1].made_at
+        return older[-1] if age < schedule.period or (schedule.lag and age == 1) else None
 
     def _leave(self, q_HTGD: Tensor, position: int, exact_lse_HTG: Tensor, used: _Choice) -> None:
         """Leaves a selection for later steps: the one just used, or with a lag one made with this step's query."""
         schedule = self._method.schedule
         if schedule.lag and used.made_at != position:
-            search_end = self._search_end(position)
-            _, selection = self._search(q_HTGD, position, search_end, exact_lse_HTG)
-            self._last = _Choice(selection, q_HTGD, position, search_end)
-        elif schedule.by_step:
-            self._last = used
+            _, used = self._search(q_HTGD, position, self._search_end(position), exact_lse_HTG)
+        if schedule.by_step:
+            others = [choice for choice in self._choices if choice.made_at < used.made_at]
+            self._choices = [*others[-1:], used]
 
     def _corrected(self, q_HTGD: Tensor, position: int, earlier: _Choice, exact_lse_HTG: Tensor) -> _Choice:
         """The earlier selection, but searched again in KV heads whose queries have turned away too far."""
@@ -240,7 +230,7 @@ class SparseLayer:
             return earlier
         _, fresh = self._search(q_HTGD, position, earlier.search_end, exact_lse_HTG)
         return _Choice(
-            _merge_selections(wrong_HT, fresh, earlier.selection),
+            _merge_selections(wrong_HT, fresh.selection, earlier.selection),
             torch.where(wrong_HT[:, :, None, None], q_HTGD, earlier.q_HTGD),
             earlier.made_at,
             earlier.search_end,
@@ -262,7 +252,7 @@ class SparseLayer:
 
     def _search(
         self, q_HTGD: Tensor, position: int, search_end: int, exact_lse_HTG: Tensor
-    ) -> tuple[Ranking, Selection]:
+    ) -> tuple[Ranking, _Choice]:
         begin = perf_counter_ns()
         rows = KeyRows(self._kv_HN2D, self.tail.rows)
         ranking = self._index.rank(
@@ -280,9 +270,11 @@ class SparseLayer:
             exact_lse_HTG,
         )
         selection = self._budget.cut(ranking, step)
+        self._vectors_read += ranking.vectors_read
+        self._bytes_read += ranking.bytes_read
         self._figures.searches += q_HTGD.shape[1]
         self._figures.search_ns += perf_counter_ns() - begin
-        return ranking, selection
+        return ranking, _Choice(selection, q_HTGD, position, search_end)
 
     def _pieces(self, q_HTGD: Tensor, position: int, ranking: Ranking | None) -> tuple[Piece, ...]:
         """The clusters that the remainder is computed over, scored; none when it is dropped."""
@@ -296,21 +288,45 @@ class SparseLayer:
         self._figures.search_ns += perf_counter_ns() - begin
         return pieces
 
-    def _attend_exact(self, q_HTGD: Tensor, position: int, search_end: int) -> _ExactPart:
+    def _attend_exact(self, q_HTGD: Tensor, position: int, search_end: int) -> AttentionState:
         """Attention to sinks, recent context and the tail up to the last query's own key."""
         begin = perf_counter_ns()
-        heads, count = self._kv_HN2D.shape[:2]
-        positions = q_HTGD.shape[1]
-        tail = self.tail.rows[:, max(search_end - count, 0) : position + positions - count]
+        count = self._kv_HN2D.shape[1]
+        tail = self.tail.rows[:, max(search_end - count, 0) : position + q_HTGD.shape[1] - count]
         recent = self._kv_HN2D[:, min(search_end, count) :]
         sinks = self._kv_HN2D[:, : self._sinks]
         state = attend_shared(q_HTGD, torch.cat([sinks, recent, tail], dim=1), causal=True)
-        boundary = None
-        if not self._method.drops_remainder:
-            ids = torch.cat([torch.arange(self._sinks), torch.arange(min(search_end, count), count)])
-            boundary = _exact_keys(q_HTGD, torch.cat([sinks, recent], dim=1).float(), ids)
         self._figures.attend_ns += perf_counter_ns() - begin
-        return _ExactPart(state, boundary)
+        return state
+
+    def _elsewhere(self, q_HTGD: Tensor, search_end: int, pieces: Sequence[Piece]) -> ExactKeys | None:
+        """Keys outside of the searched range that are in the pieces' clusters; None when there are none.
+
+        Sinks may be. Keys from search_end on are: those of the context, and those of the tail that were appended before
+        an earlier selection was used again, or a failed step repeated.
+        """
+        if not pieces:
+            return None
+        begin = perf_counter_ns()
+        heads, count = self._kv_HN2D.shape[:2]
+        appended = self._appended.get(self._indexes[-1])
+        held = count + (appended.count if appended else 0)
+        if self._sinks_clustered is None:
+            ids_HS = torch.arange(self._sinks).expand(heads, -1)
+            self._sinks_clustered = any(
+                bool((piece.clusters.cluster_of(ids_HS) >= 0).any()) for piece in pieces
+            )
+        sinks = self._sinks if self._sinks_clustered else 0
+        context = self._kv_HN2D[:, min(search_end, count) :]
+        tail = self.tail.written(max(search_end - count, 0), held - count)
+        ids_S = torch.cat([torch.arange(sinks), torch.arange(search_end, held)])
+        if not len(ids_S):
+            return None
+        kv_HS2D = torch.cat([self._kv_HN2D[:, :sinks], context, tail], dim=1).float()
+        ids = ids_S.to(torch.int32).expand(heads, 1, -1)
+        logits = torch.einsum("htgd,hsd->htgs", q_HTGD, kv_HS2D[:, :, 0])
+        self._figures.attend_ns += perf_counter_ns() - begin
+        return ExactKeys(ids, torch.ones_like(ids, dtype=torch.bool), logits, kv_HS2D[:, None, :, 1])
 
     def _count_exact(self, position: int, positions: int, search_end: int) -> None:
         """Counts the keys that are always attended, and all there are."""
@@ -318,16 +334,6 @@ class SparseLayer:
         available = heads * visible_keys(position, positions)
         skipped = heads * positions * (search_end - self._sinks)
         self._figures.count_exact(available - skipped, available)
-
-
-def _exact_keys(q_HTGD: Tensor, kv_HS2D: Tensor, ids_S: Tensor) -> ExactKeys | None:
-    """The same keys for every position; None when there are none."""
-    heads, count = kv_HS2D.shape[:2]
-    if count == 0:
-        return None
-    logits = torch.einsum("htgd,hsd->htgs", q_HTGD, kv_HS2D[:, :, 0])
-    ids = ids_S.to(torch.int32).expand(heads, 1, count)
-    return ExactKeys(ids, torch.ones(heads, 1, count, dtype=torch.bool), logits, kv_HS2D[:, None, :, 1])
 
 
 def _merge_selections(wrong_HT: Tensor, fresh: Selection, earlier: Selection) -> Selection:

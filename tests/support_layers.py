@@ -1,0 +1,77 @@
+"""Searching layers of any method over small contexts, without a store or a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from decode_engine.figures import Figures
+from decode_engine.selector import LayerSearch, SparseLayer
+from index_store.budgets.mass import Mass
+from index_store.budgets.ratio import Ratio
+from index_store.budgets.threshold import Threshold
+from index_store.index_specs import IndexSpec
+from index_store.indexes.base import LayerIndex, LayerSource, QuerySample, Scalar
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.methods import METHODS, Method, get_method
+
+ALL_METHODS: Mapping[str, Method] = MappingProxyType(
+    {name: method for name, method in METHODS.items() if method.sparse}
+    | {name: get_method(name) for name in ("oracle+centred", "csattention+monopole", "csattention+dipole")}
+)
+"""Every method that searches, and some with another remainder."""
+
+_CLUSTERS: Mapping[str, Scalar] = {"keys_per_cluster": 4, "block": 64, "iterations": 3}
+_SMALL: Mapping[str, Mapping[str, Scalar]] = {
+    "query_tables": {"subspaces": 4, "centroids": 8, "alpha": 0.3, "iterations": 3},
+    "key_clusters": _CLUSTERS,
+    "cluster_tree": {**_CLUSTERS, "keys_per_coarse": 16},
+    "pages": {"size": 4},
+    "product_codes": {"subspaces": 4, "iterations": 3},
+}
+
+
+def build_index(spec: IndexSpec, kv_HN2D: Tensor, group: int) -> LayerIndex:
+    """An index of small parameters, from random queries."""
+    if not spec.stored:
+        return INDEX_KINDS[spec.kind].from_arrays(spec.parameters, {}, kv_HN2D)
+    heads, _, _, head_dim = kv_HN2D.shape
+    queries = torch.randn(heads, 40, group, head_dim, generator=torch.Generator().manual_seed(99))
+    small = spec.with_parameters(**_SMALL[spec.kind])
+    source = LayerSource(kv_HN2D, QuerySample(queries, torch.arange(40)))
+    return INDEX_KINDS[spec.kind].build(small.parameters, source, 0)
+
+
+def build_search(method: Method, kv_HN2D: Tensor, group: int) -> LayerSearch:
+    """What a layer of the method searches and approximates with."""
+    assert method.index is not None
+    partition = None if method.drops_remainder else method.partition
+    return LayerSearch(
+        build_index(method.index, kv_HN2D, group),
+        None if partition is None else build_index(partition, kv_HN2D, group),
+    )
+
+
+def build_layer(method: Method, kv_HN2D: Tensor, group: int, figures: Figures | None = None) -> SparseLayer:
+    return SparseLayer(kv_HN2D, build_search(method, kv_HN2D, group), method, figures or Figures())
+
+
+def with_budget(method: Method, keep: float) -> Method:
+    """The method with a budget of about that share of the keys, and of exactly all of them for 1."""
+    if isinstance(method.budget, Threshold):
+        return replace(method, budget=Threshold(threshold=max(1e-30, 0.01 * (1.0 - keep))))
+    return replace(method, budget=Mass(keep) if isinstance(method.budget, Mass) else Ratio(keep))
+
+
+def with_everything(method: Method) -> Method:
+    """The method with a budget of all keys, and a search that retrieves all of them."""
+    search = dict(method.search)
+    if "coarse_keep" in search:
+        search["coarse_keep"] = 1.0
+    if search.get("weights") == "uniform":  # such lists retrieve the keys that they hold and no others
+        search = {"group": "pooled", "weights": "projection"}
+    return replace(with_budget(method, 1.0), search=search)
