@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from index_store.calibration import CALIBRATION_QUERIES
 from index_store.indexes.base import QuerySample
 from index_store.manifest import ModelIdentity
 from prefill_worker.causal_attention import attend_causally
 
 ATTENTION = "sparsekv_capture"
-ALWAYS_SAMPLED = 64
+ALWAYS_SAMPLED = CALIBRATION_QUERIES
 """The last tokens of a context are always in the sample: they resemble what a session asks next."""
 
 
@@ -38,7 +39,7 @@ class SamplePlan:
 
 
 def plan_sample(token_count: int, prompt_lengths: Sequence[int], rows: int, seed: int) -> SamplePlan:
-    """Draws at most `rows` tokens of the context (the last 64 always) and at most `rows` of all prompts together."""
+    """Draws at most `rows` tokens of the context (the last 100 always) and at most `rows` of all prompts together."""
     generator = torch.Generator().manual_seed(seed)
     last = min(ALWAYS_SAMPLED, token_count)
     drawn = torch.randperm(token_count - last, generator=generator)[: max(0, rows - last)]

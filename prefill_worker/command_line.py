@@ -12,6 +12,7 @@ from index_store.entry import INTERRUPTED
 from prefill_worker import flags
 
 if TYPE_CHECKING:
+    from index_store.manifest import IndexEntry, Manifest
     from prefill_worker.job import PrefillReport
 
 app = typer.Typer(
@@ -35,6 +36,7 @@ def run(
     more_inputs: flags.MoreInputs = None,
     name: flags.Name = None,
     method: flags.Method = None,
+    index: flags.Index = None,
     tables: flags.Tables = None,
     subspaces: flags.Subspaces = None,
     centroids: flags.Centroids = None,
@@ -67,7 +69,8 @@ def run(
             store=store,
             input=(*input_, *(more_inputs or ())),
             name=name,
-            method=tuple(method or ()) or (DEFAULT_METHOD,),
+            method=tuple(method or (() if index else (DEFAULT_METHOD,))),
+            index=tuple(index or ()),
             tables=tables and tables.value,
             subspaces=subspaces,
             centroids=centroids,
@@ -106,11 +109,19 @@ def report_json(report: PrefillReport) -> dict[str, object]:
         "tokens": manifest.token_count,
         "kv_bytes": manifest.kv_bytes,
         "index_bytes": {index.name: index.nbytes for index in manifest.indexes},
+        "index_bytes_per_token": {
+            index.name: round(index.nbytes / manifest.token_count, 1) for index in manifest.indexes
+        },
         "bytes_per_token": round(manifest.bytes_per_token(), 1),
         "dense_layers": list(manifest.dense_layers),
         "expires_at": None if manifest.expires_at is None else manifest.expires_at.isoformat(),
         "seconds": {phase: round(seconds, 3) for phase, seconds in report.seconds.items()},
     }
+
+
+def _index_text(index: IndexEntry, manifest: Manifest) -> str:
+    layers = f"{len(index.layers)} of {manifest.model.layers} layers"
+    return f"{index.nbytes:,} bytes, {index.nbytes / manifest.token_count:,.1f} per token, {layers}"
 
 
 def _print_text(report: PrefillReport) -> None:
@@ -126,7 +137,7 @@ def _print_text(report: PrefillReport) -> None:
         ("model", manifest.model.name),
         ("tokens", f"{manifest.token_count:,}"),
         ("keys and values", f"{manifest.kv_bytes:,} bytes, {manifest.dtype}"),
-        *((f"index {index.name}", f"{index.nbytes:,} bytes") for index in manifest.indexes),
+        *((f"index {index.name}", _index_text(index, manifest)) for index in manifest.indexes),
         ("bytes per token", f"{manifest.bytes_per_token():,.1f}"),
         ("dense layers", dense),
         ("expires", "never" if manifest.expires_at is None else f"{manifest.expires_at:%F %T} UTC"),

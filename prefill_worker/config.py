@@ -23,8 +23,10 @@ _MOST_DIGITS = 10  # of a number in range: seconds
 class PrefillConfig:
     """One job. `input` are files in order, `-` is standard input.
 
-    method: methods whose indexes the context shall hold. tables, subspaces, centroids, split: build parameters of
-        query tables, None for the method's own. dense_layers: "auto", "none" or layer numbers ("0,1").
+    method: methods whose indexes the context shall hold; with none, only the indexes named. index: further indexes by
+        name, each perhaps with build parameters ("key_clusters:window=4096,keys_per_cluster=32"). tables, subspaces,
+        centroids, split: build parameters of query tables, None for the index's own. dense_layers: "auto", "none" or
+        layer numbers ("0,1").
     dtype: how K and V are stored, "auto" for the checkpoint's dtype. chunk: tokens per forward pass.
     query_sample: queries per layer and KV head that indexes are built from (tokens times group).
     ttl: time to live ("30m", "12h", "7d"), None for ever. salt: keeps equal documents of different owners apart.
@@ -35,6 +37,7 @@ class PrefillConfig:
     input: tuple[Path, ...]
     name: str | None = None
     method: tuple[str, ...] = (DEFAULT_METHOD,)
+    index: tuple[str, ...] = ()
     tables: str | None = None
     subspaces: int | None = None
     centroids: int | None = None
@@ -59,7 +62,7 @@ class PrefillConfig:
                 raise InvalidArgumentError(f"{flag} is {value}, expected at least {least}")
         if not self.input:
             raise InvalidArgumentError("no input: pass at least one file, or - for standard input")
-        if len(set(self.method)) != len(self.method) or not self.method:
+        if len(set(self.method)) != len(self.method) or not (self.method or self.index):
             raise InvalidArgumentError(
                 f"--method is {', '.join(self.method) or 'empty'}, expected one or more different methods"
             )

@@ -28,12 +28,20 @@ Input = Annotated[list[Path], Option("--input", help="Text file; may be repeated
 MoreInputs = Annotated[list[Path] | None, Argument(metavar="[FILE]...", help="More text files.")]
 Name = Annotated[str | None, Option(help="Display name; by default the first file's name.")]
 Method = Annotated[
-    list[str] | None, Option(help="Method whose index to build; may be repeated. Default: csattention.")
+    list[str] | None,
+    Option(help="Method whose indexes to build; may be repeated. Default: csattention, without --index."),
 ]
-Tables = Annotated[TableLayout | None, Option(help="Layout of query tables; default: the method's.")]
-Subspaces = Annotated[int | None, Option(help="Slices of the head dimension; default: the method's.")]
-Centroids = Annotated[int | None, Option(help="Query centroids per slice; default: the method's.")]
-Split = Annotated[DimensionSplit | None, Option(help="How dimensions form slices; default: the method's.")]
+Index = Annotated[
+    list[str] | None,
+    Option(
+        help="Index to build, NAME or NAME:parameter=value,...; may be repeated, and joins those of --method.",
+        metavar="NAME",
+    ),
+]
+Tables = Annotated[TableLayout | None, Option(help="Layout of query tables; default: the index's own.")]
+Subspaces = Annotated[int | None, Option(help="Slices of query tables; default: the index's own.")]
+Centroids = Annotated[int | None, Option(help="Centroids of query tables; default: the index's own.")]
+Split = Annotated[DimensionSplit | None, Option(help="How slices are formed; default: the index's own.")]
 Calibration = Annotated[Path | None, Option(help="Example prompts: one question per line, or .jsonl.")]
 DenseLayers = Annotated[str, Option(help="auto, none, or layers such as 0,1.")]
 Dtype = Annotated[str, Option(help="Of stored keys and values: auto, float32, float16, bfloat16.")]

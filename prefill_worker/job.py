@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
+import torch
+from torch import Tensor
+
 from index_store.catalog import Store, utc_now
 from index_store.context_id import context_id
 from index_store.dtypes import dtype_name, stored_dtype
@@ -21,8 +24,7 @@ from index_store.errors import (
     StoreFullError,
 )
 from index_store.indexes.base import Scalar
-from index_store.manifest import ArrayEntry, IndexEntry, Manifest, ModelIdentity, kv_entry
-from index_store.methods import IndexSpec
+from index_store.manifest import ArrayEntry, Manifest, ModelIdentity, kv_entry
 from index_store.models.loading import (
     ModelFolder,
     check_positions,
@@ -34,10 +36,10 @@ from index_store.models.loading import (
 )
 from index_store.writer import ContextWriter
 from prefill_worker import dense_layers as rule
-from prefill_worker.build import check_build, measure_layers, write_layers
+from prefill_worker.build import WrittenLayers, check_build, measure_layers, write_layers
 from prefill_worker.capture import Capture, SamplePlan, plan_sample, register_attention
 from prefill_worker.config import PrefillConfig, parse_dense_layers, parse_ttl
-from prefill_worker.index_choice import check_centroids, index_specs
+from prefill_worker.index_choice import IndexPlan, check_centroids, plan_indexes
 from prefill_worker.inputs import document_name, fingerprint_prompts, read_document, read_prompts
 from prefill_worker.prefill import run_context, run_prompts
 from prefill_worker.progress import Reporter, Update
@@ -66,7 +68,7 @@ class _Job:
     dtype: str
     token_ids: Sequence[int]
     prompts: Sequence[Sequence[int]]
-    specs: Sequence[IndexSpec]
+    plan: IndexPlan
 
     def parameters(self) -> dict[str, object]:
         """What, besides model, dtype, salt and tokens, decides which bytes are stored."""
@@ -74,8 +76,13 @@ class _Job:
         automatic = {"keep": rule.KEEP, "threshold": rule.ERROR_THRESHOLD}
         return {
             "indexes": [
-                {"name": spec.name, "kind": spec.kind, "parameters": dict(spec.parameters)}
-                for spec in sorted(self.specs, key=lambda spec: spec.name)
+                {
+                    "name": spec.name,
+                    "kind": spec.kind,
+                    "parameters": dict(spec.parameters),
+                    "flat_layers": self.plan.covers_flat_layers(spec),
+                }
+                for spec in sorted(self.plan.specs, key=lambda spec: spec.name)
             ],
             "dense_layers": automatic if dense is None else list(dense),
             "query_sample": self.config.query_sample,
@@ -145,7 +152,7 @@ def run_job(
 
 def _prepare(config: PrefillConfig, standard_input: BinaryIO) -> _Job:
     """Checks everything that can be checked without running the model."""
-    specs = index_specs(config)
+    plan = plan_indexes(config)
     folder = resolve_model(config.model)
     identity = identify(folder)
     dense = parse_dense_layers(config.dense_layers)
@@ -159,11 +166,12 @@ def _prepare(config: PrefillConfig, standard_input: BinaryIO) -> _Job:
     prompts = [] if config.calibration is None else read_prompts(config.calibration, tokenizer)
     check_positions(identity, len(token_ids) + max((len(prompt) for prompt in prompts), default=0))
     dtype = checkpoint_dtype(folder) if config.dtype == "auto" else config.dtype
-    job = _Job(config, folder, identity, dtype, token_ids, prompts, specs)
-    if config.centroids is not None:
-        check_centroids(config, job.sampled_queries())
-    for spec in specs:
-        check_build(spec, identity)
+    job = _Job(config, folder, identity, dtype, token_ids, prompts, plan)
+    check_centroids(config, plan, job.sampled_queries())
+    # Whether the model's rotary embedding suits is known when the model is loaded.
+    frequencies = torch.ones(identity.head_dim // 2)
+    for spec in plan.specs:
+        check_build(spec, identity, frequencies)
     return job
 
 
@@ -214,27 +222,30 @@ def _check_space(job: _Job) -> None:
 
 def _write(job: _Job, store: Store, id_: str, clock: _Clock, reporter: Reporter) -> Manifest:
     with store.writer(id_) as writer:
-        capture, compute_dtype = _read(job, clock, reporter)
+        capture, frequencies, compute_dtype = _read(job, clock, reporter)
         with clock("dense_layers"):
             dense, errors = _dense_layers(job, capture)
         reporter.note(f"dense layers: {', '.join(map(str, dense)) or 'none'}")
         with reporter.phase("index", "layers") as update:
-            indexes = write_layers(writer, capture, job.specs, dense, job.config.seed, clock, update)
+            indexes = [(spec, job.plan.layers(spec, job.identity.layers, dense)) for spec in job.plan.specs]
+            written = write_layers(writer, capture, indexes, frequencies, job.config.seed, clock, update)
         tokens = writer.write_tokens(job.token_ids)
         kv = kv_entry(job.identity, len(job.token_ids), job.dtype)
         with clock("verify"), reporter.phase("verify", "bytes") as update:
-            written = (tokens, kv, *(array for index in indexes for array in index.arrays))
-            _verify(writer, sum(array.nbytes for array in written), update)
-        manifest = _manifest(job, id_, clock, compute_dtype, dense, errors, tokens, kv, indexes)
+            indexes_bytes = sum(index.nbytes for index in written.indexes)
+            _verify(writer, tokens.nbytes + kv.nbytes + written.queries.nbytes + indexes_bytes, update)
+        manifest = _manifest(job, id_, clock, compute_dtype, dense, errors, tokens, kv, written)
         with clock("publish"):
             return writer.publish(manifest)
 
 
-def _read(job: _Job, clock: _Clock, reporter: Reporter) -> tuple[Capture, str]:
-    """(what the model computed, the name of the dtype it computed in); the weights are freed at the end."""
+def _read(job: _Job, clock: _Clock, reporter: Reporter) -> tuple[Capture, Tensor | None, str]:
+    """What the model computed, its rotary frequencies, the name of the dtype it computed in; the weights are freed."""
     config, identity = job.config, job.identity
     with clock("load"):
         loaded = load_model(job.folder, register_attention(), device=config.torch_device)
+        for spec in job.plan.specs:
+            check_build(spec, identity, loaded.inverse_frequencies)
     capture = Capture(
         identity,
         len(job.token_ids),
@@ -247,7 +258,7 @@ def _read(job: _Job, clock: _Clock, reporter: Reporter) -> tuple[Capture, str]:
     if job.prompts:
         with clock("calibration"), reporter.phase("calibration", "prompts") as update:
             run_prompts(loaded.model, capture, job.prompts, config.chunk, update)
-    return capture, dtype_name(next(loaded.model.parameters()).dtype)
+    return capture, loaded.inverse_frequencies, dtype_name(next(loaded.model.parameters()).dtype)
 
 
 def _dense_layers(job: _Job, capture: Capture) -> tuple[tuple[int, ...], Sequence[float]]:
@@ -268,7 +279,7 @@ def _manifest(
     errors: Sequence[float],
     tokens: ArrayEntry,
     kv: ArrayEntry,
-    indexes: tuple[IndexEntry, ...],
+    written: WrittenLayers,
 ) -> Manifest:
     config = job.config
     now = utc_now()
@@ -291,14 +302,16 @@ def _manifest(
         dtype=job.dtype,
         token_count=len(job.token_ids),
         salt=config.salt,
-        methods=config.method,
+        methods=job.plan.method_names,
         dense_layers=dense,
         selection_errors=tuple(round(error, 6) for error in errors),
         tokens=tokens,
         kv=kv,
-        indexes=indexes,
+        indexes=written.indexes,
         prefill=prefill,
         seconds={phase: round(seconds, 6) for phase, seconds in clock.seconds.items()},
+        queries=written.queries,
+        query_positions=written.query_positions,
     )
 
 

@@ -9,6 +9,7 @@ import copy
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,11 +63,14 @@ class LoadedModel:
     """A model ready to run, in evaluation mode, without gradients.
 
     kv_dtype: name of the checkpoint's dtype, which is the one keys and values are stored in unless asked otherwise.
+    inverse_frequencies: [d/2] float32 of the rotary embedding, where it turns dimensions i and i + d/2 at position p by
+        p * inverse_frequencies[i] in every layer; None for an embedding of another form.
     """
 
     model: torch.nn.Module
     identity: ModelIdentity
     kv_dtype: str
+    inverse_frequencies: Tensor | None = None
 
 
 def identify(folder: ModelFolder) -> ModelIdentity:
@@ -154,7 +158,26 @@ def load_model(
             "the folder is incomplete or its config.json belongs to another model"
         )
     model.requires_grad_(False)
-    return LoadedModel(model.to(device).eval(), identity, kv_dtype)
+    frequencies = _inverse_frequencies(model, config, identity.head_dim)
+    return LoadedModel(model.to(device).eval(), identity, kv_dtype, frequencies)
+
+
+def _inverse_frequencies(model: torch.nn.Module, config: Any, head_dim: int) -> Tensor | None:
+    """Those of the one rotary embedding; None where there is another number of them, or one of another form."""
+    found = [
+        module for name, module in model.named_modules() if name.rpartition(".")[2].startswith("rotary_emb")
+    ]
+    frequencies = getattr(found[0], "inv_freq", None) if len(found) == 1 else None
+    if not isinstance(frequencies, Tensor) or frequencies.shape != (head_dim // 2,) or head_dim % 2:
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Some models turn neighbouring dimensions instead of those half the width apart.
+    rotate = getattr(sys.modules[type(model).__module__], "rotate_half", None)
+    if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE or rotate is None:
+        return None
+    numbers = torch.arange(1.0, head_dim + 1.0)
+    first, second = numbers.chunk(2)
+    return frequencies.float().cpu() if torch.equal(rotate(numbers), torch.cat([-second, first])) else None
 
 
 def check_servable(folder: ModelFolder, config: Any, identity: ModelIdentity) -> None:

@@ -18,7 +18,7 @@ from prefill_worker.__main__ import main
 from prefill_worker.command_line import app
 from tests.prefill_worker.conftest import DOCUMENT
 
-PHASES = ["tokenize", "load", "prefill", "dense_layers", "index", "write", "publish", "verify"]
+PHASES = ["tokenize", "load", "prefill", "dense_layers", "index", "thresholds", "write", "publish", "verify"]
 
 
 def arguments(model: Path, document: Path, store: Path, *more: str) -> list[str]:
@@ -38,7 +38,11 @@ def test_json_is_one_object(tiny_model: Path, document: Path, tmp_path: Path) ->
     assert report["name"] == "night"
     assert report["tokens"] == len(DOCUMENT)
     assert report["kv_bytes"] == manifest.kv_bytes
-    assert report["index_bytes"] == {"query_tables": manifest.index_bytes}
+    assert report["index_bytes"] == {index.name: index.nbytes for index in manifest.indexes}
+    assert set(report["index_bytes"]) == {"query_tables", "remainder_clusters"}
+    assert report["index_bytes_per_token"]["query_tables"] == round(
+        report["index_bytes"]["query_tables"] / len(DOCUMENT), 1
+    )
     assert report["bytes_per_token"] == round(manifest.bytes_per_token(), 1)
     assert report["dense_layers"] == list(manifest.dense_layers)
     assert report["expires_at"] is not None
@@ -63,13 +67,30 @@ def test_text_names_everything(tiny_model: Path, document: Path, tmp_path: Path)
     assert printed["context"] == manifest.id
     assert printed["tokens"] == f"{len(DOCUMENT):,}"
     assert printed["keys and values"] == f"{manifest.kv_bytes:,} bytes, bfloat16"
-    assert printed["index query_tables"] == f"{manifest.index_bytes:,} bytes"
+    tables = manifest.index("query_tables")
+    assert tables is not None
+    assert printed["index query_tables"] == (
+        f"{tables.nbytes:,} bytes, {tables.nbytes / len(DOCUMENT):,.1f} per token, 2 of 2 layers"
+    )
+    assert "index remainder_clusters" in printed
     assert printed["expires"] == "never"
     assert all(f"seconds, {phase}" in printed for phase in PHASES)
 
     again = CliRunner().invoke(app, command)
     assert again.stdout.startswith("The store has this context already; nothing was done.")
     assert manifest.id in again.stdout
+
+
+def test_indexes_by_name(tiny_model: Path, document: Path, tmp_path: Path) -> None:
+    def run(*more: str) -> dict[str, object]:
+        command = [*arguments(tiny_model, document, tmp_path / "store", *more), "--format", "json"]
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.stderr
+        found: dict[str, object] = json.loads(done.stdout)["index_bytes_per_token"]
+        return found
+
+    assert set(run("--index", "pages", "--index", "product_codes")) == {"pages", "product_codes"}
+    assert set(run("--index", "pages", "--method", "tactic")) == {"pages", "key_clusters"}
 
 
 def test_several_files_after_one_flag_and_standard_input(

@@ -68,6 +68,7 @@ def test_other_dense_layers_are_refused(text: str) -> None:
         ({"input": ()}, "no input"),
         ({"method": ("full", "full")}, "--method"),
         ({"method": ()}, "--method"),
+        ({"method": ("full", "full"), "index": ("pages",)}, "--method"),
         ({"dtype": "int8"}, "--dtype"),
         ({"device": "tpu"}, "--device"),
         ({"name": "two\nlines"}, "--name"),

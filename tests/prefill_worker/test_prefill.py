@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from index_store.models.loading import LoadedModel, load_model, resolve_model
+from index_store.windowed_rope import undo_rotary
 from prefill_worker.capture import Capture, plan_sample, register_attention
 from prefill_worker.prefill import run_context, run_prompts
 from tests.support_models import FAMILIES, write_model_folder
@@ -75,17 +76,34 @@ def test_a_bounded_sample_holds_the_queries_of_its_positions(tmp_path: Path) -> 
     ids = ids_of(400)
     queries, _ = one_pass(folder, ids)
     loaded = load(folder)
-    capture = capture_of(loaded, ids, 37, rows=100)
+    capture = capture_of(loaded, ids, 37, rows=150)
     sample = capture.query_sample(1)
     positions = sample.positions_P
-    assert len(positions) == 100
+    assert len(positions) == 150
     assert bool((positions.diff() > 0).all())
-    assert positions[-64:].tolist() == list(range(336, 400))
+    assert positions[-100:].tolist() == list(range(300, 400))
     expected = queries[1].unflatten(0, (2, 2))[:, :, positions].transpose(1, 2)
     torch.testing.assert_close(sample.queries_HPGD, expected, rtol=1e-4, atol=1e-4)
-    same, other = (capture_of(loaded, ids, 400, rows=100, seed=seed) for seed in (0, 1))
+    same, other = (capture_of(loaded, ids, 400, rows=150, seed=seed) for seed in (0, 1))
     assert torch.equal(same.query_sample(0).positions_P, positions)
     assert not torch.equal(other.query_sample(0).positions_P, positions)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_rotary_embedding_is_undone_by_the_models_frequencies(tmp_path: Path, family: str) -> None:
+    """In the first layer equal tokens have equal keys wherever they stand, once the embedding is undone."""
+    loaded = load(write_model_folder(tmp_path / family, family))
+    assert loaded.inverse_frequencies is not None
+    capture = capture_of(loaded, [*ids_of(30), *ids_of(30)], 60)
+    keys = undo_rotary(capture.kv(0)[:, :, 0], 0, loaded.inverse_frequencies)
+    torch.testing.assert_close(keys[:, :30], keys[:, 30:], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(capture.kv(0)[:, :30, 0], capture.kv(0)[:, 30:, 0], atol=0.1)
+
+
+@pytest.mark.parametrize("family", ["cohere", "glm"])
+def test_a_rotary_embedding_of_another_form_has_no_frequencies(tmp_path: Path, family: str) -> None:
+    """One turns neighbouring dimensions, the other turns only half of them."""
+    assert load(write_model_folder(tmp_path / family, family)).inverse_frequencies is None
 
 
 def test_calibration_prompts_add_queries_and_leave_no_trace(tmp_path: Path) -> None:
