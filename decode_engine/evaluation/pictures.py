@@ -76,7 +76,11 @@ def draw_quality(path: Path, scores: Sequence[Score]) -> None:
         axes[0][column].set_title(f"{length:,} tokens of context")
         axes[-1][column].set_xscale("log")
         axes[-1][column].set_xlabel("keys read per KV head and step in searching layers, %")
-        axes[-1][column].xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        for set_formatter in (
+            axes[-1][column].xaxis.set_major_formatter,
+            axes[-1][column].xaxis.set_minor_formatter,
+        ):
+            set_formatter(lambda value, _: f"{value:g}")
         for axis in axes[:, column]:
             axis.grid(alpha=0.3, which="both")
     for row, (label, _, _, scale) in enumerate(_ROWS):
@@ -95,6 +99,7 @@ def draw_quality(path: Path, scores: Sequence[Score]) -> None:
 def _draw_method(axes: Sequence[Any], number: int, method: str, scores: Sequence[Score]) -> None:
     import matplotlib.pyplot as plt
 
+    colours = [colour for name in ("tab10", "Dark2") for colour in plt.get_cmap(name).colors]
     line = sorted(scores, key=lambda score: score.touched_sparse or 0.0)
     for axis, (_, value, error, scale) in zip(axes, _ROWS, strict=True):
         # What is exact within rounding has no place on a logarithmic axis.
@@ -110,7 +115,7 @@ def _draw_method(axes: Sequence[Any], number: int, method: str, scores: Sequence
                 y,
                 bars,
                 marker=_MARKERS[number % len(_MARKERS)],
-                color=plt.get_cmap("tab20" if number >= 10 else "tab10")(number % 20),
+                color=colours[number % len(colours)],
                 linestyle=("-", "--", ":", "-.")[number // 10 % 4],
                 markersize=5,
                 linewidth=1.2,

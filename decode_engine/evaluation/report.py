@@ -51,11 +51,11 @@ def results_table(scores: Sequence[Score], title: str) -> Table:
 
 
 def tasks_table(scores: Sequence[Score]) -> Table | None:
-    """Exact match by task, one column per task; None when a single task was asked."""
-    rows = exact_match_by_task(scores)
+    """Exact match and KL by task, one column per task; None when a single task was asked."""
+    rows = figures_by_task(scores)
     if rows is None:
         return None
-    table = Table(title="exact match by task")
+    table = Table(title="exact match / KL by task")
     for number, heading in enumerate(rows[0]):
         table.add_column(heading, justify="left" if number == 1 else "right", no_wrap=True)
     for row in rows[1:]:
@@ -63,7 +63,7 @@ def tasks_table(scores: Sequence[Score]) -> Table | None:
     return table
 
 
-def exact_match_by_task(scores: Sequence[Score]) -> list[list[str]] | None:
+def figures_by_task(scores: Sequence[Score]) -> list[list[str]] | None:
     """Heading and rows of the table of tasks; None when a single task was asked."""
     tasks = list(dict.fromkeys(score.task for score in scores if score.task != ALL_TASKS))
     if not tasks:
@@ -71,7 +71,8 @@ def exact_match_by_task(scores: Sequence[Score]) -> list[list[str]] | None:
     cells: dict[tuple[str, str, str], dict[str, str]] = {}
     for score in scores:
         row = cells.setdefault((f"{score.context_length:,}", score.method, score.budget), {})
-        row[score.task] = f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}".strip()
+        exact = f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}".strip()
+        row[score.task] = f"{exact} / {score.kl:.4f}"
     return [
         ["context", "method", "budget", *tasks],
         *([*key, *(row.get(task, "-") for task in tasks)] for key, row in cells.items()),
@@ -79,7 +80,7 @@ def exact_match_by_task(scores: Sequence[Score]) -> list[list[str]] | None:
 
 
 def markdown_table(scores: Sequence[Score]) -> str:
-    """The tables for a document: one row per length, method and budget; exact match by task below."""
+    """The tables for a document: one row per length, method and budget; exact match and KL by task below."""
     headings = ["context", "method", "budget", "exact match", "KL", "KL, answer", "KL, text"]
     headings += ["recall", "mass", "output error", "keys, sparse", "keys, all", "bytes"]
     rows = [
@@ -102,10 +103,10 @@ def markdown_table(scores: Sequence[Score]) -> str:
         if score.task == ALL_TASKS
     ]
     text = _markdown([headings, *rows])
-    by_task = exact_match_by_task(scores)
+    by_task = figures_by_task(scores)
     if by_task is not None:
         heading, *lines = by_task
-        text += "\nExact match by task:\n\n"
+        text += "\nExact match / KL by task:\n\n"
         text += _markdown([heading, *([line[0], f"`{line[1]}`", *line[2:]] for line in lines)])
     return text
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,57 +14,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decode_engine.runner import ModelRunner
 from decode_engine.session import Session
-from index_store.arena import Arena
-from index_store.budgets import Ratio
-from index_store.catalog import Store
-from index_store.context import ResidentContext
+from index_store.budgets.ratio import Ratio
 from index_store.errors import (
     DtypeMismatchError,
     InvalidArgumentError,
     MethodUnsupportedError,
     ModelMismatchError,
 )
-from index_store.methods import METHODS, Method, get_method
+from index_store.methods import METHODS, Method, Schedule, get_method
 from index_store.models.loading import resolve_model
-from prefill_worker.config import PrefillConfig
-from prefill_worker.job import run_job
-from prefill_worker.progress import LineReporter
+from tests.decode_engine.served import PROMPT, TEXT, Served, serve
 from tests.support_models import write_model_folder
-
-TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 6
-PROMPT = "\nQuestion: who lit it?\nAnswer:"
-
-
-@dataclass(frozen=True)
-class Served:
-    """A prefilled toy context and the runner of its model."""
-
-    folder: Path
-    store: Store
-    context: ResidentContext
-    runner: ModelRunner
-
-
-def serve(
-    path: Path, family: str, methods: tuple[str, ...] = ("csattention", "csattention-paper")
-) -> Iterator[Served]:
-    folder = write_model_folder(path / "model", family, layers=3, head_dim=32)
-    document = path / "document.txt"
-    document.write_text(TEXT)
-    report = run_job(
-        PrefillConfig(
-            model=str(folder),
-            store=path / "store",
-            input=(document,),
-            method=methods,
-            chunk=100,
-            dense_layers="0",
-        ),
-        LineReporter(io.StringIO()),
-    )
-    store = Store(path / "store")
-    with Arena(2**30).acquire(store, report.manifest.id) as context:
-        yield Served(folder, store, context, ModelRunner(resolve_model(str(folder))))
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])
@@ -102,13 +61,11 @@ def test_full_equals_transformers_generate_token_by_token(served: Served) -> Non
     assert len(set(expected)) > 3  # a constant continuation would prove little
 
 
-@pytest.mark.parametrize("name", ["csattention", "oracle"])
+@pytest.mark.parametrize("name", ["csattention", "csattention+dropped", "oracle", "oracle+centred"])
 def test_a_budget_of_everything_equals_full(served: Served, name: str) -> None:
     prompt = served.runner.tokenizer.encode(PROMPT)
     full = served.runner.start(served.context, METHODS["full"])
-    sparse = served.runner.start(
-        served.context, replace(METHODS[name], budget=Ratio(1.0), recent=8, append_block=8)
-    )
+    sparse = served.runner.start(served.context, replace(get_method(name, 1.0), recent=8, append_block=8))
     one = served.runner.forward([full], [prompt], all_logits=True)[0]
     two = served.runner.forward([sparse], [prompt], all_logits=True)[0]
     torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-3)
@@ -128,6 +85,7 @@ def test_a_budget_of_everything_equals_full(served: Served, name: str) -> None:
         replace(METHODS["csattention"], budget=Ratio(0.05), recent=8, append_block=8),
         replace(METHODS["csattention-paper"], budget=Ratio(0.05), recent=8),
         replace(METHODS["oracle"], budget=Ratio(0.05), recent=8, append_block=5),
+        replace(METHODS["multipole-tree"], budget=Ratio(0.05), recent=8, append_block=7),
     ],
     ids=lambda method: method.name,
 )
@@ -171,13 +129,17 @@ def test_a_batch_of_sessions_equals_one_by_one(llama: Served) -> None:
 
 
 def test_sparse_methods_touch_less_and_say_how_much(llama: Served) -> None:
-    session = llama.runner.start(llama.context, get_method("csattention", 0.05))
-    llama.runner.forward([session], [llama.runner.tokenizer.encode(PROMPT)])
-    figures = session.figures
-    assert 0.05 < figures.sparse_fraction < 0.6
-    assert figures.sparse_fraction < figures.fraction < 1.0
-    assert min(figures.search_ns, figures.gather_ns, figures.attend_ns) > 0
-    assert session.nbytes > 0
+    for name in ("csattention", "csattention+dropped"):
+        session = llama.runner.start(llama.context, get_method(name, 0.05))
+        llama.runner.forward([session], [llama.runner.tokenizer.encode(PROMPT)])
+        figures = session.figures
+        assert 0.05 < figures.sparse_fraction < 0.6
+        if name == "csattention":  # with a remainder every layer searches
+            assert figures.fraction == figures.sparse_fraction
+        else:
+            assert figures.sparse_fraction < figures.fraction < 1.0
+        assert min(figures.search_ns, figures.gather_ns, figures.attend_ns) > 0
+        assert session.nbytes > 0
 
 
 def test_a_context_that_does_not_fit_is_refused(llama: Served, tmp_path: Path) -> None:
@@ -197,7 +159,8 @@ def test_a_context_that_does_not_fit_is_refused(llama: Served, tmp_path: Path) -
 def test_bad_tokens_are_refused_and_change_nothing(llama: Served) -> None:
     session = llama.runner.start(llama.context, METHODS["csattention"])
     position = session.position
-    for tokens in ([[]], [[1], [2]], [[-1]], [[llama.runner.identity.vocab_size]]):
+    wrong: list[list[list[int]]] = [[[]], [[1], [2]], [[-1]], [[llama.runner.identity.vocab_size]]]
+    for tokens in wrong:
         with pytest.raises(InvalidArgumentError):
             llama.runner.forward([session], tokens)
     with pytest.raises(InvalidArgumentError):
@@ -224,13 +187,13 @@ def failing_once(runner: ModelRunner, layer: int) -> Iterator[None]:
     assert calls > 1, "nothing failed, or nothing was repeated"
 
 
-@pytest.mark.parametrize("name", ["full", "oracle", "csattention", "csattention-paper"])
-@pytest.mark.parametrize("period", [1, 3])
-def test_a_step_that_failed_midway_can_be_repeated(llama: Served, name: str, period: int) -> None:
+@pytest.mark.parametrize("name", ["full", "oracle", "csattention", "csattention-paper", "multipole-tree"])
+@pytest.mark.parametrize("schedule", [Schedule(), Schedule(period=3), Schedule(lag=1)])
+def test_a_step_that_failed_midway_can_be_repeated(llama: Served, name: str, schedule: Schedule) -> None:
     """Steps that search, that use a selection again and that move tail keys into the index, and the prompt."""
     method = METHODS["full"]
     if name != "full":
-        method = replace(get_method(name, 0.1), recent=8, append_block=4, period=period)
+        method = replace(get_method(name, 0.1), recent=8, append_block=4, schedule=schedule)
     runner = llama.runner
     prompt = runner.tokenizer.encode(PROMPT)
     undisturbed, disturbed = (runner.start(llama.context, method) for _ in range(2))
