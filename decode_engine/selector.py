@@ -237,17 +237,25 @@ class SparseLayer:
         )
 
     def _append_until(self, search_end: int) -> None:
-        """Makes the tail keys before search_end searchable."""
-        count = self._kv_HN2D.shape[1]
+        """Makes the tail keys before search_end searchable, and no others, block by block.
+
+        A failed step may have appended more, and be repeated with other keys: then the extension is made anew.
+        """
         begin = perf_counter_ns()
+        count, block = self._kv_HN2D.shape[1], self._method.append_block
         for index in self._indexes:
             appended = self._appended.get(index)
             indexed = count + (appended.count if appended else 0)
-            if search_end <= indexed:
-                continue
+            if indexed > max(search_end, count):
+                appended, indexed = None, count
+            while indexed < search_end:
+                if appended is None:
+                    appended = self._appended[index] = index.start_appending()
+                end = min(search_end, (indexed // block + 1) * block)
+                appended.append(self.tail.rows[:, indexed - count : end - count])
+                indexed = end
             if appended is None:
-                appended = self._appended[index] = index.start_appending()
-            appended.append(self.tail.rows[:, indexed - count : search_end - count])
+                self._appended.pop(index, None)
         self._figures.append_ns += perf_counter_ns() - begin
 
     def _search(
@@ -302,8 +310,8 @@ class SparseLayer:
     def _elsewhere(self, q_HTGD: Tensor, search_end: int, pieces: Sequence[Piece]) -> ExactKeys | None:
         """Keys outside of the searched range that are in the pieces' clusters; None when there are none.
 
-        Sinks may be. Keys from search_end on are: those of the context, and those of the tail that were appended before
-        an earlier selection was used again, or a failed step repeated.
+        Sinks may be. Keys from search_end on are: those of the context, and those of the tail that were appended after
+        an earlier selection was made that is used again.
         """
         if not pieces:
             return None
@@ -318,7 +326,7 @@ class SparseLayer:
             )
         sinks = self._sinks if self._sinks_clustered else 0
         context = self._kv_HN2D[:, min(search_end, count) :]
-        tail = self.tail.written(max(search_end - count, 0), held - count)
+        tail = self.tail.rows[:, max(search_end - count, 0) : held - count]
         ids_S = torch.cat([torch.arange(sinks), torch.arange(search_end, held)])
         if not len(ids_S):
             return None

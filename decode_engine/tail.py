@@ -42,10 +42,6 @@ class Tail:
         """All rows written so far, [H, t, 2, d], without copying."""
         return self._kv[:, : self.length]
 
-    def written(self, start: int, end: int) -> Tensor:
-        """Rows start..end-1, without copying, also those that a failed step left beyond the length."""
-        return self._kv[:, start:end]
-
     @property
     def nbytes(self) -> int:
         """Memory held, in bytes."""
