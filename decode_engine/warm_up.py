@@ -73,7 +73,7 @@ def made_up_context(identity: ModelIdentity, dtype: str, method: Method) -> Resi
     entries: list[IndexEntry] = []
     arrays: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
     layers = tuple(range(identity.layers))
-    source = LayerSource(kv_HN2D, QuerySample(queries_HPGD, torch.arange(_TOKENS)), None)
+    source = LayerSource(kv_HN2D, QuerySample(queries_HPGD, torch.arange(_TOKENS)), torch.ones(head_dim // 2))
     for spec in method.index_specs():
         index = INDEX_KINDS[spec.kind].build(spec.parameters, source, seed=0)
         arrays |= {(spec.name, layer): index.arrays() for layer in layers}

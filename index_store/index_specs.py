@@ -87,6 +87,7 @@ INDEX_SPECS: Mapping[str, IndexSpec] = MappingProxyType(
                 },
             ),
             IndexSpec("key_clusters", "key_clusters", _CLUSTERS),
+            IndexSpec("windowed_clusters", "key_clusters", {**_CLUSTERS, "window": 4096}),
             IndexSpec("cluster_tree", "cluster_tree", {**_CLUSTERS, "keys_per_coarse": 100}),
             IndexSpec(
                 "remainder_clusters",

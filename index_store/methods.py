@@ -249,6 +249,17 @@ _LISTED = (
         append_block=128,
     ),
     Method(
+        "multipole-windowed",
+        "`multipole` over keys clustered, and looked up, as if all stood 4,096 tokens before the query.",
+        "Multipole Attention, section 3.1 (windowed RoPE)",
+        INDEX_SPECS["windowed_clusters"],
+        Ratio(0.05),
+        REMAINDERS["monopole"],
+        sinks=10,
+        recent=128,
+        append_block=128,
+    ),
+    Method(
         "multipole-tree",
         "Two-level key clusters; what is pruned at either level is attended through that level's centroids.",
         "Multipole Attention, section 3.4",

@@ -42,7 +42,8 @@ def build_index(spec: IndexSpec, kv_HN2D: Tensor, group: int) -> LayerIndex:
     heads, _, _, head_dim = kv_HN2D.shape
     queries = torch.randn(heads, 40, group, head_dim, generator=torch.Generator().manual_seed(99))
     small = spec.with_parameters(**_SMALL[spec.kind])
-    source = LayerSource(kv_HN2D, QuerySample(queries, torch.arange(40)))
+    frequencies = 0.1 ** torch.arange(head_dim // 2)
+    source = LayerSource(kv_HN2D, QuerySample(queries, torch.arange(40)), frequencies)
     return INDEX_KINDS[spec.kind].build(small.parameters, source, 0)
 
 

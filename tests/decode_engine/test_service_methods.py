@@ -20,6 +20,7 @@ REMAINDERS = {
     "csattention": "centred",
     "pq": "centred",
     "multipole": "monopole",
+    "multipole-windowed": "monopole",
     "multipole-tree": "monopole",
 }
 

@@ -27,6 +27,7 @@ def test_names_and_defaults() -> None:
         "squeezed",
         "squeezed-tree",
         "multipole",
+        "multipole-windowed",
         "multipole-tree",
         "tactic",
         "quest",
