@@ -13,7 +13,7 @@ import math
 import torch
 
 from index_store.kernels.searchable import searchable_members
-from index_store.ranking import Ranking
+from index_store.ranking import Items, Ranking
 from index_store.threshold_curve import KEEP_GRID, ThresholdCurve
 
 __all__ = ["CALIBRATION_QUERIES", "KEEP_GRID", "ThresholdCalibrator", "ThresholdCurve"]
@@ -36,11 +36,17 @@ class ThresholdCalibrator:
         self._searched = 0
 
     def add(self, ranking: Ranking) -> None:
-        """Counts the keys of every item in the searched range at its weight, averaged over the group."""
-        weights_HTM = ranking.weights("average")
-        heads, positions, columns = weights_HTM.shape
+        """Counts the keys of every item in the searched range at its weight, averaged over the group.
+
+        Weights are normalised over the searched range alone: what the queries' own neighbourhood outside of it
+        takes of the attention is elsewhere when a request comes.
+        """
         items = ranking.items
-        sizes_HM = searchable_members(items, heads, columns).sizes_HM
+        heads, positions, _, columns = ranking.logits_HTGM.shape
+        inside = searchable_members(items, heads, columns)
+        searched = Ranking(ranking.logits_HTGM, Items(items.first_key, items.end_key, (inside,)))
+        weights_HTM = searched.weights("average").nan_to_num_(nan=0.0)
+        sizes_HM = inside.sizes_HM
         bins_HTM = ((weights_HTM.log() - _LOWEST) * _BINS_PER_UNIT).clamp_(0, _BINS - 1).long()
         keys_HTM = sizes_HM[:, None].expand(-1, positions, -1).double()
         # Items that were not retrieved are never kept, whatever the threshold.

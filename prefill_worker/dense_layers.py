@@ -1,6 +1,6 @@
 """Which layers have attention so flat that a few per cent of the keys cannot stand for all of them.
 
-Until the unselected keys are approximated, such a layer has to attend to everything. The decision uses the context's
+A method that drops what it did not select has to attend to everything there. The decision uses the context's
 own late queries (and calibration queries) and the exact best selection, so it judges the layer and not an index.
 Evidence for the rule: docs/prefill.md.
 

@@ -17,18 +17,18 @@ STORED_LAST, STORED_SPREAD = 64, 64
 """Stored are the last positions of the context, and others spread over the rest of the sample."""
 
 _ROWS_AT_ONCE = 16
+_RECENT = 64
 
 
 def stored_rows(positions_P: Tensor, token_count: int) -> Tensor:
     """Rows of the sample to be stored, ascending: the context's last 64 positions and up to 64 spread over the others.
 
-    The others are earlier positions and the calibration prompts', in proportion to how many were sampled.
+    The others are earlier positions and, where there are any, for one half the calibration prompts'.
     """
     last = (positions_P >= token_count - STORED_LAST) & (positions_P < token_count)
-    others = (~last).nonzero().flatten()
-    wanted = min(STORED_SPREAD, len(others))
-    spread = others[torch.linspace(0, max(0, len(others) - 1), wanted).round().long()]
-    return torch.cat([last.nonzero().flatten(), spread]).sort().values
+    earlier = (positions_P < token_count - STORED_LAST).nonzero().flatten()
+    prompts = _spread((positions_P >= token_count).nonzero().flatten(), STORED_SPREAD // 2)
+    return torch.cat([_spread(earlier, STORED_SPREAD - len(prompts)), last.nonzero().flatten(), prompts])
 
 
 def late_rows(positions_P: Tensor, token_count: int) -> Tensor:
@@ -39,13 +39,15 @@ def late_rows(positions_P: Tensor, token_count: int) -> Tensor:
     """
     late = (positions_P >= token_count - CALIBRATION_QUERIES) & (positions_P < token_count)
     prompts = (positions_P >= token_count).nonzero().flatten()
-    wanted = min(CALIBRATION_QUERIES, len(prompts))
-    some = prompts[torch.linspace(0, max(0, len(prompts) - 1), wanted).round().long()]
-    return torch.cat([late.nonzero().flatten(), some])
+    return torch.cat([late.nonzero().flatten(), _spread(prompts, CALIBRATION_QUERIES)])
 
 
 def calibrate(calibrator: ThresholdCalibrator, index: LayerIndex, source: LayerSource, sinks: int) -> None:
-    """Adds one layer's late queries, each of which searches the whole context after the sinks, as requests do."""
+    """Adds one layer's late queries, each of which searches the keys between the sinks and its recent window.
+
+    A request's window holds its own tokens, a late query's the end of the context: left out, both see the rest alike.
+    With the window the thresholds come out so low that questions keep up to twice the wanted share.
+    """
     _, token_count, _, head_dim = source.kv_HN2D.shape
     if token_count <= sinks:
         return
@@ -54,7 +56,16 @@ def calibrate(calibrator: ThresholdCalibrator, index: LayerIndex, source: LayerS
     for part in _runs(positions_P[rows_R]):
         scaled = queries[:, rows_R[part]] * head_dim**-0.5
         position = int(positions_P[rows_R[part.start]])
-        calibrator.add(index.rank(scaled, sinks, token_count, None, {}, position=position))
+        end = min(token_count, position - _RECENT)
+        if end < sinks + token_count // 2:  # a short context is searched whole
+            end = token_count
+        calibrator.add(index.rank(scaled, sinks, end, None, {}, position=position))
+
+
+def _spread(rows_R: Tensor, most: int) -> Tensor:
+    """At most so many of the rows, evenly spread, the first and the last among them."""
+    wanted = min(most, len(rows_R))
+    return rows_R[torch.linspace(0, max(0, len(rows_R) - 1), wanted).round().long()]
 
 
 def _runs(positions_R: Tensor) -> Iterator[slice]:

@@ -260,8 +260,8 @@ def test_indexes_with_clusters_are_calibrated(make_config: MakeConfig) -> None:
             shares = [
                 kept_share(resident.index(name, layer), context.queries(layer), curve) for layer in (0, 1)
             ]
-            # Calibrated on 100 queries, 64 of which are stored.
-            assert sum(shares) / 2 == pytest.approx(0.1, rel=0.25)
+            # Calibrated on other keys than these queries see: without their own neighbourhood.
+            assert 0.05 < sum(shares) / 2 < 0.15
 
 
 def kept_share(index: LayerIndex, sample: QuerySample, curve: ThresholdCurve) -> float:
