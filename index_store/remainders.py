@@ -23,6 +23,7 @@ from torch import Tensor
 
 from index_store.attention_state import AttentionState
 from index_store.clusters import Clusters, Piece
+from index_store.kernels.cluster_sums import cluster_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +75,17 @@ class Remainder(ABC):
         return state
 
     def _piece_state(self, piece: Piece, exact: Sequence[ExactKeys]) -> AttentionState:
+        clusters = piece.clusters
         left = _take_out(piece, exact)
-        alive = (left.counts_HTC > 0.5)[:, :, None] & ~torch.isneginf(piece.logits_HTGC)
-        log_weights = self.log_weights(piece, left).masked_fill(~alive, -torch.inf)
-        base = log_weights.amax(-1, keepdim=True)
+        logits = self.mean_logits(piece, left)
+        logits.masked_fill_((left.counts_HTC < 0.5)[:, :, None], -torch.inf)
+        base = logits.amax(-1, keepdim=True)
         base = torch.where(torch.isneginf(base), torch.zeros_like(base), base)
-        weights_HTGC = (log_weights - base).exp_()
-        total = (weights_HTGC * left.counts_HTC[:, :, None]).sum(-1)
-        numerator = self._numerator(piece, left, weights_HTGC)
+        variances = self._variances(clusters)
+        weights_HTGC, total, numerator = cluster_sums(
+            logits.sub_(base), left.counts_HTC, piece.queries_HTGD, variances, clusters.value_sums_HCD
+        )
+        numerator += self._pull(piece, left, weights_HTGC)
         for keys, (cluster_HTK, inside_HTK) in zip(exact, left.places, strict=True):
             index = cluster_HTK[:, :, None].expand(-1, -1, weights_HTGC.shape[2], -1)
             taken = weights_HTGC.gather(-1, index) * inside_HTK[:, :, None]
@@ -92,12 +96,16 @@ class Remainder(ABC):
         return AttentionState(out.masked_fill_(empty.unsqueeze(-1), 0.0), lse)
 
     @abstractmethod
-    def log_weights(self, piece: Piece, left: _Left) -> Tensor:
-        """log w_c, [H, T, G, C]; may be anything where no key is left."""
+    def mean_logits(self, piece: Piece, left: _Left) -> Tensor:
+        """A new tensor [H, T, G, C]: mean logit of the keys left in a cluster; may be anything where none is left."""
 
-    def _numerator(self, piece: Piece, left: _Left, weights_HTGC: Tensor) -> Tensor:
-        """Sum over clusters of w_c V_c, [H, T, G, d]."""
-        return _times(weights_HTGC, piece.clusters.value_sums_HCD)
+    def _variances(self, clusters: Clusters) -> Tensor | None:
+        """What spreads the logits of a cluster around their mean; None where that does not count."""
+        return None
+
+    def _pull(self, piece: Piece, left: _Left, weights_HTGC: Tensor) -> Tensor | float:
+        """What is added to the numerator, sum over clusters of w_c V_c: [H, T, G, d]."""
+        return 0.0
 
 
 class Dropped(Remainder):
@@ -109,7 +117,7 @@ class Dropped(Remainder):
     def state(self, pieces: Sequence[Piece], exact: Sequence[ExactKeys]) -> AttentionState | None:
         return None
 
-    def log_weights(self, piece: Piece, left: _Left) -> Tensor:
+    def mean_logits(self, piece: Piece, left: _Left) -> Tensor:
         raise NotImplementedError("a dropped remainder has no weights")
 
 
@@ -119,8 +127,8 @@ class Monopole(Remainder):
     name = "monopole"
     summary = "Keys that were not selected count as the mean key of their cluster."
 
-    def log_weights(self, piece: Piece, left: _Left) -> Tensor:
-        return piece.logits_HTGC
+    def mean_logits(self, piece: Piece, left: _Left) -> Tensor:
+        return piece.logits_HTGC.clone()
 
 
 class Centred(Remainder):
@@ -135,16 +143,16 @@ class Centred(Remainder):
     summary = "Clusters stand for what was not selected: exact mean logit, variance to second order."
     moments = "diagonal"
 
-    def log_weights(self, piece: Piece, left: _Left) -> Tensor:
-        clusters = piece.clusters
+    def mean_logits(self, piece: Piece, left: _Left) -> Tensor:
+        # 0 * -inf would be nan where a piece does not stand for a cluster; such a low logit has no weight either.
+        mean = piece.logits_HTGC.clamp(min=torch.finfo(torch.float32).min / 1e6)
+        mean.mul_(piece.clusters.counts_HC[:, None, None]).sub_(left.logit_sums_HTGC)
+        return mean.div_(left.counts_HTC[:, :, None].clamp(min=1.0))
+
+    def _variances(self, clusters: Clusters) -> Tensor | None:
         if clusters.variances_HCD is None:
             raise ValueError("the centred remainder needs clusters with variances")
-        counts = clusters.counts_HC[:, None, None]
-        # 0 * -inf would be nan where a piece does not stand for a cluster; such clusters are masked later.
-        logits = piece.logits_HTGC.clamp(min=torch.finfo(torch.float32).min / 1e6)
-        mean = (counts * logits - left.logit_sums_HTGC) / left.counts_HTC[:, :, None].clamp(min=1.0)
-        variance = _products(piece.queries_HTGD.square(), clusters.variances_HCD)
-        return mean + torch.log1p(0.5 * variance)
+        return clusters.variances_HCD
 
 
 class Dipole(Centred):
@@ -157,16 +165,17 @@ class Dipole(Centred):
     summary = "Centred, with the covariance of values and keys: d x d numbers per cluster."
     moments = "full"
 
-    def _numerator(self, piece: Piece, left: _Left, weights_HTGC: Tensor) -> Tensor:
+    def _pull(self, piece: Piece, left: _Left, weights_HTGC: Tensor) -> Tensor:
         clusters = piece.clusters
         if clusters.covariances_HCDD is None:
             raise ValueError("the dipole remainder needs clusters with covariances")
         share = left.counts_HTC / clusters.counts_HC[:, None].clamp(min=1.0)
-        mixed = _times(weights_HTGC * share[:, :, None], clusters.covariances_HCDD.flatten(2))
+        heads, positions, group, count = weights_HTGC.shape
+        shares = (weights_HTGC * share[:, :, None]).view(heads, positions * group, count)
         head_dim = clusters.means_HCD.shape[-1]
-        matrices = mixed.view(*mixed.shape[:3], head_dim, head_dim)
-        pull = torch.matmul(matrices, piece.queries_HTGD.unsqueeze(-1)).squeeze(-1)
-        return super()._numerator(piece, left, weights_HTGC).add_(pull)
+        mixed = torch.bmm(shares, clusters.covariances_HCDD.flatten(2))
+        matrices = mixed.view(heads, positions, group, head_dim, head_dim)
+        return torch.matmul(matrices, piece.queries_HTGD.unsqueeze(-1)).squeeze(-1)
 
 
 REMAINDERS: Mapping[str, Remainder] = MappingProxyType(
@@ -195,17 +204,3 @@ def _take_out(piece: Piece, exact: Sequence[ExactKeys]) -> _Left:
         )
         places.append((index, inside))
     return _Left(places, clusters.counts_HC[:, None] - removed, logit_sums)
-
-
-def _times(weights_HTGC: Tensor, sums_HCX: Tensor) -> Tensor:
-    """[H, T, G, X]: weighted sums over clusters."""
-    heads, positions, group, count = weights_HTGC.shape
-    flat = torch.bmm(weights_HTGC.reshape(heads, positions * group, count), sums_HCX)
-    return flat.view(heads, positions, group, -1)
-
-
-def _products(queries_HTGD: Tensor, vectors_HCD: Tensor) -> Tensor:
-    """[H, T, G, C]: products of queries and one vector per cluster."""
-    heads, positions, group, head_dim = queries_HTGD.shape
-    flat = torch.bmm(queries_HTGD.reshape(heads, positions * group, head_dim), vectors_HCD.transpose(1, 2))
-    return flat.view(heads, positions, group, -1)
