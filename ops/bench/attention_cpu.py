@@ -11,9 +11,10 @@ bfloat16 or over a float32 copy of all keys and values, which takes twice the me
 `full-engine` is the engine's own full attention, which method `full` runs: it keeps one copy in bfloat16. `read` only
 adds up the bytes of all keys and values: no full attention can take less.
 
-The sparse methods run the product's own code: `decode_engine.selector.SparseLayer` over `QueryTables`. Before any
-time is reported the search is compared with an eager one, its attention with exact attention over the same keys, and
-every variant of full attention with float64. Each result is one JSON line; the exit code is 1 when a check fails, or
+The sparse methods run the product's own code: `decode_engine.selector.SparseLayer` over `QueryTables`, in two layouts
+without a remainder, and dense with one (`csattention-remainder`). Before any time is reported the search is compared
+with an eager one, its attention with exact attention over the same keys or with an eager remainder, and every variant
+of full attention with float64. Each result is one JSON line; the exit code is 1 when a check fails, or
 when --bars is given and dense tables are less than 3x (32K) or 6x (128K) as fast as full attention.
 
 Shape legend: H KV heads, G query heads per KV head, N keys, K kept keys, d head dim, m subspaces, C centroids.
@@ -38,14 +39,17 @@ import typer
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from decode_engine.dense_layer import DenseLayer
 from decode_engine.evaluation.machine import describe_machine
 from decode_engine.evaluation.tasks import parse_length
 from decode_engine.figures import Figures
-from decode_engine.selector import DenseLayer, SparseLayer
+from decode_engine.selector import LayerSearch, Observation, SparseLayer
 from index_store.errors import SparseKVError
-from index_store.indexes.base import QuerySample
+from index_store.index_specs import INDEX_SPECS
+from index_store.indexes.base import LayerSource, QuerySample
+from index_store.indexes.key_clusters import KeyClusters
 from index_store.indexes.query_tables import QueryTables
-from index_store.methods import Method, get_method, index_spec
+from index_store.methods import Method, get_method
 
 BARS = {32768: 3.0, 131072: 6.0}
 WARM_UP = 3
@@ -90,6 +94,11 @@ def exact_attention(q_HGD: Tensor, kv_HK2D: Tensor) -> Tensor:
     """The truth, in float64."""
     weights = torch.softmax(q_HGD.double() @ kv_HK2D[:, :, 0].double().transpose(1, 2), dim=-1)
     return weights @ kv_HK2D[:, :, 1].double()
+
+
+def with_new_row(problem: Problem) -> Tensor:
+    """The context's rows and the new token's own, which is zero."""
+    return torch.cat([problem.kv_HN2D, torch.zeros_like(problem.kv_HN2D[:, :1])], dim=1)
 
 
 def full_variants(problem: Problem) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -139,22 +148,20 @@ def time_full(problem: Problem, repeats: int) -> dict[str, float]:
     for name, variant in full_variants(problem).items():
         check_close(f"full attention, {name}", variant(problem.queries[0]), truth, 2e-2)
         few = median_seconds(variant, problem.queries, 3)
-        rest = min((few, *seconds.values()))
-        seconds[name] = few if few > 3 * rest else median_seconds(variant, problem.queries, repeats)
+        slow = few > 3 * min((few, *seconds.values()))
+        seconds[name] = few if slow else median_seconds(variant, problem.queries, repeats)
     return seconds
 
 
 def time_engine(problem: Problem, repeats: int) -> float:
     """Seconds of the engine's own full attention, which a session with method `full` runs. Raises CheckFailedError."""
     layer = DenseLayer(problem.kv_HN2D, Figures())
-    heads, _, _, head_dim = problem.kv_HN2D.shape
-    new = torch.zeros(heads, 1, head_dim)
+    new = torch.zeros_like(problem.kv_HN2D[:, :1, 0], dtype=torch.float32)
 
     def step(query: Tensor) -> Tensor:
         return layer.attend(query, new, new, problem.length)
 
-    seen = torch.cat([problem.kv_HN2D, torch.zeros_like(problem.kv_HN2D[:, :1])], dim=1)
-    truth = exact_attention(problem.queries[0][:, 0], seen)
+    truth = exact_attention(problem.queries[0][:, 0], with_new_row(problem))
     check_close("the engine's full attention", step(problem.queries[0])[:, 0], truth, 1e-3)
     return median_seconds(step, problem.queries, repeats)
 
@@ -168,37 +175,37 @@ def check_close(what: str, found: Tensor, truth: Tensor, tolerance: float) -> No
 class SparseBench:
     """The product's sparse layer over one index, checked and timed."""
 
-    def __init__(self, problem: Problem, index: QueryTables, method: Method) -> None:
-        self._problem, self._index, self._method = problem, index, method
+    def __init__(
+        self, problem: Problem, index: QueryTables, method: Method, partition: KeyClusters | None = None
+    ) -> None:
+        self._problem, self._index, self._method, self._partition = problem, index, method, partition
         self._figures = Figures()
-        self._layer = SparseLayer(problem.kv_HN2D, index, method, self._figures)
-        heads, _, _, head_dim = problem.kv_HN2D.shape
-        self._new = torch.zeros(2, heads, 1, head_dim)
+        self._layer = SparseLayer(problem.kv_HN2D, LayerSearch(index, partition), method, self._figures)
+        self._new = torch.zeros_like(problem.kv_HN2D[:, :1, 0], dtype=torch.float32)
 
     def step(self, query: Tensor) -> Tensor:
         """One decode step at the first position after the context."""
-        return self._layer.attend(query, self._new[0], self._new[1], self._problem.length)
+        return self._layer.attend(query, self._new, self._new, self._problem.length)
 
     def check(self) -> None:
         """Compares search and attention with eager ones. Raises CheckFailedError."""
         query, count = self._problem.queries[0], self._problem.length
-        first, end = self._method.sinks, count - self._method.recent
-        ranking = self._index.rank(query, first, end, None, self._method.search)
-        budget = self._method.budget
-        if budget is None:
-            raise CheckFailedError(f"method {self._method.name} selects nothing")
-        ids_HK = budget.cut(ranking, count).ids_HTK[:, 0].long()
+        seen: list[Observation] = []
+        self._layer.observer = seen.append
+        out = self.step(query)[:, 0]
+        self._layer.observer = None
+        first, end, ids_HK = seen[0].sinks, seen[0].search_end, seen[0].selection.ids_HTK[:, 0].long()
         truth_HM = reference_ranking(self._index, query[:, 0], count)[:, first:end]
-        best = truth_HM.topk(ids_HK.shape[1], dim=-1).values.sum(-1)
-        share = float((truth_HM.gather(1, ids_HK - first).sum(-1) / best).min())
+        best_H = truth_HM.topk(ids_HK.shape[1], dim=-1).values.sum(-1)
+        share = float((truth_HM.gather(1, ids_HK - first).sum(-1) / best_H).min())
         if not share > 0.998:
             raise CheckFailedError(f"the selection holds {share:.4f} of the best keys' score, expected 0.998")
-        heads = self._problem.kv_HN2D.shape[0]
-        always = torch.cat([torch.arange(first), torch.arange(end, count)]).expand(heads, -1)
-        rows = torch.cat([ids_HK, always], dim=1)
-        attended = self._problem.kv_HN2D[torch.arange(heads)[:, None], rows]
-        attended = torch.cat([attended, torch.zeros_like(attended[:, :1])], dim=1)  # the new token's own row
-        check_close("sparse attention", self.step(query)[:, 0], exact_attention(query[:, 0], attended), 1e-3)
+        positions_N = torch.arange(count + 1).expand(len(ids_HK), -1)
+        kept_HN = ((positions_N < first) | (positions_N >= end)).scatter(1, ids_HK, True)
+        kv = with_new_row(self._problem)
+        weights_HGN = reference_weights(query[:, 0], kv, kept_HN, self._partition)
+        truth = weights_HGN @ kv[:, :, 1].double() / weights_HGN.sum(-1, keepdim=True)
+        check_close("sparse attention", out, truth, 1e-3)
 
     def time(self, repeats: int) -> dict[str, float]:
         """Median microseconds of a step, and the mean of its parts."""
@@ -239,53 +246,87 @@ def reference_ranking(index: QueryTables, q_HGD: Tensor, count: int) -> Tensor:
     return scores
 
 
-def build_index(problem: Problem, layout: str, seed: int) -> QueryTables:
-    spec = index_spec(get_method("csattention"), layout=layout)
-    assert spec is not None
+def reference_weights(
+    q_HGD: Tensor, kv_HN2D: Tensor, kept_HN: Tensor, partition: KeyClusters | None
+) -> Tensor:
+    """Unnormalised weights [H, G, N] in float64: exact where kept, of the key's cluster or 0 elsewhere."""
+    keys = kv_HN2D[:, :, 0].double()
+    logits = q_HGD.double() @ keys.transpose(1, 2)
+    weights = logits.exp() * kept_HN[:, None]
+    if partition is None:
+        return weights
+    assignment = partition.arrays()["assignment"].long()
+    for head, clusters in enumerate(assignment):
+        members = (clusters >= 0).nonzero()[:, 0]
+        owner, count = clusters[members], int(clusters.max()) + 1
+        left = ~kept_HN[head, members]
+        sizes, left_sizes = (
+            torch.bincount(ids, minlength=count).clamp(min=1) for ids in (owner, owner[left])
+        )
+        means = torch.zeros(count, keys.shape[2]).double().index_add_(0, owner, keys[head, members])
+        means /= sizes[:, None]
+        spread = (keys[head, members] - means[owner]).square()
+        variances = torch.zeros_like(means).index_add_(0, owner, spread) / sizes[:, None]
+        summed = torch.zeros(len(q_HGD[head]), count).double()
+        summed.index_add_(1, owner[left], logits[head][:, members[left]])
+        weight_GC = (summed / left_sizes).exp() * (1 + 0.5 * q_HGD[head].double().square() @ variances.T)
+        weights[head][:, members[left]] = weight_GC[:, owner[left]]
+    return weights
+
+
+def layer_source(problem: Problem, seed: int) -> LayerSource:
     heads, _, _, head_dim = problem.kv_HN2D.shape
-    generator = torch.Generator().manual_seed(seed)
-    sample = torch.randn(heads, 1024, 1, head_dim, generator=generator)
-    queries = QuerySample(sample, torch.arange(1024))
-    return QueryTables.build(spec.parameters, problem.kv_HN2D[:, :, 0], queries, seed)
+    sample = torch.randn(heads, 1024, 1, head_dim, generator=torch.Generator().manual_seed(seed))
+    return LayerSource(problem.kv_HN2D, QuerySample(sample, torch.arange(1024)))
 
 
-def run_case(name: str, length: int, keeps: Sequence[float], repeats: int, seed: int) -> list[dict[str, Any]]:
+def build_index(problem: Problem, layout: str, seed: int) -> QueryTables:
+    spec = INDEX_SPECS["query_tables"].with_parameters(layout=layout)
+    return QueryTables.build(spec.parameters, layer_source(problem, seed), seed)
+
+
+def build_partition(problem: Problem, seed: int) -> KeyClusters:
+    """Two iterations: random keys have no clusters worth finding, and time does not depend on them."""
+    spec = INDEX_SPECS["remainder_clusters"].with_parameters(iterations=2)
+    return KeyClusters.build(spec.parameters, layer_source(problem, seed), seed)
+
+
+def run_case(
+    shape: str, length: int, keeps: Sequence[float], repeats: int, seed: int
+) -> list[dict[str, Any]]:
     """All methods on one shape and length."""
-    problem = make_problem(SHAPES[name], length, 16, seed)
+    problem = make_problem(SHAPES[shape], length, 16, seed)
     variants = time_full(problem, repeats)
     full_us, products_us = (
         min((seconds * 1e6, variant) for variant, seconds in variants.items() if variant.startswith(kind))
         for kind in ("sdpa", "bmm")
     )
-    engine_us = time_engine(problem, repeats) * 1e6
     words = problem.kv_HN2D.view(-1).view(torch.int64)
     read_us = median_seconds(lambda _: words.sum(), problem.queries, repeats) * 1e6
-    base = {"shape": name, "context": length}
     all_us = {variant: round(seconds * 1e6, 1) for variant, seconds in variants.items()}
-    full: list[dict[str, Any]] = [
+    rows: list[dict[str, Any]] = [
         {"method": "full", "variant": full_us[1], "step_us": full_us[0], "variants_us": all_us},
         {"method": "full-products", "variant": products_us[1], "step_us": products_us[0]},
-        {"method": "full-engine", "step_us": engine_us},
+        {"method": "full-engine", "step_us": time_engine(problem, repeats) * 1e6},
         {"method": "read", "step_us": read_us},
     ]
-    sparse: list[dict[str, Any]] = []
-    for layout in ("dense", "lists"):
+    partition = build_partition(problem, seed)
+    for name, layout, expression, clusters in (
+        ("csattention-dense", "dense", "csattention+dropped", None),
+        ("csattention-lists", "lists", "csattention+dropped", None),
+        ("csattention-remainder", "dense", "csattention", partition),
+    ):
         index = build_index(problem, layout, seed)
+        nbytes = index.nbytes + (0 if clusters is None else clusters.nbytes)
         for keep in keeps:
-            bench = SparseBench(problem, index, get_method("csattention", keep))
+            bench = SparseBench(problem, index, get_method(expression, keep), clusters)
             bench.check()
-            times = bench.time(repeats)
-            sparse.append(
-                {
-                    "method": f"csattention-{layout}",
-                    "keep": keep,
-                    **times,
-                    "index_bytes_per_token_and_head": round(index.nbytes / length / SHAPES[name].kv_heads),
-                }
-            )
+            size = {"index_bytes_per_token_and_head": round(nbytes / length / SHAPES[shape].kv_heads)}
+            rows.append({"method": name, "keep": keep, **bench.time(repeats), **size})
     return [
         {
-            **base,
+            "shape": shape,
+            "context": length,
             **{
                 key: round(value, 1) if isinstance(value, float) and key != "keep" else value
                 for key, value in row.items()
@@ -293,7 +334,7 @@ def run_case(name: str, length: int, keeps: Sequence[float], repeats: int, seed:
             "speedup": round(full_us[0] / row["step_us"], 2),
             "speedup_products": round(products_us[0] / row["step_us"], 2),
         }
-        for row in full + sparse
+        for row in rows
     ]
 
 
@@ -303,8 +344,7 @@ def missed_bars(rows: Sequence[dict[str, Any]]) -> list[str]:
         f"{row['method']} at {row['context']} tokens, keep {row['keep']}: {row['speedup']}x, expected {bar}x"
         for row in rows
         if row["method"] == "csattention-dense" and row["shape"] == "llama-3.1-8b"
-        for bar in [BARS.get(row["context"], 0.0)]
-        if row["speedup"] < bar
+        if row["speedup"] < (bar := BARS.get(row["context"], 0.0))
     ]
 
 
@@ -351,10 +391,8 @@ def main(
         raise typer.Exit(1) from error
     if table is not None:
         table.write_text(markdown_table(rows))
-    missed = missed_bars(rows) if bars else []
-    for line in missed:
-        typer.echo(f"missed: {line}", err=True)
-    if missed:
+    if bars and (missed := missed_bars(rows)):
+        typer.echo("\n".join(f"missed: {line}" for line in missed), err=True)
         raise typer.Exit(1)
 
 
