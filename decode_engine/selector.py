@@ -119,15 +119,29 @@ class SparseLayer:
         predicted_HTGD: Tensor | None = None,
     ) -> Tensor:
         """See `LayerAttention.attend`. predicted_HTGD: the queries as foretold by the layer before, if they were."""
-        end = position + q_HTGD.shape[1]
         self.tail.write(position - self._kv_HN2D.shape[1], keys_HTD, values_HTD)
+        return self._attend_all(q_HTGD, position, predicted_HTGD, q_HTGD.shape[1] == 1)
+
+    def replay(self, q_HTGD: Tensor, position: int) -> Tensor:
+        """What `attend` would have returned for the context's own queries at `position`.., had the context ended there.
+
+        Every query sees the keys up to its own, none of the session's; nothing is added. Indexes know all of the
+        context: later keys are in their clusters, and are taken out of the remainder.
+        """
+        return self._attend_all(q_HTGD, position, None, False)
+
+    def _attend_all(
+        self, q_HTGD: Tensor, position: int, predicted_HTGD: Tensor | None, is_step: bool
+    ) -> Tensor:
+        """is_step: this is a decode step, which may use and leave selections for others."""
+        end = position + q_HTGD.shape[1]
         outs: list[Tensor] = []
         first = position
         while first < end:
             last = min(end, self._next_move(first))
             part = slice(first - position, last - position)
             predicted = None if predicted_HTGD is None else predicted_HTGD[:, part]
-            outs.append(self._attend_together(q_HTGD[:, part], first, predicted, end - position == 1))
+            outs.append(self._attend_together(q_HTGD[:, part], first, predicted, is_step))
             first = last
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
@@ -143,10 +157,7 @@ class SparseLayer:
     def _attend_together(
         self, q_HTGD: Tensor, position: int, predicted_HTGD: Tensor | None, is_step: bool
     ) -> Tensor:
-        """Attention of positions that share a search_end, the first of which is `position`.
-
-        is_step: this is a decode step by itself, which may use and leave selections for others.
-        """
+        """Attention of positions that share a search_end, the first of which is `position`."""
         search_end = self._search_end(position)
         if search_end == self._sinks:
             self._count_exact(position, q_HTGD.shape[1], search_end)
@@ -299,9 +310,9 @@ class SparseLayer:
     def _attend_exact(self, q_HTGD: Tensor, position: int, search_end: int) -> AttentionState:
         """Attention to sinks, recent context and the tail up to the last query's own key."""
         begin = perf_counter_ns()
-        count = self._kv_HN2D.shape[1]
-        tail = self.tail.rows[:, max(search_end - count, 0) : position + q_HTGD.shape[1] - count]
-        recent = self._kv_HN2D[:, min(search_end, count) :]
+        count, end = self._kv_HN2D.shape[1], position + q_HTGD.shape[1]
+        tail = self.tail.rows[:, max(search_end - count, 0) : max(end - count, 0)]
+        recent = self._kv_HN2D[:, min(search_end, count) : end]
         sinks = self._kv_HN2D[:, : self._sinks]
         state = attend_shared(q_HTGD, torch.cat([sinks, recent, tail], dim=1), causal=True)
         self._figures.attend_ns += perf_counter_ns() - begin

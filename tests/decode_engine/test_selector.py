@@ -314,3 +314,24 @@ def test_other_chunks_after_a_failure_leave_no_trace_of_it(name: str) -> None:
         step = (q[:, first : first + 20], k[:, first : first + 20], v[:, first : first + 20], 120 + first)
         assert torch.equal(failed.attend(*step), fresh.attend(*step))
     assert failed.nbytes == fresh.nbytes
+
+
+@pytest.mark.parametrize("name", ALL_METHODS)
+def test_a_replayed_query_sees_no_later_key(name: str) -> None:
+    """Queries of the context: a full budget is causal attention, and with q = 0 all keys seen count once."""
+    kv = context(300)
+    full = build_layer(with_everything(ALL_METHODS[name]), kv, G)
+    few = build_layer(replace(with_budget(ALL_METHODS[name], 0.1), recent=8, append_block=5), kv, G)
+    seen: list[Observation] = []
+    few.observer = seen.append
+    nothing = torch.empty(H, 0, D)
+    for position, size in ((290, 10), (299, 1), (240, 7)):
+        q = tokens(size, position)[0]
+        expected = reference(q, kv, nothing, nothing, position)
+        torch.testing.assert_close(full.replay(q, position), expected, rtol=1e-4, atol=1e-4)
+        out = few.replay(q * 0, position)
+        assert seen[-1].search_end <= position + size - 1 - 8
+        if not few._method.drops_remainder:
+            mean = reference(q * 0, kv, nothing, nothing, position)
+            torch.testing.assert_close(out, mean, rtol=1e-4, atol=1e-4)
+    assert few.tail.length == full.tail.length == 0
