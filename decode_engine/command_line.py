@@ -1,4 +1,4 @@
-"""`decode-engine`: serve stored contexts, ask them, list and evaluate methods."""
+"""`decode-engine`: serve stored contexts, ask them, list, evaluate and tune methods."""
 
 from __future__ import annotations
 
@@ -31,11 +31,18 @@ def _make_document() -> Callable[..., None]:
     return make_document_command
 
 
+def _tune() -> Callable[..., None]:
+    from decode_engine.tuning.command import tune_command
+
+    return tune_command
+
+
 # Commands whose modules are imported only when they are used: they take seconds, an answer takes milliseconds.
 _LAZY: Mapping[str, Callable[[], Callable[..., None]]] = {
     "evaluate": _evaluate,
     "evaluate-merge": _evaluate_merge,
     "make-document": _make_document,
+    "tune": _tune,
 }
 
 
@@ -55,7 +62,7 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="Serve stored contexts over gRPC, ask them questions, list and evaluate methods.",
+    help="Serve stored contexts over gRPC, ask them questions, list, evaluate and tune methods.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -1,0 +1,1 @@
+"""Finding the cheapest method and budget that reach a wanted quality on a stored context."""
