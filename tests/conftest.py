@@ -1,10 +1,16 @@
-"""The order of the tests, and the signals of the processes that they start."""
+"""The order of the tests, the signals of the processes that they start, and how Triton's kernels run."""
 
 from __future__ import annotations
 
+import os
 import signal
+from pathlib import Path
 
 import pytest
+
+# Triton reads this once, when it is imported first: without a device its kernels run in its interpreter.
+if not Path("/dev/nvidia0").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_configure() -> None:

@@ -1,0 +1,330 @@
+"""Attention to keys that were not selected, from their clusters' saved scores (see `index_store.remainders`).
+
+A cluster adds w_c (V_c - sum of the values that were taken out) to the numerator and N' w_c to the denominator, with N'
+the keys left in it. Here the first part comes from the clusters' mean values, N_c w_c v_c, and the second from the
+listed keys, each of which takes w_c v_i away: sums that merge with all others. So every program works alone, on a piece
+of the clusters or of the list.
+
+Shape legend: B sequences, H KV heads, R = B * H rows, G group heads, C clusters, K listed keys, S slots, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from decode_engine.kernels.cluster_lookup import score_clusters
+from decode_engine.kernels.cluster_parts import add_clusters, take_values
+from decode_engine.kernels.cluster_selection import select_clusters
+from decode_engine.kernels.cluster_tables import ClusterTables, Scores, always_listed, table
+from decode_engine.kernels.key_values import KeyValues
+from decode_engine.kernels.partials import LOG2E, Partials, merge_partials
+from decode_engine.kernels.sparse_attention import (
+    TakeOut,
+    attend_piece,
+    attend_pieces,
+    check_lists,
+    head_rows,
+    load_group,
+    piece_size,
+    store_partial,
+)
+from index_store.errors import InvalidArgumentError
+
+KINDS = ("monopole", "centred")
+_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def attend_clusters(
+    q_RGD: Tensor,
+    looked_up_RGD: Tensor,
+    kv: KeyValues,
+    tables: ClusterTables,
+    budgets_R: Tensor,
+    capacity: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Key clusters up to a token budget, and the others through their means (Multipole Attention section 3.2).
+
+    q_RGD, looked_up_RGD: queries as attended and as compared with the clusters. Others as in `select_clusters`.
+    Returns out [R, G, d] and lse [R, G] over all keys of the contexts, and counts [R] of those attended exactly.
+    """
+    scores = score_clusters(looked_up_RGD, tables, scale)
+    ids, counts = select_clusters(scores, tables, budgets_R, capacity)
+    partials = attend_with_monopole(q_RGD, kv, ids, counts, scores, tables, scale)
+    return *merge_partials(partials), counts
+
+
+def attend_with_monopole(
+    q_RGD: Tensor,
+    kv: KeyValues,
+    ids_RK: Tensor,
+    counts_R: Tensor,
+    scores: Scores,
+    tables: ClusterTables,
+    scale: float,
+) -> Partials:
+    """Attention to listed keys and the monopole remainder in one launch.
+
+    The list is one of `select_clusters`: apart from the keys outside the searched range, it holds whole clusters.
+    """
+    check_lists(ids_RK, counts_R)
+    piece = piece_size(*ids_RK.shape)
+    pieces = triton.cdiv(ids_RK.shape[1], piece)
+    span = remainder_size(len(ids_RK), tables.width)
+    spans = triton.cdiv(tables.width, span)
+    rows, group = q_RGD.shape[:2]
+    partials = Partials.allocate(rows, pieces + spans + 1, group, kv.head_dim, q_RGD.device)
+    _launch(q_RGD, kv, ids_RK, counts_R, scores, tables, partials, scale, pieces, piece, spans, span, False)
+    return partials
+
+
+def attend_with_centred(
+    q_RGD: Tensor,
+    kv: KeyValues,
+    ids_RK: Tensor,
+    counts_R: Tensor,
+    scores: Scores,
+    tables: ClusterTables,
+    scale: float,
+) -> Partials:
+    """Attention to listed keys, which may be any, and the centred remainder: two launches.
+
+    The first attends and sums up the logits of the keys that leave a cluster, the second does the rest. `scores` must
+    be fresh from a lookup over clusters with variances; nothing may have been taken out of its clusters.
+    """
+    if scores.taken_RGC is None or scores.spreads_RGC is None:
+        raise InvalidArgumentError("the centred remainder needs clusters with variances")
+    piece = piece_size(*ids_RK.shape)
+    pieces = triton.cdiv(ids_RK.shape[1], piece)
+    span = remainder_size(len(ids_RK), tables.width)
+    spans = triton.cdiv(tables.width, span)
+    out_of = TakeOut(tables.addresses_BA, tables.shapes_BX, scores.left_RC, scores.taken_RGC)
+    partials = attend_pieces(q_RGD, kv, ids_RK, counts_R, scale, piece, spans + pieces, out_of)
+    _launch(q_RGD, kv, ids_RK, counts_R, scores, tables, partials, scale, pieces, piece, spans, span, True)
+    return partials
+
+
+def remainder_size(rows: int, width: int) -> int:
+    """Clusters per program."""
+    return min(1024, max(64, int(triton.next_power_of_2(max(1, rows * width // 512)))))
+
+
+def _launch(
+    q_RGD: Tensor,
+    kv: KeyValues,
+    ids_RK: Tensor,
+    counts_R: Tensor,
+    scores: Scores,
+    tables: ClusterTables,
+    partials: Partials,
+    scale: float,
+    pieces: int,
+    piece: int,
+    spans: int,
+    span: int,
+    centred: bool,
+) -> None:
+    rows, slots, group = partials.peaks_RSG.shape
+    # Centred, the pieces were attended before and now take values away; otherwise one program per row does that.
+    programs = spans + pieces if centred else slots
+    whole = kv.tensors[0].dtype == torch.float32
+    remainder_kernel[(programs, rows)](
+        q_RGD,
+        kv.addresses_B,
+        kv.head_rows_B,
+        ids_RK,
+        counts_R,
+        partials.sums_RSGD,
+        partials.peaks_RSG,
+        partials.totals_RSG,
+        tables.addresses_BA,
+        tables.shapes_BX,
+        tables.ranges_BX,
+        scores.logits_RGC,
+        scores.spreads_RGC,
+        scores.left_RC,
+        scores.taken_RGC,
+        ids_RK.shape[1],
+        slots,
+        tables.width,
+        pieces,
+        spans,
+        scale * LOG2E,
+        HEADS=kv.heads,
+        GROUP=group,
+        DIM=kv.head_dim,
+        PIECE=piece,
+        SPAN=span,
+        CENTRED=centred,
+        VALUES=_TRITON_TYPES[tables.dtype],
+        TILE=64,
+        STAGES=1 if piece <= 64 or whole else 3,
+        SPAN_STAGES=1 if span <= 64 or whole else 3,
+        PRECISION="ieee" if whole else "tf32",
+        num_warps=4,
+    )
+
+
+def remainder_reference(
+    kv: KeyValues, ids_RK: Tensor, counts_R: Tensor, scores: Scores, tables: ClusterTables, kind: str
+) -> tuple[Tensor, Tensor]:
+    """Attention out [R, G, d] and lse [R, G] of the remainder alone, once every listed key has left its cluster.
+
+    `scores` as the launches before left them: monopole those of `select_clusters`, centred those of the first launch of
+    `attend_with_centred`.
+    """
+    outs, lses = [], []
+    for row in range(len(ids_RK)):
+        context, head = tables.of_row(row)
+        sizes = context.sizes_HC[head]
+        left = scores.left_RC[row, : len(sizes)].clamp(min=0)
+        logits = scores.logits_RGC[row, :, : len(sizes)]
+        if kind == "centred" and scores.taken_RGC is not None and scores.spreads_RGC is not None:
+            sums = sizes * logits - scores.taken_RGC[row, :, : len(sizes)]
+            logits = sums / left.clamp(min=1) + scores.spreads_RGC[row, :, : len(sizes)] / LOG2E
+        logits = torch.where(left > 0, logits, -torch.inf)
+        base = logits.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+        weights = torch.exp(logits - base)
+        total = (weights * left).sum(-1)
+        values = weights * sizes @ context.value_means_HCD[head].float()
+        ids = ids_RK[row, : int(counts_R[row])].long()
+        ids = ids[ids >= 0]
+        clusters = context.assignment_HN[head, ids].long()
+        ids, clusters = ids[clusters >= 0], clusters[clusters >= 0]
+        rows = kv.tensors[row // kv.heads][row % kv.heads]
+        values -= weights[:, clusters] @ rows[ids, 1].float()
+        empty = total <= 0
+        outs.append((values / torch.where(empty, 1.0, total)[:, None]).masked_fill(empty[:, None], 0.0))
+        lses.append(base[:, 0] + total.clamp(min=0).log())
+    return torch.stack(outs), torch.stack(lses)
+
+
+@triton.jit(do_not_specialize=["width", "slots", "clusters", "pieces", "spans"])
+def remainder_kernel(
+    q_ptr: tl.tensor,
+    addresses_ptr: tl.tensor,
+    head_rows_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    cluster_addresses_ptr: tl.tensor,
+    shapes_ptr: tl.tensor,
+    ranges_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    spreads_ptr: tl.tensor,
+    left_ptr: tl.tensor,
+    taken_ptr: tl.tensor,
+    width: tl.tensor,
+    slots: tl.tensor,
+    clusters: tl.tensor,
+    pieces: tl.tensor,
+    spans: tl.tensor,
+    scale: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PIECE: tl.constexpr,
+    SPAN: tl.constexpr,
+    CENTRED: tl.constexpr,
+    VALUES: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPAN_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One program per (row, SPAN clusters), per piece of the list that takes values away, per piece to attend to."""
+    program = tl.program_id(0)
+    row = tl.program_id(1)
+    sequence = row // HEADS
+    head = (row % HEADS).to(tl.int64)
+    count = tl.minimum(tl.load(counts_ptr + row), width)
+    rows_ptr = head_rows(addresses_ptr, head_rows_ptr, row, q_ptr, HEADS, DIM)
+    own_ids = ids_ptr + row.to(tl.int64) * width
+    slot = program + pieces if CENTRED else program
+    if program >= spans and not CENTRED and program < spans + pieces:
+        first = (program - spans) * PIECE
+        end = tl.minimum(first + PIECE, count)
+        q = load_group(q_ptr, row, GROUP, DIM, 16)
+        peaks, totals, sums = attend_piece(
+            q,
+            rows_ptr,
+            own_ids,
+            first,
+            end,
+            scale,
+            own_ids,
+            own_ids,
+            own_ids,
+            GROUP,
+            DIM,
+            16,
+            False,
+            TILE,
+            STAGES,
+            PRECISION,
+        )
+    else:
+        own = tl.load(shapes_ptr + sequence * 2)
+        sizes_ptr = table(cluster_addresses_ptr, sequence, 2, tl.int32) + head * own
+        wide = (row.to(tl.int64) * GROUP + tl.arange(0, 16)) * clusters
+        left_row = left_ptr + row.to(tl.int64) * clusters
+        logits_ptrs = logits_ptr + wide
+        if CENTRED:
+            spreads_ptrs = spreads_ptr + wide
+            taken_ptrs = taken_ptr + wide
+        else:
+            spreads_ptrs = logits_ptrs
+            taken_ptrs = logits_ptrs
+        if program < spans:
+            values_ptr = table(cluster_addresses_ptr, sequence, 1, VALUES) + head * own * DIM
+            first = program * SPAN
+            end = tl.minimum(first + SPAN, own)
+            peaks, totals, sums = add_clusters(
+                logits_ptrs,
+                spreads_ptrs,
+                taken_ptrs,
+                left_row,
+                sizes_ptr,
+                values_ptr,
+                first,
+                end,
+                GROUP,
+                DIM,
+                TILE,
+                SPAN_STAGES,
+                CENTRED,
+                PRECISION,
+            )
+        else:
+            keys = tl.load(shapes_ptr + sequence * 2 + 1)
+            assignment_ptr = table(cluster_addresses_ptr, sequence, 5, tl.int32) + head * keys
+            if CENTRED:
+                first = (program - spans) * PIECE
+                end = tl.minimum(first + PIECE, count)
+            else:
+                first = 0
+                end = tl.minimum(always_listed(shapes_ptr, ranges_ptr, sequence), count)
+            peaks, sums = take_values(
+                logits_ptrs,
+                spreads_ptrs,
+                taken_ptrs,
+                left_row,
+                sizes_ptr,
+                assignment_ptr,
+                rows_ptr,
+                own_ids,
+                first,
+                end,
+                GROUP,
+                DIM,
+                TILE,
+                CENTRED,
+                PRECISION,
+            )
+            totals = tl.zeros([16], tl.float32)
+    store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, slot, peaks, totals, sums, GROUP, DIM, 16)

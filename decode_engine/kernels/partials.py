@@ -1,0 +1,128 @@
+"""Partial attention of one launch's programs, and the kernel that merges them.
+
+Every program that works on a part of the keys leaves a weighted sum of values, the peak that its weights are relative
+to, and the sum of its weights. Sums are plain numbers, not normalised: a part may also take weight away (keys that
+leave a cluster), and its sum of weights may then be zero or negative while the merged one is positive.
+
+Shape legend: R rows (sequence x KV head), S slots, G group heads, D head dim. Logits are in units of log2 inside the
+kernels, since exp2 is one instruction; results are natural.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = 1.0 / math.log(2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """Unmerged attention, one slot per program.
+
+    sums_RSGD: [R, S, G, d] float32, sum of exp2(logit - peak) v; undefined where the peak is -inf. peaks_RSG: [R, S, G]
+    float32 in units of log2, -inf for a slot without keys. totals_RSG: [R, S, G] float32, sum of exp2(logit - peak).
+    """
+
+    sums_RSGD: Tensor
+    peaks_RSG: Tensor
+    totals_RSG: Tensor
+
+    @staticmethod
+    def allocate(rows: int, slots: int, group: int, head_dim: int, device: torch.device) -> Partials:
+        """Uninitialised slots; every program of a launch writes its own."""
+        options: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        return Partials(
+            torch.empty(rows, slots, group, head_dim, **options),
+            torch.empty(rows, slots, group, **options),
+            torch.empty(rows, slots, group, **options),
+        )
+
+
+def merge_partials(partials: Partials, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Attention out [R, G, d] in `dtype` and lse [R, G] float32, natural; 0 and -inf for rows without any key."""
+    rows, slots, group, head_dim = partials.sums_RSGD.shape
+    device = partials.sums_RSGD.device
+    out = torch.empty(rows, group, head_dim, dtype=dtype, device=device)
+    lse = torch.empty(rows, group, dtype=torch.float32, device=device)
+    # Few rows leave most of the device idle, so that each is merged by several programs.
+    width = head_dim if rows * group >= 256 else 32
+    merge_kernel[(rows * group, head_dim // width)](
+        partials.sums_RSGD,
+        partials.peaks_RSG,
+        partials.totals_RSG,
+        out,
+        lse,
+        slots,
+        GROUP=group,
+        DIM=head_dim,
+        WIDTH=width,
+        SLOTS=triton.next_power_of_2(slots),
+        TILE=min(32, triton.next_power_of_2(slots)),
+        num_warps=4,
+    )
+    return out, lse
+
+
+def merge_partials_reference(partials: Partials, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """The same, eagerly."""
+    peaks = partials.peaks_RSG
+    highest = peaks.amax(1)
+    base = torch.where(torch.isneginf(highest), 0.0, highest)
+    weights = torch.exp2(peaks - base[:, None])
+    present = weights > 0
+    totals = torch.where(present, partials.totals_RSG * weights, 0.0).sum(1)
+    sums = torch.where(present[..., None], partials.sums_RSGD * weights[..., None], 0.0).sum(1)
+    empty = totals <= 0
+    out = sums / torch.where(empty, 1.0, totals)[..., None]
+    lse = (base + totals.clamp(min=0).log2()) / LOG2E
+    return out.masked_fill(empty[..., None], 0.0).to(dtype), lse
+
+
+@triton.jit(do_not_specialize=["slots"])
+def merge_kernel(
+    sums_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    slots: tl.tensor,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """One program per (row, group head, WIDTH of the values' dimensions)."""
+    row_head = tl.program_id(0)
+    part = tl.program_id(1)
+    row = (row_head // GROUP).to(tl.int64)
+    head = row_head % GROUP
+    first = row * slots * GROUP + head
+    every = tl.arange(0, SLOTS)
+    peaks = tl.load(peaks_ptr + first + every * GROUP, mask=every < slots, other=float("-inf"))
+    totals = tl.load(totals_ptr + first + every * GROUP, mask=every < slots, other=0.0)
+    highest = tl.max(peaks, 0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(tl.where(peaks == float("-inf"), 0.0, totals * tl.exp2(peaks - base)), 0)
+    dims = part * WIDTH + tl.arange(0, WIDTH)
+    merged = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        at = first + slot * GROUP
+        peak = tl.load(peaks_ptr + at, mask=slot < slots, other=float("-inf"))
+        present = peak != float("-inf")
+        sums = tl.load(sums_ptr + at[:, None] * DIM + dims[None, :], mask=present[:, None], other=0.0)
+        merged += tl.sum(tl.exp2(peak - base)[:, None] * sums, 0)
+    empty = total <= 0
+    merged = tl.where(empty, 0.0, merged / tl.where(empty, 1.0, total))
+    tl.store(out_ptr + row_head.to(tl.int64) * DIM + dims, merged.to(out_ptr.dtype.element_ty))
+    if part == 0:
+        lse = tl.where(empty, float("-inf"), base + tl.log2(tl.where(empty, 1.0, total)))
+        tl.store(lse_ptr + row_head, lse * 0.6931471805599453)
