@@ -1,0 +1,161 @@
+"""The query-table kernels' eager reference: same signature, same buffers, same sample, plain torch.
+
+Shape legend: as in `table_batch`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from decode_engine.kernels.table_batch import BINS, MINI_KEYS, TableBatch, TablePlan, TableSequence, Workspace
+
+_SAMPLE_KEYS, _SAMPLE_RUN_KEYS = 1024, 64
+_BYTE_STEPS, _BIN_STEPS, _BIN_FLOOR = 8.0, 32.0, 29.0
+_LOG2E = math.log2(math.e)
+
+
+def table_attention_reference(
+    q_BHGD: Tensor, batch: TableBatch, plan: TablePlan, work: Workspace
+) -> tuple[Tensor, Tensor]:
+    """What `table_attention` computes; fills `work` but for the buffers between launches."""
+    for b, sequence in enumerate(batch.sequences):
+        for h in range(plan.kv_heads):
+            q_GD = q_BHGD[b, h].float()
+            sums_LN, units_L, reach_L = picked_sums(q_GD, sequence, plan, work, b, h)
+            kept = kept_keys(sums_LN, units_L, reach_L, sequence, plan)
+            write_ids(kept, sequence, plan, work, b, h)
+            out, lse = attend_exactly(q_GD, sequence, kept, plan.scale, h)
+            work.out[b, h].copy_(out)
+            work.lse[b, h].copy_(lse)
+    return work.out, work.lse
+
+
+def picked_sums(
+    q_GD: Tensor, sequence: TableSequence, plan: TablePlan, work: Workspace, b: int, h: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of the picked rows [L, N] int64, their units [L] and reaches [L]; writes rows, weights and units."""
+    context = sequence.context
+    centroids_MCW, scales_M = context.centroids_HMCW[h], context.scales_HM[h]
+    queries_LD = (q_GD.mean(0, keepdim=True) if plan.pooled else q_GD) * plan.scale
+    subspaces, width = plan.subspaces, plan.head_dim // plan.subspaces
+    if plan.strided:
+        slices_LMW = queries_LD.view(-1, width, subspaces).transpose(1, 2)
+    else:
+        slices_LMW = queries_LD.view(-1, subspaces, width)
+    best = torch.einsum("lmw,mcw->lmc", slices_LMW, centroids_MCW).max(-1)
+    weights_LM = best.values.clamp(min=0) * scales_M
+    largest_L = weights_LM.amax(-1, keepdim=True)
+    factors = torch.where(largest_L > 0, 255.0 / largest_L, 0.0)
+    small_LM = (weights_LM * factors + 0.5).floor().to(torch.int64)
+    rows_LM = best.indices + torch.arange(subspaces, device=q_GD.device) * plan.centroids
+    work.rows[b, h].zero_()
+    work.rows[b, h, :, :subspaces] = rows_LM.to(torch.int32)
+    bytes_LJ = torch.nn.functional.pad(small_LM, (0, plan.picks - subspaces))
+    shifted = bytes_LJ.view(len(bytes_LJ), -1, 4) << torch.arange(0, 32, 8, device=q_GD.device)
+    work.weights[b, h] = shifted.sum(-1).to(torch.int32)
+    reach_L = 127.0 * small_LM.sum(-1).float()
+    work.units[b, h] = torch.stack([largest_L[:, 0] / 255.0, reach_L], -1)
+    table_SN = context.tables_HSA[h, :, : context.keys]
+    sums_LN = (table_SN[rows_LM].to(torch.int64) * small_LM[..., None]).sum(1)
+    return sums_LN, largest_L[:, 0] / 255.0, reach_L
+
+
+def kept_keys(
+    sums_LN: Tensor, units_L: Tensor, reach_L: Tensor, sequence: TableSequence, plan: TablePlan
+) -> Tensor:
+    """Which keys of the context are kept, [N] bool."""
+    count = sums_LN.shape[1]
+    keys = torch.arange(count, device=sums_LN.device)
+    searched = (keys >= sequence.first) & (keys < sequence.end)
+    if sequence.keep >= sequence.end - sequence.first:
+        return searched
+    if plan.pooled:
+        reach = reach_L[0].clamp(min=1.0)
+        positions = (sums_LN[0].float() + reach) * (BINS / (2.0 * reach))
+        limit = threshold(positions, searched & pooled_sample(keys, plan), sequence)
+        return (positions >= limit) & searched
+    logits_LN = (sums_LN.float() * (units_L * _LOG2E)[:, None]).masked_fill(~searched, -torch.inf)
+    weights_N = merged_weights(logits_LN, plan)
+    positions = (weights_N.clamp(min=1e-30).log2() + _BIN_FLOOR) * _BIN_STEPS
+    limit = threshold(positions, searched & block_sample(keys, plan), sequence)
+    return (weights_N >= 2.0 ** (limit / _BIN_STEPS - _BIN_FLOOR)) & searched
+
+
+def merged_weights(logits_LN: Tensor, plan: TablePlan) -> Tensor:
+    """Sum over heads of the softmaxes, [N], with every logit rounded to a step below its tile's peak."""
+    keys = torch.arange(logits_LN.shape[1], device=logits_LN.device)
+    tile_N = tile_of(keys, plan)[0]
+    tiles = int(tile_N.max()) + 1
+    peaks_LP = torch.full((len(logits_LN), tiles), -torch.inf, device=keys.device)
+    peaks_LP.scatter_reduce_(1, tile_N.expand_as(logits_LN), logits_LN, "amax")
+    base_LN = torch.where(torch.isneginf(peaks_LP), 0.0, peaks_LP)[:, tile_N]
+    bytes_LN = ((logits_LN - base_LN) * _BYTE_STEPS + 255.5).clamp(min=0.0).floor()
+    normalisers_L = torch.logsumexp(logits_LN.double() / _LOG2E, 1) * _LOG2E
+    octaves_LN = (bytes_LN - 255.0) / _BYTE_STEPS + base_LN - normalisers_L[:, None]
+    weights_LN: Tensor = octaves_LN.exp2().masked_fill(bytes_LN == 0, 0.0)
+    return weights_LN.sum(0).float()
+
+
+def tile_of(keys_N: Tensor, plan: TablePlan) -> tuple[Tensor, Tensor, int]:
+    """Tile of every key, its block's number inside the tile, and how many tiles there are."""
+    blocks = -(-len(keys_N) // MINI_KEYS)
+    tiles = -(-blocks // (plan.shape.tile_keys // MINI_KEYS))
+    block_N = keys_N // MINI_KEYS
+    return block_N % tiles, block_N // tiles, tiles
+
+
+def block_sample(keys_N: Tensor, plan: TablePlan) -> Tensor:
+    """The keys that the threshold of the search per head is taken from: one block of every tile."""
+    tile_N, within_N, _ = tile_of(keys_N, plan)
+    return within_N == tile_N % (plan.shape.tile_keys // MINI_KEYS)
+
+
+def pooled_sample(keys_N: Tensor, plan: TablePlan) -> Tensor:
+    """The keys that the threshold of the pooled search is taken from: evenly spread runs."""
+    runs = -(-len(keys_N) // _SAMPLE_RUN_KEYS)
+    sampled = plan.shape.sample_programs * (_SAMPLE_KEYS // _SAMPLE_RUN_KEYS)
+    if runs <= sampled:
+        return torch.ones_like(keys_N, dtype=torch.bool)
+    taken = torch.zeros(runs, dtype=torch.bool, device=keys_N.device)
+    taken[torch.arange(sampled, device=keys_N.device) * runs // sampled] = True
+    return taken[keys_N // _SAMPLE_RUN_KEYS]
+
+
+def threshold(positions_N: Tensor, sample_N: Tensor, sequence: TableSequence) -> int:
+    """The bin above the first from which on the sample keeps its share of `keep` most nearly."""
+    bins = positions_N[sample_N].clamp(0, BINS - 1).to(torch.int64)
+    counts = torch.bincount(bins, minlength=BINS)
+    at_least = counts.flip(0).cumsum(0).flip(0).float()
+    available = torch.tensor(float(sequence.end - sequence.first))
+    wanted = float(torch.tensor(float(sequence.keep)) * int(counts.sum()) / available)
+    return int((at_least[1:] - wanted).abs().argmin()) + 1
+
+
+def write_ids(
+    kept_N: Tensor, sequence: TableSequence, plan: TablePlan, work: Workspace, b: int, h: int
+) -> None:
+    """Kept ids by tile, as the kernels leave them."""
+    keys = torch.arange(len(kept_N), device=kept_N.device)
+    tile_N, _, tiles = tile_of(keys, plan)
+    work.counts[b, h].zero_()
+    for tile in range(tiles):
+        ids = keys[kept_N & (tile_N == tile)].to(torch.int32)
+        work.ids[b, h, tile, : len(ids)] = ids
+        work.counts[b, h, tile] = len(ids)
+
+
+def attend_exactly(
+    q_GD: Tensor, sequence: TableSequence, kept_N: Tensor, scale: float, h: int
+) -> tuple[Tensor, Tensor]:
+    """Attention to the kept keys, the sinks, the recent window and the tail: out [G, d], lse [G], in float64."""
+    always = torch.ones_like(kept_N)
+    always[sequence.first : sequence.end] = False
+    context_N2D = sequence.context.kv_HN2D[h][kept_N | always]
+    kv_X2D = torch.cat([context_N2D, sequence.tail_HT2D[h, : sequence.tail_keys]]).double()
+    if len(kv_X2D) == 0:
+        return torch.zeros_like(q_GD), torch.full((len(q_GD),), -torch.inf, device=q_GD.device)
+    logits_GX = q_GD.double() @ kv_X2D[:, 0].T * scale
+    return logits_GX.softmax(-1) @ kv_X2D[:, 1], logits_GX.logsumexp(-1)
