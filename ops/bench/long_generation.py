@@ -1,0 +1,279 @@
+"""A long generation after a long context: whether new tokens are still found, memory held, and what appending costs.
+
+Regime: the packaged novels' first tokens are the context, prefilled by prefill-worker's command; then tokens are
+sampled with temperature 1 from a fixed seed (greedy text of a small model falls into loops, where every method finds
+the loop's tokens), one at a time, with every index appended to. Each method generates its own text.
+
+Every --observe steps each searching layer's choice is compared with the exact best keys of the searched range, as many
+as were selected, by their attention weight within the range, summed over the group: `recall_new` is the share of the
+generated keys among them that were selected, `recall_all` of all of them, `new_share` how many of them are generated
+keys. The time of that is taken out of the step times. `append_us` is the time for which a step made tail keys
+searchable: next to nothing in most steps, since keys leave the window of recent tokens in blocks. One JSON line per
+method and stretch of tokens, then one per method over all of them; figures of a stretch are its own, `session_bytes`
+is what the session holds at its end.
+
+Shape legend: H KV heads, G group heads, R searched keys, K selected keys, N tokens of the context, d head dim.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+
+# isort: split
+import torch
+import typer
+
+from decode_engine.evaluation.machine import describe_machine
+from decode_engine.evaluation.pictures import check_pictures
+from decode_engine.evaluation.prefill_command import PrefillCommand
+from decode_engine.evaluation.tasks import parse_length, source_text
+from decode_engine.runner import ModelRunner
+from decode_engine.sampler import Sampler, SamplingParameters
+from decode_engine.selector import Observation, SparseLayer
+from decode_engine.session import Session
+from index_store.arena import Arena
+from index_store.catalog import Store
+from index_store.context import ResidentContext
+from index_store.context_loading import resident_bytes
+from index_store.errors import SparseKVError
+from index_store.methods import get_method
+from index_store.models.loading import resolve_model
+
+
+@dataclass
+class Recall:
+    """Running counts of the exact best keys: all of them, generated ones, and how many of each were selected."""
+
+    best: int = 0
+    best_new: int = 0
+    found: int = 0
+    found_new: int = 0
+
+    def add(self, seen: Observation) -> None:
+        """Compares one step's selection with the exact best keys."""
+        context, tail = seen.rows.context_HN2D, seen.rows.tail_Ht2D
+        count = context.shape[1]
+        keys_HND = torch.cat([context[:, :, 0], tail[:, :, 0]], dim=1)
+        keys_HRD = keys_HND[:, seen.sinks : seen.search_end].float()
+        weights_HR = (seen.q_HTGD[:, 0] @ keys_HRD.transpose(1, 2)).softmax(-1).sum(1)
+        selected = seen.selection
+        for head, kept in enumerate(selected.counts_HT[:, 0].tolist()):
+            best = weights_HR[head].topk(kept).indices + seen.sinks
+            found = torch.isin(best, selected.ids_HTK[head, 0, :kept].long())
+            self.best += kept
+            self.best_new += int((best >= count).sum())
+            self.found += int(found.sum())
+            self.found_new += int((found & (best >= count)).sum())
+
+    def figures(self) -> dict[str, float | None]:
+        """Shares; None of nothing."""
+        return {
+            "recall_new": self.found_new / self.best_new if self.best_new else None,
+            "recall_all": self.found / self.best if self.best else None,
+            "new_share": self.best_new / self.best if self.best else None,
+        }
+
+
+@dataclass
+class Stretch:
+    """What was measured over some consecutive tokens. Times in nanoseconds, one per step."""
+
+    recall: Recall = field(default_factory=Recall)
+    step_ns: list[int] = field(default_factory=list)
+    append_ns: list[int] = field(default_factory=list)
+    session_bytes: int = 0
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            **self.recall.figures(),
+            "session_bytes": self.session_bytes,
+            "step_ms": _percentiles(self.step_ns, 1e6),
+            "append_us": _percentiles(self.append_ns, 1e3),
+        }
+
+
+def _percentiles(nanoseconds: Sequence[int], unit: float) -> dict[str, float]:
+    ordered = sorted(nanoseconds)
+    found: dict[str, float] = {
+        f"p{share}": ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 90, 99)
+    }
+    found |= {"max": ordered[-1], "mean": statistics.fmean(ordered)}
+    return {name: round(value / unit, 2) for name, value in found.items()}
+
+
+class Observer:
+    """Looks into the searching layers of a session while it is attached; counts the time that takes."""
+
+    def __init__(self, session: Session) -> None:
+        self._layers = [layer for layer in session.layers if isinstance(layer, SparseLayer)]
+        self.spent_ns = 0
+
+    @contextmanager
+    def into(self, recall: Recall) -> Iterator[None]:
+        def observe(seen: Observation) -> None:
+            begin = time.perf_counter_ns()
+            recall.add(seen)
+            self.spent_ns += time.perf_counter_ns() - begin
+
+        for layer in self._layers:
+            layer.observer = observe
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.observer = None
+
+
+def generate(
+    runner: ModelRunner,
+    context: ResidentContext,
+    expression: str,
+    first: int,
+    options: Options,
+) -> Iterator[Stretch]:
+    """Generates from the token `first` on; yields one stretch after another."""
+    session = runner.start(context, get_method(expression, options.keep))
+    sampler = Sampler(SamplingParameters(temperature=1.0, seed=options.seed))
+    observer = Observer(session)
+    token = first
+    try:
+        for begin in range(0, options.tokens, options.stretch):
+            stretch = Stretch()
+            for number in range(begin, min(options.tokens, begin + options.stretch)):
+                appended, spent = session.figures.append_ns, observer.spent_ns
+                start = time.perf_counter_ns()
+                if number % options.observe == 0:
+                    with observer.into(stretch.recall):
+                        logits = runner.forward([session], [[token]])[0]
+                else:
+                    logits = runner.forward([session], [[token]])[0]
+                elapsed = time.perf_counter_ns() - start
+                stretch.step_ns.append(elapsed - (observer.spent_ns - spent))
+                stretch.append_ns.append(session.figures.append_ns - appended)
+                token = sampler.sample(logits[-1])
+            stretch.session_bytes = session.nbytes
+            yield stretch
+    finally:
+        session.close()
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to generate and what to look at; see the command's flags."""
+
+    tokens: int
+    stretch: int
+    observe: int
+    keep: float
+    seed: int
+
+
+def together(stretches: Sequence[Stretch]) -> Stretch:
+    """All stretches as one."""
+    whole = Stretch(session_bytes=stretches[-1].session_bytes)
+    for stretch in stretches:
+        for name in ("best", "best_new", "found", "found_new"):
+            setattr(whole.recall, name, getattr(whole.recall, name) + getattr(stretch.recall, name))
+        whole.step_ns += stretch.step_ns
+        whole.append_ns += stretch.append_ns
+    return whole
+
+
+def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Recall of new keys, memory and median step time against the tokens generated."""
+    check_pictures()
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.2))
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        at = [row["to"] for row in own]
+        axes[0].plot(at, [row["recall_new"] for row in own], marker="o", label=method)
+        axes[1].plot(at, [row["session_bytes"] / 2**20 for row in own], marker="o")
+        axes[2].plot(at, [row["step_ms"]["p50"] for row in own], marker="o")
+    labels = ("recall of generated keys", "session, MiB", "median step, ms")
+    for axis, label in zip(axes, labels, strict=True):
+        axis.set_ylabel(label)
+        axis.set_xlabel("tokens generated")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylim(0, 1)
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def prefill(
+    runner: ModelRunner, model: str, methods: Sequence[str], length: int, out: Path
+) -> tuple[str, int]:
+    """Has the first tokens of the packaged text prefilled; returns the context's id and the token that follows."""
+    ids = runner.tokenizer.encode(source_text(()))
+    body = length - len(runner.tokenizer.prefix_ids)
+    document = out / "context.txt"
+    document.write_text(runner.tokenizer.decode(ids[:body]), encoding="utf-8")
+    presets = list(
+        dict.fromkeys(get_method(name).name.partition("+")[0].partition("@")[0] for name in methods)
+    )
+    report = PrefillCommand(model, out / "store", presets).run(document, "long-generation")
+    return str(report["id"]), ids[body]
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for the store and the picture.")],
+    methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = "csattention,multipole,pq",
+    context_length: Annotated[str, typer.Option(help="Tokens of the context.")] = "16k",
+    tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 2000,
+    stretch: Annotated[int, typer.Option(help="Tokens per figure.")] = 250,
+    observe: Annotated[int, typer.Option(help="Look into the layers every so many steps.")] = 10,
+    keep: Annotated[float, typer.Option(help="Fraction of the keys to keep.")] = 0.02,
+    model: Annotated[str, typer.Option(help="Packaged model or a Hugging Face folder.")] = "reader",
+    seed: Annotated[int, typer.Option()] = 0,
+    picture: Annotated[bool, typer.Option(help="Draw the figures (needs matplotlib).")] = True,
+) -> None:
+    """Generates a long text after a long context; one JSON line per stretch and method."""
+    machine = describe_machine()
+    options = Options(tokens, stretch, observe, keep, seed)
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    rows: list[dict[str, Any]] = []
+    try:
+        if picture:
+            check_pictures()
+        out.mkdir(parents=True, exist_ok=True)
+        runner = ModelRunner(resolve_model(model))
+        id_, first = prefill(runner, model, names, parse_length(context_length), out)
+        store = Store(out / "store")
+        with Arena(resident_bytes(store.manifest(id_))).acquire(store, id_) as context:
+            for name in names:
+                base = {"method": name, "keep": keep, "context": context.manifest.token_count}
+                stretches: list[Stretch] = []
+                for found in generate(runner, context, name, first, options):
+                    begin = len(stretches) * stretch
+                    stretches.append(found)
+                    rows.append({**base, "from": begin, "to": begin + len(found.step_ns), **found.figures()})
+                    _print(rows[-1], machine)
+                _print({**base, "from": 0, "to": tokens, **together(stretches).figures()}, machine)
+        if picture:
+            draw(out / "long_generation.png", rows)
+    except SparseKVError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _print(row: dict[str, Any], machine: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps({"bench": "long_generation", **row, "machine": machine}) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    typer.run(main)

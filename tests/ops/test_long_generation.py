@@ -1,0 +1,73 @@
+"""The benchmark of long generations runs at a tiny size, and its recall is that of the observed selections."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from decode_engine.selected_attention import KeyRows
+from decode_engine.selector import Observation
+from index_store.budgets.base import Selection
+
+BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "long_generation.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("long_generation", BENCH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_a_line_per_stretch_and_one_per_method(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCH), "--out", str(tmp_path), "--context-length", "1k"]
+    command += ["--tokens", "200", "--stretch", "100", "--observe", "20", "--keep", "0.3"]
+    done = subprocess.run(
+        [*command, "--methods", "pq,multipole", "--no-picture"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["method"], row["from"], row["to"]) for row in rows] == [
+        (name, *span) for name in ("pq", "multipole") for span in ((0, 100), (100, 200), (0, 200))
+    ]
+    for row in rows:
+        assert row["context"] == 1024
+        assert 0.0 <= row["recall_all"] <= 1.0
+        assert 0.0 < row["step_ms"]["p50"] <= row["step_ms"]["p99"] <= row["step_ms"]["max"]
+        assert 0.0 < row["append_us"]["p50"] <= row["append_us"]["p99"]
+    for first, second, whole in (rows[:3], rows[3:]):
+        assert first["new_share"] <= second["new_share"]
+        assert first["session_bytes"] < second["session_bytes"] == whole["session_bytes"]
+    # multipole's window of recent tokens still holds all new ones
+    assert [row["recall_new"] is None for row in rows] == [True, False, False, True, True, True]
+
+
+def test_recall_counts_generated_keys_apart(bench: ModuleType) -> None:
+    """Keys 0, 2 and 5 (generated) are the best of the keys 0..5; 0, 1 and 5 were selected."""
+    keys = torch.tensor([5.0, 1.0, 4.0, 0.0, 0.5, 3.0, 9.0])
+    kv = torch.stack([keys, keys], dim=1)[None, :, :, None].expand(1, 7, 2, 1)
+    selection = Selection(torch.tensor([[[0, 1, 5]]]), torch.tensor([[3]]))
+    seen = Observation(
+        torch.ones(1, 1, 1, 1), 6, 0, 6, selection, KeyRows(kv[:, :4], kv[:, 4:]), kv[:, :1, :1], 0.0, 0.0
+    )
+    recall = bench.Recall()
+    recall.add(seen)
+    assert recall == bench.Recall(best=3, best_new=1, found=2, found_new=1)
+    assert recall.figures() == {
+        "recall_new": 1.0,
+        "recall_all": pytest.approx(2 / 3),
+        "new_share": pytest.approx(1 / 3),
+    }
+    assert bench.Recall().figures() == {"recall_new": None, "recall_all": None, "new_share": None}
