@@ -34,9 +34,8 @@ def bench() -> ModuleType:
 def test_a_line_per_stretch_and_one_per_method(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCH), "--out", str(tmp_path), "--context-length", "1k"]
     command += ["--tokens", "200", "--stretch", "100", "--observe", "20", "--keep", "0.3"]
-    done = subprocess.run(
-        [*command, "--methods", "pq,multipole", "--no-picture"], capture_output=True, text=True, check=False
-    )
+    command += ["--methods", "pq,multipole", "--no-picture"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(row["method"], row["from"], row["to"]) for row in rows] == [
