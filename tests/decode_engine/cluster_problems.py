@@ -9,8 +9,7 @@ from torch import Tensor
 
 from decode_engine.kernels.cluster_tables import ClusterTables, DeviceClusters
 from decode_engine.kernels.key_values import KeyValues
-from index_store.cluster_moments import measure
-from index_store.indexes.cluster_building import list_members
+from index_store.kernels.device_clusters import list_device_members, measure_members_reference
 
 SINKS = 3
 
@@ -38,7 +37,7 @@ def make_problem(
     recent: int = 5,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
-    moments: str = "diagonal",
+    spread: bool = True,
     sharpness: float = 1.0,
 ) -> Problem:
     """Keys scatter around their clusters; sharpness scales the queries."""
@@ -57,22 +56,11 @@ def make_problem(
         padded = torch.full((heads, length + 3, 2, head_dim), torch.nan, dtype=dtype)
         padded[:, :length] = kv
         tensors.append(padded.to(device)[:, :length])
-        found = measure(
-            kv[:, SINKS:, 0].float(), kv[:, SINKS:, 1].float(), assignment[:, SINKS:], clusters, moments
-        )
         assignment = assignment.to(torch.int32)
         assignment[:, :SINKS] = -1
-        offsets, members = list_members(assignment, clusters)
-        made = {
-            "counts": found.counts_HC,
-            "means": found.means_HCD,
-            "value_sums": found.value_sums_HCD,
-            "assignment": assignment,
-            "offsets": offsets,
-            "members": members,
-        }
-        if found.variances_HCD is not None:
-            made["variances"] = found.variances_HCD
+        lists = list_device_members(assignment, clusters)
+        made = measure_members_reference(kv[:, :, 0], kv[:, :, 1], *lists, spread)
+        made |= {"assignment": assignment, "offsets": lists[0], "members": lists[1]}
         arrays.append(made)
         contexts.append(DeviceClusters.of(made, dtype, device))
     rows = heads * len(lengths)

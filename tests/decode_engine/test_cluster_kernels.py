@@ -210,7 +210,7 @@ def test_unfit_arguments_are_refused() -> None:
             attend_listed(queries, problem.kv, some_ids, some_counts, problem.scale)
     with pytest.raises(InvalidArgumentError, match="head dimension"):
         KeyValues.of([torch.zeros(2, 5, 2, 80)])
-    flat = make_problem([70], moments="none", device=DEVICE)
+    flat = make_problem([70], spread=False, device=DEVICE)
     scores = score_clusters(flat.q_RGD, flat.tables, flat.scale, rank=False)
     with pytest.raises(InvalidArgumentError, match="variances"):
         attend_with_centred(flat.q_RGD, flat.kv, ids, counts, scores, flat.tables, flat.scale)

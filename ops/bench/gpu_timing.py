@@ -1,0 +1,86 @@
+"""How the GPU benchmarks take their times, and what they compare with."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+TURNS = 15
+WARM_UP = 3
+BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+
+
+def graph_us(steps: Sequence[Callable[[], object]], turns: int = 1) -> float:
+    """Median microseconds of a step; all of them, in turn, make one CUDA graph."""
+    for step in steps:
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(turns):
+            for step in steps:
+                step()
+    times = [event_ms(graph.replay) for _ in range(TURNS + WARM_UP)]
+    return statistics.median(times[WARM_UP:]) * 1e3 / turns / len(steps)
+
+
+def event_ms(work: Callable[[], object]) -> float:
+    """Milliseconds on the device from before to after some work."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def eager_us(steps: Sequence[Callable[[], object]]) -> float:
+    """Median microseconds of a step launched from Python, one after the other without waiting in between."""
+    times = []
+    for _ in range(TURNS + WARM_UP):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for step in steps:
+            step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e6 / len(steps))
+    return statistics.median(times[WARM_UP:])
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written, of a plain copy of 4 GiB."""
+    source = torch.empty(2**31, dtype=torch.int16, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (graph_us([lambda: target.copy_(source)]) * 1e-6)
+
+
+def full_attention_us(q_LBHD: Tensor, kv_LBHN2D: Tensor) -> dict[str, float]:
+    """Microseconds per layer of torch's full attention: every backend, over keys and values as stored and copied apart.
+
+    q_LBHD: [layers, batch, query heads, d]. kv_LBHN2D: [layers, batch, KV heads, N, 2, d].
+    """
+    q = q_LBHD.unsqueeze(3)
+    found: dict[str, float] = {}
+    for layout in ("stored", "separate"):
+        keys, values = kv_LBHN2D[..., 0, :], kv_LBHN2D[..., 1, :]
+        if layout == "separate":
+            keys, values = keys.contiguous(), values.contiguous()
+        for backend in BACKENDS:
+
+            def step(layer: int, keys: Tensor = keys, values: Tensor = values) -> Tensor:
+                return scaled_dot_product_attention(q[layer], keys[layer], values[layer], enable_gqa=True)
+
+            try:
+                with sdpa_kernel(backend):
+                    found[f"{backend.name.lower()}, {layout}"] = graph_us(
+                        [lambda layer=layer: step(layer) for layer in range(len(q))]  # type: ignore[misc]
+                    )
+            except RuntimeError:  # this backend cannot do it
+                torch.cuda.synchronize()
+    return found
