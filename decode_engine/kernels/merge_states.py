@@ -35,7 +35,6 @@ def merge_kernel(
     """Program (row, slice): one query head and BD dimensions. Clears CLEAR words per KV head on the way."""
     if DEPENDENT:
         gdc_wait()
-        gdc_launch_dependents()
     row = tl.program_id(0)
     bh = row // G
     g = row % G
@@ -63,6 +62,8 @@ def merge_kernel(
         if CLEAR > 0 and g == 0:
             c = tl.arange(0, CLEAR)
             tl.store(clear_ptr + bh * CLEAR + c, tl.zeros([CLEAR], tl.int32))
+    if DEPENDENT:
+        gdc_launch_dependents()
 
 
 def merge_into(

@@ -30,8 +30,10 @@ from decode_engine.kernels.table_device import (
     TAIL_HEAD,
     TAIL_KEYS,
     field,
-    linear_position,
+    let_successor_start,
+    linear_cut,
     searched,
+    searched_range,
     sum_rows,
     threshold,
     tile_count,
@@ -66,7 +68,7 @@ def keep_pooled(
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
     ids_ptr: tl.tensor,
-    limit: tl.tensor,
+    histogram: tl.tensor,
     b: tl.tensor,
     h: tl.tensor,
     bh: tl.tensor,
@@ -80,10 +82,13 @@ def keep_pooled(
     word, mask = tile_words(records_ptr, b, tile, BW)
     a0, a1, a2, a3 = sum_rows(records_ptr, rows_ptr, weights_ptr, b, h, bh, word, mask, S, J, ASSEMBLY)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
-    k0 = (linear_position(a0, reach) >= limit) & searched(records_ptr, b, word, 0)
-    k1 = (linear_position(a1, reach) >= limit) & searched(records_ptr, b, word, 1)
-    k2 = (linear_position(a2, reach) >= limit) & searched(records_ptr, b, word, 2)
-    k3 = (linear_position(a3, reach) >= limit) & searched(records_ptr, b, word, 3)
+    # After the sums, so that the rows are on their way while the histogram is summed up.
+    cut = linear_cut(threshold(records_ptr, histogram, b), reach)
+    first, span = searched_range(records_ptr, b)
+    k0 = (a0 >= cut) & searched(word, 0, first, span)
+    k1 = (a1 >= cut) & searched(word, 1, first, span)
+    k2 = (a2 >= cut) & searched(word, 2, first, span)
+    k3 = (a3 >= cut) & searched(word, 3, first, span)
     return compact(k0, k1, k2, k3, word, ids_ptr)
 
 
@@ -94,7 +99,7 @@ def keep_per_head(
     peaks_ptr: tl.tensor,
     normalisers_ptr: tl.tensor,
     ids_ptr: tl.tensor,
-    limit: tl.tensor,
+    histogram: tl.tensor,
     b: tl.tensor,
     bh: tl.tensor,
     tile: tl.tensor,
@@ -108,14 +113,16 @@ def keep_per_head(
     w = (zero, zero, zero, zero)
     for g in tl.static_range(L):
         slot = bh * L + g
-        shift = tl.load(peaks_ptr + slot * P + tile) - tl.load(normalisers_ptr + slot)
-        w = summed_weights(logits_ptr, shift, slot * P + tile, tl.arange(0, BW), mask, w, BW)
+        factor = tl.exp2(tl.load(peaks_ptr + slot * P + tile) - tl.load(normalisers_ptr + slot))
+        w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, BW), mask, w, BW)
     w0, w1, w2, w3 = w
+    limit = threshold(records_ptr, histogram, b)
+    first, span = searched_range(records_ptr, b)
     least = tl.where(limit > 0, tl.exp2(limit.to(tl.float32) / BIN_STEPS - BIN_FLOOR), -1.0)
-    k0 = (w0 >= least) & searched(records_ptr, b, word, 0)
-    k1 = (w1 >= least) & searched(records_ptr, b, word, 1)
-    k2 = (w2 >= least) & searched(records_ptr, b, word, 2)
-    k3 = (w3 >= least) & searched(records_ptr, b, word, 3)
+    k0 = (w0 >= least) & searched(word, 0, first, span)
+    k1 = (w1 >= least) & searched(word, 1, first, span)
+    k2 = (w2 >= least) & searched(word, 2, first, span)
+    k3 = (w3 >= least) & searched(word, 3, first, span)
     return compact(k0, k1, k2, k3, word, ids_ptr)
 
 
@@ -230,19 +237,20 @@ def attend_kernel(
         count = 0
         tile_ids_ptr = ids_ptr + (bh.to(tl.int64) * P + tile) * (4 * BW)
         if tile < tile_count(records_ptr, b, BW):
-            limit = threshold(records_ptr, histogram_ptr + bh * BINS, b)
+            histogram = tl.load(histogram_ptr + bh * BINS + tl.arange(0, BINS))
             if POOLED:
                 count = keep_pooled(
-                    records_ptr, rows_ptr, weights_ptr, units_ptr, tile_ids_ptr, limit, b, h, bh, tile,
+                    records_ptr, rows_ptr, weights_ptr, units_ptr, tile_ids_ptr, histogram, b, h, bh, tile,
                     S, J, BW, ASSEMBLY,
                 )  # fmt: skip
             else:
                 count = keep_per_head(
-                    records_ptr, logits_ptr, peaks_ptr, normalisers_ptr, tile_ids_ptr, limit, b, bh, tile, P,
+                    records_ptr, logits_ptr, peaks_ptr, normalisers_ptr, tile_ids_ptr, histogram, b, bh, tile, P,
                     L, BW,
                 )  # fmt: skip
         tl.store(counts_ptr + bh * P + tile, count)
         tl.debug_barrier()
+    let_successor_start(DEPENDENT)
     peak, mass, acc = attend_rows(
         q_ptr + bh * (G * D),
         records_ptr,
@@ -276,7 +284,8 @@ def attend(q_BHGD: Tensor, batch: TableBatch, plan: TablePlan, work: Workspace) 
         H=plan.kv_heads, G=plan.group, D=plan.head_dim, L=plan.queries, S=plan.subspaces * plan.centroids,
         J=plan.picks, BW=plan.shape.tile_keys // 4, BN=plan.shape.rows, BG=_GROUP_TILE,
         EXACT=plan.shape.exact_programs, POOLED=plan.pooled, ASSEMBLY=q_BHGD.is_cuda, DEPENDENT=dependent,
-        num_warps=plan.shape.warps, num_stages=plan.shape.stages, **({"launch_pdl": True} if dependent else {}),
+        num_warps=plan.shape.warps, num_stages=plan.shape.stages,
+        **plan.shape.options(),
     )  # fmt: skip
 
 

@@ -170,7 +170,14 @@ class LaunchShape:
     sample_programs: int = 8
     warps: int = 4
     stages: int = 3
+    registers: int = 0
+    pick_apart: bool = False
     dependent_launch: bool = False
+
+    def options(self) -> dict[str, int | bool]:
+        """Launch options of the attention kernel that are not always given."""
+        options: dict[str, int | bool] = {"maxnreg": self.registers} if self.registers else {}
+        return options | ({"launch_pdl": True} if self.dependent_launch else {})
 
 
 def launch_shape(max_keys: int, rows: int, pooled: bool) -> LaunchShape:
@@ -182,11 +189,9 @@ def launch_shape(max_keys: int, rows: int, pooled: bool) -> LaunchShape:
     few = max_keys * rows <= 2**21
     tile = 2048 if few else 4096
     samples = max(8, min(64, max_keys // 16 // 1024))
-    return LaunchShape(
-        tile_keys=tile,
-        sample_programs=samples if rows <= 32 else max(8, samples // 2),
-        dependent_launch=False,
-    )
+    if rows > 32:
+        return LaunchShape(tile_keys=tile, sample_programs=max(8, samples // 2), pick_apart=True)
+    return LaunchShape(tile_keys=tile, sample_programs=samples, registers=128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +271,8 @@ class Workspace:
 
     rows [B, H, L, J] int32 and weights [B, H, L, J/4] int32: the picked table rows with their weights, one byte each;
     units [B, H, L, 2] float32: what one unit of a sum is worth as a logit, and the largest sum there can be.
-    logits [B, H, L, P, tile/4] int32: four logits in a word, a byte each, in eighths of an octave below the tile's
-    peak; peaks, masses [B, H, L, P] float32: log2 of the largest weight and the sum of weights relative to it;
+    logits [B, H, L, P, tile/4] int32: four weights exp(logit) in a word, relative to the tile's largest, a byte each (5
+    exponent and 3 mantissa bits); peaks, masses [B, H, L, P] float32: log2 of the largest weight, and the sum of them;
     normalisers [B, H, L] float32: log2 of the sum of all weights. histogram [B, H, BINS] int32, zero between steps.
     ids [B, H, P, tile] int32 and counts [B, H, P] int32: the kept keys of every tile, ascending inside a tile.
     outs [B, H, X, G, d] and lses [B, H, X, G] float32: partial attention states.

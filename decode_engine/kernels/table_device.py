@@ -36,7 +36,13 @@ SAMPLE_WORDS = tl.constexpr(256)  # of one program that samples
 SAMPLE_RUN = tl.constexpr(16)  # consecutive words of a sample
 
 LOG2E = tl.constexpr(1.4426950408889634)
-BYTE_STEPS = tl.constexpr(8.0)  # steps per octave of a logit that is kept as a byte
+BYTE_SHIFT = tl.constexpr(
+    20
+)  # a weight's byte: 5 exponent and 3 mantissa bits of its float32, from 2^-31 to 1
+BYTE_HALF = tl.constexpr(1 << 19)
+BYTE_MASK = tl.constexpr(255 << 20)
+BYTE_BASE = tl.constexpr(768)
+BYTE_LEAST = tl.constexpr(768 << 20)
 BIN_STEPS = tl.constexpr(32.0)  # bins per octave of a summed weight
 BIN_FLOOR = tl.constexpr(
     29.0
@@ -66,9 +72,15 @@ _ADD_FOUR_OPERANDS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r,r")
 
 @triton.jit
 def wait_for_predecessor(DEPENDENT: tl.constexpr) -> None:
-    """With dependent launches: waits for the kernel before, then lets the next one start."""
+    """With dependent launches: waits until the kernel before has ended and what it wrote is visible."""
     if DEPENDENT:
         gdc_wait()
+
+
+@triton.jit
+def let_successor_start(DEPENDENT: tl.constexpr) -> None:
+    """With dependent launches: the next kernel's programs may take the places of those that end."""
+    if DEPENDENT:
         gdc_launch_dependents()
 
 
@@ -111,6 +123,10 @@ def pick_rows(
     offsets = ((h * M + s)[:, None] * C + c[None, :]) * W
     cen = tl.load(cen_ptr + offsets[:, :, None] + i[None, None, :], mask=inside[:, :, None], other=0.0)
     dims = i[None, :] * M + s[:, None] if STRIDED else s[:, None] * W + i[None, :]
+    scales_ptr = field(records_ptr, b, SCALES).to(tl.pointer_type(tl.float32))
+    scales = tl.load(
+        scales_ptr + h * M + s, mask=s < M, other=0.0
+    )  # early: its latency hides behind the centroids'
     heads_ptr = q_ptr + (b * H + h) * (G * D)
     if POOLED:
         q = tl.zeros([J, W], tl.float32)
@@ -122,8 +138,7 @@ def pick_rows(
     products = tl.sum(cen * q[:, None, :], 2)
     products = tl.where(c[None, :] < C, products, float("-inf"))
     nearest = tl.argmax(products, 1).to(tl.int32)
-    scales_ptr = field(records_ptr, b, SCALES).to(tl.pointer_type(tl.float32))
-    weights = tl.maximum(tl.max(products, 1), 0.0) * tl.load(scales_ptr + h * M + s, mask=s < M, other=0.0)
+    weights = tl.maximum(tl.max(products, 1), 0.0) * scales
     largest = tl.max(weights, 0)
     small = tl.floor(weights * tl.where(largest > 0.0, 255.0 / largest, 0.0) + 0.5).to(tl.int32)
     slot = (b * H + h) * L + query
@@ -246,18 +261,28 @@ def tile_count(records_ptr: tl.tensor, b: tl.tensor, BW: tl.constexpr) -> tl.ten
 
 
 @triton.jit
-def searched(records_ptr: tl.tensor, b: tl.tensor, word: tl.tensor, index: tl.constexpr) -> tl.tensor:
-    """Whether key `index` of every word is in the searched range."""
-    key = word * 4 + index
+def searched_range(records_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """The first searched key, and how many there are."""
     first = field(records_ptr, b, FIRST).to(tl.int32)
-    end = field(records_ptr, b, END).to(tl.int32)
-    return (key >= first) & (key < end)
+    return first, (field(records_ptr, b, END).to(tl.int32) - first).to(tl.uint32)
+
+
+@triton.jit
+def searched(word: tl.tensor, index: tl.constexpr, first: tl.tensor, span: tl.tensor) -> tl.tensor:
+    """Whether key `index` of every word is in the searched range: one comparison, keys before it wrap around."""
+    return (word * 4 + (index - first)).to(tl.uint32) < span
 
 
 @triton.jit
 def linear_position(sums: tl.tensor, reach: tl.tensor) -> tl.tensor:
     """Where a sum lies among the bins, which cover everything from -reach to reach; sums are below 2^24."""
     return (sums.to(tl.float32) + reach) * (BINS / (2.0 * reach))
+
+
+@triton.jit
+def linear_cut(limit: tl.tensor, reach: tl.tensor) -> tl.tensor:
+    """The least sum in bin `limit`."""
+    return tl.ceil(limit.to(tl.float32) * (2.0 * reach / BINS) - reach).to(tl.int32)
 
 
 @triton.jit
@@ -282,13 +307,12 @@ def add_to_histogram(
 
 
 @triton.jit
-def threshold(records_ptr: tl.tensor, histogram_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
+def threshold(records_ptr: tl.tensor, counts: tl.tensor, b: tl.tensor) -> tl.tensor:
     """The bin from which on keys are kept, so that about `keep` are, by a histogram of some of the keys; 0 keeps all.
 
     Bin 0 holds everything too small to matter and is kept only where every key is.
     """
     bins = tl.arange(0, BINS)
-    counts = tl.load(histogram_ptr + bins)
     total = tl.sum(counts, 0)
     at_least = (total - tl.cumsum(counts, 0) + counts).to(tl.float32)
     keep = field(records_ptr, b, KEEP).to(tl.float32)

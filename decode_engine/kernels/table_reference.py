@@ -13,7 +13,8 @@ from torch import Tensor
 from decode_engine.kernels.table_batch import BINS, MINI_KEYS, TableBatch, TablePlan, TableSequence, Workspace
 
 _SAMPLE_KEYS, _SAMPLE_RUN_KEYS = 1024, 64
-_BYTE_STEPS, _BIN_STEPS, _BIN_FLOOR = 8.0, 32.0, 29.0
+_BYTE_SHIFT, _BYTE_BASE = 20, 768
+_BIN_STEPS, _BIN_FLOOR = 32.0, 29.0
 _LOG2E = math.log2(math.e)
 
 
@@ -76,26 +77,27 @@ def kept_keys(
         reach = reach_L[0].clamp(min=1.0)
         positions = (sums_LN[0].float() + reach) * (BINS / (2.0 * reach))
         limit = threshold(positions, searched & pooled_sample(keys, plan), sequence)
-        return (positions >= limit) & searched
+        cut = torch.ceil(limit * (2.0 * reach / BINS) - reach)
+        return (sums_LN[0] >= cut) & searched
     logits_LN = (sums_LN.float() * (units_L * _LOG2E)[:, None]).masked_fill(~searched, -torch.inf)
     weights_N = merged_weights(logits_LN, plan)
     positions = (weights_N.clamp(min=1e-30).log2() + _BIN_FLOOR) * _BIN_STEPS
     limit = threshold(positions, searched & block_sample(keys, plan), sequence)
-    return (weights_N >= 2.0 ** (limit / _BIN_STEPS - _BIN_FLOOR)) & searched
+    return (weights_N >= math.exp2(limit / _BIN_STEPS - _BIN_FLOOR)) & searched
 
 
 def merged_weights(logits_LN: Tensor, plan: TablePlan) -> Tensor:
-    """Sum over heads of the softmaxes, [N], with every logit rounded to a step below its tile's peak."""
+    """Sum over heads of the softmaxes, [N], with weights rounded as the kernels round them."""
     keys = torch.arange(logits_LN.shape[1], device=logits_LN.device)
     tile_N = tile_of(keys, plan)[0]
     tiles = int(tile_N.max()) + 1
     peaks_LP = torch.full((len(logits_LN), tiles), -torch.inf, device=keys.device)
     peaks_LP.scatter_reduce_(1, tile_N.expand_as(logits_LN), logits_LN, "amax")
     base_LN = torch.where(torch.isneginf(peaks_LP), 0.0, peaks_LP)[:, tile_N]
-    bytes_LN = ((logits_LN - base_LN) * _BYTE_STEPS + 255.5).clamp(min=0.0).floor()
+    rounded_LN = ((logits_LN - base_LN).exp2().view(torch.int32) + (1 << (_BYTE_SHIFT - 1))) >> _BYTE_SHIFT
+    kept_LN = (rounded_LN.clamp(min=_BYTE_BASE) << _BYTE_SHIFT).view(torch.float32)
     normalisers_L = torch.logsumexp(logits_LN.double() / _LOG2E, 1) * _LOG2E
-    octaves_LN = (bytes_LN - 255.0) / _BYTE_STEPS + base_LN - normalisers_L[:, None]
-    weights_LN: Tensor = octaves_LN.exp2().masked_fill(bytes_LN == 0, 0.0)
+    weights_LN: Tensor = kept_LN * (base_LN - normalisers_L[:, None]).exp2()
     return weights_LN.sum(0).float()
 
 

@@ -7,8 +7,6 @@ itself. Per head: `pick_kernel`, then `score_kernel` leaves a byte per key and h
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,11 @@ from decode_engine.kernels.table_device import (
     BIN_FLOOR,
     BIN_STEPS,
     BINS,
-    BYTE_STEPS,
+    BYTE_BASE,
+    BYTE_HALF,
+    BYTE_LEAST,
+    BYTE_MASK,
+    BYTE_SHIFT,
     KEYS,
     LOG2E,
     MINI_WORDS,
@@ -28,9 +30,11 @@ from decode_engine.kernels.table_device import (
     add_to_histogram,
     bin_or_none,
     field,
+    let_successor_start,
     linear_position,
     pick_rows,
     searched,
+    searched_range,
     sum_rows,
     tile_count,
     tile_words,
@@ -66,6 +70,7 @@ def pick_kernel(
         q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, bh // H, bh % H, tl.program_id(0), scale,
         H, G, D, M, C, J, CP, STRIDED, POOLED,
     )  # fmt: skip
+    let_successor_start(DEPENDENT)
 
 
 @triton.jit
@@ -85,22 +90,25 @@ def sample_kernel(
     J: tl.constexpr,
     CP: tl.constexpr,
     STRIDED: tl.constexpr,
+    PICK: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Picks for the pooled query and counts the scores of evenly spread runs of keys.
+    """Counts the pooled query's scores of evenly spread runs of keys.
 
-    Every program picks for itself and writes the same rows: that costs less than another launch.
+    With PICK every program picks for itself first and writes the same rows: for few programs that costs less than
+    another launch.
     """
     wait_for_predecessor(DEPENDENT)
     bh = tl.program_id(1)
     b = bh // H
     h = bh % H
-    pick_rows(
-        q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, h, 0, scale,
-        H, G, D, M, C, J, CP, STRIDED, True,
-    )  # fmt: skip
-    tl.debug_barrier()
+    if PICK:
+        pick_rows(
+            q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, h, 0, scale,
+            H, G, D, M, C, J, CP, STRIDED, True,
+        )  # fmt: skip
+        tl.debug_barrier()
     runs = tl.cdiv(field(records_ptr, b, KEYS).to(tl.int32), 4 * SAMPLE_RUN)
     sampled = tl.num_programs(0) * (SAMPLE_WORDS // SAMPLE_RUN)
     j = tl.arange(0, SAMPLE_WORDS)
@@ -110,14 +118,16 @@ def sample_kernel(
     mask = run < runs
     a0, a1, a2, a3 = sum_rows(records_ptr, rows_ptr, weights_ptr, b, h, bh, word, mask, M * C, J, ASSEMBLY)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
+    first, span = searched_range(records_ptr, b)
     add_to_histogram(
-        bin_or_none(linear_position(a0, reach), searched(records_ptr, b, word, 0) & mask),
-        bin_or_none(linear_position(a1, reach), searched(records_ptr, b, word, 1) & mask),
-        bin_or_none(linear_position(a2, reach), searched(records_ptr, b, word, 2) & mask),
-        bin_or_none(linear_position(a3, reach), searched(records_ptr, b, word, 3) & mask),
+        bin_or_none(linear_position(a0, reach), searched(word, 0, first, span) & mask),
+        bin_or_none(linear_position(a1, reach), searched(word, 1, first, span) & mask),
+        bin_or_none(linear_position(a2, reach), searched(word, 2, first, span) & mask),
+        bin_or_none(linear_position(a3, reach), searched(word, 3, first, span) & mask),
         histogram_ptr + bh * BINS,
         SAMPLE_WORDS,
     )
+    let_successor_start(DEPENDENT)
 
 
 @triton.jit
@@ -149,51 +159,55 @@ def score_kernel(
             records_ptr, rows_ptr, weights_ptr, b, bh % H, slot, word, mask, S, J, ASSEMBLY
         )
         unit = tl.load(units_ptr + slot * 2) * LOG2E
-        x0 = tl.where(searched(records_ptr, b, word, 0), a0.to(tl.float32) * unit, float("-inf"))
-        x1 = tl.where(searched(records_ptr, b, word, 1), a1.to(tl.float32) * unit, float("-inf"))
-        x2 = tl.where(searched(records_ptr, b, word, 2), a2.to(tl.float32) * unit, float("-inf"))
-        x3 = tl.where(searched(records_ptr, b, word, 3), a3.to(tl.float32) * unit, float("-inf"))
+        first, span = searched_range(records_ptr, b)
+        x0 = tl.where(searched(word, 0, first, span), a0.to(tl.float32) * unit, float("-inf"))
+        x1 = tl.where(searched(word, 1, first, span), a1.to(tl.float32) * unit, float("-inf"))
+        x2 = tl.where(searched(word, 2, first, span), a2.to(tl.float32) * unit, float("-inf"))
+        x3 = tl.where(searched(word, 3, first, span), a3.to(tl.float32) * unit, float("-inf"))
         peak = tl.max(tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)), 0)
         base = tl.where(peak == float("-inf"), 0.0, peak)
-        mass = tl.sum(tl.exp2(x0 - base) + tl.exp2(x1 - base) + tl.exp2(x2 - base) + tl.exp2(x3 - base), 0)
-        packed = to_byte(x0, base) | (to_byte(x1, base) << 8)
-        packed |= (to_byte(x2, base) << 16) | (to_byte(x3, base) << 24)
+        w0, w1, w2, w3 = tl.exp2(x0 - base), tl.exp2(x1 - base), tl.exp2(x2 - base), tl.exp2(x3 - base)
+        packed = to_byte(w0) | (to_byte(w1) << 8) | (to_byte(w2) << 16) | (to_byte(w3) << 24)
         place = slot * (tl.num_programs(0) // L) + tile
         tl.store(logits_ptr + place.to(tl.int64) * BW + tl.arange(0, BW), packed)
         tl.store(peaks_ptr + place, peak)
-        tl.store(masses_ptr + place, mass)
+        tl.store(masses_ptr + place, tl.sum(w0 + w1 + w2 + w3, 0))
+    let_successor_start(DEPENDENT)
 
 
 @triton.jit
-def to_byte(logits: tl.tensor, peak: tl.tensor) -> tl.tensor:
-    """A logit in octaves as steps below the peak, which is 255."""
-    return tl.floor(tl.maximum((logits - peak) * BYTE_STEPS + 255.5, 0.0)).to(tl.int32)
+def to_byte(weight: tl.tensor) -> tl.tensor:
+    """A weight from 0 to 1 as 5 exponent and 3 mantissa bits, rounded."""
+    rounded = (weight.to(tl.int32, bitcast=True) + BYTE_HALF) >> BYTE_SHIFT
+    return tl.maximum(rounded - BYTE_BASE, 0)
+
+
+@triton.jit
+def of_byte(words: tl.tensor, index: tl.constexpr) -> tl.tensor:
+    """The weight in byte `index` of every word: two integer operations."""
+    moved = words >> 4 if index == 3 else words << (20 - 8 * index)
+    bits = (moved & BYTE_MASK) | BYTE_LEAST
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def summed_weights(
     logits_ptr: tl.tensor,
-    shift: tl.tensor,
+    factor: tl.tensor,
     place: tl.tensor,
     word: tl.tensor,
     mask: tl.tensor,
     w: tl.tensor,
     BW: tl.constexpr,
 ) -> tl.tensor:
-    """Adds one head's softmax of the four keys of every word to w; shift turns a peak's weight into its share."""
+    """Adds one head's softmax of the four keys of every word to w; factor: a peak's share of all weights."""
     w0, w1, w2, w3 = w
     x = tl.load(logits_ptr + place.to(tl.int64) * BW + word, mask=mask, other=0)
-    w0 += weight_of(x & 255, shift)
-    w1 += weight_of((x >> 8) & 255, shift)
-    w2 += weight_of((x >> 16) & 255, shift)
-    w3 += weight_of((x >> 24) & 255, shift)
+    w0 += of_byte(x, 0) * factor
+    w1 += of_byte(x, 1) * factor
+    w2 += of_byte(x, 2) * factor
+    w3 += of_byte(x, 3) * factor
     return w0, w1, w2, w3
-
-
-@triton.jit
-def weight_of(steps: tl.tensor, shift: tl.tensor) -> tl.tensor:
-    """2 ** (a byte's octaves + shift)."""
-    return tl.where(steps > 0, tl.exp2((steps - 255).to(tl.float32) * (1.0 / BYTE_STEPS) + shift), 0.0)
 
 
 @triton.jit
@@ -233,20 +247,22 @@ def combine_kernel(
         normaliser = highest + tl.log2(tl.sum(masses * tl.exp2(peaks - highest), 0))
         tl.store(normalisers_ptr + slot, normaliser)
         peak = tl.load(peaks_ptr + slot * P + tile, mask=inside, other=0.0)
-        w = summed_weights(logits_ptr, peak - normaliser, slot * P + tile, within, inside, w, BW)
+        w = summed_weights(logits_ptr, tl.exp2(peak - normaliser), slot * P + tile, within, inside, w, BW)
     w0, w1, w2, w3 = w
     blocks = tl.cdiv(field(records_ptr, b, KEYS).to(tl.int32), 4 * MINI_WORDS)
     block = (tile % (BW // MINI_WORDS)) * tiles + tile
     word = block * MINI_WORDS + j % MINI_WORDS
     inside = inside & (block < blocks)
+    first, span = searched_range(records_ptr, b)
     add_to_histogram(
-        bin_or_none(octave_position(w0), searched(records_ptr, b, word, 0) & inside),
-        bin_or_none(octave_position(w1), searched(records_ptr, b, word, 1) & inside),
-        bin_or_none(octave_position(w2), searched(records_ptr, b, word, 2) & inside),
-        bin_or_none(octave_position(w3), searched(records_ptr, b, word, 3) & inside),
+        bin_or_none(octave_position(w0), searched(word, 0, first, span) & inside),
+        bin_or_none(octave_position(w1), searched(word, 1, first, span) & inside),
+        bin_or_none(octave_position(w2), searched(word, 2, first, span) & inside),
+        bin_or_none(octave_position(w3), searched(word, 3, first, span) & inside),
         histogram_ptr + bh * BINS,
         TILES * MINI_WORDS,
     )
+    let_successor_start(DEPENDENT)
 
 
 @triton.jit
@@ -260,12 +276,45 @@ def search(q_BHGD: Tensor, batch: TableBatch, plan: TablePlan, work: Workspace) 
 
     q_BHGD: [B, H, G, d] contiguous, fp16 or bf16. The histogram has to be zero. Does not wait for the device.
     """
-    sequences = q_BHGD.shape[0]
-    rows = sequences * plan.kv_heads
-    common: dict[str, Any] = {"H": plan.kv_heads, "DEPENDENT": plan.shape.dependent_launch}
-    assembly = q_BHGD.is_cuda
-    launch = {"launch_pdl": True} if plan.shape.dependent_launch else {}
-    pick = {
+    rows, words, tiles = q_BHGD.shape[0] * plan.kv_heads, plan.shape.tile_keys // 4, plan.tiles
+    options = launch_options(plan)
+    picked = (work.rows, work.weights, work.units)
+    table = {"J": plan.picks, "ASSEMBLY": q_BHGD.is_cuda}
+    if plan.pooled and not plan.shape.pick_apart:
+        sample_kernel[(plan.shape.sample_programs, rows)](
+            q_BHGD, batch.records_BF, *picked, work.histogram, plan.scale, **pick_sizes(plan), **options,
+            PICK=True, ASSEMBLY=q_BHGD.is_cuda, num_warps=8,
+        )  # fmt: skip
+        return
+    pick(q_BHGD, batch, plan, work)
+    if plan.pooled:
+        sample_kernel[(plan.shape.sample_programs, rows)](
+            q_BHGD, batch.records_BF, *picked, work.histogram, plan.scale, **pick_sizes(plan), **options,
+            PICK=False, ASSEMBLY=q_BHGD.is_cuda,
+        )  # fmt: skip
+        return
+    scored = (work.logits, work.peaks, work.masses)
+    score_kernel[(plan.queries * tiles, rows)](
+        batch.records_BF, *picked, *scored, L=plan.queries, S=plan.subspaces * plan.centroids, BW=words,
+        **table, **options,
+    )  # fmt: skip
+    combine_kernel[(triton.cdiv(tiles, _COMBINE_TILES), rows)](
+        batch.records_BF, *scored, work.normalisers, work.histogram, tiles, L=plan.queries, BW=words,
+        PP=triton.next_power_of_2(tiles), TILES=_COMBINE_TILES, **options,
+    )  # fmt: skip
+
+
+def pick(q_BHGD: Tensor, batch: TableBatch, plan: TablePlan, work: Workspace) -> None:
+    """Launches the choice of the nearest centroids alone: fills rows, weights and units of `work`."""
+    pick_kernel[(plan.queries, q_BHGD.shape[0] * plan.kv_heads)](
+        q_BHGD, batch.records_BF, work.rows, work.weights, work.units, plan.scale, **pick_sizes(plan),
+        POOLED=plan.pooled, num_warps=8, **launch_options(plan),
+    )  # fmt: skip
+
+
+def pick_sizes(plan: TablePlan) -> dict[str, int | bool]:
+    """What kernels that pick are compiled for."""
+    return {
         "G": plan.group,
         "D": plan.head_dim,
         "M": plan.subspaces,
@@ -274,46 +323,13 @@ def search(q_BHGD: Tensor, batch: TableBatch, plan: TablePlan, work: Workspace) 
         "CP": triton.next_power_of_2(plan.centroids),
         "STRIDED": plan.strided,
     }
-    picked = (work.rows, work.weights, work.units)
-    records = batch.records_BF
-    if plan.pooled:
-        sample_kernel[(plan.shape.sample_programs, rows)](
-            q_BHGD,
-            records,
-            *picked,
-            work.histogram,
-            plan.scale,
-            **pick,
-            ASSEMBLY=assembly,
-            **common,
-            **launch,
-        )
-        return
-    tile_words_, tiles = plan.shape.tile_keys // 4, plan.tiles
-    pick_kernel[(plan.queries, rows)](
-        q_BHGD, records, *picked, plan.scale, **pick, POOLED=False, **common, **launch
-    )
-    scored = (work.logits, work.peaks, work.masses)
-    score_kernel[(plan.queries * tiles, rows)](
-        records, *picked, *scored, L=plan.queries, S=plan.subspaces * plan.centroids, J=plan.picks,
-        BW=tile_words_, ASSEMBLY=assembly, **common, **launch,
-    )  # fmt: skip
-    combine_kernel[(triton.cdiv(tiles, _COMBINE_TILES), rows)](
-        records, *scored, work.normalisers, work.histogram, tiles, L=plan.queries, BW=tile_words_,
-        PP=triton.next_power_of_2(tiles), TILES=_COMBINE_TILES, **common, **launch,
-    )  # fmt: skip
 
 
-def nearest_centroids(
-    q_BHGD: Tensor, batch: TableBatch, plan: TablePlan, work: Workspace
-) -> tuple[Tensor, Tensor]:
-    """Picked table rows [B, H, L, J] int32 and their weights [B, H, L, J] float32, in logits per table unit."""
-    pick_kernel[(plan.queries, q_BHGD.shape[0] * plan.kv_heads)](
-        q_BHGD, batch.records_BF, work.rows, work.weights, work.units, plan.scale,
-        H=plan.kv_heads, G=plan.group, D=plan.head_dim, M=plan.subspaces, C=plan.centroids, J=plan.picks,
-        CP=triton.next_power_of_2(plan.centroids), STRIDED=plan.strided, POOLED=plan.pooled, DEPENDENT=False,
-    )  # fmt: skip
-    return work.rows, unpacked_weights(work)
+def launch_options(plan: TablePlan) -> dict[str, int | bool]:
+    """What every kernel is told."""
+    dependent = plan.shape.dependent_launch
+    options: dict[str, int | bool] = {"H": plan.kv_heads, "DEPENDENT": dependent}
+    return options | ({"launch_pdl": True} if dependent else {})
 
 
 def unpacked_weights(work: Workspace) -> Tensor:

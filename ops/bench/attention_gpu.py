@@ -20,6 +20,7 @@ import platform
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -39,8 +40,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
-from decode_engine.kernels.merge_states import merge_into
-from decode_engine.kernels.table_attention import attend, table_attention
+from decode_engine.kernels.table_attention import table_attention
 from decode_engine.kernels.table_batch import (
     MINI_KEYS,
     LaunchShape,
@@ -52,7 +52,6 @@ from decode_engine.kernels.table_batch import (
     launch_shape,
 )
 from decode_engine.kernels.table_reference import attend_exactly, table_attention_reference
-from decode_engine.kernels.table_search import search
 
 KV_HEADS, GROUP, HEAD_DIM, DTYPE = 8, 4, 128, torch.bfloat16
 SINKS, RECENT, TAIL = 10, 64, 16
@@ -163,10 +162,11 @@ def eager_us(steps: Sequence[Callable[[], object]]) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of a plain copy of 4 GiB."""
-    source = torch.empty(2**31, dtype=torch.int16, device="cuda").random_()
+    """Bytes per second, read and written, of a plain copy of 4 GiB: the faster of a memory copy and a kernel."""
+    source = torch.empty(2**30, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
-    return 2 * source.nbytes / (graph_us([lambda: target.copy_(source)]) * 1e-6)
+    ways = (partial(target.copy_, source), partial(torch.bitwise_not, source, out=target))
+    return 2 * source.nbytes / (min(graph_us([way]) for way in ways) * 1e-6)
 
 
 def time_full(memory: Memory) -> dict[str, float]:
@@ -188,7 +188,7 @@ def time_full(memory: Memory) -> dict[str, float]:
                 return scaled_dot_product_attention(q[copy], keys[copy], values[copy], enable_gqa=True)
 
             try:
-                with sdpa_kernel(backend):
+                with warnings.catch_warnings(action="ignore"), sdpa_kernel(backend):
                     found[f"{backend.name.lower()}, {layout}"] = graph_us(
                         [partial(step, copy) for copy in range(copies)]
                     )
@@ -262,31 +262,36 @@ def measure(memory: Memory, figure: Figure, share: float, shape: LaunchShape, pa
         "launch": asdict(shape),
     }
     if parts:
-        only_search = graph_us([partial(search, *c, plan, work) for c in calls])
 
-        def both(c: tuple[Tensor, TableBatch]) -> None:
-            search(*c, plan, work)
-            attend(*c, plan, work)
+        def turn() -> None:
+            for call in calls:
+                table_attention(*call, plan, work)
 
-        to_attend = graph_us([partial(both, c) for c in calls])
-        result["search_us"], result["attend_us"] = only_search, to_attend - only_search
-        result["merge_us"] = graph_us(
-            [lambda: merge_into(work.outs, work.lses, work.out, work.lse, work.histogram)]
-        )
+        result["kernels_us"] = kernel_times(turn)
     return result
 
 
 def shapes_to_try(shape: LaunchShape) -> list[LaunchShape]:
     """Neighbours of a launch shape, for --sweep."""
-    tiles = [replace(shape, tile_keys=tile) for tile in (shape.tile_keys // 2, shape.tile_keys * 2)]
-    others = [
-        replace(shape, dependent_launch=not shape.dependent_launch),
-        replace(shape, warps=12 - shape.warps),
-        replace(shape, rows=32),
-        replace(shape, stages=1),
-        replace(shape, exact_programs=1),
+    tile = shape.tile_keys
+    tries = [replace(shape, registers=limit, rows=rows) for limit in (128, 96, 80) for rows in (64, 32)]
+    narrow = replace(shape, registers=96)
+    return [
+        *tries,
+        *(replace(narrow, stages=stages) for stages in (1, 2)),
+        *(replace(narrow, tile_keys=size) for size in (tile * 2, tile // 2)),
+        replace(narrow, dependent_launch=True),
+        replace(narrow, pick_apart=not shape.pick_apart),
     ]
-    return [shape, *tiles, *others]
+
+
+def kernel_times(step: Callable[[], object]) -> dict[str, float]:
+    """Mean microseconds of every kernel of a step, by torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(TURNS):
+            step()
+        torch.cuda.synchronize()
+    return {event.key: round(event.device_time_total / event.count, 2) for event in profile.key_averages()}
 
 
 def run_figure(
