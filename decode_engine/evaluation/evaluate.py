@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decode_engine.evaluation.machine import describe_machine
+from decode_engine.evaluation.machine import describe_machine, return_free_memory
 from decode_engine.evaluation.prefill_command import PrefillCommand
 from decode_engine.evaluation.progress import Advance, StartStage
 from decode_engine.evaluation.results import Results, write_results
@@ -127,6 +127,7 @@ class _Evaluation:
             reference_TV = reference_log_probs(runner, context, variants[0].method, segment)
             for variant, tally in zip(variants, tallies, strict=True):
                 tally.scores.append(score_segment(runner, context, variant.method, segment, reference_TV))
+            return_free_memory()
             advance()
         steps = segments[-1].token_ids[: TIMED_STEPS + WARM_UP_STEPS]
         for variant, tally in zip(variants, tallies, strict=True):
