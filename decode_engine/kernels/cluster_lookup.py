@@ -20,8 +20,8 @@ from torch import Tensor
 
 from decode_engine.kernels.cluster_tables import BINS, ClusterTables, Scores, always_listed, table
 from decode_engine.kernels.key_values import check_queries
-from decode_engine.kernels.partials import LOG2E
-from decode_engine.kernels.sparse_attention import load_group
+from decode_engine.kernels.partials import LOG2E, chained, wait_for_launch
+from decode_engine.kernels.sparse_attention import grow, load_group, store_partial
 
 RANGE = 64.0
 """Distance from the heaviest possible cluster, in units of log2, from which on all weights share the lowest bin."""
@@ -33,15 +33,28 @@ def score_clusters(q_RGD: Tensor, tables: ClusterTables, scale: float, rank: boo
     q_RGD: [B * H, G, d] contiguous, in the dtype of the means, as compared (moved where the clusters are windowed).
     Raises InvalidArgumentError for queries that do not fit.
     """
-    rows = len(tables.contexts) * tables.heads
-    check_queries(q_RGD, rows, tables.head_dim, tables.dtype)
-    group, width = q_RGD.shape[1], tables.width
-    piece = split_size(rows, width)
-    splits = triton.cdiv(width, piece)
+    rows, group, width = len(tables.contexts) * tables.heads, q_RGD.shape[1], tables.width
+    splits = triton.cdiv(width, split_size(rows, width))
     spread = tables.contexts[0].variances_HCD is not None
     scores = Scores.allocate(rows, group, width, splits, spread, q_RGD.device)
+    look_up(q_RGD, tables, scale, scores, None)
+    if rank:
+        bin_weights(scores)
+    return scores
+
+
+def look_up(
+    q_RGD: Tensor, tables: ClusterTables, scale: float, scores: Scores, sums_RSGD: Tensor | None
+) -> None:
+    """First launch, into `scores`; with sums [R, S, G, d] also attention to the clusters' means, a slot per split.
+
+    Those sums and the normaliser's parts are the partial attention to all keys, each as the mean of its cluster.
+    """
+    rows, slots = scores.peaks_RSG.shape[:2]
+    check_queries(q_RGD, rows, tables.head_dim, tables.dtype)
+    piece = split_size(rows, tables.width)
     whole = tables.dtype == torch.float32
-    lookup_kernel[(splits, rows)](
+    lookup_kernel[(scores.splits, rows)](
         q_RGD,
         tables.addresses_BA,
         tables.shapes_BX,
@@ -52,25 +65,25 @@ def score_clusters(q_RGD: Tensor, tables: ClusterTables, scale: float, rank: boo
         scores.taken_RGC,
         scores.peaks_RSG,
         scores.totals_RSG,
+        sums_RSGD,
         scores.histogram_RB,
         scores.counts_R,
-        width,
-        splits,
+        tables.width,
+        slots,
         scale,
         HEADS=tables.heads,
-        GROUP=group,
+        GROUP=q_RGD.shape[1],
         DIM=tables.head_dim,
         PIECE=piece,
         TILE=64,
         BINS=BINS,
-        SPREAD=spread,
+        SPREAD=scores.spreads_RGC is not None,
+        ATTEND=sums_RSGD is not None,
         STAGES=1 if piece <= 64 or whole else 3,
         PRECISION="ieee" if whole else "tf32",
         num_warps=4,
+        **chained(q_RGD.device),
     )
-    if rank:
-        bin_weights(scores, tables)
-    return scores
 
 
 def split_size(rows: int, width: int) -> int:
@@ -79,10 +92,9 @@ def split_size(rows: int, width: int) -> int:
     return min(512, max(64, int(triton.next_power_of_2(max(1, wanted)))))
 
 
-def bin_weights(scores: Scores, tables: ClusterTables) -> None:
+def bin_weights(scores: Scores) -> None:
     """Second launch: bins of the clusters' weights and keys per bin, into `scores`."""
     rows, group, width = scores.logits_RGC.shape
-    splits = scores.peaks_RSG.shape[1]
     block = 512 if rows * width <= 2**18 else 2048
     bin_kernel[(triton.cdiv(width, block), rows)](
         scores.logits_RGC,
@@ -92,13 +104,15 @@ def bin_weights(scores: Scores, tables: ClusterTables) -> None:
         scores.bins_RC,
         scores.histogram_RB,
         width,
-        splits,
+        scores.splits,
+        scores.peaks_RSG.shape[1],
         GROUP=group,
         BLOCK=block,
-        SPLITS=triton.next_power_of_2(splits),
+        SPLITS=triton.next_power_of_2(scores.splits),
         BINS=BINS,
         RANGE=RANGE,
         num_warps=4,
+        **chained(scores.left_RC.device),
     )
 
 
@@ -146,7 +160,42 @@ def _bin_weights_reference(scores: Scores) -> None:
     scores.histogram_RB.zero_().scatter_add_(1, bins, counts)
 
 
-@triton.jit(do_not_specialize=["width", "splits"])
+@triton.jit
+def reset_row(
+    histogram_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    shapes_ptr: tl.tensor,
+    ranges_ptr: tl.tensor,
+    row: tl.tensor,
+    sequence: tl.tensor,
+    BINS: tl.constexpr,
+) -> None:
+    """Empties what later launches add to."""
+    bins = tl.arange(0, BINS)
+    tl.store(histogram_ptr + row * BINS + bins, tl.zeros([BINS], tl.int32))
+    tl.store(counts_ptr + row, always_listed(shapes_ptr, ranges_ptr, sequence))
+
+
+@triton.jit
+def spread_logits(
+    q: tl.tensor, variances_ptrs: tl.tensor, exists: tl.tensor, scale: tl.tensor, PRECISION: tl.constexpr
+) -> tl.tensor:
+    """log2(1 + v / 2) with the variance v of the logits of every cluster's keys."""
+    variances = tl.load(variances_ptrs, mask=exists[:, None], other=0.0)
+    scaled = q.to(tl.float32) * scale
+    squares = (scaled * scaled).to(variances.dtype)
+    return tl.log2(1.0 + 0.5 * tl.dot(squares, tl.trans(variances), input_precision=PRECISION))
+
+
+@triton.jit
+def add_weights(peaks: tl.tensor, totals: tl.tensor, logits: tl.tensor) -> tl.tensor:
+    """A running softmax without values."""
+    higher = tl.maximum(peaks, tl.max(logits, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    return higher, totals * tl.exp2(peaks - base) + tl.sum(tl.exp2(logits - base[:, None]), 1)
+
+
+@triton.jit(do_not_specialize=["width", "slots"])
 def lookup_kernel(
     q_ptr: tl.tensor,
     addresses_ptr: tl.tensor,
@@ -158,10 +207,11 @@ def lookup_kernel(
     taken_ptr: tl.tensor,
     peaks_ptr: tl.tensor,
     totals_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
     histogram_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     width: tl.tensor,
-    splits: tl.tensor,
+    slots: tl.tensor,
     scale: tl.tensor,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -170,10 +220,13 @@ def lookup_kernel(
     TILE: tl.constexpr,
     BINS: tl.constexpr,
     SPREAD: tl.constexpr,
+    ATTEND: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     """One program per (PIECE centroids, row)."""
+    wait_for_launch(CHAINED)
     split = tl.program_id(0)
     row = tl.program_id(1)
     sequence = row // HEADS
@@ -181,17 +234,17 @@ def lookup_kernel(
     before = (row % HEADS).to(tl.int64) * clusters
     element: tl.constexpr = q_ptr.dtype.element_ty
     means_ptr = table(addresses_ptr, sequence, 0, element) + before * DIM
+    values_ptr = table(addresses_ptr, sequence, 1, element) + before * DIM
     sizes_ptr = table(addresses_ptr, sequence, 2, tl.int32) + before
     if split == 0:
-        bins = tl.arange(0, BINS)
-        tl.store(histogram_ptr + row * BINS + bins, tl.zeros([BINS], tl.int32))
-        tl.store(counts_ptr + row, always_listed(shapes_ptr, ranges_ptr, sequence))
+        reset_row(histogram_ptr, counts_ptr, shapes_ptr, ranges_ptr, row, sequence, BINS)
     dims = tl.arange(0, DIM)
     heads = tl.arange(0, 16)
     q = load_group(q_ptr, row, GROUP, DIM, 16)
     logits_row = (row.to(tl.int64) * GROUP + heads)[:, None] * width
     peaks = tl.full([16], float("-inf"), tl.float32)
     totals = tl.zeros([16], tl.float32)
+    sums = tl.zeros([16, DIM], tl.float32)
     for start in tl.range(split * PIECE, split * PIECE + PIECE, TILE, num_stages=STAGES):
         at = start + tl.arange(0, TILE)
         exists = at < clusters
@@ -206,23 +259,24 @@ def lookup_kernel(
         tl.store(left_ptr + row.to(tl.int64) * width + at, sizes, mask=at < width)
         if SPREAD:
             variances_ptr = table(addresses_ptr, sequence, 6, element) + before * DIM
-            variances = tl.load(variances_ptr + offsets, mask=exists[:, None], other=0.0)
-            scaled = q.to(tl.float32) * scale
-            squares = (scaled * scaled).to(element)
-            spread = tl.dot(squares, tl.trans(variances), input_precision=PRECISION)
-            tl.store(spreads_ptr + into, tl.log2(1.0 + 0.5 * spread), mask=inside)
+            spreads = spread_logits(q, variances_ptr + offsets, exists, scale, PRECISION)
+            tl.store(spreads_ptr + into, spreads, mask=inside)
             tl.store(taken_ptr + into, tl.zeros([16, TILE], tl.float32), mask=inside)
         sized = logits * 1.4426950408889634 + tl.log2(tl.maximum(sizes, 1).to(tl.float32))[None, :]
-        higher = tl.maximum(peaks, tl.max(sized, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        totals = totals * tl.exp2(peaks - base) + tl.sum(tl.exp2(sized - base[:, None]), 1)
-        peaks = higher
-    at_split = (row * splits + split) * GROUP + heads
-    tl.store(peaks_ptr + at_split, peaks, mask=heads < GROUP)
-    tl.store(totals_ptr + at_split, totals, mask=heads < GROUP)
+        if ATTEND:
+            values = tl.load(values_ptr + offsets, mask=exists[:, None], other=0.0)
+            peaks, totals, sums = grow(peaks, totals, sums, sized, values, PRECISION)
+        else:
+            peaks, totals = add_weights(peaks, totals, sized)
+    if ATTEND:
+        store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, split, peaks, totals, sums, GROUP, DIM, 16)
+    else:
+        at_split = (row * slots + split) * GROUP + heads
+        tl.store(peaks_ptr + at_split, peaks, mask=heads < GROUP)
+        tl.store(totals_ptr + at_split, totals, mask=heads < GROUP)
 
 
-@triton.jit(do_not_specialize=["width", "splits"])
+@triton.jit(do_not_specialize=["width", "splits", "slots"])
 def bin_kernel(
     logits_ptr: tl.tensor,
     left_ptr: tl.tensor,
@@ -232,13 +286,16 @@ def bin_kernel(
     histogram_ptr: tl.tensor,
     width: tl.tensor,
     splits: tl.tensor,
+    slots: tl.tensor,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     BINS: tl.constexpr,
     RANGE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     """One program per (BLOCK clusters, row)."""
+    wait_for_launch(CHAINED)
     row = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -246,7 +303,7 @@ def bin_kernel(
     weights = tl.zeros([BLOCK], tl.float32)
     highest = 0.0
     for head in tl.static_range(GROUP):
-        part = (row * splits + every) * GROUP + head
+        part = (row * slots + every) * GROUP + head
         peaks = tl.load(peaks_ptr + part, mask=every < splits, other=float("-inf"))
         totals = tl.load(totals_ptr + part, mask=every < splits, other=0.0)
         peak = tl.max(peaks, 0)

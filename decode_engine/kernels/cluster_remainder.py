@@ -15,12 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.cluster_lookup import score_clusters
 from decode_engine.kernels.cluster_parts import add_clusters, take_values
-from decode_engine.kernels.cluster_selection import select_clusters
 from decode_engine.kernels.cluster_tables import ClusterTables, Scores, always_listed, table
 from decode_engine.kernels.key_values import KeyValues
-from decode_engine.kernels.partials import LOG2E, Partials, merge_partials
+from decode_engine.kernels.partials import LOG2E, Partials, chained, wait_for_launch
 from decode_engine.kernels.sparse_attention import (
     TakeOut,
     attend_piece,
@@ -35,26 +33,6 @@ from index_store.errors import InvalidArgumentError
 
 KINDS = ("monopole", "centred")
 _TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-def attend_clusters(
-    q_RGD: Tensor,
-    looked_up_RGD: Tensor,
-    kv: KeyValues,
-    tables: ClusterTables,
-    budgets_R: Tensor,
-    capacity: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Key clusters up to a token budget, and the others through their means (Multipole Attention section 3.2).
-
-    q_RGD, looked_up_RGD: queries as attended and as compared with the clusters. Others as in `select_clusters`.
-    Returns out [R, G, d] and lse [R, G] over all keys of the contexts, and counts [R] of those attended exactly.
-    """
-    scores = score_clusters(looked_up_RGD, tables, scale)
-    ids, counts = select_clusters(scores, tables, budgets_R, capacity)
-    partials = attend_with_monopole(q_RGD, kv, ids, counts, scores, tables, scale)
-    return *merge_partials(partials), counts
 
 
 def attend_with_monopole(
@@ -165,6 +143,7 @@ def _launch(
         SPAN_STAGES=1 if span <= 64 or whole else 3,
         PRECISION="ieee" if whole else "tf32",
         num_warps=4,
+        **chained(q_RGD.device),
     )
 
 
@@ -236,8 +215,10 @@ def remainder_kernel(
     STAGES: tl.constexpr,
     SPAN_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     """One program per (row, SPAN clusters), per piece of the list that takes values away, per piece to attend to."""
+    wait_for_launch(CHAINED)
     program = tl.program_id(0)
     row = tl.program_id(1)
     sequence = row // HEADS

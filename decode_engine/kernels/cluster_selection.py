@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decode_engine.kernels.cluster_tables import BINS, ClusterTables, Scores, table
+from decode_engine.kernels.partials import chained, wait_for_launch
 from index_store.errors import InvalidArgumentError
 
 _GONE = -(2**30)
@@ -58,6 +59,7 @@ def select_clusters(
         BINS=BINS,
         GONE=_GONE,
         num_warps=4,
+        **chained(ids.device),
     )
     return ids, scores.counts_R
 
@@ -142,9 +144,11 @@ def select_kernel(
     MEMBERS: tl.constexpr,
     BINS: tl.constexpr,
     GONE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
-    """One program per (PIECE clusters, row), and one more per row for the keys outside the range."""
-    piece = tl.program_id(0)
+    """One program per (PIECE clusters, row), and one more per row, the first, for the keys outside the range."""
+    wait_for_launch(CHAINED)
+    piece = tl.program_id(0) - 1
     row = tl.program_id(1)
     sequence = row // HEADS
     head = (row % HEADS).to(tl.int64)
@@ -154,7 +158,7 @@ def select_kernel(
     end_key = tl.load(ranges_ptr + sequence * 2 + 1)
     left_row = left_ptr + row.to(tl.int64) * width
     ids_row = ids_ptr + row.to(tl.int64) * capacity
-    if piece == tl.num_programs(0) - 1:
+    if piece < 0:
         assignment_ptr = table(addresses_ptr, sequence, 5, tl.int32) + head * keys
         list_always(ids_row, left_row, assignment_ptr, first_key, end_key, keys, capacity, TILE)
     else:

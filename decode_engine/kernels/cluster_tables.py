@@ -133,7 +133,8 @@ class Scores:
     spreads_RGC: [R, G, C] float32, log2(1 + v / 2) with the logits' variance v; None without variances.
     left_RC: [R, C] int32, keys of a cluster that are not attended exactly; not above 0 for none.
     taken_RGC: [R, G, C] float32, sum of the logits of keys that were taken out; None without variances.
-    peaks_RSG, totals_RSG: the softmax normaliser in parts: sum of N exp2(logit - peak), in units of log2.
+    peaks_RSG, totals_RSG: the softmax normaliser in `splits` parts, the first slots: sum of N exp2(logit - peak), in
+    units of log2.
     bins_RC: [R, C] int16, bin of a cluster's weight, higher is heavier; -1 for none. histogram_RB: [R, BINS] int32,
     keys per bin. counts_R: [R] int32, keys listed so far: those outside the searched range.
     """
@@ -147,12 +148,13 @@ class Scores:
     bins_RC: Tensor
     histogram_RB: Tensor
     counts_R: Tensor
+    splits: int
 
     @staticmethod
     def allocate(
-        rows: int, group: int, width: int, splits: int, spread: bool, device: torch.device
+        rows: int, group: int, width: int, splits: int, spread: bool, device: torch.device, slots: int = 0
     ) -> Scores:
-        """Uninitialised, for a lookup to fill."""
+        """Uninitialised, for a lookup to fill; with `slots` there is room for parts of later launches."""
         options: dict[str, Any] = {"device": device}
         wide = (rows, group, width)
         return Scores(
@@ -160,11 +162,12 @@ class Scores:
             torch.empty(wide, **options) if spread else None,
             torch.empty(rows, width, dtype=torch.int32, **options),
             torch.empty(wide, **options) if spread else None,
-            torch.empty(rows, splits, group, **options),
-            torch.empty(rows, splits, group, **options),
+            torch.empty(rows, max(splits, slots), group, **options),
+            torch.empty(rows, max(splits, slots), group, **options),
             torch.empty(rows, width, dtype=torch.int16, **options),
             torch.empty(rows, BINS, dtype=torch.int32, **options),
             torch.empty(rows, dtype=torch.int32, **options),
+            splits,
         )
 
 

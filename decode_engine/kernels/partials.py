@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = 1.0 / math.log(2.0)
 
@@ -45,6 +46,16 @@ class Partials:
         )
 
 
+def chained(device: torch.device) -> dict[str, Any]:
+    """Options of launches that may begin while the one before ends: from compute capability 9.0 on.
+
+    Such a kernel first waits for the results of the one before, but its programs are in place by then.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"CHAINED": True, "launch_pdl": True}
+    return {"CHAINED": False}
+
+
 def merge_partials(partials: Partials, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Attention out [R, G, d] in `dtype` and lse [R, G] float32, natural; 0 and -inf for rows without any key."""
     rows, slots, group, head_dim = partials.sums_RSGD.shape
@@ -64,8 +75,9 @@ def merge_partials(partials: Partials, dtype: torch.dtype = torch.float32) -> tu
         DIM=head_dim,
         WIDTH=width,
         SLOTS=triton.next_power_of_2(slots),
-        TILE=min(32, triton.next_power_of_2(slots)),
+        TILE=min(64, triton.next_power_of_2(slots)),
         num_warps=4,
+        **chained(device),
     )
     return out, lse
 
@@ -85,6 +97,14 @@ def merge_partials_reference(partials: Partials, dtype: torch.dtype = torch.floa
     return out.masked_fill(empty[..., None], 0.0).to(dtype), lse
 
 
+@triton.jit
+def wait_for_launch(CHAINED: tl.constexpr) -> None:
+    """Waits for the results of the launch before, and lets the next one begin to wait for this one's."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
 @triton.jit(do_not_specialize=["slots"])
 def merge_kernel(
     sums_ptr: tl.tensor,
@@ -98,8 +118,10 @@ def merge_kernel(
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
     TILE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     """One program per (row, group head, WIDTH of the values' dimensions)."""
+    wait_for_launch(CHAINED)
     row_head = tl.program_id(0)
     part = tl.program_id(1)
     row = (row_head // GROUP).to(tl.int64)

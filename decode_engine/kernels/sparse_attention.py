@@ -20,7 +20,13 @@ from torch import Tensor
 
 from decode_engine.kernels.cluster_tables import table
 from decode_engine.kernels.key_values import KeyValues, check_queries
-from decode_engine.kernels.partials import LOG2E, Partials, merge_partials
+from decode_engine.kernels.partials import (
+    LOG2E,
+    Partials,
+    chained,
+    merge_partials,
+    wait_for_launch,
+)
 from index_store.errors import InvalidArgumentError
 
 
@@ -123,6 +129,7 @@ def attend_pieces(
         PIECE=piece,
         TAKE=out_of is not None,
         **tile_options(kv.tensors[0].dtype, piece),
+        **chained(q_RGD.device),
     )
     return partials
 
@@ -141,7 +148,7 @@ def tile_options(dtype: torch.dtype, piece: int) -> dict[str, Any]:
     short = piece <= 64
     return {
         "TILE": 64,
-        "STAGES": 1 if short or dtype == torch.float32 else 3,
+        "STAGES": 1 if short or dtype == torch.float32 else 5,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "num_warps": 4,
     }
@@ -293,8 +300,10 @@ def attend_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     """One program per (piece, row)."""
+    wait_for_launch(CHAINED)
     slot = tl.program_id(0)
     row = tl.program_id(1)
     count = tl.minimum(tl.load(counts_ptr + row), width)

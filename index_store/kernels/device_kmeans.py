@@ -29,8 +29,8 @@ Blocks = Sequence[tuple[int, int, int, int]]
 def cluster_blocks(vectors_HND: Tensor, blocks: Blocks, iterations: int, metric: str, seed: int) -> Tensor:
     """The cluster of every vector, [H, N] int32; -1 for vectors in no block.
 
-    vectors_HND: bfloat16, float16 or float32 with contiguous rows; D 64 or 128. blocks: in ascending order, clusters
-    numbered through. `cosine` compares directions (a zero vector lands in any cluster), `euclidean` the vectors. Seeds
+    vectors_HND: bfloat16, float16 or float32 with contiguous rows; D 16, 64 or 128. blocks: in ascending order,
+    clusters numbered through. `cosine` compares directions (a zero vector lands in any cluster), `euclidean` the vectors. Seeds
     are vectors spread over the block at random; a cluster that loses all its vectors keeps its centroid.
     """
     if metric not in METRICS:
@@ -40,14 +40,17 @@ def cluster_blocks(vectors_HND: Tensor, blocks: Blocks, iterations: int, metric:
             f"k-means got {iterations} iterations over {len(blocks)} blocks, expected some"
         )
     heads, count, dim = vectors_HND.shape
-    if vectors_HND.stride(2) != 1 or dim not in (64, 128):
-        raise InvalidArgumentError(f"k-means got vectors of {dim} dimensions, expected 64 or 128, contiguous")
+    if vectors_HND.stride(2) != 1 or dim not in (16, 64, 128):
+        raise InvalidArgumentError(
+            f"k-means got vectors of {dim} dimensions, expected 16, 64 or 128, contiguous"
+        )
     device = vectors_HND.device
     table = torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
     centroids = _first_centroids(vectors_HND, blocks, seed)
     scales_HN = None
     if metric == "cosine":
-        scales_HN = vectors_HND.float().norm(dim=-1).clamp_(min=1e-20).reciprocal_()
+        norms_HN = torch.linalg.vector_norm(vectors_HND, dim=-1, dtype=torch.float32)
+        scales_HN = norms_HN.clamp_(min=1e-20).reciprocal_()
         centroids = torch.nn.functional.normalize(centroids, dim=-1)
     rounded = centroids.to(vectors_HND.dtype)
     halves = _half_squares(rounded, metric)
@@ -91,6 +94,7 @@ def assign_vectors(
     """Writes the cluster with the largest v.c - half of every vector in a block."""
     heads, count, dim = vectors_HND.shape
     longest = max(end - first for first, end, _, _ in blocks)
+    most = max(stop - begin for _, _, begin, stop in blocks)
     whole = vectors_HND.dtype == torch.float32
     assign_kernel[(triton.cdiv(longest, 128), len(blocks), heads)](
         vectors_HND,
@@ -105,6 +109,7 @@ def assign_vectors(
         DIM=dim,
         POINTS=128,
         TILE=64,
+        TILES=int(triton.next_power_of_2(triton.cdiv(most, 64))),
         **_options(whole, 3),
     )
 
@@ -172,7 +177,7 @@ def move_centroids_reference(
         named = own >= 0
         vectors = vectors_HND[head].float()
         if scales_HN is not None:
-            vectors = (vectors * scales_HN[head, :, None]).to(vectors_HND.dtype).float()
+            vectors = vectors * scales_HN[head, :, None].to(vectors_HND.dtype).float()
         sums = torch.zeros(clusters, vectors.shape[1], device=vectors.device)
         sums.index_add_(0, own[named].long(), vectors[named])
         sizes = own[named].long().bincount(minlength=clusters)
@@ -207,6 +212,7 @@ def assign_kernel(
     DIM: tl.constexpr,
     POINTS: tl.constexpr,
     TILE: tl.constexpr,
+    TILES: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
@@ -226,23 +232,24 @@ def assign_kernel(
             from_ptr + at.to(tl.int64)[:, None] * row_stride + dims[None, :], mask=inside[:, None], other=0.0
         )
         best = tl.full([POINTS, TILE], float("-inf"), tl.float32)
-        winner = tl.zeros([POINTS, TILE], tl.int32)
         centroids_head = centroids_ptr + head * clusters * DIM
-        for start in tl.range(begin, stop, TILE, num_stages=STAGES):
-            own = start + tl.arange(0, TILE)
+        for tile in tl.range(0, tl.cdiv(stop - begin, TILE), num_stages=STAGES):
+            own = begin + tile * TILE + tl.arange(0, TILE)
             exists = own < stop
             centroids = tl.load(
                 centroids_head + own[:, None] * DIM + dims[None, :], mask=exists[:, None], other=0.0
             )
-            halves = tl.load(halves_ptr + head * clusters + own, mask=exists, other=float("inf"))
-            products = tl.dot(vectors, tl.trans(centroids), input_precision=PRECISION) - halves[None, :]
-            better = products > best
-            best = tl.where(better, products, best)
-            winner = tl.where(better, start, winner)
-        # The columns of a tile keep their own best; one reduction at the end picks among them.
+            products = tl.dot(vectors, tl.trans(centroids), input_precision=PRECISION)
+            halves = tl.load(halves_ptr + head * clusters + own, mask=exists, other=1e30)
+            products -= halves[None, :]
+            # The last bits of a product give way to the number of the tile, which then needs no array of its own.
+            bits = (products.to(tl.int32, bitcast=True) & (-TILES)) | tile
+            best = tl.maximum(best, bits.to(tl.float32, bitcast=True))
         column = tl.argmax(best, 1)
         columns = tl.arange(0, TILE)
-        chosen = tl.sum(tl.where(columns[None, :] == column[:, None], winner, 0), 1) + column
+        bits = best.to(tl.int32, bitcast=True) & (TILES - 1)
+        tile = tl.sum(tl.where(columns[None, :] == column[:, None], bits, 0), 1)
+        chosen = begin + tile * TILE + column
         tl.store(assignment_ptr + head * count + at, chosen.to(tl.int32), mask=inside)
 
 
@@ -277,7 +284,7 @@ def move_kernel(
         own = begin + tl.arange(0, CLUSTERS)
         from_ptr = vectors_ptr + head * head_stride
         sums = tl.zeros([CLUSTERS, DIM], tl.float32)
-        sizes = tl.zeros([CLUSTERS], tl.float32)
+        sizes = tl.zeros([CLUSTERS, TILE], tl.float32)
         for start in tl.range(first, end, TILE, num_stages=STAGES):
             at = start + tl.arange(0, TILE)
             inside = at < end
@@ -287,18 +294,23 @@ def move_kernel(
                 other=0.0,
             )
             named = tl.load(assignment_ptr + head * count + at, mask=inside, other=-1)
+            belongs = own[:, None] == named[None, :]
             if SCALED:
                 scales = tl.load(scales_ptr + head * count + at, mask=inside, other=0.0)
-                vectors = (vectors.to(tl.float32) * scales[:, None]).to(vectors.dtype)
-            members = (own[:, None] == named[None, :]).to(tl.float32)
-            sizes += tl.sum(members, 1)
-            sums += tl.dot(members.to(vectors.dtype), vectors, input_precision=PRECISION)
+                shares = tl.where(belongs, scales[None, :], 0.0)
+            else:
+                shares = tl.where(belongs, 1.0, 0.0)
+                sizes += shares
+            sums += tl.dot(shares.to(vectors.dtype), vectors, input_precision=PRECISION)
         if SCALED:
-            length = tl.sqrt(tl.sum(sums * sums, 1))
-            moved = sums / tl.maximum(length, 1e-12)[:, None]
+            squares = tl.sum(sums * sums, 1)
+            moved = sums / tl.maximum(tl.sqrt(squares), 1e-20)[:, None]
+            present = squares > 0.0
         else:
-            moved = sums / tl.maximum(sizes, 1.0)[:, None]
-        filled = (own < stop) & (sizes > 0.0)
+            number = tl.sum(sizes, 1)
+            moved = sums / tl.maximum(number, 1.0)[:, None]
+            present = number > 0.0
+        filled = (own < stop) & present
         rounded = moved.to(centroids_ptr.dtype.element_ty)
         into = centroids_ptr + (head * clusters + own)[:, None] * DIM + dims[None, :]
         tl.store(into, rounded, mask=filled[:, None])

@@ -13,8 +13,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from index_store.errors import InvalidArgumentError
+from index_store.kernels.device_kmeans import assign_vectors, move_centroids
 
 _INT8_MAX = 127
+_WIDTH = 16
+"""Dimensions of a slice, filled up with zeros: the least of a matrix instruction."""
+_NEAR = 1e-9
+"""Squared distance of a point to itself, so that repeated points can fill up the seeds."""
 
 
 def build_device_tables(
@@ -44,6 +49,8 @@ def build_device_tables(
         slices = normalize(keys_HND[..., dims].float(), dim=-1)
         keys_HND = torch.zeros(keys_HND.shape, device=keys_HND.device)
         keys_HND[..., dims.flatten()] = slices.flatten(2)
+    # Centroids are stored as they are multiplied, so that a query's products with them fit the scores.
+    found = found.to(keys_HND.dtype).float()
     scales, scores = score_tables(keys_HND, found, dims)
     return {"centroids": found, "scales": scales, "scores": scores}
 
@@ -59,56 +66,84 @@ def spherical_kmeans_batch(points_YPB: Tensor, clusters: int, iterations: int, s
             f"k-means needs at least 1 cluster, iteration and point, got {clusters}, {iterations} and "
             f"{points_YPB.shape[1]}"
         )
-    points = normalize(points_YPB.float(), dim=-1)
-    centroids = _spread_seeds(points, clusters, seed)
-    for _ in range(iterations):
-        nearest = torch.bmm(points, centroids.transpose(1, 2)).argmax(-1)
-        sums = torch.zeros_like(centroids)
-        sums.scatter_add_(1, nearest[..., None].expand_as(points), points)
-        moved = normalize(sums, dim=-1)
-        kept = (sums.square().sum(-1, keepdim=True) > 0).float()
-        centroids = torch.lerp(centroids, moved, kept)
-    return centroids
-
-
-def _spread_seeds(points_YPB: Tensor, clusters: int, seed: int) -> Tensor:
-    """Points drawn one by one with a probability that grows with the squared distance to those drawn before."""
     problems, count, width = points_YPB.shape
-    generator = torch.Generator(points_YPB.device).manual_seed(seed)
-    waits = torch.empty(clusters, problems, count, device=points_YPB.device)
-    waits.exponential_(generator=generator)
-    present = points_YPB.square().sum(-1) > 0
-    distances = present.float()
-    drawn = torch.empty(problems, clusters, width, device=points_YPB.device)
+    if width > _WIDTH:
+        raise InvalidArgumentError(
+            f"k-means of queries got slices of {width} dimensions, expected at most {_WIDTH}"
+        )
+    points = torch.zeros(problems, count, _WIDTH, dtype=torch.float16, device=points_YPB.device)
+    points[..., :width] = normalize(points_YPB.float(), dim=-1)
+    centroids = spread_seeds(points, clusters, seed)
+    blocks = [(0, count, 0, clusters)]
+    table = torch.tensor(blocks, dtype=torch.int32).to(points.device, non_blocking=True)
+    halves = torch.zeros(problems, clusters, device=points.device)
+    ones = torch.ones(problems, count, device=points.device)
+    nearest = torch.empty(problems, count, dtype=torch.int32, device=points.device)
+    for _ in range(iterations):
+        assign_vectors(points, centroids, halves, table, blocks, nearest)
+        move_centroids(points, ones, nearest, table, blocks, centroids, halves)
+    return normalize(centroids[..., :width].float(), dim=-1)
+
+
+def spread_seeds(points_YPW: Tensor, clusters: int, seed: int) -> Tensor:
+    """k-means++: [Y, C, W] of P points each, drawn with a probability in proportion to the squared distance.
+
+    The distance is that to the nearest point drawn before; zero vectors are never drawn while others are left.
+    """
+    problems, count, width = points_YPW.shape
+    device = points_YPW.device
+    generator = torch.Generator(device).manual_seed(seed)
+    waits = torch.empty(clusters, problems, count, device=device).exponential_(generator=generator)
+    distances = torch.empty(problems, count, device=device)
+    drawn = torch.empty(problems, clusters, width, dtype=points_YPW.dtype, device=device)
+    seed_kernel[(problems,)](
+        points_YPW,
+        waits,
+        distances,
+        drawn,
+        count,
+        problems,
+        clusters,
+        WIDTH=width,
+        POINTS=min(1024, max(16, int(triton.next_power_of_2(count)))),
+        num_warps=8,
+    )
+    return drawn
+
+
+def spread_seeds_reference(points_YPW: Tensor, clusters: int, seed: int) -> Tensor:
+    """The same, eagerly."""
+    problems, count, width = points_YPW.shape
+    points = points_YPW.float()
+    generator = torch.Generator(points.device).manual_seed(seed)
+    waits = torch.empty(clusters, problems, count, device=points.device).exponential_(generator=generator)
+    distances = (points.square().sum(-1) > 0).float()
+    drawn = []
     for number in range(clusters):
         # The least of exponential waiting times is at each point with a probability proportional to its rate.
         chosen = (distances / waits[number]).argmax(-1)
-        seeds = points_YPB.gather(1, chosen[:, None, None].expand(-1, 1, width))
-        drawn[:, number : number + 1] = seeds
-        products = torch.bmm(points_YPB, seeds.transpose(1, 2))[..., 0]
-        # Squared distance of unit vectors; never quite zero, so that repeated points can fill up the seeds.
-        away = (2 - 2 * products).clamp_(min=1e-9)
-        distances = torch.minimum(distances, away) if number else torch.where(present, away, 0.0)
-    return drawn
+        drawn.append(points_YPW.gather(1, chosen[:, None, None].expand(-1, 1, width)))
+        away = (2 - 2 * (points * drawn[-1].float()).sum(-1)).clamp_(min=_NEAR)
+        distances = torch.minimum(distances * (4.0 if number == 0 else 1.0), away)
+    return torch.cat(drawn, dim=1)
 
 
 def score_tables(keys_HND: Tensor, centroids_HMCB: Tensor, dims_MB: Tensor) -> tuple[Tensor, Tensor]:
     """Scales [H, m] float32 and scores [H, m, C, N] int8 of all keys against all centroids.
 
-    Two launches: the first finds the largest score of every subspace, the second rounds. Centroids are split into two
-    parts of the keys' precision, which keeps products as exact as in float32.
+    Two launches: the first finds the largest score of every subspace, the second rounds. Centroids are multiplied in
+    the keys' dtype, which must hold them without a loss.
     """
     heads, count, head_dim = keys_HND.shape
     _, subspaces, centroids, _ = centroids_HMCB.shape
-    high, low = _spread_centroids(centroids_HMCB, dims_MB, head_dim, keys_HND.dtype)
+    wide = _spread_centroids(centroids_HMCB, dims_MB, head_dim, keys_HND.dtype)
     peaks = torch.zeros(heads, subspaces, dtype=torch.int32, device=keys_HND.device)
     scores = torch.empty(heads, subspaces, centroids, count, dtype=torch.int8, device=keys_HND.device)
     whole = keys_HND.dtype == torch.float32
     for rounding in (False, True):
         score_kernel[(triton.cdiv(count, 128), heads)](
             keys_HND,
-            high,
-            low,
+            wide,
             peaks,
             scores,
             keys_HND.stride(0),
@@ -119,7 +154,6 @@ def score_tables(keys_HND: Tensor, centroids_HMCB: Tensor, dims_MB: Tensor) -> t
             DIM=head_dim,
             POINTS=128,
             TILE=max(16, triton.next_power_of_2(centroids)),
-            SPLIT=not whole,
             ROUND=rounding,
             LIMIT=_INT8_MAX,
             PRECISION="ieee" if whole else "tf32",
@@ -142,23 +176,64 @@ def _scales(peaks_HM: Tensor) -> Tensor:
     return peaks_HM.clamp(min=torch.finfo(torch.float32).tiny) / _INT8_MAX
 
 
-def _spread_centroids(
-    centroids_HMCB: Tensor, dims_MB: Tensor, head_dim: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Centroids [H, S, d] with zeros in the dimensions of other subspaces, rounded, and what rounding left."""
+def _spread_centroids(centroids_HMCB: Tensor, dims_MB: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Centroids [H, S, d] with zeros in the dimensions of other subspaces."""
     heads, subspaces, centroids, _ = centroids_HMCB.shape
-    wide = torch.zeros(heads, subspaces, centroids, head_dim, device=centroids_HMCB.device)
+    wide = torch.zeros(heads, subspaces, centroids, head_dim, dtype=dtype, device=centroids_HMCB.device)
     places = dims_MB[None, :, None].expand(heads, -1, centroids, -1)
-    wide.scatter_(3, places, centroids_HMCB)
-    high = wide.to(dtype)
-    return high.flatten(1, 2), (wide - high.float()).to(dtype).flatten(1, 2)
+    return wide.scatter_(3, places, centroids_HMCB.to(dtype)).flatten(1, 2)
+
+
+@triton.jit(do_not_specialize=["count", "problems", "clusters"])
+def seed_kernel(
+    points_ptr: tl.tensor,
+    waits_ptr: tl.tensor,
+    distances_ptr: tl.tensor,
+    drawn_ptr: tl.tensor,
+    count: tl.tensor,
+    problems: tl.tensor,
+    clusters: tl.tensor,
+    WIDTH: tl.constexpr,
+    POINTS: tl.constexpr,
+) -> None:
+    """One program per problem draws all of its seeds, one after the other."""
+    problem = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, WIDTH)
+    own_points = points_ptr + problem * count * WIDTH
+    own_distances = distances_ptr + problem * count
+    drawn = tl.zeros([WIDTH], tl.float32)
+    for number in range(clusters):
+        best = tl.full([POINTS], -1.0, tl.float32)
+        winner = tl.zeros([POINTS], tl.int32)
+        for start in range(0, count, POINTS):
+            at = start + tl.arange(0, POINTS)
+            inside = at < count
+            points = tl.load(
+                own_points + at[:, None] * WIDTH + dims[None, :], mask=inside[:, None], other=0.0
+            ).to(tl.float32)
+            if number == 0:
+                distances = tl.where(tl.sum(points * points, 1) > 0.0, 1.0, 0.0)
+                tl.store(own_distances + at, distances * 4.0, mask=inside)
+            else:
+                away = tl.maximum(2.0 - 2.0 * tl.sum(points * drawn[None, :], 1), 1e-9)
+                distances = tl.minimum(tl.load(own_distances + at, mask=inside, other=0.0), away)
+                tl.store(own_distances + at, distances, mask=inside)
+            waits = tl.load(waits_ptr + (number * problems + problem) * count + at, mask=inside, other=1.0)
+            rates = tl.where(inside, distances / waits, -1.0)
+            better = rates > best
+            best = tl.where(better, rates, best)
+            winner = tl.where(better, at, winner)
+        lane = tl.argmax(best, 0)
+        chosen = tl.sum(tl.where(tl.arange(0, POINTS) == lane, winner, 0), 0)
+        seed = tl.load(own_points + chosen * WIDTH + dims)
+        tl.store(drawn_ptr + (problem * clusters + number) * WIDTH + dims, seed)
+        drawn = seed.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["count"])
 def score_kernel(
     keys_ptr: tl.tensor,
-    high_ptr: tl.tensor,
-    low_ptr: tl.tensor,
+    centroids_ptr: tl.tensor,
     peaks_ptr: tl.tensor,
     scores_ptr: tl.tensor,
     head_stride: tl.tensor,
@@ -169,7 +244,6 @@ def score_kernel(
     DIM: tl.constexpr,
     POINTS: tl.constexpr,
     TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
     ROUND: tl.constexpr,
     LIMIT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -190,16 +264,13 @@ def score_kernel(
         first = head * (SUBSPACES * CENTROIDS) + subspace * CENTROIDS
         exists = own < CENTROIDS
         offsets = (first + own)[:, None] * DIM + dims[None, :]
-        high = tl.load(high_ptr + offsets, mask=exists[:, None], other=0.0)
-        products = tl.dot(high, keys, input_precision=PRECISION)
-        if SPLIT:
-            low = tl.load(low_ptr + offsets, mask=exists[:, None], other=0.0)
-            products = tl.dot(low, keys, products, input_precision=PRECISION)
+        own_centroids = tl.load(centroids_ptr + offsets, mask=exists[:, None], other=0.0)
+        products = tl.dot(own_centroids, keys, input_precision=PRECISION)
         if ROUND:
             bits = tl.load(peaks_ptr + head * SUBSPACES + subspace)
-            scale = tl.maximum(bits.to(tl.float32, bitcast=True), 1.1754943508222875e-38) / LIMIT
+            peak = tl.maximum(bits.to(tl.float32, bitcast=True), 1.1754943508222875e-38)
             # Adding and taking away 1.5 * 2^23 rounds to the nearest whole number, halves to even ones.
-            units = (products / scale + 12582912.0) - 12582912.0
+            units = (products * (LIMIT / peak) + 12582912.0) - 12582912.0
             units = tl.minimum(tl.maximum(units, -LIMIT), LIMIT).to(tl.int8)
             into = scores_ptr + (first + own)[:, None] * count + at[None, :]
             tl.store(into, units, mask=exists[:, None] & inside[None, :])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decode_engine.kernels.cluster_attention import attend_clusters
 from decode_engine.kernels.cluster_lookup import score_clusters, score_clusters_reference
 from decode_engine.kernels.cluster_remainder import (
     attend_with_centred,
@@ -181,6 +182,31 @@ def test_monopole_equals_the_cpu(dtype: torch.dtype, group: int, budget: int) ->
     )
     _check_against_cpu(problem, merge_partials(partials), ids, counts, "monopole", dtype)
     _check_against_reference(problem, merge_partials(partials), ids, counts, scores, "monopole", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("group", "per_cluster", "budget"), [(4, 7, 0), (4, 7, 100), (1, 7, 1000), (5, 130, 260), (8, 2, 100)]
+)
+def test_clusters_are_exchanged_for_their_keys(
+    dtype: torch.dtype, group: int, per_cluster: int, budget: int
+) -> None:
+    problem = make_problem(
+        [560, 41], group=group, per_cluster=per_cluster, budget=budget, dtype=dtype, device=DEVICE
+    )
+    scores = score_clusters(problem.q_RGD, problem.tables, problem.scale)
+    ids, counts = select_clusters(scores, problem.tables, problem.budgets_R, min(budget, 560) + 8)
+    out, lse, used = attend_clusters(
+        problem.q_RGD,
+        problem.q_RGD,
+        problem.kv,
+        problem.tables,
+        problem.budgets_R,
+        problem.scale,
+    )
+    for row, count in enumerate(counts.tolist()):
+        assert int(used.counts_R[row]) == int((ids[row, :count] >= 0).sum())
+    _check_against_cpu(problem, (out, lse), ids, counts, "monopole", dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

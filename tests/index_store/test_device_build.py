@@ -29,6 +29,8 @@ from index_store.kernels.device_tables import (
     score_tables,
     score_tables_reference,
     spherical_kmeans_batch,
+    spread_seeds,
+    spread_seeds_reference,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -157,6 +159,7 @@ def test_tables(dtype: torch.dtype, subspaces: int, centroids: int, count: int, 
     made = torch.nn.functional.normalize(
         torch.randn(2, subspaces, centroids, 64 // subspaces, generator=generator), dim=-1
     ).to(DEVICE)
+    made = made.to(dtype).float()
     scales, scores = score_tables(keys, made, dims)
     expected_scales, expected = score_tables_reference(keys, made, dims)
     torch.testing.assert_close(scales, expected_scales, rtol=1e-4, atol=0.0)
@@ -180,6 +183,17 @@ def test_whole_tables_equal_the_hosts_but_for_their_seeds() -> None:
         stored = arrays["scores"].float() * arrays["scales"][..., None, None]
         assert float((stored - products).abs().max()) <= 0.51 * float(arrays["scales"].max())
         assert int(arrays["scores"].int().abs().max()) == 127
+
+
+@pytest.mark.parametrize("count", [3, 130, 1500])
+def test_seeds(count: int) -> None:
+    points = torch.randn(2, count, 16, generator=torch.Generator().manual_seed(0))
+    points = torch.nn.functional.normalize(points, dim=-1).to(DEVICE, torch.float16)
+    points[0, 0] = 0.0
+    found, expected = spread_seeds(points, 6, 0), spread_seeds_reference(points, 6, 0)
+    assert torch.equal(found, expected)
+    if count > 100:
+        assert len(found[0].unique(dim=0)) == 6
 
 
 def test_query_kmeans_is_as_tight_as_the_hosts() -> None:
