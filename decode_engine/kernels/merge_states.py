@@ -23,16 +23,14 @@ def merge_kernel(
     lses_ptr: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
-    clear_ptr: tl.tensor,
     X: tl.tensor,
     G: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     BX: tl.constexpr,
-    CLEAR: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Program (row, slice): one query head and BD dimensions. Clears CLEAR words per KV head on the way."""
+    """Program (row, slice): one query head and BD dimensions."""
     if DEPENDENT:
         gdc_wait()
     row = tl.program_id(0)
@@ -59,9 +57,6 @@ def merge_kernel(
     tl.store(out_ptr + row * D + d, (acc / total).to(out_ptr.dtype.element_ty))
     if tl.program_id(1) == 0:
         tl.store(lse_ptr + row, (peak + tl.log2(total)) * _LN2)
-        if CLEAR > 0 and g == 0:
-            c = tl.arange(0, CLEAR)
-            tl.store(clear_ptr + bh * CLEAR + c, tl.zeros([CLEAR], tl.int32))
     if DEPENDENT:
         gdc_launch_dependents()
 
@@ -71,15 +66,13 @@ def merge_into(
     lses_BHXG: Tensor,
     out_BHGD: Tensor,
     lse_BHG: Tensor,
-    clear_BHC: Tensor | None = None,
     *,
     dependent: bool = False,
 ) -> None:
     """Writes the merged states to out_BHGD (any float dtype) and lse_BHG (float32).
 
     outs_BHXGD: float32, softmax-weighted means. lses_BHXG: float32 natural log-sum-exps, -inf where a state is empty
-    (its `out` may then hold anything). clear_BHC: int32 counters, a power of two per KV head, set to 0 for the next
-    step. All contiguous. dependent: launched while the kernel before still runs.
+    (its `out` may then hold anything). All contiguous. dependent: launched while the kernel before still runs.
     """
     batch, heads, partials, group, head_dim = outs_BHXGD.shape
     merge_kernel[(batch * heads * group, head_dim // _SLICE)](
@@ -87,13 +80,11 @@ def merge_into(
         lses_BHXG,
         out_BHGD,
         lse_BHG,
-        lses_BHXG if clear_BHC is None else clear_BHC,
         partials,
         G=group,
         D=head_dim,
         BD=_SLICE,
         BX=min(_AT_ONCE, max(16, triton.next_power_of_2(partials))),
-        CLEAR=0 if clear_BHC is None else clear_BHC.shape[-1],
         DEPENDENT=dependent,
         **({"launch_pdl": True} if dependent else {}),
     )
@@ -104,7 +95,6 @@ def merge_into_reference(
     lses_BHXG: Tensor,
     out_BHGD: Tensor,
     lse_BHG: Tensor,
-    clear_BHC: Tensor | None = None,
     *,
     dependent: bool = False,
 ) -> None:
@@ -114,5 +104,3 @@ def merge_into_reference(
     weights = torch.exp(lses_BHXG - base[:, :, None])[..., None]
     out_BHGD.copy_((weights * outs_BHXGD.masked_fill(weights == 0, 0.0)).sum(2))
     lse_BHG.copy_(lse)
-    if clear_BHC is not None:
-        clear_BHC.zero_()

@@ -42,54 +42,77 @@ from decode_engine.kernels.table_device import (
 )
 from decode_engine.kernels.table_search import search, summed_weights
 
+COMPACT_WORDS = tl.constexpr(128)
 _GROUP_TILE = 16  # the tensor cores' smallest tile; a group has up to 8 heads
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def compact(
-    k0: tl.tensor, k1: tl.tensor, k2: tl.tensor, k3: tl.tensor, word: tl.tensor, ids_ptr: tl.tensor
+    k0: tl.tensor,
+    k1: tl.tensor,
+    k2: tl.tensor,
+    k3: tl.tensor,
+    word: tl.tensor,
+    ids_ptr: tl.tensor,
+    BW: tl.constexpr,
 ) -> tl.tensor:
-    """Writes the ids of the kept keys of every word, ascending, and returns how many there are."""
-    m0, m1, m2, m3 = k0.to(tl.int32), k1.to(tl.int32), k2.to(tl.int32), k3.to(tl.int32)
-    kept = m0 + m1 + m2 + m3
-    place = ids_ptr + tl.cumsum(kept, 0) - kept
-    tl.store(place, word * 4, mask=k0)
-    tl.store(place + m0, word * 4 + 1, mask=k1)
-    tl.store(place + m0 + m1, word * 4 + 2, mask=k2)
-    tl.store(place + m0 + m1 + m2, word * 4 + 3, mask=k3)
-    return tl.sum(kept, 0)
+    """Writes the ids of the kept keys of every word, ascending, and returns how many there are.
+
+    First the few words of which a key is kept, into the end of the tile's room, then their keys: a store for each key
+    of every word would cost more than the scores do. At worst every word is kept: then its place is overwritten only
+    by the keys of words up to itself.
+    """
+    kept = k0.to(tl.int32) | (k1.to(tl.int32) << 1) | (k2.to(tl.int32) << 2) | (k3.to(tl.int32) << 3)
+    some = (kept != 0).to(tl.int32)
+    words_ptr = ids_ptr + 3 * BW
+    tl.store(words_ptr + tl.cumsum(some, 0) - some, word * 16 + kept, mask=kept != 0)
+    count = tl.sum(some, 0)
+    tl.debug_barrier()
+    total = 0
+    for start in range(0, count, COMPACT_WORDS):
+        n = start + tl.arange(0, COMPACT_WORDS)
+        entry = tl.load(words_ptr + n, mask=n < count, other=0)
+        tl.debug_barrier()
+        m0, m1, m2, m3 = entry & 1, (entry >> 1) & 1, (entry >> 2) & 1, (entry >> 3) & 1
+        kept_here = m0 + m1 + m2 + m3
+        place = ids_ptr + total + tl.cumsum(kept_here, 0) - kept_here
+        key = (entry >> 4) * 4
+        tl.store(place, key, mask=m0 > 0)
+        tl.store(place + m0, key + 1, mask=m1 > 0)
+        tl.store(place + m0 + m1, key + 2, mask=m2 > 0)
+        tl.store(place + m0 + m1 + m2, key + 3, mask=m3 > 0)
+        total += tl.sum(kept_here, 0)
+        tl.debug_barrier()
+    return total
 
 
 @triton.jit
 def keep_pooled(
     records_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
+    addresses_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
     ids_ptr: tl.tensor,
-    histogram: tl.tensor,
+    limit: tl.tensor,
     b: tl.tensor,
-    h: tl.tensor,
     bh: tl.tensor,
     tile: tl.tensor,
-    S: tl.constexpr,
     J: tl.constexpr,
     BW: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:
     """Keeps the keys of a tile whose summed rows reach the threshold's bin."""
     word, mask = tile_words(records_ptr, b, tile, BW)
-    a0, a1, a2, a3 = sum_rows(records_ptr, rows_ptr, weights_ptr, b, h, bh, word, mask, S, J, ASSEMBLY)
+    a0, a1, a2, a3 = sum_rows(addresses_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
-    # After the sums, so that the rows are on their way while the histogram is summed up.
-    cut = linear_cut(threshold(records_ptr, histogram, b), reach)
+    cut = linear_cut(limit, reach)
     first, span = searched_range(records_ptr, b)
     k0 = (a0 >= cut) & searched(word, 0, first, span)
     k1 = (a1 >= cut) & searched(word, 1, first, span)
     k2 = (a2 >= cut) & searched(word, 2, first, span)
     k3 = (a3 >= cut) & searched(word, 3, first, span)
-    return compact(k0, k1, k2, k3, word, ids_ptr)
+    return compact(k0, k1, k2, k3, word, ids_ptr, BW)
 
 
 @triton.jit
@@ -99,7 +122,7 @@ def keep_per_head(
     peaks_ptr: tl.tensor,
     normalisers_ptr: tl.tensor,
     ids_ptr: tl.tensor,
-    histogram: tl.tensor,
+    limit: tl.tensor,
     b: tl.tensor,
     bh: tl.tensor,
     tile: tl.tensor,
@@ -116,14 +139,13 @@ def keep_per_head(
         factor = tl.exp2(tl.load(peaks_ptr + slot * P + tile) - tl.load(normalisers_ptr + slot))
         w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, BW), mask, w, BW)
     w0, w1, w2, w3 = w
-    limit = threshold(records_ptr, histogram, b)
     first, span = searched_range(records_ptr, b)
-    least = tl.where(limit > 0, tl.exp2(limit.to(tl.float32) / BIN_STEPS - BIN_FLOOR), -1.0)
+    least = tl.where(limit > 0.0, tl.exp2(limit / BIN_STEPS - BIN_FLOOR), -1.0)
     k0 = (w0 >= least) & searched(word, 0, first, span)
     k1 = (w1 >= least) & searched(word, 1, first, span)
     k2 = (w2 >= least) & searched(word, 2, first, span)
     k3 = (w3 >= least) & searched(word, 3, first, span)
-    return compact(k0, k1, k2, k3, word, ids_ptr)
+    return compact(k0, k1, k2, k3, word, ids_ptr, BW)
 
 
 @triton.jit
@@ -192,13 +214,14 @@ def attend_rows(
 def attend_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
+    addresses_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     peaks_ptr: tl.tensor,
     normalisers_ptr: tl.tensor,
-    histogram_ptr: tl.tensor,
+    histograms_ptr: tl.tensor,
+    limits_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     outs_ptr: tl.tensor,
@@ -209,12 +232,14 @@ def attend_kernel(
     G: tl.constexpr,
     D: tl.constexpr,
     L: tl.constexpr,
-    S: tl.constexpr,
     J: tl.constexpr,
     BW: tl.constexpr,
     BN: tl.constexpr,
     BG: tl.constexpr,
     EXACT: tl.constexpr,
+    EARLY: tl.constexpr,
+    NS: tl.constexpr,
+    NH: tl.constexpr,
     POOLED: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -237,15 +262,18 @@ def attend_kernel(
         count = 0
         tile_ids_ptr = ids_ptr + (bh.to(tl.int64) * P + tile) * (4 * BW)
         if tile < tile_count(records_ptr, b, BW):
-            histogram = tl.load(histogram_ptr + bh * BINS + tl.arange(0, BINS))
+            if EARLY:
+                limit = tl.load(limits_ptr + bh)
+            else:
+                limit = threshold(records_ptr, histograms_ptr + bh * NS * BINS, b, NS, NH)
             if POOLED:
                 count = keep_pooled(
-                    records_ptr, rows_ptr, weights_ptr, units_ptr, tile_ids_ptr, histogram, b, h, bh, tile,
-                    S, J, BW, ASSEMBLY,
+                    records_ptr, addresses_ptr, weights_ptr, units_ptr, tile_ids_ptr, limit, b, bh, tile,
+                    J, BW, ASSEMBLY,
                 )  # fmt: skip
             else:
                 count = keep_per_head(
-                    records_ptr, logits_ptr, peaks_ptr, normalisers_ptr, tile_ids_ptr, histogram, b, bh, tile, P,
+                    records_ptr, logits_ptr, peaks_ptr, normalisers_ptr, tile_ids_ptr, limit, b, bh, tile, P,
                     L, BW,
                 )  # fmt: skip
         tl.store(counts_ptr + bh * P + tile, count)
@@ -272,18 +300,19 @@ def attend_kernel(
     out = acc / tl.where(mass > 0.0, mass, 1.0)[:, None]
     d = tl.arange(0, D)
     tl.store(outs_ptr + place.to(tl.int64)[:, None] * D + d[None, :], out, mask=(g < G)[:, None])
-    tl.store(lses_ptr + place, (peak + tl.log2(tl.maximum(mass, 1e-38))) * _LN2, mask=g < G)
+    tl.store(lses_ptr + place, (peak + tl.log2(tl.maximum(mass, 1e-30))) * _LN2, mask=g < G)
 
 
 def attend(q_BHGD: Tensor, batch: TableBatch, plan: TablePlan, work: Workspace) -> None:
     """Launches selection and attention of one step after `search`; fills ids, counts, outs and lses of `work`."""
     dependent = plan.shape.dependent_launch
     attend_kernel[(plan.partials, q_BHGD.shape[0] * plan.kv_heads)](
-        q_BHGD, batch.records_BF, work.rows, work.weights, work.units, work.logits, work.peaks, work.normalisers,
-        work.histogram, work.ids, work.counts, work.outs, work.lses, plan.scale * LOG2E.value, plan.tiles,
-        H=plan.kv_heads, G=plan.group, D=plan.head_dim, L=plan.queries, S=plan.subspaces * plan.centroids,
-        J=plan.picks, BW=plan.shape.tile_keys // 4, BN=plan.shape.rows, BG=_GROUP_TILE,
-        EXACT=plan.shape.exact_programs, POOLED=plan.pooled, ASSEMBLY=q_BHGD.is_cuda, DEPENDENT=dependent,
+        q_BHGD, batch.records_BF, work.addresses, work.weights, work.units, work.logits, work.peaks, work.normalisers,
+        work.histograms, work.limits, work.ids, work.counts, work.outs, work.lses, plan.scale * LOG2E.value, plan.tiles,
+        H=plan.kv_heads, G=plan.group, D=plan.head_dim, L=plan.queries,
+        J=plan.subspaces, BW=plan.shape.tile_keys // 4, BN=plan.shape.rows, BG=_GROUP_TILE,
+        EXACT=plan.shape.exact_programs, EARLY=plan.shape.early_threshold, NS=plan.samplers,
+        NH=triton.next_power_of_2(plan.samplers), POOLED=plan.pooled, ASSEMBLY=q_BHGD.is_cuda, DEPENDENT=dependent,
         num_warps=plan.shape.warps, num_stages=plan.shape.stages,
         **plan.shape.options(),
     )  # fmt: skip
@@ -300,7 +329,5 @@ def table_attention(
     """
     search(q_BHGD, batch, plan, work)
     attend(q_BHGD, batch, plan, work)
-    merge_into(
-        work.outs, work.lses, work.out, work.lse, work.histogram, dependent=plan.shape.dependent_launch
-    )
+    merge_into(work.outs, work.lses, work.out, work.lse, dependent=plan.shape.dependent_launch)
     return work.out, work.lse

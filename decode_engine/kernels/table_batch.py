@@ -24,8 +24,11 @@ from index_store.errors import InvalidArgumentError
 MINI_KEYS = 256
 """Consecutive keys of a table row that one program reads before it skips to its next block."""
 
-BINS = 1024
+BINS = 256
 """Bins of the score histogram that the threshold is read from."""
+
+COMBINE_TILES = 4
+"""Tiles that one program samples for the threshold of the search per head."""
 
 RECORD_FIELDS = 16
 KV, KV_HEAD, TABLES, TABLE_ROW, CENTROIDS, SCALES, TAIL, TAIL_HEAD, KEYS, FIRST, END, TAIL_KEYS, KEEP = range(
@@ -169,9 +172,10 @@ class LaunchShape:
     exact_programs: int = 2
     sample_programs: int = 8
     warps: int = 4
-    stages: int = 3
+    stages: int = 2
     registers: int = 0
     pick_apart: bool = False
+    early_threshold: bool = False
     dependent_launch: bool = False
 
     def options(self) -> dict[str, int | bool]:
@@ -186,12 +190,19 @@ def launch_shape(max_keys: int, rows: int, pooled: bool) -> LaunchShape:
     Measured on an H200: a launch of a few rows needs small tiles to fill the device, one of many rows large ones,
     because every program reads the histogram and leaves a partial result.
     """
-    few = max_keys * rows <= 2**21
-    tile = 2048 if few else 4096
-    samples = max(8, min(64, max_keys // 16 // 1024))
+    tile = 2048 if max_keys * rows <= 2**21 else 4096
+    samples = max(8, min(32, max_keys // 16 // 1024))
     if rows > 32:
-        return LaunchShape(tile_keys=tile, sample_programs=max(8, samples // 2), pick_apart=True)
-    return LaunchShape(tile_keys=tile, sample_programs=samples, registers=128)
+        return LaunchShape(
+            tile_keys=tile, sample_programs=samples // 2, registers=96, pick_apart=True, early_threshold=True
+        )
+    return LaunchShape(
+        tile_keys=tile,
+        sample_programs=samples,
+        registers=128,
+        early_threshold=not pooled,
+        dependent_launch=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +230,10 @@ class TablePlan:
                 f"group {self.group}, head dimension {self.head_dim}, {self.max_keys} keys; the kernels take groups "
                 "of 1 to 8, dimensions 64 and 128 and up to 2^21 keys"
             )
-        if self.subspaces < 1 or self.head_dim % self.subspaces or self.centroids < 1:
+        if self.subspaces < 4 or self.head_dim % self.subspaces or self.centroids < 1:
             raise InvalidArgumentError(
-                f"{self.subspaces} subspaces of {self.centroids} centroids for head dimension {self.head_dim}"
+                f"{self.subspaces} subspaces of {self.centroids} centroids for head dimension {self.head_dim}; the "
+                "kernels take from 4 subspaces on"
             )
         tile = self.shape.tile_keys
         if tile % MINI_KEYS or tile & (tile - 1):
@@ -234,11 +246,6 @@ class TablePlan:
         return 1.0 / math.sqrt(self.head_dim)
 
     @property
-    def picks(self) -> int:
-        """Table rows summed per query, filled up to a multiple of 4 with rows of weight 0."""
-        return max(4, self.subspaces)
-
-    @property
     def queries(self) -> int:
         """Queries searched per KV head."""
         return 1 if self.pooled else self.group
@@ -247,6 +254,11 @@ class TablePlan:
     def tiles(self) -> int:
         """Tiles of the longest context."""
         return -(-self.max_keys // self.shape.tile_keys)
+
+    @property
+    def samplers(self) -> int:
+        """Programs per KV head that leave a histogram."""
+        return self.shape.sample_programs if self.pooled else -(-self.tiles // COMBINE_TILES)
 
     @property
     def partials(self) -> int:
@@ -269,24 +281,30 @@ class TablePlan:
 class Workspace:
     """Buffers of one launch, made once per batch size; a captured graph keeps using them.
 
-    rows [B, H, L, J] int32 and weights [B, H, L, J/4] int32: the picked table rows with their weights, one byte each;
+    rows [B, H, L, M] int32, addresses [B, H, L, M] int64 and weights [B, H, L, M/4] int32: the picked table rows, where
+    they begin, and their weights, one byte each;
     units [B, H, L, 2] float32: what one unit of a sum is worth as a logit, and the largest sum there can be.
     logits [B, H, L, P, tile/4] int32: four weights exp(logit) in a word, relative to the tile's largest, a byte each (5
     exponent and 3 mantissa bits); peaks, masses [B, H, L, P] float32: log2 of the largest weight, and the sum of them;
-    normalisers [B, H, L] float32: log2 of the sum of all weights. histogram [B, H, BINS] int32, zero between steps.
+    normalisers [B, H, L] float32: log2 of the sum of all weights. histograms [B, H, samplers,
+    BINS] int32: sampled keys by score. limits [B, H] float32: the bin, with a fraction, from which on keys are kept,
+    where it is found early; arrivals [B, H] int32: counters for that, zero between steps.
     ids [B, H, P, tile] int32 and counts [B, H, P] int32: the kept keys of every tile, ascending inside a tile.
     outs [B, H, X, G, d] and lses [B, H, X, G] float32: partial attention states.
     out [B, H, G, d] in the queries' dtype and lse [B, H, G] float32: the result.
     """
 
     rows: Tensor
+    addresses: Tensor
     weights: Tensor
     units: Tensor
     logits: Tensor
     peaks: Tensor
     masses: Tensor
     normalisers: Tensor
-    histogram: Tensor
+    histograms: Tensor
+    arrivals: Tensor
+    limits: Tensor
     ids: Tensor
     counts: Tensor
     outs: Tensor
@@ -298,7 +316,7 @@ class Workspace:
     def make(cls, plan: TablePlan, size: int, dtype: torch.dtype, device: torch.device | str) -> Workspace:
         """Buffers for `size` sequences."""
         heads, group, head_dim, tile = plan.kv_heads, plan.group, plan.head_dim, plan.shape.tile_keys
-        queries, picks, tiles, partials = plan.queries, plan.picks, plan.tiles, plan.partials
+        queries, picks, tiles, partials = plan.queries, plan.subspaces, plan.tiles, plan.partials
 
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty(size, heads, *shape, dtype=dtype, device=device)
@@ -306,13 +324,16 @@ class Workspace:
         i32, f32 = torch.int32, torch.float32
         return cls(
             rows=empty(i32, queries, picks),
+            addresses=empty(torch.int64, queries, picks),
             weights=empty(i32, queries, picks // 4),
             units=empty(f32, queries, 2),
             logits=empty(i32, queries, 0 if plan.pooled else tiles, tile // 4),
             peaks=empty(f32, queries, tiles),
             masses=empty(f32, queries, tiles),
             normalisers=empty(f32, queries),
-            histogram=torch.zeros(size, heads, BINS, dtype=i32, device=device),
+            histograms=empty(i32, plan.samplers, BINS),
+            arrivals=torch.zeros(size, heads, dtype=i32, device=device),
+            limits=empty(f32),
             ids=empty(i32, tiles, tile),
             counts=empty(i32, tiles),
             outs=empty(f32, partials, group, head_dim),

@@ -43,7 +43,7 @@ BYTE_HALF = tl.constexpr(1 << 19)
 BYTE_MASK = tl.constexpr(255 << 20)
 BYTE_BASE = tl.constexpr(768)
 BYTE_LEAST = tl.constexpr(768 << 20)
-BIN_STEPS = tl.constexpr(32.0)  # bins per octave of a summed weight
+BIN_STEPS = tl.constexpr(8.0)  # bins per octave of a summed weight
 BIN_FLOOR = tl.constexpr(
     29.0
 )  # octaves below 1 where the bins begin; the sum of eight softmaxes is at most 2^3
@@ -95,6 +95,7 @@ def pick_rows(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
     rows_ptr: tl.tensor,
+    addresses_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
     b: tl.tensor,
@@ -106,35 +107,36 @@ def pick_rows(
     D: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
-    J: tl.constexpr,
     CP: tl.constexpr,
+    GP: tl.constexpr,
     STRIDED: tl.constexpr,
     POOLED: tl.constexpr,
 ) -> None:
     """Writes the nearest centroid's row of every subspace with its weight max(0, q_b . c_b) * table scale."""
     W: tl.constexpr = D // M
     L: tl.constexpr = 1 if POOLED else G
-    s = tl.arange(0, J)
+    s = tl.arange(0, M)
     c = tl.arange(0, CP)
     i = tl.arange(0, W)
     cen_ptr = field(records_ptr, b, CENTROIDS).to(tl.pointer_type(tl.float32))
     cen_ptr = tl.multiple_of(cen_ptr, 16)
-    inside = (s[:, None] < M) & (c[None, :] < C)
+    inside = (c < C)[None, :]
     offsets = ((h * M + s)[:, None] * C + c[None, :]) * W
     cen = tl.load(cen_ptr + offsets[:, :, None] + i[None, None, :], mask=inside[:, :, None], other=0.0)
-    dims = i[None, :] * M + s[:, None] if STRIDED else s[:, None] * W + i[None, :]
     scales_ptr = field(records_ptr, b, SCALES).to(tl.pointer_type(tl.float32))
     scales = tl.load(
         scales_ptr + h * M + s, mask=s < M, other=0.0
     )  # early: its latency hides behind the centroids'
+    g = tl.arange(0, GP)
+    d = tl.arange(0, D)
     heads_ptr = q_ptr + (b * H + h) * (G * D)
+    # Read as it lies and rearranged afterwards: gathered by subspace, it would take more loads than the centroids.
     if POOLED:
-        q = tl.zeros([J, W], tl.float32)
-        for g in tl.static_range(G):
-            q += tl.load(heads_ptr + g * D + dims, mask=(s < M)[:, None], other=0.0).to(tl.float32)
-        q = q * (scale / G)
+        heads = tl.load(heads_ptr + g[:, None] * D + d[None, :], mask=(g < G)[:, None], other=0.0)
+        q = tl.sum(heads.to(tl.float32), 0) * (scale / G)
     else:
-        q = tl.load(heads_ptr + query * D + dims, mask=(s < M)[:, None], other=0.0).to(tl.float32) * scale
+        q = tl.load(heads_ptr + query * D + d).to(tl.float32) * scale
+    q = tl.trans(tl.reshape(q, [W, M])) if STRIDED else tl.reshape(q, [M, W])
     products = tl.sum(cen * q[:, None, :], 2)
     products = tl.where(c[None, :] < C, products, float("-inf"))
     nearest = tl.argmax(products, 1).to(tl.int32)
@@ -142,10 +144,13 @@ def pick_rows(
     largest = tl.max(weights, 0)
     small = tl.floor(weights * tl.where(largest > 0.0, 255.0 / largest, 0.0) + 0.5).to(tl.int32)
     slot = (b * H + h) * L + query
-    tl.store(rows_ptr + slot * J + s, tl.where(s < M, s * C + nearest, 0))
-    k = tl.arange(0, J // 4)
-    packed = tl.sum(tl.reshape(small, [J // 4, 4]) << (8 * tl.arange(0, 4))[None, :], 1)
-    tl.store(weights_ptr + slot * (J // 4) + k, packed)
+    rows = s * C + nearest
+    tl.store(rows_ptr + slot * M + s, rows)
+    in_head = (h * (M * C) + rows).to(tl.int64) * field(records_ptr, b, TABLE_ROW)
+    tl.store(addresses_ptr + slot * M + s, field(records_ptr, b, TABLES) + in_head)
+    k = tl.arange(0, M // 4)
+    packed = tl.sum(tl.reshape(small, [M // 4, 4]) << (8 * tl.arange(0, 4))[None, :], 1)
+    tl.store(weights_ptr + slot * (M // 4) + k, packed)
     tl.store(units_ptr + slot * 2, largest / 255.0)
     tl.store(units_ptr + slot * 2 + 1, 127.0 * tl.sum(small, 0).to(tl.float32))
 
@@ -208,40 +213,32 @@ def add_four_rows(
 
 @triton.jit
 def sum_rows(
-    records_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
+    addresses_ptr: tl.tensor,
     weights_ptr: tl.tensor,
-    b: tl.tensor,
-    h: tl.tensor,
     slot: tl.tensor,
     word: tl.tensor,
     mask: tl.tensor,
-    S: tl.constexpr,
     J: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:
     """Weighted sums of the picked rows for the four keys of every word, int32."""
-    row_bytes = tl.multiple_of(field(records_ptr, b, TABLE_ROW), 256)
-    base = field(records_ptr, b, TABLES) + h.to(tl.int64) * S * row_bytes
     zero = tl.zeros_like(word)
     a = (zero, zero, zero, zero)
     for j in tl.static_range(0, J, 4):
-        x0 = load_row(base, row_bytes, tl.load(rows_ptr + slot * J + j), word, mask)
-        x1 = load_row(base, row_bytes, tl.load(rows_ptr + slot * J + j + 1), word, mask)
-        x2 = load_row(base, row_bytes, tl.load(rows_ptr + slot * J + j + 2), word, mask)
-        x3 = load_row(base, row_bytes, tl.load(rows_ptr + slot * J + j + 3), word, mask)
+        x0 = load_row(addresses_ptr + slot * J + j, word, mask)
+        x1 = load_row(addresses_ptr + slot * J + j + 1, word, mask)
+        x2 = load_row(addresses_ptr + slot * J + j + 2, word, mask)
+        x3 = load_row(addresses_ptr + slot * J + j + 3, word, mask)
         w = tl.load(weights_ptr + slot * (J // 4) + j // 4)
         a = add_four_rows(x0, x1, x2, x3, w, a, ASSEMBLY)
     return a
 
 
 @triton.jit
-def load_row(
-    base: tl.tensor, row_bytes: tl.tensor, row: tl.tensor, word: tl.tensor, mask: tl.tensor
-) -> tl.tensor:
-    """Words of one table row; addresses are 64 bits wide."""
-    row_ptr = (base + row.to(tl.int64) * row_bytes).to(tl.pointer_type(tl.int32))
-    return tl.load(tl.multiple_of(row_ptr, 16) + word, mask=mask, other=0)
+def load_row(address_ptr: tl.tensor, word: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Words of the table row at an address."""
+    row_ptr = tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(tl.int32)), 16)
+    return tl.load(row_ptr + word, mask=mask, other=0)
 
 
 @triton.jit
@@ -281,8 +278,8 @@ def linear_position(sums: tl.tensor, reach: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def linear_cut(limit: tl.tensor, reach: tl.tensor) -> tl.tensor:
-    """The least sum in bin `limit`."""
-    return tl.ceil(limit.to(tl.float32) * (2.0 * reach / BINS) - reach).to(tl.int32)
+    """The least sum at position `limit`."""
+    return tl.ceil(limit * (2.0 * reach / BINS) - reach).to(tl.int32)
 
 
 @triton.jit
@@ -292,31 +289,63 @@ def bin_or_none(position: tl.tensor, there: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def add_to_histogram(
+def store_histogram(
     b0: tl.tensor,
     b1: tl.tensor,
     b2: tl.tensor,
     b3: tl.tensor,
-    histogram_ptr: tl.tensor,
+    histograms_ptr: tl.tensor,
+    bh: tl.tensor,
     WORDS: tl.constexpr,
 ) -> None:
-    """Counts the bins of the four keys of WORDS words in one head's histogram."""
+    """Stores how many of the four keys of WORDS words are in each bin, as this program's histogram."""
     bins = tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * WORDS])
     counts = tl.histogram(tl.maximum(bins, 0), BINS, mask=bins >= 0)
-    tl.atomic_add(histogram_ptr + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
+    place = bh * tl.num_programs(0) + tl.program_id(0)
+    tl.store(histograms_ptr + place * BINS + tl.arange(0, BINS), counts)
 
 
 @triton.jit
-def threshold(records_ptr: tl.tensor, counts: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """The bin from which on keys are kept, so that about `keep` are, by a histogram of some of the keys; 0 keeps all.
+def threshold(
+    records_ptr: tl.tensor, histograms_ptr: tl.tensor, b: tl.tensor, count: tl.tensor, NH: tl.constexpr
+) -> tl.tensor:
+    """Where among the bins the keys begin that are kept, so that about `keep` are; 0.0 keeps all.
 
-    Bin 0 holds everything too small to matter and is kept only where every key is.
+    It is read from `count` histograms of some of the keys; inside a bin they are taken to lie evenly. Bin 0 holds
+    everything too small to matter and is kept only where every key is.
     """
+    n = tl.arange(0, NH)
     bins = tl.arange(0, BINS)
+    places = n[:, None] * BINS + bins[None, :]
+    all_counts = tl.load(histograms_ptr + places, mask=(n < count)[:, None], other=0, cache_modifier=".cg")
+    counts = tl.sum(all_counts, 0)
     total = tl.sum(counts, 0)
     at_least = (total - tl.cumsum(counts, 0) + counts).to(tl.float32)
-    keep = field(records_ptr, b, KEEP).to(tl.float32)
-    available = (field(records_ptr, b, END) - field(records_ptr, b, FIRST)).to(tl.float32)
+    keep = field(records_ptr, b, KEEP).to(tl.int32).to(tl.float32)
+    available = (field(records_ptr, b, END) - field(records_ptr, b, FIRST)).to(tl.int32).to(tl.float32)
     wanted = keep * total.to(tl.float32) / tl.maximum(available, 1.0)
-    miss = tl.where(bins > 0, tl.abs(at_least - wanted), float("inf"))
-    return tl.where(keep >= available, 0, tl.argmin(miss, 0).to(tl.int32))
+    border = tl.sum((at_least >= wanted).to(tl.int32), 0) - 1
+    above = tl.sum(tl.where(bins == border, at_least, 0.0), 0)
+    inside = tl.sum(tl.where(bins == border, counts, 0), 0).to(tl.float32)
+    limit = border.to(tl.float32) + (above - wanted) / tl.maximum(inside, 1.0)
+    limit = tl.where(wanted > 0.0, tl.maximum(limit, 1.0), BINS + 0.0)
+    return tl.where(keep >= available, 0.0, limit)
+
+
+@triton.jit
+def finish_early(
+    records_ptr: tl.tensor,
+    histograms_ptr: tl.tensor,
+    arrivals_ptr: tl.tensor,
+    limits_ptr: tl.tensor,
+    b: tl.tensor,
+    bh: tl.tensor,
+    NH: tl.constexpr,
+) -> None:
+    """The last of a head's programs to come here writes the threshold, so that no later program has to find it."""
+    tl.debug_barrier()
+    before = tl.atomic_add(arrivals_ptr + bh, 1, sem="acq_rel")
+    if before == tl.num_programs(0) - 1:
+        own_ptr = histograms_ptr + bh * tl.num_programs(0) * BINS
+        tl.store(limits_ptr + bh, threshold(records_ptr, own_ptr, b, tl.num_programs(0), NH))
+        tl.store(arrivals_ptr + bh, 0)

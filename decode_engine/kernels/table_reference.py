@@ -14,7 +14,7 @@ from decode_engine.kernels.table_batch import BINS, MINI_KEYS, TableBatch, Table
 
 _SAMPLE_KEYS, _SAMPLE_RUN_KEYS = 1024, 64
 _BYTE_SHIFT, _BYTE_BASE = 20, 768
-_BIN_STEPS, _BIN_FLOOR = 32.0, 29.0
+_BIN_STEPS, _BIN_FLOOR = 8.0, 29.0
 _LOG2E = math.log2(math.e)
 
 
@@ -52,10 +52,8 @@ def picked_sums(
     factors = torch.where(largest_L > 0, 255.0 / largest_L, 0.0)
     small_LM = (weights_LM * factors + 0.5).floor().to(torch.int64)
     rows_LM = best.indices + torch.arange(subspaces, device=q_GD.device) * plan.centroids
-    work.rows[b, h].zero_()
-    work.rows[b, h, :, :subspaces] = rows_LM.to(torch.int32)
-    bytes_LJ = torch.nn.functional.pad(small_LM, (0, plan.picks - subspaces))
-    shifted = bytes_LJ.view(len(bytes_LJ), -1, 4) << torch.arange(0, 32, 8, device=q_GD.device)
+    work.rows[b, h] = rows_LM.to(torch.int32)
+    shifted = small_LM.view(len(small_LM), -1, 4) << torch.arange(0, 32, 8, device=q_GD.device)
     work.weights[b, h] = shifted.sum(-1).to(torch.int32)
     reach_L = 127.0 * small_LM.sum(-1).float()
     work.units[b, h] = torch.stack([largest_L[:, 0] / 255.0, reach_L], -1)
@@ -126,14 +124,17 @@ def pooled_sample(keys_N: Tensor, plan: TablePlan) -> Tensor:
     return taken[keys_N // _SAMPLE_RUN_KEYS]
 
 
-def threshold(positions_N: Tensor, sample_N: Tensor, sequence: TableSequence) -> int:
-    """The bin above the first from which on the sample keeps its share of `keep` most nearly."""
+def threshold(positions_N: Tensor, sample_N: Tensor, sequence: TableSequence) -> float:
+    """Where among the bins the sample's share of `keep` begins, by linear interpolation inside a bin; above bin 0."""
     bins = positions_N[sample_N].clamp(0, BINS - 1).to(torch.int64)
     counts = torch.bincount(bins, minlength=BINS)
-    at_least = counts.flip(0).cumsum(0).flip(0).float()
+    at_least = counts.flip(0).cumsum(0).flip(0)
     available = torch.tensor(float(sequence.end - sequence.first))
     wanted = float(torch.tensor(float(sequence.keep)) * int(counts.sum()) / available)
-    return int((at_least[1:] - wanted).abs().argmin()) + 1
+    if wanted <= 0:
+        return float(BINS)
+    border = int((at_least >= wanted).sum()) - 1
+    return max(1.0, border + (int(at_least[border]) - wanted) / max(1, int(counts[border])))
 
 
 def write_ids(

@@ -1,8 +1,9 @@
 """Kernels that score keys by query tables, up to the threshold (CSAttention section 3.3, with projection weights).
 
-Pooled: `sample_kernel` picks and fills the histogram from a sample of the keys; the attention kernel scores the keys
+Pooled: `sample_kernel` picks and fills histograms from a sample of the keys; the attention kernel scores the keys
 itself. Per head: `pick_kernel`, then `score_kernel` leaves a byte per key and head with each tile's peak and mass, then
-`combine_kernel` turns the tiles' masses into the softmaxes' normalisers, and a sample of the bytes into the histogram.
+`combine_kernel` turns the tiles' masses into the softmaxes' normalisers, and a sample of the bytes into histograms.
+Every program leaves a histogram of its own; whoever needs the threshold adds them up, or the last of them has done so.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.table_batch import TableBatch, TablePlan, Workspace
+from decode_engine.kernels.table_batch import COMBINE_TILES, TableBatch, TablePlan, Workspace
 from decode_engine.kernels.table_device import (
     BIN_FLOOR,
     BIN_STEPS,
-    BINS,
     BYTE_BASE,
     BYTE_HALF,
     BYTE_LEAST,
@@ -27,21 +27,20 @@ from decode_engine.kernels.table_device import (
     MINI_WORDS,
     SAMPLE_RUN,
     SAMPLE_WORDS,
-    add_to_histogram,
     bin_or_none,
     field,
+    finish_early,
     let_successor_start,
     linear_position,
     pick_rows,
     searched,
     searched_range,
+    store_histogram,
     sum_rows,
     tile_count,
     tile_words,
     wait_for_predecessor,
 )
-
-_COMBINE_TILES = 4  # tiles that one program of `combine_kernel` samples a block of
 
 
 @triton.jit
@@ -49,6 +48,7 @@ def pick_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
     rows_ptr: tl.tensor,
+    addresses_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
     scale: tl.tensor,
@@ -57,8 +57,8 @@ def pick_kernel(
     D: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
-    J: tl.constexpr,
     CP: tl.constexpr,
+    GP: tl.constexpr,
     STRIDED: tl.constexpr,
     POOLED: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -67,8 +67,8 @@ def pick_kernel(
     wait_for_predecessor(DEPENDENT)
     bh = tl.program_id(1)
     pick_rows(
-        q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, bh // H, bh % H, tl.program_id(0), scale,
-        H, G, D, M, C, J, CP, STRIDED, POOLED,
+        q_ptr, records_ptr, rows_ptr, addresses_ptr, weights_ptr, units_ptr, bh // H, bh % H, tl.program_id(0), scale,
+        H, G, D, M, C, CP, GP, STRIDED, POOLED,
     )  # fmt: skip
     let_successor_start(DEPENDENT)
 
@@ -78,19 +78,24 @@ def sample_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
     rows_ptr: tl.tensor,
+    addresses_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
-    histogram_ptr: tl.tensor,
+    histograms_ptr: tl.tensor,
+    arrivals_ptr: tl.tensor,
+    limits_ptr: tl.tensor,
     scale: tl.tensor,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
-    J: tl.constexpr,
     CP: tl.constexpr,
+    GP: tl.constexpr,
     STRIDED: tl.constexpr,
     PICK: tl.constexpr,
+    EARLY: tl.constexpr,
+    NH: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
@@ -105,8 +110,8 @@ def sample_kernel(
     h = bh % H
     if PICK:
         pick_rows(
-            q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, h, 0, scale,
-            H, G, D, M, C, J, CP, STRIDED, True,
+            q_ptr, records_ptr, rows_ptr, addresses_ptr, weights_ptr, units_ptr, b, h, 0, scale,
+            H, G, D, M, C, CP, GP, STRIDED, True,
         )  # fmt: skip
         tl.debug_barrier()
     runs = tl.cdiv(field(records_ptr, b, KEYS).to(tl.int32), 4 * SAMPLE_RUN)
@@ -116,24 +121,27 @@ def sample_kernel(
     run = tl.where(runs > sampled, (turn.to(tl.int64) * runs // sampled).to(tl.int32), turn)
     word = run * SAMPLE_RUN + j % SAMPLE_RUN
     mask = run < runs
-    a0, a1, a2, a3 = sum_rows(records_ptr, rows_ptr, weights_ptr, b, h, bh, word, mask, M * C, J, ASSEMBLY)
+    a0, a1, a2, a3 = sum_rows(addresses_ptr, weights_ptr, bh, word, mask, M, ASSEMBLY)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
     first, span = searched_range(records_ptr, b)
-    add_to_histogram(
+    store_histogram(
         bin_or_none(linear_position(a0, reach), searched(word, 0, first, span) & mask),
         bin_or_none(linear_position(a1, reach), searched(word, 1, first, span) & mask),
         bin_or_none(linear_position(a2, reach), searched(word, 2, first, span) & mask),
         bin_or_none(linear_position(a3, reach), searched(word, 3, first, span) & mask),
-        histogram_ptr + bh * BINS,
+        histograms_ptr,
+        bh,
         SAMPLE_WORDS,
     )
+    if EARLY:
+        finish_early(records_ptr, histograms_ptr, arrivals_ptr, limits_ptr, b, bh, NH)
     let_successor_start(DEPENDENT)
 
 
 @triton.jit
 def score_kernel(
     records_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
+    addresses_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
     logits_ptr: tl.tensor,
@@ -141,7 +149,6 @@ def score_kernel(
     masses_ptr: tl.tensor,
     H: tl.constexpr,
     L: tl.constexpr,
-    S: tl.constexpr,
     J: tl.constexpr,
     BW: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -155,9 +162,7 @@ def score_kernel(
     slot = bh * L + tl.program_id(0) % L
     if tile < tile_count(records_ptr, b, BW):
         word, mask = tile_words(records_ptr, b, tile, BW)
-        a0, a1, a2, a3 = sum_rows(
-            records_ptr, rows_ptr, weights_ptr, b, bh % H, slot, word, mask, S, J, ASSEMBLY
-        )
+        a0, a1, a2, a3 = sum_rows(addresses_ptr, weights_ptr, slot, word, mask, J, ASSEMBLY)
         unit = tl.load(units_ptr + slot * 2) * LOG2E
         first, span = searched_range(records_ptr, b)
         x0 = tl.where(searched(word, 0, first, span), a0.to(tl.float32) * unit, float("-inf"))
@@ -217,13 +222,18 @@ def combine_kernel(
     peaks_ptr: tl.tensor,
     masses_ptr: tl.tensor,
     normalisers_ptr: tl.tensor,
-    histogram_ptr: tl.tensor,
+    histograms_ptr: tl.tensor,
+    arrivals_ptr: tl.tensor,
+    limits_ptr: tl.tensor,
     P: tl.tensor,
     H: tl.constexpr,
     L: tl.constexpr,
     BW: tl.constexpr,
     PP: tl.constexpr,
     TILES: tl.constexpr,
+    LP: tl.constexpr,
+    EARLY: tl.constexpr,
+    NH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     """Normalisers of the softmaxes, and a histogram of their sums: one block of each tile, another one in each."""
@@ -231,37 +241,46 @@ def combine_kernel(
     bh = tl.program_id(1)
     b = bh // H
     tiles = tile_count(records_ptr, b, BW)
+    g = tl.arange(0, LP)
     p = tl.arange(0, PP)
+    slots = bh * L + g
+    there = (g < L)[:, None] & (p < tiles)[None, :]
+    peaks = tl.load(peaks_ptr + slots[:, None] * P + p[None, :], mask=there, other=float("-inf"))
+    masses = tl.load(masses_ptr + slots[:, None] * P + p[None, :], mask=there, other=0.0)
     j = tl.arange(0, TILES * MINI_WORDS)
     tile = tl.program_id(0) * TILES + j // MINI_WORDS
     inside = tile < tiles
+    places = slots[:, None] * P + tile[None, :]
+    there = (g < L)[:, None] & inside[None, :]
     within = (tile % (BW // MINI_WORDS)) * MINI_WORDS + j % MINI_WORDS
-    zero = tl.zeros([TILES * MINI_WORDS], tl.float32)
-    w = (zero, zero, zero, zero)
-    for g in tl.static_range(L):
-        slot = bh * L + g
-        peaks = tl.load(peaks_ptr + slot * P + p, mask=p < tiles, other=float("-inf"))
-        masses = tl.load(masses_ptr + slot * P + p, mask=p < tiles, other=0.0)
-        highest = tl.max(peaks, 0)
-        highest = tl.where(highest == float("-inf"), 0.0, highest)
-        normaliser = highest + tl.log2(tl.sum(masses * tl.exp2(peaks - highest), 0))
-        tl.store(normalisers_ptr + slot, normaliser)
-        peak = tl.load(peaks_ptr + slot * P + tile, mask=inside, other=0.0)
-        w = summed_weights(logits_ptr, tl.exp2(peak - normaliser), slot * P + tile, within, inside, w, BW)
-    w0, w1, w2, w3 = w
+    x = tl.load(logits_ptr + places.to(tl.int64) * BW + within[None, :], mask=there, other=0)
+    peak = tl.load(peaks_ptr + places, mask=there, other=float("-inf"))
+    highest = tl.max(peaks, 1)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(masses * tl.exp2(peaks - highest[:, None]), 1)
+    normalisers = highest + tl.log2(tl.where(total > 0.0, total, 1.0))
+    tl.store(normalisers_ptr + slots, normalisers, mask=g < L)
+    factor = tl.where(there, tl.exp2(peak - normalisers[:, None]), 0.0)
+    w0 = tl.sum(of_byte(x, 0) * factor, 0)
+    w1 = tl.sum(of_byte(x, 1) * factor, 0)
+    w2 = tl.sum(of_byte(x, 2) * factor, 0)
+    w3 = tl.sum(of_byte(x, 3) * factor, 0)
     blocks = tl.cdiv(field(records_ptr, b, KEYS).to(tl.int32), 4 * MINI_WORDS)
     block = (tile % (BW // MINI_WORDS)) * tiles + tile
     word = block * MINI_WORDS + j % MINI_WORDS
     inside = inside & (block < blocks)
     first, span = searched_range(records_ptr, b)
-    add_to_histogram(
+    store_histogram(
         bin_or_none(octave_position(w0), searched(word, 0, first, span) & inside),
         bin_or_none(octave_position(w1), searched(word, 1, first, span) & inside),
         bin_or_none(octave_position(w2), searched(word, 2, first, span) & inside),
         bin_or_none(octave_position(w3), searched(word, 3, first, span) & inside),
-        histogram_ptr + bh * BINS,
+        histograms_ptr,
+        bh,
         TILES * MINI_WORDS,
     )
+    if EARLY:
+        finish_early(records_ptr, histograms_ptr, arrivals_ptr, limits_ptr, b, bh, NH)
     let_successor_start(DEPENDENT)
 
 
@@ -272,42 +291,44 @@ def octave_position(weight: tl.tensor) -> tl.tensor:
 
 
 def search(q_BHGD: Tensor, batch: TableBatch, plan: TablePlan, work: Workspace) -> None:
-    """Launches the search of one step, which fills `work` up to the histogram.
+    """Launches the search of one step, which fills `work` up to the histograms.
 
-    q_BHGD: [B, H, G, d] contiguous, fp16 or bf16. The histogram has to be zero. Does not wait for the device.
+    q_BHGD: [B, H, G, d] contiguous, fp16 or bf16. Does not wait for the device.
     """
     rows, words, tiles = q_BHGD.shape[0] * plan.kv_heads, plan.shape.tile_keys // 4, plan.tiles
     options = launch_options(plan)
-    picked = (work.rows, work.weights, work.units)
-    table = {"J": plan.picks, "ASSEMBLY": q_BHGD.is_cuda}
+    picked = (work.rows, work.addresses, work.weights, work.units)
+    counted = (work.histograms, work.arrivals, work.limits)
+    early = {"EARLY": plan.shape.early_threshold, "NH": triton.next_power_of_2(plan.samplers)}
     if plan.pooled and not plan.shape.pick_apart:
         sample_kernel[(plan.shape.sample_programs, rows)](
-            q_BHGD, batch.records_BF, *picked, work.histogram, plan.scale, **pick_sizes(plan), **options,
-            PICK=True, ASSEMBLY=q_BHGD.is_cuda, num_warps=8,
+            q_BHGD, batch.records_BF, *picked, *counted, plan.scale, **pick_sizes(plan), **options,
+            **early, PICK=True, ASSEMBLY=q_BHGD.is_cuda, num_warps=8,
         )  # fmt: skip
         return
     pick(q_BHGD, batch, plan, work)
     if plan.pooled:
         sample_kernel[(plan.shape.sample_programs, rows)](
-            q_BHGD, batch.records_BF, *picked, work.histogram, plan.scale, **pick_sizes(plan), **options,
-            PICK=False, ASSEMBLY=q_BHGD.is_cuda,
+            q_BHGD, batch.records_BF, *picked, *counted, plan.scale, **pick_sizes(plan), **options,
+            **early, PICK=False, ASSEMBLY=q_BHGD.is_cuda,
         )  # fmt: skip
         return
     scored = (work.logits, work.peaks, work.masses)
     score_kernel[(plan.queries * tiles, rows)](
-        batch.records_BF, *picked, *scored, L=plan.queries, S=plan.subspaces * plan.centroids, BW=words,
-        **table, **options,
+        batch.records_BF, *picked[1:], *scored, L=plan.queries, J=plan.subspaces, BW=words,
+        ASSEMBLY=q_BHGD.is_cuda, **options,
     )  # fmt: skip
-    combine_kernel[(triton.cdiv(tiles, _COMBINE_TILES), rows)](
-        batch.records_BF, *scored, work.normalisers, work.histogram, tiles, L=plan.queries, BW=words,
-        PP=triton.next_power_of_2(tiles), TILES=_COMBINE_TILES, **options,
+    combine_kernel[(plan.samplers, rows)](
+        batch.records_BF, *scored, work.normalisers, *counted, tiles, L=plan.queries, BW=words,
+        PP=triton.next_power_of_2(tiles), TILES=COMBINE_TILES, LP=triton.next_power_of_2(plan.queries),
+        **early, **options,
     )  # fmt: skip
 
 
 def pick(q_BHGD: Tensor, batch: TableBatch, plan: TablePlan, work: Workspace) -> None:
     """Launches the choice of the nearest centroids alone: fills rows, weights and units of `work`."""
     pick_kernel[(plan.queries, q_BHGD.shape[0] * plan.kv_heads)](
-        q_BHGD, batch.records_BF, work.rows, work.weights, work.units, plan.scale, **pick_sizes(plan),
+        q_BHGD, batch.records_BF, work.rows, work.addresses, work.weights, work.units, plan.scale, **pick_sizes(plan),
         POOLED=plan.pooled, num_warps=8, **launch_options(plan),
     )  # fmt: skip
 
@@ -319,8 +340,8 @@ def pick_sizes(plan: TablePlan) -> dict[str, int | bool]:
         "D": plan.head_dim,
         "M": plan.subspaces,
         "C": plan.centroids,
-        "J": plan.picks,
         "CP": triton.next_power_of_2(plan.centroids),
+        "GP": triton.next_power_of_2(plan.group),
         "STRIDED": plan.strided,
     }
 

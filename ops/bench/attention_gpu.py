@@ -203,7 +203,6 @@ def check(memory: Memory, plan: TablePlan, batch: TableBatch, work: Workspace) -
     reference = Workspace.make(plan, len(few.sequences), DTYPE, "cuda")
     q = memory.q[0]
     work.out.fill_(torch.nan)
-    work.histogram.zero_()
     table_attention(q, batch, plan, work)
     table_attention_reference(q[: len(few.sequences)], few, plan, reference)
     found, expected = work.selections(), reference.selections()
@@ -274,14 +273,18 @@ def measure(memory: Memory, figure: Figure, share: float, shape: LaunchShape, pa
 def shapes_to_try(shape: LaunchShape) -> list[LaunchShape]:
     """Neighbours of a launch shape, for --sweep."""
     tile = shape.tile_keys
-    tries = [replace(shape, registers=limit, rows=rows) for limit in (128, 96, 80) for rows in (64, 32)]
-    narrow = replace(shape, registers=96)
     return [
-        *tries,
-        *(replace(narrow, stages=stages) for stages in (1, 2)),
-        *(replace(narrow, tile_keys=size) for size in (tile * 2, tile // 2)),
-        replace(narrow, dependent_launch=True),
-        replace(narrow, pick_apart=not shape.pick_apart),
+        replace(shape, stages=1),
+        replace(shape, stages=3),
+        replace(shape, rows=32),
+        replace(shape, registers=0),
+        replace(shape, registers=96),
+        replace(shape, warps=12 - shape.warps, registers=0),
+        replace(shape, tile_keys=tile * 2, registers=0),
+        replace(shape, tile_keys=tile // 2),
+        replace(shape, dependent_launch=not shape.dependent_launch),
+        replace(shape, pick_apart=not shape.pick_apart),
+        replace(shape, early_threshold=not shape.early_threshold),
     ]
 
 

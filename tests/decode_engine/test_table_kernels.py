@@ -54,7 +54,7 @@ SHORT, LONG, ALL_KEPT, NONE_SEARCHED = (
     [
         (1, 64, 8, 5, True, True, [SHORT, LONG]),
         (4, 128, 8, 3, True, False, [LONG]),
-        (8, 64, 2, 4, True, True, [ALL_KEPT, NONE_SEARCHED]),
+        (8, 64, 4, 5, True, True, [ALL_KEPT, NONE_SEARCHED]),
         (1, 64, 4, 6, False, True, [SHORT]),
         (3, 64, 16, 2, False, False, [SHORT, NONE_SEARCHED]),
         (4, 128, 8, 4, False, True, [LONG, ALL_KEPT]),
@@ -80,16 +80,34 @@ def test_kernels_equal_the_reference(
     table_attention_reference(q, batch, plan, reference)
     assert torch.equal(work.rows, reference.rows)
     assert torch.equal(work.weights, reference.weights)
-    assert int(work.histogram.abs().sum()) == 0
     for b, sequence in enumerate(batch.sequences):
         for h in range(plan.kv_heads):
             kept, expected = (kept_mask(batch, buffers, b, h) for buffers in (work, reference))
-            assert int((kept != expected).sum()) <= 0.02 * int(expected.sum())
+            assert int((kept != expected).sum()) <= 1 + 0.02 * int(expected.sum())
             assert not kept[: sequence.first].any()
             assert not kept[sequence.end :].any()
             out, lse = attend_exactly(q[b, h].float(), sequence, kept, plan.scale, h)
             assert float((work.out[b, h] - out).norm() / out.norm()) < TOLERANCE[dtype]
             torch.testing.assert_close(work.lse[b, h].double(), lse.double(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_launch_shapes_make_no_difference(pooled: bool) -> None:
+    torch.manual_seed(6)
+    plan = make_plan(2, 64, 4, 3, pooled, True)
+    other = replace(SMALL, rows=32, exact_programs=1, pick_apart=True, early_threshold=True)
+    batch, q = (
+        TableBatch.of([make_sequence(plan, torch.float16, *LONG)]),
+        make_queries(plan, torch.float16, 1),
+    )
+    results = []
+    for shape in (SMALL, other):
+        shaped = replace(plan, shape=shape)
+        work = poisoned(shaped, torch.float16, 1)
+        table_attention(q, batch, shaped, work)
+        assert not work.arrivals.any()
+        results.append((work.counts, work.out.float(), work.lse))
+    torch.testing.assert_close(results[0], results[1], rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("pooled", [True, False])
@@ -154,18 +172,15 @@ def test_states_merge(size: int) -> None:
     lses[0, 0, : size // 2] = -torch.inf
     lses[1, 0, :, 2] = -torch.inf
     outs.masked_fill_(torch.isneginf(lses)[..., None], torch.nan)
-    counters = torch.ones(2, 1, 4, dtype=torch.int32, device=DEVICE)
     results = []
     for merge in (merge_into, merge_into_reference):
         out = torch.full((2, 1, 3, 64), torch.nan, device=DEVICE)
         lse = torch.full((2, 1, 3), torch.nan, device=DEVICE)
-        merge(outs, lses, out, lse, counters.clone())
+        merge(outs, lses, out, lse)
         results.append((out, lse))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
     assert torch.isneginf(results[0][1][1, 0, 2])
     assert not results[0][0][1, 0, 2].any()
-    merge_into(outs, lses, *results[0], counters)
-    assert not counters.any()
 
 
 @pytest.mark.parametrize("count", [1, 20, 500])
@@ -266,7 +281,7 @@ def test_two_million_keys_are_addressed(pooled: bool) -> None:
     table_attention_reference(q, batch, plan, reference)
     for h in range(heads):
         kept, expected = (kept_mask(batch, buffers, 0, h) for buffers in (work, reference))
-        assert int((kept != expected).sum()) <= 0.02 * int(expected.sum())
+        assert int((kept != expected).sum()) <= 1 + 0.02 * int(expected.sum())
         assert 0.8 * sequence.keep < int(kept.sum()) < 1.2 * sequence.keep
         out, _ = attend_exactly(q[0, h].float(), sequence, kept, plan.scale, h)
         assert float((work.out[0, h].float() - out).norm() / out.norm()) < 1e-2
