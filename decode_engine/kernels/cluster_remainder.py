@@ -1,4 +1,4 @@
-"""Attention to keys that were not selected, from their clusters' saved scores (see `index_store.remainders`).
+"""The centred remainder: attention to keys that were not listed, from saved scores (see `index_store.remainders`).
 
 A cluster adds w_c (V_c - sum of the values that were taken out) to the numerator and N' w_c to the denominator, with N'
 the keys left in it. Here the first part comes from the clusters' mean values, N_c w_c v_c, and the second from the
@@ -16,47 +16,19 @@ import triton.language as tl
 from torch import Tensor
 
 from decode_engine.kernels.cluster_parts import add_clusters, take_values
-from decode_engine.kernels.cluster_tables import ClusterTables, Scores, always_listed, table
+from decode_engine.kernels.cluster_tables import ClusterTables, Scores, table
 from decode_engine.kernels.key_values import KeyValues
 from decode_engine.kernels.partials import LOG2E, Partials, chained, wait_for_launch
 from decode_engine.kernels.sparse_attention import (
     TakeOut,
-    attend_piece,
     attend_pieces,
-    check_lists,
     head_rows,
-    load_group,
     piece_size,
     store_partial,
 )
 from index_store.errors import InvalidArgumentError
 
-KINDS = ("monopole", "centred")
 _TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-def attend_with_monopole(
-    q_RGD: Tensor,
-    kv: KeyValues,
-    ids_RK: Tensor,
-    counts_R: Tensor,
-    scores: Scores,
-    tables: ClusterTables,
-    scale: float,
-) -> Partials:
-    """Attention to listed keys and the monopole remainder in one launch.
-
-    The list is one of `select_clusters`: apart from the keys outside the searched range, it holds whole clusters.
-    """
-    check_lists(ids_RK, counts_R)
-    piece = piece_size(*ids_RK.shape)
-    pieces = triton.cdiv(ids_RK.shape[1], piece)
-    span = remainder_size(len(ids_RK), tables.width)
-    spans = triton.cdiv(tables.width, span)
-    rows, group = q_RGD.shape[:2]
-    partials = Partials.allocate(rows, pieces + spans + 1, group, kv.head_dim, q_RGD.device)
-    _launch(q_RGD, kv, ids_RK, counts_R, scores, tables, partials, scale, pieces, piece, spans, span, False)
-    return partials
 
 
 def attend_with_centred(
@@ -80,8 +52,9 @@ def attend_with_centred(
     span = remainder_size(len(ids_RK), tables.width)
     spans = triton.cdiv(tables.width, span)
     out_of = TakeOut(tables.addresses_BA, tables.shapes_BX, scores.left_RC, scores.taken_RGC)
-    partials = attend_pieces(q_RGD, kv, ids_RK, counts_R, scale, piece, spans + pieces, out_of)
-    _launch(q_RGD, kv, ids_RK, counts_R, scores, tables, partials, scale, pieces, piece, spans, span, True)
+    partials = Partials.allocate(len(ids_RK), spans + 2 * pieces, q_RGD.shape[1], kv.head_dim, q_RGD.device)
+    attend_pieces(q_RGD, kv, ids_RK, counts_R, scale, piece, partials, 0, out_of)
+    _launch(kv, ids_RK, counts_R, scores, tables, partials, pieces, piece, spans, span)
     return partials
 
 
@@ -91,26 +64,20 @@ def remainder_size(rows: int, width: int) -> int:
 
 
 def _launch(
-    q_RGD: Tensor,
     kv: KeyValues,
     ids_RK: Tensor,
     counts_R: Tensor,
     scores: Scores,
     tables: ClusterTables,
     partials: Partials,
-    scale: float,
     pieces: int,
     piece: int,
     spans: int,
     span: int,
-    centred: bool,
 ) -> None:
     rows, slots, group = partials.peaks_RSG.shape
-    # Centred, the pieces were attended before and now take values away; otherwise one program per row does that.
-    programs = spans + pieces if centred else slots
     whole = kv.tensors[0].dtype == torch.float32
-    remainder_kernel[(programs, rows)](
-        q_RGD,
+    remainder_kernel[(spans + pieces, rows)](
         kv.addresses_B,
         kv.head_rows_B,
         ids_RK,
@@ -120,7 +87,6 @@ def _launch(
         partials.totals_RSG,
         tables.addresses_BA,
         tables.shapes_BX,
-        tables.ranges_BX,
         scores.logits_RGC,
         scores.spreads_RGC,
         scores.left_RC,
@@ -130,20 +96,17 @@ def _launch(
         tables.width,
         pieces,
         spans,
-        scale * LOG2E,
         HEADS=kv.heads,
         GROUP=group,
         DIM=kv.head_dim,
         PIECE=piece,
         SPAN=span,
-        CENTRED=centred,
         VALUES=_TRITON_TYPES[tables.dtype],
         TILE=64,
-        STAGES=1 if piece <= 64 or whole else 3,
         SPAN_STAGES=1 if span <= 64 or whole else 3,
         PRECISION="ieee" if whole else "tf32",
         num_warps=4,
-        **chained(q_RGD.device),
+        **chained(ids_RK.device),
     )
 
 
@@ -152,8 +115,8 @@ def remainder_reference(
 ) -> tuple[Tensor, Tensor]:
     """Attention out [R, G, d] and lse [R, G] of the remainder alone, once every listed key has left its cluster.
 
-    `scores` as the launches before left them: monopole those of `select_clusters`, centred those of the first launch of
-    `attend_with_centred`.
+    kind: `monopole` or `centred`. `scores` as the launches before left them: for monopole those of `select_clusters`,
+    for centred those of `attend_with_centred`.
     """
     outs, lses = [], []
     for row in range(len(ids_RK)):
@@ -183,7 +146,6 @@ def remainder_reference(
 
 @triton.jit(do_not_specialize=["width", "slots", "clusters", "pieces", "spans"])
 def remainder_kernel(
-    q_ptr: tl.tensor,
     addresses_ptr: tl.tensor,
     head_rows_ptr: tl.tensor,
     ids_ptr: tl.tensor,
@@ -193,7 +155,6 @@ def remainder_kernel(
     totals_ptr: tl.tensor,
     cluster_addresses_ptr: tl.tensor,
     shapes_ptr: tl.tensor,
-    ranges_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     spreads_ptr: tl.tensor,
     left_ptr: tl.tensor,
@@ -203,109 +164,70 @@ def remainder_kernel(
     clusters: tl.tensor,
     pieces: tl.tensor,
     spans: tl.tensor,
-    scale: tl.tensor,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     PIECE: tl.constexpr,
     SPAN: tl.constexpr,
-    CENTRED: tl.constexpr,
     VALUES: tl.constexpr,
     TILE: tl.constexpr,
-    STAGES: tl.constexpr,
     SPAN_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """One program per (row, SPAN clusters), per piece of the list that takes values away, per piece to attend to."""
+    """One program per (SPAN clusters, row), and one per (piece of the list, row) that takes values away."""
     wait_for_launch(CHAINED)
     program = tl.program_id(0)
     row = tl.program_id(1)
     sequence = row // HEADS
     head = (row % HEADS).to(tl.int64)
     count = tl.minimum(tl.load(counts_ptr + row), width)
-    rows_ptr = head_rows(addresses_ptr, head_rows_ptr, row, q_ptr, HEADS, DIM)
+    rows_ptr = head_rows(addresses_ptr, head_rows_ptr, row, VALUES, HEADS, DIM)
     own_ids = ids_ptr + row.to(tl.int64) * width
-    slot = program + pieces if CENTRED else program
-    if program >= spans and not CENTRED and program < spans + pieces:
+    slot = program + pieces
+    own = tl.load(shapes_ptr + sequence * 2)
+    sizes_ptr = table(cluster_addresses_ptr, sequence, 2, tl.int32) + head * own
+    wide = (row.to(tl.int64) * GROUP + tl.arange(0, 16)) * clusters
+    left_row = left_ptr + row.to(tl.int64) * clusters
+    if program < spans:
+        values_ptr = table(cluster_addresses_ptr, sequence, 1, VALUES) + head * own * DIM
+        first = program * SPAN
+        end = tl.minimum(first + SPAN, own)
+        peaks, totals, sums = add_clusters(
+            logits_ptr + wide,
+            spreads_ptr + wide,
+            taken_ptr + wide,
+            left_row,
+            sizes_ptr,
+            values_ptr,
+            first,
+            end,
+            GROUP,
+            DIM,
+            TILE,
+            SPAN_STAGES,
+            PRECISION,
+        )
+    else:
+        keys = tl.load(shapes_ptr + sequence * 2 + 1)
+        assignment_ptr = table(cluster_addresses_ptr, sequence, 5, tl.int32) + head * keys
         first = (program - spans) * PIECE
         end = tl.minimum(first + PIECE, count)
-        q = load_group(q_ptr, row, GROUP, DIM, 16)
-        peaks, totals, sums = attend_piece(
-            q,
+        peaks, sums = take_values(
+            logits_ptr + wide,
+            spreads_ptr + wide,
+            taken_ptr + wide,
+            left_row,
+            sizes_ptr,
+            assignment_ptr,
             rows_ptr,
             own_ids,
             first,
             end,
-            scale,
-            own_ids,
-            own_ids,
-            own_ids,
             GROUP,
             DIM,
-            16,
-            False,
             TILE,
-            STAGES,
             PRECISION,
         )
-    else:
-        own = tl.load(shapes_ptr + sequence * 2)
-        sizes_ptr = table(cluster_addresses_ptr, sequence, 2, tl.int32) + head * own
-        wide = (row.to(tl.int64) * GROUP + tl.arange(0, 16)) * clusters
-        left_row = left_ptr + row.to(tl.int64) * clusters
-        logits_ptrs = logits_ptr + wide
-        if CENTRED:
-            spreads_ptrs = spreads_ptr + wide
-            taken_ptrs = taken_ptr + wide
-        else:
-            spreads_ptrs = logits_ptrs
-            taken_ptrs = logits_ptrs
-        if program < spans:
-            values_ptr = table(cluster_addresses_ptr, sequence, 1, VALUES) + head * own * DIM
-            first = program * SPAN
-            end = tl.minimum(first + SPAN, own)
-            peaks, totals, sums = add_clusters(
-                logits_ptrs,
-                spreads_ptrs,
-                taken_ptrs,
-                left_row,
-                sizes_ptr,
-                values_ptr,
-                first,
-                end,
-                GROUP,
-                DIM,
-                TILE,
-                SPAN_STAGES,
-                CENTRED,
-                PRECISION,
-            )
-        else:
-            keys = tl.load(shapes_ptr + sequence * 2 + 1)
-            assignment_ptr = table(cluster_addresses_ptr, sequence, 5, tl.int32) + head * keys
-            if CENTRED:
-                first = (program - spans) * PIECE
-                end = tl.minimum(first + PIECE, count)
-            else:
-                first = 0
-                end = tl.minimum(always_listed(shapes_ptr, ranges_ptr, sequence), count)
-            peaks, sums = take_values(
-                logits_ptrs,
-                spreads_ptrs,
-                taken_ptrs,
-                left_row,
-                sizes_ptr,
-                assignment_ptr,
-                rows_ptr,
-                own_ids,
-                first,
-                end,
-                GROUP,
-                DIM,
-                TILE,
-                CENTRED,
-                PRECISION,
-            )
-            totals = tl.zeros([16], tl.float32)
+        totals = tl.zeros([16], tl.float32)
     store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, slot, peaks, totals, sums, GROUP, DIM, 16)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 
-BINS = 2048
+BINS = 1024
 """Of the histogram that a token budget is cut by."""
 
 

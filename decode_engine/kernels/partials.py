@@ -135,8 +135,8 @@ def merge_kernel(
     total = tl.sum(tl.where(peaks == float("-inf"), 0.0, totals * tl.exp2(peaks - base)), 0)
     dims = part * WIDTH + tl.arange(0, WIDTH)
     merged = tl.zeros([WIDTH], tl.float32)
-    for start in range(0, slots, TILE):
-        slot = start + tl.arange(0, TILE)
+    for tile in tl.static_range(SLOTS // TILE):
+        slot = tile * TILE + tl.arange(0, TILE)
         at = first + slot * GROUP
         peak = tl.load(peaks_ptr + at, mask=slot < slots, other=float("-inf"))
         present = peak != float("-inf")

@@ -87,12 +87,14 @@ def attend_pieces(
     counts_R: Tensor,
     scale: float,
     piece: int,
-    spare: int = 0,
+    into: Partials | None = None,
+    first_slot: int = 0,
     out_of: TakeOut | None = None,
 ) -> Partials:
-    """`attend_listed` without the merge: one slot per piece of a row's list, and `spare` more for later launches.
+    """`attend_listed` without the merge: one slot per piece of a row's list.
 
-    With `out_of` every key leaves its cluster: counts and sums of logits are brought up to date.
+    into, first_slot: where other launches have slots too. With `out_of` every key leaves its cluster: counts and sums
+    of logits are brought up to date.
     """
     rows, width = ids_RK.shape
     check_queries(q_RGD, rows, kv.head_dim, kv.tensors[0].dtype)
@@ -104,8 +106,7 @@ def attend_pieces(
             f"{rows} lists of keys for {len(kv.tensors)} sequences of {kv.heads} KV heads"
         )
     group, pieces = q_RGD.shape[1], max(1, triton.cdiv(width, piece))
-    slots = pieces + spare
-    partials = Partials.allocate(rows, slots, group, kv.head_dim, q_RGD.device)
+    partials = into or Partials.allocate(rows, pieces, group, kv.head_dim, q_RGD.device)
     attend_kernel[(pieces, rows)](
         q_RGD,
         kv.addresses_B,
@@ -120,7 +121,8 @@ def attend_pieces(
         None if out_of is None else out_of.left_RC,
         None if out_of is None else out_of.taken_RGC,
         width,
-        slots,
+        partials.peaks_RSG.shape[1],
+        first_slot,
         0 if out_of is None else out_of.left_RC.shape[1],
         scale * LOG2E,
         HEADS=kv.heads,
@@ -159,14 +161,14 @@ def head_rows(
     addresses_ptr: tl.tensor,
     head_rows_ptr: tl.tensor,
     row: tl.tensor,
-    like: tl.tensor,
+    ELEMENT: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Pointer to the first row of a KV head's keys and values, of the element type of the pointer `like`."""
+    """Pointer to the first row of a KV head's keys and values."""
     sequence = row // HEADS
     head = (row % HEADS).to(tl.int64)
-    base = tl.load(addresses_ptr + sequence).to(tl.pointer_type(like.dtype.element_ty))
+    base = tl.load(addresses_ptr + sequence).to(tl.pointer_type(ELEMENT))
     base = tl.multiple_of(base, 16)
     return base + head * tl.load(head_rows_ptr + sequence) * (2 * DIM)
 
@@ -274,7 +276,7 @@ def store_partial(
     tl.store(into, sums, mask=(heads < GROUP)[:, None] & (peaks != float("-inf"))[:, None])
 
 
-@triton.jit(do_not_specialize=["width", "slots", "clusters"])
+@triton.jit(do_not_specialize=["width", "slots", "first_slot", "clusters"])
 def attend_kernel(
     q_ptr: tl.tensor,
     addresses_ptr: tl.tensor,
@@ -290,6 +292,7 @@ def attend_kernel(
     taken_ptr: tl.tensor,
     width: tl.tensor,
     slots: tl.tensor,
+    first_slot: tl.tensor,
     clusters: tl.tensor,
     scale: tl.tensor,
     HEADS: tl.constexpr,
@@ -304,10 +307,11 @@ def attend_kernel(
 ) -> None:
     """One program per (piece, row)."""
     wait_for_launch(CHAINED)
-    slot = tl.program_id(0)
+    piece = tl.program_id(0)
+    slot = first_slot + piece
     row = tl.program_id(1)
     count = tl.minimum(tl.load(counts_ptr + row), width)
-    first = slot * PIECE
+    first = piece * PIECE
     end = tl.minimum(first + PIECE, count)
     if first >= end:
         heads = tl.arange(0, 16)
@@ -317,7 +321,8 @@ def attend_kernel(
         tl.store(totals_ptr + at, tl.zeros([16], tl.float32), mask=heads < GROUP)
     else:
         q = load_group(q_ptr, row, GROUP, DIM, 16)
-        rows_ptr = head_rows(addresses_ptr, head_rows_ptr, row, q_ptr, HEADS, DIM)
+        element: tl.constexpr = q_ptr.dtype.element_ty
+        rows_ptr = head_rows(addresses_ptr, head_rows_ptr, row, element, HEADS, DIM)
         own_ids = ids_ptr + row.to(tl.int64) * width
         assignment_ptr = own_ids
         left_row = own_ids

@@ -30,8 +30,8 @@ def cluster_blocks(vectors_HND: Tensor, blocks: Blocks, iterations: int, metric:
     """The cluster of every vector, [H, N] int32; -1 for vectors in no block.
 
     vectors_HND: bfloat16, float16 or float32 with contiguous rows; D 16, 64 or 128. blocks: in ascending order,
-    clusters numbered through. `cosine` compares directions (a zero vector lands in any cluster), `euclidean` the vectors. Seeds
-    are vectors spread over the block at random; a cluster that loses all its vectors keeps its centroid.
+    clusters numbered through. `cosine` compares directions (a zero vector lands in any cluster), `euclidean` the
+    vectors. Seeds are spread over the block at random; a cluster that loses all its vectors keeps its centroid.
     """
     if metric not in METRICS:
         raise InvalidArgumentError(f"k-means: metric is {metric!r}, expected one of {', '.join(METRICS)}")
@@ -96,7 +96,7 @@ def assign_vectors(
     longest = max(end - first for first, end, _, _ in blocks)
     most = max(stop - begin for _, _, begin, stop in blocks)
     whole = vectors_HND.dtype == torch.float32
-    assign_kernel[(triton.cdiv(longest, 128), len(blocks), heads)](
+    assign_kernel[(triton.cdiv(longest, 64), len(blocks), heads)](
         vectors_HND,
         centroids_HCD,
         halves_HC,
@@ -107,10 +107,10 @@ def assign_vectors(
         count,
         centroids_HCD.shape[1],
         DIM=dim,
-        POINTS=128,
-        TILE=64,
-        TILES=int(triton.next_power_of_2(triton.cdiv(most, 64))),
-        **_options(whole, 3),
+        POINTS=64,
+        TILE=128,
+        TILES=int(triton.next_power_of_2(triton.cdiv(most, 128))),
+        **_options(whole),
     )
 
 
@@ -158,7 +158,7 @@ def move_centroids(
         DIM=dim,
         CLUSTERS=128,
         TILE=64,
-        **_options(whole, 3),
+        **_options(whole),
     )
 
 
@@ -190,11 +190,11 @@ def move_centroids_reference(
             halves_HC[head] = 0.5 * centroids_HCD[head].float().square().sum(-1)
 
 
-def _options(whole: bool, stages: int) -> dict[str, Any]:
+def _options(whole: bool) -> dict[str, Any]:
     return {
         "PRECISION": "ieee" if whole else "tf32",
-        "STAGES": 1 if whole else stages,
-        "num_warps": 8,
+        "STAGES": 1 if whole else 3,
+        "num_warps": 4,
     }
 
 

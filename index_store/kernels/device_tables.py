@@ -141,7 +141,7 @@ def score_tables(keys_HND: Tensor, centroids_HMCB: Tensor, dims_MB: Tensor) -> t
     scores = torch.empty(heads, subspaces, centroids, count, dtype=torch.int8, device=keys_HND.device)
     whole = keys_HND.dtype == torch.float32
     for rounding in (False, True):
-        score_kernel[(triton.cdiv(count, 128), heads)](
+        score_kernel[(triton.cdiv(count, 64), heads)](
             keys_HND,
             wide,
             peaks,
@@ -152,12 +152,12 @@ def score_tables(keys_HND: Tensor, centroids_HMCB: Tensor, dims_MB: Tensor) -> t
             CENTROIDS=centroids,
             SUBSPACES=subspaces,
             DIM=head_dim,
-            POINTS=128,
+            POINTS=64,
             TILE=max(16, triton.next_power_of_2(centroids)),
             ROUND=rounding,
             LIMIT=_INT8_MAX,
             PRECISION="ieee" if whole else "tf32",
-            num_warps=8,
+            num_warps=4,
         )
     return _scales(peaks.view(torch.float32)), scores
 

@@ -142,20 +142,22 @@ def listed_figure(bench: Bench) -> dict[str, Any]:
 
 
 def multipole_figure(bench: Bench) -> dict[str, Any]:
-    def step(layer: int) -> tuple[Tensor, Tensor, Scores]:
+    def step(layer: int) -> tuple[Tensor, Tensor, Tensor]:
         q = bench.q[layer]
-        return attend_clusters(q, q, bench.stored[layer], bench.tables[layer], bench.budgets, SCALE)
+        return attend_clusters(
+            q, q, bench.stored[layer], bench.tables[layer], bench.budgets, bench.capacity, SCALE
+        )
 
     # The same selection, as lists, for the reference.
     scores = score_clusters(bench.q[0], bench.tables[0], SCALE)
     ids, counts = select_clusters(scores, bench.tables[0], bench.budgets, bench.capacity)
     out, lse, used = step(0)
     error = check("multipole", (out, lse), _reference(bench, ids, counts, scores, "monopole"))
-    kept = float((used.counts_R - SINKS - RECENT).double().mean()) / bench.length
+    kept = float((used - SINKS - RECENT).double().mean()) / bench.length
     clusters = bench.batch * KV_HEADS * bench.tables[0].width
     vector = HEAD_DIM * DTYPE.itemsize
     # Means of keys and values, sizes, logits written and read, and keys and values of what is attended exactly.
-    read = clusters * (2 * vector + 4 + 8 * GROUP) + int(used.counts_R.sum()) * 2 * vector
+    read = clusters * (2 * vector + 4 + 8 * GROUP) + int(used.sum()) * 2 * vector
     steps = [partial(step, layer) for layer in range(bench.layers)]
     return {"figure": "multipole", "error": error, "bytes": read, "kept": round(kept, 5), **_times(steps)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,18 +27,29 @@ def graph_us(steps: Sequence[Callable[[], object]], turns: int = 1) -> float:
         for _ in range(turns):
             for step in steps:
                 step()
-    times = [event_ms(graph.replay) for _ in range(TURNS + WARM_UP)]
+    # All replays are queued before the first wait, so that none starts on an idle device.
+    marks = [_mark()]
+    for _ in range(TURNS + WARM_UP):
+        graph.replay()
+        marks.append(_mark())
+    torch.cuda.synchronize()
+    times = [float(begin.elapsed_time(end)) for begin, end in pairwise(marks)]
     return statistics.median(times[WARM_UP:]) * 1e3 / turns / len(steps)
 
 
 def event_ms(work: Callable[[], object]) -> float:
     """Milliseconds on the device from before to after some work."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
+    begin = _mark()
     work()
-    end.record()
+    end = _mark()
     torch.cuda.synchronize()
     return float(begin.elapsed_time(end))
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def eager_us(steps: Sequence[Callable[[], object]]) -> float:
@@ -54,7 +66,7 @@ def eager_us(steps: Sequence[Callable[[], object]]) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of a plain copy of 4 GiB: the faster of a copy and of a kernel that copies."""
+    """Bytes per second, read and written, of a plain copy of 4 GiB: the faster of a copy and a kernel that copies."""
     source = torch.empty(2**30, dtype=torch.float32, device="cuda").normal_()
     target = torch.empty_like(source)
     ways = (lambda: target.copy_(source), lambda: torch.mul(source, 2.0, out=target))
