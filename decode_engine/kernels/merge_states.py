@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _SLICE = 32  # of the head dimension: many small programs, because the merge is short
-_AT_ONCE = 128
+_AT_ONCE = 256
 
 
 @triton.jit

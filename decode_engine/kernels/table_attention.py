@@ -32,6 +32,7 @@ from decode_engine.kernels.table_device import (
     field,
     let_successor_start,
     linear_cut,
+    load_histograms,
     searched,
     searched_range,
     sum_rows,
@@ -94,18 +95,20 @@ def keep_pooled(
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
     ids_ptr: tl.tensor,
-    limit: tl.tensor,
+    counted: tl.tensor,
     b: tl.tensor,
     bh: tl.tensor,
     tile: tl.tensor,
     J: tl.constexpr,
     BW: tl.constexpr,
+    EARLY: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:
-    """Keeps the keys of a tile whose summed rows reach the threshold's bin."""
+    """Keeps the keys of a tile whose summed rows reach the threshold. counted: see `keep_per_head`."""
     word, mask = tile_words(records_ptr, b, tile, BW)
     a0, a1, a2, a3 = sum_rows(addresses_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
+    limit = counted if EARLY else threshold(records_ptr, counted, b)
     cut = linear_cut(limit, reach)
     first, span = searched_range(records_ptr, b)
     k0 = (a0 >= cut) & searched(word, 0, first, span)
@@ -122,15 +125,19 @@ def keep_per_head(
     peaks_ptr: tl.tensor,
     normalisers_ptr: tl.tensor,
     ids_ptr: tl.tensor,
-    limit: tl.tensor,
+    counted: tl.tensor,
     b: tl.tensor,
     bh: tl.tensor,
     tile: tl.tensor,
     P: tl.tensor,
     L: tl.constexpr,
     BW: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> tl.tensor:
-    """Keeps the keys of a tile whose softmaxes, summed over the heads, reach the threshold."""
+    """Keeps the keys of a tile whose softmaxes, summed over the heads, reach the threshold.
+
+    counted: the threshold, if it was found EARLY, or else the histograms to find it from.
+    """
     word, mask = tile_words(records_ptr, b, tile, BW)
     zero = tl.zeros([BW], tl.float32)
     w = (zero, zero, zero, zero)
@@ -139,6 +146,7 @@ def keep_per_head(
         factor = tl.exp2(tl.load(peaks_ptr + slot * P + tile) - tl.load(normalisers_ptr + slot))
         w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, BW), mask, w, BW)
     w0, w1, w2, w3 = w
+    limit = counted if EARLY else threshold(records_ptr, counted, b)
     first, span = searched_range(records_ptr, b)
     least = tl.where(limit > 0.0, tl.exp2(limit / BIN_STEPS - BIN_FLOOR), -1.0)
     k0 = (w0 >= least) & searched(word, 0, first, span)
@@ -262,19 +270,18 @@ def attend_kernel(
         count = 0
         tile_ids_ptr = ids_ptr + (bh.to(tl.int64) * P + tile) * (4 * BW)
         if tile < tile_count(records_ptr, b, BW):
-            if EARLY:
-                limit = tl.load(limits_ptr + bh)
-            else:
-                limit = threshold(records_ptr, histograms_ptr + bh * NS * BINS, b, NS, NH)
+            # Read first, added up last: the scores are on their way meanwhile.
+            own_ptr = histograms_ptr + bh * NS * BINS
+            counted = tl.load(limits_ptr + bh) if EARLY else load_histograms(own_ptr, NS, NH)
             if POOLED:
                 count = keep_pooled(
-                    records_ptr, addresses_ptr, weights_ptr, units_ptr, tile_ids_ptr, limit, b, bh, tile,
-                    J, BW, ASSEMBLY,
+                    records_ptr, addresses_ptr, weights_ptr, units_ptr, tile_ids_ptr, counted, b, bh, tile,
+                    J, BW, EARLY, ASSEMBLY,
                 )  # fmt: skip
             else:
                 count = keep_per_head(
-                    records_ptr, logits_ptr, peaks_ptr, normalisers_ptr, tile_ids_ptr, limit, b, bh, tile, P,
-                    L, BW,
+                    records_ptr, logits_ptr, peaks_ptr, normalisers_ptr, tile_ids_ptr, counted, b, bh, tile, P,
+                    L, BW, EARLY,
                 )  # fmt: skip
         tl.store(counts_ptr + bh * P + tile, count)
         tl.debug_barrier()

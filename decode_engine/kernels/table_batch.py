@@ -190,16 +190,21 @@ def launch_shape(max_keys: int, rows: int, pooled: bool) -> LaunchShape:
     Measured on an H200: a launch of a few rows needs small tiles to fill the device, one of many rows large ones,
     because every program reads the histogram and leaves a partial result.
     """
-    tile = 2048 if max_keys * rows <= 2**21 else 4096
     samples = max(8, min(32, max_keys // 16 // 1024))
     if rows > 32:
         return LaunchShape(
-            tile_keys=tile, sample_programs=samples // 2, registers=96, pick_apart=True, early_threshold=True
+            tile_keys=4096,
+            sample_programs=samples // 2,
+            registers=96,
+            pick_apart=True,
+            early_threshold=True,
+            dependent_launch=True,
         )
+    tile = 2048 if max_keys * rows <= 2**21 else 4096
     return LaunchShape(
         tile_keys=tile,
         sample_programs=samples,
-        registers=128,
+        registers=96,
         early_threshold=not pooled,
         dependent_launch=True,
     )

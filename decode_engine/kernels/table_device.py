@@ -306,19 +306,22 @@ def store_histogram(
 
 
 @triton.jit
-def threshold(
-    records_ptr: tl.tensor, histograms_ptr: tl.tensor, b: tl.tensor, count: tl.tensor, NH: tl.constexpr
-) -> tl.tensor:
+def load_histograms(histograms_ptr: tl.tensor, count: tl.tensor, NH: tl.constexpr) -> tl.tensor:
+    """The `count` histograms of a head, [NH, BINS]."""
+    n = tl.arange(0, NH)
+    places = n[:, None] * BINS + tl.arange(0, BINS)[None, :]
+    return tl.load(histograms_ptr + places, mask=(n < count)[:, None], other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def threshold(records_ptr: tl.tensor, histograms: tl.tensor, b: tl.tensor) -> tl.tensor:
     """Where among the bins the keys begin that are kept, so that about `keep` are; 0.0 keeps all.
 
-    It is read from `count` histograms of some of the keys; inside a bin they are taken to lie evenly. Bin 0 holds
+    It is read from the histograms of a sample of the keys; inside a bin they are taken to lie evenly. Bin 0 holds
     everything too small to matter and is kept only where every key is.
     """
-    n = tl.arange(0, NH)
     bins = tl.arange(0, BINS)
-    places = n[:, None] * BINS + bins[None, :]
-    all_counts = tl.load(histograms_ptr + places, mask=(n < count)[:, None], other=0, cache_modifier=".cg")
-    counts = tl.sum(all_counts, 0)
+    counts = tl.sum(histograms, 0)
     total = tl.sum(counts, 0)
     at_least = (total - tl.cumsum(counts, 0) + counts).to(tl.float32)
     keep = field(records_ptr, b, KEEP).to(tl.int32).to(tl.float32)
@@ -347,5 +350,6 @@ def finish_early(
     before = tl.atomic_add(arrivals_ptr + bh, 1, sem="acq_rel")
     if before == tl.num_programs(0) - 1:
         own_ptr = histograms_ptr + bh * tl.num_programs(0) * BINS
-        tl.store(limits_ptr + bh, threshold(records_ptr, own_ptr, b, tl.num_programs(0), NH))
+        histograms = load_histograms(own_ptr, tl.num_programs(0), NH)
+        tl.store(limits_ptr + bh, threshold(records_ptr, histograms, b))
         tl.store(arrivals_ptr + bh, 0)

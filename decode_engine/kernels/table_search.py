@@ -247,24 +247,24 @@ def combine_kernel(
     there = (g < L)[:, None] & (p < tiles)[None, :]
     peaks = tl.load(peaks_ptr + slots[:, None] * P + p[None, :], mask=there, other=float("-inf"))
     masses = tl.load(masses_ptr + slots[:, None] * P + p[None, :], mask=there, other=0.0)
-    j = tl.arange(0, TILES * MINI_WORDS)
-    tile = tl.program_id(0) * TILES + j // MINI_WORDS
-    inside = tile < tiles
-    places = slots[:, None] * P + tile[None, :]
-    there = (g < L)[:, None] & inside[None, :]
-    within = (tile % (BW // MINI_WORDS)) * MINI_WORDS + j % MINI_WORDS
-    x = tl.load(logits_ptr + places.to(tl.int64) * BW + within[None, :], mask=there, other=0)
-    peak = tl.load(peaks_ptr + places, mask=there, other=float("-inf"))
     highest = tl.max(peaks, 1)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(masses * tl.exp2(peaks - highest[:, None]), 1)
     normalisers = highest + tl.log2(tl.where(total > 0.0, total, 1.0))
     tl.store(normalisers_ptr + slots, normalisers, mask=g < L)
-    factor = tl.where(there, tl.exp2(peak - normalisers[:, None]), 0.0)
-    w0 = tl.sum(of_byte(x, 0) * factor, 0)
-    w1 = tl.sum(of_byte(x, 1) * factor, 0)
-    w2 = tl.sum(of_byte(x, 2) * factor, 0)
-    w3 = tl.sum(of_byte(x, 3) * factor, 0)
+    tl.debug_barrier()
+    j = tl.arange(0, TILES * MINI_WORDS)
+    tile = tl.program_id(0) * TILES + j // MINI_WORDS
+    inside = tile < tiles
+    within = (tile % (BW // MINI_WORDS)) * MINI_WORDS + j % MINI_WORDS
+    zero = tl.zeros([TILES * MINI_WORDS], tl.float32)
+    w = (zero, zero, zero, zero)
+    for head in tl.static_range(L):
+        slot = bh * L + head
+        peak = tl.load(peaks_ptr + slot * P + tile, mask=inside, other=float("-inf"))
+        factor = tl.exp2(peak - tl.load(normalisers_ptr + slot))
+        w = summed_weights(logits_ptr, factor, slot * P + tile, within, inside, w, BW)
+    w0, w1, w2, w3 = w
     blocks = tl.cdiv(field(records_ptr, b, KEYS).to(tl.int32), 4 * MINI_WORDS)
     block = (tile % (BW // MINI_WORDS)) * tiles + tile
     word = block * MINI_WORDS + j % MINI_WORDS
