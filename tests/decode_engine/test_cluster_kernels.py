@@ -167,23 +167,23 @@ def test_heavier_clusters_are_selected_first() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("group", "per_cluster", "budget"), [(4, 7, 0), (4, 7, 100), (1, 7, 1000), (5, 130, 260), (8, 2, 100)]
+    ("group", "per_cluster", "budget"), [(4, 7, 0), (4, 7, 100), (1, 7, 1000), (5, 130, 260), (8, 3, 60)]
 )
 def test_clusters_are_exchanged_for_their_keys(
     dtype: torch.dtype, group: int, per_cluster: int, budget: int
 ) -> None:
     problem = make_problem(
-        [560, 41], group=group, per_cluster=per_cluster, budget=budget, dtype=dtype, device=DEVICE
+        [400, 41], group=group, per_cluster=per_cluster, budget=budget, dtype=dtype, device=DEVICE
     )
     scores = score_clusters(problem.q_RGD, problem.tables, problem.scale)
-    ids, counts = select_clusters(scores, problem.tables, problem.budgets_R, min(budget, 560) + 8)
+    ids, counts = select_clusters(scores, problem.tables, problem.budgets_R, min(budget, 400) + 8)
     out, lse, used = attend_clusters(
         problem.q_RGD,
         problem.q_RGD,
         problem.kv,
         problem.tables,
         problem.budgets_R,
-        min(budget, 560) + 8,
+        min(budget, 400) + 8,
         problem.scale,
     )
     assert torch.equal(used, counts)
