@@ -35,16 +35,20 @@ _SMALL: Mapping[str, Mapping[str, Scalar]] = {
 }
 
 
+def small_spec(spec: IndexSpec) -> IndexSpec:
+    """The index with parameters for a few hundred keys."""
+    return spec.with_parameters(**_SMALL[spec.kind])
+
+
 def build_index(spec: IndexSpec, kv_HN2D: Tensor, group: int) -> LayerIndex:
     """An index of small parameters, from random queries."""
     if not spec.stored:
         return INDEX_KINDS[spec.kind].from_arrays(spec.parameters, {}, kv_HN2D)
     heads, _, _, head_dim = kv_HN2D.shape
     queries = torch.randn(heads, 40, group, head_dim, generator=torch.Generator().manual_seed(99))
-    small = spec.with_parameters(**_SMALL[spec.kind])
     frequencies = 0.1 ** torch.arange(head_dim // 2)
     source = LayerSource(kv_HN2D, QuerySample(queries, torch.arange(40)), frequencies)
-    return INDEX_KINDS[spec.kind].build(small.parameters, source, 0)
+    return INDEX_KINDS[spec.kind].build(small_spec(spec).parameters, source, 0)
 
 
 def build_search(method: Method, kv_HN2D: Tensor, group: int) -> LayerSearch:

@@ -26,11 +26,12 @@ from index_store.errors import (
     MethodUnsupportedError,
 )
 from index_store.host_memory import ALIGNMENT, HostBlock
-from index_store.indexes.base import LayerIndex, QuerySample
+from index_store.indexes.base import LayerIndex
 from index_store.indexes.exact import ExactIndex
-from index_store.indexes.query_tables import QueryTables
+from index_store.indexes.registry import INDEX_KINDS
 from index_store.manifest import IndexEntry
-from index_store.methods import METHODS, Method
+from index_store.methods import Method, get_method
+from tests.support_layers import build_index, small_spec
 from tests.support_store import (
     KINDS,
     PARAMETERS,
@@ -121,15 +122,12 @@ def test_memory_is_freed(many: tuple[Store, list[SyntheticContext]]) -> None:
     assert storage() is None
 
 
-def table_context(method: Method) -> SyntheticContext:
-    """A context of 150 tokens, 2 KV heads and groups of 2, with the method's tables."""
-    generator = torch.Generator().manual_seed(0)
-    kv = torch.randn(3, 2, 150, 2, 16, generator=generator)
-    sample = QuerySample(torch.randn(2, 40, 2, 16, generator=generator), torch.arange(40))
+def searched_context(method: Method) -> SyntheticContext:
+    """A context of 150 tokens, 2 KV heads and groups of 2, with what the method searches."""
+    kv = torch.randn(3, 2, 150, 2, 16, generator=torch.Generator().manual_seed(0))
     assert method.index is not None
-    parameters = method.index.parameters
-    built = [QueryTables.build(parameters, kv[layer, :, :, 0], sample, 0) for layer in (1, 2)]
-    return indexed_context(method.index.name, parameters, built, kv, group=2)
+    built = [build_index(method.index, kv[layer], group=2) for layer in (1, 2)]
+    return indexed_context(method.index.name, small_spec(method.index).parameters, built, kv, group=2)
 
 
 def decode(session: Session) -> None:
@@ -146,17 +144,21 @@ def decode(session: Session) -> None:
 
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize(
-    ("name", "layout"), [("csattention", "dense"), ("csattention", "lists"), ("csattention-paper", "lists")]
+    "name",
+    [
+        "csattention+dropped",
+        "csattention-paper",
+        "multipole+dropped",
+        "multipole-tree+dropped",
+        "tactic",
+        "quest",
+        "pq+dropped",
+    ],
 )
-def test_memory_that_indexes_and_a_session_used_is_freed(
-    store: Store, name: str, layout: str, used: bool
-) -> None:
-    method = METHODS[name]
+def test_memory_that_indexes_and_a_session_used_is_freed(store: Store, name: str, used: bool) -> None:
+    method = get_method(name)
     assert method.index is not None
-    method = replace(
-        method, index=replace(method.index, parameters={**method.index.parameters, "layout": layout})
-    )
-    context = table_context(method)
+    context = searched_context(method)
     context.write(store)
     arena = Arena(1 << 24)
     with arena.acquire(store, context.id) as resident:
@@ -166,7 +168,7 @@ def test_memory_that_indexes_and_a_session_used_is_freed(
     with no_collector():
         with arena.acquire(store, context.id) as resident:
             storage = weakref.ref(resident.kv(0).untyped_storage())
-            assert isinstance(resident.index(method.index.name, 1), QueryTables)
+            assert type(resident.index(method.index.name, 1)) is INDEX_KINDS[method.index.kind]
             session = Session(resident, method)
             if used:
                 decode(session)
