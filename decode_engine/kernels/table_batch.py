@@ -185,27 +185,38 @@ class LaunchShape:
 
 
 def launch_shape(max_keys: int, rows: int, pooled: bool) -> LaunchShape:
-    """A launch shape for contexts of up to max_keys and `rows` sequences times KV heads.
+    """A launch shape for contexts of up to max_keys and `rows` sequences times KV heads; best of some on an H200.
 
-    Measured on an H200: a launch of a few rows needs small tiles to fill the device, one of many rows large ones,
-    because every program reads the histogram and leaves a partial result.
+    Few rows fill the device once, so what counts is the time from the first load to the last store; many rows fill it
+    many times, so what counts is how few instructions and registers a tile takes.
     """
-    samples = max(8, min(32, max_keys // 16 // 1024))
+    samples = max(8, min(16, max_keys // 2**14))
     if rows > 32:
         return LaunchShape(
             tile_keys=4096,
+            rows=32,
+            exact_programs=1,
             sample_programs=samples // 2,
-            registers=96,
+            registers=80,
             pick_apart=True,
             early_threshold=True,
             dependent_launch=True,
         )
-    tile = 2048 if max_keys * rows <= 2**21 else 4096
+    if max_keys * rows <= 2**21:
+        return LaunchShape(
+            rows=32,
+            exact_programs=1,
+            sample_programs=samples,
+            stages=3,
+            registers=128,
+            early_threshold=not pooled,
+            dependent_launch=True,
+        )
     return LaunchShape(
-        tile_keys=tile,
+        tile_keys=8192,
         sample_programs=samples,
         registers=96,
-        early_threshold=not pooled,
+        early_threshold=True,
         dependent_launch=True,
     )
 
@@ -347,11 +358,15 @@ class Workspace:
             lse=empty(f32, group),
         )
 
-    def selections(self) -> list[list[Tensor]]:
-        """Key ids kept at the last step, ascending, for every sequence and KV head. Synchronises with the device."""
-        ids, counts = self.ids.cpu(), self.counts.cpu()
-        columns = torch.arange(ids.shape[3])
-        kept = columns < counts[..., None]
-        return [
-            [ids[b, h][kept[b, h]].sort().values for h in range(ids.shape[1])] for b in range(ids.shape[0])
-        ]
+    def kept(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """What the last step selected, as a `Selection` holds it: ids [B, H, capacity] int32 and counts [B, H] int32.
+
+        Ids are ascending; those after a row's count are 0, and the largest are left out where there is no room. Sorts
+        every id buffer: for comparisons, not for a decode step. Does not wait for the device.
+        """
+        columns = torch.arange(self.ids.shape[3], device=self.ids.device)
+        none = torch.iinfo(torch.int32).max
+        there = columns < self.counts[..., None]
+        ids = self.ids.masked_fill(~there, none).flatten(2).sort(-1).values[..., :capacity]
+        counts = self.counts.sum(-1, dtype=torch.int32).clamp(max=capacity)
+        return ids.masked_fill(ids == none, 0), counts

@@ -210,12 +210,12 @@ def check(memory: Memory, plan: TablePlan, batch: TableBatch, work: Workspace) -
     work.out.fill_(torch.nan)
     table_attention(q, batch, plan, work)
     table_attention_reference(q[: len(few.sequences)], few, plan, reference)
-    found, expected = work.selections(), reference.selections()
+    selections = [buffers.kept(plan.max_keys) for buffers in (work, reference)]
     for b, sequence in enumerate(few.sequences):
         for h in range(KV_HEADS):
             kept = torch.zeros(2, sequence.context.keys, dtype=torch.bool, device="cuda")
-            kept[0, found[b][h].long().cuda()] = True
-            kept[1, expected[b][h].long().cuda()] = True
+            for which, (ids, counts) in enumerate(selections):
+                kept[which, ids[b, h, : int(counts[b, h])].long()] = True
             other = int((kept[0] != kept[1]).sum()) / max(1, int(kept[1].sum()))
             if not other <= 0.02:
                 raise CheckFailedError(
@@ -278,18 +278,19 @@ def measure(memory: Memory, figure: Figure, share: float, shape: LaunchShape, pa
 def shapes_to_try(shape: LaunchShape) -> list[LaunchShape]:
     """Neighbours of a launch shape, for --sweep."""
     tile = shape.tile_keys
-    return [
-        replace(shape, stages=3),
-        replace(shape, rows=32, stages=3),
+    tries = [
+        replace(shape, stages=5 - shape.stages),
+        replace(shape, rows=96 - shape.rows),
         replace(shape, registers=0),
-        replace(shape, registers=128 if shape.registers == 96 else 96),
-        replace(shape, exact_programs=1),
+        *(replace(shape, registers=limit) for limit in (80, 96, 128)),
+        replace(shape, exact_programs=3 - shape.exact_programs),
         replace(shape, tile_keys=tile * 2),
         replace(shape, tile_keys=tile // 2),
         replace(shape, dependent_launch=not shape.dependent_launch),
         replace(shape, pick_apart=not shape.pick_apart),
         replace(shape, early_threshold=not shape.early_threshold),
     ]
+    return [other for other in tries if other != shape]
 
 
 def kernel_times(step: Callable[[], object]) -> dict[str, float]:

@@ -68,7 +68,8 @@ def poisoned(plan: TablePlan, dtype: torch.dtype, size: int) -> Workspace:
 def kept_mask(batch: TableBatch, work: Workspace, b: int, h: int) -> Tensor:
     """Which keys of the context a step kept, [N] bool."""
     kept = torch.zeros(batch.sequences[b].context.keys, dtype=torch.bool, device=DEVICE)
-    ids = work.selections()[b][h].long()
-    assert len(ids.unique()) == len(ids)
-    kept[ids.to(DEVICE)] = True
+    ids, counts = work.kept(2**31 - 1)
+    own = ids[b, h, : int(counts[b, h])].long()
+    assert not len(own) or bool((own.diff() > 0).all())
+    kept[own] = True
     return kept

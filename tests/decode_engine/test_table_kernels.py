@@ -134,6 +134,20 @@ def test_the_best_keys_of_the_cpu_search_are_kept(pooled: bool) -> None:
         assert kept[best[: count // 2]].all()
 
 
+def test_a_selection_is_cut_to_its_room() -> None:
+    plan = make_plan(1, 64, 4, 3, True, True)
+    work = poisoned(plan, torch.float16, 1)
+    work.counts.zero_()
+    work.ids[0, 1, 0, :2] = torch.tensor([7, 300])
+    work.ids[0, 1, 2, :1] = 5
+    work.counts[0, 1] = torch.tensor([2, 0, 1])
+    ids, counts = work.kept(2)
+    assert (ids.dtype, counts.dtype) == (torch.int32, torch.int32)
+    assert ids.tolist() == [[[0, 0], [5, 7]]]
+    assert counts.tolist() == [[0, 2]]
+    assert work.kept(4)[0].tolist() == [[[0, 0, 0, 0], [5, 7, 300, 0]]]
+
+
 def test_weights_equal_the_projections() -> None:
     torch.manual_seed(3)
     plan = make_plan(2, 128, 16, 7, False, True)
