@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,3 +160,13 @@ def top_level_imports(path: Path, name: str) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module, node.lineno
             yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def test_every_package_is_listed_for_the_wheel() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {
+        ".".join(file.parent.relative_to(ROOT).parts)
+        for top in PACKAGES[1:]
+        for file in (ROOT / top).rglob("__init__.py")
+    }
+    assert set(listed) - {"sparsekv", "sparsekv.v1"} == found
