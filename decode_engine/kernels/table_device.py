@@ -79,7 +79,10 @@ def wait_for_predecessor(DEPENDENT: tl.constexpr) -> None:
 
 @triton.jit
 def let_successor_start(DEPENDENT: tl.constexpr) -> None:
-    """With dependent launches: the next kernel's programs may take the places of those that end."""
+    """With dependent launches: the next kernel's programs may take the places of those that end.
+
+    Called late: programs that come early only wait, and that costs up to a tenth (measured on an H200).
+    """
     if DEPENDENT:
         gdc_launch_dependents()
 

@@ -208,6 +208,7 @@ def check(memory: Memory, plan: TablePlan, batch: TableBatch, work: Workspace) -
     reference = Workspace.make(plan, len(few.sequences), DTYPE, "cuda")
     q = memory.q[0]
     work.out.fill_(torch.nan)
+    work.counts.fill_(-1)
     table_attention(q, batch, plan, work)
     table_attention_reference(q[: len(few.sequences)], few, plan, reference)
     selections = [buffers.kept(plan.max_keys) for buffers in (work, reference)]

@@ -54,9 +54,23 @@ def test_a_wrong_result_is_not_timed(bench: ModuleType, monkeypatch: pytest.Monk
     work = Workspace.make(plan, 1, torch.bfloat16, "cuda")
     batch = memory.batches(figure, 400)[0]
     bench.check(memory, plan, batch, work)
-    monkeypatch.setattr(bench, "table_attention_reference", lambda *_: None)
-    with pytest.raises(bench.CheckFailedError, match="selection differs"):
-        bench.check(memory, plan, batch, work)
+    right = bench.table_attention
+
+    def opposite(q: torch.Tensor, *others: object) -> None:
+        right(-q, *others)
+
+    def doubled(*given: object) -> None:
+        right(*given)
+        work.out.mul_(2)
+
+    for wrong, message in (
+        (opposite, "selection differs"),
+        (doubled, "relative error"),
+        (lambda *_: None, "selection differs"),
+    ):
+        monkeypatch.setattr(bench, "table_attention", wrong)
+        with pytest.raises(bench.CheckFailedError, match=message):
+            bench.check(memory, plan, batch, work)
 
 
 def test_neighbours_of_a_launch_shape_differ(bench: ModuleType) -> None:
