@@ -89,14 +89,14 @@ def look_up(
 
 def split_size(rows: int, width: int) -> int:
     """Centroids per program."""
-    wanted = rows * width // 512
+    wanted = rows * width // 256
     return min(512, max(64, int(triton.next_power_of_2(max(1, wanted)))))
 
 
 def bin_weights(scores: Scores) -> None:
     """Second launch: bins of the clusters' weights and keys per bin, into `scores`."""
     rows, group, width = scores.logits_RGC.shape
-    block = 512 if rows * width <= 2**18 else 2048
+    block = 512
     bin_kernel[(triton.cdiv(width, block), rows)](
         scores.logits_RGC,
         scores.left_RC,

@@ -82,14 +82,15 @@ def select_clusters(
         DIM=tables.head_dim,
         OWN=own,
         AT_ONCE=16,
-        MEMBERS=64,
-        TILE=64,
+        MEMBERS=32,
+        TILE=32,
         BINS=BINS,
         GONE=_GONE,
         AWAY=away is not None,
         VALUES=_TRITON_TYPES[tables.dtype],
         PRECISION="ieee" if tables.dtype == torch.float32 else "tf32",
         num_warps=4,
+        maxnreg=96,  # The kernel waits more than it computes: more programs at a time are worth more than registers.
         **chained(ids.device),
     )
     return ids, scores.counts_R
@@ -97,7 +98,7 @@ def select_clusters(
 
 def owned_clusters(rows: int, width: int) -> int:
     """Clusters per program."""
-    return min(512, max(16, int(triton.next_power_of_2(max(1, rows * width // 512)))))
+    return min(1024, max(16, int(triton.next_power_of_2(max(1, rows * width // 256)))))
 
 
 def selection_programs(rows: int, width: int) -> int:

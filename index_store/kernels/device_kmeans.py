@@ -46,7 +46,7 @@ def cluster_blocks(vectors_HND: Tensor, blocks: Blocks, iterations: int, metric:
         )
     device = vectors_HND.device
     table = torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
-    centroids = _first_centroids(vectors_HND, blocks, seed)
+    centroids = _first_centroids(vectors_HND, table, blocks, seed)
     scales_HN = None
     if metric == "cosine":
         norms_HN = torch.linalg.vector_norm(vectors_HND, dim=-1, dtype=torch.float32)
@@ -62,17 +62,18 @@ def cluster_blocks(vectors_HND: Tensor, blocks: Blocks, iterations: int, metric:
     return assignment
 
 
-def _first_centroids(vectors_HND: Tensor, blocks: Blocks, seed: int) -> Tensor:
+def _first_centroids(vectors_HND: Tensor, table_TX: Tensor, blocks: Blocks, seed: int) -> Tensor:
     """[H, C, D] float32: one vector out of every stretch of a block, at random."""
-    heads = len(vectors_HND)
-    generator = torch.Generator().manual_seed(seed)
-    chosen = []
-    for first, end, first_cluster, end_cluster in blocks:
-        number = end_cluster - first_cluster
-        drawn = torch.rand(heads, number, generator=generator, dtype=torch.float64)
-        places = ((torch.arange(number) + drawn) * ((end - first) / number)).long()
-        chosen.append(first + places.clamp_(max=max(0, end - first - 1)))
-    places_HC = torch.cat(chosen, dim=1).to(vectors_HND.device, non_blocking=True)
+    clusters = blocks[-1][3]
+    sizes_T = table_TX[:, 3] - table_TX[:, 2]
+    own_CX = table_TX.repeat_interleave(sizes_T, dim=0, output_size=clusters).double()
+    first_C, end_C, begin_C, stop_C = own_CX.unbind(1)
+    generator = torch.Generator(table_TX.device).manual_seed(seed)
+    shape = (len(vectors_HND), clusters)
+    drawn_HC = torch.rand(shape, generator=generator, dtype=torch.float64, device=table_TX.device)
+    stretch_HC = torch.arange(clusters, device=table_TX.device) - begin_C + drawn_HC
+    places_HC = (first_C + stretch_HC * (end_C - first_C) / (stop_C - begin_C)).long()
+    places_HC.clamp_(max=max(0, vectors_HND.shape[1] - 1))
     return vectors_HND.gather(1, places_HC[..., None].expand(-1, -1, vectors_HND.shape[2])).float()
 
 

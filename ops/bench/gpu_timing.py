@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 TURNS = 15
 WARM_UP = 3
+WARM_UP_MS = 100.0
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
@@ -27,14 +28,17 @@ def graph_us(steps: Sequence[Callable[[], object]], turns: int = 1) -> float:
         for _ in range(turns):
             for step in steps:
                 step()
-    # All replays are queued before the first wait, so that none starts on an idle device.
+    replays = max(1, round(WARM_UP_MS / max(event_ms(graph.replay), 0.01)))
+    # All replays are queued before the first wait, so that none starts on an idle device, and clocks have settled.
+    for _ in range(replays):
+        graph.replay()
     marks = [_mark()]
-    for _ in range(TURNS + WARM_UP):
+    for _ in range(TURNS):
         graph.replay()
         marks.append(_mark())
     torch.cuda.synchronize()
     times = [float(begin.elapsed_time(end)) for begin, end in pairwise(marks)]
-    return statistics.median(times[WARM_UP:]) * 1e3 / turns / len(steps)
+    return statistics.median(times) * 1e3 / turns / len(steps)
 
 
 def event_ms(work: Callable[[], object]) -> float:
