@@ -158,7 +158,6 @@ def summarise(rows: Sequence[Row], prefill: dict[str, Any], seconds: float) -> d
         ),
         "milliseconds_per_token_full": statistics.median(row.full.milliseconds_per_token for row in rows),
         "context_tokens": prefill["tokens"],
-        "dense_layers": prefill["dense_layers"],
         "prefill_seconds": sum(prefill["seconds"].values()),
         "kv_bytes": prefill["kv_bytes"],
         "index_bytes": sum(prefill["index_bytes"].values()),
@@ -214,7 +213,7 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     for line in (
         f"Answers: {right if known else ''}{summary['same_answer']} of {summary['questions']} word for word the same.",
         f"Keys touched: {summary['fraction_sparse_layers']:.1%} in the layers that search, "
-        f"{summary['fraction_all_layers']:.1%} over all layers (dense: {summary['dense_layers'] or 'none'}).",
+        f"{summary['fraction_all_layers']:.1%} over all layers.",
         f"Time per token, median: {summary['milliseconds_per_token_sparse']:.1f} ms, "
         f"full attention {summary['milliseconds_per_token_full']:.1f} ms (the whole model, not attention alone).",
         f"Prefill: {summary['context_tokens']:,} tokens in {summary['prefill_seconds']:.1f} s; "

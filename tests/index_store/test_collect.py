@@ -56,8 +56,6 @@ def test_the_kernel_equals_sets(
 
 
 def test_nothing_to_collect() -> None:
-    ids, counts = collect(
-        torch.zeros(1, 1, 1, 4), torch.tensor([[[4]]]), torch.tensor([[[0]]]), Items(0, 4)
-    )
+    ids, counts = collect(torch.zeros(1, 1, 1, 4), torch.tensor([[[4]]]), torch.tensor([[[0]]]), Items(0, 4))
     assert ids.shape == (1, 1, 0)
     assert counts.tolist() == [[0]]

@@ -30,9 +30,7 @@ def clusters_of(kv_HN2D: Tensor, assignment_HN: Tensor, count: int, first_id: in
                 means[head, cluster], sums[head, cluster] = k.mean(0), v.sum(0)
                 variances[head, cluster] = k.var(0, unbiased=False)
                 covariances[head, cluster] = (v - v.mean(0)).T @ (k - k.mean(0))
-    return Clusters(
-        counts, means, sums, assignment_HN.to(torch.int32), first_id, variances, covariances
-    )
+    return Clusters(counts, means, sums, assignment_HN.to(torch.int32), first_id, variances, covariances)
 
 
 def piece_of(q: Tensor, clusters: Clusters) -> Piece:

@@ -126,12 +126,9 @@ def test_a_small_demonstration_answers_and_cleans_up(tmp_path: Path) -> None:
     assert report["summary"]["context_tokens"] == 1500
     assert report["summary"]["correct_sparse"] == report["summary"]["correct_full"] == 3
     for row in report["rows"]:
-        assert (
-            row["sparse"]["fraction_sparse"]
-            < row["sparse"]["fraction_all"]
-            < row["full"]["fraction_all"]
-            == 1.0
-        )
+        # every layer searches, also the flat one: its other keys are approximated
+        assert row["sparse"]["fraction_sparse"] == row["sparse"]["fraction_all"]
+        assert row["sparse"]["fraction_all"] < row["full"]["fraction_all"] == 1.0
         assert row["sparse"]["milliseconds_per_token"] > 0
     assert list(tmp_path.iterdir()) == []
     assert processes_naming(str(tmp_path)) == []
