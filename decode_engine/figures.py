@@ -11,8 +11,8 @@ class Figures:
 
     Times in nanoseconds of wall clock. Key counts are summed over query positions, layers and KV heads: `kept` keys
     were chosen by a search, `attended` adds sinks, recent window and tail, `available` is what full attention
-    would have read. `searches` counts pairs of layer and query position that were searched,
-    `corrected` those of layer, KV head and position whose earlier selection was replaced, of `correctable` compared. The `sparse_` figures leave
+    would have read. `searches` counts pairs of layer and query position that were searched, `corrected` those of layer,
+    KV head and position whose earlier selection was replaced, of `correctable` compared. The `sparse_` figures leave
     out layers that attend to everything.
     """
 

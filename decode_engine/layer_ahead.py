@@ -8,6 +8,7 @@ Shape legend: B batch rows, T positions, Hq query heads, H KV heads, G group hea
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,13 +23,13 @@ from index_store.errors import MethodUnsupportedError
 def predicted_queries(model: nn.Module, store: dict[int, Tensor]) -> Iterator[None]:
     """While it lasts, every forward of the model puts layer l's predicted queries into store[l], for l >= 1.
 
-    [B, Hq, T, d], in the model's dtype, after the rotary embedding, not scaled. Raises MethodUnsupportedError for a model
-    whose layers have other parts than an input norm and a separate query projection with a rotary embedding.
+    [B, Hq, T, d], in the model's dtype, after the rotary embedding, not scaled. Raises MethodUnsupportedError for a
+    model whose layers have other parts than an input norm and a separate query projection with a rotary embedding.
     """
     layers = list(_decoder_layers(model))
     hooks = [
         layer.register_forward_pre_hook(_Predictor(following, number + 1, store), with_kwargs=True)
-        for number, (layer, following) in enumerate(zip(layers, layers[1:], strict=False))
+        for number, (layer, following) in enumerate(itertools.pairwise(layers))
     ]
     try:
         yield

@@ -1,7 +1,7 @@
 """Methods: named, frozen triples of index, budget and remainder, with the options that go with them.
 
-A variant is made with `dataclasses.replace` or by an expression (`get_method`); combinations that cannot work are refused
-when they are made.
+A variant is made with `dataclasses.replace` or by an expression (`get_method`); combinations that cannot work are
+refused when they are made.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def _nothing() -> Mapping[str, Scalar]:
 class Schedule:
     """When a decode step searches, and with which query.
 
-    period: a selection serves this many decode steps (CSAttention appendix C.2). lag: 1 attends to the selection that the
-    step before has made, while its own is made for the next. ahead: layers after the first search with their query as
-    predicted from the hidden state that entered the layer before. correct_below: KV heads in which the query of any head
-    of the group has a smaller cosine with the query that was searched with are searched again; None never.
+    period: a selection serves this many decode steps (CSAttention appendix C.2). lag: 1 attends to the selection that
+    the step before has made, while its own is made for the next. ahead: layers after the first search with their query
+    as predicted from the hidden state that entered the layer before. correct_below: KV heads in which the query of any
+    head of the group has a smaller cosine with the query that was searched with are searched again; None never.
     """
 
     period: int = 1

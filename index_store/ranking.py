@@ -101,11 +101,14 @@ class Ranking:
 
     def scores(self, rule: str) -> Tensor:
         """[H, T, M] in the order of `weights`; their scale means nothing. Cheaper where the index knows a way."""
-        if self.logits_HTGM.shape[2] == 1:
-            return self.logits_HTGM[:, :, 0]
+        logits = self.logits_HTGM
+        if logits.shape[2] == 1:
+            return logits[:, :, 0]
+        if rule == "average" and not self.items.groups and bool(logits.amin() > -torch.inf):
+            return logits.softmax(-1).sum(2)  # every item was retrieved, and each is one key
         scores = self.weights(rule)
         # exp() of a retrieved item may underflow to the 0 of one that was not.
-        return scores.masked_fill_(torch.isneginf(self.logits_HTGM).all(2), -torch.inf)
+        return scores.masked_fill_(torch.isneginf(logits).all(2), -torch.inf)
 
     def _log_sizes_HM(self) -> Tensor:
         sizes = torch.cat([group.sizes_HM for group in self.items.groups], dim=1)
