@@ -115,7 +115,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         self._slot = slot
         self._pager = Pager()
 
-    def GetContext(  # noqa: N802 - the name in the proto
+    def GetContext(
         self, request: context_pb2.GetContextRequest, context: grpc.ServicerContext
     ) -> context_pb2.Context:
         backend = self._slot.get()
@@ -127,7 +127,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
             entry = BrokenContext(id_, error)
         return backend.describe(entry, set(backend.arena.ids()))
 
-    def ListContexts(  # noqa: N802
+    def ListContexts(
         self, request: context_pb2.ListContextsRequest, context: grpc.ServicerContext
     ) -> context_pb2.ListContextsResponse:
         backend = self._slot.get()
@@ -137,7 +137,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
             contexts=[backend.describe(entry, resident) for entry in page], next_page_token=next_token
         )
 
-    def DeleteContext(  # noqa: N802
+    def DeleteContext(
         self, request: context_pb2.DeleteContextRequest, context: grpc.ServicerContext
     ) -> Empty:
         backend = self._slot.get()
@@ -151,7 +151,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
             backend.arena.drop(id_)
         return Empty()
 
-    def WarmContext(  # noqa: N802
+    def WarmContext(
         self, request: context_pb2.WarmContextRequest, context: grpc.ServicerContext
     ) -> context_pb2.WarmContextResponse:
         backend = self._slot.get()
@@ -189,13 +189,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, slot: BackendSlot) -> None:
         self._slot = slot
 
-    def ListMethods(  # noqa: N802
+    def ListMethods(
         self, request: generation_pb2.ListMethodsRequest, context: grpc.ServicerContext
     ) -> generation_pb2.ListMethodsResponse:
         runner = self._slot.get().runner
         return describe_methods(runner.identity.head_dim, runner.kv_dtype)
 
-    def Generate(  # noqa: N802
+    def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[generation_pb2.GenerateResponse]:
         backend = self._slot.get()

@@ -26,13 +26,13 @@ class Scripted(context_pb2_grpc.ContextServiceServicer, generation_pb2_grpc.Gene
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def GetContext(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+    def GetContext(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.calls.append("GetContext")
         if len(self.calls) < 3:
             context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
         return context_pb2.Context(name=request.name)
 
-    def ListContexts(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+    def ListContexts(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.calls.append("ListContexts")
         start = int(request.page_token or 0)
         page = [
@@ -42,18 +42,18 @@ class Scripted(context_pb2_grpc.ContextServiceServicer, generation_pb2_grpc.Gene
         token = str(start + 1) if start + 1 < len(IDS) else ""
         return context_pb2.ListContextsResponse(contexts=page, next_page_token=token)
 
-    def DeleteContext(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+    def DeleteContext(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.calls.append("DeleteContext")
         context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
 
-    def WarmContext(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+    def WarmContext(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.calls.append("WarmContext")
         time.sleep(5)
 
-    def ListMethods(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+    def ListMethods(self, request: Any, context: grpc.ServicerContext) -> Any:
         context.abort(grpc.StatusCode.PERMISSION_DENIED, "not for you")
 
-    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:  # noqa: N802
+    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         self.calls.append("Generate")
         yield generation_pb2.GenerateResponse(token_ids=[1, 2], text="hel")
         if request.text == "breaks off":

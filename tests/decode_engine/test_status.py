@@ -64,12 +64,12 @@ def test_unknown_errors_are_hidden_behind_a_request_id() -> None:
 class Broken(context_pb2_grpc.ContextServiceServicer, generation_pb2_grpc.GenerationServiceServicer):
     """Fails in every way: known and unknown errors, before and within a stream."""
 
-    def GetContext(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+    def GetContext(self, request: Any, context: grpc.ServicerContext) -> Any:
         if request.name == "known":
             raise TruncatedChunkError("kv/c/0/0: 10 bytes, expected 20", path="kv/c/0/0")
         raise ValueError("the password is swordfish")
 
-    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:  # noqa: N802
+    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         yield generation_pb2.GenerateResponse(text="so far so good")
         raise KeyError("swordfish")
 

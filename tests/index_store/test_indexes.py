@@ -186,11 +186,12 @@ def test_an_appended_key_is_found_and_shared_arrays_stay_untouched(case: Case) -
     index = build(case, keys, sample)
     before = {name: array.clone() for name, array in index.arrays().items()}
     appended = index.start_appending()
-    appended.append(rows(torch.randn(HEADS, 30, DIM)))
+    generator = torch.Generator().manual_seed(5)
+    appended.append(rows(torch.randn(HEADS, 30, DIM, generator=generator)))
     # A key along the pooled query is the best key of every head of the group.
     target = queries[:, :1].mean(2) * DIM
     appended.append(rows(target))
-    appended.append(rows(torch.randn(HEADS, 9, DIM).bfloat16()))
+    appended.append(rows(torch.randn(HEADS, 9, DIM, generator=generator).bfloat16()))
     assert appended.count == 40
     assert appended.nbytes > 0
     ranking = index.rank(queries[:, :1], 0, KEYS + 40, appended, case.search)
@@ -204,7 +205,7 @@ def test_two_sessions_append_apart(case: Case) -> None:
     keys, sample, queries = data()
     index = build(case, keys, sample)
     one, two = index.start_appending(), index.start_appending()
-    block = rows(torch.randn(HEADS, 20, DIM))
+    block = rows(torch.randn(HEADS, 20, DIM, generator=torch.Generator().manual_seed(6)))
     one.append(block)
     two.append(-block)
     two.append(block)
