@@ -19,6 +19,7 @@ from torch import Tensor
 from index_store.errors import InvalidArgumentError
 from index_store.growing import GrowingRows
 from index_store.indexes.base import AppendedKeys, LayerIndex, LayerSource, Scalar, check_keys
+from index_store.indexes.subspaces import subspace_dims
 from index_store.indexes.typed_parameters import typed_parameters
 from index_store.kernels.code_search import CodeReads, score_codes
 from index_store.kmeans import euclidean_kmeans
@@ -59,15 +60,7 @@ class CodeParameters:
 
     def dims(self, head_dim: int) -> Tensor:
         """[S, B] int64: the dimensions of each subspace."""
-        if head_dim % self.subspaces:
-            raise InvalidArgumentError(
-                f"head dimension {head_dim} does not split into {self.subspaces} subspaces; "
-                f"choose a divisor of {head_dim}"
-            )
-        order = torch.arange(head_dim)
-        if self.split == "strided":
-            return order.view(-1, self.subspaces).t().contiguous()
-        return order.view(self.subspaces, -1)
+        return subspace_dims(head_dim, self.subspaces, self.split)
 
 
 class AppendedCodes(AppendedKeys):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Self
 
-import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.base import Scalar
+from index_store.indexes.subspaces import subspace_dims
+from index_store.indexes.typed_parameters import typed_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +54,11 @@ class TableParameters:
     @classmethod
     def parse(cls, parameters: Mapping[str, Scalar]) -> Self:
         """Raises InvalidArgumentError for a missing, unknown, ill-typed or out-of-range parameter."""
-        return cls(**_typed(parameters, cls, "query tables"))
+        return cls(**typed_parameters(parameters, cls, "query tables"))
 
     def dims(self, head_dim: int) -> Tensor:
         """[m, B] int64: the dimensions of each subspace."""
-        if head_dim % self.subspaces:
-            raise InvalidArgumentError(
-                f"head dimension {head_dim} does not split into {self.subspaces} subspaces; "
-                f"choose a divisor of {head_dim}"
-            )
-        order = torch.arange(head_dim)
-        if self.split == "strided":
-            return order.view(-1, self.subspaces).t().contiguous()
-        return order.view(self.subspaces, -1)
+        return subspace_dims(head_dim, self.subspaces, self.split)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +99,4 @@ class TableSearch:
     @classmethod
     def parse(cls, search: Mapping[str, Scalar]) -> Self:
         """Raises InvalidArgumentError for a missing, unknown, ill-typed or out-of-range option."""
-        return cls(**_typed(search, cls, "table search"))
-
-
-def _typed(given: Mapping[str, Scalar], cls: type[Any], label: str) -> dict[str, Any]:
-    fields = cls.__dataclass_fields__
-    unknown = sorted(set(given) - set(fields))
-    missing = sorted(name for name, f in fields.items() if name not in given and f.default is MISSING)
-    if unknown or missing:
-        raise InvalidArgumentError(f"{label}: unknown parameters {unknown}, missing parameters {missing}")
-    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, kinds[str(fields[name].type)]):
-            raise InvalidArgumentError(
-                f"{label}: {name} is {value!r}, expected a value of type {fields[name].type}"
-            )
-    return dict(given)
+        return cls(**typed_parameters(search, cls, "table search"))
