@@ -63,11 +63,28 @@ class Remainder(ABC):
     moments: ClassVar[str] = "none"
     """What the clusters must hold: `none`, `diagonal` (variances) or `full` (covariances of values and keys)."""
 
+    @abstractmethod
     def state(self, pieces: Sequence[Piece], exact: Sequence[ExactKeys]) -> AttentionState | None:
         """Approximate attention to every key of the pieces that is not among the exact ones.
 
         out [H, T, G, d], lse [H, T, G]. None when nothing is approximated at all.
         """
+
+
+class Dropped(Remainder):
+    """Keys that were not selected are left out."""
+
+    name = "dropped"
+    summary = "Keys that were not selected are left out."
+
+    def state(self, pieces: Sequence[Piece], exact: Sequence[ExactKeys]) -> AttentionState | None:
+        return None
+
+
+class ClusterRemainder(Remainder):
+    """Every key that is left in a cluster gets the same weight."""
+
+    def state(self, pieces: Sequence[Piece], exact: Sequence[ExactKeys]) -> AttentionState | None:
         state: AttentionState | None = None
         for piece in pieces:
             part = self._piece_state(piece, exact)
@@ -108,20 +125,7 @@ class Remainder(ABC):
         return 0.0
 
 
-class Dropped(Remainder):
-    """Keys that were not selected are left out."""
-
-    name = "dropped"
-    summary = "Keys that were not selected are left out."
-
-    def state(self, pieces: Sequence[Piece], exact: Sequence[ExactKeys]) -> AttentionState | None:
-        return None
-
-    def mean_logits(self, piece: Piece, left: _Left) -> Tensor:
-        raise NotImplementedError("a dropped remainder has no weights")
-
-
-class Monopole(Remainder):
+class Monopole(ClusterRemainder):
     """Every key left in a cluster counts as the cluster's mean key (Multipole Attention section 3.2)."""
 
     name = "monopole"
@@ -131,7 +135,7 @@ class Monopole(Remainder):
         return piece.logits_HTGC.clone()
 
 
-class Centred(Remainder):
+class Centred(ClusterRemainder):
     """The mean logit of the keys left is exact, and the spread around it counts to second order.
 
     mu' = (N_c q.k_c - sum of the exact keys' logits) / N', w_c = exp(mu') (1 + v / 2) with the variance of the logits
