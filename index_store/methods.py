@@ -20,46 +20,11 @@ from index_store.index_specs import INDEX_SPECS, IndexSpec
 from index_store.indexes.base import Scalar
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.remainders import MOMENTS, REMAINDERS, Dropped, Monopole, Remainder
+from index_store.schedules import Schedule
 
 
 def _nothing() -> Mapping[str, Scalar]:
     return MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """When a decode step searches, and with which query.
-
-    period: a selection serves this many decode steps (CSAttention appendix C.2). lag: 1 attends to the selection that
-    the step before has made, while its own is made for the next. ahead: layers after the first search with their query
-    as predicted from the hidden state that entered the layer before. correct_below: KV heads in which the query of any
-    head of the group has a smaller cosine with the query that was searched with are searched again; None never.
-    """
-
-    period: int = 1
-    lag: int = 0
-    ahead: bool = False
-    correct_below: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.period < 1:
-            raise InvalidArgumentError(f"period is {self.period}, expected at least 1")
-        if self.lag not in (0, 1):
-            raise InvalidArgumentError(f"lag is {self.lag}, expected 0 or 1")
-        if (self.period > 1) + (self.lag > 0) + self.ahead > 1:
-            raise InvalidArgumentError("period, lag and ahead exclude one another; choose one")
-        if self.correct_below is not None:
-            if self.period == 1 and not (self.lag or self.ahead):
-                raise InvalidArgumentError("a correction needs something to correct: period, lag or ahead")
-            if not -1.0 <= self.correct_below <= 1.0:
-                raise InvalidArgumentError(
-                    f"correct_below is {self.correct_below}, expected a cosine from -1 to 1"
-                )
-
-    @property
-    def by_step(self) -> bool:
-        """Whether a step's selection depends on earlier steps, so that tokens must be fed one by one."""
-        return self.period > 1 or self.lag > 0
 
 
 @dataclass(frozen=True)
@@ -88,7 +53,7 @@ class Method:
     sinks: int = 8
     recent: int = 64
     append_block: int = 64
-    schedule: Schedule = Schedule()
+    schedule: Schedule = field(default_factory=Schedule)
 
     def __post_init__(self) -> None:
         if (self.index is None) != (self.budget is None):

@@ -21,8 +21,9 @@ from index_store.errors import (
     MethodUnsupportedError,
     ModelMismatchError,
 )
-from index_store.methods import METHODS, Method, Schedule, get_method
+from index_store.methods import METHODS, Method, get_method
 from index_store.models.loading import resolve_model
+from index_store.schedules import Schedule
 from tests.decode_engine.served import PROMPT, TEXT, Served, serve
 from tests.support_models import write_model_folder
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from decode_engine.figures import Figures
 from decode_engine.selector import Observation, SparseLayer
-from index_store.methods import Method, Schedule, get_method
+from index_store.methods import Method, get_method
+from index_store.schedules import Schedule
 from tests.support_layers import build_search
 
 H, G, D, N = 2, 2, 16, 300

@@ -16,7 +16,8 @@ from decode_engine.partial_attention import BLOCK_BYTES, attend_logits, attend_s
 from decode_engine.selector import Observation
 from index_store.budgets.base import Budget
 from index_store.budgets.ratio import Ratio
-from index_store.methods import METHODS, Method, Schedule, get_method
+from index_store.methods import METHODS, Method, get_method
+from index_store.schedules import Schedule
 from tests.support_layers import ALL_METHODS, build_layer, with_budget, with_everything
 
 H, G, D = 2, 3, 16

@@ -10,8 +10,9 @@ from index_store.budgets.threshold import Threshold
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.index_specs import INDEX_SPECS, IndexSpec
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.methods import DEFAULT_METHOD, METHODS, Method, Schedule, get_method
+from index_store.methods import DEFAULT_METHOD, METHODS, Method, get_method
 from index_store.remainders import REMAINDERS
+from index_store.schedules import Schedule
 
 
 def specs_of(method: Method) -> list[str]:
