@@ -1,0 +1,84 @@
+"""What a method's attention on a GPU can do: one decode step of a batch, layer by layer, kernels only.
+
+Shape legend: B rows (sessions) of a batch, H KV heads, G query heads per KV head, d head dim, F fields of a record.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from index_store.context import ResidentContext
+from index_store.manifest import Manifest, ModelIdentity
+from index_store.methods import Method
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """All that kernels of a decode step are compiled and buffers sized for.
+
+    model: layers, heads and head dimension. method: as it runs over the contexts (`session.fit_method`), without what
+    differs between requests: how much the budget keeps comes with the records. size: rows B of the batch. max_keys:
+    no context is longer; a power of two. dtype: of keys, values and queries, float16 or bfloat16.
+    """
+
+    model: ModelIdentity
+    method: Method
+    size: int
+    max_keys: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.model.query_heads // self.model.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """KV heads of all rows together."""
+        return self.size * self.model.kv_heads
+
+
+class StepAttention(ABC):
+    """Attention of one method to contexts and tails in device memory.
+
+    Everything is found through records (`kernels.records`): addresses per layer, and counts that change from step to
+    step. Buffers are made once and shared by the layers, which run one after another on one stream; so a CUDA graph
+    may capture any number of calls.
+    """
+
+    def __init__(self, plan: StepPlan) -> None:
+        """Allocates the buffers."""
+        self.plan = plan
+
+    @classmethod
+    @abstractmethod
+    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
+        """Why the method cannot run this way over such a context, as a clause; None when it can."""
+
+    @classmethod
+    @abstractmethod
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        """What a layer's record says about the context's indexes (field -> value).
+
+        Arrays that kernels need in another form than the stored one are made with `context.derived` and live as long
+        as the context. The keys' and the tail's fields are written by the caller.
+        """
+
+    @abstractmethod
+    def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
+        """Attention out [B, H, G, d] of the batch's newest tokens, in the queries' dtype.
+
+        q_BHGD: contiguous, unscaled. records_BF: [B, RECORD_FIELDS] int64, the layer's. The tails hold the newest
+        tokens' own keys and values already. Rows without any key get 0. The result may be a buffer that the next call
+        overwrites. Never waits for the device.
+        """
+
+    @abstractmethod
+    def kept_B(self) -> Tensor:
+        """Selected keys that the last step attended exactly, all layers and KV heads together: [B] int64."""

@@ -1,0 +1,39 @@
+"""Records: where everything of a sequence lies, in device memory, one row of int64 per sequence and layer.
+
+A launch serves sequences on different contexts of different lengths. So addresses, strides and counts are data, which
+kernels read themselves: a captured graph serves whichever sequences were written into the rows last, and nothing waits
+for the host. A row of zeros is an idle sequence: it has no keys, and its attention is 0.
+
+Key ids: 0 .. KEYS - 1 are the context's, ids from KEYS on the tail's. Keys [FIRST, END) of the context are searched
+and about KEEP of them attended; all others of the context and the whole tail are attended exactly.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+RECORD_FIELDS = 32
+
+KV, KV_HEAD = 0, 1
+"""Address of keys and values [H, N, 2, d] of the context; bytes from one KV head to the next."""
+TAIL, TAIL_HEAD = 2, 3
+"""Address of keys and values [H, capacity, 2, d] of the session's own tokens; bytes from one KV head to the next."""
+KEYS, FIRST, END, TAIL_KEYS, KEEP = 4, 5, 6, 7, 8
+"""Counts, see above. They are the same in all layers, and change from step to step."""
+STEP_FIELDS = (KEYS, KEEP + 1)
+
+TABLES, TABLE_ROW, CENTROIDS, SCALES = 10, 11, 12, 13
+"""Query tables [H, S, A] int8, bytes from one row to the next, centroids [H, m, C, d/m] and scales [H, m] float32."""
+CODES, CODEBOOKS = 14, 15
+"""Product codes [H, N, m] uint8, codebooks [H, m, W, d/m] float32."""
+MEANS, VALUE_MEANS, SIZES, OFFSETS, MEMBERS, ASSIGNMENT, VARIANCES, CLUSTERS = range(16, 24)
+"""Clusters of keys: see `cluster_tables.DeviceClusters`; CLUSTERS is their number."""
+
+_FIELDS = tl.constexpr(RECORD_FIELDS)
+
+
+@triton.jit
+def field(records_ptr: tl.tensor, b: tl.tensor, index: tl.constexpr) -> tl.tensor:
+    """One int64 of a sequence's record."""
+    return tl.load(records_ptr + b * _FIELDS + index)
