@@ -21,6 +21,8 @@ from index_store.attention_state import AttentionState
 class LayerAttention(Protocol):
     """Attention of one layer of one session."""
 
+    tail: Tail
+
     @property
     def nbytes(self) -> int:
         """Bytes that the layer holds besides the shared context."""

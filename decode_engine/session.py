@@ -70,6 +70,23 @@ class Session:
         """Bytes that the session holds besides the shared context: its tail, and what was appended to the index."""
         return sum(layer.nbytes for layer in self.layers)
 
+    def reserve_tail(self) -> None:
+        """Makes room for the next token in the tails of all layers; they may move."""
+        needed = self.position + 1 - self.context.manifest.token_count
+        if needed > self.layers[0].tail.capacity:
+            for layer in self.layers:
+                layer.tail.reserve(needed)
+
+    def tail_addresses(self) -> tuple[int, ...]:
+        """Where the tails of all layers lie."""
+        return tuple(layer.tail.address for layer in self.layers)
+
+    def advance(self) -> None:
+        """Notes that the next token's keys and values were written into the tails of all layers."""
+        self.position += 1
+        for layer in self.layers:
+            layer.tail.length = self.position - self.context.manifest.token_count
+
 
 def fit_method(manifest: Manifest, method: Method) -> Method:
     """The method as it runs over the context, with its indexes as they were built.

@@ -16,8 +16,10 @@ class Tail:
     Rows are written at their position, so a step that failed half way can be run again.
     """
 
-    def __init__(self, heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        self._kv = torch.empty(heads, _FIRST_CAPACITY, 2, head_dim, dtype=dtype)
+    def __init__(
+        self, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self._kv = torch.empty(heads, _FIRST_CAPACITY, 2, head_dim, dtype=dtype, device=device)
         self.length = 0
 
     def write(self, start: int, keys_HTD: Tensor, values_HTD: Tensor) -> None:
@@ -28,14 +30,33 @@ class Tail:
         if start > self.length:
             raise InvalidArgumentError(f"tail rows {self.length}..{start - 1} were never written")
         end = start + keys_HTD.shape[1]
-        if end > self._kv.shape[1]:
-            heads, capacity, _, head_dim = self._kv.shape
-            grown = torch.empty(heads, max(2 * capacity, end), 2, head_dim, dtype=self._kv.dtype)
-            grown[:, :start] = self._kv[:, :start]
-            self._kv = grown
+        self.reserve(end)
         self._kv[:, start:end, 0] = keys_HTD
         self._kv[:, start:end, 1] = values_HTD
         self.length = end
+
+    def reserve(self, length: int) -> None:
+        """Makes room for `length` rows; those written so far may move."""
+        heads, capacity, _, head_dim = self._kv.shape
+        if length > capacity:
+            grown = self._kv.new_empty(heads, max(2 * capacity, length), 2, head_dim)
+            grown[:, : self.length] = self.rows
+            self._kv = grown
+
+    @property
+    def capacity(self) -> int:
+        """Rows that there is room for."""
+        return self._kv.shape[1]
+
+    @property
+    def address(self) -> int:
+        """Of the first row of KV head 0, for kernels that write rows themselves and then set `length`."""
+        return self._kv.data_ptr()
+
+    @property
+    def head_bytes(self) -> int:
+        """From the rows of one KV head to those of the next."""
+        return self._kv.stride(0) * self._kv.element_size()
 
     @property
     def rows(self) -> Tensor:

@@ -1,0 +1,51 @@
+"""Full attention on a GPU.
+
+Shape legend: B rows of a batch, H KV heads, G query heads per KV head, d head dim, F fields of a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from decode_engine.device.step_attention import StepAttention, StepPlan
+from decode_engine.kernels.dense_attention import attend_dense
+from decode_engine.kernels.partials import Partials, merge_partials
+from index_store.context import ResidentContext
+from index_store.manifest import Manifest
+from index_store.methods import Method
+
+
+class DenseSteps(StepAttention):
+    """Attends to every key of context and tail."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        super().__init__(plan)
+        self._partials = Partials.allocate(
+            plan.rows, _splits(plan.device), plan.group, plan.model.head_dim, plan.device
+        )
+        self._kept_B = torch.zeros(plan.size, dtype=torch.int64, device=plan.device)
+
+    @classmethod
+    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
+        return None
+
+    @classmethod
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        return {}
+
+    def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
+        attend_dense(q_BHGD, records_BF, self._partials, self.plan.model.head_dim**-0.5)
+        return merge_partials(self._partials, q_BHGD.dtype)[0].view_as(q_BHGD)
+
+    def kept_B(self) -> Tensor:
+        return self._kept_B
+
+
+def _splits(device: torch.device) -> int:
+    """Programs per KV head: with 8 KV heads, or a multiple, whole rounds of two programs on every multiprocessor."""
+    if device.type != "cuda":
+        return 4
+    return min(64, max(4, torch.cuda.get_device_properties(device).multi_processor_count // 4))

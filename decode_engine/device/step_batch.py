@@ -1,0 +1,133 @@
+"""The sessions of one batch of decode steps, as the device sees them: records per layer and row.
+
+Shape legend: L layers, B rows, H KV heads, G query heads per KV head, d head dim, F fields of a record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from decode_engine.device.step_attention import StepAttention, StepPlan
+from decode_engine.kernels import records
+from decode_engine.kernels.tail_write import write_tails
+from decode_engine.session import Session
+from index_store.budgets.ratio import Ratio, TokenCount
+from index_store.errors import InvalidArgumentError
+from index_store.methods import Method
+
+_FIRST_STEP_FIELD, _END_STEP_FIELD = records.STEP_FIELDS
+STEP_COUNTS = _END_STEP_FIELD - _FIRST_STEP_FIELD
+
+
+class StepBatch:
+    """Up to `plan.size` sessions, each in a row of its own, and the attention of every layer.
+
+    Records change in two ways. `place` and `clear` write a row's addresses on the host; `send` copies what changed to
+    the device. `refresh` runs on the device, in every step: it puts the step's counts into the records of all layers.
+    """
+
+    def __init__(self, plan: StepPlan, layers: Sequence[type[StepAttention]]) -> None:
+        """layers: the attention of each layer; layers of one type share an object and its buffers."""
+        self.plan = plan
+        shared = {kind: kind(plan) for kind in dict.fromkeys(layers)}
+        self._attentions = list(shared.values())
+        self._layers = [shared[kind] for kind in layers]
+        shape = (len(layers), plan.size, records.RECORD_FIELDS)
+        on_gpu = plan.device.type == "cuda"
+        self._host_LBF = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+        self._records_LBF = torch.zeros(shape, dtype=torch.int64, device=plan.device)
+        self._changed = False
+        self.sessions: list[Session | None] = [None] * plan.size
+        self._tails: list[tuple[int, ...]] = [()] * plan.size
+
+    def place(self, row: int, session: Session) -> None:
+        """Puts a session into a row. Tails must have room for the next token (`Session.reserve_tail`)."""
+        context, method = session.context, session.effective_method
+        if context.manifest.token_count > self.plan.max_keys:
+            raise InvalidArgumentError(
+                f"a context of {context.manifest.token_count} tokens in a batch of up to {self.plan.max_keys}"
+            )
+        for layer, attention in enumerate(self._layers):
+            kv = context.kv(layer)
+            values = self._host_LBF[layer, row]
+            values.zero_()
+            values[records.KV] = kv.data_ptr()
+            values[records.KV_HEAD] = kv.stride(0) * kv.element_size()
+            for field, value in attention.fields(context, method, layer).items():
+                values[field] = value
+        self.sessions[row] = session
+        self._point_to_tail(row, session)
+
+    def clear(self, row: int) -> None:
+        """Makes a row idle."""
+        self._host_LBF[:, row] = 0
+        self.sessions[row] = None
+        self._tails[row] = ()
+        self._changed = True
+
+    def follow_tails(self) -> None:
+        """Notices tails that moved because they grew."""
+        for row, session in enumerate(self.sessions):
+            if session is not None and session.tail_addresses() != self._tails[row]:
+                self._point_to_tail(row, session)
+
+    def _point_to_tail(self, row: int, session: Session) -> None:
+        self._tails[row] = session.tail_addresses()
+        for layer, (address, attention) in enumerate(zip(self._tails[row], session.layers, strict=True)):
+            self._host_LBF[layer, row, records.TAIL] = address
+            self._host_LBF[layer, row, records.TAIL_HEAD] = attention.tail.head_bytes
+        self._changed = True
+
+    def send(self) -> None:
+        """Copies changed addresses to the device, in stream order. The device must have read the last ones."""
+        if self._changed:
+            self._records_LBF.copy_(self._host_LBF, non_blocking=True)
+            self._changed = False
+
+    def refresh(self, counts_BC: Tensor) -> None:
+        """Puts the counts of every row, [B, STEP_COUNTS] int64, into all layers' records; on the device."""
+        self._records_LBF[:, :, _FIRST_STEP_FIELD:_END_STEP_FIELD] = counts_BC
+
+    def attend(self, layer: int, q_BHGD: Tensor, k_BHD: Tensor, v_BHD: Tensor) -> Tensor:
+        """Adds the newest tokens' keys and values to the tails and attends: out [B, H, G, d]; kernels only."""
+        records_BF = self._records_LBF[layer]
+        write_tails(k_BHD, v_BHD, records_BF)
+        return self._layers[layer].attend(layer, q_BHGD, records_BF)
+
+    def kept_B(self) -> Tensor:
+        """Selected keys that the step attended, over all layers and KV heads; on the device."""
+        total = self._attentions[0].kept_B()
+        for attention in self._attentions[1:]:
+            total = total + attention.kept_B()
+        return total
+
+
+def step_counts(session: Session) -> Mapping[int, int]:
+    """The fields that a session's next step has in the records of all layers.
+
+    The searched range ends where it does on a CPU (`selector.SparseLayer`), but for the session's own tokens, which
+    are all attended exactly.
+    """
+    method, keys = session.effective_method, session.context.manifest.token_count
+    position = session.position
+    sinks = min(method.sinks, keys)
+    counts = {records.KEYS: keys, records.TAIL_KEYS: position + 1 - keys}
+    if method.budget is None:
+        return counts | {records.FIRST: 0, records.END: 0, records.KEEP: 0}
+    block = method.append_block
+    search_end = max(sinks, (position - method.recent) // block * block)
+    keep = _keep(method, search_end + method.recent)
+    return counts | {records.FIRST: sinks, records.END: min(search_end, keys), records.KEEP: keep}
+
+
+def _keep(method: Method, length: int) -> int:
+    budget = method.budget
+    if isinstance(budget, Ratio):
+        return math.ceil(budget.keep * length)
+    if isinstance(budget, TokenCount):
+        return budget.tokens
+    raise InvalidArgumentError(f"method {method.name!r} has a budget that no record can hold")
