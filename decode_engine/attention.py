@@ -66,7 +66,7 @@ def decode_attention(
     q_BHTGD = _by_group(query, heads, scale)
     predicted = decode_step.predicted.pop(layer, None)
     predicted_BHTGD = None if predicted is None else _by_group(predicted, heads, scale)
-    out = torch.empty(batch, positions, query_heads, head_dim, dtype=query.dtype)
+    out = torch.empty(batch, positions, query_heads, head_dim, dtype=query.dtype, device=query.device)
     outs: dict[int, Tensor] = {}
     sharing: dict[int, list[tuple[int, DenseLayer]]] = {}
     for row, session in enumerate(decode_step.sessions):

@@ -21,13 +21,15 @@ from index_store.models.loading import ModelFolder, load_model, load_tokenizer
 class ModelRunner:
     """A loaded model whose attention reads sessions.
 
-    folder: the model. dtype: name of the dtype in which served contexts store keys and values, `auto` for the
-    checkpoint's own. Not thread-safe: one thread calls `forward`.
+    folder: the model. device: where it computes, and where the contexts of its sessions must be. dtype: name of the
+    dtype in which served contexts store keys and values, `auto` for the checkpoint's own. Not thread-safe: one thread
+    calls `forward`.
     """
 
-    def __init__(self, folder: ModelFolder, device: str = "cpu", dtype: str = "auto") -> None:
+    def __init__(self, folder: ModelFolder, device: str | torch.device = "cpu", dtype: str = "auto") -> None:
         register_attention()
-        loaded = load_model(folder, ATTENTION_NAME, device=device)
+        self.device = torch.device(device)
+        loaded = load_model(folder, ATTENTION_NAME, device=self.device)
         self._model = loaded.model
         self.identity = loaded.identity
         self.kv_dtype = loaded.kv_dtype if dtype == "auto" else dtype
@@ -48,8 +50,8 @@ class ModelRunner:
         """Feeds each session its new tokens in one batched call.
 
         All sessions get the same number T >= 1 of tokens. Returns per session float32 logits [1, vocab] after the
-        last token, or [T, vocab] with `all_logits`. Session positions advance only when the call succeeds.
-        Raises InvalidArgumentError for ragged or empty input, or tokens outside the vocabulary.
+        last token, or [T, vocab] with `all_logits`, on the runner's device. Session positions advance only when the
+        call succeeds. Raises InvalidArgumentError for ragged or empty input, or tokens outside the vocabulary.
         """
         lengths = {len(ids) for ids in token_ids}
         if len(sessions) != len(token_ids) or len(lengths) != 1 or 0 in lengths:
@@ -57,21 +59,21 @@ class ModelRunner:
                 f"{len(sessions)} sessions got {len(token_ids)} token lists of lengths {sorted(lengths)}; "
                 "expected one list a session, all of one length of at least 1"
             )
-        tokens = torch.tensor(token_ids, dtype=torch.long)
+        tokens = torch.tensor(token_ids, dtype=torch.long, device="cpu")
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.identity.vocab_size:
             raise InvalidArgumentError(
                 f"token ids span {int(tokens.min())}..{int(tokens.max())}, "
                 f"the model has 0..{self.identity.vocab_size - 1}"
             )
         count = tokens.shape[1]
-        starts = torch.tensor([session.position for session in sessions])
+        starts = torch.tensor([session.position for session in sessions], device=self.device)
         step = DecodeStep(sessions)
         ahead = any(session.method.schedule.ahead for session in sessions)
         predicting = predicted_queries(self._model, step.predicted) if ahead else nullcontext()
         with torch.inference_mode(), predicting:
             logits = self._model(
-                input_ids=tokens,
-                position_ids=starts[:, None] + torch.arange(count),
+                input_ids=tokens.to(self.device),
+                position_ids=starts[:, None] + torch.arange(count, device=self.device),
                 use_cache=False,
                 logits_to_keep=0 if all_logits else 1,
                 decode_step=step,
