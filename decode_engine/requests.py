@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from torch import Tensor
 
 from decode_engine.figures import Figures
-from decode_engine.sampler import SamplingParameters
+from decode_engine.sampler import Sampler, SamplingParameters
 
 
 class EngineSession(Protocol):
@@ -40,6 +40,15 @@ class Runner(Protocol[SessionT_contra]):
 
         When it raises, the same call may be made again with the same result: no session has advanced. Their figures
         may count what the failed attempt did.
+        """
+
+    def decode(
+        self, sessions: Sequence[SessionT_contra], last_tokens: Sequence[int], samplers: Sequence[Sampler]
+    ) -> list[int | Exception]:
+        """Feeds each session its last token and chooses its next one with its sampler.
+
+        Returns the token, or what went wrong, of each: the fault of one session is not that of the others. A session
+        and its sampler advance where a token comes back.
         """
 
 

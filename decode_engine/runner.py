@@ -10,7 +10,9 @@ from torch import Tensor
 
 from decode_engine.attention import ATTENTION_NAME, DecodeStep, register_attention
 from decode_engine.layer_ahead import predicted_queries
+from decode_engine.sampler import Sampler
 from decode_engine.session import Session
+from decode_engine.stepping import decode_by_forward
 from index_store.context import ResidentContext
 from index_store.errors import InvalidArgumentError
 from index_store.manifest import require_dtype, require_model
@@ -81,3 +83,9 @@ class ModelRunner:
         for session in sessions:
             session.position += count
         return list(logits)
+
+    def decode(
+        self, sessions: Sequence[Session], last_tokens: Sequence[int], samplers: Sequence[Sampler]
+    ) -> list[int | Exception]:
+        """One decode step: feeds each session its last token and chooses its next one, see `decode_by_forward`."""
+        return decode_by_forward(self.forward, sessions, last_tokens, samplers)

@@ -260,6 +260,12 @@ def _largest(logits_V: Tensor, count: int) -> Tensor | None:
     return torch.cat([above, equal]).sort().values
 
 
+def any_filters(samplers: Sequence[Sampler]) -> bool:
+    """Whether `choose_tokens` has to look at top_k and top_p for any of them."""
+    drawn = [sampler.parameters for sampler in samplers if not sampler.greedy]
+    return any(p.top_k > 0 or p.top_p < 1.0 for p in drawn)
+
+
 def not_finite() -> SparseKVError:
     """What a row without a token means."""
     return SparseKVError("the model's logits are not finite")

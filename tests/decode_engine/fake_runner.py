@@ -12,7 +12,8 @@ from torch import Tensor
 from decode_engine.engine import Engine
 from decode_engine.figures import Figures
 from decode_engine.requests import Finished, Request, Stream, Token
-from decode_engine.sampler import SamplingParameters
+from decode_engine.sampler import Sampler, SamplingParameters
+from decode_engine.stepping import decode_by_forward
 
 VOCABULARY = 64
 
@@ -60,6 +61,11 @@ class FakeRunner:
             torch.nn.functional.one_hot(torch.tensor([(ids[-1] + 1) % VOCABULARY]), VOCABULARY).float()
             for ids in token_ids
         ]
+
+    def decode(
+        self, sessions: Sequence[FakeSession], last_tokens: Sequence[int], samplers: Sequence[Sampler]
+    ) -> list[int | Exception]:
+        return decode_by_forward(self.forward, sessions, last_tokens, samplers)
 
 
 @dataclass(frozen=True)
