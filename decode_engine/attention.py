@@ -1,7 +1,8 @@
 """The model's attention, replaced: transformers calls `decode_attention` in every layer of an unpatched model.
 
 The sessions travel as a keyword argument of the model's forward, so there is no global state, and keys and values go
-to the sessions' own tails instead of a transformers cache.
+to the sessions' own tails instead of a transformers cache. A batch of decode steps on a GPU travels as a number in a
+tensor and goes to an operator, which compilers and CUDA graphs can take.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from decode_engine.dense_layer import DenseLayer, attend_dense_together
+from decode_engine.device.operator import attend_step
 from index_store.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -49,17 +51,26 @@ def decode_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     decode_step: DecodeStep | None = None,
+    step_batch: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of all batch rows: query [B, Hq, T, d], key and value [B, H, T, d] -> out [B, T, Hq, d].
 
-    Raises InvalidArgumentError without a DecodeStep or with a mask (rows are never padded).
+    decode_step: the sessions of the rows. step_batch: instead of them the number of a live batch
+    (`operator.register_batch`), T is 1 then. Raises InvalidArgumentError without either or with a mask (rows are never
+    padded).
     """
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if step_batch is not None and attention_mask is None:
+        usual = query.shape[-1] ** -0.5
+        if scaling is not None and scaling != usual:
+            query = query * (scaling / usual)
+        return attend_step(query, key, value, step_batch, layer), None
     if decode_step is None or attention_mask is not None:
         raise InvalidArgumentError(
-            f"attention {ATTENTION_NAME!r} needs decode_step= in the model's forward and no attention mask"
+            f"attention {ATTENTION_NAME!r} needs decode_step= or step_batch= in the model's forward and no "
+            "attention mask"
         )
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
     batch, query_heads, positions, head_dim = query.shape
     heads = key.shape[1]
     scale = head_dim**-0.5 if scaling is None else scaling

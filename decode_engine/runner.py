@@ -32,7 +32,7 @@ class ModelRunner:
         register_attention()
         self.device = torch.device(device)
         loaded = load_model(folder, ATTENTION_NAME, device=self.device)
-        self._model = loaded.model
+        self.model = loaded.model
         self.identity = loaded.identity
         self.kv_dtype = loaded.kv_dtype if dtype == "auto" else dtype
         self.tokenizer = load_tokenizer(folder)
@@ -71,9 +71,9 @@ class ModelRunner:
         starts = torch.tensor([session.position for session in sessions], device=self.device)
         step = DecodeStep(sessions)
         ahead = any(session.method.schedule.ahead for session in sessions)
-        predicting = predicted_queries(self._model, step.predicted) if ahead else nullcontext()
+        predicting = predicted_queries(self.model, step.predicted) if ahead else nullcontext()
         with torch.inference_mode(), predicting:
-            logits = self._model(
+            logits = self.model(
                 input_ids=tokens.to(self.device),
                 position_ids=starts[:, None] + torch.arange(count, device=self.device),
                 use_cache=False,

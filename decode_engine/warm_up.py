@@ -59,25 +59,25 @@ def warm_up(runner: ModelRunner) -> list[str]:
     return ran
 
 
-def made_up_context(identity: ModelIdentity, dtype: str, method: Method) -> ResidentContext:
-    """A context of random keys and values with the index that the method needs.
+def made_up_context(
+    identity: ModelIdentity, dtype: str, method: Method, tokens: int = _TOKENS
+) -> ResidentContext:
+    """A context of random keys and values, the same in all layers, with the index that the method needs.
 
     Raises InvalidArgumentError when the index cannot be built for the model's head dim.
     """
     generator = torch.Generator().manual_seed(0)
     heads, group, head_dim = identity.kv_heads, identity.query_heads // identity.kv_heads, identity.head_dim
-    kv_HN2D = torch.randn(heads, _TOKENS, 2, head_dim, generator=generator).to(
-        stored_dtype(dtype).torch_dtype
-    )
-    queries_HPGD = torch.randn(heads, _TOKENS, group, head_dim, generator=generator)
+    kv_HN2D = torch.randn(heads, tokens, 2, head_dim, generator=generator).to(stored_dtype(dtype).torch_dtype)
+    queries_HPGD = torch.randn(heads, tokens, group, head_dim, generator=generator)
     entries: list[IndexEntry] = []
     arrays: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
     layers = tuple(range(identity.layers))
-    source = LayerSource(kv_HN2D, QuerySample(queries_HPGD, torch.arange(_TOKENS)), torch.ones(head_dim // 2))
+    source = LayerSource(kv_HN2D, QuerySample(queries_HPGD, torch.arange(tokens)), torch.ones(head_dim // 2))
     for spec in method.index_specs():
         index = INDEX_KINDS[spec.kind].build(spec.parameters, source, seed=0)
         arrays |= {(spec.name, layer): index.arrays() for layer in layers}
-        entries.append(_index_entry(spec, index, layers))
+        entries.append(_index_entry(spec, index, layers, tokens))
     manifest = Manifest(
         id="0" * 64,
         name="warm-up",
@@ -85,27 +85,27 @@ def made_up_context(identity: ModelIdentity, dtype: str, method: Method) -> Resi
         expires_at=None,
         model=identity,
         dtype=dtype,
-        token_count=_TOKENS,
+        token_count=tokens,
         salt="",
         methods=(method.name,),
         dense_layers=(),
         selection_errors=(),
-        tokens=tokens_entry(_TOKENS),
-        kv=kv_entry(identity, _TOKENS, dtype),
+        tokens=tokens_entry(tokens),
+        kv=kv_entry(identity, tokens, dtype),
         indexes=tuple(entries),
         prefill={},
         seconds={},
     )
     return ResidentContext(
-        manifest, torch.zeros(_TOKENS, dtype=torch.int64), dict.fromkeys(layers, kv_HN2D), arrays
+        manifest, torch.zeros(tokens, dtype=torch.int64), dict.fromkeys(layers, kv_HN2D), arrays
     )
 
 
-def _index_entry(spec: IndexSpec, index: LayerIndex, layers: tuple[int, ...]) -> IndexEntry:
+def _index_entry(spec: IndexSpec, index: LayerIndex, layers: tuple[int, ...], tokens: int) -> IndexEntry:
     arrays = tuple(
         index_array_entry(spec.name, array, len(layers), tensor.shape, dtype_name(tensor.dtype))
         for array, tensor in index.arrays().items()
     )
     # A threshold that nothing was calibrated for; warming up needs one that can be read.
-    thresholds = (1.0 / _TOKENS,) * len(KEEP_GRID) if INDEX_KINDS[spec.kind].partitions else ()
+    thresholds = (1.0 / tokens,) * len(KEEP_GRID) if INDEX_KINDS[spec.kind].partitions else ()
     return IndexEntry(spec.name, spec.kind, spec.parameters, layers, arrays, thresholds)

@@ -140,7 +140,10 @@ def attend_dense(q_BHGD: Tensor, records_BF: Tensor, partials: Partials, scale: 
 
 
 def attend_dense_reference(q_HGD: Tensor, kv_HN2D: Tensor, scale: float) -> Tensor:
-    """Attention out [H, G, d] float32 of one sequence to rows [H, N, 2, d], context and tail together; 0 without keys."""
+    """Attention out [H, G, d] float32 of one sequence to rows [H, N, 2, d], context and tail together.
+
+    It is 0 without keys.
+    """
     if kv_HN2D.shape[1] == 0:
         return torch.zeros_like(q_HGD, dtype=torch.float32)
     keys, values = kv_HN2D[:, :, 0].float(), kv_HN2D[:, :, 1].float()

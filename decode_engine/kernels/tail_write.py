@@ -71,7 +71,9 @@ def write_tails(k_BHD: Tensor, v_BHD: Tensor, records_BF: Tensor) -> None:
     )
 
 
-def write_tails_reference(k_BHD: Tensor, v_BHD: Tensor, tails_BHT2D: list[Tensor], counts_B: list[int]) -> None:
+def write_tails_reference(
+    k_BHD: Tensor, v_BHD: Tensor, tails_BHT2D: list[Tensor], counts_B: list[int]
+) -> None:
     """The same on tensors: tails [H, capacity, 2, d] of every sequence with their number of rows."""
     for b, (tail, count) in enumerate(zip(tails_BHT2D, counts_B, strict=True)):
         if count:

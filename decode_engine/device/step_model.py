@@ -1,0 +1,39 @@
+"""The model's part of a decode step as a function of tensors, compiled where that is wanted."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode_engine.device.step_graph import StepModel
+
+
+class Compilation(Enum):
+    """How the model around the attention is compiled: not at all, by default rules, or by trying kernels out.
+
+    Compiled kernels are kept in torch's own cache on disk; the first start with a model takes up to some minutes.
+    """
+
+    OFF = "off"
+    DEFAULT = "default"
+    MAX_AUTOTUNE = "max-autotune"
+
+
+def step_model(model: Any, compilation: Compilation) -> StepModel:
+    """Tokens [B, 1], positions [B, 1] and a batch's number -> logits [B, V]; compiled anew for every B."""
+
+    def run(tokens: Tensor, positions: Tensor, batch: Tensor) -> Tensor:
+        out = model(
+            input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1, step_batch=batch
+        )
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+    if compilation is Compilation.OFF:
+        return run
+    modes = {Compilation.DEFAULT: "default", Compilation.MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
+    compiled: StepModel = torch.compile(run, dynamic=False, mode=modes[compilation])
+    return compiled

@@ -1,0 +1,188 @@
+"""Decode steps of any sessions on a GPU: sorts them into batches that one graph can run, and keeps the graphs."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from decode_engine.dense_layer import DenseLayer
+from decode_engine.device.dense_steps import DenseSteps
+from decode_engine.device.registry import step_attention_for
+from decode_engine.device.step_attention import StepAttention, StepPlan
+from decode_engine.device.step_batch import StepBatch
+from decode_engine.device.step_graph import Choice, StepGraph, StepModel
+from decode_engine.sampler import Sampler, not_finite
+from decode_engine.session import Session
+from index_store.errors import SparseKVError
+from index_store.index_specs import IndexSpec
+from index_store.manifest import ModelIdentity
+
+MAX_ROWS = 32
+_LEAST_KEYS = 2**12
+_GRAPHS = 48
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batchable:
+    """Sessions that agree in this run in one batch. key: whatever kernels and buffers depend on."""
+
+    key: Hashable
+    layers: tuple[type[StepAttention], ...]
+    max_keys: int
+
+
+class Stepper:
+    """Runs decode steps through captured graphs. One thread uses it.
+
+    A batch's size is rounded up to a power of two, and its graph captured when a batch of that kind and size first
+    comes; the graphs used longest ago are dropped.
+    """
+
+    def __init__(
+        self, model: StepModel, identity: ModelIdentity, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._model = model
+        self._identity = identity
+        self._dtype = dtype
+        self._device = device
+        self._graphs: OrderedDict[Hashable, StepGraph] = OrderedDict()
+        self._refused: set[tuple[str, str]] = set()
+
+    def takes(self, session: Session) -> bool:
+        """Whether the session's steps can run here; a reason why not is logged once per method."""
+        return isinstance(self._sort(session), _Batchable)
+
+    def step(
+        self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler]
+    ) -> list[int | Exception]:
+        """One step of every session, all of which are such as `takes` says yes to.
+
+        Returns the chosen tokens; a session whose logits are not finite gets an error instead and does not advance.
+        """
+        results: list[int | Exception] = [SparseKVError("the step did not run")] * len(sessions)
+        groups: dict[Hashable, list[int]] = {}
+        kinds: dict[Hashable, _Batchable] = {}
+        for number, session in enumerate(sessions):
+            kind = self._sort(session)
+            if not isinstance(kind, _Batchable):
+                raise SparseKVError(f"method {session.method.name!r} cannot run in a graph: {kind}")
+            groups.setdefault(kind.key, []).append(number)
+            kinds[kind.key] = kind
+        for key, numbers in groups.items():
+            for first in range(0, len(numbers), MAX_ROWS):
+                part = numbers[first : first + MAX_ROWS]
+                chosen = self._step_together(
+                    kinds[key],
+                    [sessions[i] for i in part],
+                    [tokens[i] for i in part],
+                    [samplers[i] for i in part],
+                )
+                for number, result in zip(part, chosen, strict=True):
+                    results[number] = result
+        return results
+
+    def _sort(self, session: Session) -> _Batchable | str:
+        """The kind of batch that the session goes into, or why it cannot run in any."""
+        method, manifest = session.effective_method, session.context.manifest
+        kv = session.context.kv(0)
+        reason: str | None = None
+        searching: type[StepAttention] | str = DenseSteps
+        if kv.dtype != self._dtype:
+            reason = f"keys and values are {kv.dtype}, the model computes in {self._dtype}"
+        elif kv.device != self._device:
+            reason = f"keys and values are on {kv.device}, the model on {self._device}"
+        elif method.schedule.by_step or method.schedule.ahead:
+            reason = "its schedule uses selections of other steps"
+        elif method.sparse:
+            searching = step_attention_for(method, manifest)
+            reason = searching if isinstance(searching, str) else None
+        if reason is not None or isinstance(searching, str):
+            self._log_refusal(method.name, str(reason))
+            return str(reason)
+        layers = tuple(DenseSteps if isinstance(layer, DenseLayer) else searching for layer in session.layers)
+        max_keys = max(_LEAST_KEYS, 1 << (manifest.token_count - 1).bit_length())
+        parts = (method.remainder.name, tuple(sorted(method.search.items())))
+        key = (layers, max_keys, _spec_key(method.index), _spec_key(method.partition), parts)
+        return _Batchable(key, layers, max_keys)
+
+    def _log_refusal(self, method: str, reason: str) -> None:
+        if (method, reason) not in self._refused:
+            self._refused.add((method, reason))
+            logger.info("method %s decodes step by step without a graph: %s", method, reason)
+
+    def _step_together(
+        self,
+        kind: _Batchable,
+        sessions: Sequence[Session],
+        tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+    ) -> list[int | Exception]:
+        for session in sessions:
+            session.reserve_tail()
+        graph = self._graph(kind, sessions[0], len(sessions), Choice.of(samplers))
+        rows = _seat(graph.batch, sessions)
+        results: list[int | Exception] = []
+        steps = graph.step(rows, tokens, samplers)
+        for session, sampler, stepped in zip(sessions, samplers, steps, strict=True):
+            if stepped.token < 0:
+                results.append(not_finite())
+                continue
+            _count(session, stepped.kept)
+            session.advance()
+            sampler.advance()
+            results.append(stepped.token)
+        return results
+
+    def _graph(self, kind: _Batchable, like: Session, count: int, choice: Choice) -> StepGraph:
+        size = 1 << (count - 1).bit_length()
+        key = (kind.key, size, choice)
+        graph = self._graphs.pop(key, None)
+        if graph is None:
+            plan = StepPlan(
+                self._identity, like.effective_method, size, kind.max_keys, self._dtype, self._device
+            )
+            while len(self._graphs) >= _GRAPHS:
+                self._graphs.popitem(last=False)
+            graph = StepGraph(self._model, StepBatch(plan, kind.layers), choice)
+        self._graphs[key] = graph
+        return graph
+
+
+def _spec_key(spec: IndexSpec | None) -> Hashable:
+    return None if spec is None else (spec.name, spec.kind, tuple(sorted(spec.parameters.items())))
+
+
+def _seat(batch: StepBatch, sessions: Sequence[Session]) -> list[int]:
+    """Rows of the sessions: those that sit keep their row, others leave, new ones take free rows."""
+    wanted = {id(session) for session in sessions}
+    for row, session in enumerate(batch.sessions):
+        if session is not None and id(session) not in wanted:
+            batch.clear(row)
+    seated = {id(session): row for row, session in enumerate(batch.sessions) if session is not None}
+    free = [row for row, session in enumerate(batch.sessions) if session is None]
+    for session in sessions:
+        if id(session) not in seated:
+            row = seated[id(session)] = free.pop(0)
+            batch.place(row, session)
+    return [seated[id(session)] for session in sessions]
+
+
+def _count(session: Session, kept: int) -> None:
+    """Notes what the step touched in all layers."""
+    manifest, method, figures = session.context.manifest, session.effective_method, session.figures
+    heads, available = manifest.model.kv_heads, session.position + 1
+    searching = sum(not isinstance(layer, DenseLayer) for layer in session.layers)
+    figures.count_dense(heads * available * (len(session.layers) - searching))
+    if searching:
+        sinks = min(method.sinks, manifest.token_count)
+        block = method.append_block
+        end = min(max(sinks, (session.position - method.recent) // block * block), manifest.token_count)
+        figures.count_exact(heads * searching * (available - (end - sinks)), heads * searching * available)
+        figures.count_kept(kept)
+        figures.searches += searching

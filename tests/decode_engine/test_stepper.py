@@ -1,0 +1,137 @@
+"""Batches of decode steps through records and kernels equal the general path, session by session.
+
+Without a CUDA device the kernels run in Triton's interpreter, and no graph is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from decode_engine.device.step_model import Compilation, step_model
+from decode_engine.device.stepper import Stepper
+from decode_engine.runner import ModelRunner
+from decode_engine.sampler import Sampler, SamplingParameters
+from decode_engine.session import Session
+from decode_engine.warm_up import made_up_context
+from index_store.methods import METHODS
+from index_store.models.folder import resolve_model
+from tests.support_models import write_model_folder
+
+GREEDY = SamplingParameters()
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
+    folder: Path = write_model_folder(tmp_path_factory.mktemp("model"), head_dim=64)
+    yield ModelRunner(resolve_model(str(folder)))
+
+
+@pytest.fixture
+def stepper(runner: ModelRunner) -> Stepper:
+    model = step_model(runner.model, Compilation.OFF)
+    return Stepper(model, runner.identity, torch.float32, torch.device("cpu"))
+
+
+def start(runner: ModelRunner, prompt: list[int], length: int = 512) -> Session:
+    """A session on a made-up context that has read a prompt."""
+    method = METHODS["full"]
+    context = made_up_context(runner.identity, runner.kv_dtype, method, length)
+    session = runner.start(context, method)
+    runner.forward([session], [prompt])
+    return session
+
+
+def by_forward(runner: ModelRunner, session: Session, token: int, sampler: Sampler, count: int) -> list[int]:
+    tokens = []
+    for _ in range(count):
+        token = sampler.sample(runner.forward([session], [[token]])[0][-1])
+        tokens.append(token)
+    return tokens
+
+
+def by_steps(
+    stepper: Stepper, sessions: list[Session], tokens: list[int], samplers: list[Sampler], count: int
+) -> list[list[int]]:
+    histories: list[list[int]] = [[] for _ in sessions]
+    for _ in range(count):
+        results = stepper.step(sessions, tokens, samplers)
+        tokens = [token for token in results if isinstance(token, int)]
+        assert len(tokens) == len(results)
+        for history, token in zip(histories, tokens, strict=True):
+            history.append(token)
+    return histories
+
+
+def test_sessions_on_contexts_of_other_lengths_decode_as_one_by_one(
+    runner: ModelRunner, stepper: Stepper
+) -> None:
+    prompts, lengths = [[5, 9, 2], [7], [1, 2, 3, 4]], [512, 301, 17]
+    samplings = [GREEDY, SamplingParameters(temperature=0.9, seed=4), SamplingParameters(0.8, 0.7, 11, 5)]
+    expected = [
+        by_forward(runner, start(runner, prompt, length), 3, Sampler(sampling), 4)
+        for prompt, length, sampling in zip(prompts, lengths, samplings, strict=True)
+    ]
+    sessions = [start(runner, prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    samplers = [Sampler(sampling) for sampling in samplings]
+    assert by_steps(stepper, sessions, [3] * 3, samplers, 4) == expected
+
+
+def test_sessions_join_leave_and_take_other_rows(runner: ModelRunner, stepper: Stepper) -> None:
+    prompts = [[5, 9, 2], [7], [1, 2, 3, 4]]
+    expected = [by_forward(runner, start(runner, prompt), 3, Sampler(GREEDY), 6) for prompt in prompts]
+    a, b, c = (start(runner, prompt) for prompt in prompts)
+    got: dict[int, list[int]] = {id(session): [] for session in (a, b, c)}
+    for batch in ([a], [a, b], [b, a, c], [c, b], [c], [c, a], [a, b, c], [b, c], [b, a, c], [a, b]):
+        tokens = [(got[id(session)] or [3])[-1] for session in batch]
+        for session, token in zip(
+            batch, stepper.step(batch, tokens, [Sampler(GREEDY)] * len(batch)), strict=True
+        ):
+            assert isinstance(token, int)
+            got[id(session)].append(token)
+    for session, whole in zip((a, b, c), expected, strict=True):
+        assert got[id(session)][:6] == whole[: len(got[id(session)])]
+
+
+def test_a_tail_that_grows_is_followed(runner: ModelRunner, stepper: Stepper) -> None:
+    prompt = list(range(125))
+    expected = by_forward(runner, start(runner, prompt), 3, Sampler(GREEDY), 6)
+    session = start(runner, prompt)
+    assert by_steps(stepper, [session], [3], [Sampler(GREEDY)], 6)[0] == expected
+    assert session.layers[0].tail.capacity > 128
+
+
+def test_steps_count_what_they_touch(runner: ModelRunner, stepper: Stepper) -> None:
+    one, other = start(runner, [5]), start(runner, [5])
+    by_forward(runner, one, 3, Sampler(GREEDY), 3)
+    by_steps(stepper, [other], [3], [Sampler(GREEDY)], 3)
+    assert other.position == one.position
+    assert other.figures.available == one.figures.available
+    assert other.figures.attended == one.figures.attended
+
+
+def test_logits_that_are_not_finite_fail_their_session_only(runner: ModelRunner) -> None:
+    def broken(tokens: torch.Tensor, positions: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        logits = torch.nn.functional.one_hot(tokens[:, 0] + 1, runner.identity.vocab_size).float()
+        return torch.where(tokens == 7, torch.nan, logits)
+
+    stepper = Stepper(broken, runner.identity, torch.float32, torch.device("cpu"))
+    well, ill = start(runner, [5]), start(runner, [5])
+    results = stepper.step([ill, well], [7, 8], [Sampler(GREEDY)] * 2)
+    assert isinstance(results[0], Exception)
+    assert results[1] == 9
+    assert (ill.position, well.position) == (513, 514)
+
+
+def test_a_method_without_kernels_is_refused_with_a_reason(
+    runner: ModelRunner, stepper: Stepper, caplog: pytest.LogCaptureFixture
+) -> None:
+    method = METHODS["quest"]
+    session = runner.start(made_up_context(runner.identity, runner.kv_dtype, method), method)
+    with caplog.at_level("INFO"):
+        assert not stepper.takes(session)
+        assert not stepper.takes(session)
+    assert sum("quest" in record.message for record in caplog.records) == 1
