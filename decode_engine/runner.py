@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from decode_engine.attention import ATTENTION_NAME, DecodeStep, register_attention
+from decode_engine.device.step_model import Compilation, step_model
+from decode_engine.device.stepper import Stepper
 from decode_engine.layer_ahead import predicted_queries
 from decode_engine.sampler import Sampler
 from decode_engine.session import Session
@@ -24,11 +27,17 @@ class ModelRunner:
     """A loaded model whose attention reads sessions.
 
     folder: the model. device: where it computes, and where the contexts of its sessions must be. dtype: name of the
-    dtype in which served contexts store keys and values, `auto` for the checkpoint's own. Not thread-safe: one thread
-    calls `forward`.
+    dtype in which served contexts store keys and values, `auto` for the checkpoint's own. compilation: of the model in
+    decode steps on a GPU. Not thread-safe: one thread calls `forward` and `decode`.
     """
 
-    def __init__(self, folder: ModelFolder, device: str | torch.device = "cpu", dtype: str = "auto") -> None:
+    def __init__(
+        self,
+        folder: ModelFolder,
+        device: str | torch.device = "cpu",
+        dtype: str = "auto",
+        compilation: Compilation = Compilation.OFF,
+    ) -> None:
         register_attention()
         self.device = torch.device(device)
         loaded = load_model(folder, ATTENTION_NAME, device=self.device)
@@ -36,6 +45,11 @@ class ModelRunner:
         self.identity = loaded.identity
         self.kv_dtype = loaded.kv_dtype if dtype == "auto" else dtype
         self.tokenizer = load_tokenizer(folder)
+        self._stepper: Stepper | None = None
+        if self.device.type == "cuda":
+            weights = next(loaded.model.parameters())
+            model = step_model(loaded.model, compilation)
+            self._stepper = Stepper(model, self.identity, weights.dtype, weights.device)
 
     def start(self, context: ResidentContext, method: Method) -> Session:
         """A new session.
@@ -87,5 +101,21 @@ class ModelRunner:
     def decode(
         self, sessions: Sequence[Session], last_tokens: Sequence[int], samplers: Sequence[Sampler]
     ) -> list[int | Exception]:
-        """One decode step: feeds each session its last token and chooses its next one, see `decode_by_forward`."""
-        return decode_by_forward(self.forward, sessions, last_tokens, samplers)
+        """One decode step: feeds each session its last token and chooses its next one, see `decode_by_forward`.
+
+        On a GPU sessions of methods with kernels go through captured graphs (`device.stepper`), the others as on a CPU.
+        """
+        if self._stepper is None:
+            return decode_by_forward(self.forward, sessions, last_tokens, samplers)
+        results: dict[int, int | Exception] = {}
+        taken = [self._stepper.takes(session) for session in sessions]
+        for step, captured in ((self._stepper.step, True), (partial(decode_by_forward, self.forward), False)):
+            rows = [row for row, takes in enumerate(taken) if takes is captured]
+            if rows:
+                chosen = step(
+                    [sessions[row] for row in rows],
+                    [last_tokens[row] for row in rows],
+                    [samplers[row] for row in rows],
+                )
+                results |= zip(rows, chosen, strict=True)
+        return [results[row] for row in range(len(sessions))]

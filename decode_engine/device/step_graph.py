@@ -19,7 +19,7 @@ from torch import Tensor
 from decode_engine.device.operator import register_batch
 from decode_engine.device.step_batch import STEP_COUNTS, StepBatch, step_counts
 from decode_engine.kernels import records
-from decode_engine.sampler import Draws, Sampler, choose_greedy, choose_tokens
+from decode_engine.sampler import Draws, Sampler, any_filters, choose_greedy, choose_tokens
 from decode_engine.session import Session
 
 logger = logging.getLogger(__name__)
@@ -42,10 +42,9 @@ class Choice(Enum):
     @classmethod
     def of(cls, samplers: Sequence[Sampler]) -> Choice:
         """What these samplers need."""
-        drawing = [sampler.parameters for sampler in samplers if not sampler.greedy]
-        if any(p.top_k > 0 or p.top_p < 1.0 for p in drawing):
+        if any_filters(samplers):
             return cls.FILTERED
-        return cls.DRAWN if drawing else cls.GREEDY
+        return cls.GREEDY if all(sampler.greedy for sampler in samplers) else cls.DRAWN
 
 
 @dataclass(frozen=True, slots=True)

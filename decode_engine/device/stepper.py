@@ -15,8 +15,9 @@ from decode_engine.device.registry import step_attention_for
 from decode_engine.device.step_attention import StepAttention, StepPlan
 from decode_engine.device.step_batch import StepBatch
 from decode_engine.device.step_graph import Choice, StepGraph, StepModel
-from decode_engine.sampler import Sampler, not_finite
+from decode_engine.sampler import Sampler
 from decode_engine.session import Session
+from decode_engine.stepping import advance
 from index_store.errors import SparseKVError
 from index_store.index_specs import IndexSpec
 from index_store.manifest import ModelIdentity
@@ -130,13 +131,12 @@ class Stepper:
         results: list[int | Exception] = []
         steps = graph.step(rows, tokens, samplers)
         for session, sampler, stepped in zip(sessions, samplers, steps, strict=True):
-            if stepped.token < 0:
-                results.append(not_finite())
+            result = advance(sampler, stepped.token)
+            results.append(result)
+            if isinstance(result, Exception):
                 continue
             _count(session, stepped.kept)
             session.advance()
-            sampler.advance()
-            results.append(stepped.token)
         return results
 
     def _graph(self, kind: _Batchable, like: Session, count: int, choice: Choice) -> StepGraph:

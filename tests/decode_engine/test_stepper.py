@@ -5,7 +5,6 @@ Without a CUDA device the kernels run in Triton's interpreter, and no graph is c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,9 @@ GREEDY = SamplingParameters()
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     folder: Path = write_model_folder(tmp_path_factory.mktemp("model"), head_dim=64)
-    yield ModelRunner(resolve_model(str(folder)))
+    return ModelRunner(resolve_model(str(folder)))
 
 
 @pytest.fixture
