@@ -1,4 +1,4 @@
-"""k-means on the CPU, by faiss."""
+"""k-means: on the CPU by faiss, of points on a device by kernels."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ def spherical_kmeans(points_PD: Tensor, clusters: int, iterations: int, seed: in
     directions = (points_PD.float() / norms)[norms[:, 0] > 0]
     if len(directions) == 0:
         raise InvalidArgumentError("k-means got no point with a direction: all are zero")
+    if points_PD.is_cuda:
+        from index_store.kernels.device_tables import spherical_kmeans_batch
+
+        return spherical_kmeans_batch(directions[None], clusters, iterations, seed)[0]
     directions = directions.contiguous()
     count, dim = directions.shape
     if count <= clusters:
@@ -50,7 +54,9 @@ def assign_clusters(points_PD: Tensor, clusters: int, iterations: int, seed: int
         raise InvalidArgumentError(f"k-means: metric is {metric!r}, expected one of {', '.join(METRICS)}")
     count, dim = points_PD.shape
     if count <= clusters:
-        return torch.arange(count)
+        return torch.arange(count, device=points_PD.device)
+    if points_PD.is_cuda:
+        return _find_on_device(points_PD, clusters, iterations, seed, metric)[0].long()
     points = points_PD.float()
     cosine = metric == "cosine"
     if cosine:
@@ -94,7 +100,20 @@ def euclidean_kmeans(points_PD: Tensor, clusters: int, iterations: int, seed: in
         raise InvalidArgumentError("k-means got no points")
     if count <= clusters:
         return torch.cat([points, points[-1:].expand(clusters - count, dim)])
+    if points.is_cuda:
+        return _find_on_device(points, clusters, iterations, seed, "euclidean")[1]
     clustering = faiss.Clustering(dim, clusters, _parameters(count, iterations, seed, spherical=False))
     clustering.train(points.numpy(), faiss.IndexFlatL2(dim))
     centroids = faiss.vector_to_array(clustering.centroids).reshape(clusters, dim)
     return torch.from_numpy(centroids.astype(np.float32))
+
+
+def _find_on_device(
+    points_PD: Tensor, clusters: int, iterations: int, seed: int, metric: str
+) -> tuple[Tensor, Tensor]:
+    """Clusters [P] int32 and centroids [clusters, D] of points that are there in the dtype that they have."""
+    from index_store.kernels.device_kmeans import find_clusters
+
+    blocks = [(0, len(points_PD), 0, clusters)]
+    assignment, centroids = find_clusters(points_PD[None], blocks, iterations, metric, seed)
+    return assignment[0], centroids[0]

@@ -55,11 +55,14 @@ def build_clusters(parameters: ClusterParameters, source: LayerSource, seed: int
     last two as `moments` says; assignment [H, N] int32, -1 for sinks; offsets [H, C + 1] and members [H, N] int32,
     sinks after all members; frequencies [H, d/2] float32 with windowed RoPE.
 
+    They are where the keys are; on a device the clusters are others than on the host, as tight.
     Raises InvalidArgumentError for keys or values that are not finite, and for windowed RoPE without frequencies.
     """
     check_keys(source.keys_HND)
     if not bool(torch.isfinite(source.values_HND).all()):
         raise InvalidArgumentError("values contain NaN or infinity; the model or its dtype overflowed")
+    if source.kv_HN2D.is_cuda:
+        return build_clusters_on_device(parameters, source, seed)
     heads, count, head_dim = source.keys_HND.shape
     blocks = divide(count, parameters)
     clusters = blocks[-1].end_cluster
@@ -90,6 +93,36 @@ def build_clusters(parameters: ClusterParameters, source: LayerSource, seed: int
     return arrays
 
 
+def build_clusters_on_device(
+    parameters: ClusterParameters, source: LayerSource, seed: int
+) -> dict[str, Tensor]:
+    """The same arrays, by kernels. Keys and values must be finite."""
+    from index_store.kernels.device_clusters import build_device_clusters
+
+    heads, count, head_dim = source.keys_HND.shape
+    compared_HND = None
+    frequencies_F = None
+    if parameters.window > 0:
+        frequencies_F = check_frequencies(source.inverse_frequencies, head_dim).float()
+        compared_HND = undo_rotary(source.keys_HND, 0, frequencies_F)
+    arrays = build_device_clusters(
+        source.kv_HN2D,
+        _block_table(count, parameters),
+        metric=parameters.metric,
+        iterations=parameters.iterations,
+        moments=parameters.moments,
+        seed=seed,
+        compared_HND=compared_HND,
+    )
+    if frequencies_F is not None:
+        arrays["frequencies"] = frequencies_F.to(source.kv_HN2D.device).repeat(heads, 1)
+    return arrays
+
+
+def _block_table(count: int, parameters: ClusterParameters) -> list[tuple[int, int, int, int]]:
+    return [(b.first, b.end, b.first_cluster, b.end_cluster) for b in divide(count, parameters)]
+
+
 def build_tree(parameters: TreeParameters, source: LayerSource, seed: int) -> dict[str, Tensor]:
     """Arrays of a cluster tree: those of its fine clusters, in the order of their coarse clusters, and
 
@@ -100,6 +133,8 @@ def build_tree(parameters: TreeParameters, source: LayerSource, seed: int) -> di
     those of all their keys. Raises InvalidArgumentError like `build_clusters`.
     """
     arrays = build_clusters(parameters, source, seed)
+    if source.kv_HN2D.is_cuda:
+        return build_tree_on_device(parameters, arrays, seed)
     heads, count = arrays["assignment"].shape
     parents_HC = torch.empty(arrays["counts"].shape, dtype=torch.int64)
     blocks = divide(count, parameters)
@@ -122,6 +157,24 @@ def build_tree(parameters: TreeParameters, source: LayerSource, seed: int) -> di
     arrays["coarse_offsets"], _ = list_members(arrays["parents"], coarse)
     arrays.update(_coarse_moments(arrays, coarse))
     return arrays
+
+
+def build_tree_on_device(
+    parameters: TreeParameters, arrays: dict[str, Tensor], seed: int
+) -> dict[str, Tensor]:
+    """The same arrays, by kernels, over the fine clusters' arrays."""
+    from index_store.kernels.device_trees import build_device_tree
+
+    frequencies = {"frequencies": arrays["frequencies"]} if "frequencies" in arrays else {}
+    tree = build_device_tree(
+        arrays,
+        _block_table(arrays["assignment"].shape[1], parameters),
+        keys_per_coarse=parameters.keys_per_coarse,
+        metric=parameters.metric,
+        iterations=parameters.iterations,
+        seed=seed,
+    )
+    return {**tree, **frequencies}
 
 
 def list_members(assignment_HX: Tensor, clusters: int) -> tuple[Tensor, Tensor]:

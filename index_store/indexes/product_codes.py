@@ -121,19 +121,7 @@ class ProductCodes(LayerIndex):
         parsed = CodeParameters.parse(parameters)
         keys = source.keys_HND
         check_keys(keys)
-        dims = parsed.dims(keys.shape[2])
-        codebooks = torch.stack(
-            [
-                torch.stack(
-                    [
-                        euclidean_kmeans(head[:, slice_], 2**parsed.bits, parsed.iterations, seed + number)
-                        for number, slice_ in enumerate(dims)
-                    ]
-                )
-                for head in keys
-            ]
-        )
-        return cls(parsed, {"codes": _encode(keys, codebooks, dims), "codebooks": codebooks})
+        return cls(parsed, _build_arrays(parsed, keys, seed))
 
     def arrays(self) -> dict[str, Tensor]:
         return dict(self._arrays)
@@ -175,6 +163,25 @@ class ProductCodes(LayerIndex):
             vectors_read=float(codewords),
             bytes_read=float((end_key - first_key) * subspaces + codebook_bytes),
         )
+
+
+def _build_arrays(parameters: CodeParameters, keys_HND: Tensor, seed: int) -> dict[str, Tensor]:
+    """codes [H, N, S] uint8 and codebooks [H, S, W, B] float32, where the keys are."""
+    dims_SB = parameters.dims(keys_HND.shape[2])
+    codewords = 2**parameters.bits
+    if keys_HND.is_cuda:
+        from index_store.kernels.device_codes import build_device_codes
+
+        return build_device_codes(
+            keys_HND, dims_SB, codewords=codewords, iterations=parameters.iterations, seed=seed
+        )
+    codebooks = [
+        euclidean_kmeans(head[:, dims], codewords, parameters.iterations, seed + number)
+        for head in keys_HND
+        for number, dims in enumerate(dims_SB)
+    ]
+    codebooks_HSWB = torch.stack(codebooks).view(len(keys_HND), len(dims_SB), codewords, -1)
+    return {"codes": _encode(keys_HND, codebooks_HSWB, dims_SB), "codebooks": codebooks_HSWB}
 
 
 def _encode(keys_HTD: Tensor, codebooks_HSWB: Tensor, dims_SB: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ table rows, D head dim, B = D/m slice width, J rows read per query row, L list c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
@@ -24,14 +23,11 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.base import AppendedKeys, LayerIndex, LayerSource, Scalar, check_keys
+from index_store.indexes.table_building import INT8_MAX, INT16_MAX, build_tables
 from index_store.indexes.table_parameters import TableParameters, TableSearch
 from index_store.kernels.list_search import Lists, insert_keys, score_lists
 from index_store.kernels.table_search import TableReads, softmax_sum_rows, sum_rows
-from index_store.kmeans import spherical_kmeans
 from index_store.ranking import Items, Ranking
-
-_INT8_MAX = 127
-_INT16_MAX = 32767
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ class AppendedDense(AppendedKeys):
         self.rows_HSN = torch.empty(heads, subspaces * centroids, 0, dtype=torch.int8)
 
     def append(self, kv_HT2D: Tensor) -> None:
-        scores_HTS = self._scorer.score(kv_HT2D[:, :, 0], _INT8_MAX).to(torch.int8)
+        scores_HTS = self._scorer.score(kv_HT2D[:, :, 0], INT8_MAX).to(torch.int8)
         new = scores_HTS.shape[1]
         if self._count + new > self.rows_HSN.shape[2]:
             heads, rows, capacity = self.rows_HSN.shape
@@ -100,7 +96,7 @@ class AppendedLists(AppendedKeys):
         )
 
     def append(self, kv_HT2D: Tensor) -> None:
-        scores_HTS = self._scorer.score(kv_HT2D[:, :, 0], _INT16_MAX).to(torch.int16)
+        scores_HTS = self._scorer.score(kv_HT2D[:, :, 0], INT16_MAX).to(torch.int16)
         self._reserve(int(self.lists.inserted_HS.max()) + scores_HTS.shape[1])
         insert_keys(self.lists, scores_HTS, self._first_id + self._count)
         self._count += scores_HTS.shape[1]
@@ -170,34 +166,8 @@ class QueryTables(LayerIndex):
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:
         parsed = TableParameters.parse(parameters)
-        keys_HND, queries = source.keys_HND, source.queries
-        check_keys(keys_HND)
-        heads, count, head_dim = keys_HND.shape
-        dims = parsed.dims(head_dim)
-        sample_HPD = queries.queries_HPGD.flatten(1, 2)
-        capacity = max(1, math.ceil(parsed.alpha * count))
-        collected: dict[str, list[list[Tensor]]] = {"centroids": [], "scales": [], "scores": [], "ids": []}
-        for head in range(heads):
-            per_head: dict[str, list[Tensor]] = {name: [] for name in collected}
-            for subspace in range(parsed.subspaces):
-                centroids = spherical_kmeans(
-                    sample_HPD[head][:, dims[subspace]], parsed.centroids, parsed.iterations, seed + subspace
-                )
-                slices = keys_HND[head][:, dims[subspace]].float()
-                if parsed.scores == "cosine":
-                    slices = torch.nn.functional.normalize(slices, dim=-1)
-                scores_CN = centroids @ slices.t()
-                per_head["centroids"].append(centroids)
-                for name, array in _compress(scores_CN, parsed.layout, capacity).items():
-                    per_head[name].append(array)
-            for name, of_subspaces in per_head.items():
-                collected[name].append(of_subspaces)
-        arrays = {
-            name: torch.stack([torch.stack(h) for h in value])
-            for name, value in collected.items()
-            if value[0]
-        }
-        return cls(parsed, arrays, keys_HND)
+        check_keys(source.keys_HND)
+        return cls(parsed, build_tables(parsed, source, seed), source.keys_HND)
 
     def arrays(self) -> dict[str, Tensor]:
         return dict(self._arrays)
@@ -305,17 +275,3 @@ class _TableRanking(Ranking):
         if rule == "average" and self._reads.rows_HTGJ.shape[2] > 1:
             return softmax_sum_rows(self._reads)
         return super().scores(rule)
-
-
-def _compress(scores_CN: Tensor, layout: str, capacity: int) -> dict[str, Tensor]:
-    """Quantised table or lists of one subspace, with the scale that turns integers back into scores."""
-    limit = _INT8_MAX if layout == "dense" else _INT16_MAX
-    scale = scores_CN.abs().max().clamp(min=torch.finfo(torch.float32).tiny) / limit
-    if layout == "dense":
-        return {"scales": scale, "scores": (scores_CN / scale).round_().to(torch.int8)}
-    top = scores_CN.topk(capacity, dim=-1, sorted=True)
-    return {
-        "scales": scale,
-        "scores": (top.values / scale).round_().to(torch.int16),
-        "ids": top.indices.to(torch.int32),
-    }

@@ -5,7 +5,7 @@ one launch assigns all vectors, one moves all centroids, and nothing waits for t
 assignment compares vectors with centroids, and a centroid is the product of the rows that name it and the vectors, so
 the sums need no atomics and come out the same every time.
 
-Shape legend: H heads, N vectors, T blocks, C clusters, D dimensions.
+Shape legend: H heads, N vectors, T blocks, C clusters, D dimensions, S stretches of a block.
 """
 
 from __future__ import annotations
@@ -25,13 +25,44 @@ METRICS = ("cosine", "euclidean")
 Blocks = Sequence[tuple[int, int, int, int]]
 """Vectors first..end-1 and their clusters first..end-1, per block."""
 
+LONGEST_ROW = 256
+"""Dimensions that the kernels take."""
+
+_LEAST_ROW = 16  # of a matrix instruction
+_UNSPLIT = 32_768  # vectors of a block whose sums one program adds up
+_STRETCH = 8_192
+
+
+def fill_rows(rows: Tensor) -> Tensor:
+    """Rows [..., D] filled up with zeros to a length that the kernels take, a power of two from 16 on.
+
+    Rows that fit are returned as they are. Raises InvalidArgumentError for more than 256 dimensions.
+    """
+    width = rows.shape[-1]
+    if width > LONGEST_ROW:
+        raise InvalidArgumentError(f"rows have {width} dimensions, a device takes at most {LONGEST_ROW}")
+    fitting = max(_LEAST_ROW, int(triton.next_power_of_2(width)))
+    if fitting != width:
+        return torch.nn.functional.pad(rows, (0, fitting - width))
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
 
 def cluster_blocks(vectors_HND: Tensor, blocks: Blocks, iterations: int, metric: str, seed: int) -> Tensor:
-    """The cluster of every vector, [H, N] int32; -1 for vectors in no block.
+    """The cluster of every vector, [H, N] int32; -1 for vectors in no block. Otherwise as `find_clusters`."""
+    return find_clusters(vectors_HND, blocks, iterations, metric, seed)[0]
 
-    vectors_HND: bfloat16, float16 or float32 with contiguous rows; D 16, 64 or 128. blocks: in ascending order,
-    clusters numbered through. `cosine` compares directions (a zero vector lands in any cluster), `euclidean` the
-    vectors. Seeds are spread over the block at random; a cluster that loses all its vectors keeps its centroid.
+
+def find_clusters(
+    vectors_HND: Tensor, blocks: Blocks, iterations: int, metric: str, seed: int
+) -> tuple[Tensor, Tensor]:
+    """The cluster of every vector, [H, N] int32, and the centroids [H, C, D] in the vectors' dtype.
+
+    vectors_HND: bfloat16, float16 or float32. blocks: in ascending order, clusters numbered through; vectors in no
+    block have cluster -1. `cosine` compares directions (a zero vector lands in any cluster), `euclidean` the vectors.
+    Seeds are spread over the block at random; a cluster that loses all its vectors keeps its centroid. With no more
+    vectors than clusters, every vector has its own, and the last one's repeats.
+
+    Raises InvalidArgumentError for an unknown metric, no iteration, no block, or more than 256 dimensions.
     """
     if metric not in METRICS:
         raise InvalidArgumentError(f"k-means: metric is {metric!r}, expected one of {', '.join(METRICS)}")
@@ -39,11 +70,9 @@ def cluster_blocks(vectors_HND: Tensor, blocks: Blocks, iterations: int, metric:
         raise InvalidArgumentError(
             f"k-means got {iterations} iterations over {len(blocks)} blocks, expected some"
         )
-    heads, count, dim = vectors_HND.shape
-    if vectors_HND.stride(2) != 1 or dim not in (16, 64, 128):
-        raise InvalidArgumentError(
-            f"k-means got vectors of {dim} dimensions, expected 16, 64 or 128, contiguous"
-        )
+    width = vectors_HND.shape[2]
+    vectors_HND = fill_rows(vectors_HND)
+    heads, count, _ = vectors_HND.shape
     device = vectors_HND.device
     table = torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
     centroids = _first_centroids(vectors_HND, table, blocks, seed)
@@ -59,7 +88,7 @@ def cluster_blocks(vectors_HND: Tensor, blocks: Blocks, iterations: int, metric:
         assign_vectors(vectors_HND, rounded, halves, table, blocks, assignment)
         move_centroids(vectors_HND, scales_HN, assignment, table, blocks, rounded, halves)
     assign_vectors(vectors_HND, rounded, halves, table, blocks, assignment)
-    return assignment
+    return assignment, rounded[..., :width]
 
 
 def _first_centroids(vectors_HND: Tensor, table_TX: Tensor, blocks: Blocks, seed: int) -> Tensor:
@@ -71,9 +100,12 @@ def _first_centroids(vectors_HND: Tensor, table_TX: Tensor, blocks: Blocks, seed
     generator = torch.Generator(table_TX.device).manual_seed(seed)
     shape = (len(vectors_HND), clusters)
     drawn_HC = torch.rand(shape, generator=generator, dtype=torch.float64, device=table_TX.device)
-    stretch_HC = torch.arange(clusters, device=table_TX.device) - begin_C + drawn_HC
-    places_HC = (first_C + stretch_HC * (end_C - first_C) / (stop_C - begin_C)).long()
-    places_HC.clamp_(max=max(0, vectors_HND.shape[1] - 1))
+    number_C = torch.arange(clusters, device=table_TX.device) - begin_C
+    size_C, own_C = end_C - first_C, stop_C - begin_C
+    spread_HC = (number_C + drawn_HC) * size_C / own_C
+    # As many clusters as vectors: each vector once.
+    places_HC = first_C + torch.where(size_C > own_C, spread_HC, torch.minimum(number_C, size_C - 1))
+    places_HC = places_HC.long().clamp_(min=0, max=max(0, vectors_HND.shape[1] - 1))
     return vectors_HND.gather(1, places_HC[..., None].expand(-1, -1, vectors_HND.shape[2])).float()
 
 
@@ -111,7 +143,7 @@ def assign_vectors(
         POINTS=64,
         TILE=128,
         TILES=int(triton.next_power_of_2(triton.cdiv(most, 128))),
-        **_options(whole),
+        **_options(whole, dim),
     )
 
 
@@ -140,27 +172,56 @@ def move_centroids(
     centroids_HCD: Tensor,
     halves_HC: Tensor,
 ) -> None:
-    """Replaces centroids by the mean of their vectors; with scales by the direction of the sum of scaled ones."""
+    """Replaces centroids by the mean of their vectors; with scales by the direction of the sum of scaled ones.
+
+    Long blocks are divided into stretches whose sums are added in order, so that few clusters fill the device too.
+    """
     heads, count, dim = vectors_HND.shape
+    clusters = centroids_HCD.shape[1]
     most = max(stop - begin for _, _, begin, stop in blocks)
-    whole = vectors_HND.dtype == torch.float32
-    move_kernel[(triton.cdiv(most, 128), len(blocks), heads)](
+    longest = max(end - first for first, end, _, _ in blocks)
+    stretches = 1 if longest <= _UNSPLIT else min(16, triton.cdiv(longest, _STRETCH))
+    sums = sizes = None
+    if stretches > 1:
+        sums = torch.zeros(heads, clusters, stretches, dim, device=vectors_HND.device)
+        sizes = torch.zeros(heads, clusters, stretches, device=vectors_HND.device)
+    move_kernel[(triton.cdiv(most, 128) * stretches, len(blocks), heads)](
         vectors_HND,
         scales_HN,
         assignment_HN,
         table_TX,
         centroids_HCD,
         halves_HC,
+        sums,
+        sizes,
         vectors_HND.stride(0),
         vectors_HND.stride(1),
         count,
-        centroids_HCD.shape[1],
+        clusters,
         SCALED=scales_HN is not None,
+        STRETCHES=stretches,
         DIM=dim,
         CLUSTERS=128,
         TILE=64,
-        **_options(whole),
+        **_options(vectors_HND.dtype == torch.float32, dim),
     )
+    if sums is not None and sizes is not None:
+        _finish_move(sums.sum(2), sizes.sum(2), scales_HN is not None, centroids_HCD, halves_HC)
+
+
+def _finish_move(
+    sums_HCD: Tensor, sizes_HC: Tensor, scaled: bool, centroids_HCD: Tensor, halves_HC: Tensor
+) -> None:
+    """Centroids from the sums over all stretches; those without vectors stay."""
+    if scaled:
+        moved = torch.nn.functional.normalize(sums_HCD, dim=-1)
+        filled = sums_HCD.square().sum(-1, keepdim=True) > 0
+    else:
+        moved = sums_HCD / sizes_HC.clamp(min=1.0)[..., None]
+        filled = (sizes_HC > 0)[..., None]
+    centroids_HCD.copy_(torch.where(filled, moved.to(centroids_HCD.dtype), centroids_HCD))
+    if not scaled:
+        halves_HC.copy_(_half_squares(centroids_HCD, "euclidean"))
 
 
 def move_centroids_reference(
@@ -191,11 +252,11 @@ def move_centroids_reference(
             halves_HC[head] = 0.5 * centroids_HCD[head].float().square().sum(-1)
 
 
-def _options(whole: bool) -> dict[str, Any]:
+def _options(whole: bool, dim: int) -> dict[str, Any]:
     return {
         "PRECISION": "ieee" if whole else "tf32",
-        "STAGES": 1 if whole else 3,
-        "num_warps": 4,
+        "STAGES": 1 if whole or dim > 128 else 3,
+        "num_warps": 8 if dim > 128 else 4,
     }
 
 
@@ -262,35 +323,42 @@ def move_kernel(
     table_ptr: tl.tensor,
     centroids_ptr: tl.tensor,
     halves_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    sizes_ptr: tl.tensor,
     head_stride: tl.tensor,
     row_stride: tl.tensor,
     count: tl.tensor,
     clusters: tl.tensor,
     SCALED: tl.constexpr,
+    STRETCHES: tl.constexpr,
     DIM: tl.constexpr,
     CLUSTERS: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program per (CLUSTERS clusters, block, head); it reads all vectors of the block."""
+    """One program per (CLUSTERS clusters and stretch, block, head); it reads all vectors of its stretch."""
     block = tl.program_id(1)
     head = tl.program_id(2).to(tl.int64)
     first = tl.load(table_ptr + block * 4)
     end = tl.load(table_ptr + block * 4 + 1)
-    begin = tl.load(table_ptr + block * 4 + 2) + tl.program_id(0) * CLUSTERS
+    begin = tl.load(table_ptr + block * 4 + 2) + (tl.program_id(0) // STRETCHES) * CLUSTERS
     stop = tl.load(table_ptr + block * 4 + 3)
+    stretch = tl.program_id(0) % STRETCHES
+    if STRETCHES > 1:
+        length = tl.cdiv(tl.cdiv(end - first, STRETCHES), TILE) * TILE
+        first += stretch * length
+        end = tl.minimum(end, first + length)
     if begin < stop:
         dims = tl.arange(0, DIM)
         own = begin + tl.arange(0, CLUSTERS)
-        from_ptr = vectors_ptr + head * head_stride
         sums = tl.zeros([CLUSTERS, DIM], tl.float32)
         sizes = tl.zeros([CLUSTERS, TILE], tl.float32)
         for start in tl.range(first, end, TILE, num_stages=STAGES):
             at = start + tl.arange(0, TILE)
             inside = at < end
             vectors = tl.load(
-                from_ptr + at.to(tl.int64)[:, None] * row_stride + dims[None, :],
+                vectors_ptr + head * head_stride + at.to(tl.int64)[:, None] * row_stride + dims[None, :],
                 mask=inside[:, None],
                 other=0.0,
             )
@@ -303,18 +371,24 @@ def move_kernel(
                 shares = tl.where(belongs, 1.0, 0.0)
                 sizes += shares
             sums += tl.dot(shares.to(vectors.dtype), vectors, input_precision=PRECISION)
-        if SCALED:
-            squares = tl.sum(sums * sums, 1)
-            moved = sums / tl.maximum(tl.sqrt(squares), 1e-20)[:, None]
-            present = squares > 0.0
+        exists = own < stop
+        row = head * clusters + own
+        if STRETCHES > 1:
+            place = row * STRETCHES + stretch
+            tl.store(sums_ptr + place[:, None] * DIM + dims[None, :], sums, mask=exists[:, None])
+            if not SCALED:
+                tl.store(sizes_ptr + place, tl.sum(sizes, 1), mask=exists)
         else:
-            number = tl.sum(sizes, 1)
-            moved = sums / tl.maximum(number, 1.0)[:, None]
-            present = number > 0.0
-        filled = (own < stop) & present
-        rounded = moved.to(centroids_ptr.dtype.element_ty)
-        into = centroids_ptr + (head * clusters + own)[:, None] * DIM + dims[None, :]
-        tl.store(into, rounded, mask=filled[:, None])
-        if not SCALED:
-            whole = rounded.to(tl.float32)
-            tl.store(halves_ptr + head * clusters + own, 0.5 * tl.sum(whole * whole, 1), mask=filled)
+            if SCALED:
+                squares = tl.sum(sums * sums, 1)
+                moved = sums / tl.maximum(tl.sqrt(squares), 1e-20)[:, None]
+                filled = exists & (squares > 0.0)
+            else:
+                number = tl.sum(sizes, 1)
+                moved = sums / tl.maximum(number, 1.0)[:, None]
+                filled = exists & (number > 0.0)
+            rounded = moved.to(centroids_ptr.dtype.element_ty)
+            tl.store(centroids_ptr + row[:, None] * DIM + dims[None, :], rounded, mask=filled[:, None])
+            if not SCALED:
+                halves = 0.5 * tl.sum(rounded.to(tl.float32) * rounded.to(tl.float32), 1)
+                tl.store(halves_ptr + row, halves, mask=filled)

@@ -1,10 +1,12 @@
-"""Dense query tables, built on the device (on the host: `index_store.indexes.query_tables`).
+"""Query tables, built on the device (on the host: `index_store.indexes.query_tables`).
 
 Shape legend: H KV heads, N keys, P sampled queries, m subspaces, C centroids, S = m*C table rows, D head dim, B = D/m
-slice width, Y = H*m problems of k-means.
+slice width, L list capacity, Y = H*m problems of k-means.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -13,11 +15,12 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from index_store.errors import InvalidArgumentError
-from index_store.kernels.device_kmeans import assign_vectors, move_centroids
+from index_store.kernels.device_kmeans import assign_vectors, fill_rows, move_centroids
 
 _INT8_MAX = 127
-_WIDTH = 16
-"""Dimensions of a slice, filled up with zeros: the least of a matrix instruction."""
+_INT16_MAX = 32767
+_WAITS_AT_ONCE = 2**26  # random numbers drawn for seeds
+_SCORES_AT_ONCE = 2**27  # scores of list entries before the best are taken
 _NEAR = 1e-9
 """Squared distance of a point to itself, so that repeated points can fill up the seeds."""
 
@@ -39,20 +42,67 @@ def build_device_tables(
 
     centroids [H, m, C, B] float32 of unit length, scales [H, m] float32, scores [H, m, C, N] int8.
     """
-    heads = len(keys_HND)
+    found = cluster_queries(sample_HPD, dims_MB, centroids, iterations, seed)
     dims = dims_MB.to(keys_HND.device, non_blocking=True)
-    subspaces, width = dims.shape
-    sample = sample_HPD[..., dims].permute(0, 2, 1, 3).reshape(heads * subspaces, -1, width)
-    found = spherical_kmeans_batch(sample, centroids, iterations, seed)
-    found = found.view(heads, subspaces, centroids, width)
     if cosine:
         slices = normalize(keys_HND[..., dims].float(), dim=-1)
         keys_HND = torch.zeros(keys_HND.shape, device=keys_HND.device)
         keys_HND[..., dims.flatten()] = slices.flatten(2)
     # Centroids are stored as they are multiplied, so that a query's products with them fit the scores.
     found = found.to(keys_HND.dtype).float()
-    scales, scores = score_tables(keys_HND, found, dims)
+    scales, scores = score_tables(fill_rows(keys_HND), found, dims)
     return {"centroids": found, "scales": scales, "scores": scores}
+
+
+def build_device_lists(
+    keys_HND: Tensor,
+    sample_HPD: Tensor,
+    dims_MB: Tensor,
+    *,
+    centroids: int,
+    iterations: int,
+    seed: int,
+    capacity: int,
+    cosine: bool = False,
+) -> dict[str, Tensor]:
+    """Arrays of Top-L lists of the best L = capacity keys of every centroid, best first; otherwise as dense tables.
+
+    centroids [H, m, C, B] float32 of unit length, scales [H, m] float32, scores [H, m, C, L] int16, ids int32.
+    """
+    found = cluster_queries(sample_HPD, dims_MB, centroids, iterations, seed)
+    dims = dims_MB.to(keys_HND.device, non_blocking=True)
+    heads, count, _ = keys_HND.shape
+    subspaces = len(dims)
+    shape = (heads, subspaces, centroids, capacity)
+    scales = torch.empty(heads, subspaces, device=keys_HND.device)
+    scores = torch.empty(shape, dtype=torch.int16, device=keys_HND.device)
+    ids = torch.empty(shape, dtype=torch.int32, device=keys_HND.device)
+    together = max(1, _SCORES_AT_ONCE // (centroids * count))
+    for head in range(heads):
+        for first in range(0, subspaces, together):
+            some = slice(first, first + together)
+            slices_MNB = keys_HND[head][:, dims[some]].float().transpose(0, 1)
+            if cosine:
+                slices_MNB = normalize(slices_MNB, dim=-1)
+            scores_MCN = torch.bmm(found[head, some], slices_MNB.transpose(1, 2))
+            scale_M = _scales(scores_MCN.abs().amax((1, 2)), _INT16_MAX)
+            best = scores_MCN.topk(capacity, dim=-1, sorted=True)
+            scales[head, some] = scale_M
+            scores[head, some] = (best.values / scale_M[:, None, None]).round_().to(torch.int16)
+            ids[head, some] = best.indices.to(torch.int32)
+    return {"centroids": found, "scales": scales, "scores": scores, "ids": ids}
+
+
+def cluster_queries(
+    sample_HPD: Tensor, dims_MB: Tensor, centroids: int, iterations: int, seed: int
+) -> Tensor:
+    """Unit-length centroids [H, m, C, B] float32 of the sampled queries' slices."""
+    heads = len(sample_HPD)
+    dims = dims_MB.to(sample_HPD.device, non_blocking=True)
+    subspaces, width = dims.shape
+    slices_YPB = sample_HPD[..., dims].permute(0, 2, 1, 3).reshape(heads * subspaces, -1, width)
+    found = spherical_kmeans_batch(slices_YPB, centroids, iterations, seed)
+    return found.view(heads, subspaces, centroids, width)
 
 
 def spherical_kmeans_batch(points_YPB: Tensor, clusters: int, iterations: int, seed: int) -> Tensor:
@@ -67,12 +117,7 @@ def spherical_kmeans_batch(points_YPB: Tensor, clusters: int, iterations: int, s
             f"{points_YPB.shape[1]}"
         )
     problems, count, width = points_YPB.shape
-    if width > _WIDTH:
-        raise InvalidArgumentError(
-            f"k-means of queries got slices of {width} dimensions, expected at most {_WIDTH}"
-        )
-    points = torch.zeros(problems, count, _WIDTH, dtype=torch.float16, device=points_YPB.device)
-    points[..., :width] = normalize(points_YPB.float(), dim=-1)
+    points = fill_rows(normalize(points_YPB.float(), dim=-1).to(torch.float16))
     centroids = spread_seeds(points, clusters, seed)
     blocks = [(0, count, 0, clusters)]
     table = torch.tensor(blocks, dtype=torch.int32).to(points.device, non_blocking=True)
@@ -92,31 +137,45 @@ def spread_seeds(points_YPW: Tensor, clusters: int, seed: int) -> Tensor:
     """
     problems, count, width = points_YPW.shape
     device = points_YPW.device
-    generator = torch.Generator(device).manual_seed(seed)
-    waits = torch.empty(clusters, problems, count, device=device).exponential_(generator=generator)
     distances = torch.empty(problems, count, device=device)
     drawn = torch.empty(problems, clusters, width, dtype=points_YPW.dtype, device=device)
-    seed_kernel[(problems,)](
-        points_YPW,
-        waits,
-        distances,
-        drawn,
-        count,
-        problems,
-        clusters,
-        WIDTH=width,
-        POINTS=min(1024, max(16, int(triton.next_power_of_2(count)))),
-        num_warps=8,
-    )
+    for first, waits in _draw_waits(problems, count, clusters, device, seed):
+        some = slice(first, first + waits.shape[1])
+        seed_kernel[(waits.shape[1],)](
+            points_YPW[some],
+            waits,
+            distances[some],
+            drawn[some],
+            count,
+            waits.shape[1],
+            clusters,
+            WIDTH=width,
+            POINTS=min(1024, 16_384 // width, max(16, int(triton.next_power_of_2(count)))),
+            num_warps=8,
+        )
     return drawn
+
+
+def _draw_waits(
+    problems: int, count: int, clusters: int, device: torch.device, seed: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Exponential waiting times [C, Y', P] of as many problems as memory allows, and the first one's number."""
+    generator = torch.Generator(device).manual_seed(seed)
+    together = max(1, _WAITS_AT_ONCE // (clusters * count))
+    for first in range(0, problems, together):
+        own = min(together, problems - first)
+        yield (
+            first,
+            torch.empty(clusters, own, count, device=device).exponential_(generator=generator),
+        )
 
 
 def spread_seeds_reference(points_YPW: Tensor, clusters: int, seed: int) -> Tensor:
     """The same, eagerly."""
     problems, count, width = points_YPW.shape
     points = points_YPW.float()
-    generator = torch.Generator(points.device).manual_seed(seed)
-    waits = torch.empty(clusters, problems, count, device=points.device).exponential_(generator=generator)
+    drawn_waits = [waits for _, waits in _draw_waits(problems, count, clusters, points.device, seed)]
+    waits = torch.cat(drawn_waits, dim=1)
     distances = (points.square().sum(-1) > 0).float()
     drawn = []
     for number in range(clusters):
@@ -135,7 +194,7 @@ def score_tables(keys_HND: Tensor, centroids_HMCB: Tensor, dims_MB: Tensor) -> t
     the keys' dtype, which must hold them without a loss.
     """
     heads, count, head_dim = keys_HND.shape
-    _, subspaces, centroids, _ = centroids_HMCB.shape
+    subspaces, centroids = centroids_HMCB.shape[1:3]
     wide = _spread_centroids(centroids_HMCB, dims_MB, head_dim, keys_HND.dtype)
     peaks = torch.zeros(heads, subspaces, dtype=torch.int32, device=keys_HND.device)
     scores = torch.empty(heads, subspaces, centroids, count, dtype=torch.int8, device=keys_HND.device)
@@ -153,7 +212,7 @@ def score_tables(keys_HND: Tensor, centroids_HMCB: Tensor, dims_MB: Tensor) -> t
             SUBSPACES=subspaces,
             DIM=head_dim,
             POINTS=64,
-            TILE=max(16, triton.next_power_of_2(centroids)),
+            TILE=min(128, max(16, triton.next_power_of_2(centroids))),
             ROUND=rounding,
             LIMIT=_INT8_MAX,
             PRECISION="ieee" if whole else "tf32",
@@ -172,8 +231,8 @@ def score_tables_reference(
     return scales, (products / scales[..., None, None]).round_().to(torch.int8)
 
 
-def _scales(peaks_HM: Tensor) -> Tensor:
-    return peaks_HM.clamp(min=torch.finfo(torch.float32).tiny) / _INT8_MAX
+def _scales(peaks: Tensor, limit: int = _INT8_MAX) -> Tensor:
+    return peaks.clamp(min=torch.finfo(torch.float32).tiny) / limit
 
 
 def _spread_centroids(centroids_HMCB: Tensor, dims_MB: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
@@ -253,14 +312,15 @@ def score_kernel(
     at = tl.program_id(0) * POINTS + tl.arange(0, POINTS)
     inside = at < count
     dims = tl.arange(0, DIM)
-    own = tl.arange(0, TILE)
     keys = tl.load(
         keys_ptr + head * head_stride + at.to(tl.int64)[:, None] * row_stride + dims[None, :],
         mask=inside[:, None],
         other=0.0,
     )
     keys = tl.trans(keys)
-    for subspace in range(SUBSPACES):
+    for tile in range(SUBSPACES * tl.cdiv(CENTROIDS, TILE)):
+        subspace = tile // tl.cdiv(CENTROIDS, TILE)
+        own = (tile % tl.cdiv(CENTROIDS, TILE)) * TILE + tl.arange(0, TILE)
         first = head * (SUBSPACES * CENTROIDS) + subspace * CENTROIDS
         exists = own < CENTROIDS
         offsets = (first + own)[:, None] * DIM + dims[None, :]

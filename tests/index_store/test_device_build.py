@@ -12,6 +12,8 @@ from torch import Tensor
 from index_store.errors import InvalidArgumentError
 from index_store.kernels.device_clusters import (
     build_device_clusters,
+    covary_members,
+    covary_members_reference,
     divide_keys,
     list_device_members,
     measure_members,
@@ -21,6 +23,8 @@ from index_store.kernels.device_kmeans import (
     assign_vectors,
     assign_vectors_reference,
     cluster_blocks,
+    fill_rows,
+    find_clusters,
     move_centroids,
     move_centroids_reference,
 )
@@ -98,10 +102,10 @@ def test_blocks_are_those_of_the_host() -> None:
     from index_store.indexes.cluster_building import divide
     from index_store.indexes.cluster_parameters import ClusterParameters
 
-    for count in (0, 5, 90, 100, 151, 400):
-        parameters = ClusterParameters(7, "cosine", 100, 5, "none", 0, 8)
+    for count, block in ((0, 100), (5, 100), (90, 100), (100, 100), (151, 100), (400, 100), (400, 0)):
+        parameters = ClusterParameters(7, "cosine", block, 5, "none", 0, 8)
         blocks = [(b.first, b.end, b.first_cluster, b.end_cluster) for b in divide(count, parameters)]
-        assert divide_keys(count, 7, 100, 8) == blocks
+        assert divide_keys(count, 7, block, 8) == blocks
 
 
 def test_members_are_those_of_the_host() -> None:
@@ -128,6 +132,57 @@ def test_moments(dtype: torch.dtype, spread: bool) -> None:
         torch.testing.assert_close(found[name], array, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("head_dim", [64, 40])
+def test_covariances(head_dim: int) -> None:
+    kv = make_kv(120, torch.float16, head_dim)
+    assignment = torch.randint(-1, 9, (2, 120), generator=torch.Generator().manual_seed(0))
+    lists = list_device_members(assignment.to(DEVICE, torch.int32), 10)
+    moments = measure_members(kv[:, :, 0], kv[:, :, 1], *lists, spread=False)
+    found = covary_members(kv[:, :, 0], kv[:, :, 1], *lists, moments)
+    cpu = [tensor.cpu() for tensor in (kv[:, :, 0], kv[:, :, 1], *lists)]
+    expected = covary_members_reference(*cpu, {name: array.cpu() for name, array in moments.items()})
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_sums_of_long_blocks_are_those_of_short_ones() -> None:
+    count = 33_000
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(1, count, 16, generator=generator).to(DEVICE)
+    named = torch.randint(0, 5, (1, count), generator=generator).to(DEVICE, torch.int32)
+    blocks = [(0, count, 0, 6)]
+    table = torch.tensor(blocks, dtype=torch.int32, device=DEVICE)
+    for scales in (None, vectors.norm(dim=-1).reciprocal()):
+        moved = [(torch.zeros(1, 6, 16, device=DEVICE), torch.ones(1, 6, device=DEVICE)) for _ in range(2)]
+        move_centroids(vectors, scales, named, table, blocks, *moved[0])
+        move_centroids_reference(vectors, scales, named, table, blocks, *moved[1])
+        for one, other in zip(moved[0], moved[1], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert (moved[0][0][0, 5] == 0).all()  # no vector: it stays
+
+
+def test_rows_of_any_length() -> None:
+    assert fill_rows(torch.ones(2, 3)).tolist() == [[1.0] * 3 + [0.0] * 13] * 2
+    fitting = torch.ones(2, 64)
+    assert fill_rows(fitting) is fitting
+    assert fill_rows(torch.ones(64, 2).t()).stride() == (64, 1)
+    with pytest.raises(InvalidArgumentError, match="257 dimensions"):
+        fill_rows(torch.ones(2, 257))
+    vectors = make_kv(80, torch.float32, 24)[:, :, 0]
+    assignment, centroids = find_clusters(vectors, [(0, 80, 0, 7)], 3, "euclidean", 0)
+    assert centroids.shape == (2, 7, 24)
+    nearest = torch.cdist(vectors, centroids).argmin(-1)
+    assert float((nearest == assignment).float().mean()) > 0.99
+
+
+@pytest.mark.parametrize("clusters", [5, 7])
+def test_no_more_vectors_than_clusters(clusters: int) -> None:
+    vectors = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    assignment, centroids = find_clusters(vectors, [(0, 5, 0, clusters)], 2, "euclidean", 0)
+    assert assignment.tolist() == [[0, 1, 2, 3, 4]]
+    torch.testing.assert_close(centroids[:, :5], vectors)
+    torch.testing.assert_close(centroids[:, 5:], vectors[:, 4:].expand(-1, clusters - 5, -1))
+
+
 def test_built_clusters_are_whole() -> None:
     kv = make_kv(290, torch.float32)
     blocks = divide_keys(290, 8, 128, 4)
@@ -141,7 +196,7 @@ def test_built_clusters_are_whole() -> None:
         inside = arrays["assignment"][:, first:end]
         assert int(inside.min()) >= begin
         assert int(inside.max()) < stop
-    for bad in ({"moments": "full"}, {"metric": "manhattan"}, {"iterations": 0}):
+    for bad in ({"moments": "some"}, {"metric": "manhattan"}, {"iterations": 0}):
         options = {"metric": "cosine", "iterations": 1, "moments": "none", "seed": 0, **bad}
         with pytest.raises(InvalidArgumentError):
             build_device_clusters(kv, blocks, **options)  # type: ignore[arg-type]
