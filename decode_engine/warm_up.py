@@ -30,6 +30,7 @@ from index_store.threshold_curve import KEEP_GRID
 
 _TOKENS = 512
 _DECODE_STEPS = 2
+_SAMPLE = 1024
 
 logger = logging.getLogger(__name__)
 
@@ -60,24 +61,40 @@ def warm_up(runner: ModelRunner) -> list[str]:
 
 
 def made_up_context(
-    identity: ModelIdentity, dtype: str, method: Method, tokens: int = _TOKENS
+    identity: ModelIdentity,
+    dtype: str,
+    method: Method,
+    tokens: int = _TOKENS,
+    *,
+    distinct: int = 1,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
 ) -> ResidentContext:
-    """A context of random keys and values, the same in all layers, with the index that the method needs.
+    """A context of random keys and values with the indexes that the method needs.
 
-    Raises InvalidArgumentError when the index cannot be built for the model's head dim.
+    distinct: layers with keys, values and indexes of their own, which the model's layers use in turn.
+    Raises InvalidArgumentError when an index cannot be built for the model's head dim.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
     heads, group, head_dim = identity.kv_heads, identity.query_heads // identity.kv_heads, identity.head_dim
-    kv_HN2D = torch.randn(heads, tokens, 2, head_dim, generator=generator).to(stored_dtype(dtype).torch_dtype)
-    queries_HPGD = torch.randn(heads, tokens, group, head_dim, generator=generator)
-    entries: list[IndexEntry] = []
-    arrays: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
-    layers = tuple(range(identity.layers))
-    source = LayerSource(kv_HN2D, QuerySample(queries_HPGD, torch.arange(tokens)), torch.ones(head_dim // 2))
-    for spec in method.index_specs():
-        index = INDEX_KINDS[spec.kind].build(spec.parameters, source, seed=0)
-        arrays |= {(spec.name, layer): index.arrays() for layer in layers}
-        entries.append(_index_entry(spec, index, layers, tokens))
+    sampled = min(tokens, _SAMPLE)
+    positions = torch.linspace(0, tokens - 1, sampled, device=device).long()
+    layers = range(identity.layers)
+    kv: dict[int, torch.Tensor] = {}
+    built: dict[tuple[str, int], LayerIndex] = {}
+    for layer in layers[:distinct]:
+        shape = (heads, tokens, 2, head_dim)
+        kv[layer] = torch.randn(
+            shape, generator=generator, dtype=stored_dtype(dtype).torch_dtype, device=device
+        )
+        queries_HPGD = torch.randn(heads, sampled, group, head_dim, generator=generator, device=device)
+        frequencies = torch.ones(head_dim // 2, device=device)
+        source = LayerSource(kv[layer], QuerySample(queries_HPGD, positions), frequencies)
+        for spec in method.index_specs():
+            built[spec.name, layer] = INDEX_KINDS[spec.kind].build(spec.parameters, source, seed)
+    entries = [
+        _index_entry(spec, built[spec.name, 0], tuple(layers), tokens) for spec in method.index_specs()
+    ]
     manifest = Manifest(
         id="0" * 64,
         name="warm-up",
@@ -97,7 +114,14 @@ def made_up_context(
         seconds={},
     )
     return ResidentContext(
-        manifest, torch.zeros(tokens, dtype=torch.int64), dict.fromkeys(layers, kv_HN2D), arrays
+        manifest,
+        torch.zeros(tokens, dtype=torch.int64),
+        {layer: kv[layer % distinct] for layer in layers},
+        {
+            (spec.name, layer): built[spec.name, layer % distinct].arrays()
+            for spec in method.index_specs()
+            for layer in layers
+        },
     )
 
 
