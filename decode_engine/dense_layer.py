@@ -50,7 +50,7 @@ class DenseLayer:
         heads, _, _, head_dim = kv_HN2D.shape
         self._kv_HN2D = kv_HN2D
         self._figures = figures
-        self.tail = Tail(heads, head_dim, kv_HN2D.dtype)
+        self.tail = Tail(heads, head_dim, kv_HN2D.dtype, kv_HN2D.device)
 
     @property
     def nbytes(self) -> int:

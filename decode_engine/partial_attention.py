@@ -15,6 +15,9 @@ BLOCK_BYTES = 4 * 2**20
 """Keys and values converted to float32 at a time. A block of this size stays in the last-level cache and in memory that
 the allocator reuses; blocks of tens of MiB are mapped anew on every call, which costs five times the arithmetic."""
 
+DEVICE_BLOCK_BYTES = 128 * 2**20
+"""The same in device memory, and the logits held at a time there: few launches, whatever N and T are."""
+
 
 def attend_shared(q_HTGD: Tensor, kv_HN2D: Tensor, *, causal: bool) -> AttentionState:
     """Every query attends to the same N keys [H, N, 2, d]; with `causal`, position t of T to the first N-T+t+1.
@@ -23,22 +26,30 @@ def attend_shared(q_HTGD: Tensor, kv_HN2D: Tensor, *, causal: bool) -> Attention
     """
     heads, positions, group, head_dim = q_HTGD.shape
     count = kv_HN2D.shape[1]
-    step = max(1, BLOCK_BYTES // (heads * 2 * head_dim * 4))
+    step = _keys_at_once(q_HTGD)
     q_HRD = q_HTGD.reshape(heads, positions * group, head_dim)
-    state = AttentionState.empty((heads, positions * group), head_dim)
+    state = AttentionState.empty((heads, positions * group), head_dim, q_HTGD.device)
     for start in range(0, count, step):
         block = kv_HN2D[:, start : start + step].float()
         logits = torch.bmm(q_HRD, block[:, :, 0].transpose(1, 2))
         last_visible = count - positions
         if causal and start + block.shape[1] > last_visible + 1:
-            keys = torch.arange(start, start + block.shape[1])
-            limit = last_visible + torch.arange(positions).repeat_interleave(group)
+            keys = torch.arange(start, start + block.shape[1], device=logits.device)
+            seen = torch.arange(positions * group, device=logits.device) // group
+            limit = last_visible + seen
             logits.masked_fill_(keys[None] > limit[:, None], -torch.inf)
         part = _state(logits, block[:, :, 1])
         state = part if start == 0 else state.merge(part)
     return AttentionState(
         state.out.view(heads, positions, group, head_dim), state.lse.view(heads, positions, group)
     )
+
+
+def _keys_at_once(q_HTGD: Tensor) -> int:
+    heads, positions, group, head_dim = q_HTGD.shape
+    if q_HTGD.device.type == "cpu":
+        return max(1, BLOCK_BYTES // (heads * 2 * head_dim * 4))
+    return max(1, DEVICE_BLOCK_BYTES // (heads * max(2 * head_dim, positions * group) * 4))
 
 
 def attend_logits(logits_HTGK: Tensor, values_HTKD: Tensor) -> AttentionState:
@@ -51,7 +62,7 @@ def attend_logits(logits_HTGK: Tensor, values_HTKD: Tensor) -> AttentionState:
 
 def _state(logits_BRN: Tensor, values_BND: Tensor) -> AttentionState:
     if logits_BRN.shape[-1] == 0:
-        return AttentionState.empty(logits_BRN.shape[:-1], values_BND.shape[-1])
+        return AttentionState.empty(logits_BRN.shape[:-1], values_BND.shape[-1], values_BND.device)
     peak = logits_BRN.amax(-1, keepdim=True)
     # A row without any visible key has peak -inf; subtracting 0 instead keeps it at weight 0, not nan.
     peak = torch.where(torch.isneginf(peak), torch.zeros_like(peak), peak)

@@ -22,6 +22,9 @@ from index_store.remainders import ExactKeys, Remainder
 GATHER_BYTES = 16 * 2**20
 """Gathered rows in float32 at a time; larger blocks gain nothing and cost page faults."""
 
+DEVICE_GATHER_BYTES = 256 * 2**20
+"""The same in device memory, where every block costs launches and a wait."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeyRows:
@@ -39,7 +42,7 @@ class KeyRows:
         flat = _gather_rows(self.context_HN2D, ids_HTK.clamp(max=count - 1)).float()
         late = ids_HTK >= count
         if self.tail_Ht2D.shape[1] and bool(late.any()):
-            heads = torch.arange(len(ids_HTK))[:, None, None].expand(ids_HTK.shape)
+            heads = torch.arange(len(ids_HTK), device=ids_HTK.device)[:, None, None].expand(ids_HTK.shape)
             tail_rows = self.tail_Ht2D[heads[late], (ids_HTK[late] - count).long()]
             flat[late.flatten()] = tail_rows.flatten(1).float()
         return flat.view(*ids_HTK.shape, 2, head_dim)
@@ -47,8 +50,10 @@ class KeyRows:
     def read_logits(self, queries_HTGD: Tensor, ids_HTGK: Tensor) -> Tensor:
         """Exact logits [H, T, G, K] float32 of other keys for every query head."""
         heads, positions, group, count = ids_HTGK.shape
-        out = torch.empty(ids_HTGK.shape)
-        step = max(1, GATHER_BYTES // max(1, heads * group * count * 2 * queries_HTGD.shape[-1] * 4))
+        out = torch.empty(ids_HTGK.shape, device=ids_HTGK.device)
+        step = max(
+            1, _gather_bytes(ids_HTGK) // max(1, heads * group * count * 2 * queries_HTGD.shape[-1] * 4)
+        )
         for first in range(0, positions, step):
             part = slice(first, first + step)
             rows = self.gather(ids_HTGK[:, part].flatten(2))[:, :, :, 0].contiguous()
@@ -83,8 +88,9 @@ def attend_selection(
     heads, positions, _, head_dim = q_HTGD.shape
     width = max(1, selection.ids_HTK.shape[2])
     row_bytes = 2 * head_dim * 4
-    heads_step = max(1, min(heads, GATHER_BYTES // (width * row_bytes)))
-    positions_step = max(1, GATHER_BYTES // (heads_step * width * row_bytes))
+    most = _gather_bytes(q_HTGD)
+    heads_step = max(1, min(heads, most // (width * row_bytes)))
+    positions_step = max(1, most // (heads_step * width * row_bytes))
     states = [
         [
             _attend_block(
@@ -164,7 +170,7 @@ def _attend_block(
     figures.gather_ns += gathered_at - begin
     keys, values = gathered[:, :, :, 0], gathered[:, :, :, 1]
     logits = queries @ keys.transpose(-1, -2)
-    valid = torch.arange(kept) < counts.unsqueeze(-1)
+    valid = torch.arange(kept, device=counts.device) < counts.unsqueeze(-1)
     state = attend_logits(logits.masked_fill(~valid[:, :, None], -torch.inf), values)
     exact = [ExactKeys(ids, valid, logits, values)]
     if left.elsewhere is not None:
@@ -176,6 +182,10 @@ def _attend_block(
     return state
 
 
+def _gather_bytes(beside: Tensor) -> int:
+    return GATHER_BYTES if beside.device.type == "cpu" else DEVICE_GATHER_BYTES
+
+
 def _gather_rows(kv_HN2D: Tensor, ids_HTK: Tensor) -> Tensor:
     """Rows [H*T*K, 2*d] at the ids of every head, in the stored dtype."""
     heads = kv_HN2D.shape[0]
@@ -185,5 +195,5 @@ def _gather_rows(kv_HN2D: Tensor, ids_HTK: Tensor) -> Tensor:
     table = kv_HN2D.as_strided(
         ((heads - 1) * stride + kv_HN2D.shape[1], width), (width, 1), kv_HN2D.storage_offset()
     )
-    offsets = (torch.arange(heads) * stride)[:, None, None]
+    offsets = (torch.arange(heads, device=ids_HTK.device) * stride)[:, None, None]
     return table.index_select(0, (ids_HTK.long() + offsets).flatten())

@@ -38,6 +38,8 @@ from index_store.ranking import Ranking
 from index_store.remainders import ExactKeys
 
 _SCORE_BYTES = 16 * 2**20  # scores of one search; a longer prompt is searched in several passes
+_DEVICE_SCORE_BYTES = 128 * 2**20
+"""The same on a GPU, where small passes leave most of it idle; not for budgets whose passes share a selection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,9 @@ class SparseLayer:
         self._choices: list[_Choice] = []  # the newest two that later steps may use
         self._sinks_clustered: bool | None = None
         self._vectors_read, self._bytes_read = 0.0, 0.0
-        self.tail = Tail(heads, head_dim, kv_HN2D.dtype)
+        on_cpu = kv_HN2D.device.type == "cpu"
+        self._score_bytes = _SCORE_BYTES if on_cpu or self._budget.per_prompt else _DEVICE_SCORE_BYTES
+        self.tail = Tail(heads, head_dim, kv_HN2D.dtype, kv_HN2D.device)
         self.observer: Callable[[Observation], None] | None = None
 
     @property
@@ -164,7 +168,7 @@ class SparseLayer:
             return self._attend_exact(q_HTGD, position, search_end).out
         self._append_until(search_end)
         heads, positions, group, _ = q_HTGD.shape
-        step = max(1, _SCORE_BYTES // (heads * (search_end - self._sinks) * 4 * (group + 1)))
+        step = max(1, self._score_bytes // (heads * (search_end - self._sinks) * 4 * (group + 1)))
         outs: list[Tensor] = []
         for first in range(0, positions, step):
             part = slice(first, first + step)
@@ -327,18 +331,18 @@ class SparseLayer:
         if not pieces:
             return None
         begin = perf_counter_ns()
-        heads, count = self._kv_HN2D.shape[:2]
+        heads, count, device = *self._kv_HN2D.shape[:2], self._kv_HN2D.device
         appended = self._appended.get(self._indexes[-1])
         held = count + (appended.count if appended else 0)
         if self._sinks_clustered is None:
-            ids_HS = torch.arange(self._sinks).expand(heads, -1)
+            ids_HS = torch.arange(self._sinks, device=device).expand(heads, -1)
             self._sinks_clustered = any(
                 bool((piece.clusters.cluster_of(ids_HS) >= 0).any()) for piece in pieces
             )
         sinks = self._sinks if self._sinks_clustered else 0
         context = self._kv_HN2D[:, min(search_end, count) :]
         tail = self.tail.rows[:, max(search_end - count, 0) : held - count]
-        ids_S = torch.cat([torch.arange(sinks), torch.arange(search_end, held)])
+        ids_S = torch.cat([torch.arange(sinks, device=device), torch.arange(search_end, held, device=device)])
         if not len(ids_S):
             return None
         kv_HS2D = torch.cat([self._kv_HN2D[:, :sinks], context, tail], dim=1).float()

@@ -32,7 +32,7 @@ class ThresholdCalibrator:
     """
 
     def __init__(self) -> None:
-        self._keys_B = torch.zeros(_BINS, dtype=torch.float64)
+        self._keys_B = torch.zeros(_BINS, dtype=torch.float64, device="cpu")
         self._searched = 0
 
     def add(self, ranking: Ranking) -> None:
@@ -43,7 +43,7 @@ class ThresholdCalibrator:
         """
         items = ranking.items
         heads, positions, _, columns = ranking.logits_HTGM.shape
-        inside = searchable_members(items, heads, columns)
+        inside = searchable_members(items, heads, columns, ranking.logits_HTGM.device)
         searched = Ranking(ranking.logits_HTGM, Items(items.first_key, items.end_key, (inside,)))
         weights_HTM = searched.weights("average").nan_to_num_(nan=0.0)
         sizes_HM = inside.sizes_HM
@@ -51,7 +51,8 @@ class ThresholdCalibrator:
         keys_HTM = sizes_HM[:, None].expand(-1, positions, -1).double()
         # Items that were not retrieved are never kept, whatever the threshold.
         keys_HTM = keys_HTM.masked_fill(weights_HTM == 0.0, 0.0)
-        self._keys_B += torch.bincount(bins_HTM.flatten(), weights=keys_HTM.flatten(), minlength=_BINS)
+        added_B = torch.bincount(bins_HTM.flatten(), weights=keys_HTM.flatten(), minlength=_BINS)
+        self._keys_B += added_B.cpu()
         self._searched += heads * positions * max(0, items.end_key - items.first_key)
 
     @property

@@ -61,7 +61,7 @@ def measure(
 def sum_by_cluster(rows_HXD: Tensor, assignment_HX: Tensor, clusters: int) -> Tensor:
     """[H, C, D] float32: the sum of the rows [H, X, D] of every cluster."""
     heads, _, dim = rows_HXD.shape
-    sums = torch.zeros(heads * clusters, dim)
+    sums = torch.zeros(heads * clusters, dim, device=rows_HXD.device)
     return sums.index_add_(0, _flat(assignment_HX, clusters), rows_HXD.reshape(-1, dim)).view(
         heads, clusters, dim
     )
@@ -75,7 +75,7 @@ def count_members(assignment_HX: Tensor, clusters: int) -> Tensor:
 
 
 def _flat(assignment_HX: Tensor, clusters: int) -> Tensor:
-    heads = torch.arange(len(assignment_HX))[:, None]
+    heads = torch.arange(len(assignment_HX), device=assignment_HX.device)[:, None]
     return (assignment_HX + heads * clusters).flatten()
 
 
@@ -92,11 +92,11 @@ def _products_by_cluster(left_XD: Tensor, right_XD: Tensor, assignment_X: Tensor
     sizes = torch.bincount(assignment_X, minlength=clusters)
     starts = sizes.cumsum(0) - sizes
     by_size = sizes.argsort(descending=True, stable=True)
-    products = torch.zeros(clusters, left_XD.shape[1], right_XD.shape[1])
+    products = left_XD.new_zeros(clusters, left_XD.shape[1], right_XD.shape[1])
     done = 0
     while done < clusters and (width := int(sizes[by_size[done]])) > 0:
         chosen = by_size[done : done + max(1, _PADDED_ROWS // width)]
-        offsets = torch.arange(width)
+        offsets = torch.arange(width, device=sizes.device)
         rows = members[(starts[chosen, None] + offsets).clamp_(max=len(members) - 1)]
         padding = offsets >= sizes[chosen, None]
         left = left_XD[rows].masked_fill_(padding[..., None], 0.0)

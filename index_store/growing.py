@@ -15,9 +15,14 @@ class GrowingRows:
     """
 
     def __init__(
-        self, heads: int, *row: int, dtype: torch.dtype = torch.float32, limit: int | None = None
+        self,
+        heads: int,
+        *row: int,
+        dtype: torch.dtype = torch.float32,
+        limit: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.buffer = torch.empty(heads, 0, *row, dtype=dtype)
+        self.buffer = torch.empty(heads, 0, *row, dtype=dtype, device=device)
         self._count = 0
         self._limit = limit
 

@@ -26,6 +26,7 @@ from index_store.windowed_rope import check_frequencies, undo_rotary
 
 _REFINEMENTS = 3
 _SCORES = 2**19  # products of keys and centroids held at a time: more would leave the second-level cache
+_DEVICE_SCORES = 2**26  # the same on a GPU
 
 
 class OnlineClusters(AppendedKeys):
@@ -47,12 +48,13 @@ class OnlineClusters(AppendedKeys):
         moments: str,
         frequencies: Tensor | None,
         seed: int,
+        device: torch.device | str = "cpu",
     ) -> None:
         """first_id: of the first appended key. metric: one of `kmeans.METRICS`. block: W; 0 never splits.
 
         moments: one of `cluster_parameters.MOMENTS`. frequencies: [d/2] inverse frequencies of the rotary embedding,
         which is undone before anything else, a key's id being its position (windowed RoPE); None keeps keys as they
-        are. Raises InvalidArgumentError for a value out of range.
+        are. device: of the keys that will come. Raises InvalidArgumentError for a value out of range.
         """
         check_moments(moments)
         if metric not in METRICS:
@@ -70,19 +72,22 @@ class OnlineClusters(AppendedKeys):
         self._limit = block + max(1, block // 2) if block else None
         self._moments = moments
         self._frequencies = None if frequencies is None else check_frequencies(frequencies, head_dim)
-        self._generator = torch.Generator().manual_seed(seed)
-        self._keys = GrowingRows(heads, head_dim, limit=self._limit)
-        self._values = GrowingRows(heads, head_dim, limit=self._limit)
-        self._open_HX = torch.empty(heads, 0, dtype=torch.int64)  # clusters of the open block, counted from 0
+        self._generator = torch.Generator("cpu").manual_seed(seed)
+        self._keys = GrowingRows(heads, head_dim, limit=self._limit, device=device)
+        self._values = GrowingRows(heads, head_dim, limit=self._limit, device=device)
+        # Clusters of the open block, counted from 0.
+        self._open_HX = torch.empty(heads, 0, dtype=torch.int64, device=device)
         self._closed_keys = 0
         self._closed_clusters = 0
-        self._assignment = GrowingRows(heads, dtype=torch.int32)
-        self._closed_members = GrowingRows(heads, dtype=torch.int32)
-        self._counts = GrowingRows(heads)
-        self._means = GrowingRows(heads, head_dim)
-        self._value_sums = GrowingRows(heads, head_dim)
-        self._variances = None if moments == "none" else GrowingRows(heads, head_dim)
-        self._covariances = GrowingRows(heads, head_dim, head_dim) if moments == "full" else None
+        self._assignment = GrowingRows(heads, dtype=torch.int32, device=device)
+        self._closed_members = GrowingRows(heads, dtype=torch.int32, device=device)
+        self._counts = GrowingRows(heads, device=device)
+        self._means = GrowingRows(heads, head_dim, device=device)
+        self._value_sums = GrowingRows(heads, head_dim, device=device)
+        self._variances = None if moments == "none" else GrowingRows(heads, head_dim, device=device)
+        self._covariances = (
+            GrowingRows(heads, head_dim, head_dim, device=device) if moments == "full" else None
+        )
         self._members: Members | None = None
 
     def append(self, kv_HT2D: Tensor) -> None:
@@ -207,7 +212,9 @@ class OnlineClusters(AppendedKeys):
         """The sums with one point drawn at random in every empty cluster, while there are points."""
         heads, new, width = points_HTE.shape
         empty = sums_HCE[..., -1] == 0
-        drawn = torch.rand(heads, new, generator=self._generator).argsort(dim=1)
+        # On the CPU, so that every device draws the same.
+        drawn = torch.rand(heads, new, generator=self._generator, device="cpu").argsort(dim=1)
+        drawn = drawn.to(points_HTE.device)
         number = empty.cumsum(1) - 1
         picked = drawn.gather(1, number.clamp(min=0, max=new - 1))
         seeds = points_HTE.gather(1, picked[..., None].expand(-1, -1, width))
@@ -236,8 +243,9 @@ class OnlineClusters(AppendedKeys):
 def _nearest(points_HXE: Tensor, centroids_HCE: Tensor) -> Tensor:
     """[H, X] int64: the centroid of the largest product with every point."""
     heads, count, _ = points_HXE.shape
-    nearest = torch.empty(heads, count, dtype=torch.int64)
-    step = max(1, _SCORES // (heads * centroids_HCE.shape[1]))
+    nearest = torch.empty(heads, count, dtype=torch.int64, device=points_HXE.device)
+    scores = _SCORES if points_HXE.device.type == "cpu" else _DEVICE_SCORES
+    step = max(1, scores // (heads * centroids_HCE.shape[1]))
     transposed = centroids_HCE.transpose(1, 2)
     for low in range(0, count, step):
         nearest[:, low : low + step] = torch.bmm(points_HXE[:, low : low + step], transposed).max(-1).indices

@@ -193,8 +193,8 @@ def _take_out(piece: Piece, exact: Sequence[ExactKeys]) -> _Left:
     """Counts and logits of the exact keys, cluster by cluster."""
     clusters: Clusters = piece.clusters
     heads, positions, group, count = piece.logits_HTGC.shape
-    removed = torch.zeros(heads, positions, count)
-    logit_sums = torch.zeros(heads, positions, group, count)
+    removed = piece.logits_HTGC.new_zeros(heads, positions, count)
+    logit_sums = piece.logits_HTGC.new_zeros(heads, positions, group, count)
     places: list[tuple[Tensor, Tensor]] = []
     for keys in exact:
         found = clusters.cluster_of(keys.ids_HTK.flatten(1)).view(keys.ids_HTK.shape)

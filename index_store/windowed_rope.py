@@ -33,19 +33,21 @@ def check_frequencies(frequencies_F: Tensor | None, head_dim: int) -> Tensor:
 
 def undo_rotary(keys_HTD: Tensor, first_position: int, frequencies_F: Tensor) -> Tensor:
     """Keys [H, T, d] at positions first_position.. turned back to position 0: [H, T, d] float32."""
-    positions_T = torch.arange(first_position, first_position + keys_HTD.shape[1])
+    end = first_position + keys_HTD.shape[1]
+    positions_T = torch.arange(first_position, end, device=keys_HTD.device)
     return _turn(keys_HTD, _angles(-positions_T, frequencies_F))
 
 
 def move_queries(queries_HTGD: Tensor, position: int, window: int, frequencies_F: Tensor) -> Tensor:
     """Queries [H, T, G, d] at positions position.. turned to position `window`: [H, T, G, d] float32."""
-    positions_T = torch.arange(position, position + queries_HTGD.shape[1])
+    end = position + queries_HTGD.shape[1]
+    positions_T = torch.arange(position, end, device=queries_HTGD.device)
     return _turn(queries_HTGD, _angles(window - positions_T, frequencies_F)[:, None])
 
 
 def _angles(positions_T: Tensor, frequencies_F: Tensor) -> Tensor:
     # float32 resolves the angle of the fastest dimension to 0.06 rad at a million tokens.
-    return positions_T.double()[:, None] * frequencies_F.double()
+    return positions_T.double()[:, None] * frequencies_F.to(positions_T.device).double()
 
 
 def _turn(vectors: Tensor, angles: Tensor) -> Tensor:

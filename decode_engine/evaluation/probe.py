@@ -41,6 +41,18 @@ class LayerSample:
     bytes_T: Tensor
     full_bytes_T: Tensor
 
+    def on_host(self) -> LayerSample:
+        """The same in host memory, so that samples of a GPU do not wait there to be summarised."""
+        return LayerSample(
+            self.layer,
+            self.recall_HT.cpu(),
+            self.mass_HTG.cpu(),
+            self.error_T.cpu(),
+            self.vectors_T.cpu(),
+            self.bytes_T.cpu(),
+            self.full_bytes_T.cpu(),
+        )
+
 
 class Probe:
     """Collects samples of a session's searching layers at some positions.
@@ -62,7 +74,7 @@ class Probe:
         count = seen.q_HTGD.shape[1]
         rows = [t for t in range(count) if seen.position + t in self._positions]
         if rows:
-            self.samples.append(sample_layer(layer, seen, torch.tensor(rows), remainder_bytes))
+            self.samples.append(sample_layer(layer, seen, torch.tensor(rows), remainder_bytes).on_host())
 
 
 def _remainder_bytes(session: Session, layer: int) -> int:
@@ -86,7 +98,9 @@ def _remainder_bytes(session: Session, layer: int) -> int:
 
 
 def sample_layer(layer: int, seen: Observation, rows_T: Tensor, remainder_bytes: int = 0) -> LayerSample:
-    """Compares an observation with exact attention at some of its rows."""
+    """Compares an observation with exact attention at some of its rows, on the device of its queries."""
+    device = seen.q_HTGD.device
+    rows_T = rows_T.to(device)
     q_HTGD = seen.q_HTGD[:, rows_T].float()
     positions_T = seen.position + rows_T
     weights_HTGX, full_HTGD = _attend_all(seen, q_HTGD, positions_T)
@@ -105,7 +119,7 @@ def sample_layer(layer: int, seen: Observation, rows_T: Tensor, remainder_bytes:
         _recall((searched_HTGR / searched_HTGR.sum(-1, keepdim=True)).nansum(2), kept_HTR, counts_HT),
         mass_HTG.clamp_(max=1.0),
         _norms(difference_HTGD) / _norms(full_HTGD).clamp_(min=torch.finfo(torch.float32).tiny),
-        torch.full((len(rows_T),), seen.vectors_read, dtype=torch.float64),
+        torch.full((len(rows_T),), seen.vectors_read, dtype=torch.float64, device=device),
         (counts_HT.sum(0) + exact_T).double() * row_bytes + heads * index_bytes + remainder_bytes,
         (heads * (positions_T + 1) * row_bytes).double(),
     )
@@ -124,7 +138,8 @@ def _attend_all(seen: Observation, q_HTGD: Tensor, positions_T: Tensor) -> tuple
     visible = int(positions_T.max()) + 1
     parts = [*_blocks(context[:, :visible]), *_blocks(tail[:, : max(visible - count, 0)])]
     logits = torch.cat([q_HTGD @ part[:, None, :, 0].float().transpose(-1, -2) for part in parts], dim=-1)
-    logits.masked_fill_((torch.arange(visible) > positions_T[:, None])[:, None], -torch.inf)
+    hidden_TX = torch.arange(visible, device=logits.device) > positions_T[:, None]
+    logits.masked_fill_(hidden_TX[:, None], -torch.inf)
     weights = logits.softmax(-1)
     out, first = torch.zeros_like(q_HTGD), 0
     for part in parts:
@@ -144,9 +159,10 @@ def _kept(seen: Observation, rows_T: Tensor) -> tuple[Tensor, Tensor]:
     ids, counts = seen.selection.ids_HTK, seen.selection.counts_HT
     if ids.shape[1] > 1:  # otherwise one selection for all positions
         ids, counts = ids[:, rows_T], counts[:, rows_T]
-    valid = torch.arange(ids.shape[2]) < counts.unsqueeze(-1)
+    valid = torch.arange(ids.shape[2], device=ids.device) < counts.unsqueeze(-1)
     places = torch.where(valid, ids.long() - seen.sinks, 0)
-    kept = torch.zeros(*ids.shape[:2], seen.search_end - seen.sinks, dtype=torch.uint8)
+    searched = seen.search_end - seen.sinks
+    kept = torch.zeros(*ids.shape[:2], searched, dtype=torch.uint8, device=ids.device)
     kept.scatter_reduce_(2, places, valid.to(torch.uint8), "amax")
     positions = len(rows_T)
     return kept.bool().expand(-1, positions, -1), counts.expand(-1, positions)
@@ -155,8 +171,8 @@ def _kept(seen: Observation, rows_T: Tensor) -> tuple[Tensor, Tensor]:
 def _recall(weights_HTR: Tensor, kept_HTR: Tensor, counts_HT: Tensor) -> Tensor:
     most = int(counts_HT.max())
     if most == 0:
-        return torch.full(counts_HT.shape, torch.nan)
+        return torch.full(counts_HT.shape, torch.nan, device=counts_HT.device)
     best = weights_HTR.topk(most, dim=-1).indices
-    wanted = torch.arange(most) < counts_HT.unsqueeze(-1)
+    wanted = torch.arange(most, device=counts_HT.device) < counts_HT.unsqueeze(-1)
     hits = (kept_HTR.gather(2, best) & wanted).sum(-1)
     return hits / counts_HT.where(counts_HT > 0, torch.nan)

@@ -105,9 +105,9 @@ def score_segment(
     """
     log_probs_TV, touched, samples = _predict(runner, context, method, segment)
     kl_T = torch.sum(reference_TV.exp() * (reference_TV - log_probs_TV), dim=-1).clamp_(min=0.0)
-    targets_T = torch.tensor(segment.token_ids[1:])
+    targets_T = torch.tensor(segment.token_ids[1:], device="cpu")
     hit_T = log_probs_TV.argmax(-1) == targets_T
-    answer_T = torch.zeros(len(targets_T), dtype=torch.bool)
+    answer_T = torch.zeros(len(targets_T), dtype=torch.bool, device="cpu")
     exact = None
     if segment.answer_start is not None:
         answer_T[segment.answer_start - 1 :] = True

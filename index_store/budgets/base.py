@@ -76,12 +76,14 @@ def best_keys(ranking: Ranking, keep: int, group: str) -> Selection:
     if group == "union":
         log_weights = ranking.log_weights_HTGM()
         share = math.ceil(keep / log_weights.shape[2])
-        return take_in_order(ranking, log_weights, torch.full(log_weights.shape[:3], share))
+        limits = torch.full(log_weights.shape[:3], share, device=log_weights.device)
+        return take_in_order(ranking, log_weights, limits)
     scores = ranking.scores(group)
     if not items.groups:
         ids, counts = top_k(scores, min(scores.shape[-1], keep))
         return Selection(ids.add_(items.first_key), counts)
-    return take_in_order(ranking, scores[:, :, None], torch.full((*scores.shape[:2], 1), keep))
+    limits = torch.full((*scores.shape[:2], 1), keep, device=scores.device)
+    return take_in_order(ranking, scores[:, :, None], limits)
 
 
 def take_in_order(ranking: Ranking, scores_HTGM: Tensor, limits_HTG: Tensor) -> Selection:

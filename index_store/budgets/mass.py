@@ -76,11 +76,12 @@ class Mass(Budget):
         short_HTG = count_HTG <= _EXACT_KEYS
         head_HTG = torch.where(short_HTG, count_HTG, (self.head * count_HTG).ceil().long())
         longest = int(head_HTG.max())
-        ranks = [torch.arange(longest).expand(*count_HTG.shape, -1)]
+        device = count_HTG.device
+        ranks = [torch.arange(longest, device=device).expand(*count_HTG.shape, -1)]
         if not bool(short_HTG.all()):
             for centre in _WINDOW_CENTRES:
                 first_HTG = ((centre * count_HTG).long() - self.window // 2).clamp_(min=0)
-                ranks.append(first_HTG[..., None] + torch.arange(self.window))
+                ranks.append(first_HTG[..., None] + torch.arange(self.window, device=device))
         ranks_HTGR = torch.cat(ranks, dim=-1)
         logits_HTGR = step.read_logits(ranked.keys_at(ranks_HTGR)).double()
         logits_HTGR[..., :longest].masked_fill_(ranks[0] >= head_HTG[..., None], -torch.inf)
@@ -185,7 +186,7 @@ def _sort(ranking: Ranking, group: int) -> _RankedKeys:
     """Sorts every head's items; heads that were ranked together share an order."""
     logits_HTGM = ranking.logits_HTGM
     heads, positions, _, columns = logits_HTGM.shape
-    members = searchable_members(ranking.items, heads, columns)
+    members = searchable_members(ranking.items, heads, columns, logits_HTGM.device)
     order = logits_HTGM.sort(dim=-1, descending=True, stable=True)
     retrieved_HTGM = ~torch.isneginf(order.values)
     sizes_HM = members.sizes_HM.long()[:, None, None].expand(order.indices.shape)

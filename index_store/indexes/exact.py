@@ -16,8 +16,8 @@ from index_store.ranking import Items, Ranking
 class AppendedExact(AppendedKeys):
     """Plain float32 copies of the appended keys."""
 
-    def __init__(self, heads: int, head_dim: int) -> None:
-        self.keys_HTD = torch.empty(heads, 0, head_dim)
+    def __init__(self, heads: int, head_dim: int, device: torch.device | str = "cpu") -> None:
+        self.keys_HTD = torch.empty(heads, 0, head_dim, device=device)
 
     def append(self, kv_HT2D: Tensor) -> None:
         self.keys_HTD = torch.cat([self.keys_HTD, kv_HT2D[:, :, 0].float()], dim=1)
@@ -75,7 +75,7 @@ class ExactIndex(LayerIndex):
 
     def start_appending(self) -> AppendedExact:
         heads, _, head_dim = self._keys_HND.shape
-        return AppendedExact(heads, head_dim)
+        return AppendedExact(heads, head_dim, self._keys_HND.device)
 
     def rank(
         self,

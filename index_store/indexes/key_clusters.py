@@ -98,6 +98,7 @@ class KeyClusters(LayerIndex):
             moments=self._parameters.moments,
             frequencies=self._frequencies_F,
             seed=0,
+            device=self._clusters.means_HCD.device,
         )
 
     def rank(

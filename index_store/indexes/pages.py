@@ -44,11 +44,11 @@ class PageParameters:
 class AppendedPages(AppendedKeys):
     """A session's own pages, of which the last one grows."""
 
-    def __init__(self, heads: int, head_dim: int, size: int) -> None:
+    def __init__(self, heads: int, head_dim: int, size: int, device: torch.device | str = "cpu") -> None:
         self._size = size
         self._count = 0
-        self.minima = GrowingRows(heads, head_dim, dtype=_BOUND_DTYPE)
-        self.maxima = GrowingRows(heads, head_dim, dtype=_BOUND_DTYPE)
+        self.minima = GrowingRows(heads, head_dim, dtype=_BOUND_DTYPE, device=device)
+        self.maxima = GrowingRows(heads, head_dim, dtype=_BOUND_DTYPE, device=device)
 
     def append(self, kv_HT2D: Tensor) -> None:
         keys = kv_HT2D[:, :, 0]
@@ -115,8 +115,8 @@ class Pages(LayerIndex):
         return cls(PageParameters.parse(parameters), arrays, kv_HN2D.shape[1])
 
     def start_appending(self) -> AppendedPages:
-        heads, _, head_dim = self._arrays["minima"].shape
-        return AppendedPages(heads, head_dim, self._size)
+        minima = self._arrays["minima"]
+        return AppendedPages(minima.shape[0], minima.shape[2], self._size, minima.device)
 
     def rank(
         self,
@@ -155,8 +155,9 @@ class Pages(LayerIndex):
         begin = low // self._size
         pages = slice(begin, -(-high // self._size) if low < high else begin)
         heads, count, _ = minima_HPD.shape
-        offsets = torch.arange(count + 1, dtype=torch.int32).mul_(self._size).clamp_(max=keys)
-        ids = torch.arange(first_id, first_id + keys, dtype=torch.int32)
+        device = minima_HPD.device
+        offsets = torch.arange(count + 1, dtype=torch.int32, device=device).mul_(self._size).clamp_(max=keys)
+        ids = torch.arange(first_id, first_id + keys, dtype=torch.int32, device=device)
         # Views of one row for all heads: pages are the same for every head.
         members = Members(offsets[pages.start : pages.stop + 1].expand(heads, -1), ids.expand(heads, -1))
         return minima_HPD[:, pages], maxima_HPD[:, pages], members

@@ -11,7 +11,7 @@ from numba import njit, prange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.kernels.launch import launch
+from index_store.kernels.launch import launch, on_host
 
 # With more rows, products of matrices are faster.
 _MOST_ROWS = 16
@@ -34,14 +34,15 @@ def cluster_sums(
     variances_HCD, value_sums_HCD: rows of a cluster are contiguous, heads may be farther apart.
     """
     heads, positions, group, count = logits_HTGC.shape
-    if positions * group > _MOST_ROWS or count == 0:
+    if positions * group > _MOST_ROWS or count == 0 or not on_host(logits_HTGC):
         return cluster_sums_reference(logits_HTGC, counts_HTC, queries_HTGD, variances_HCD, value_sums_HCD)
     rows, head_dim = positions * group, value_sums_HCD.shape[2]
     tasks = -(-count // _PER_TASK)
-    weights = torch.empty(heads, rows, count)
-    totals, sums = torch.empty(heads, tasks, rows), torch.empty(heads, tasks, rows, head_dim)
+    weights = logits_HTGC.new_empty(heads, rows, count)
+    totals = logits_HTGC.new_empty(heads, tasks, rows)
+    sums = logits_HTGC.new_empty(heads, tasks, rows, head_dim)
     value_table, value_stride = _table(value_sums_HCD)
-    variance_table, variance_stride = torch.empty(0, head_dim), 0
+    variance_table, variance_stride = logits_HTGC.new_empty(0, head_dim), 0
     if variances_HCD is not None:
         variance_table, variance_stride = _table(variances_HCD)
     launch(
@@ -68,12 +69,12 @@ def cluster_sums_reference(
     variances_HCD: Tensor | None,
     value_sums_HCD: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with products of matrices."""
+    """The same with products of matrices, on any device."""
     heads, positions, group, count = logits_HTGC.shape
     weights = logits_HTGC.exp().reshape(heads, positions * group, count)
     if variances_HCD is not None:
         squares = queries_HTGD.square().reshape(heads, positions * group, -1)
-        one = torch.ones(1, 1, 1)
+        one = weights.new_ones(1, 1, 1)
         weights *= torch.baddbmm(one, squares, variances_HCD.transpose(1, 2), alpha=0.5)
     sums = torch.bmm(weights, value_sums_HCD).view(heads, positions, group, -1)
     weights = weights.view(heads, positions, group, count)

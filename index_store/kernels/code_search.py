@@ -14,8 +14,9 @@ from numba import njit, prange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.kernels.launch import launch
+from index_store.kernels.launch import launch, on_host
 
+_GATHERED_BYTES = 64 * 2**20  # table entries that the reference gathers at a time
 _TILE = 1024  # keys whose codes stay in the first-level cache while every query scores them
 
 
@@ -39,8 +40,10 @@ def score_codes(reads: CodeReads) -> Tensor:
 
     One pass over the codes serves all queries of a KV head.
     """
+    if not on_host(reads.codes_HNS):
+        return score_codes_reference(reads)
     heads, positions, group = reads.tables_HTGSW.shape[:3]
-    out = torch.empty(heads, positions, group, max(0, reads.end - reads.first))
+    out = torch.empty(heads, positions, group, max(0, reads.end - reads.first), device="cpu")
     if out.numel() > 0:
         launch(
             _score_codes,
@@ -54,12 +57,19 @@ def score_codes(reads: CodeReads) -> Tensor:
 
 
 def score_codes_reference(reads: CodeReads) -> Tensor:
-    """The same by gathering table entries."""
-    width = max(0, reads.end - reads.codes_HNS.shape[1])
-    both = torch.cat([reads.codes_HNS, reads.appended_HAS[:, :width]], dim=1)[:, reads.first : reads.end]
+    """The same by gathering table entries, some keys at a time, on any device."""
+    count = reads.codes_HNS.shape[1]
     heads, positions, group, subspaces, _ = reads.tables_HTGSW.shape
-    rows = both.long().transpose(1, 2)[:, None, None].expand(heads, positions, group, subspaces, -1)
-    return reads.tables_HTGSW.gather(4, rows).sum(3)
+    step = max(1, _GATHERED_BYTES // (heads * positions * group * subspaces * 4))
+    begins = range(reads.first, reads.end, step)
+    parts = [torch.empty(heads, positions, group, 0, device=reads.codes_HNS.device)]
+    for begin in begins:
+        end = min(begin + step, reads.end)
+        own = reads.appended_HAS[:, max(begin - count, 0) : max(end - count, 0)]
+        codes = torch.cat([reads.codes_HNS[:, begin:end], own], dim=1)
+        rows = codes.long().transpose(1, 2)[:, None, None].expand(heads, positions, group, subspaces, -1)
+        parts.append(reads.tables_HTGSW.gather(4, rows).sum(3))
+    return torch.cat(parts, dim=3)
 
 
 @njit(cache=True, nogil=True)

@@ -1,6 +1,7 @@
 """From ranked items to key ids: walks every head's items in order until its limit, unites the heads, sorts the ids.
 
-Shape legend: H KV heads, T query positions, G group heads, M items, K collected keys, X keys listed by items.
+Shape legend: H KV heads, T query positions, G group heads, M items, K collected keys, X keys listed by items, S keys
+of the searched range.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from numba import njit, prange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.kernels.launch import launch
+from index_store.kernels.launch import launch, on_host
+from index_store.kernels.searchable import searchable_members
 from index_store.ranking import Items
 
 
@@ -22,12 +24,14 @@ def collect(order_HTGM: Tensor, items_HTG: Tensor, limits_HTG: Tensor, items: It
     limits_HTG: [H, T, G] int32, keys that a head takes at most; the item that reaches the limit is cut. Keys outside
     items.first_key..end_key-1 are passed over and do not count. Entries of ids beyond a row's count are 0.
     """
+    if not on_host(order_HTGM):
+        return collect_reference(order_HTGM, items_HTG, limits_HTG, items)
     heads, positions = order_HTGM.shape[:2]
     rows = heads * positions
     span = max(0, items.end_key - items.first_key)
     width = int(limits_HTG.clamp(max=span).sum(2).clamp(max=span).max()) if rows else 0
-    ids = torch.zeros(heads, positions, width, dtype=torch.int32)
-    counts = torch.zeros(heads, positions, dtype=torch.int32)
+    ids = torch.zeros(heads, positions, width, dtype=torch.int32, device="cpu")
+    counts = torch.zeros(heads, positions, dtype=torch.int32, device="cpu")
     if rows and width:
         launch(
             _collect_rows,
@@ -48,39 +52,62 @@ def collect(order_HTGM: Tensor, items_HTG: Tensor, limits_HTG: Tensor, items: It
 def collect_reference(
     order_HTGM: Tensor, items_HTG: Tensor, limits_HTG: Tensor, items: Items
 ) -> tuple[Tensor, Tensor]:
-    """The same with sets."""
+    """The same by running sums over the items and one mark per key, on any device."""
+    heads, positions, _, columns = order_HTGM.shape
+    span = max(0, items.end_key - items.first_key)
+    # The last column takes what is not kept.
+    marked = torch.zeros(heads, positions, span + 1, dtype=torch.bool, device=order_HTGM.device)
+    order = order_HTGM.long()
+    walked = torch.arange(columns, device=order.device) < items_HTG[..., None]
+    if items.groups:
+        places, found = _members_taken(order, walked, limits_HTG, items)
+    else:
+        inside = walked & (order < span)
+        places, found = order.flatten(2), inside & (inside.cumsum(-1) <= limits_HTG[..., None])
+    marked.scatter_(2, torch.where(found.flatten(2), places, span), True)
+    return _list_marked(marked[..., :span], items.first_key)
+
+
+def _members_taken(
+    order_HTGM: Tensor, walked_HTGM: Tensor, limits_HTG: Tensor, items: Items
+) -> tuple[Tensor, Tensor]:
+    """Places [H, T, X] of listed keys in the searched range, and which of them some head takes."""
     heads, positions, group, _ = order_HTGM.shape
-    found: list[list[int]] = []
-    for head in range(heads):
-        for position in range(positions):
-            row: set[int] = set()
-            for g in range(group):
-                taken: list[int] = []
-                for item in order_HTGM[head, position, g, : int(items_HTG[head, position, g])].tolist():
-                    inside = [
-                        key for key in _keys_of(items, head, item) if items.first_key <= key < items.end_key
-                    ]
-                    taken += inside
-                row.update(taken[: int(limits_HTG[head, position, g])])
-            found.append(sorted(row))
-    counts = torch.tensor([len(row) for row in found], dtype=torch.int32).view(heads, positions)
-    ids = torch.zeros(heads * positions, int(counts.max()), dtype=torch.int32)
-    for row_ids, keys in zip(ids, found, strict=True):
-        row_ids[: len(keys)] = torch.tensor(keys, dtype=torch.int32)
-    return ids.view(heads, positions, -1), counts
+    columns = sum(members.offsets_HM.shape[1] - 1 for members in items.groups)
+    members = searchable_members(items, heads, columns)
+    offsets_HM, keys_HX = members.offsets_HM.long(), members.keys_HX
+    sizes = offsets_HM.diff(dim=1)[:, None, None].expand(-1, positions, group, -1)
+    sizes_in_order = sizes.gather(-1, order_HTGM) * walked_HTGM
+    before = sizes_in_order.cumsum(-1) - sizes_in_order
+    left = (limits_HTG[..., None] - before).clamp_(min=0)
+    # Keys that a head takes of every item: all, some of the first, or none.
+    taken_HTGM = torch.zeros_like(sizes, memory_format=torch.contiguous_format)
+    taken_HTGM.scatter_add_(-1, order_HTGM, torch.minimum(sizes_in_order, left))
+    entry_X = torch.arange(keys_HX.shape[1], device=keys_HX.device)
+    item_HX = torch.searchsorted(
+        offsets_HM[:, 1:].contiguous(), entry_X.expand(heads, -1).contiguous(), right=True
+    )
+    listed_HX = item_HX < columns
+    item_HX = item_HX.clamp_(max=columns - 1)
+    rank_HX = entry_X - offsets_HM.gather(1, item_HX)
+    found = torch.zeros(heads, positions, len(entry_X), dtype=torch.bool, device=keys_HX.device)
+    for head in range(group):
+        taken_HTX = taken_HTGM[:, :, head].gather(-1, item_HX[:, None].expand(-1, positions, -1))
+        found |= rank_HX[:, None] < taken_HTX
+    places_HX = (keys_HX - items.first_key).long()
+    return places_HX[:, None].expand(-1, positions, -1), found & listed_HX[:, None]
 
 
-def _keys_of(items: Items, head: int, item: int) -> list[int]:
-    if not items.groups:
-        return [items.first_key + item]
-    for group in items.groups:
-        columns = group.offsets_HM.shape[1] - 1
-        if item < columns:
-            begin, end = group.offsets_HM[head, item : item + 2].tolist()
-            keys: list[int] = group.keys_HX[head, begin:end].tolist()
-            return keys
-        item -= columns
-    raise IndexError(item)
+def _list_marked(marked_HTS: Tensor, first_key: int) -> tuple[Tensor, Tensor]:
+    """Ids [H, T, K] int32 of the marked keys and how many every row has."""
+    heads, positions, _ = marked_HTS.shape
+    counts_HT = marked_HTS.sum(-1, dtype=torch.int32)
+    width = int(counts_HT.max()) if counts_HT.numel() else 0
+    row, place = marked_HTS.flatten(0, 1).nonzero(as_tuple=True)
+    begins = counts_HT.flatten().cumsum(0) - counts_HT.flatten()
+    ids = torch.zeros(heads * positions, width, dtype=torch.int32, device=marked_HTS.device)
+    ids[row, torch.arange(len(row), device=row.device) - begins[row]] = (place + first_key).to(torch.int32)
+    return ids.view(heads, positions, width), counts_HT
 
 
 def _lists(items: Items, heads: int) -> list[NDArray[np.int32]]:

@@ -1,4 +1,4 @@
-"""How numba kernels are started from several threads."""
+"""Where kernels run, and how those compiled by numba are started from several threads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import threading
 from collections.abc import Callable
 
 from numba import threading_layer
+from torch import Tensor
 
 _workqueue_guard = threading.Lock()
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether the compiled kernels can read the tensor; their eager references run on any device."""
+    return tensor.device.type == "cpu"
 
 
 def launch(kernel: Callable[..., None], *args: object) -> None:

@@ -17,7 +17,9 @@ from numba import njit, prange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.kernels.launch import launch
+from index_store.kernels.launch import launch, on_host
+
+_BELOW_ALL = -(2**15) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,9 @@ def score_lists(
     A key missing from a list counts as the list's lowest value with `floor_missing`, else as 0, and a key missing
     from all J lists then gets -inf. A weight of exactly 0 skips the list.
     """
+    if not on_host(rows_HRJ):
+        score_lists_reference(lists, rows_HRJ, weights_HRJ, first, floor_missing, out_HRM)
+        return
     launch(
         _score_lists,
         lists.ids_HSL.numpy(),
@@ -59,24 +64,25 @@ def score_lists(
 def score_lists_reference(
     lists: Lists, rows_HRJ: Tensor, weights_HRJ: Tensor, first: int, floor_missing: bool, out_HRM: Tensor
 ) -> None:
-    """The same with one dense row per list."""
-    heads, queries, picks = rows_HRJ.shape
+    """The same by scattering one list of every query at a time, on any device."""
+    heads, queries, _ = rows_HRJ.shape
     columns = out_HRM.shape[-1]
-    for head, query in np.ndindex(heads, queries):
-        total = torch.zeros(columns)
-        seen = torch.zeros(columns, dtype=torch.bool)
-        for pick in range(picks):
-            weight = float(weights_HRJ[head, query, pick])
-            if weight == 0.0:
-                continue
-            ids, values = _union(lists, head, int(rows_HRJ[head, query, pick]))
-            floor = float(values.min()) if floor_missing and len(values) else 0.0
-            inside = (ids >= first) & (ids < first + columns)
-            row = torch.full((columns,), floor)
-            row[ids[inside] - first] = values[inside]
-            seen[ids[inside] - first] = True
-            total += weight * row
-        out_HRM[head, query] = total if floor_missing else torch.where(seen, total, -torch.inf)
+    # The last column takes what lies outside.
+    total = torch.zeros(heads, queries, columns + 1, device=out_HRM.device)
+    seen = torch.zeros(total.shape, dtype=torch.bool, device=total.device)
+    for rows_HR, weights_HR in zip(rows_HRJ.long().unbind(2), weights_HRJ.unbind(2), strict=True):
+        ids, values, held = _union(lists, rows_HR)
+        held &= (weights_HR != 0.0)[..., None]
+        lowest = torch.where(held, values, torch.inf).amin(-1, keepdim=True)
+        floor = torch.where(torch.isinf(lowest), 0.0, lowest) if floor_missing else torch.zeros_like(lowest)
+        found = held & (ids >= first) & (ids < first + columns)
+        places = torch.where(found, ids - first, columns)
+        total.scatter_add_(2, places, torch.where(found, weights_HR[..., None] * (values - floor), 0.0))
+        total += weights_HR[..., None] * floor
+        seen.scatter_(2, places, True)
+    if not floor_missing:
+        total.masked_fill_(~seen, -torch.inf)
+    out_HRM.copy_(total[..., :columns])
 
 
 def insert_keys(lists: Lists, scores_HTS: Tensor, first_id: int) -> None:
@@ -84,6 +90,9 @@ def insert_keys(lists: Lists, scores_HTS: Tensor, first_id: int) -> None:
 
     Updates kept, inserted and the insert buffers in place; the buffers must have room for T more entries.
     """
+    if not on_host(scores_HTS):
+        insert_keys_reference(lists, scores_HTS, first_id)
+        return
     launch(
         _insert_keys,
         lists.values_HSL.numpy(),
@@ -97,45 +106,45 @@ def insert_keys(lists: Lists, scores_HTS: Tensor, first_id: int) -> None:
 
 
 def insert_keys_reference(lists: Lists, scores_HTS: Tensor, first_id: int) -> None:
-    """The same by sorting: keep the L best of stored list and insert buffer after every key."""
-    heads, count, rows = scores_HTS.shape
-    capacity = lists.ids_HSL.shape[-1]
-    for head, row, position in np.ndindex(heads, rows, count):
-        kept, inserted = int(lists.kept_HS[head, row]), int(lists.inserted_HS[head, row])
-        base = lists.values_HSL[head, row, :kept].tolist()
-        extra = list(
-            zip(
-                lists.inserted_values_HSE[head, row, :inserted].tolist(),
-                lists.inserted_ids_HSE[head, row, :inserted].tolist(),
-                strict=True,
-            )
-        )
-        score = int(scores_HTS[head, position, row])
-        lowest = min(base + [value for value, _ in extra])
-        if score <= lowest:
-            continue
-        extra.append((score, first_id + position))
-        extra.sort(key=lambda entry: -entry[0])
-        if kept + len(extra) > capacity:
-            if extra[-1][0] == lowest and extra[-1][1] != first_id + position:
-                extra.pop()
-            else:
-                kept -= 1
-        lists.kept_HS[head, row] = kept
-        lists.inserted_HS[head, row] = len(extra)
-        lists.inserted_values_HSE[head, row, : len(extra)] = torch.tensor(
-            [value for value, _ in extra], dtype=torch.int16
-        )
-        lists.inserted_ids_HSE[head, row, : len(extra)] = torch.tensor(
-            [i for _, i in extra], dtype=torch.int32
-        )
+    """The same for all keys at once, on any device.
+
+    Of stored entries, inserted ones and new keys, in this order, the L with the largest scores stay, of equal ones
+    those that come first: inserting one after another ends there too.
+    """
+    new = scores_HTS.shape[1]
+    device = scores_HTS.device
+    slots = lists.inserted_ids_HSE.shape[2]
+    scores_HST = scores_HTS.transpose(1, 2).int()
+    ids_T = torch.arange(first_id, first_id + new, dtype=torch.int32, device=device)
+    held = torch.arange(slots, device=device) < lists.inserted_HS[..., None]
+    values = torch.where(held, lists.inserted_values_HSE.int(), _BELOW_ALL)
+    order = torch.cat([values, scores_HST], dim=2).sort(dim=2, descending=True, stable=True)
+    ids = torch.cat([lists.inserted_ids_HSE, ids_T.expand(scores_HST.shape)], dim=2).gather(2, order.indices)
+    # Only the last T stored entries can go: one does when as many entries as there is room for come before it.
+    places = lists.kept_HS[..., None] - 1 - torch.arange(new, device=device)
+    stored = lists.values_HSL.gather(2, places.clamp(min=0).long()).int()
+    larger = torch.searchsorted(-order.values, -stored)
+    evicted = (places >= 0) & (places + larger >= (lists.kept_HS + lists.inserted_HS)[..., None])
+    gone = evicted.sum(2, dtype=torch.int32)
+    lists.kept_HS.sub_(gone)
+    lists.inserted_HS.add_(gone)
+    lists.inserted_values_HSE.copy_(order.values[..., :slots])
+    lists.inserted_ids_HSE.copy_(ids[..., :slots])
 
 
-def _union(lists: Lists, head: int, row: int) -> tuple[Tensor, Tensor]:
-    kept, inserted = int(lists.kept_HS[head, row]), int(lists.inserted_HS[head, row])
-    ids = torch.cat([lists.ids_HSL[head, row, :kept], lists.inserted_ids_HSE[head, row, :inserted]])
-    values = torch.cat([lists.values_HSL[head, row, :kept], lists.inserted_values_HSE[head, row, :inserted]])
-    return ids.long(), values.float()
+def _union(lists: Lists, rows_HR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, values and which entries count, [H, R, L + E] each, of one list per query."""
+    heads = torch.arange(len(rows_HR), device=rows_HR.device)[:, None]
+    ids, values, held = [], [], []
+    for of_ids, of_values, counts_HS in (
+        (lists.ids_HSL, lists.values_HSL, lists.kept_HS),
+        (lists.inserted_ids_HSE, lists.inserted_values_HSE, lists.inserted_HS),
+    ):
+        ids.append(of_ids[heads, rows_HR])
+        values.append(of_values[heads, rows_HR])
+        entry = torch.arange(of_ids.shape[2], device=rows_HR.device)
+        held.append(entry < counts_HS[heads, rows_HR][..., None])
+    return torch.cat(ids, 2).long(), torch.cat(values, 2).float(), torch.cat(held, 2)
 
 
 @njit(cache=True, nogil=True, parallel=True)

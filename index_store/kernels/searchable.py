@@ -10,24 +10,23 @@ import torch
 from numba import njit, prange
 from numpy.typing import NDArray
 
-from index_store.kernels.launch import launch
+from index_store.kernels.launch import launch, on_host
 from index_store.ranking import Items, Members
 
 
-def searchable_members(items: Items, heads: int, columns: int) -> Members:
+def searchable_members(items: Items, heads: int, columns: int, device: torch.device | str = "cpu") -> Members:
     """One list of members for all `columns` items: what they hold of [first_key, end_key), in the same order.
 
     Keys beyond the last offset of a head are undefined. Items that are single keys are lists of one key (views,
-    nothing is copied per head).
+    nothing is copied per head) on `device`.
     """
-    span = max(0, items.end_key - items.first_key)
     if not items.groups:
-        offsets = torch.arange(columns + 1, dtype=torch.int32).clamp_(max=span)
-        keys = torch.arange(items.first_key, items.first_key + span, dtype=torch.int32)
-        return Members(offsets.expand(heads, -1), keys.expand(heads, -1))
+        return _single_keys(items, heads, columns, device)
+    if not on_host(items.groups[0].keys_HX):
+        return searchable_members_reference(items, heads, columns)
     listed = sum(group.keys_HX.shape[1] for group in items.groups)
-    offsets_HM = torch.zeros(heads, columns + 1, dtype=torch.int32)
-    keys_HX = torch.zeros(heads, listed, dtype=torch.int32)
+    offsets_HM = torch.zeros(heads, columns + 1, dtype=torch.int32, device="cpu")
+    keys_HX = torch.zeros(heads, listed, dtype=torch.int32, device="cpu")
     column = 0
     for group in items.groups:
         launch(
@@ -44,25 +43,36 @@ def searchable_members(items: Items, heads: int, columns: int) -> Members:
     return Members(offsets_HM, keys_HX)
 
 
-def searchable_members_reference(items: Items, heads: int, columns: int) -> Members:
-    """The same with lists."""
-    found: list[list[list[int]]] = []
-    for head in range(heads):
-        lists: list[list[int]] = []
-        for group in items.groups:
-            for begin, end in group.offsets_HM[head].unfold(0, 2, 1).tolist():
-                lists.append(group.keys_HX[head, begin:end].tolist())
-        if not items.groups:
-            lists = [[items.first_key + column] for column in range(columns)]
-        found.append([[key for key in keys if items.first_key <= key < items.end_key] for keys in lists])
-    sizes = torch.tensor([[len(keys) for keys in lists] for lists in found], dtype=torch.int32)
-    offsets_HM = torch.zeros(heads, columns + 1, dtype=torch.int32)
-    offsets_HM[:, 1:] = sizes.view(heads, columns).cumsum(1)
-    keys_HX = torch.zeros(heads, int(offsets_HM[:, -1].max()), dtype=torch.int32)
-    for head, lists in enumerate(found):
-        flat = [key for keys in lists for key in keys]
-        keys_HX[head, : len(flat)] = torch.tensor(flat, dtype=torch.int32)
-    return Members(offsets_HM, keys_HX)
+def searchable_members_reference(
+    items: Items, heads: int, columns: int, device: torch.device | str = "cpu"
+) -> Members:
+    """The same by running counts of the keys inside, on any device."""
+    if not items.groups:
+        return _single_keys(items, heads, columns, device)
+    offsets, keys = [], []
+    kept_H1 = torch.zeros_like(items.groups[0].offsets_HM[:, :1])
+    for group in items.groups:
+        entry_X = torch.arange(group.keys_HX.shape[1], device=group.keys_HX.device)
+        inside = (group.keys_HX >= items.first_key) & (group.keys_HX < items.end_key)
+        inside &= (entry_X >= group.offsets_HM[:, :1]) & (entry_X < group.offsets_HM[:, -1:])
+        before_HX = torch.nn.functional.pad(inside.cumsum(1, dtype=torch.int32), (1, 0))
+        offsets.append(kept_H1 + before_HX.gather(1, group.offsets_HM.long()))
+        keys.append((group.keys_HX, inside, kept_H1 + before_HX[:, :-1]))
+        kept_H1 = offsets[-1][:, -1:]
+    listed = sum(group.keys_HX.shape[1] for group in items.groups)
+    # The last column takes what lies outside.
+    keys_HX = torch.zeros(heads, listed + 1, dtype=torch.int32, device=kept_H1.device)
+    for of_group, inside, place in keys:
+        keys_HX.scatter_(1, torch.where(inside, place, listed).long(), of_group)
+    first = [offsets[0], *(later[:, 1:] for later in offsets[1:])]
+    return Members(torch.cat(first, dim=1), keys_HX[:, :listed])
+
+
+def _single_keys(items: Items, heads: int, columns: int, device: torch.device | str) -> Members:
+    span = max(0, items.end_key - items.first_key)
+    offsets = torch.arange(columns + 1, dtype=torch.int32, device=device).clamp_(max=span)
+    keys = torch.arange(items.first_key, items.first_key + span, dtype=torch.int32, device=device)
+    return Members(offsets.expand(heads, -1), keys.expand(heads, -1))
 
 
 @njit(cache=True, nogil=True, parallel=True)

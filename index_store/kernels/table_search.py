@@ -16,7 +16,7 @@ from numba import njit, prange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.kernels.launch import launch
+from index_store.kernels.launch import launch, on_host
 
 # Keys per tile: runs of table rows long enough to be prefetched, sums that stay in the second-level cache.
 _TILE = 16_384
@@ -52,18 +52,30 @@ class TableReads:
 
 def sum_rows(reads: TableReads) -> Tensor:
     """[H, T, G, M] float32: sum over j of weights[..., j] * row rows[..., j], for keys first..end-1."""
-    out = torch.empty(*reads.rows_HTGJ.shape[:3], reads.end - reads.first)
+    if not on_host(reads.tables_HSN):
+        return sum_rows_reference(reads)
+    out = torch.empty(*reads.rows_HTGJ.shape[:3], reads.end - reads.first, device="cpu")
     if out.numel() > 0:
         launch(_sum_rows, *reads.arrays(), reads.first, out.numpy())
     return out
 
 
 def sum_rows_reference(reads: TableReads) -> Tensor:
-    """The same by gathering whole rows."""
-    width = max(0, reads.end - reads.tables_HSN.shape[2])
-    both = torch.cat([reads.tables_HSN, reads.appended_HSA[..., :width]], dim=2)[..., reads.first : reads.end]
-    heads = torch.arange(len(both))[:, None, None, None]
-    return (both[heads, reads.rows_HTGJ.long()].float() * reads.weights_HTGJ[..., None]).sum(3)
+    """The same by adding up gathered rows, one of every query at a time, on any device."""
+    count = reads.tables_HSN.shape[2]
+    shape = (*reads.rows_HTGJ.shape[:3], reads.end - reads.first)
+    out = torch.zeros(shape, device=reads.tables_HSN.device)
+    heads = torch.arange(shape[0], device=out.device)[:, None, None]
+    border = min(max(count - reads.first, 0), shape[3])
+    shared = reads.tables_HSN[..., reads.first : reads.first + border]
+    begin = max(reads.first - count, 0)
+    own = reads.appended_HSA[..., begin : begin + shape[3] - border]
+    for rows_HTG, weights_HTG in zip(
+        reads.rows_HTGJ.long().unbind(3), reads.weights_HTGJ.unbind(3), strict=True
+    ):
+        for table, part in ((shared, out[..., :border]), (own, out[..., border:])):
+            part.addcmul_(table[heads, rows_HTG].float(), weights_HTG[..., None])
+    return out
 
 
 def softmax_sum_rows(reads: TableReads) -> Tensor:
@@ -73,9 +85,11 @@ def softmax_sum_rows(reads: TableReads) -> Tensor:
     exponentiated while their tile is in cache, relative to the tile's own maximum, and rescaled in a second pass,
     a few query positions at a time.
     """
+    if not on_host(reads.tables_HSN):
+        return softmax_sum_rows_reference(reads)
     heads, positions, group, _ = reads.rows_HTGJ.shape
     columns = reads.end - reads.first
-    out = torch.empty(heads, positions, columns)
+    out = torch.empty(heads, positions, columns, device="cpu")
     if out.numel() > 0:
         wave = min(heads * positions, max(1, _WAVE_BYTES // (group * columns * 4)))
         tiles = -(-columns // _TILE)
@@ -83,16 +97,16 @@ def softmax_sum_rows(reads: TableReads) -> Tensor:
             _softmax_sum_rows,
             *reads.arrays(),
             reads.first,
-            torch.empty(wave, group, columns).numpy(),
-            torch.empty(wave, group, tiles).numpy(),
-            torch.empty(wave, group, tiles).numpy(),
+            out.new_empty(wave, group, columns).numpy(),
+            out.new_empty(wave, group, tiles).numpy(),
+            out.new_empty(wave, group, tiles).numpy(),
             out.numpy(),
         )
     return out
 
 
 def softmax_sum_rows_reference(reads: TableReads) -> Tensor:
-    """The same by torch's softmax."""
+    """The same by torch's softmax, on any device."""
     return sum_rows_reference(reads).softmax(-1).sum(2)
 
 

@@ -15,7 +15,7 @@ from numba import njit, prange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.kernels.launch import launch
+from index_store.kernels.launch import launch, on_host
 
 _BLOCKS_PER_KEPT = 4
 _MAX_FOLD = 64
@@ -24,13 +24,15 @@ _MAX_FOLD = 64
 def top_k(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """Column ids of the `keep` largest scores of every row, ascending; -inf is never kept; ties go to lower ids.
 
-    scores_HTM: [H, T, M] float32 on the CPU. Returns ids [H, T, keep] int32 and counts [H, T] int32; a row with
+    scores_HTM: [H, T, M] float32. Returns ids [H, T, keep] int32 and counts [H, T] int32; a row with
     fewer than `keep` finite scores has a smaller count, and its remaining ids are 0.
     """
+    if not on_host(scores_HTM):
+        return top_k_reference(scores_HTM, keep)
     heads, positions, columns = scores_HTM.shape
     keep = min(keep, columns)
-    ids = torch.zeros(heads, positions, keep, dtype=torch.int32)
-    counts = torch.zeros(heads, positions, dtype=torch.int32)
+    ids = torch.zeros(heads, positions, keep, dtype=torch.int32, device="cpu")
+    counts = torch.zeros(heads, positions, dtype=torch.int32, device="cpu")
     if keep > 0 and heads * positions > 0:
         rows = scores_HTM.reshape(heads * positions, columns).numpy()
         launch(_top_k_rows, rows, ids.view(-1, keep).numpy(), counts.view(-1).numpy())
@@ -41,9 +43,10 @@ def top_k_reference(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """The same by a stable full sort."""
     columns = scores_HTM.shape[-1]
     keep = min(keep, columns)
-    order = torch.sort(scores_HTM, dim=-1, descending=True, stable=True)
+    # Adding 0.0 makes -0.0 a tie of 0.0 for sorts that compare bits.
+    order = torch.sort(scores_HTM + 0.0, dim=-1, descending=True, stable=True)
     kept = ~torch.isneginf(order.values[..., :keep])
-    columns_first = torch.where(kept, order.indices[..., :keep], torch.full((), columns))
+    columns_first = torch.where(kept, order.indices[..., :keep], columns)
     ids = columns_first.sort(-1).values
     return torch.where(ids == columns, 0, ids).to(torch.int32), kept.sum(-1).to(torch.int32)
 

@@ -11,7 +11,7 @@ from numba import njit, prange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.kernels.launch import launch
+from index_store.kernels.launch import launch, on_host
 
 # Coarse clusters per task: enough means to outweigh starting a task, few enough to occupy every core.
 _COARSE_PER_TASK = 16
@@ -29,7 +29,9 @@ def search_tree(
     queries_HTGD, means_HCD, counts_HC: float32. coarse_offsets_HK: [H, K + 1] int32, fine clusters of coarse cluster k
     are coarse_offsets[h, k]..coarse_offsets[h, k + 1] - 1. expanded_HTK: [H, T, K] bool. Other means are not read.
     """
-    logits = torch.full((*queries_HTGD.shape[:3], means_HCD.shape[1]), -torch.inf)
+    if not on_host(queries_HTGD):
+        return search_tree_reference(queries_HTGD, means_HCD, counts_HC, coarse_offsets_HK, expanded_HTK)
+    logits = torch.full((*queries_HTGD.shape[:3], means_HCD.shape[1]), -torch.inf, device="cpu")
     if logits.numel() > 0:
         launch(
             _search_tree,
@@ -50,9 +52,10 @@ def search_tree_reference(
     coarse_offsets_HK: Tensor,
     expanded_HTK: Tensor,
 ) -> Tensor:
-    """The same from the products with all means."""
+    """The same from the products with all means, on any device."""
     products = torch.einsum("htgd,hcd->htgc", queries_HTGD, means_HCD)
-    fine = torch.arange(means_HCD.shape[1], dtype=torch.int32).expand(len(means_HCD), -1)
+    fine = torch.arange(means_HCD.shape[1], dtype=torch.int32, device=means_HCD.device)
+    fine = fine.expand(len(means_HCD), -1)
     parents_HC = torch.searchsorted(coarse_offsets_HK.contiguous(), fine.contiguous(), right=True) - 1
     alive_HTC = expanded_HTK.gather(2, parents_HC[:, None].expand(-1, expanded_HTK.shape[1], -1))
     alive_HTC = alive_HTC & (counts_HC > 0)[:, None]
