@@ -70,7 +70,7 @@ class AppendedCodes(AppendedKeys):
         self._codebooks_HSWB = codebooks_HSWB
         self._dims_SB = dims_SB
         heads, subspaces = codebooks_HSWB.shape[:2]
-        self.codes = GrowingRows(heads, subspaces, dtype=torch.uint8)
+        self.codes = GrowingRows(heads, subspaces, dtype=torch.uint8, device=codebooks_HSWB.device)
 
     def append(self, kv_HT2D: Tensor) -> None:
         self.codes.append(_encode(kv_HT2D[:, :, 0], self._codebooks_HSWB, self._dims_SB))
@@ -94,7 +94,7 @@ class ProductCodes(LayerIndex):
         self._codes_HNS = arrays["codes"]
         self._codebooks_HSWB = arrays["codebooks"]
         _, subspaces, _, width = self._codebooks_HSWB.shape
-        self._dims_SB = parameters.dims(subspaces * width)
+        self._dims_SB = parameters.dims(subspaces * width).to(self._codes_HNS.device)
         self._nothing_appended = self.start_appending()
 
     @property
@@ -187,7 +187,7 @@ def _build_arrays(parameters: CodeParameters, keys_HND: Tensor, seed: int) -> di
 def _encode(keys_HTD: Tensor, codebooks_HSWB: Tensor, dims_SB: Tensor) -> Tensor:
     """[H, T, S] uint8: the nearest codeword of every slice of keys [H, T, d]."""
     heads, count, _ = keys_HTD.shape
-    codes = torch.empty(heads, count, len(dims_SB), dtype=torch.uint8)
+    codes = torch.empty(heads, count, len(dims_SB), dtype=torch.uint8, device=keys_HTD.device)
     biases_HSW = codebooks_HSWB.square().sum(-1).mul_(-0.5)
     for low in range(0, count, _KEYS_AT_ONCE):
         slices = keys_HTD[:, low : low + _KEYS_AT_ONCE].float()[..., dims_SB]

@@ -56,14 +56,15 @@ class AppendedDense(AppendedKeys):
         self._scorer = scorer
         self._count = 0
         heads, subspaces, centroids, _ = scorer.centroids_HMCB.shape
-        self.rows_HSN = torch.empty(heads, subspaces * centroids, 0, dtype=torch.int8)
+        device = scorer.centroids_HMCB.device
+        self.rows_HSN = torch.empty(heads, subspaces * centroids, 0, dtype=torch.int8, device=device)
 
     def append(self, kv_HT2D: Tensor) -> None:
         scores_HTS = self._scorer.score(kv_HT2D[:, :, 0], INT8_MAX).to(torch.int8)
         new = scores_HTS.shape[1]
         if self._count + new > self.rows_HSN.shape[2]:
             heads, rows, capacity = self.rows_HSN.shape
-            grown = torch.empty(heads, rows, max(64, 2 * capacity, self._count + new), dtype=torch.int8)
+            grown = self.rows_HSN.new_empty(heads, rows, max(64, 2 * capacity, self._count + new))
             grown[:, :, : self._count] = self.rows_HSN[:, :, : self._count]
             self.rows_HSN = grown
         self.rows_HSN[:, :, self._count : self._count + new] = scores_HTS.transpose(1, 2)
@@ -85,14 +86,14 @@ class AppendedLists(AppendedKeys):
         self._scorer = scorer
         self._first_id = first_id
         self._count = 0
-        heads, rows, capacity = ids_HSL.shape
+        heads, rows, capacity, device = *ids_HSL.shape, ids_HSL.device
         self.lists = Lists(
             ids_HSL,
             values_HSL,
-            torch.full((heads, rows), capacity, dtype=torch.int32),
-            torch.empty(heads, rows, 16, dtype=torch.int32),
-            torch.empty(heads, rows, 16, dtype=torch.int16),
-            torch.zeros(heads, rows, dtype=torch.int32),
+            torch.full((heads, rows), capacity, dtype=torch.int32, device=device),
+            torch.empty(heads, rows, 16, dtype=torch.int32, device=device),
+            torch.empty(heads, rows, 16, dtype=torch.int16, device=device),
+            torch.zeros(heads, rows, dtype=torch.int32, device=device),
         )
 
     def append(self, kv_HT2D: Tensor) -> None:
@@ -135,7 +136,7 @@ class QueryTables(LayerIndex):
         self._scorer = _KeyScorer(
             arrays["centroids"],
             arrays["scales"],
-            parameters.dims(keys_HND.shape[2]),
+            parameters.dims(keys_HND.shape[2]).to(keys_HND.device),
             parameters.scores == "cosine",
         )
         self._nothing_appended = self.start_appending()
@@ -222,7 +223,7 @@ class QueryTables(LayerIndex):
         first, end = items.first_key, items.end_key
         if not isinstance(extension, AppendedLists) or end > self.key_count + extension.count:
             raise InvalidArgumentError(f"keys up to {end} were asked for, the index holds {self.key_count}")
-        scores = torch.empty(*rows.shape[:3], end - first)
+        scores = torch.empty(*rows.shape[:3], end - first, device=rows.device)
         floor_missing = options.weights == "projection"
         score_lists(
             extension.lists,
@@ -239,7 +240,7 @@ class QueryTables(LayerIndex):
         slices = queries_HTGD[..., self._scorer.dims_MB]
         products = torch.einsum("htgmb,hmcb->htgmc", slices, self._scorer.centroids_HMCB)
         centroids = products.shape[-1]
-        offsets_M = torch.arange(products.shape[-2]) * centroids
+        offsets_M = torch.arange(products.shape[-2], device=products.device) * centroids
         scales_HM = self._scorer.scales_HM[:, None, None]
         if options.backoff_centroids == 1:
             best = products.max(-1)
@@ -251,7 +252,7 @@ class QueryTables(LayerIndex):
         nearest = products.topk(min(options.backoff_centroids, centroids), dim=-1)
         cosine = nearest.values[..., 0] / slices.norm(dim=-1).clamp_(min=1e-12)
         back_off = (cosine < options.backoff_cosine).unsqueeze(-1)
-        first_only = torch.zeros(nearest.values.shape[-1])
+        first_only = nearest.values.new_zeros(nearest.values.shape[-1])
         first_only[0] = 1.0
         shared = torch.full_like(first_only, 1.0 / len(first_only))
         weights = torch.where(back_off, shared, first_only) * scales_HM[..., None]
@@ -264,7 +265,7 @@ class _TableRanking(Ranking):
 
     def __init__(self, reads: TableReads, items: Items) -> None:
         rows = float(reads.rows_HTGJ.shape[2:].numel())
-        super().__init__(torch.empty(0), items, bytes_read=rows * (items.end_key - items.first_key))
+        super().__init__(reads.weights_HTGJ, items, bytes_read=rows * (items.end_key - items.first_key))
         self._reads = reads
 
     @property
