@@ -73,6 +73,8 @@ class StepGraph:
         self._draws_BX = torch.zeros(plan.size, 3, device=plan.device)
         self._host_result_BX = torch.zeros(plan.size, 2, dtype=torch.int64, pin_memory=on_gpu)
         self._result_BX = torch.zeros(plan.size, 2, dtype=torch.int64, device=plan.device)
+        self.logits_BV = torch.empty(0, device=plan.device)
+        """Of the last step, until the next one."""
         self._graph = self._capture() if on_gpu else None
 
     @property
@@ -88,14 +90,18 @@ class StepGraph:
         self._inputs_BX.copy_(self._host_inputs_BX, non_blocking=True)
         if self._choice is not Choice.GREEDY:
             self._draws_BX.copy_(self._host_draws_BX, non_blocking=True)
-        if self._graph is None:
-            self._compute()
-        else:
-            self._graph.replay()
+        self.run()
         self._host_result_BX.copy_(self._result_BX, non_blocking=True)
         if self._result_BX.is_cuda:
             torch.cuda.current_stream().synchronize()
         return [Stepped(*self._host_result_BX[row].tolist()) for row in rows]
+
+    def run(self) -> None:
+        """The step itself, over whatever was copied to the device last."""
+        if self._graph is None:
+            self.compute()
+        else:
+            self._graph.replay()
 
     def _fill(self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler]) -> None:
         self._host_inputs_BX.zero_()
@@ -107,8 +113,9 @@ class StepGraph:
             given = sampler.parameters
             self._host_draws_BX[row] = torch.tensor([given.temperature, given.top_p, sampler.draw()])
 
-    def _compute(self) -> None:
-        """What a replay does."""
+    @torch.inference_mode()
+    def compute(self) -> None:
+        """What a replay does, launched from here."""
         self.batch.refresh(self._inputs_BX[:, _COUNTS:])
         logits_BV = self._model(
             self._inputs_BX[:, _TOKEN, None], self._inputs_BX[:, _POSITION, None], self._number
@@ -125,20 +132,21 @@ class StepGraph:
             filtered = self._choice is Choice.FILTERED
             self._result_BX[:, 0] = choose_tokens(logits_BV, draws, filtered=filtered)
         self._result_BX[:, 1] = self.batch.kept_B()
+        self.logits_BV = logits_BV
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
         """Runs the idle batch until everything is compiled and allocated, then captures it."""
         side = torch.cuda.Stream(self.batch.plan.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), torch.inference_mode():
+        with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
-                self._compute()
+                self.compute()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.inference_mode(), torch.cuda.graph(graph):
-                self._compute()
+            with torch.cuda.graph(graph):
+                self.compute()
         except RuntimeError as error:
             logger.warning("steps of %d rows run without a graph: %s", self.batch.plan.size, error)
             return None

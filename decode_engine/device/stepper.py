@@ -46,9 +46,17 @@ class Stepper:
     """
 
     def __init__(
-        self, model: StepModel, identity: ModelIdentity, dtype: torch.dtype, device: torch.device
+        self,
+        model: StepModel,
+        identity: ModelIdentity,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        dense: type[StepAttention] = DenseSteps,
     ) -> None:
+        """dtype: in which the model computes. dense: attends to everything; a benchmark may put in something else."""
         self._model = model
+        self._dense = dense
         self._identity = identity
         self._dtype = dtype
         self._device = device
@@ -88,12 +96,19 @@ class Stepper:
                     results[number] = result
         return results
 
+    def graph(self, sessions: Sequence[Session], samplers: Sequence[Sampler]) -> StepGraph:
+        """The graph that steps of these sessions run in, for whoever measures; they agree in kind."""
+        kind = self._sort(sessions[0])
+        if not isinstance(kind, _Batchable):
+            raise SparseKVError(f"method {sessions[0].method.name!r} cannot run in a graph: {kind}")
+        return self._graph(kind, sessions[0], len(sessions), Choice.of(samplers))
+
     def _sort(self, session: Session) -> _Batchable | str:
         """The kind of batch that the session goes into, or why it cannot run in any."""
         method, manifest = session.effective_method, session.context.manifest
         kv = session.context.kv(0)
         reason: str | None = None
-        searching: type[StepAttention] | str = DenseSteps
+        searching: type[StepAttention] | str = self._dense
         if kv.dtype != self._dtype:
             reason = f"keys and values are {kv.dtype}, the model computes in {self._dtype}"
         elif kv.device != self._device:

@@ -1,0 +1,314 @@
+"""Decode steps of a whole model on a GPU, through the engine's own captured graphs: how long they take, and where.
+
+The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16. Contexts are random and
+lie in the GPU's memory; several layers' worth of keys, values and indexes take turns over the model's layers, and
+every sequence of a batch has a context of its own, so that nothing is found in the second-level cache. All methods
+run through the same code: one operator for attention, the same compilation, one CUDA graph a step, greedy sampling.
+
+- `none`: a stand-in for attention that reads nothing: what is left is the rest of the model.
+- `full`: attention to every key by the engine's own kernel, which is checked against torch's fastest; see
+  `attention_gpu.py` for how they compare.
+- methods: as in `decode-engine methods`; `NAME:KEEP` gives the share of keys that is kept.
+
+`step_ms` is one step with everything around it (median, wall clock), `graph_ms` the replay alone, `eager_ms` the same
+launched from Python. `tokens_per_s` follows from `step_ms`. `split_us` sums the durations of kernels in one replay by
+what they do; kernels may overlap, so the sum may exceed the step. Before a time is reported the logits are compared
+with those of the general path on the same sessions.
+
+One JSON line per figure; the exit code is 1 when a check fails, or when --bars is given and a figure misses its bar.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+
+# isort: split
+import torch
+import typer
+from gpu_timing import copy_bandwidth, event_ms
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from decode_engine.attention import ATTENTION_NAME, DecodeStep, register_attention
+from decode_engine.device.dense_steps import DenseSteps
+from decode_engine.device.step_attention import StepAttention
+from decode_engine.device.step_graph import StepGraph
+from decode_engine.device.step_model import Compilation, step_model
+from decode_engine.device.stepper import Stepper
+from decode_engine.sampler import Sampler, SamplingParameters
+from decode_engine.session import Session
+from decode_engine.warm_up import made_up_context
+from index_store.context import ResidentContext
+from index_store.manifest import Manifest, ModelIdentity
+from index_store.methods import Method, get_method
+
+DTYPE = "bfloat16"
+PROMPT = 40
+TURNS, WARM_UP = 25, 5
+DISTINCT = 8
+"""Layers' worth of keys and indexes of a single sequence; fewer for larger batches."""
+TOLERANCE = 0.2
+"""Largest difference of logits, relative to their standard deviation, for attention to everything."""
+SPARSE_TOLERANCE = 0.5
+REST_BAR, SPEEDUP_BARS = 1.35, {1: 1.7, 4: 2.5}
+
+KINDS = (
+    ("search", r"pick|sample_kernel|score_kernel|combine|lookup|bin_kernel|select|code|table_search"),
+    ("remainder", r"remainder|take_"),
+    ("attend", r"attend|dense_kernel|tail_write|merge"),
+)
+
+
+class CheckFailedError(Exception):
+    """A result is wrong, so its time means nothing."""
+
+
+class NothingSteps(StepAttention):
+    """Stands for attention that costs nothing."""
+
+    @classmethod
+    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
+        return None
+
+    @classmethod
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        return {}
+
+    def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
+        return q_BHGD.clone()
+
+    def kept_B(self) -> Tensor:
+        return torch.zeros(self.plan.size, dtype=torch.int64, device=self.plan.device)
+
+
+def make_model(layers: int) -> tuple[Any, ModelIdentity]:
+    """A Llama-3.1-8B of random weights, or its first layers."""
+    register_attention()
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=2**21,
+        rope_theta=500000.0,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
+        )
+    model.eval().requires_grad_(False)
+    identity = ModelIdentity(
+        "random-8b", "LlamaForCausalLM", "0" * 64, "0" * 64, layers, 32, 8, 128, 128256, 2**21
+    )
+    return model, identity
+
+
+def read_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the weights that a step reads: all but the embeddings, of which it reads a row."""
+    skipped: Any = model.get_input_embeddings()  # type: ignore[operator]
+    return sum(p.numel() * p.element_size() for p in model.parameters()) - int(skipped.weight.nbytes)
+
+
+def parse_method(text: str) -> Method:
+    name, _, keep = text.partition(":")
+    return get_method(name, float(keep) if keep else None)
+
+
+def forward(model: Any, sessions: list[Session], tokens: list[int]) -> Tensor:
+    """Logits [B, V] by the general path, which advances the sessions."""
+    positions = torch.tensor([[session.position] for session in sessions], device="cuda")
+    with torch.inference_mode():
+        logits: Tensor = model(
+            input_ids=torch.tensor(tokens, device="cuda")[:, None],
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=1,
+            decode_step=DecodeStep(sessions),
+        ).logits[:, -1]
+    for session in sessions:
+        session.position += 1
+    return logits.float()
+
+
+def start_sessions(model: Any, contexts: list[ResidentContext], method: Method) -> list[Session]:
+    """Sessions that have read a short prompt."""
+    sessions = [Session(context, method) for context in contexts]
+    ids = torch.arange(PROMPT, device="cuda")[None]
+    for session in sessions:
+        with torch.inference_mode():
+            model(
+                input_ids=ids,
+                position_ids=session.position + ids,
+                use_cache=False,
+                logits_to_keep=1,
+                decode_step=DecodeStep([session]),
+            )
+        session.position += PROMPT
+    return sessions
+
+
+def measure(
+    model: Any, stepper: Stepper, contexts: list[ResidentContext], method: Method, checked: bool
+) -> dict[str, Any]:
+    """Times of one method's steps, after its logits were compared with those of the general path."""
+    batch = len(contexts)
+    samplers = [Sampler(SamplingParameters())] * batch
+    twins, sessions = (start_sessions(model, contexts, method) for _ in range(2))
+    if not all(stepper.takes(session) for session in sessions):
+        raise CheckFailedError("the method does not run in a graph")
+    tokens = list(range(7, 7 + batch))
+    begin = time.perf_counter()
+    chosen = stepper.step(sessions, tokens, samplers)
+    ready_s = time.perf_counter() - begin
+    graph = stepper.graph(sessions, samplers)
+    difference = 0.0
+    if checked:
+        difference = compare(graph.logits_BV[:batch].float(), forward(model, twins, tokens), method.sparse)
+    times = []
+    for _ in range(TURNS + WARM_UP):
+        begin = time.perf_counter()
+        chosen = stepper.step(sessions, [int(token) for token in chosen], samplers)  # type: ignore[arg-type]
+        times.append(time.perf_counter() - begin)
+    step_s = statistics.median(times[WARM_UP:])
+    figures = sessions[0].figures
+    return {
+        "step_ms": round(step_s * 1e3, 3),
+        "graph_ms": round(statistics.median(event_ms(graph.run) for _ in range(TURNS)), 3),
+        "eager_ms": round(eager_ms(graph), 3),
+        "tokens_per_s": round(batch / step_s, 1),
+        "captured": graph.captured,
+        "first_step_s": round(ready_s, 1),
+        "logits_difference": round(difference, 4),
+        "attended": round(figures.sparse_fraction if method.sparse else 1.0, 4),
+        "split_us": split_us(graph),
+    }
+
+
+def compare(got_BV: Tensor, expected_BV: Tensor, sparse: bool) -> float:
+    """Largest difference of logits relative to their spread. Raises CheckFailedError when it is too large."""
+    difference = float((got_BV - expected_BV).abs().amax() / expected_BV.std())
+    limit = SPARSE_TOLERANCE if sparse else TOLERANCE
+    if not difference < limit:
+        raise CheckFailedError(f"logits differ by {difference:.3f} of their spread, limit {limit}")
+    return difference
+
+
+def eager_ms(graph: StepGraph) -> float:
+    """Median time of the step launched from Python."""
+    times = []
+    for _ in range(8):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        graph.compute()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times[3:])
+
+
+def split_us(graph: StepGraph) -> dict[str, float]:
+    """Sum of kernel durations of a replay by what they do; empty where the profiler does not work."""
+    totals: dict[str, float] = defaultdict(float)
+    repeats = 3
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(repeats):
+                graph.run()
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        typer.echo(f"no split, the profiler failed: {error}", err=True)
+        return {}
+    for event in profile.key_averages():
+        kind = next((name for name, pattern in KINDS if re.search(pattern, event.key)), "rest")
+        totals[kind] += event.self_device_time_total / repeats
+    return {name: round(total, 1) for name, total in totals.items()}
+
+
+def make_contexts(identity: ModelIdentity, method: Method, length: int, batch: int) -> list[ResidentContext]:
+    distinct = min(identity.layers, max(2, DISTINCT // batch))
+    return [
+        made_up_context(identity, DTYPE, method, length, distinct=distinct, device="cuda", seed=row)
+        for row in range(batch)
+    ]
+
+
+def main(
+    methods: Annotated[str, typer.Option(help="Comma-separated; NAME:KEEP.")] = (
+        "none,full,csattention+dropped:0.01,csattention:0.01,csattention+dropped:0.05,csattention:0.05,"
+        "multipole:0.05,pq+dropped:0.01,pq:0.01"
+    ),
+    shapes: Annotated[
+        str, typer.Option(help="LENGTHxBATCH, comma-separated.")
+    ] = "131072x1,131072x4,32768x16",
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
+    compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.DEFAULT,
+    bars: Annotated[bool, typer.Option(help="Fail when a figure misses its bar.")] = False,
+) -> None:
+    """Times decode steps of a whole model."""
+    model, identity = make_model(layers)
+    weights_ms = read_bytes(model) / copy_bandwidth() * 1e3
+    torch.cuda.empty_cache()
+    run, device = step_model(model, compilation), next(model.parameters()).device
+    failed = False
+    for shape in shapes.split(","):
+        length, batch = (int(part) for part in shape.split("x"))
+        full_ms: float | None = None
+        for label in methods.split(","):
+            nothing = label == "none"
+            method = parse_method("full" if nothing else label)
+            line: dict[str, Any] = {
+                "figure": "decode", "method": label, "tokens": length, "batch": batch, "layers": layers,
+                "compilation": compilation.value, "weights_ms": round(weights_ms, 3),
+            }  # fmt: skip
+            dense = NothingSteps if nothing else DenseSteps
+            stepper = Stepper(run, identity, torch.bfloat16, device, dense=dense)
+            try:
+                contexts = make_contexts(identity, method, length, batch)
+                line |= measure(model, stepper, contexts, method, checked=not nothing)
+            except (CheckFailedError, torch.cuda.OutOfMemoryError) as error:
+                line["error"] = str(error)[:300]
+                failed = True
+            else:
+                if nothing:
+                    line["rest_over_weights"] = round(line["graph_ms"] / weights_ms, 3)
+                elif label == "full":
+                    full_ms = line["step_ms"]
+                elif full_ms is not None:
+                    line["speedup"] = round(full_ms / line["step_ms"], 3)
+            if bars and misses(line):
+                line["missed"] = failed = True
+            typer.echo(json.dumps(line))
+            del stepper
+            contexts = []
+            torch.cuda.empty_cache()
+    raise typer.Exit(1 if failed else 0)
+
+
+def misses(line: Mapping[str, Any]) -> bool:
+    """Whether the figure has a bar and does not reach it."""
+    if line["method"] == "none":
+        return bool(line.get("rest_over_weights", 99.0) > REST_BAR)
+    wanted = SPEEDUP_BARS.get(line["batch"])
+    if line["method"].startswith("csattention") and line["method"].endswith(":0.01") and wanted is not None:
+        return bool(line.get("speedup", 0.0) < wanted)
+    return False
+
+
+if __name__ == "__main__":
+    typer.run(main)
