@@ -1,8 +1,9 @@
 """The scheduler: one thread that owns the model and advances all sessions step by step.
 
-Every iteration drops ended requests, admits one waiting request, advances one prompt by one chunk and then takes one
-decode step with all decoding sessions in a batch. So a short request streams while a long prompt is still being
-read, and cancellation or a passed deadline ends a request's work within one step.
+Every iteration drops ended requests, admits waiting ones, feeds at most one chunk of prompts and then takes one decode
+step with all decoding sessions in a batch. So a short request streams while a long prompt is still being read, and
+cancellation or a passed deadline ends a request's work within one step. In which order requests are served, and how
+long a stream waits at most between two tokens, stands in `queues`.
 
 The engine speaks token ids. Text reaches it only as the opaque result of a request's `TokenSink`.
 """
@@ -12,22 +13,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Generic
 
 import torch
-from torch import Tensor
 
 from decode_engine.errors import (
     CancelledError,
     DeadlineExceededError,
     EngineCrashedError,
+    SessionMemoryError,
     ShuttingDownError,
     TooManyRequestsError,
 )
+from decode_engine.queues import Job, Queues
 from decode_engine.requests import (
+    EngineStats,
     Finished,
     FinishReason,
     Place,
@@ -44,47 +47,7 @@ from index_store.errors import InvalidArgumentError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False, slots=True)
-class _Job(Generic[SessionT]):
-    """A submitted request and how far it is."""
-
-    request: Request[SessionT]
-    place: Place
-    stream: Stream
-    sampler: Sampler
-    submitted_ns: int
-    session: SessionT | None = None
-    fed: int = 0
-    last_token: int = -1
-    generated: int = 0
-    admitted_ns: int = 0
-    prompt_done_ns: int = 0
-    first_token_ns: int = 0
-    decode_steps: int = 0
-    decode_ns: int = 0
-
-    def running(self) -> SessionT:
-        """The session. Raises EngineCrashedError when there is none, before the admission and after the end."""
-        if self.session is None:
-            raise EngineCrashedError("a request was worked on without a session")
-        return self.session
-
-
-@dataclass(slots=True)
-class _Queues(Generic[SessionT]):
-    """Every live job is in exactly one of these; all are guarded by the engine's lock."""
-
-    waiting: deque[_Job[SessionT]] = field(default_factory=deque)
-    prompting: deque[_Job[SessionT]] = field(default_factory=deque)
-    decoding: deque[_Job[SessionT]] = field(default_factory=deque)
-
-    def all(self) -> list[_Job[SessionT]]:
-        return [*self.waiting, *self.prompting, *self.decoding]
-
-    def remove(self, job: _Job[SessionT]) -> None:
-        for queue in (self.waiting, self.prompting, self.decoding):
-            if job in queue:
-                queue.remove(job)
+_ADMISSIONS = 4  # per step: making a session takes a little time, which streams wait for
 
 
 class Engine(Generic[SessionT]):
@@ -97,33 +60,37 @@ class Engine(Generic[SessionT]):
         max_sessions: int = 16,
         max_waiting: int = 64,
         prompt_chunk: int = 256,
+        session_memory: int | None = None,
         on_start: Callable[[], None] = lambda: None,
         on_crash: Callable[[BaseException], None] = lambda error: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """max_sessions: requests in progress at once. max_waiting: requests beyond those, loading or queued.
 
-        prompt_chunk: most prompt tokens per step. on_start: called first on the scheduler's thread.
-        on_crash: told when the scheduler fails.
+        prompt_chunk: most prompt tokens per step, of all prompts together. session_memory: most bytes that requests in
+        progress may need in sum (`Request.memory`); None has no bound. on_start: called first on the scheduler's
+        thread. on_crash: told when the scheduler fails.
         Raises InvalidArgumentError for a limit out of range.
         """
         for name, value, least in (
             ("max_sessions", max_sessions, 1),
             ("max_waiting", max_waiting, 0),
             ("prompt_chunk", prompt_chunk, 1),
+            ("session_memory", 1 if session_memory is None else session_memory, 1),
         ):
             if value < least:
                 raise InvalidArgumentError(f"{name} is {value}, expected at least {least}", field=name)
         self._runner = runner
-        self._max_sessions = max_sessions
-        self._max_waiting = max_waiting
+        self._max_places = max_sessions + max_waiting
+        self._max_places_of_one = self._max_places - max_waiting // 4
         self._prompt_chunk = prompt_chunk
         self._on_start = on_start
         self._on_crash = on_crash
         self.clock_ns = clock_ns
         self._changed = threading.Condition()
-        self._queues: _Queues[SessionT] = _Queues()
-        self._places = 0
+        self._queues: Queues[SessionT] = Queues(max_sessions, session_memory)
+        self._places: Counter[str] = Counter()  # by context
+        self._stats = EngineStats()
         self._accepting = True
         self._stopping = False
         self._crash: BaseException | None = None
@@ -141,33 +108,60 @@ class Engine(Generic[SessionT]):
     @property
     def places(self) -> int:
         """Requests that are running, queued or about to be."""
-        return self._places
+        with self._changed:
+            return self._places.total()
 
-    def reserve(self) -> Place:
+    def stats(self) -> EngineStats:
+        """What the engine does now, and did so far."""
+        with self._changed:
+            queues = self._queues
+            return replace(
+                self._stats,
+                waiting=len(queues.waiting),
+                prompting=len(queues.prompting),
+                decoding=len(queues.decoding),
+                places=self._places.total(),
+                session_bytes=queues.held_bytes,
+                session_limit=queues.memory,
+            )
+
+    def reserve(self, context: str = "", memory: int = 0) -> Place:
         """Takes the place of one request before it costs anything.
 
-        Raises TooManyRequestsError when sessions and queue are full, and what `submit` raises when it would.
+        context, memory: as in the request. A quarter of the places of waiting requests is kept from every single
+        context, so that a flood of requests on one leaves places for others.
+        Raises TooManyRequestsError when there is no place left for the context, and what `submit` raises when it would.
         """
         with self._changed:
             self._check_accepting()
-            limit = self._max_sessions + self._max_waiting
-            if self._places >= limit:
+            self._check_memory(memory)
+            total, own = self._places.total(), self._places[context]
+            if total >= self._max_places:
                 raise TooManyRequestsError(
-                    f"{self._places} requests are running or waiting, which is the limit; try again later",
-                    limit=limit,
+                    f"{total} requests are running or waiting, which is the limit; try again later",
+                    limit=self._max_places,
                 )
-            self._places += 1
-        return Place(self._give_back)
+            if own >= self._max_places_of_one:
+                raise TooManyRequestsError(
+                    f"{own} requests on this context are running or waiting, which is the limit for one context; try "
+                    "again later",
+                    limit=self._max_places_of_one,
+                )
+            self._places[context] += 1
+        return Place(lambda: self._give_back(context))
 
-    def _give_back(self) -> None:
+    def _give_back(self, context: str) -> None:
         with self._changed:
-            self._places -= 1
+            self._places[context] -= 1
+            if not self._places[context]:
+                del self._places[context]
 
     def submit(self, place: Place, request: Request[SessionT]) -> Stream:
         """Queues a request. Its place and `on_close` are the engine's from here on, also when this raises.
 
-        Raises InvalidArgumentError for an empty prompt or a token limit below one, ShuttingDownError while the engine
-        stops, EngineCrashedError when it failed.
+        Raises InvalidArgumentError for an empty prompt or a token limit below one, SessionMemoryError for a request
+        that needs more memory than there is for all, ShuttingDownError while the engine stops, EngineCrashedError when
+        it failed.
         """
         try:
             if not request.prompt:
@@ -177,10 +171,11 @@ class Engine(Generic[SessionT]):
                     f"max_tokens is {request.max_tokens}, expected at least 1", field="max_tokens"
                 )
             sampler = Sampler(request.sampling)
-            job = _Job(request, place, Stream(self._wake), sampler, submitted_ns=self.clock_ns())
+            job = Job(request, place, Stream(self._wake), sampler, submitted_ns=self.clock_ns())
             with self._changed:
                 self._check_accepting()
-                self._queues.waiting.append(job)
+                self._check_memory(request.memory)
+                self._queues.waiting.add(job)
                 self._changed.notify_all()
         except Exception:
             _call_all(request.on_close, place.release)
@@ -202,6 +197,16 @@ class Engine(Generic[SessionT]):
             raise EngineCrashedError("the scheduler failed and the server has to be restarted")
         if not self._accepting:
             raise ShuttingDownError("the server is shutting down and accepts no more requests")
+
+    def _check_memory(self, needed: int) -> None:
+        limit = self._queues.memory
+        if limit is not None and needed > limit:
+            raise SessionMemoryError(
+                f"prompt and answer may need {needed} bytes, all sessions together have {limit}; shorten the prompt, "
+                "lower max_tokens, or raise --session-memory",
+                needed=needed,
+                limit=limit,
+            )
 
     def _wake(self) -> None:
         with self._changed:
@@ -240,8 +245,15 @@ class Engine(Generic[SessionT]):
         """One iteration; runs on the scheduler's thread."""
         self._drop_ended()
         self._admit()
-        self._advance_prompt()
-        self._decode()
+        self._count(steps=1, prompt_tokens=self._advance_prompts())
+        batch = self._decode()
+        if batch:
+            self._count(decode_steps=1, decode_tokens=batch, decode_batch=batch)
+
+    def _count(self, decode_batch: int = 0, **more: int) -> None:
+        with self._changed:
+            sums = {name: getattr(self._stats, name) + count for name, count in more.items()}
+            self._stats = replace(self._stats, decode_batch=decode_batch, **sums)
 
     def _drop_ended(self) -> None:
         now = self.clock_ns()
@@ -259,72 +271,76 @@ class Engine(Generic[SessionT]):
                 )
 
     def _admit(self) -> None:
-        with self._changed:
-            queues = self._queues
-            live = len(queues.prompting) + len(queues.decoding)
-            if live >= self._max_sessions or not queues.waiting:
+        for _ in range(_ADMISSIONS):
+            with self._changed:
+                job = self._queues.admit()
+            if job is None:
                 return
-            job = queues.waiting.popleft()
-            queues.prompting.append(job)
-        job.admitted_ns = self.clock_ns()
-        try:
-            job.session = job.request.start()
-        except Exception as error:
-            self._fail(job, error)
+            job.admitted_ns = self.clock_ns()
+            try:
+                job.session = job.request.start()
+            except Exception as error:
+                self._fail(job, error)
 
-    def _advance_prompt(self) -> None:
+    def _advance_prompts(self) -> int:
+        """Feeds one chunk; returns how many tokens that were."""
         with self._changed:
-            if not self._queues.prompting:
-                return
-            job = self._queues.prompting[0]
-            self._queues.prompting.rotate(-1)
-        chunk = job.request.prompt[job.fed : job.fed + self._prompt_chunk]
-        logits = self._forward([job], [chunk])[0]
-        if isinstance(logits, Exception):
-            self._fail(job, logits)
-            return
-        job.fed += len(chunk)
-        if job.fed < len(job.request.prompt):
-            return
-        job.prompt_done_ns = self.clock_ns()
-        with self._changed:
-            self._queues.prompting.remove(job)
-            self._queues.decoding.append(job)
-        self._take_token(job, logits)
+            pieces = self._queues.take_pieces(self._prompt_chunk)
+        for job, count in pieces:
+            try:
+                piece = job.request.prompt[job.fed : job.fed + count]
+                logits = self._runner.forward([job.running()], [piece])[0]
+                job.fed += count
+                token_id = None if job.unfed else job.sampler.sample(logits[-1])
+            except Exception as error:
+                self._fail(job, error)
+                continue
+            if token_id is not None:
+                job.prompt_done_ns = self.clock_ns()
+                with self._changed:
+                    self._queues.start_decoding(job)
+                self._take_token(job, token_id)
+        return sum(count for _, count in pieces)
 
-    def _decode(self) -> None:
+    def _decode(self) -> int:
+        """Takes one step with all that decode; returns how many these are."""
         with self._changed:
             jobs = list(self._queues.decoding)
-        if not jobs:
-            return
+        batch: list[tuple[Job[SessionT], SessionT]] = []
+        for job in jobs:
+            try:
+                batch.append((job, job.running()))
+            except EngineCrashedError as error:
+                self._fail(job, error)
+        if not batch:
+            return 0
         before = self.clock_ns()
-        results = self._forward(jobs, [[job.last_token] for job in jobs])
+        results = self._next_tokens(batch)
         spent = self.clock_ns() - before
-        for job, logits in zip(jobs, results, strict=True):
+        for (job, _), result in zip(batch, results, strict=True):
             job.decode_steps += 1
             job.decode_ns += spent
-            if isinstance(logits, Exception):
-                self._fail(job, logits)
+            if isinstance(result, Exception):
+                self._fail(job, result)
             else:
-                self._take_token(job, logits)
+                self._take_token(job, result)
+        return len(batch)
 
-    def _forward(
-        self, jobs: Sequence[_Job[SessionT]], token_ids: Sequence[Sequence[int]]
-    ) -> list[Tensor | Exception]:
-        """Logits [1, V] or the error of each job. A failed batch is repeated one by one, to find whose fault it is."""
+    def _next_tokens(self, batch: Sequence[tuple[Job[SessionT], SessionT]]) -> Sequence[int | Exception]:
+        """The next token of each, or what went wrong; a runner that raises says that of everybody."""
+        sessions = [session for _, session in batch]
         try:
-            return list(self._runner.forward([job.running() for job in jobs], token_ids))
+            return self._runner.decode(
+                sessions, [job.last_token for job, _ in batch], [job.sampler for job, _ in batch]
+            )
         except Exception as error:
-            if len(jobs) == 1:
-                return [error]
-            logger.warning("a batch of %d sessions failed (%s); stepping them one by one", len(jobs), error)
-            return [self._forward([job], [ids])[0] for job, ids in zip(jobs, token_ids, strict=True)]
+            logger.exception("a decode step failed for a batch of %d", len(batch))
+            return [error] * len(batch)
 
-    def _take_token(self, job: _Job[SessionT], logits: Tensor) -> None:
-        """Samples from logits [1, V], emits the token and ends the job when it was the last one."""
+    def _take_token(self, job: Job[SessionT], token_id: int) -> None:
+        """Emits a token and ends the job when it was the last one."""
         request = job.request
         try:
-            token_id = job.sampler.sample(logits[-1])
             ended = token_id in request.end_ids
             piece = None if ended else request.sink.push(token_id)
         except Exception as error:
@@ -341,7 +357,7 @@ class Engine(Generic[SessionT]):
         elif job.generated >= request.max_tokens:
             self._finish(job, FinishReason.LENGTH)
 
-    def _finish(self, job: _Job[SessionT], reason: FinishReason) -> None:
+    def _finish(self, job: Job[SessionT], reason: FinishReason) -> None:
         try:
             figures = job.running().figures
             text = job.request.sink.flush()
@@ -359,11 +375,11 @@ class Engine(Generic[SessionT]):
         self._release(job)
         job.stream.put(Finished(reason, text, job.generated, job.sampler.seed, times, figures))
 
-    def _fail(self, job: _Job[SessionT], error: Exception) -> None:
+    def _fail(self, job: Job[SessionT], error: Exception) -> None:
         self._release(job)
         job.stream.put(error)
 
-    def _release(self, job: _Job[SessionT]) -> None:
+    def _release(self, job: Job[SessionT]) -> None:
         """Takes the job out of the queues and gives back all it held, before its reader learns of its end."""
         with self._changed:
             self._queues.remove(job)

@@ -12,9 +12,15 @@ class PromptTooLongError(SparseKVError):
 
 
 class TooManyRequestsError(SparseKVError):
-    """All sessions are taken and the queue of waiting requests is full."""
+    """All sessions are taken and the queue of waiting requests is full, or as full as one context may make it."""
 
     reason = "TOO_MANY_REQUESTS"
+
+
+class SessionMemoryError(SparseKVError):
+    """A request needs more memory for prompt and answer than the server has for all sessions together."""
+
+    reason = "SESSION_MEMORY_EXCEEDED"
 
 
 class NotReadyError(SparseKVError):

@@ -48,7 +48,7 @@ class Runner(Protocol[SessionT_contra]):
         """Feeds each session its last token and chooses its next one with its sampler.
 
         Returns the token, or what went wrong, of each: the fault of one session is not that of the others. A session
-        and its sampler advance where a token comes back.
+        and its sampler advance where a token comes back. What it raises ends the requests of all the sessions.
         """
 
 
@@ -86,6 +86,7 @@ class Request(Generic[SessionT]):
     start: makes the session; called on the scheduler's thread when the request is admitted.
     prompt: token ids, at least one. end_ids: tokens that end the answer. deadline_ns: on the engine's clock.
     on_close: called exactly once, after the engine has dropped the session, however the request ended.
+    context: requests that share one wait in one queue. memory: bytes that the session may come to hold.
     """
 
     start: Callable[[], SessionT]
@@ -96,6 +97,8 @@ class Request(Generic[SessionT]):
     end_ids: frozenset[int] = frozenset()
     deadline_ns: int | None = None
     on_close: Callable[[], None] = lambda: None
+    context: str = ""
+    memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,31 @@ class Finished:
     seed: int
     times: Times
     figures: Figures
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What the engine does now, and did since it started.
+
+    waiting, prompting, decoding: requests that wait for admission, read their prompts, and decode.
+    places: of these, and of those about to be submitted.
+    session_bytes: memory that the admitted ones may come to hold. session_limit: bound of that; None without one.
+    steps: turns of the scheduler. prompt_tokens: fed in them.
+    decode_steps: turns in which somebody decoded. decode_tokens: tokens fed by these, so that their quotient is the
+    mean batch. decode_batch: sessions that decoded in the latest turn.
+    """
+
+    waiting: int = 0
+    prompting: int = 0
+    decoding: int = 0
+    places: int = 0
+    session_bytes: int = 0
+    session_limit: int | None = None
+    steps: int = 0
+    prompt_tokens: int = 0
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    decode_batch: int = 0
 
 
 class Stream:

@@ -55,7 +55,7 @@ def decode_by_forward(
     """One decode step of all sessions: feeds each its last token and chooses its next one.
 
     Returns the token, or the error, of each. A session with an error has not advanced, nor has its sampler; except
-    that one whose logits are not finite has taken its token in, and cannot go on.
+    that one that failed after its logits were there has taken its token in, and cannot go on.
     """
     results = forward_each(forward, sessions, [[token] for token in last_tokens])
     rows = [row for row, result in enumerate(results) if isinstance(result, Tensor)]
@@ -65,13 +65,16 @@ def decode_by_forward(
 
 
 def choose_each(logits: Sequence[Tensor], samplers: Sequence[Sampler]) -> list[int | Exception]:
-    """A token of each row of logits [V], or SparseKVError where they are not finite. Samplers with a token advance.
+    """A token of each row of logits [V], or the error: SparseKVError where they are not finite.
 
-    Rows on a device are chosen from together, with one wait; on the CPU the shorter ways of single rows take less.
+    Samplers with a token advance. Rows on a device are chosen from together, with one wait; on the CPU the shorter ways
+    of single rows take less time.
     """
     if len(logits) > 1 and logits[0].device.type != "cpu":
-        tokens = _choose_together(torch.stack(list(logits)), samplers)
-        return [advance(sampler, token) for sampler, token in zip(samplers, tokens, strict=True)]
+        try:
+            return choose_together(torch.stack(list(logits)), samplers)
+        except Exception as error:
+            return [error] * len(logits)
     chosen: list[int | Exception] = []
     for row, sampler in zip(logits, samplers, strict=True):
         try:
@@ -81,16 +84,19 @@ def choose_each(logits: Sequence[Tensor], samplers: Sequence[Sampler]) -> list[i
     return chosen
 
 
+def choose_together(logits_BV: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]:
+    """What `choose_each` does, for rows that lie in one tensor, on its device."""
+    if all(sampler.greedy for sampler in samplers):
+        chosen_B = choose_greedy(logits_BV)
+    else:
+        draws = Draws.of(samplers, logits_BV.device)
+        chosen_B = choose_tokens(logits_BV, draws, filtered=any_filters(samplers))
+    return [advance(sampler, token) for sampler, token in zip(samplers, chosen_B.tolist(), strict=True)]
+
+
 def advance(sampler: Sampler, token: int) -> int | Exception:
     """What a row's choice means: the token, with its sampler advanced; or, for -1, the error."""
     if token < 0:
         return not_finite()
     sampler.advance()
     return token
-
-
-def _choose_together(logits_BV: Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    if all(sampler.greedy for sampler in samplers):
-        return list(map(int, choose_greedy(logits_BV).tolist()))
-    chosen_B = choose_tokens(logits_BV, Draws.of(samplers, logits_BV.device), filtered=any_filters(samplers))
-    return list(map(int, chosen_B.tolist()))

@@ -108,6 +108,8 @@ def make_client(
     sink: LetterSink | None = None,
     end_ids: frozenset[int] = frozenset(),
     deadline_ns: int | None = None,
+    context: str = "",
+    memory: int = 0,
 ) -> Client:
     """A request for a fake session called `name`."""
     made = session or FakeSession(name)
@@ -121,12 +123,16 @@ def make_client(
         end_ids=end_ids,
         deadline_ns=deadline_ns,
         on_close=lambda: closes.append(made.closed),
+        context=context,
+        memory=memory,
     )
     return Client(made, request, closes)
 
 
 def submit(engine: FakeEngine, client: Client) -> Client:
-    client.stream = engine.submit(engine.reserve(), client.request)
+    client.stream = engine.submit(
+        engine.reserve(client.request.context, client.request.memory), client.request
+    )
     return client
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.sampler import Sampler, SamplingParameters, any_filters
-from decode_engine.stepping import choose_each, decode_by_forward, forward_each
+from decode_engine.stepping import choose_each, choose_together, decode_by_forward, forward_each
 from index_store.errors import SparseKVError
 from tests.decode_engine.fake_runner import FakeRunner, FakeSession
 
@@ -62,6 +62,24 @@ def test_rows_that_are_not_finite_fail_alone() -> None:
     first, second = choose_each([bad, good], _greedy(2))
     assert isinstance(first, SparseKVError)
     assert second == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8}])
+def test_rows_chosen_together_are_those_chosen_alone(options: dict[str, float]) -> None:
+    logits = torch.randn(6, 100, generator=torch.Generator().manual_seed(2))
+    logits[3, 7] = torch.inf
+
+    def samplers() -> list[Sampler]:
+        drawn = [Sampler(SamplingParameters(seed=seed, **options)) for seed in range(5)]  # type: ignore[arg-type]
+        return [*drawn, *_greedy(1)]
+
+    together, alone = samplers(), samplers()
+    for _ in range(5):
+        tokens, expected = choose_together(logits, together), choose_each(list(logits), alone)
+        assert isinstance(tokens.pop(3), SparseKVError)
+        assert isinstance(expected.pop(3), SparseKVError)
+        assert tokens == expected
+        assert [sampler.draw() for sampler in together] == [sampler.draw() for sampler in alone]
 
 
 @pytest.mark.parametrize(
