@@ -1,4 +1,4 @@
-"""The host memory in which contexts sit while they are served: one byte budget, shared by all sessions.
+"""The memory in which contexts sit while they are served: one byte budget, shared by all sessions.
 
 A context is loaded once however many ask for it, stays while anyone holds a lease on it, and is dropped when its
 bytes are needed for another: the one unused for longest first.
@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from index_store.catalog import Store
 from index_store.context import IndexKinds, ResidentContext
@@ -63,14 +65,22 @@ class Arena:
     """Contexts in memory within a byte budget. Safe to use from several threads."""
 
     def __init__(
-        self, budget_bytes: int, locker: PageLocker | None = None, kinds: IndexKinds | None = None
+        self,
+        budget_bytes: int,
+        locker: PageLocker | None = None,
+        kinds: IndexKinds | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """`locker` page-locks what was loaded (CUDA's where there is a GPU); `kinds` are the index classes."""
+        """`locker` page-locks what was loaded (CUDA's where there is a GPU); `kinds` are the index classes.
+
+        device: whose memory holds the contexts and is budgeted; None for host memory, which alone is page-locked.
+        """
         if budget_bytes <= 0:
             raise InvalidArgumentError(f"the memory budget must be positive, got {budget_bytes} bytes")
         self._budget = budget_bytes
-        self._locker = locker if locker is not None else default_page_locker()
+        self._locker = default_page_locker() if locker is None and device is None else locker
         self._kinds = kinds
+        self._device = device
         self._slots: OrderedDict[str, _Slot] = OrderedDict()  # least recently used first
         self._changed = threading.Condition()
         self._loads = self._hits = self._evictions = 0
@@ -158,7 +168,7 @@ class Arena:
     def _lease(
         self, store: Store, manifest: Manifest, check: Callable[[], None], wait_for_memory: bool
     ) -> _Slot:
-        needed = resident_bytes(manifest)
+        needed = resident_bytes(manifest, self._device)
         with self._changed:
             while (slot := self._slots.get(manifest.id)) is None:
                 if not wait_for_memory or self._leased() + needed <= self._budget or needed > self._budget:
@@ -173,7 +183,7 @@ class Arena:
             for victim in victims:
                 self._release(victim)
             with store.open(slot.id) as context:
-                loaded = load_context(context, self._locker, self._kinds)
+                loaded = load_context(context, self._locker, self._kinds, self._device)
         except BaseException as error:
             interrupted = StoreError(f"loading context {slot.id} was interrupted; ask again")
             with self._changed:

@@ -6,10 +6,10 @@ Shape legend: H KV heads, N tokens of the context, d head dim.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,10 @@ from index_store.errors import (
 )
 from index_store.indexes.base import LayerIndex, QuerySample
 from index_store.manifest import ArrayEntry, IndexEntry, Manifest
-from index_store.zarr_io import map_chunk, read_chunk_into
+from index_store.zarr_io import Pieces, map_chunk, read_chunk_into, read_chunk_pieces
 
 IndexKinds = Mapping[str, type[LayerIndex]]
+Made = TypeVar("Made")
 
 
 class Context:
@@ -56,7 +57,7 @@ class Context:
     def tokens(self) -> Tensor:
         """The context's token ids, [N] int64. Their checksum is verified."""
         entry = self._entry("tokens")
-        stored = torch.empty(entry.shape, dtype=torch.uint32)
+        stored = torch.empty(entry.shape, dtype=torch.uint32, device="cpu")
         self._read(entry, (0,), stored)
         return stored.to(torch.int64)
 
@@ -79,6 +80,11 @@ class Context:
         entry, row = self._locate(path, layer)
         self._read(entry, (row, head), out)
 
+    def read_head_pieces(self, path: str, layer: int, head: int, pieces: Pieces) -> None:
+        """Reads one (layer, KV head) of an array piece by piece and verifies its checksum."""
+        entry, row = self._locate(path, layer)
+        self._read(entry, (row, head), pieces)
+
     def queries(self, layer: int) -> QuerySample:
         """The sample of the layer's queries; its checksums are verified.
 
@@ -89,18 +95,21 @@ class Context:
             raise InvalidArgumentError(
                 f"context {self._manifest.id[:12]} has no sample of queries; prefill the document again"
             )
-        stored = torch.empty(self._manifest.queries.shape[1:])
+        stored = torch.empty(self._manifest.queries.shape[1:], device="cpu")
         for head, out in enumerate(stored):
             self.read_head("queries", layer, head, out)
-        return QuerySample(stored, torch.tensor(positions))
+        return QuerySample(stored, torch.tensor(positions, device="cpu"))
 
     def close(self) -> None:
         """Ends the use of this object. Tensors handed out stay valid."""
         self._closed = True
 
-    def _read(self, entry: ArrayEntry, indices: tuple[int, ...], out: Tensor) -> None:
+    def _read(self, entry: ArrayEntry, indices: tuple[int, ...], out: Tensor | Pieces) -> None:
         try:
-            read_chunk_into(self._folder, entry, indices, out)
+            if isinstance(out, Tensor):
+                read_chunk_into(self._folder, entry, indices, out)
+            else:
+                read_chunk_pieces(self._folder, entry, indices, out)
         except MissingChunkError:
             self._check_present()
             raise
@@ -130,6 +139,8 @@ class Context:
 class ResidentContext:
     """A context in memory, shared by every session that uses it. Its tensors must not be written to.
 
+    On a GPU the rows of some index arrays are padded, see `device_memory`.
+
     Tensors stay usable while the arena's lease that handed out this object is held.
     """
 
@@ -153,6 +164,8 @@ class ResidentContext:
         self._kinds = kinds
         self._indexes: dict[tuple[str, int], LayerIndex] = {}
         self._building = threading.Lock()
+        self._derived: dict[Hashable, Any] = {}
+        self._deriving = threading.RLock()
         tensors = [
             tokens,
             *self._kv.values(),
@@ -164,6 +177,11 @@ class ResidentContext:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return self._nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.tokens().device
 
     def tokens(self) -> Tensor:
         """The context's token ids, [N] int64."""
@@ -195,9 +213,23 @@ class ResidentContext:
                 found = self._indexes[name, layer] = self._make_index(name, layer)
             return found
 
+    def derived(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` returns, made once from the context's arrays and kept as long as the context is in memory.
+
+        One thread makes at a time; `make` may ask for other derived objects and for indexes. What it holds counts into
+        no memory budget. Raises InvalidArgumentError after the release.
+        """
+        with self._deriving:
+            self.tokens()  # raises once the context has been released
+            if key not in self._derived:
+                self._derived[key] = make()
+            made: Made = self._derived[key]
+            return made
+
     def release(self) -> None:
-        """Lets go of every tensor; later calls raise InvalidArgumentError."""
-        with self._building:
+        """Lets go of every tensor and of all that was derived; later calls raise InvalidArgumentError."""
+        with self._deriving, self._building:
+            self._derived.clear()
             self._tokens = None
             self._kv.clear()
             self._arrays.clear()

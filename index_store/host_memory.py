@@ -68,7 +68,7 @@ class HostBlock:
     def __init__(self, nbytes: int, locker: PageLocker | None = None) -> None:
         """Reserves `nbytes`. Raises MemoryBudgetError when the machine refuses them."""
         try:
-            self._raw = torch.empty(nbytes, dtype=torch.uint8)
+            self._raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
             raise MemoryBudgetError(
                 f"the machine refused {nbytes} bytes of host memory; lower --memory or free some",
@@ -107,7 +107,7 @@ class HostBlock:
         """Unlocks and lets go of the memory, which is freed once no tensor refers to it."""
         if self._unlock is not None:
             self._unlock()
-        self._raw = torch.empty(0, dtype=torch.uint8)
+        self._raw = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _unlock(locker: PageLocker, raw: Tensor) -> None:

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import google_crc32c
 import numpy as np
@@ -224,16 +224,53 @@ def read_chunk_into(
     With `verify` its crc32c is computed while reading, and must be the one at the file's end and the entry's. Raises
     MissingChunkError, TruncatedChunkError or ChecksumError, naming file and array; the buffer then holds garbage.
     """
-    path = chunk_path(folder, entry, indices)
     raw = _bytes_of(buffer)
     if raw.size != entry.chunk_bytes:
         raise InvalidArgumentError(
             f"{entry.path}: a chunk has {entry.chunk_bytes} bytes, the buffer {raw.size}"
         )
+    _read_chunk(folder, entry, indices, lambda descriptor: _fill(descriptor, raw, verify), verify)
+
+
+class Pieces(Protocol):
+    """Takes a chunk's bytes piece by piece, in order."""
+
+    def buffer(self, start: int, left: int) -> NDArray[np.uint8]:
+        """Host memory for the bytes from `start` on: for 1 to `left` of them."""
+        ...
+
+    def filled(self, start: int, count: int) -> None:
+        """The buffer that was handed out last holds these bytes."""
+        ...
+
+
+def read_chunk_pieces(folder: Path, entry: ArrayEntry, indices: Sequence[int], pieces: Pieces) -> None:
+    """Reads the chunk through buffers that are smaller than it, verifying it like `read_chunk_into`.
+
+    What the pieces went into holds garbage when it raises.
+    """
+
+    def fill(descriptor: int) -> int:
+        checksum = done = 0
+        while done < entry.chunk_bytes:
+            raw = pieces.buffer(done, entry.chunk_bytes - done)
+            checksum = _fill(descriptor, raw, verify=True, checksum=checksum)
+            pieces.filled(done, raw.size)
+            done += raw.size
+        return checksum
+
+    _read_chunk(folder, entry, indices, fill, verify=True)
+
+
+def _read_chunk(
+    folder: Path, entry: ArrayEntry, indices: Sequence[int], fill: Callable[[int], int], verify: bool
+) -> None:
+    """Reads a chunk by `fill`, which is given the open file and returns the crc32c of what it read."""
+    path = chunk_path(folder, entry, indices)
     try:
         with path.open("rb", buffering=0) as file:
             _check_size(path, entry, os.fstat(file.fileno()).st_size)
-            checksum = _fill(file.fileno(), raw, verify)
+            checksum = fill(file.fileno())
             trailer = int.from_bytes(os.read(file.fileno(), CHECKSUM_BYTES), "little")
     except OSError as error:
         raise _unreadable(path, entry, error) from error
@@ -281,9 +318,8 @@ def _chunk_buffer(entry: ArrayEntry) -> Tensor:
     return torch.empty(entry.chunk_bytes, dtype=torch.uint8)
 
 
-def _fill(descriptor: int, raw: NDArray[np.uint8], verify: bool) -> int:
-    """Fills the buffer from the file's position; returns the crc32c of what was read (0 without `verify`)."""
-    checksum = 0
+def _fill(descriptor: int, raw: NDArray[np.uint8], verify: bool, checksum: int = 0) -> int:
+    """Fills the buffer from the file's position; returns `checksum` continued by what was read (with `verify`)."""
     done = 0
     while done < raw.size:
         # Pieces that stay in the cache between the read and the checksum.
