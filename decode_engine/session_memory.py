@@ -1,0 +1,102 @@
+"""How much memory a request may come to hold, estimated before it is admitted, and how much there is for all.
+
+A session holds its tail in every layer, and what it appends to the indexes in layers that search. Both grow by
+doubling, and so does the estimate, which is for the whole prompt and for all tokens that the request allows, of which
+fewer may be generated. What one step computes with and gives back at once is not in it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from decode_engine.session import fit_method
+from decode_engine.tail import Tail
+from index_store.dtypes import stored_dtype
+from index_store.index_specs import IndexSpec
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.manifest import Manifest
+from index_store.methods import Method
+
+SHARE = 4
+"""Sessions may hold one part in this many of the memory that is free when the model has been loaded."""
+
+_LEAST_ROWS = 64  # of what grows in an index's extension
+_LEAST_ENTRIES = 16  # of what is inserted into a list
+_USUAL_PIECE = 256  # keys appended at once
+
+
+def session_bytes(manifest: Manifest, method: Method, tokens: int) -> int:
+    """Bytes that a session of the method over the context may come to hold when it adds `tokens`.
+
+    Raises what `fit_method` raises.
+    """
+    method = fit_method(manifest, method)
+    model = manifest.model
+    dtype = stored_dtype(manifest.dtype).torch_dtype
+    total = model.layers * _tail_bytes(model.kv_heads, model.head_dim, dtype, tokens)
+    if method.index is not None:
+        flat = set(manifest.dense_layers) if method.drops_remainder else set()
+        searching = model.layers - len(flat)
+        partition = None if method.drops_remainder else method.partition
+        for spec in (method.index, partition):
+            if spec is not None:
+                total += searching * model.kv_heads * _extension_bytes(spec, model.head_dim, tokens)
+    return total
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a GPU, or available to this process on the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    sizes += _numbers(Path("/proc/meminfo"), "MemAvailable:", 1024)
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container
+        sizes += _numbers(Path("/sys/fs/cgroup", limit), "", 1)
+    return min(sizes)
+
+
+def _numbers(path: Path, label: str, unit: int) -> list[int]:
+    """The number after the label at the beginning of a line, in bytes; nothing where file or number are not there."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return []
+    words = [line.removeprefix(label).split() for line in lines if line.startswith(label)]
+    return [int(found[0]) * unit for found in words if found and found[0].isdigit()]
+
+
+def _tail_bytes(heads: int, head_dim: int, dtype: torch.dtype, tokens: int) -> int:
+    tail = Tail(heads, head_dim, dtype, device="meta")
+    while tail.capacity < tokens:
+        tail.reserve(tail.capacity + 1)
+    return tail.nbytes
+
+
+def _extension_bytes(spec: IndexSpec, head_dim: int, tokens: int) -> int:
+    """Of one layer and KV head: what joins the index takes as much as what is in it, and clusters keep more."""
+    kind = INDEX_KINDS[spec.kind]
+    rows = _grown(tokens, _LEAST_ROWS)
+    if not spec.stored:
+        return 4 * head_dim * tokens  # float32 copies of the keys themselves
+    total = rows * kind.bytes_per_token(spec.parameters, head_dim)
+    if kind.partitions:
+        block = int(spec.parameters["block"])
+        open_keys = min(rows, block + block // 2) if block else rows
+        total += open_keys * 2 * 4 * head_dim  # float32 keys and values of the block that is still clustered
+    if spec.parameters.get("layout") == "lists":
+        lists = int(spec.parameters["subspaces"]) * int(spec.parameters["centroids"])
+        piece = _grown(
+            min(tokens, _USUAL_PIECE), _LEAST_ENTRIES
+        )  # each list makes room for all keys of one append
+        total = max(total, 6 * lists * piece) + 8 * lists
+    return int(total)
+
+
+def _grown(rows: int, least: int) -> int:
+    """What doubling makes of `least` until all rows have room."""
+    while least < rows:
+        least *= 2
+    return least
