@@ -9,7 +9,7 @@ P sampled tokens, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,8 +69,10 @@ class Capture:
     ) -> None:
         self.identity = identity
         self.token_count = token_count
+        self.kv_dtype = kv_dtype
+        self.device = torch.device(device)
         self._plan = plan
-        self._device = torch.device(device)
+        self._when_passed: Callable[[int], None] | None = None
         heads, dim = identity.kv_heads, identity.head_dim
         self._kv: list[Tensor | None] = [
             torch.empty(heads, token_count, 2, dim, dtype=kv_dtype, device=device)
@@ -85,12 +87,16 @@ class Capture:
         self._kept_T = torch.empty(0, dtype=torch.int64)
         self._first_row = 0
 
+    def when_passed(self, call: Callable[[int], None]) -> None:
+        """Has a layer's number told as soon as the context's last chunk has brought its keys, values and queries."""
+        self._when_passed = call
+
     def begin_context_chunk(self, start: int, count: int) -> None:
         """The next forward pass carries the context's tokens start..start+count-1."""
         bounds = torch.tensor([start, start + count])
         first, end = torch.searchsorted(self._plan.context_P, bounds).tolist()
         self._first_row = first
-        self._kept_T = (self._plan.context_P[first:end] - start).to(self._device)
+        self._kept_T = (self._plan.context_P[first:end] - start).to(self.device)
         self._start = start
 
     def begin_prompt_chunk(self, prompt: int, start: int, count: int) -> None:
@@ -105,7 +111,7 @@ class Capture:
         inside = kept[(kept >= start) & (kept < start + count)]
         earlier = sum(len(other) for other in self._plan.prompts[:prompt])
         self._first_row = len(self._plan.context_P) + earlier + before
-        self._kept_T = (inside - start).to(self._device)
+        self._kept_T = (inside - start).to(self.device)
         self._start = self.token_count + start
 
     def forget_prompt(self) -> None:
@@ -123,6 +129,8 @@ class Capture:
             chunk[:, :, 0].copy_(key_HTD)
             chunk[:, :, 1].copy_(value_HTD)
             pasts = [context_kv[:, : self._start]]
+            if self._start + count == self.token_count and self._when_passed is not None:
+                self._when_passed(layer)
         else:
             chunk = torch.stack([key_HTD, value_HTD], dim=2).to(context_kv.dtype)
             earlier = self._prompt_kv[layer]
@@ -138,16 +146,23 @@ class Capture:
             raise ValueError(f"keys and values of layer {layer} were released")
         return stored
 
+    @property
+    def sample_positions(self) -> Tensor:
+        """Positions of the sampled queries, [P] int64 ascending on the CPU; calibration prompts have positions >= N."""
+        return self._positions.sort(stable=True).values
+
     def query_sample(self, layer: int) -> QuerySample:
-        """The layer's sampled queries, context first; rows of calibration prompts have positions >= N."""
+        """The layer's sampled queries on the capture's device, in the order of `sample_positions`."""
         queries = self._queries[layer]
         if queries is None:
             raise ValueError(f"layer {layer} has not seen any query, or was released")
-        positions = torch.cat(
-            [self._plan.context_P, *(kept + self.token_count for kept in self._plan.prompts)]
-        )
-        order = torch.argsort(positions, stable=True)
-        return QuerySample(queries.float().cpu()[:, order], positions[order])
+        order = self._positions.argsort(stable=True)
+        return QuerySample(queries.float()[:, order.to(self.device)], self._positions[order])
+
+    @property
+    def _positions(self) -> Tensor:
+        prompts = (kept + self.token_count for kept in self._plan.prompts)
+        return torch.cat([self._plan.context_P, *prompts])
 
     def release(self, layer: int) -> None:
         """Frees what is kept of a layer."""
@@ -156,7 +171,7 @@ class Capture:
     def _sample(self, layer: int, query_HGTD: Tensor) -> None:
         queries = self._queries[layer]
         if queries is None:
-            queries = torch.empty(self._sample_shape, dtype=query_HGTD.dtype, device=self._device)
+            queries = torch.empty(self._sample_shape, dtype=query_HGTD.dtype, device=self.device)
             self._queries[layer] = queries
         rows = slice(self._first_row, self._first_row + len(self._kept_T))
         queries[:, rows] = query_HGTD.index_select(2, self._kept_T).transpose(1, 2)

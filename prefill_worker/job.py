@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
 import torch
-from torch import Tensor
 
 from index_store.catalog import Store, utc_now
 from index_store.context_id import context_id
@@ -36,13 +33,16 @@ from index_store.models.loading import (
 )
 from index_store.writer import ContextWriter
 from prefill_worker import dense_layers as rule
-from prefill_worker.build import WrittenLayers, check_build, measure_layers, write_layers
+from prefill_worker.build import check_build, measure_layers
 from prefill_worker.capture import Capture, SamplePlan, plan_sample, register_attention
 from prefill_worker.config import PrefillConfig, parse_dense_layers, parse_ttl
+from prefill_worker.dense_layers import Selectivity
 from prefill_worker.index_choice import IndexPlan, check_centroids, plan_indexes
 from prefill_worker.inputs import document_name, fingerprint_prompts, read_document, read_prompts
+from prefill_worker.layer_writing import LayerWriting, WrittenLayers
 from prefill_worker.prefill import run_context, run_prompts
 from prefill_worker.progress import Reporter, Update
+from prefill_worker.stages import Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class _Job:
 
     def parameters(self) -> dict[str, object]:
         """What, besides model, dtype, salt and tokens, decides which bytes are stored."""
-        dense = parse_dense_layers(self.config.dense_layers)
+        dense = self.given_dense_layers
         automatic = {"keep": rule.KEEP, "threshold": rule.ERROR_THRESHOLD}
         return {
             "indexes": [
@@ -106,23 +106,24 @@ class _Job:
         plan = self.sample_plan()
         return (len(plan.context_P) + sum(map(len, plan.prompts))) * self.group
 
+    @property
+    def given_dense_layers(self) -> tuple[int, ...] | None:
+        """The dense layers that the job was told; None when they are to be measured."""
+        return parse_dense_layers(self.config.dense_layers)
+
+    @property
+    def layers_are_known(self) -> bool:
+        """Whether the layers of every index are known before any is measured."""
+        known = self.given_dense_layers is not None
+        return known or all(self.plan.covers_flat_layers(spec) for spec in self.plan.specs)
+
+    def dense_layers(self, measured: Sequence[Selectivity]) -> tuple[int, ...]:
+        """Those given, otherwise those whose attention was measured to be flat."""
+        given = self.given_dense_layers
+        return rule.choose_dense_layers(measured) if given is None else given
+
     def id(self) -> str:
         return context_id(self.identity, self.dtype, self.parameters(), self.config.salt, self.token_ids)
-
-
-class _Clock:
-    """Seconds per phase; a phase that runs several times adds up."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
 def run_job(
@@ -134,7 +135,7 @@ def run_job(
     leaves nothing visible; leftovers of killed jobs are removed by the next one. Raises SparseKVError with a sentence
     for every input, model, store or disk that cannot be used.
     """
-    clock = _Clock()
+    clock = Clock()
     with clock("tokenize"):
         job = _prepare(config, standard_input or sys.stdin.buffer)
     store = Store(config.store, create=True)
@@ -220,63 +221,71 @@ def _check_space(job: _Job) -> None:
         )
 
 
-def _write(job: _Job, store: Store, id_: str, clock: _Clock, reporter: Reporter) -> Manifest:
+def _write(job: _Job, store: Store, id_: str, clock: Clock, reporter: Reporter) -> Manifest:
     with store.writer(id_) as writer:
-        capture, frequencies, compute_dtype = _read(job, clock, reporter)
-        with clock("dense_layers"):
-            dense, errors = _dense_layers(job, capture)
+        written, compute_dtype = _read_and_build(job, writer, clock, reporter)
+        dense = job.dense_layers(written.selectivity)
         reporter.note(f"dense layers: {', '.join(map(str, dense)) or 'none'}")
-        with reporter.phase("index", "layers") as update:
-            indexes = [(spec, job.plan.layers(spec, job.identity.layers, dense)) for spec in job.plan.specs]
-            written = write_layers(writer, capture, indexes, frequencies, job.config.seed, clock, update)
         tokens = writer.write_tokens(job.token_ids)
         kv = kv_entry(job.identity, len(job.token_ids), job.dtype)
         with clock("verify"), reporter.phase("verify", "bytes") as update:
             indexes_bytes = sum(index.nbytes for index in written.indexes)
             _verify(writer, tokens.nbytes + kv.nbytes + written.queries.nbytes + indexes_bytes, update)
-        manifest = _manifest(job, id_, clock, compute_dtype, dense, errors, tokens, kv, written)
+        manifest = _manifest(job, id_, clock, compute_dtype, tokens, kv, written)
         with clock("publish"):
             return writer.publish(manifest)
 
 
-def _read(job: _Job, clock: _Clock, reporter: Reporter) -> tuple[Capture, Tensor | None, str]:
-    """What the model computed, its rotary frequencies, the name of the dtype it computed in; the weights are freed."""
+def _read_and_build(
+    job: _Job, writer: ContextWriter, clock: Clock, reporter: Reporter
+) -> tuple[WrittenLayers, str]:
+    """Runs the model, builds and writes all layers: what was written, and the name of the dtype it computed in.
+
+    On a device layers are built as soon as the last chunk has passed them, unless something must be known before that
+    only the whole pass tells: the calibration prompts' queries, or which layers are flat and get no index.
+    """
     config, identity = job.config, job.identity
+    kv_dtype = stored_dtype(job.dtype).torch_dtype
     with clock("load"):
         loaded = load_model(job.folder, register_attention(), device=config.torch_device)
+        frequencies = loaded.inverse_frequencies
         for spec in job.plan.specs:
-            check_build(spec, identity, loaded.inverse_frequencies)
-    capture = Capture(
-        identity,
-        len(job.token_ids),
-        stored_dtype(job.dtype).torch_dtype,
-        job.sample_plan(),
-        config.torch_device,
-    )
-    with clock("prefill"), reporter.phase("prefill", "tokens") as update:
-        run_context(loaded.model, capture, job.token_ids, config.chunk, update)
-    if job.prompts:
-        with clock("calibration"), reporter.phase("calibration", "prompts") as update:
-            run_prompts(loaded.model, capture, job.prompts, config.chunk, update)
-    return capture, loaded.inverse_frequencies, dtype_name(next(loaded.model.parameters()).dtype)
+            check_build(spec, identity, frequencies, kv_dtype, config.torch_device)
+    compute_dtype = dtype_name(next(loaded.model.parameters()).dtype)
+    capture = Capture(identity, len(job.token_ids), kv_dtype, job.sample_plan(), config.torch_device)
+    with LayerWriting(writer, capture, frequencies, config.seed, clock) as writing:
+        early = capture.device.type == "cuda" and not job.prompts and job.layers_are_known
+        if early:
+            _begin(job, writing, None)
+            capture.when_passed(writing.add)
+        with clock("prefill"), reporter.phase("prefill", "tokens") as update:
+            run_context(loaded.model, capture, job.token_ids, config.chunk, update)
+        if job.prompts:
+            with clock("calibration"), reporter.phase("calibration", "prompts") as update:
+                run_prompts(loaded.model, capture, job.prompts, config.chunk, update)
+        del loaded  # the weights have done their part
+        with clock("layers"), reporter.phase("index", "layers") as update:
+            if not early:
+                measured = None
+                if not job.layers_are_known:
+                    with clock("dense_layers"):
+                        measured = measure_layers(capture)
+                _begin(job, writing, measured)
+            return writing.finish(update), compute_dtype
 
 
-def _dense_layers(job: _Job, capture: Capture) -> tuple[tuple[int, ...], Sequence[float]]:
-    """The dense layers, and where they were decided from the queries the measured error of every layer."""
-    given = parse_dense_layers(job.config.dense_layers)
-    if given is not None:
-        return given, ()
-    measured = measure_layers(capture)
-    return rule.choose_dense_layers(measured), [layer.output_error for layer in measured]
+def _begin(job: _Job, writing: LayerWriting, measured: Sequence[Selectivity] | None) -> None:
+    """Says which layers get which index; without a measurement, and where it is wanted, it is made on the way."""
+    dense = job.dense_layers(measured or ())
+    indexes = [(spec, job.plan.layers(spec, job.identity.layers, dense)) for spec in job.plan.specs]
+    writing.begin(indexes, measured, measure=measured is None and job.given_dense_layers is None)
 
 
 def _manifest(
     job: _Job,
     id_: str,
-    clock: _Clock,
+    clock: Clock,
     compute_dtype: str,
-    dense: tuple[int, ...],
-    errors: Sequence[float],
     tokens: ArrayEntry,
     kv: ArrayEntry,
     written: WrittenLayers,
@@ -303,8 +312,8 @@ def _manifest(
         token_count=len(job.token_ids),
         salt=config.salt,
         methods=job.plan.method_names,
-        dense_layers=dense,
-        selection_errors=tuple(round(error, 6) for error in errors),
+        dense_layers=job.dense_layers(written.selectivity),
+        selection_errors=tuple(round(layer.output_error, 6) for layer in written.selectivity),
         tokens=tokens,
         kv=kv,
         indexes=written.indexes,

@@ -18,7 +18,7 @@ from prefill_worker.__main__ import main
 from prefill_worker.command_line import app
 from tests.prefill_worker.conftest import DOCUMENT
 
-PHASES = ["tokenize", "load", "prefill", "dense_layers", "index", "thresholds", "write", "publish", "verify"]
+PHASES = ["tokenize", "load", "prefill", "layers", "index", "thresholds", "write", "publish", "verify"]
 
 
 def arguments(model: Path, document: Path, store: Path, *more: str) -> list[str]:
