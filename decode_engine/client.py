@@ -35,11 +35,13 @@ from decode_engine.rpc.replies import (
     MethodList,
     Piece,
     SelectionFigures,
+    ServerStatus,
     Summary,
     Timings,
     WarmResult,
     read_context,
     read_methods,
+    read_status,
     read_summary,
 )
 from decode_engine.rpc.status import error_info
@@ -60,6 +62,7 @@ __all__ = [
     "MethodList",
     "Piece",
     "SelectionFigures",
+    "ServerStatus",
     "Summary",
     "Timings",
     "WarmResult",
@@ -79,6 +82,7 @@ _SERVICE_CONFIG = {
                 {"service": "sparsekv.v1.ContextService", "method": "ListContexts"},
                 {"service": "sparsekv.v1.ContextService", "method": "WarmContext"},
                 {"service": "sparsekv.v1.GenerationService", "method": "ListMethods"},
+                {"service": "sparsekv.v1.GenerationService", "method": "GetServerStatus"},
             ],
             "retryPolicy": {
                 "maxAttempts": 4,
@@ -249,6 +253,14 @@ class Client:
                 generation_pb2.ListMethodsRequest(), timeout=self._timeout_s
             )
         return read_methods(response)
+
+    def server_status(self) -> ServerStatus:
+        """What the server does now, and did since it started."""
+        with self._translated():
+            response = self._generations.GetServerStatus(
+                generation_pb2.GetServerStatusRequest(), timeout=self._timeout_s
+            )
+        return read_status(response)
 
     def generate(
         self,

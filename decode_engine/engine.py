@@ -245,15 +245,10 @@ class Engine(Generic[SessionT]):
         """One iteration; runs on the scheduler's thread."""
         self._drop_ended()
         self._admit()
-        self._count(steps=1, prompt_tokens=self._advance_prompts())
+        fed = self._advance_prompts()
         batch = self._decode()
-        if batch:
-            self._count(decode_steps=1, decode_tokens=batch, decode_batch=batch)
-
-    def _count(self, decode_batch: int = 0, **more: int) -> None:
         with self._changed:
-            sums = {name: getattr(self._stats, name) + count for name, count in more.items()}
-            self._stats = replace(self._stats, decode_batch=decode_batch, **sums)
+            self._stats = self._stats.after_turn(fed, batch)
 
     def _drop_ended(self) -> None:
         now = self.clock_ns()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
@@ -156,6 +156,17 @@ class EngineStats:
     decode_steps: int = 0
     decode_tokens: int = 0
     decode_batch: int = 0
+
+    def after_turn(self, prompt_tokens: int, batch: int) -> EngineStats:
+        """With one more turn of the scheduler counted: prompt tokens that it fed, and how many decoded in it."""
+        return replace(
+            self,
+            steps=self.steps + 1,
+            prompt_tokens=self.prompt_tokens + prompt_tokens,
+            decode_steps=self.decode_steps + (batch > 0),
+            decode_tokens=self.decode_tokens + batch,
+            decode_batch=batch,
+        )
 
 
 class Stream:

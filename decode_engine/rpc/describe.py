@@ -1,4 +1,4 @@
-"""Stored contexts and methods as the API's messages."""
+"""Stored contexts, methods and what the server does, as the API's messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from datetime import datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from decode_engine.requests import EngineStats
 from decode_engine.rpc.defaults import default_method, supported_methods
+from index_store.arena import ArenaStats
 from index_store.budgets.mass import Mass
 from index_store.budgets.ratio import Ratio, TokenCount
 from index_store.budgets.threshold import Threshold
@@ -73,6 +75,30 @@ def describe_methods(head_dim: int, dtype: str) -> generation_pb2.ListMethodsRes
         head_dim=head_dim,
         dtype=dtype,
         kv_bytes_per_token=2 * head_dim * stored_dtype(dtype).itemsize,
+    )
+
+
+def describe_status(engine: EngineStats, arena: ArenaStats) -> generation_pb2.ServerStatus:
+    """What scheduler and memory do, as the API shows it."""
+    return generation_pb2.ServerStatus(
+        waiting=engine.waiting,
+        prompting=engine.prompting,
+        decoding=engine.decoding,
+        requests=engine.places,
+        session_bytes=engine.session_bytes,
+        session_limit_bytes=engine.session_limit,
+        context_bytes=arena.used_bytes,
+        context_used_bytes=arena.leased_bytes,
+        context_limit_bytes=arena.budget_bytes,
+        contexts=arena.contexts,
+        context_loads=arena.loads,
+        context_hits=arena.hits,
+        context_evictions=arena.evictions,
+        steps=engine.steps,
+        prompt_tokens=engine.prompt_tokens,
+        decode_steps=engine.decode_steps,
+        decode_tokens=engine.decode_tokens,
+        decode_batch=engine.decode_batch,
     )
 
 

@@ -149,6 +149,40 @@ class Summary:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """What a server does now, and did since it started; sparsekv/v1/generation.proto says what each field means."""
+
+    waiting: int
+    prompting: int
+    decoding: int
+    requests: int
+    session_bytes: int
+    session_limit_bytes: int
+    context_bytes: int
+    context_used_bytes: int
+    context_limit_bytes: int
+    contexts: int
+    context_loads: int
+    context_hits: int
+    context_evictions: int
+    steps: int
+    prompt_tokens: int
+    decode_steps: int
+    decode_tokens: int
+    decode_batch: int
+
+    @property
+    def mean_batch(self) -> float:
+        """Requests that generated together, over all turns in which some did."""
+        return self.decode_tokens / max(self.decode_steps, 1)
+
+
+def read_status(message: generation_pb2.ServerStatus) -> ServerStatus:
+    """A server's status as a plain value."""
+    return ServerStatus(**{name: getattr(message, name) for name in ServerStatus.__slots__})
+
+
 def read_methods(message: generation_pb2.ListMethodsResponse) -> MethodList:
     """The methods of the API as plain values."""
     return MethodList(

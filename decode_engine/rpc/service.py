@@ -19,6 +19,7 @@ from decode_engine.rpc.describe import (
     describe_context,
     describe_methods,
     describe_remainder,
+    describe_status,
 )
 from decode_engine.rpc.pages import Pager
 from decode_engine.rpc.validation import (
@@ -31,6 +32,7 @@ from decode_engine.rpc.validation import (
 )
 from decode_engine.runner import ModelRunner
 from decode_engine.session import Session, fit_method, require_index
+from decode_engine.session_memory import session_bytes
 from decode_engine.text import TextStream
 from index_store.arena import Arena
 from index_store.catalog import BrokenContext, Store
@@ -172,7 +174,8 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
 class _Plan:
     """An order and what it means on its context.
 
-    method: as it runs there (`fit_method`). arrived_ns: when the call came, on the engine's clock.
+    method: as it runs there (`fit_method`). memory: bytes that its session may come to hold. arrived_ns: when the call
+    came, on the engine's clock.
     """
 
     order: Order
@@ -180,6 +183,7 @@ class _Plan:
     method: Method
     prompt: list[int]
     max_tokens: int
+    memory: int
     arrived_ns: int
 
 
@@ -194,6 +198,12 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.ListMethodsResponse:
         runner = self._slot.get().runner
         return describe_methods(runner.identity.head_dim, runner.kv_dtype)
+
+    def GetServerStatus(
+        self, request: generation_pb2.GetServerStatusRequest, context: grpc.ServicerContext
+    ) -> generation_pb2.ServerStatus:
+        backend = self._slot.get()
+        return describe_status(backend.engine.stats(), backend.arena.stats())
 
     def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -226,7 +236,8 @@ def _plan(backend: Backend, request: generation_pb2.GenerateRequest) -> _Plan:
     identity = backend.runner.identity
     prompt = prompt_tokens(order, backend.runner.tokenizer, identity.vocab_size)
     max_tokens = fit_max_tokens(order, manifest, identity, len(prompt))
-    return _Plan(order, manifest, fit_method(manifest, method), prompt, max_tokens, arrived_ns)
+    memory = session_bytes(manifest, method, len(prompt) + max_tokens)
+    return _Plan(order, manifest, fit_method(manifest, method), prompt, max_tokens, memory, arrived_ns)
 
 
 def _submit(
@@ -238,7 +249,7 @@ def _submit(
     Returns the stream, the nanoseconds of loading and the time of submission. The context's lease goes over to the
     engine, which ends it when it has let go of the session.
     """
-    place = backend.engine.reserve()
+    place = backend.engine.reserve(plan.manifest.id, plan.memory)
     with ExitStack() as stack:
         stack.callback(place.release)
         before = backend.engine.clock_ns()
@@ -255,6 +266,8 @@ def _submit(
             end_ids=frozenset(tokenizer.eos_ids),
             deadline_ns=deadline_ns,
             on_close=stack.pop_all().close,
+            context=plan.manifest.id,
+            memory=plan.memory,
         )
     return backend.engine.submit(place, request), submitted_ns - before, submitted_ns
 

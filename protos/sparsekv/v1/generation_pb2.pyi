@@ -195,3 +195,47 @@ class Method(_message.Message):
     partition: str
     bytes_per_token: float
     def __init__(self, name: _Optional[str] = ..., summary: _Optional[str] = ..., source: _Optional[str] = ..., indexes: _Optional[_Iterable[str]] = ..., keep_ratio: _Optional[float] = ..., target_mass: _Optional[float] = ..., token_budget: _Optional[int] = ..., budget: _Optional[str] = ..., remainder: _Optional[str] = ..., remainder_optional: bool = ..., parameters: _Optional[_Mapping[str, str]] = ..., index: _Optional[str] = ..., partition: _Optional[str] = ..., bytes_per_token: _Optional[float] = ...) -> None: ...
+
+class GetServerStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ServerStatus(_message.Message):
+    __slots__ = ("waiting", "prompting", "decoding", "requests", "session_bytes", "session_limit_bytes", "context_bytes", "context_used_bytes", "context_limit_bytes", "contexts", "context_loads", "context_hits", "context_evictions", "steps", "prompt_tokens", "decode_steps", "decode_tokens", "decode_batch")
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    PROMPTING_FIELD_NUMBER: _ClassVar[int]
+    DECODING_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SESSION_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTEXTS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LOADS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_HITS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_BATCH_FIELD_NUMBER: _ClassVar[int]
+    waiting: int
+    prompting: int
+    decoding: int
+    requests: int
+    session_bytes: int
+    session_limit_bytes: int
+    context_bytes: int
+    context_used_bytes: int
+    context_limit_bytes: int
+    contexts: int
+    context_loads: int
+    context_hits: int
+    context_evictions: int
+    steps: int
+    prompt_tokens: int
+    decode_steps: int
+    decode_tokens: int
+    decode_batch: int
+    def __init__(self, waiting: _Optional[int] = ..., prompting: _Optional[int] = ..., decoding: _Optional[int] = ..., requests: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_limit_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., context_used_bytes: _Optional[int] = ..., context_limit_bytes: _Optional[int] = ..., contexts: _Optional[int] = ..., context_loads: _Optional[int] = ..., context_hits: _Optional[int] = ..., context_evictions: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., decode_batch: _Optional[int] = ...) -> None: ...

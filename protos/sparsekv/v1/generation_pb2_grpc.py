@@ -45,6 +45,11 @@ class GenerationServiceStub(object):
                 request_serializer=sparsekv_dot_v1_dot_generation__pb2.ListMethodsRequest.SerializeToString,
                 response_deserializer=sparsekv_dot_v1_dot_generation__pb2.ListMethodsResponse.FromString,
                 _registered_method=True)
+        self.GetServerStatus = channel.unary_unary(
+                '/sparsekv.v1.GenerationService/GetServerStatus',
+                request_serializer=sparsekv_dot_v1_dot_generation__pb2.GetServerStatusRequest.SerializeToString,
+                response_deserializer=sparsekv_dot_v1_dot_generation__pb2.ServerStatus.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer(object):
@@ -56,7 +61,7 @@ class GenerationServiceServicer(object):
         request on it; prompt and generated tokens are private. Ending the call (cancellation or deadline) stops the
         work within one step. Errors: CONTEXT_NOT_FOUND, CONTEXT_EXPIRED, CONTEXT_CORRUPT, MODEL_MISMATCH,
         DTYPE_MISMATCH, METHOD_UNSUPPORTED, PROMPT_TOO_LONG, INVALID_ARGUMENT, MEMORY_BUDGET_EXCEEDED,
-        TOO_MANY_REQUESTS, DEADLINE_EXCEEDED, NOT_READY, SHUTTING_DOWN.
+        SESSION_MEMORY_EXCEEDED, TOO_MANY_REQUESTS, DEADLINE_EXCEEDED, NOT_READY, SHUTTING_DOWN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -64,6 +69,13 @@ class GenerationServiceServicer(object):
 
     def ListMethods(self, request, context):
         """Lists the methods of this server: how keys are found, and what is kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetServerStatus(self, request, context):
+        """Tells what the server does now and did since it started: its queue, its batches and its memory. Errors: NOT_READY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,6 +93,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.ListMethods,
                     request_deserializer=sparsekv_dot_v1_dot_generation__pb2.ListMethodsRequest.FromString,
                     response_serializer=sparsekv_dot_v1_dot_generation__pb2.ListMethodsResponse.SerializeToString,
+            ),
+            'GetServerStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerStatus,
+                    request_deserializer=sparsekv_dot_v1_dot_generation__pb2.GetServerStatusRequest.FromString,
+                    response_serializer=sparsekv_dot_v1_dot_generation__pb2.ServerStatus.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -138,6 +155,33 @@ class GenerationService(object):
             '/sparsekv.v1.GenerationService/ListMethods',
             sparsekv_dot_v1_dot_generation__pb2.ListMethodsRequest.SerializeToString,
             sparsekv_dot_v1_dot_generation__pb2.ListMethodsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparsekv.v1.GenerationService/GetServerStatus',
+            sparsekv_dot_v1_dot_generation__pb2.GetServerStatusRequest.SerializeToString,
+            sparsekv_dot_v1_dot_generation__pb2.ServerStatus.FromString,
             options,
             channel_credentials,
             insecure,
