@@ -15,7 +15,8 @@ from typing import Annotated
 import typer
 
 from decode_engine.client import Client, Generation, Summary
-from decode_engine.config import DEFAULT_LISTEN, AskConfig, ServeConfig, available_cores, parse_size
+from decode_engine.config import AUTO, DEFAULT_LISTEN, AskConfig, ServeConfig, available_cores, parse_size
+from decode_engine.device_option import DeviceOption
 from index_store.console import FormatOption, OutputFormat, StoreOption, print_json
 from index_store.entry import INTERRUPTED
 
@@ -78,16 +79,28 @@ def serve(
         str,
         typer.Option(
             metavar="SIZE",
-            help="Memory for contexts; the least recently used go first, requests wait while those in use fill it.",
+            help="Memory for contexts, for example 8GiB; the least recently used go first, requests wait while those "
+            "in use fill it. auto: 8GiB of host memory, or half of the GPU memory that is free once the model is "
+            "loaded.",
         ),
-    ] = "8GiB",
+    ] = AUTO,
+    session_memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory that requests in progress may come to need together for prompts and answers; others wait. "
+            "auto: a quarter of what is free once the model is loaded.",
+        ),
+    ] = AUTO,
     max_sessions: Annotated[int, typer.Option(help="Requests in progress at once.")] = 16,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 64,
-    prompt_chunk: Annotated[int, typer.Option(help="Prompt tokens per step.")] = 256,
+    prompt_chunk: Annotated[
+        int, typer.Option(help="Prompt tokens per step, of all prompts; answers pause for that long.")
+    ] = 256,
     threads: Annotated[
         int, typer.Option(help="Threads of searches and matrix products; 0 means all cores.")
     ] = 0,
-    device: Annotated[str, typer.Option(help="Device of the model: cpu, the only one so far.")] = "cpu",
+    device: DeviceOption = AUTO,
     dtype: Annotated[
         str, typer.Option(help="Stored dtype of the contexts to serve; auto: the model's.")
     ] = "auto",
@@ -103,7 +116,8 @@ def serve(
         store=store,
         model=model,
         listen=listen,
-        memory=parse_size(memory),
+        memory=None if memory == AUTO else parse_size(memory),
+        session_memory=None if session_memory == AUTO else parse_size(session_memory),
         max_sessions=max_sessions,
         max_waiting=max_waiting,
         prompt_chunk=prompt_chunk,

@@ -11,6 +11,8 @@ from index_store.errors import InvalidArgumentError
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
 
+AUTO = "auto"
+
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|)")
@@ -37,12 +39,11 @@ def check_address(text: str) -> str:
 
 
 def check_device(device: str) -> None:
-    """Raises InvalidArgumentError for a device that nothing can be decoded on."""
-    if device != "cpu":
-        raise InvalidArgumentError(
-            f"--device is {device!r}, expected cpu, the only device that decodes so far; leave --device out",
-            field="device",
-        )
+    """Raises InvalidArgumentError unless it is auto, cpu, or cuda on a machine that has a CUDA device."""
+    if device not in ("auto", "cpu"):
+        from index_store.devices import pick_device
+
+        pick_device(device)
 
 
 def is_loopback(address: str) -> bool:
@@ -62,20 +63,22 @@ def available_cores() -> int:
 class ServeConfig:
     """`decode-engine serve`.
 
-    memory: byte budget of contexts in memory. max_sessions: requests in progress at once; max_waiting: requests
-    beyond those. prompt_chunk: prompt tokens per step. threads: of searches and matrix products. grace: seconds that
-    running requests get when the server is told to stop.
+    memory: byte budget of contexts in the memory of the device, None for its default (`devices.default_budget`).
+    max_sessions: requests in progress at once; max_waiting: requests beyond those. prompt_chunk: prompt tokens per
+    step. threads: of searches and matrix products. grace: seconds that running requests get when the server is told to
+    stop.
     """
 
     store: Path
     model: str
     listen: str = DEFAULT_LISTEN
-    memory: int = 8 * 2**30
+    memory: int | None = None
+    session_memory: int | None = None
     max_sessions: int = 16
     max_waiting: int = 64
     prompt_chunk: int = 256
     threads: int = field(default_factory=available_cores)
-    device: str = "cpu"
+    device: str = "auto"
     dtype: str = "auto"
     grace: float = 10.0
 
@@ -83,7 +86,8 @@ class ServeConfig:
         check_address(self.listen)
         check_device(self.device)
         for name, value, least in (
-            ("memory", self.memory, 1),
+            ("memory", 1 if self.memory is None else self.memory, 1),
+            ("session-memory", 1 if self.session_memory is None else self.session_memory, 1),
             ("max-sessions", self.max_sessions, 1),
             ("max-waiting", self.max_waiting, 0),
             ("prompt-chunk", self.prompt_chunk, 1),

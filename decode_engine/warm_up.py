@@ -47,7 +47,7 @@ def warm_up(runner: ModelRunner) -> list[str]:
             logger.info("method %s is not warmed up: the model has too few positions", method.name)
             continue
         try:
-            context = made_up_context(runner.identity, runner.kv_dtype, method)
+            context = made_up_context(runner.identity, runner.kv_dtype, method, device=runner.device)
         except InvalidArgumentError as error:
             logger.info("method %s does not fit the model and is not warmed up: %s", method.name, error)
             continue

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from decode_engine.config import AUTO
+from decode_engine.device_option import DeviceOption, say_device
 from decode_engine.evaluation.evaluate import evaluate
 from decode_engine.evaluation.pictures import check_pictures, draw_pictures
 from decode_engine.evaluation.progress import show_progress
@@ -74,7 +76,7 @@ def evaluate_command(
     ] = "",
     store: Annotated[Path | None, typer.Option(help="Store for the contexts; OUT/store by default.")] = None,
     seed: Annotated[int, typer.Option(help="Decides facts, depths and parts of the text.")] = 0,
-    device: Annotated[str, typer.Option(help="Device of the model: cpu, the only one so far.")] = "cpu",
+    device: DeviceOption = AUTO,
     picture: PictureOption = True,
     output_format: FormatOption = OutputFormat.TEXT,
 ) -> None:
@@ -106,6 +108,7 @@ def evaluate_command(
     )
     if picture:
         check_pictures()
+    say_device(device)
     with show_progress(sys.stderr) as start_stage:
         results = evaluate(config, start_stage)
     show_results(results, out, picture=picture, output_format=output_format)

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from decode_engine.evaluation.machine import describe_machine, return_free_memory
 from decode_engine.evaluation.prefill_command import PrefillCommand
 from decode_engine.evaluation.progress import Advance, StartStage
@@ -30,6 +32,7 @@ from index_store.arena import Arena
 from index_store.catalog import Store
 from index_store.context import ResidentContext
 from index_store.context_loading import resident_bytes
+from index_store.devices import context_device, describe_device, pick_device
 from index_store.errors import InvalidArgumentError
 from index_store.manifest import Manifest
 from index_store.methods import Method
@@ -43,7 +46,7 @@ def evaluate(config: EvaluationConfig, start_stage: StartStage) -> Results:
     """Runs the evaluation; writes the results so far after every context; returns what was written last."""
     folder = resolve_model(config.model)
     config.out.mkdir(parents=True, exist_ok=True)
-    runner = ModelRunner(folder, device=config.device)
+    runner = ModelRunner(folder, device=pick_device(config.device))
     if config.chat:
         runner.tokenizer.format_question("")  # raises before any long work when there is no template
     text = source_text(config.text)
@@ -62,7 +65,7 @@ def _setting(config: EvaluationConfig, runner: ModelRunner, text: str) -> dict[s
     return {
         "settings": settings,
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "machine": describe_machine(),
+        "machine": {**describe_machine(), "computed_on": describe_device(runner.device)},
         "model": asdict(runner.identity),
     }
 
@@ -89,11 +92,13 @@ class _Evaluation:
             seed=config.seed,
             spare=16 * config.text_tokens,
         )
-        store, contexts = _prefill_all(config, documents, length, start_stage)
+        device = self.runner.device
+        store, contexts = _prefill_all(config, documents, length, device, start_stage)
         segments = [self._segments(*each) for each in share_questions(config, documents)]
         variants = config.variants()
         tallies = [Tally() for _ in variants]
-        arena = Arena(max(map(resident_bytes, contexts)))
+        memory = context_device(device)
+        arena = Arena(max(resident_bytes(manifest, memory) for manifest in contexts), device=memory)
         # A piece is a text scored with every method, so that pieces cost about the same and the time left is known
         # also when methods differ; timing the steps of a context costs about as much as one.
         pieces = sum(map(len, segments)) + len(contexts)
@@ -184,14 +189,18 @@ def _spread(available: int, wanted: int) -> list[int]:
 
 
 def _prefill_all(
-    config: EvaluationConfig, documents: Sequence[Document], length: int, start_stage: StartStage
+    config: EvaluationConfig,
+    documents: Sequence[Document],
+    length: int,
+    device: torch.device,
+    start_stage: StartStage,
 ) -> tuple[Store, list[Manifest]]:
     """Contexts of all documents, in order; those that the store has already are only looked up."""
     store_path = config.out / "store" if config.store is None else config.store
     texts = config.out / "contexts"
     texts.mkdir(exist_ok=True)
     command = PrefillCommand(
-        config.model, store_path, config.indexed(), config.dense_layers, config.calibration
+        config.model, store_path, config.indexed(), config.dense_layers, config.calibration, device.type
     )
     advance = start_stage(f"prefilling {length:,} tokens", len(documents))
     ids = []

@@ -23,7 +23,7 @@ class PrefillFailedError(SparseKVError):
 class PrefillCommand:
     """The arguments that all contexts of one evaluation share.
 
-    methods: those whose indexes are built. dense_layers, calibration: as `prefill-worker run` takes them.
+    methods: those whose indexes are built. dense_layers, calibration, device: as `prefill-worker run` takes them.
     """
 
     model: str
@@ -31,6 +31,7 @@ class PrefillCommand:
     methods: Sequence[str]
     dense_layers: str = "auto"
     calibration: Path | None = None
+    device: str = "auto"
 
     def run(self, document: Path, name: str) -> dict[str, Any]:
         """Prefills the document unless the store has it already; returns the command's report.
@@ -40,7 +41,7 @@ class PrefillCommand:
         command = [sys.executable, "-m", "prefill_worker", "run", "--model", self.model]
         command += ["--input", str(document), "--store", str(self.store), "--name", name]
         command += [part for method in self.methods or ["full"] for part in ("--method", method)]
-        command += ["--dense-layers", self.dense_layers, "--format", "json"]
+        command += ["--dense-layers", self.dense_layers, "--device", self.device, "--format", "json"]
         if self.calibration is not None:
             command += ["--calibration", str(self.calibration)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

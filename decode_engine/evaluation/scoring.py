@@ -17,6 +17,7 @@ from decode_engine.evaluation.probe import LayerSample, Probe
 from decode_engine.runner import ModelRunner
 from decode_engine.session import Session
 from index_store.context import ResidentContext
+from index_store.devices import finish
 from index_store.methods import Method
 
 WARM_UP_STEPS = 2
@@ -125,6 +126,7 @@ def seconds_per_token(
         for token in token_ids:
             start = time.perf_counter()
             runner.forward([session], [[token]])
+            finish(runner.device)
             seconds.append(time.perf_counter() - start)
     finally:
         session.close()

@@ -65,7 +65,7 @@ class EvaluationConfig:
     index_for: tuple[str, ...] = ()
     store: Path | None = None
     seed: int = 0
-    device: str = "cpu"
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         check_device(self.device)

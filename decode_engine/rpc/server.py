@@ -21,9 +21,11 @@ from decode_engine.rpc.service import Backend, BackendSlot, ContextService, Gene
 from decode_engine.rpc.status import StatusInterceptor
 from decode_engine.runner import ModelRunner
 from decode_engine.session import Session
+from decode_engine.session_memory import SHARE, free_memory
 from decode_engine.warm_up import warm_up
 from index_store.arena import Arena
 from index_store.catalog import Store
+from index_store.devices import context_device, default_budget, describe_device, pick_device
 from index_store.models.loading import resolve_model
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
@@ -110,13 +112,19 @@ class DecodeServer:
         started = time.monotonic()
         self._set_threads()
         config = self._config
-        runner = ModelRunner(self._folder, device=config.device, dtype=config.dtype)
+        device = pick_device(config.device)
+        runner = ModelRunner(self._folder, device=device, dtype=config.dtype)
         loaded = time.monotonic()
+        budget = default_budget(device) if config.memory is None else config.memory
+        session_memory = config.session_memory or free_memory(device) // SHARE
         methods = warm_up(runner)
         logger.info(
-            "model %s loaded in %.1f s, %s warmed up in %.1f s",
+            "model %s loaded on %s in %.1f s, %d bytes of memory for contexts, %d for sessions, %s warmed up in %.1f s",
             self._folder.name,
+            describe_device(device),
             loaded - started,
+            budget,
+            session_memory,
             ", ".join(methods) or "no method",
             time.monotonic() - loaded,
         )
@@ -125,10 +133,11 @@ class DecodeServer:
             max_sessions=config.max_sessions,
             max_waiting=config.max_waiting,
             prompt_chunk=config.prompt_chunk,
+            session_memory=session_memory,
             on_start=self._set_threads,
             on_crash=lambda error: self._set_health(serving=False),
         )
-        self._backend = Backend(self._store, Arena(config.memory), runner, engine)
+        self._backend = Backend(self._store, Arena(budget, device=context_device(device)), runner, engine)
         engine.start()
         self._slot.fill(self._backend)
         self._set_health(serving=True)

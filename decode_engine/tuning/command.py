@@ -9,8 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
+from decode_engine.config import AUTO
+from decode_engine.device_option import DeviceOption, say_device
 from decode_engine.evaluation.progress import show_progress
 from decode_engine.runner import ModelRunner
 from decode_engine.tuning.candidates import find_families
@@ -36,6 +39,7 @@ from index_store.console import (
 )
 from index_store.context import ResidentContext
 from index_store.context_loading import resident_bytes
+from index_store.devices import context_device
 from index_store.errors import InvalidArgumentError
 from index_store.manifest import Manifest
 from index_store.methods import EXPRESSION_HELP
@@ -75,6 +79,7 @@ def tune_command(
             help=f"Methods to try, comma-separated, each {EXPRESSION_HELP}; by default all that fit.",
         ),
     ] = "",
+    device: DeviceOption = AUTO,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only measure, keep nothing.")] = False,
     output_format: FormatOption = OutputFormat.TEXT,
 ) -> None:
@@ -88,12 +93,13 @@ def tune_command(
         raise InvalidArgumentError("--model belongs to --target-kl: a model is needed there, and only there")
     if prompts is not None and target != "kl":
         raise InvalidArgumentError("--prompts belongs to --target-kl, and --target-mass is given")
+    picked = say_device(device)
     opened = Store(store)
     manifest = opened.manifest(opened.resolve(context))
     families = find_families(manifest, [part.strip() for part in methods.split(",") if part.strip()])
     with (
         show_progress(sys.stderr) as start_stage,
-        _open_meter(opened, manifest, target, wanted, model, prompts) as meter,
+        _open_meter(opened, manifest, target, wanted, picked, model, prompts) as meter,
     ):
         outcomes = tune(families, meter, start_stage)
     best = outcomes[0]
@@ -127,13 +133,21 @@ def _check_target(mass: float | None, kl: float | None) -> tuple[str, float]:
 
 @contextmanager
 def _open_meter(
-    store: Store, manifest: Manifest, target: str, wanted: float, model: str | None, prompts: Path | None
+    store: Store,
+    manifest: Manifest,
+    target: str,
+    wanted: float,
+    device: torch.device,
+    model: str | None,
+    prompts: Path | None,
 ) -> Iterator[Meter]:
     """Loads the context, and what the target needs."""
-    runner = None if model is None else ModelRunner(resolve_model(model), dtype=manifest.dtype)
+    runner = None if model is None else ModelRunner(resolve_model(model), device, manifest.dtype)
+    memory = context_device(device)
+    arena = Arena(resident_bytes(manifest, memory), device=memory)
     with (
         store.open(manifest.id) as stored,
-        Arena(resident_bytes(manifest)).acquire(store, manifest.id) as resident,
+        arena.acquire(store, manifest.id) as resident,
     ):
         if target == "mass" or runner is None:
             yield MassMeter(stored, resident, wanted)

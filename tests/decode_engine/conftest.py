@@ -77,6 +77,7 @@ class Library:
             "max_waiting": 8,
             "prompt_chunk": 64,
             "threads": 2,
+            "device": "cpu",
         }
         return ServeConfig(**{**settings, **changes})  # type: ignore[arg-type]
 

@@ -133,7 +133,7 @@ def test_serve_as_text_ends_well_on_interrupt(library: Library, lamp: str) -> No
         ({"--listen": "here"}, 1, "HOST:PORT"),
         ({"--max-sessions": "0"}, 1, "--max-sessions"),
         ({"--max-sessions": "x"}, 2, "max-sessions"),
-        ({"--device": "cuda"}, 1, "--device is 'cuda', expected cpu"),
+        ({"--device": "gpu"}, 1, "--device is 'gpu', expected auto, cpu or cuda"),
         ({"--threads": "100000"}, 1, "--threads is 100000, expected at most"),
     ],
 )
@@ -150,18 +150,18 @@ def test_serve_refuses_with_a_sentence(
 
 
 def test_evaluate_refuses_a_device_with_a_sentence(run: Run, tmp_path: Path) -> None:
-    result = run("evaluate", "--out", str(tmp_path / "out"), "--device", "cuda")
+    result = run("evaluate", "--out", str(tmp_path / "out"), "--device", "gpu")
     assert result.returncode == 1
-    assert result.stderr.startswith("error: --device is 'cuda', expected cpu")
+    assert result.stderr.startswith("error: --device is 'gpu', expected auto, cpu or cuda")
     assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", ["serve", "evaluate"])
+@pytest.mark.parametrize("command", ["serve", "evaluate", "tune"])
 def test_help_says_which_device_decodes(run: Run, command: str) -> None:
     result = run(command, "--help")
     assert result.returncode == 0
-    assert "cpu, the only one so far" in " ".join(result.stdout.replace("│", " ").split())
+    assert "auto (a GPU if there is one), cpu or cuda" in " ".join(result.stdout.replace("│", " ").split())
 
 
 def test_ask_streams_text(run: Run, server: DecodeServer, lamp: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from decode_engine.config import AskConfig, ServeConfig, check_address, is_loopback, parse_size
+from index_store.devices import context_device, default_budget, pick_device
 from index_store.errors import InvalidArgumentError
 
 
@@ -48,10 +50,32 @@ def test_limits_are_checked_and_named_as_their_flags(field: str) -> None:
         ServeConfig(Path(), "reader", **{field: -1})
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", "auto", ""])
-def test_only_the_cpu_decodes(device: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"--device is '{device}', expected cpu"):
+@pytest.mark.parametrize("device", ["cuda:0", "gpu", "CPU", ""])
+def test_unknown_devices_are_refused(device: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"--device is '{device}', expected auto, cpu or cuda"):
         ServeConfig(Path(), "reader", device=device)
+    with pytest.raises(InvalidArgumentError, match="expected auto, cpu or cuda"):
+        pick_device(device)
+
+
+def test_auto_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto").type == pick_device("cpu").type == "cpu"
+    for refuse in (pick_device, lambda name: ServeConfig(Path(), "reader", device=name)):
+        with pytest.raises(InvalidArgumentError, match="--device is cuda, but torch sees no CUDA device"):
+            refuse("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert pick_device("auto").type == pick_device("cuda").type == "cuda"
+    assert pick_device("cpu").type == "cpu"
+
+
+def test_memory_for_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ServeConfig(Path(), "reader").memory is None
+    assert default_budget(torch.device("cpu")) == 8 * 2**30
+    assert context_device(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 140 * 2**30))
+    assert default_budget(torch.device("cuda")) == 50 * 2**30
+    assert context_device(torch.device("cuda")) == torch.device("cuda")
 
 
 def test_unknown_settings_are_errors() -> None:

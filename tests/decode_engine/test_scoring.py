@@ -58,6 +58,8 @@ class FakeSession:
 class FakeRunner:
     """Predicts token (input + 1) mod V; the sparse method is less sure, and wrong after input 3."""
 
+    device = torch.device("cpu")
+
     def __init__(self) -> None:
         self.sessions: list[FakeSession] = []
         self.fed: list[list[int]] = []
