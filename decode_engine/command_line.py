@@ -1,4 +1,4 @@
-"""`decode-engine`: serve stored contexts, ask them, list, evaluate and tune methods."""
+"""`decode-engine`: serve stored contexts, ask them, watch the server, list, evaluate and tune methods."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typer.main import get_command
 
 from decode_engine.commands import ask, serve
 from decode_engine.methods_command import methods
+from decode_engine.status_command import status
 
 
 def _evaluate() -> Callable[..., None]:
@@ -62,7 +63,7 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="Serve stored contexts over gRPC, ask them questions, list, evaluate and tune methods.",
+    help="Serve stored contexts over gRPC, ask them questions, watch the server, list, evaluate and tune methods.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -70,3 +71,4 @@ app = typer.Typer(
 app.command("serve")(serve)
 app.command("ask")(ask)
 app.command("methods")(methods)
+app.command("status")(status)

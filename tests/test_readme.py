@@ -92,7 +92,16 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
     assert sorted(path for path in paths if not (ROOT / path).exists()) == []
     known = {
         "prefill-worker": {"run"},
-        "decode-engine": {"serve", "ask", "methods", "evaluate", "evaluate-merge", "make-document", "tune"},
+        "decode-engine": {
+            "serve",
+            "ask",
+            "status",
+            "methods",
+            "evaluate",
+            "evaluate-merge",
+            "make-document",
+            "tune",
+        },
         "index-store": {"ls", "show", "verify", "rm", "gc"},
     }
     for command, subcommands in known.items():

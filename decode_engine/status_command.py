@@ -1,0 +1,43 @@
+"""The command `status`: what a server does now, and did since it started."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import typer
+
+from decode_engine.client import Client, ServerStatus
+from decode_engine.commands import ServerOption
+from decode_engine.config import DEFAULT_LISTEN
+from index_store.console import FormatOption, OutputFormat, print_json
+
+
+def status(server: ServerOption = DEFAULT_LISTEN, output: FormatOption = OutputFormat.TEXT) -> None:
+    """Tell what a server does: requests that wait and run, batches, memory, and counts since it started."""
+    with Client(server) as client:
+        found = client.server_status()
+    if output is OutputFormat.JSON:
+        print_json({**asdict(found), "mean_batch": found.mean_batch})
+        return
+    for line in describe_status(found):
+        typer.echo(line)
+
+
+def describe_status(found: ServerStatus) -> list[str]:
+    """A server's status in a few lines."""
+    loading = found.requests - found.waiting - found.prompting - found.decoding
+    return [
+        f"requests: {found.decoding} decoding, {found.prompting} reading their prompts, {found.waiting} waiting, "
+        f"{loading} loading their contexts",
+        f"sessions: {_mebibytes(found.session_bytes)} of {_mebibytes(found.session_limit_bytes)} MiB spoken for",
+        f"contexts: {found.contexts} in {_mebibytes(found.context_bytes)} of "
+        f"{_mebibytes(found.context_limit_bytes)} MiB, {_mebibytes(found.context_used_bytes)} of them in use",
+        f"since the start: {found.prompt_tokens} prompt tokens, {found.decode_tokens} decoded in batches of "
+        f"{found.mean_batch:.1f} (latest {found.decode_batch}), {found.steps} steps",
+        f"contexts since the start: {found.context_loads} loaded, {found.context_hits} found in memory, "
+        f"{found.context_evictions} dropped for others",
+    ]
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.0f}"
