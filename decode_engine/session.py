@@ -77,9 +77,9 @@ class Session:
             for layer in self.layers:
                 layer.tail.reserve(needed)
 
-    def tail_addresses(self) -> tuple[int, ...]:
-        """Where the tails of all layers lie."""
-        return tuple(layer.tail.address for layer in self.layers)
+    def tail_place(self) -> tuple[int, int]:
+        """Changes whenever tails move: they grow layer by layer, the first one first and the last one last."""
+        return self.layers[0].tail.address, self.layers[-1].tail.address
 
     def advance(self) -> None:
         """Notes that the next token's keys and values were written into the tails of all layers."""

@@ -38,14 +38,15 @@ class StepBatch:
         self._layers = [shared[kind] for kind in layers]
         shape = (len(layers), plan.size, records.RECORD_FIELDS)
         on_gpu = plan.device.type == "cuda"
-        self._host_LBF = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+        self._pinned_LBF = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+        self._host_LBF = self._pinned_LBF.numpy()
         self._records_LBF = torch.zeros(shape, dtype=torch.int64, device=plan.device)
         self._changed = False
         self.sessions: list[Session | None] = [None] * plan.size
-        self._tails: list[tuple[int, ...]] = [()] * plan.size
+        self._tails: list[tuple[int, int] | None] = [None] * plan.size
 
     def place(self, row: int, session: Session) -> None:
-        """Puts a session into a row. Tails must have room for the next token (`Session.reserve_tail`)."""
+        """Puts a session into a row. Its tails must have room for the next token (`Session.reserve_tail`)."""
         context, method = session.context, session.effective_method
         if context.manifest.token_count > self.plan.max_keys:
             raise InvalidArgumentError(
@@ -54,7 +55,7 @@ class StepBatch:
         for layer, attention in enumerate(self._layers):
             kv = context.kv(layer)
             values = self._host_LBF[layer, row]
-            values.zero_()
+            values[:] = 0
             values[records.KV] = kv.data_ptr()
             values[records.KV_HEAD] = kv.stride(0) * kv.element_size()
             for field, value in attention.fields(context, method, layer).items():
@@ -66,26 +67,26 @@ class StepBatch:
         """Makes a row idle."""
         self._host_LBF[:, row] = 0
         self.sessions[row] = None
-        self._tails[row] = ()
+        self._tails[row] = None
         self._changed = True
 
     def follow_tails(self) -> None:
         """Notices tails that moved because they grew."""
         for row, session in enumerate(self.sessions):
-            if session is not None and session.tail_addresses() != self._tails[row]:
+            if session is not None and session.tail_place() != self._tails[row]:
                 self._point_to_tail(row, session)
 
     def _point_to_tail(self, row: int, session: Session) -> None:
-        self._tails[row] = session.tail_addresses()
-        for layer, (address, attention) in enumerate(zip(self._tails[row], session.layers, strict=True)):
-            self._host_LBF[layer, row, records.TAIL] = address
+        self._tails[row] = session.tail_place()
+        for layer, attention in enumerate(session.layers):
+            self._host_LBF[layer, row, records.TAIL] = attention.tail.address
             self._host_LBF[layer, row, records.TAIL_HEAD] = attention.tail.head_bytes
         self._changed = True
 
     def send(self) -> None:
         """Copies changed addresses to the device, in stream order. The device must have read the last ones."""
         if self._changed:
-            self._records_LBF.copy_(self._host_LBF, non_blocking=True)
+            self._records_LBF.copy_(self._pinned_LBF, non_blocking=True)
             self._changed = False
 
     def refresh(self, counts_BC: Tensor) -> None:

@@ -68,8 +68,10 @@ class StepGraph:
         self._number = register_batch(batch)
         columns = _COUNTS + STEP_COUNTS
         self._host_inputs_BX = torch.zeros(plan.size, columns, dtype=torch.int64, pin_memory=on_gpu)
+        self._inputs = self._host_inputs_BX.numpy()
         self._inputs_BX = torch.zeros(plan.size, columns, dtype=torch.int64, device=plan.device)
         self._host_draws_BX = torch.zeros(plan.size, 3, pin_memory=on_gpu)
+        self._draws = self._host_draws_BX.numpy()
         self._draws_BX = torch.zeros(plan.size, 3, device=plan.device)
         self._host_result_BX = torch.zeros(plan.size, 2, dtype=torch.int64, pin_memory=on_gpu)
         self._result_BX = torch.zeros(plan.size, 2, dtype=torch.int64, device=plan.device)
@@ -94,7 +96,8 @@ class StepGraph:
         self._host_result_BX.copy_(self._result_BX, non_blocking=True)
         if self._result_BX.is_cuda:
             torch.cuda.current_stream().synchronize()
-        return [Stepped(*self._host_result_BX[row].tolist()) for row in rows]
+        results = self._host_result_BX.tolist()
+        return [Stepped(*results[row]) for row in rows]
 
     def run(self) -> None:
         """The step itself, over whatever was copied to the device last."""
@@ -104,14 +107,14 @@ class StepGraph:
             self._graph.replay()
 
     def _fill(self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler]) -> None:
-        self._host_inputs_BX.zero_()
+        self._inputs[:] = 0
         for row, token, sampler in zip(rows, tokens, samplers, strict=True):
             session = self.batch.sessions[row]
             if session is None:
                 raise RuntimeError(f"row {row} of a batch holds no session")
-            self._host_inputs_BX[row] = torch.tensor(_inputs(session, token, sampler))
+            self._inputs[row] = _inputs(session, token, sampler)
             given = sampler.parameters
-            self._host_draws_BX[row] = torch.tensor([given.temperature, given.top_p, sampler.draw()])
+            self._draws[row] = given.temperature, given.top_p, sampler.draw()
 
     @torch.inference_mode()
     def compute(self) -> None:

@@ -121,7 +121,9 @@ class Stepper:
         if reason is not None or isinstance(searching, str):
             self._log_refusal(method.name, str(reason))
             return str(reason)
-        layers = tuple(DenseSteps if isinstance(layer, DenseLayer) else searching for layer in session.layers)
+        layers = tuple(
+            self._dense if isinstance(layer, DenseLayer) else searching for layer in session.layers
+        )
         max_keys = max(_LEAST_KEYS, 1 << (manifest.token_count - 1).bit_length())
         parts = (method.remainder.name, tuple(sorted(method.search.items())))
         key = (layers, max_keys, _spec_key(method.index), _spec_key(method.partition), parts)

@@ -132,7 +132,7 @@ def attend_dense(q_BHGD: Tensor, records_BF: Tensor, partials: Partials, scale: 
         DIM=head_dim,
         ROWS=_GROUP_TILE,
         TILE=64,
-        STAGES=1 if whole else 4,
+        STAGES=1 if whole else 3,  # two programs fit into a multiprocessor's shared memory
         PRECISION="ieee" if whole else "tf32",
         num_warps=4,
         **chained(q_BHGD.device),

@@ -11,9 +11,8 @@ run through the same code: one operator for attention, the same compilation, one
 - methods: as in `decode-engine methods`; `NAME:KEEP` gives the share of keys that is kept.
 
 `step_ms` is one step with everything around it (median, wall clock), `graph_ms` the replay alone, `eager_ms` the same
-launched from Python. `tokens_per_s` follows from `step_ms`. `split_us` sums the durations of kernels in one replay by
-what they do; kernels may overlap, so the sum may exceed the step. Before a time is reported the logits are compared
-with those of the general path on the same sessions.
+launched from Python; `tokens_per_s` follows from `step_ms`. `split_us` is the time of a replay by what its kernels do.
+Before a time is reported the logits are compared with those of the general path on the same sessions.
 
 One JSON line per figure; the exit code is 1 when a check fails, or when --bars is given and a figure misses its bar.
 """
@@ -59,9 +58,9 @@ PROMPT = 40
 TURNS, WARM_UP = 25, 5
 DISTINCT = 8
 """Layers' worth of keys and indexes of a single sequence; fewer for larger batches."""
-TOLERANCE = 0.2
-"""Largest difference of logits, relative to their standard deviation, for attention to everything."""
-SPARSE_TOLERANCE = 0.5
+TOLERANCE, SPARSE_TOLERANCE = 0.1, 0.3
+"""Root mean square of the difference of logits, relative to their standard deviation: rounding to bfloat16 in 32 random
+layers makes about 0.05, and a selection that differs at its border a little more."""
 REST_BAR, SPEEDUP_BARS = 1.35, {1: 1.7, 4: 2.5}
 
 KINDS = (
@@ -202,8 +201,8 @@ def measure(
 
 
 def compare(got_BV: Tensor, expected_BV: Tensor, sparse: bool) -> float:
-    """Largest difference of logits relative to their spread. Raises CheckFailedError when it is too large."""
-    difference = float((got_BV - expected_BV).abs().amax() / expected_BV.std())
+    """Difference of logits relative to their spread. Raises CheckFailedError when it is too large."""
+    difference = float((got_BV - expected_BV).square().mean().sqrt() / expected_BV.std())
     limit = SPARSE_TOLERANCE if sparse else TOLERANCE
     if not difference < limit:
         raise CheckFailedError(f"logits differ by {difference:.3f} of their spread, limit {limit}")
@@ -223,20 +222,29 @@ def eager_ms(graph: StepGraph) -> float:
 
 
 def split_us(graph: StepGraph) -> dict[str, float]:
-    """Sum of kernel durations of a replay by what they do; empty where the profiler does not work."""
-    totals: dict[str, float] = defaultdict(float)
-    repeats = 3
+    """Microseconds of a replay by what its kernels do; empty where the profiler does not work.
+
+    A kernel that was launched early, to wait in its place for the one before, counts from that one's end.
+    """
+    graph.run()
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(repeats):
-                graph.run()
+            graph.run()
             torch.cuda.synchronize()
     except RuntimeError as error:
         typer.echo(f"no split, the profiler failed: {error}", err=True)
         return {}
-    for event in profile.key_averages():
-        kind = next((name for name, pattern in KINDS if re.search(pattern, event.key)), "rest")
-        totals[kind] += event.self_device_time_total / repeats
+    spans = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profile.events()
+        if event.device_type.name == "CUDA"
+    ]
+    totals: dict[str, float] = defaultdict(float)
+    reached = 0.0
+    for begin, end, name in sorted(spans):
+        kind = next((kind for kind, pattern in KINDS if re.search(pattern, name)), "rest")
+        totals[kind] += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
     return {name: round(total, 1) for name, total in totals.items()}
 
 
