@@ -43,7 +43,8 @@ def test_loopback() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["memory", "max_sessions", "max_waiting", "prompt_chunk", "threads", "grace"]
+    "field",
+    ["memory", "session_memory", "max_sessions", "max_waiting", "prompt_chunk", "threads", "grace"],
 )
 def test_limits_are_checked_and_named_as_their_flags(field: str) -> None:
     with pytest.raises(InvalidArgumentError, match="--" + field.replace("_", "-")):
