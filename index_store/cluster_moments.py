@@ -62,9 +62,13 @@ def sum_by_cluster(rows_HXD: Tensor, assignment_HX: Tensor, clusters: int) -> Te
     """[H, C, D] float32: the sum of the rows [H, X, D] of every cluster."""
     heads, _, dim = rows_HXD.shape
     sums = torch.zeros(heads * clusters, dim, device=rows_HXD.device)
-    return sums.index_add_(0, _flat(assignment_HX, clusters), rows_HXD.reshape(-1, dim)).view(
-        heads, clusters, dim
-    )
+    places, rows = _flat(assignment_HX, clusters), rows_HXD.reshape(-1, dim)
+    if rows.device.type == "cpu":
+        sums.index_add_(0, places, rows)
+    else:
+        # Sorts; index_add_ would add in another order every time there.
+        sums.index_put_((places,), rows, accumulate=True)
+    return sums.view(heads, clusters, dim)
 
 
 def count_members(assignment_HX: Tensor, clusters: int) -> Tensor:

@@ -10,8 +10,8 @@ HOST_BUDGET = 8 * 2**30
 """Bytes for contexts in host memory unless told otherwise."""
 
 DEVICE_SHARE = 0.5
-"""Of a GPU's memory that is free once the model is loaded, for contexts unless told otherwise. The rest is for sessions,
-for what steps compute with, and for what is derived from contexts."""
+"""Of a GPU's memory that is free once the model is loaded, for contexts unless told otherwise. The rest is for
+sessions, for what steps compute with, and for what is derived from contexts."""
 
 
 def pick_device(name: str) -> torch.device:
