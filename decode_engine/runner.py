@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from decode_engine.attention import ATTENTION_NAME, DecodeStep, register_attention
-from decode_engine.device.step_model import Compilation, step_model
+from decode_engine.config import Compilation
+from decode_engine.device.step_model import step_model
 from decode_engine.device.stepper import Stepper
 from decode_engine.layer_ahead import predicted_queries
 from decode_engine.sampler import Sampler
@@ -45,11 +46,17 @@ class ModelRunner:
         self.identity = loaded.identity
         self.kv_dtype = loaded.kv_dtype if dtype == "auto" else dtype
         self.tokenizer = load_tokenizer(folder)
+        self._compilation = compilation
         self._stepper: Stepper | None = None
         if self.device.type == "cuda":
             weights = next(loaded.model.parameters())
             model = step_model(loaded.model, compilation)
             self._stepper = Stepper(model, self.identity, weights.dtype, weights.device)
+
+    def prepare(self, sessions: int) -> None:
+        """Compiles the model for batches of decode steps of up to `sessions`, where it is to be compiled."""
+        if self._stepper is not None and self._compilation is not Compilation.OFF:
+            self._stepper.prepare(sessions)
 
     def start(self, context: ResidentContext, method: Method) -> Session:
         """A new session.

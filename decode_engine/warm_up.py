@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 import torch
 
 from decode_engine.runner import ModelRunner
+from decode_engine.sampler import Sampler, SamplingParameters
 from index_store.context import ResidentContext
 from index_store.dtypes import dtype_name, stored_dtype
 from index_store.errors import InvalidArgumentError
@@ -35,11 +36,13 @@ _SAMPLE = 1024
 logger = logging.getLogger(__name__)
 
 
-def warm_up(runner: ModelRunner) -> list[str]:
+def warm_up(runner: ModelRunner, sessions: int = 1) -> list[str]:
     """Runs a prompt and decode steps with every method that fits the model; returns their names.
 
-    The prompt is longer than recent window and append block together, so that appending to indexes runs too.
+    The prompt is longer than recent window and append block together, so that appending to indexes runs too. Where the
+    model is compiled, that is done for batches of up to `sessions`.
     """
+    runner.prepare(sessions)
     ran = []
     for method in METHODS.values():
         prompt = method.recent + method.append_block + 1
@@ -54,7 +57,7 @@ def warm_up(runner: ModelRunner) -> list[str]:
         session = runner.start(context, method)
         runner.forward([session], [[0] * prompt])
         for _ in range(_DECODE_STEPS):
-            runner.forward([session], [[0]])
+            runner.decode([session], [0], [Sampler(SamplingParameters())])
         session.close()
         ran.append(method.name)
     return ran

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from decode_engine.config import Compilation
 from decode_engine.device.step_graph import StepModel
-
-
-class Compilation(Enum):
-    """How the model around the attention is compiled: not at all, by default rules, or by trying kernels out.
-
-    Compiled kernels are kept in torch's own cache on disk; the first start with a model takes up to a minute for every
-    size of batch. Kernels are tried out for single sessions only: for larger batches those found that way were slower
-    than the library's (an 8B model on an H200, 4 sessions: 6.2 against 4.9 ms).
-    """
-
-    OFF = "off"
-    DEFAULT = "default"
-    MAX_AUTOTUNE = "max-autotune"
 
 
 def step_model(model: Any, compilation: Compilation) -> StepModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from decode_engine.stepping import advance
 from index_store.errors import SparseKVError
 from index_store.index_specs import IndexSpec
 from index_store.manifest import ModelIdentity
+from index_store.methods import METHODS
 
 MAX_ROWS = 32
 _LEAST_KEYS = 2**12
@@ -62,6 +64,15 @@ class Stepper:
         self._device = device
         self._graphs: OrderedDict[Hashable, StepGraph] = OrderedDict()
         self._refused: set[tuple[str, str]] = set()
+
+    def prepare(self, sessions: int) -> None:
+        """Runs idle batches of all sizes up to that for `sessions`, so that what the model compiles is compiled."""
+        layers = (self._dense,) * self._identity.layers
+        for size in (2**n for n in range(_size(min(sessions, MAX_ROWS)).bit_length())):
+            plan = StepPlan(self._identity, METHODS["full"], size, _LEAST_KEYS, self._dtype, self._device)
+            begin = time.perf_counter()
+            StepGraph(self._model, StepBatch(plan, layers), Choice.GREEDY)
+            logger.info("steps of %d sessions are compiled, in %.1f s", size, time.perf_counter() - begin)
 
     def takes(self, session: Session) -> bool:
         """Whether the session's steps can run here; a reason why not is logged once per method."""
@@ -157,7 +168,7 @@ class Stepper:
         return results
 
     def _graph(self, kind: _Batchable, like: Session, count: int, choice: Choice) -> StepGraph:
-        size = 1 << (count - 1).bit_length()
+        size = _size(count)
         key = (kind.key, size, choice)
         graph = self._graphs.pop(key, None)
         if graph is None:
@@ -169,6 +180,11 @@ class Stepper:
             graph = StepGraph(self._model, StepBatch(plan, kind.layers), choice)
         self._graphs[key] = graph
         return graph
+
+
+def _size(count: int) -> int:
+    """Rows of a batch for so many sessions."""
+    return 1 << (count - 1).bit_length()
 
 
 def _spec_key(spec: IndexSpec | None) -> Hashable:

@@ -113,11 +113,11 @@ class DecodeServer:
         self._set_threads()
         config = self._config
         device = pick_device(config.device)
-        runner = ModelRunner(self._folder, device=device, dtype=config.dtype)
+        runner = ModelRunner(self._folder, device, config.dtype, config.compilation)
         loaded = time.monotonic()
         budget = default_budget(device) if config.memory is None else config.memory
         session_memory = config.session_memory or free_memory(device) // SHARE
-        methods = warm_up(runner)
+        methods = warm_up(runner, config.max_sessions)
         logger.info(
             "model %s loaded on %s in %.1f s, %d bytes of memory for contexts, %d for sessions, %s warmed up in %.1f s",
             self._folder.name,

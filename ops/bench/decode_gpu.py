@@ -41,10 +41,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decode_engine.attention import ATTENTION_NAME, DecodeStep, register_attention
+from decode_engine.config import Compilation
 from decode_engine.device.dense_steps import DenseSteps
 from decode_engine.device.step_attention import StepAttention
 from decode_engine.device.step_graph import StepGraph
-from decode_engine.device.step_model import Compilation, step_model
+from decode_engine.device.step_model import step_model
 from decode_engine.device.stepper import Stepper
 from decode_engine.sampler import Sampler, SamplingParameters
 from decode_engine.session import Session

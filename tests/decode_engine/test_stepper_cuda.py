@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from decode_engine.config import Compilation
 from decode_engine.device.step_graph import StepGraph
-from decode_engine.device.step_model import Compilation, step_model
+from decode_engine.device.step_model import step_model
 from decode_engine.device.stepper import Stepper
 from decode_engine.runner import ModelRunner
 from decode_engine.sampler import Sampler, SamplingParameters
