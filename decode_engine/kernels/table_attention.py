@@ -1,9 +1,11 @@
 """Decode attention over the keys that query tables select, in one launch after the search.
 
-Programs 0 .. exact_programs-1 of a KV head attend to its sinks, recent window and tail. Every other one owns a tile of
-keys: it compares their scores with the threshold, writes the ids of those that pass into its part of `Workspace.ids`,
-and attends to them; how many they are is counted. The group's query heads share one tile of the tensor cores. All
-leave partial attention states, which `merge_states` merges.
+Every program but the first few of a KV head owns a tile of keys. It adds up their scores, which needs the picked rows
+alone and so overlaps the search for the threshold; then it compares them with the threshold, writes the ids of those
+that pass into its part of `Workspace.ids`, and attends to them; how many they are is counted. Sinks, recent window and
+tail are shared out in runs of a fixed number of rows: to the programs without a tile first, and what they cannot take
+in time to all. The group's query heads share one tile of the tensor cores. All leave partial results, which
+`merge_partials` merges.
 
 About `keep` keys are kept, not exactly: the threshold comes from a sample. Keys are never sorted.
 """
@@ -13,39 +15,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from decode_engine.kernels.merge_states import merge_into
-from decode_engine.kernels.table_batch import TableBatch, TablePlan, Workspace
+from decode_engine.kernels import records
+from decode_engine.kernels.partials import chained, merge_partials
+from decode_engine.kernels.records import field
 from decode_engine.kernels.table_device import (
-    BIN_FLOOR,
-    BIN_STEPS,
-    BINS,
     END,
     FIRST,
     KEYS,
-    KV,
-    KV_HEAD,
     LOG2E,
-    TAIL,
-    TAIL_HEAD,
-    TAIL_KEYS,
-    field,
-    let_successor_start,
     linear_cut,
-    load_histograms,
+    octave_cut,
     searched,
     searched_range,
     sum_rows,
-    threshold,
     tile_count,
     tile_words,
-    wait_for_predecessor,
 )
-from decode_engine.kernels.table_search import search, summed_weights
+from decode_engine.kernels.table_plan import TablePlan, Workspace
+from decode_engine.kernels.table_search import search
 
+KV = tl.constexpr(records.KV)
+KV_HEAD = tl.constexpr(records.KV_HEAD)
+TAIL = tl.constexpr(records.TAIL)
+TAIL_HEAD = tl.constexpr(records.TAIL_HEAD)
+TAIL_KEYS = tl.constexpr(records.TAIL_KEYS)
 COMPACT_WORDS = tl.constexpr(128)
+NEAR_RUNS = tl.constexpr(8)  # runs of exact rows that a program without a tile takes before others help
 _GROUP_TILE = 16  # the tensor cores' smallest tile; a group has up to 8 heads
-_LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -89,78 +87,78 @@ def compact(
 
 
 @triton.jit
-def keep_pooled(
+def summed_softmaxes(
+    sums: tl.tensor,
+    units_ptr: tl.tensor,
+    normalisers_ptr: tl.tensor,
+    bh: tl.tensor,
+    L: tl.constexpr,
+    SHIFT: tl.constexpr,
+) -> tl.tensor:
+    """Sum over the heads of the softmaxes of two keys of every word; sums: of each head, 16 bits per key."""
+    low = tl.zeros(sums[0].shape, tl.float32)
+    high = tl.zeros(sums[0].shape, tl.float32)
+    for g in tl.static_range(L):
+        slot = bh * L + g
+        unit = tl.load(units_ptr + slot * 2, cache_modifier=".cg") * (LOG2E * (1 << SHIFT))
+        normaliser = tl.load(normalisers_ptr + slot)
+        low += tl.exp2(((sums[g] << 16) >> 16).to(tl.float32) * unit - normaliser)
+        high += tl.exp2((sums[g] >> 16).to(tl.float32) * unit - normaliser)
+    return low, high
+
+
+@triton.jit
+def keep_keys(
     records_ptr: tl.tensor,
     addresses_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    counted: tl.tensor,
-    b: tl.tensor,
-    bh: tl.tensor,
-    tile: tl.tensor,
-    J: tl.constexpr,
-    BW: tl.constexpr,
-    EARLY: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-) -> tl.tensor:
-    """Keeps the keys of a tile whose summed rows reach the threshold. counted: see `keep_per_head`."""
-    word, mask = tile_words(records_ptr, b, tile, BW)
-    a0, a1, a2, a3 = sum_rows(addresses_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
-    reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
-    limit = counted if EARLY else threshold(records_ptr, counted, b)
-    cut = linear_cut(limit, reach)
-    first, span = searched_range(records_ptr, b)
-    k0 = (a0 >= cut) & searched(word, 0, first, span)
-    k1 = (a1 >= cut) & searched(word, 1, first, span)
-    k2 = (a2 >= cut) & searched(word, 2, first, span)
-    k3 = (a3 >= cut) & searched(word, 3, first, span)
-    return compact(k0, k1, k2, k3, word, ids_ptr, BW)
-
-
-@triton.jit
-def keep_per_head(
-    records_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
     normalisers_ptr: tl.tensor,
+    limits_ptr: tl.tensor,
     ids_ptr: tl.tensor,
-    counted: tl.tensor,
     b: tl.tensor,
     bh: tl.tensor,
     tile: tl.tensor,
-    P: tl.tensor,
     L: tl.constexpr,
+    J: tl.constexpr,
+    SHIFT: tl.constexpr,
     BW: tl.constexpr,
-    EARLY: tl.constexpr,
+    POOLED: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> tl.tensor:
-    """Keeps the keys of a tile whose softmaxes, summed over the heads, reach the threshold.
+    """Keeps a tile's keys whose summed rows, or whose softmaxes summed over the heads, reach the threshold.
 
-    counted: the threshold, if it was found EARLY, or else the histograms to find it from.
+    Waits for it no sooner than it needs it. Until then sums of several heads are held as 16 bits per key.
     """
     word, mask = tile_words(records_ptr, b, tile, BW)
-    zero = tl.zeros([BW], tl.float32)
-    w = (zero, zero, zero, zero)
-    for g in tl.static_range(L):
-        slot = bh * L + g
-        factor = tl.exp2(tl.load(peaks_ptr + slot * P + tile) - tl.load(normalisers_ptr + slot))
-        w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, BW), mask, w, BW)
-    w0, w1, w2, w3 = w
-    limit = counted if EARLY else threshold(records_ptr, counted, b)
     first, span = searched_range(records_ptr, b)
-    least = tl.where(limit > 0.0, tl.exp2(limit / BIN_STEPS - BIN_FLOOR), -1.0)
-    k0 = (w0 >= least) & searched(word, 0, first, span)
-    k1 = (w1 >= least) & searched(word, 1, first, span)
-    k2 = (w2 >= least) & searched(word, 2, first, span)
-    k3 = (w3 >= least) & searched(word, 3, first, span)
+    if POOLED:
+        a0, a1, a2, a3 = sum_rows(addresses_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
+        reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1, cache_modifier=".cg"), 1.0)
+        if CHAINED:
+            gdc_wait()
+        cut = linear_cut(tl.load(limits_ptr + bh), reach)
+        k0, k1, k2, k3 = a0 >= cut, a1 >= cut, a2 >= cut, a3 >= cut
+    else:
+        low = ()
+        high = ()
+        for g in tl.static_range(L):
+            a0, a1, a2, a3 = sum_rows(addresses_ptr, weights_ptr, bh * L + g, word, mask, J, ASSEMBLY)
+            low += (((a0 >> SHIFT) & 0xFFFF) | ((a1 >> SHIFT) << 16),)  # type: ignore[assignment]
+            high += (((a2 >> SHIFT) & 0xFFFF) | ((a3 >> SHIFT) << 16),)  # type: ignore[assignment]
+        if CHAINED:
+            gdc_wait()
+        least = octave_cut(tl.load(limits_ptr + bh))
+        w0, w1 = summed_softmaxes(low, units_ptr, normalisers_ptr, bh, L, SHIFT)
+        k0, k1 = w0 >= least, w1 >= least
+        w2, w3 = summed_softmaxes(high, units_ptr, normalisers_ptr, bh, L, SHIFT)
+        k2, k3 = w2 >= least, w3 >= least
+    k0 = k0 & searched(word, 0, first, span)
+    k1 = k1 & searched(word, 1, first, span)
+    k2 = k2 & searched(word, 2, first, span)
+    k3 = k3 & searched(word, 3, first, span)
     return compact(k0, k1, k2, k3, word, ids_ptr, BW)
-
-
-@triton.jit
-def always_attended(records_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """Keys of sinks, recent window and tail together."""
-    context = field(records_ptr, b, KEYS) - field(records_ptr, b, END) + field(records_ptr, b, FIRST)
-    return (context + field(records_ptr, b, TAIL_KEYS)).to(tl.int32)
 
 
 @triton.jit
@@ -170,50 +168,62 @@ def attend_rows(
     ids_ptr: tl.tensor,
     b: tl.tensor,
     h: tl.tensor,
-    listed: tl.tensor,
-    begin: tl.tensor,
     count: tl.tensor,
-    step: tl.tensor,
     scale_log2: tl.tensor,
+    EXACT: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     BN: tl.constexpr,
     BG: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """Attends to blocks begin, begin + step, ... of `count` keys: those listed, or else sinks, recent window and tail.
+    """Attends to the `count` listed keys, and to this program's runs of BN rows of sinks, recent window and tail.
 
-    Returns per head of the group the peak in units of log2, the mass relative to it, and the weighted sum of values.
+    Runs x, x + EXACT, ... go to the EXACT programs without a tile, NEAR_RUNS to each; of the others every program takes
+    its turn. Returns per head of the group the peak in units of log2, the mass relative to it, and the weighted sum of
+    values.
     """
+    x = tl.program_id(0)
     g = tl.arange(0, BG)
     d = tl.arange(0, D)
     n_keys = field(records_ptr, b, KEYS).to(tl.int32)
     first = field(records_ptr, b, FIRST).to(tl.int32)
     end = field(records_ptr, b, END).to(tl.int32)
     in_context = first + n_keys - end
-    head_address = field(records_ptr, b, KV) + h * field(records_ptr, b, KV_HEAD) * 2
-    kv_ptr = tl.multiple_of(head_address.to(tl.pointer_type(q_ptr.dtype.element_ty)), 16)
+    exact = in_context + field(records_ptr, b, TAIL_KEYS).to(tl.int32)
+    runs = tl.cdiv(exact, BN)
+    near = tl.where(x < EXACT, tl.minimum(tl.maximum(tl.cdiv(runs - x, EXACT), 0), NEAR_RUNS), 0)
+    far = tl.maximum(tl.cdiv(runs - EXACT * NEAR_RUNS - x, tl.num_programs(0)), 0)
+    listed = tl.cdiv(count, BN)
+    element = tl.pointer_type(q_ptr.dtype.element_ty)
+    item: tl.constexpr = q_ptr.dtype.element_ty.primitive_bitwidth // 8
+    head_address = field(records_ptr, b, KV) + h * field(records_ptr, b, KV_HEAD)
+    kv_ptr = tl.multiple_of(head_address.to(element), 16)
     # Key ids count on into the tail, whose rows are addressed relative to the context's, in elements.
-    tail_address = field(records_ptr, b, TAIL) + h * field(records_ptr, b, TAIL_HEAD) * 2
-    tail_offset = (tail_address - head_address) // 2 - n_keys.to(tl.int64) * (2 * D)
+    tail_address = field(records_ptr, b, TAIL) + h * field(records_ptr, b, TAIL_HEAD)
+    tail_offset = (tail_address - head_address) // item - n_keys.to(tl.int64) * (2 * D)
     q = tl.load(q_ptr + g[:, None] * D + d[None, :], mask=(g < G)[:, None], other=0.0)
     peak = tl.full([BG], float("-inf"), tl.float32)
     mass = tl.zeros([BG], tl.float32)
     acc = tl.zeros([BG, D], tl.float32)
-    for start in range(begin, count, step):
-        n = start + tl.arange(0, BN)
-        there = n < count
+    for turn in range(0, listed + near + far):
+        own = turn - listed
+        run = tl.where(own < near, x + own * EXACT, EXACT * NEAR_RUNS + x + (own - near) * tl.num_programs(0))
+        n = tl.where(own < 0, turn, run) * BN + tl.arange(0, BN)
+        there = n < tl.where(own < 0, count, exact)
         always = tl.where(n < first, n, tl.where(n < in_context, n - first + end, n - in_context + n_keys))
-        key = tl.where(listed, tl.load(ids_ptr + n, mask=there & listed, other=0), always)
+        key = tl.where(own < 0, tl.load(ids_ptr + n, mask=there & (own < 0), other=0), always)
         offset = key.to(tl.int64) * (2 * D) + tl.where(key < n_keys, 0, tail_offset)
         row_ptrs = kv_ptr + tl.multiple_of(offset, 8)[:, None] + d[None, :]
         k = tl.load(row_ptrs, mask=there[:, None], other=0.0)
         v = tl.load(row_ptrs + D, mask=there[:, None], other=0.0)
-        s = tl.where(there[None, :], tl.dot(q, tl.trans(k)) * scale_log2, float("-inf"))
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        s = tl.where(there[None, :], s, float("-inf"))
         higher = tl.maximum(peak, tl.max(s, 1))
         fade = tl.exp2(peak - higher)
         p = tl.exp2(s - higher[:, None])
         mass = mass * fade + tl.sum(p, 1)
-        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v)
+        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         peak = higher
     return peak, mass, acc
 
@@ -225,15 +235,13 @@ def attend_kernel(
     addresses_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
     normalisers_ptr: tl.tensor,
-    histograms_ptr: tl.tensor,
     limits_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    outs_ptr: tl.tensor,
-    lses_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
     scale_log2: tl.tensor,
     P: tl.tensor,
     H: tl.constexpr,
@@ -241,100 +249,132 @@ def attend_kernel(
     D: tl.constexpr,
     L: tl.constexpr,
     J: tl.constexpr,
+    SHIFT: tl.constexpr,
     BW: tl.constexpr,
     BN: tl.constexpr,
     BG: tl.constexpr,
     EXACT: tl.constexpr,
-    EARLY: tl.constexpr,
-    NS: tl.constexpr,
-    NH: tl.constexpr,
     POOLED: tl.constexpr,
+    PRECISION: tl.constexpr,
     ASSEMBLY: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
-    """Program (x, bh): the exact keys for x < EXACT, otherwise tile x - EXACT."""
-    wait_for_predecessor(DEPENDENT)
+    """Program (x, bh): tile x - EXACT, and a share of what is attended exactly.
+
+    Until it waits it reads only records and what was picked, which are complete when the launch before begins.
+    """
     x = tl.program_id(0)
     bh = tl.program_id(1)
     b = bh // H
-    h = bh % H
-    selected = x >= EXACT
-    begin = x * BN
-    step = EXACT * BN
-    count = always_attended(records_ptr, b)
-    tile_ids_ptr = ids_ptr
-    if selected:
-        tile = x - EXACT
-        begin = 0
-        step = BN
-        count = 0
-        tile_ids_ptr = ids_ptr + (bh.to(tl.int64) * P + tile) * (4 * BW)
-        if tile < tile_count(records_ptr, b, BW):
-            # Read first, added up last: the scores are on their way meanwhile.
-            own_ptr = histograms_ptr + bh * NS * BINS
-            counted = tl.load(limits_ptr + bh) if EARLY else load_histograms(own_ptr, NS, NH)
-            if POOLED:
-                count = keep_pooled(
-                    records_ptr, addresses_ptr, weights_ptr, units_ptr, tile_ids_ptr, counted, b, bh, tile,
-                    J, BW, EARLY, ASSEMBLY,
-                )  # fmt: skip
-            else:
-                count = keep_per_head(
-                    records_ptr, logits_ptr, peaks_ptr, normalisers_ptr, tile_ids_ptr, counted, b, bh, tile, P,
-                    L, BW, EARLY,
-                )  # fmt: skip
-        tl.store(counts_ptr + bh * P + tile, count)
-        tl.debug_barrier()
-    let_successor_start(DEPENDENT)
+    tile = x - EXACT
+    tile_ids_ptr = ids_ptr + (bh.to(tl.int64) * P + tl.maximum(tile, 0)) * (4 * BW)
+    count = 0
+    if (tile >= 0) & (tile < tile_count(records_ptr, b, BW)):
+        count = keep_keys(
+            records_ptr, addresses_ptr, weights_ptr, units_ptr, normalisers_ptr, limits_ptr, tile_ids_ptr, b, bh, tile,
+            L, J, SHIFT, BW, POOLED, ASSEMBLY, CHAINED,
+        )  # fmt: skip
+    elif CHAINED:
+        gdc_wait()
+    tl.store(counts_ptr + bh * P + tile, count, mask=tile >= 0)
+    tl.debug_barrier()
+    if CHAINED:  # not sooner: programs that come early only take the place of those that still have work
+        gdc_launch_dependents()
     peak, mass, acc = attend_rows(
-        q_ptr + bh * (G * D),
-        records_ptr,
-        tile_ids_ptr,
-        b,
-        h,
-        selected,
-        begin,
-        count,
-        step,
-        scale_log2,
-        G,
-        D,
-        BN,
-        BG,
-    )
+        q_ptr + bh * (G * D), records_ptr, tile_ids_ptr, b, bh % H, count, scale_log2,
+        EXACT, G, D, BN, BG, PRECISION,
+    )  # fmt: skip
     g = tl.arange(0, BG)
     place = (bh * tl.num_programs(0) + x) * G + g
-    out = acc / tl.where(mass > 0.0, mass, 1.0)[:, None]
-    d = tl.arange(0, D)
-    tl.store(outs_ptr + place.to(tl.int64)[:, None] * D + d[None, :], out, mask=(g < G)[:, None])
-    tl.store(lses_ptr + place, (peak + tl.log2(tl.maximum(mass, 1e-30))) * _LN2, mask=g < G)
+    sums_ptrs = sums_ptr + place.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(sums_ptrs, acc, mask=(g < G)[:, None] & (mass > 0.0)[:, None])
+    tl.store(peaks_ptr + place, peak, mask=g < G)
+    tl.store(totals_ptr + place, mass, mask=g < G)
 
 
-def attend(q_BHGD: Tensor, batch: TableBatch, plan: TablePlan, work: Workspace) -> None:
-    """Launches selection and attention of one step after `search`; fills ids, counts, outs and lses of `work`."""
-    dependent = plan.shape.dependent_launch
-    attend_kernel[(plan.partials, q_BHGD.shape[0] * plan.kv_heads)](
-        q_BHGD, batch.records_BF, work.addresses, work.weights, work.units, work.logits, work.peaks, work.normalisers,
-        work.histograms, work.limits, work.ids, work.counts, work.outs, work.lses, plan.scale * LOG2E.value, plan.tiles,
-        H=plan.kv_heads, G=plan.group, D=plan.head_dim, L=plan.queries,
-        J=plan.subspaces, BW=plan.shape.tile_keys // 4, BN=plan.shape.rows, BG=_GROUP_TILE,
-        EXACT=plan.shape.exact_programs, EARLY=plan.shape.early_threshold, NS=plan.samplers,
-        NH=triton.next_power_of_2(plan.samplers), POOLED=plan.pooled, ASSEMBLY=q_BHGD.is_cuda, DEPENDENT=dependent,
-        num_warps=plan.shape.warps, num_stages=plan.shape.stages,
-        **plan.shape.options(),
+@triton.jit
+def select_kernel(
+    records_ptr: tl.tensor,
+    addresses_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    units_ptr: tl.tensor,
+    normalisers_ptr: tl.tensor,
+    limits_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    J: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BW: tl.constexpr,
+    POOLED: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """Program (tile, bh): writes the ids of the tile's kept keys, and how many they are."""
+    tile = tl.program_id(0)
+    bh = tl.program_id(1)
+    b = bh // H
+    place = bh * tl.num_programs(0) + tile
+    count = 0
+    if tile < tile_count(records_ptr, b, BW):
+        count = keep_keys(
+            records_ptr, addresses_ptr, weights_ptr, units_ptr, normalisers_ptr, limits_ptr,
+            ids_ptr + place.to(tl.int64) * (4 * BW), b, bh, tile,
+            L, J, SHIFT, BW, POOLED, ASSEMBLY, CHAINED,
+        )  # fmt: skip
+    elif CHAINED:
+        gdc_wait()
+    tl.store(counts_ptr + place, count)
+    if CHAINED:
+        gdc_launch_dependents()
+
+
+def attend(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace, counts_BHP: Tensor) -> None:
+    """Launches the rest of the selection and the attention of one step after `search`: fills counts, ids, partials."""
+    whole = q_BHGD.element_size() == 4
+    partials = work.partials
+    attend_kernel[(plan.programs, q_BHGD.shape[0] * plan.kv_heads)](
+        q_BHGD, records_BF, work.addresses, work.weights, work.units, work.normalisers, work.limits, work.ids,
+        counts_BHP, partials.sums_RSGD, partials.peaks_RSG, partials.totals_RSG, plan.scale * LOG2E.value, plan.tiles,
+        H=plan.kv_heads, G=plan.group, D=plan.head_dim, BN=plan.shape.rows, BG=_GROUP_TILE,
+        EXACT=plan.shape.exact_programs, PRECISION="ieee" if whole else "tf32", **_search_sizes(q_BHGD, plan),
+        **plan.shape.options(), **chained(q_BHGD.device),
     )  # fmt: skip
 
 
+def select(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace, counts_BHP: Tensor) -> None:
+    """Search and selection of one step without the attention: fills ids and counts_BHP [B, H, P] int32."""
+    search(q_BHGD, records_BF, plan, work)
+    select_kernel[(plan.tiles, q_BHGD.shape[0] * plan.kv_heads)](
+        records_BF, work.addresses, work.weights, work.units, work.normalisers, work.limits, work.ids, counts_BHP,
+        H=plan.kv_heads, **_search_sizes(q_BHGD, plan), num_warps=plan.shape.warps, **chained(q_BHGD.device),
+    )  # fmt: skip
+
+
+def _search_sizes(q_BHGD: Tensor, plan: TablePlan) -> dict[str, int | bool]:
+    """What kernels that keep keys are compiled for. A sum of rows, at most 127 * 255 * m, fits 16 bits by the shift."""
+    return {
+        "L": plan.queries,
+        "J": plan.picks,
+        "SHIFT": plan.subspaces.bit_length() - 1,
+        "BW": plan.shape.tile_keys // 4,
+        "POOLED": plan.pooled,
+        "ASSEMBLY": q_BHGD.is_cuda,
+    }
+
+
 def table_attention(
-    q_BHGD: Tensor, batch: TableBatch, plan: TablePlan, work: Workspace
+    q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace, counts_BHP: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attention of one decode step to sinks, recent window, tail and the keys that the tables select.
 
-    q_BHGD: [B, H, G, d] contiguous, in the dtype of keys and values, unscaled. Returns out [B, H, G, d] in that dtype
-    and lse [B, H, G] float32, both in `work`; keys that are kept neither by the tables nor always are dropped.
-    Does not wait for the device and may be captured in a CUDA graph. `plan.check(batch)` is the caller's.
+    q_BHGD: [B, H, G, d] contiguous, in the dtype of keys and values, unscaled. records_BF: [B, F] int64. counts_BHP:
+    [B, H, P] int32, gets the number of kept keys of every tile. Returns out [B, H, G, d] in the queries' dtype and lse
+    [B, H, G] float32; keys that are kept neither by the tables nor always are dropped. Does not wait for the device
+    and may be captured in a CUDA graph.
     """
-    search(q_BHGD, batch, plan, work)
-    attend(q_BHGD, batch, plan, work)
-    merge_into(work.outs, work.lses, work.out, work.lse, dependent=plan.shape.dependent_launch)
-    return work.out, work.lse
+    search(q_BHGD, records_BF, plan, work)
+    attend(q_BHGD, records_BF, plan, work, counts_BHP)
+    out, lse = merge_partials(work.partials, q_BHGD.dtype)
+    return out.view_as(q_BHGD), lse.view(q_BHGD.shape[:3])

@@ -1,43 +1,51 @@
-"""The query-table kernels' eager reference: same signature, same buffers, same sample, plain torch.
+"""The query-table kernels' eager reference: same buffers, same sample, plain torch over a batch's sequences.
 
-Shape legend: as in `table_batch`.
+Shape legend: as in `table_plan` and `table_batch`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.table_batch import BINS, MINI_KEYS, TableBatch, TablePlan, TableSequence, Workspace
+from decode_engine.kernels.table_batch import TableSequence
+from decode_engine.kernels.table_plan import BINS, MINI_KEYS, SAMPLE_KEYS, TablePlan, Workspace
 
-_SAMPLE_KEYS, _SAMPLE_RUN_KEYS = 1024, 64
-_BYTE_SHIFT, _BYTE_BASE = 20, 768
+_SAMPLE_RUN_KEYS = 64
 _BIN_STEPS, _BIN_FLOOR = 8.0, 29.0
 _LOG2E = math.log2(math.e)
 
 
 def table_attention_reference(
-    q_BHGD: Tensor, batch: TableBatch, plan: TablePlan, work: Workspace
+    q_BHGD: Tensor,
+    sequences: Sequence[TableSequence | None],
+    plan: TablePlan,
+    work: Workspace,
+    counts_BHP: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """What `table_attention` computes; fills `work` but for the buffers between launches."""
-    for b, sequence in enumerate(batch.sequences):
+    """What `table_attention` computes; None is an idle row. Fills what was picked and kept, and nothing else."""
+    out_BHGD = torch.zeros_like(q_BHGD)
+    lse_BHG = torch.full(q_BHGD.shape[:3], -torch.inf, device=q_BHGD.device)
+    counts_BHP.zero_()
+    for b, sequence in enumerate(sequences):
+        if sequence is None:
+            continue
         for h in range(plan.kv_heads):
             q_GD = q_BHGD[b, h].float()
-            sums_LN, units_L, reach_L = picked_sums(q_GD, sequence, plan, work, b, h)
-            kept = kept_keys(sums_LN, units_L, reach_L, sequence, plan)
-            write_ids(kept, sequence, plan, work, b, h)
+            kept = kept_keys(*picked_sums(q_GD, sequence, plan, work, b, h), sequence, plan)
+            write_ids(kept, plan, work.ids[b, h], counts_BHP[b, h])
             out, lse = attend_exactly(q_GD, sequence, kept, plan.scale, h)
-            work.out[b, h].copy_(out)
-            work.lse[b, h].copy_(lse)
-    return work.out, work.lse
+            out_BHGD[b, h], lse_BHG[b, h] = out.to(q_BHGD.dtype), lse.float()
+    return out_BHGD, lse_BHG
 
 
 def picked_sums(
     q_GD: Tensor, sequence: TableSequence, plan: TablePlan, work: Workspace, b: int, h: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of the picked rows [L, N] int64, their units [L] and reaches [L]; writes rows, weights and units."""
+    """Sums of the picked rows [L, N] int64, their units [L] and reaches [L]; writes addresses, weights and units."""
     context = sequence.context
     centroids_MCW, scales_M = context.centroids_HMCW[h], context.scales_HM[h]
     queries_LD = (q_GD.mean(0, keepdim=True) if plan.pooled else q_GD) * plan.scale
@@ -51,14 +59,18 @@ def picked_sums(
     largest_L = weights_LM.amax(-1, keepdim=True)
     factors = torch.where(largest_L > 0, 255.0 / largest_L, 0.0)
     small_LM = (weights_LM * factors + 0.5).floor().to(torch.int64)
-    rows_LM = best.indices + torch.arange(subspaces, device=q_GD.device) * plan.centroids
-    work.rows[b, h] = rows_LM.to(torch.int32)
-    shifted = small_LM.view(len(small_LM), -1, 4) << torch.arange(0, 32, 8, device=q_GD.device)
+    subspace_M = torch.arange(subspaces, device=q_GD.device)
+    rows_LM = (h * subspaces + subspace_M) * plan.centroids + best.indices
+    addresses_LM = context.tables_HMCN.data_ptr() + rows_LM * context.tables_HMCN.stride(2)
+    work.addresses[b, h] = addresses_LM.repeat(1, plan.picks // subspaces)
+    padded_LM = torch.nn.functional.pad(small_LM, (0, plan.picks - subspaces))
+    shifted = padded_LM.view(len(small_LM), -1, 4) << torch.arange(0, 32, 8, device=q_GD.device)
     work.weights[b, h] = shifted.sum(-1).to(torch.int32)
     reach_L = 127.0 * small_LM.sum(-1).float()
     work.units[b, h] = torch.stack([largest_L[:, 0] / 255.0, reach_L], -1)
-    table_SN = context.tables_HSA[h, :, : context.keys]
-    sums_LN = (table_SN[rows_LM].to(torch.int64) * small_LM[..., None]).sum(1)
+    table_MCN = context.tables_HMCN[h]
+    picked_LMN = table_MCN[subspace_M, best.indices]
+    sums_LN = (picked_LMN.to(torch.int64) * small_LM[..., None]).sum(1)
     return sums_LN, largest_L[:, 0] / 255.0, reach_L
 
 
@@ -71,57 +83,62 @@ def kept_keys(
     searched = (keys >= sequence.first) & (keys < sequence.end)
     if sequence.keep >= sequence.end - sequence.first:
         return searched
+    program_N = sampling_program(keys, plan)
     if plan.pooled:
         reach = reach_L[0].clamp(min=1.0)
         positions = (sums_LN[0].float() + reach) * (BINS / (2.0 * reach))
-        limit = threshold(positions, searched & pooled_sample(keys, plan), sequence)
-        cut = torch.ceil(limit * (2.0 * reach / BINS) - reach)
-        return (sums_LN[0] >= cut) & searched
+        limit = threshold(positions, searched & (program_N >= 0), sequence)
+        return (sums_LN[0] >= torch.ceil(limit * (2.0 * reach / BINS) - reach)) & searched
     logits_LN = (sums_LN.float() * (units_L * _LOG2E)[:, None]).masked_fill(~searched, -torch.inf)
-    weights_N = merged_weights(logits_LN, plan)
+    normalisers_L = sampled_normalisers(logits_LN, program_N, sequence.end - sequence.first)
+    weights_N = summed_softmaxes(logits_LN, normalisers_L)
     positions = (weights_N.clamp(min=1e-30).log2() + _BIN_FLOOR) * _BIN_STEPS
-    limit = threshold(positions, searched & block_sample(keys, plan), sequence)
-    return (weights_N >= math.exp2(limit / _BIN_STEPS - _BIN_FLOOR)) & searched
+    limit = threshold(positions, searched & (program_N >= 0), sequence)
+    shift = plan.subspaces.bit_length() - 1
+    coarse_LN = ((sums_LN >> shift) << shift).float() * (units_L * _LOG2E)[:, None]
+    return (
+        summed_softmaxes(coarse_LN, normalisers_L) >= math.exp2(limit / _BIN_STEPS - _BIN_FLOOR)
+    ) & searched
 
 
-def merged_weights(logits_LN: Tensor, plan: TablePlan) -> Tensor:
-    """Sum over heads of the softmaxes, [N], with weights rounded as the kernels round them."""
-    keys = torch.arange(logits_LN.shape[1], device=logits_LN.device)
-    tile_N = tile_of(keys, plan)[0]
-    tiles = int(tile_N.max()) + 1
-    peaks_LP = torch.full((len(logits_LN), tiles), -torch.inf, device=keys.device)
-    peaks_LP.scatter_reduce_(1, tile_N.expand_as(logits_LN), logits_LN, "amax")
-    base_LN = torch.where(torch.isneginf(peaks_LP), 0.0, peaks_LP)[:, tile_N]
-    rounded_LN = ((logits_LN - base_LN).exp2().view(torch.int32) + (1 << (_BYTE_SHIFT - 1))) >> _BYTE_SHIFT
-    kept_LN = (rounded_LN.clamp(min=_BYTE_BASE) << _BYTE_SHIFT).view(torch.float32)
-    normalisers_L = torch.logsumexp(logits_LN.double() / _LOG2E, 1) * _LOG2E
-    weights_LN: Tensor = kept_LN * (base_LN - normalisers_L[:, None]).exp2()
-    return weights_LN.sum(0).float()
+def summed_softmaxes(logits_LN: Tensor, normalisers_L: Tensor) -> Tensor:
+    """Sum over the heads of exp2(logit - normaliser), [N]."""
+    return (logits_LN - normalisers_L[:, None]).exp2().sum(0)
 
 
-def tile_of(keys_N: Tensor, plan: TablePlan) -> tuple[Tensor, Tensor, int]:
-    """Tile of every key, its block's number inside the tile, and how many tiles there are."""
-    blocks = -(-len(keys_N) // MINI_KEYS)
-    tiles = -(-blocks // (plan.shape.tile_keys // MINI_KEYS))
-    block_N = keys_N // MINI_KEYS
-    return block_N % tiles, block_N // tiles, tiles
+def exact_normalisers(logits_LN: Tensor) -> Tensor:
+    """log2 of every head's sum of weights, [L]: what the sampled ones estimate."""
+    normalisers_L: Tensor = torch.logsumexp(logits_LN.double() / _LOG2E, 1) * _LOG2E
+    return normalisers_L.float()
 
 
-def block_sample(keys_N: Tensor, plan: TablePlan) -> Tensor:
-    """The keys that the threshold of the search per head is taken from: one block of every tile."""
-    tile_N, within_N, _ = tile_of(keys_N, plan)
-    return within_N == tile_N % (plan.shape.tile_keys // MINI_KEYS)
+def sampled_normalisers(logits_LN: Tensor, program_N: Tensor, available: int) -> Tensor:
+    """The estimate of `exact_normalisers` from a sample: see `table_search`.
+
+    logits_LN: in units of log2, -inf outside of the searched keys. program_N: which program samples a key, -1 none.
+    """
+    there_N = (program_N >= 0) & ~torch.isneginf(logits_LN[0])
+    stands_for = available / max(1, int(there_N.sum()))
+    total_L = torch.full((len(logits_LN),), -torch.inf, dtype=torch.float64, device=logits_LN.device)
+    for program in sorted(set(program_N[there_N].tolist())):
+        own_LK = logits_LN[:, there_N & (program_N == program)].double()
+        peak_L = own_LK.amax(1)
+        others_L = ((own_LK - peak_L[:, None]).exp2().sum(1) - 1.0).clamp(min=0)
+        total_L = torch.logaddexp2(total_L, peak_L + (others_L * stands_for + 1.0).log2())
+    return torch.where(torch.isneginf(total_L), 0.0, total_L).float()
 
 
-def pooled_sample(keys_N: Tensor, plan: TablePlan) -> Tensor:
-    """The keys that the threshold of the pooled search is taken from: evenly spread runs."""
+def sampling_program(keys_N: Tensor, plan: TablePlan) -> Tensor:
+    """Which of the sampling programs scores a key, [N] int64; -1 where none does: they take evenly spread runs."""
     runs = -(-len(keys_N) // _SAMPLE_RUN_KEYS)
-    sampled = plan.shape.sample_programs * (_SAMPLE_KEYS // _SAMPLE_RUN_KEYS)
+    each = SAMPLE_KEYS // _SAMPLE_RUN_KEYS
+    sampled = plan.shape.sample_programs * each
+    turns = torch.arange(sampled, device=keys_N.device)
     if runs <= sampled:
-        return torch.ones_like(keys_N, dtype=torch.bool)
-    taken = torch.zeros(runs, dtype=torch.bool, device=keys_N.device)
-    taken[torch.arange(sampled, device=keys_N.device) * runs // sampled] = True
-    return taken[keys_N // _SAMPLE_RUN_KEYS]
+        return (turns // each)[keys_N // _SAMPLE_RUN_KEYS]
+    program_R = torch.full((runs,), -1, device=keys_N.device)
+    program_R[turns * runs // sampled] = turns // each
+    return program_R[keys_N // _SAMPLE_RUN_KEYS]
 
 
 def threshold(positions_N: Tensor, sample_N: Tensor, sequence: TableSequence) -> float:
@@ -132,22 +149,28 @@ def threshold(positions_N: Tensor, sample_N: Tensor, sequence: TableSequence) ->
     available = torch.tensor(float(sequence.end - sequence.first))
     wanted = float(torch.tensor(float(sequence.keep)) * int(counts.sum()) / available)
     if wanted <= 0:
-        return float(BINS)
+        return 2.0 * BINS
     border = int((at_least >= wanted).sum()) - 1
     return max(1.0, border + (int(at_least[border]) - wanted) / max(1, int(counts[border])))
 
 
-def write_ids(
-    kept_N: Tensor, sequence: TableSequence, plan: TablePlan, work: Workspace, b: int, h: int
-) -> None:
-    """Kept ids by tile, as the kernels leave them."""
-    keys = torch.arange(len(kept_N), device=kept_N.device)
-    tile_N, _, tiles = tile_of(keys, plan)
-    work.counts[b, h].zero_()
+def write_ids(kept_N: Tensor, plan: TablePlan, ids_PT: Tensor, counts_P: Tensor) -> None:
+    """Kept ids by tile, as the kernels leave them: a tile has blocks p, p + T, p + 2T, ... of the keys' T tiles."""
+    blocks = -(-len(kept_N) // MINI_KEYS)
+    tiles = -(-blocks // (plan.shape.tile_keys // MINI_KEYS))
+    keys = kept_N.nonzero()[:, 0]
     for tile in range(tiles):
-        ids = keys[kept_N & (tile_N == tile)].to(torch.int32)
-        work.ids[b, h, tile, : len(ids)] = ids
-        work.counts[b, h, tile] = len(ids)
+        ids = keys[keys // MINI_KEYS % tiles == tile].to(torch.int32)
+        ids_PT[tile, : len(ids)] = ids
+        counts_P[tile] = len(ids)
+
+
+def kept_mask(ids_PT: Tensor, counts_P: Tensor, keys: int) -> Tensor:
+    """Which keys of the context the tiles' lists name, [keys] bool."""
+    listed = torch.arange(ids_PT.shape[1], device=ids_PT.device) < counts_P[:, None]
+    kept = torch.zeros(keys, dtype=torch.bool, device=ids_PT.device)
+    kept[ids_PT[listed].long()] = True
+    return kept
 
 
 def attend_exactly(

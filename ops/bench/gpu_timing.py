@@ -69,6 +69,16 @@ def eager_us(steps: Sequence[Callable[[], object]]) -> float:
     return statistics.median(times[WARM_UP:])
 
 
+def kernel_us(steps: Sequence[Callable[[], object]]) -> dict[str, float]:
+    """Mean microseconds of every kernel of the steps, by torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(TURNS):
+            for step in steps:
+                step()
+        torch.cuda.synchronize()
+    return {event.key: round(event.device_time_total / event.count, 2) for event in profile.key_averages()}
+
+
 def copy_bandwidth() -> float:
     """Bytes per second, read and written, of a plain copy of 4 GiB: the faster of a copy and a kernel that copies."""
     source = torch.empty(2**30, dtype=torch.float32, device="cuda").normal_()

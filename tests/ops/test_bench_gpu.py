@@ -12,19 +12,22 @@ from types import ModuleType
 import pytest
 import torch
 
-from decode_engine.kernels.table_batch import LaunchShape, TablePlan, Workspace
+from decode_engine.kernels.table_plan import LaunchShape, TablePlan
 
-BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "attention_gpu.py"
+FOLDER = Path(__file__).resolve().parents[2] / "ops" / "bench"
+BENCH = FOLDER / "attention_gpu.py"
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("attention_gpu", BENCH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        spec = importlib.util.spec_from_file_location("attention_gpu", BENCH)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
     return module
 
 
@@ -41,36 +44,36 @@ def test_every_figure_can_be_planned(bench: ModuleType) -> None:
     for figure in bench.FIGURES:
         sizes = (figure.subspaces, figure.centroids, figure.length, figure.pooled)
         plan = TablePlan(bench.KV_HEADS, bench.GROUP, bench.HEAD_DIM, *sizes)
-        assert plan.subspaces * plan.centroids == 512
+        assert plan.subspaces * plan.centroids == bench.TABLE_ROWS
         assert set(figure.bars) == {0.05, 0.01}
+        assert figure.method().index.parameters["centroids"] == figure.centroids
+
+
+def test_bytes_are_those_of_tables_and_rows(bench: ModuleType) -> None:
+    figure = bench.Figure("small", 1000, 2, 16, False, {0.05: 0.0})
+    plan = TablePlan(8, 4, 128, 16, 32, 1000, False)
+    tables = 2 * 8 * 4 * 16 * 1000
+    exact = 2 * 8 * (bench.SINKS + bench.RECENT + bench.TAIL)
+    assert bench.bytes_floor(figure, plan, 700) == tables + (700 + exact) * 512
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_wrong_result_is_not_timed(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    figure = bench.Figure("small", 8192, 1, 8, 64, True, {0.05: 1.0})
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_wrong_result_is_not_timed(bench: ModuleType, pooled: bool) -> None:
+    figure = bench.Figure("small", 8192, 1, 8, pooled, {0.05: 1.0})
     memory = bench.Memory(figure.length, figure.batch)
-    plan = TablePlan(bench.KV_HEADS, bench.GROUP, bench.HEAD_DIM, 8, 64, figure.length, True)
-    work = Workspace.make(plan, 1, torch.bfloat16, "cuda")
-    batch = memory.batches(figure, 400)[0]
-    bench.check(memory, plan, batch, work)
-    right = bench.table_attention
-
-    def opposite(q: torch.Tensor, *others: object) -> None:
-        right(-q, *others)
-
-    def doubled(*given: object) -> None:
-        right(*given)
-        work.out.mul_(2)
-
+    steps = bench.Steps(memory, figure, 0.05, None)
+    bench.check(steps)
+    right = steps.attention.attend
     for wrong, message in (
-        (opposite, "selection differs"),
-        (doubled, "relative error"),
-        (lambda *_: None, "selection differs"),
+        (lambda layer, q, records: right(layer, -q, records), "selection differs"),
+        (lambda layer, q, records: 2 * right(layer, q, records), "relative error"),
+        (lambda layer, q, records: q, "was not written"),
     ):
-        monkeypatch.setattr(bench, "table_attention", wrong)
+        steps.attention.attend = wrong
         with pytest.raises(bench.CheckFailedError, match=message):
-            bench.check(memory, plan, batch, work)
+            bench.check(steps)
 
 
 def test_neighbours_of_a_launch_shape_differ(bench: ModuleType) -> None:

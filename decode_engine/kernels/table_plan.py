@@ -1,0 +1,202 @@
+"""What the query-table kernels are compiled for, how their work is cut, and their buffers.
+
+Shape legend: B sequences, H KV heads, G query heads per KV head, m subspaces, C centroids, J picked table rows (m, or 4
+where it is less), d head dim, L queries searched per KV head (1 where pooled, else G), P tiles, S sampling programs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from decode_engine.kernels.partials import Partials
+from index_store.errors import InvalidArgumentError
+
+MINI_KEYS = 256
+"""Consecutive keys of a table row that one program reads before it skips to its next block; a row is padded to it."""
+
+BINS = 256
+"""Bins of the score histogram that the threshold is read from."""
+
+SAMPLE_KEYS = 1024
+"""Keys that one sampling program scores."""
+
+MAX_KEYS = 2**21
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """How the work is cut; results do not depend on it, but for the sample that threshold and normalisers come from.
+
+    tile_keys: keys scored by one program, a power of two and a multiple of MINI_KEYS. rows: keys attended at a time.
+    exact_programs: programs per KV head that only attend to sinks, recent window and tail; of longer tails the other
+    programs take their shares too. sample_programs: programs per KV head that score SAMPLE_KEYS keys each, a power of
+    two. warps, stages, registers: of the attention kernel; 0 registers leave the choice to the compiler.
+    """
+
+    tile_keys: int = 2048
+    rows: int = 32
+    exact_programs: int = 1
+    sample_programs: int = 8
+    warps: int = 4
+    stages: int = 3
+    registers: int = 0
+
+    def options(self) -> dict[str, int]:
+        """Launch options of the attention kernel."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | ({"maxnreg": self.registers} if self.registers else {})
+
+
+def launch_shape(max_keys: int, rows: int, queries: int) -> LaunchShape:
+    """A launch shape for contexts of up to max_keys, `rows` sequences times KV heads and `queries` searched per row.
+
+    The best of some on an H200. Few rows fill the device once, so what counts is the time from the first load to the
+    last store; many rows fill it many times, so what counts is how few instructions and registers a tile takes.
+    """
+    samples = min(8, triton.next_power_of_2(-(-max_keys // SAMPLE_KEYS)))
+    if rows > 32:
+        return LaunchShape(
+            tile_keys=4096 if queries == 1 else 2048,
+            sample_programs=min(4, samples) if queries == 1 else samples,
+            stages=2,
+            registers=80 if queries == 1 else 96,
+        )
+    samples = 2 * samples if max_keys > 2**17 else samples
+    if max_keys * rows <= 2**21:
+        return LaunchShape(sample_programs=samples, registers=128)
+    return LaunchShape(
+        tile_keys=8192 if queries == 1 else 4096, rows=64, sample_programs=samples, stages=2, registers=96
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlan:
+    """One layer shape and search: everything that a kernel is compiled for.
+
+    max_keys: the longest context of the batch. pooled: one search with the group's mean query, otherwise one per head,
+    merged by the sum of their softmaxes. strided: dimensions of subspace b are those with i mod m = b, otherwise a
+    slice. Raises InvalidArgumentError for sizes outside of what kernels can do.
+    """
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    subspaces: int
+    centroids: int
+    max_keys: int
+    pooled: bool
+    strided: bool = True
+    shape: LaunchShape = LaunchShape()
+
+    def __post_init__(self) -> None:
+        reason = unsupported_sizes(self.group, self.head_dim, self.max_keys, self.subspaces, self.centroids)
+        if reason is not None:
+            raise InvalidArgumentError(reason)
+        for label, size, least in (
+            ("tile_keys", self.shape.tile_keys, MINI_KEYS),
+            ("sample_programs", self.shape.sample_programs, 1),
+        ):
+            if size < least or size & (size - 1):
+                raise InvalidArgumentError(f"{label} is {size}, expected a power of two from {least} on")
+
+    @property
+    def scale(self) -> float:
+        """Of the logits."""
+        return 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def queries(self) -> int:
+        """Queries searched per KV head."""
+        return 1 if self.pooled else self.group
+
+    @property
+    def picks(self) -> int:
+        """Table rows added up per query; they are added in fours."""
+        return max(4, self.subspaces)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the longest context."""
+        return -(-self.max_keys // self.shape.tile_keys)
+
+    @property
+    def programs(self) -> int:
+        """Programs of the attention kernel per KV head."""
+        return self.tiles + self.shape.exact_programs
+
+
+def unsupported_sizes(group: int, head_dim: int, keys: int, subspaces: int, centroids: int) -> str | None:
+    """Why kernels cannot do tables of these sizes, None when they can."""
+    if not 1 <= group <= 8 or head_dim not in (64, 128) or not 1 <= keys <= MAX_KEYS:
+        return (
+            f"group {group}, head dimension {head_dim}, {keys} keys; the kernels take groups of 1 to 8, dimensions "
+            "64 and 128 and up to 2^21 keys"
+        )
+    if not 2 <= subspaces <= 32 or head_dim % subspaces or not 1 <= centroids <= 256:
+        return (
+            f"{subspaces} subspaces of {centroids} centroids for head dimension {head_dim}; the kernels take 2 to 32 "
+            "subspaces that divide it, of up to 256 centroids"
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Buffers between the launches of a step, made once per batch size and used by every layer.
+
+    addresses [B, H, L, J] int64 and weights [B, H, L, J/4] int32: where the picked table rows begin, and their weights,
+    one byte each. units [B, H, L, 2] float32: what one unit of a sum is worth as a logit, and the largest sum there
+    can be. Of the sample: logits [B, H, L, S, SAMPLE_KEYS] float32 in units of log2, peaks and masses [B, H, L, S]
+    float32: the largest of a program's and the sum of their weights relative to it, sampled [B, H, S] int32: how many
+    there are; and, where pooled, histograms [B, H, S, BINS] int32 instead. arrivals [B, H] int32: zero between steps.
+    normalisers [B, H, L] float32: log2 of the estimated sum of all weights. limits [B, H] float32: the bin, with a
+    fraction, from which on keys are kept. ids [B, H, P, tile] int32: the kept keys of every tile, ascending inside it.
+    """
+
+    addresses: Tensor
+    weights: Tensor
+    units: Tensor
+    logits: Tensor
+    peaks: Tensor
+    masses: Tensor
+    sampled: Tensor
+    histograms: Tensor
+    arrivals: Tensor
+    normalisers: Tensor
+    limits: Tensor
+    ids: Tensor
+    partials: Partials
+
+    @classmethod
+    def make(cls, plan: TablePlan, size: int, device: torch.device) -> Workspace:
+        """Buffers for `size` sequences."""
+        heads, queries, samples = plan.kv_heads, plan.queries, plan.shape.sample_programs
+
+        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty(size, heads, *shape, dtype=dtype, device=device)
+
+        i32, f32 = torch.int32, torch.float32
+        return cls(
+            addresses=empty(torch.int64, queries, plan.picks),
+            weights=empty(i32, queries, plan.picks // 4),
+            units=empty(f32, queries, 2),
+            logits=empty(f32, queries, 0 if plan.pooled else samples, SAMPLE_KEYS),
+            peaks=empty(f32, queries, samples),
+            masses=empty(f32, queries, samples),
+            sampled=empty(i32, samples),
+            histograms=empty(i32, samples if plan.pooled else 0, BINS),
+            arrivals=torch.zeros(size, heads, dtype=i32, device=device),
+            normalisers=empty(f32, queries),
+            limits=empty(f32),
+            ids=empty(i32, plan.tiles, plan.shape.tile_keys),
+            partials=Partials.allocate(size * heads, plan.programs, plan.group, plan.head_dim, device),
+        )
+
+    def counts(self) -> Tensor:
+        """A buffer [B, H, P] int32 for the numbers of kept keys."""
+        return torch.zeros(self.ids.shape[:3], dtype=torch.int32, device=self.ids.device)
