@@ -180,7 +180,7 @@ def failing_once(runner: ModelRunner, layer: int) -> Iterator[None]:
         if calls == 1:
             raise RuntimeError("the layer failed")
 
-    handle = runner._model.get_submodule(f"model.layers.{layer}").register_forward_hook(fail)
+    handle = runner.model.get_submodule(f"model.layers.{layer}").register_forward_hook(fail)
     try:
         yield
     finally:
