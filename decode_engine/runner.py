@@ -126,3 +126,13 @@ class ModelRunner:
                 )
                 results |= zip(rows, chosen, strict=True)
         return [results[row] for row in range(len(sessions))]
+
+    def has_graph(self, session: Session) -> bool:
+        """Whether the session's decode steps go through captured graphs."""
+        return self._stepper is not None and self._stepper.takes(session)
+
+    def feed(self, session: Session, token: int) -> Tensor:
+        """A decode step as `decode` takes it, with a token that is given: float32 logits [1, V] after it."""
+        if self._stepper is not None and self._stepper.takes(session):
+            return self._stepper.feed(session, token)
+        return self.forward([session], [[token]])[0]

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from decode_engine.dense_layer import DenseLayer
 from decode_engine.device.dense_steps import DenseSteps
@@ -16,7 +17,7 @@ from decode_engine.device.registry import step_attention_for
 from decode_engine.device.step_attention import StepAttention, StepPlan
 from decode_engine.device.step_batch import StepBatch
 from decode_engine.device.step_graph import Choice, StepGraph, StepModel
-from decode_engine.sampler import Sampler
+from decode_engine.sampler import Sampler, SamplingParameters
 from decode_engine.session import Session
 from decode_engine.stepping import advance
 from index_store.errors import SparseKVError
@@ -106,6 +107,14 @@ class Stepper:
                 for number, result in zip(part, chosen, strict=True):
                     results[number] = result
         return results
+
+    def feed(self, session: Session, token: int) -> Tensor:
+        """One step of one session such as `takes` says yes to, whatever comes next: float32 logits [1, V]."""
+        greedy = [Sampler(SamplingParameters())]
+        (result,) = self.step([session], [token], greedy)
+        if isinstance(result, Exception):
+            raise result
+        return self.graph([session], greedy).logits_BV[:1].float().clone()
 
     def graph(self, sessions: Sequence[Session], samplers: Sequence[Sampler]) -> StepGraph:
         """The graph that steps of these sessions run in, for whoever measures; they agree in kind."""

@@ -102,7 +102,9 @@ def score_segment(
 
     Where the method allows it, the whole text goes in one forward pass: each row selects its own keys and its hidden
     state carries the errors of all earlier rows and layers, so this equals decoding the same tokens one by one.
-    Where it does not (`Method.one_pass`), the prompt is fed at once and everything after it token by token.
+    Where it does not (`Method.one_pass`), and where decode steps run in graphs with kernels of their own, the prompt is
+    fed at once and everything after it token by token, as it is served. Observed texts go in one pass even then:
+    graphs cannot be looked into.
     """
     log_probs_TV, touched, samples = _predict(runner, context, method, segment)
     kl_T = torch.sum(reference_TV.exp() * (reference_TV - log_probs_TV), dim=-1).clamp_(min=0.0)
@@ -125,7 +127,7 @@ def seconds_per_token(
     try:
         for token in token_ids:
             start = time.perf_counter()
-            runner.forward([session], [[token]])
+            runner.feed(session, token)
             finish(runner.device)
             seconds.append(time.perf_counter() - start)
     finally:
@@ -159,9 +161,11 @@ def _predict(
 def _feed(runner: ModelRunner, session: Session, segment: Segment, method: Method) -> Tensor:
     """Logits [T - 1, V] after each of the segment's inputs."""
     inputs = segment.inputs
-    at_once = len(inputs) if method.one_pass else (segment.answer_start or 1)
-    pieces = [inputs[:at_once], *((token,) for token in inputs[at_once:])]
-    logits = [runner.forward([session], [piece], all_logits=True)[0] for piece in pieces]
+    # What serves is what is judged: kernels of captured steps take their thresholds from samples.
+    one_pass = method.one_pass and (segment.observed or not runner.has_graph(session))
+    at_once = len(inputs) if one_pass else (segment.answer_start or 1)
+    logits = runner.forward([session], [inputs[:at_once]], all_logits=True)
+    logits += [runner.feed(session, token) for token in inputs[at_once:]]
     return torch.cat(logits).cpu()
 
 

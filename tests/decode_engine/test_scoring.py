@@ -60,7 +60,8 @@ class FakeRunner:
 
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, graphs: bool = False) -> None:
+        self.graphs = graphs
         self.sessions: list[FakeSession] = []
         self.fed: list[list[int]] = []
 
@@ -78,6 +79,12 @@ class FakeRunner:
             wrong = sparse and token == 3
             logits[row, (token + (2 if wrong else 1)) % VOCABULARY] = 2.0 if sparse else 4.0
         return [logits if all_logits else logits[-1:]]
+
+    def has_graph(self, session: FakeSession) -> bool:
+        return self.graphs
+
+    def feed(self, session: FakeSession, token: int) -> Tensor:
+        return self.forward([session], [[token]])[0]
 
 
 def kl(p: Tensor, q: Tensor) -> float:
@@ -97,6 +104,14 @@ def test_score_of_a_segment_compares_every_prediction_with_the_reference() -> No
     assert score.hit_T.tolist() == [True, True, True]
     assert runner.fed == [[0, 1, 2], [0, 1, 2]]
     assert all(session.closed for session in runner.sessions)
+
+
+def test_steps_that_run_in_graphs_are_scored_as_they_are_served() -> None:
+    runner = FakeRunner(graphs=True)
+    segment = Segment((0, 1, 2, 3), answer_start=2)
+    log_probs = reference_log_probs(cast(ModelRunner, runner), CONTEXT, FULL, segment)
+    assert runner.fed == [[0, 1], [2]]
+    assert log_probs.shape == (3, VOCABULARY)
 
 
 @pytest.mark.parametrize(
