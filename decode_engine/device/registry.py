@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from decode_engine.device.dense_steps import DenseSteps
 from decode_engine.device.step_attention import StepAttention
+from decode_engine.device.table_steps import TableSteps
 from index_store.manifest import Manifest
 from index_store.methods import Method
+
+STEP_ATTENTIONS: tuple[type[StepAttention], ...] = (TableSteps,)
+"""Of searching layers; the first that takes a method runs it."""
 
 
 def step_attention_for(method: Method, manifest: Manifest) -> type[StepAttention] | str:
     """The class that runs the method's searching layers, or why there is none, as a clause."""
-    if not method.sparse:
-        return DenseSteps
-    return "there are no kernels for its index"
+    refusals = []
+    for kind in STEP_ATTENTIONS:
+        refusal = kind.refusal(method, manifest)
+        if refusal is None:
+            return kind
+        refusals.append(refusal)
+    return "; ".join(dict.fromkeys(refusals))
