@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
+from decode_engine.device.cluster_steps import ClusterSteps
+from decode_engine.device.dense_steps import DenseSteps
+from decode_engine.device.listed_steps import ListedSteps
 from decode_engine.device.step_attention import StepAttention
 from decode_engine.device.table_steps import TableSteps
+from decode_engine.kernels.key_values import HEAD_DIMS, MAX_GROUP
+from index_store.budgets.ratio import Ratio, TokenCount
 from index_store.manifest import Manifest
 from index_store.methods import Method
 
-STEP_ATTENTIONS: tuple[type[StepAttention], ...] = (TableSteps,)
-"""Of searching layers; the first that takes a method runs it."""
+_CLASSES: tuple[type[StepAttention], ...] = (TableSteps, ClusterSteps, ListedSteps)
+"""Of methods that search, the one with fewer launches first. The last one knows most methods, and why not others."""
 
 
 def step_attention_for(method: Method, manifest: Manifest) -> type[StepAttention] | str:
-    """The class that runs the method's searching layers, or why there is none, as a clause."""
-    refusals = []
-    for kind in STEP_ATTENTIONS:
-        refusal = kind.refusal(method, manifest)
-        if refusal is None:
-            return kind
-        refusals.append(refusal)
-    return "; ".join(dict.fromkeys(refusals))
+    """The class that runs the method's searching layers, or why there is none, as a clause.
+
+    What decides besides the index and its search options:
+
+    - remainder `dropped`: query tables run fused with attention; the keys of other searches are listed and attended;
+    - `monopole` over the clusters that are searched: fused with their selection;
+    - `monopole` and `centred` over another partition: beside any search that lists keys.
+    """
+    if not method.sparse:
+        return DenseSteps
+    reason = _refusal(method, manifest)
+    if reason is not None:
+        return reason
+    for attention in _CLASSES:
+        reason = attention.refusal(method, manifest)
+        if reason is None:
+            return attention
+    return str(reason)
+
+
+def _refusal(method: Method, manifest: Manifest) -> str | None:
+    """What no kernel that searches can do."""
+    budget, model = method.budget, manifest.model
+    if not isinstance(budget, Ratio | TokenCount):
+        return f"kernels keep a ratio or a number of keys, its budget is {budget.label if budget else 'none'}"
+    if budget.group != "average":
+        return f"kernels average the weights of a group's heads, its group rule is {budget.group}"
+    if model.head_dim not in HEAD_DIMS or model.query_heads // model.kv_heads > MAX_GROUP:
+        return (
+            f"kernels exist for head dimensions {HEAD_DIMS} and groups of up to {MAX_GROUP}, the model has "
+            f"{model.head_dim} and {model.query_heads // model.kv_heads}"
+        )
+    return None

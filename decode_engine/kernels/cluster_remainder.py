@@ -1,233 +1,228 @@
-"""The centred remainder: attention to keys that were not listed, from saved scores (see `index_store.remainders`).
+"""The centred remainder: takes attended keys out of the clusters that a lookup attended to whole.
 
-A cluster adds w_c (V_c - sum of the values that were taken out) to the numerator and N' w_c to the denominator, with N'
-the keys left in it. Here the first part comes from the clusters' mean values, N_c w_c v_c, and the second from the
-listed keys, each of which takes w_c v_i away: sums that merge with all others. So every program works alone, on a piece
-of the clusters or of the list.
+Of a cluster with N keys, n of which are attended exactly, N' = N - n are left, with the mean logit
+mu' = (N q.k_c - sum of their logits) / N' and the weight w' = exp(mu') (1 + v / 2) each (`index_store.remainders`). A
+lookup added N w, with the weight w of all keys; what has to be added is N' w' - N w to the denominator, and
+w' (V_c - sum of their values) - w V_c to the numerator. Every attended key adds its n-th part of that, so no program
+waits for another and clusters that nothing was attended of are not looked at again.
 
-Shape legend: B sequences, H KV heads, R = B * H rows, G group heads, C clusters, K listed keys, S slots, D head dim.
+Shape legend: B sequences, H KV heads, R = B * H rows, G group heads, C clusters, S slots, D head dim.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.cluster_parts import add_clusters, take_values
-from decode_engine.kernels.cluster_tables import ClusterTables, Scores, table
-from decode_engine.kernels.key_values import KeyValues
-from decode_engine.kernels.partials import LOG2E, Partials, chained, wait_for_launch
-from decode_engine.kernels.sparse_attention import (
-    TakeOut,
-    attend_pieces,
-    head_rows,
-    piece_size,
-    store_partial,
+from decode_engine.kernels.cluster_lookup import cluster_pointers
+from decode_engine.kernels.cluster_tables import ClusterScores
+from decode_engine.kernels.key_lists import KeyLists
+from decode_engine.kernels.partials import Partials, chained, wait_for_launch
+from decode_engine.kernels.records import (
+    ASSIGNMENT,
+    KEYS,
+    KV,
+    field,
 )
-from index_store.errors import InvalidArgumentError
+from decode_engine.kernels.sparse_attention import (
+    ListShape,
+    add_weighted,
+    context_entries,
+    context_rows,
+    store_partial,
+    tile_options,
+)
 
-_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_ASSIGNMENT = tl.constexpr(ASSIGNMENT)
+_KEYS = tl.constexpr(KEYS)
+_KV = tl.constexpr(KV)
 
 
-def attend_with_centred(
+def correct_clusters(
     q_RGD: Tensor,
-    kv: KeyValues,
-    ids_RK: Tensor,
-    counts_R: Tensor,
-    scores: Scores,
-    tables: ClusterTables,
-    scale: float,
-) -> Partials:
-    """Attention to listed keys, which may be any, and the centred remainder: two launches.
-
-    The first attends and sums up the logits of the keys that leave a cluster, the second does the rest. `scores` must
-    be fresh from a lookup over clusters with variances; nothing may have been taken out of its clusters.
-    """
-    if scores.taken_RGC is None or scores.spreads_RGC is None:
-        raise InvalidArgumentError("the centred remainder needs clusters with variances")
-    piece = piece_size(*ids_RK.shape)
-    pieces = triton.cdiv(ids_RK.shape[1], piece)
-    span = remainder_size(len(ids_RK), tables.width)
-    spans = triton.cdiv(tables.width, span)
-    out_of = TakeOut(tables.addresses_BA, tables.shapes_BX, scores.left_RC, scores.taken_RGC)
-    partials = Partials.allocate(len(ids_RK), spans + 2 * pieces, q_RGD.shape[1], kv.head_dim, q_RGD.device)
-    attend_pieces(q_RGD, kv, ids_RK, counts_R, scale, piece, partials, 0, out_of)
-    _launch(kv, ids_RK, counts_R, scores, tables, partials, pieces, piece, spans, span)
-    return partials
-
-
-def remainder_size(rows: int, width: int) -> int:
-    """Clusters per program."""
-    return min(1024, max(64, int(triton.next_power_of_2(max(1, rows * width // 512)))))
-
-
-def _launch(
-    kv: KeyValues,
-    ids_RK: Tensor,
-    counts_R: Tensor,
-    scores: Scores,
-    tables: ClusterTables,
+    records_BF: Tensor,
+    lists: KeyLists,
+    shape: ListShape,
+    scores: ClusterScores,
     partials: Partials,
-    pieces: int,
-    piece: int,
-    spans: int,
-    span: int,
+    first_slot: int,
 ) -> None:
-    rows, slots, group = partials.peaks_RSG.shape
-    whole = kv.tensors[0].dtype == torch.float32
-    remainder_kernel[(spans + pieces, rows)](
-        kv.addresses_B,
-        kv.head_rows_B,
-        ids_RK,
-        counts_R,
+    """Takes the listed keys, sinks and recent window out of their clusters, in `shape.programs` slots.
+
+    `scores` hold what `attend_lists` summed up over the same keys.
+    """
+    rows, group, head_dim = q_RGD.shape
+    correct_kernel[(shape.programs, rows)](
+        q_RGD,
+        records_BF,
+        lists.ids_RPW,
+        lists.counts_RP,
+        scores.logits_RCG,
+        scores.spreads_RCG,
+        scores.taken_RC,
+        scores.taken_logits_RCG,
         partials.sums_RSGD,
         partials.peaks_RSG,
         partials.totals_RSG,
-        tables.addresses_BA,
-        tables.shapes_BX,
-        scores.logits_RGC,
-        scores.spreads_RGC,
-        scores.left_RC,
-        scores.taken_RGC,
-        ids_RK.shape[1],
-        slots,
-        tables.width,
-        pieces,
-        spans,
-        HEADS=kv.heads,
+        lists.ids_RPW.shape[2],
+        shape.listed,
+        scores.logits_RCG.shape[1],
+        partials.peaks_RSG.shape[1],
+        first_slot,
+        HEADS=rows // len(records_BF),
         GROUP=group,
-        DIM=kv.head_dim,
-        PIECE=piece,
-        SPAN=span,
-        VALUES=_TRITON_TYPES[tables.dtype],
-        TILE=64,
-        SPAN_STAGES=1 if span <= 64 or whole else 3,
-        PRECISION="ieee" if whole else "tf32",
-        num_warps=4,
-        **chained(ids_RK.device),
+        DIM=head_dim,
+        PARTS=shape.parts,
+        **tile_options(q_RGD.dtype, 32),
+        **chained(q_RGD.device),
     )
 
 
-def remainder_reference(
-    kv: KeyValues, ids_RK: Tensor, counts_R: Tensor, scores: Scores, tables: ClusterTables, kind: str
-) -> tuple[Tensor, Tensor]:
-    """Attention out [R, G, d] and lse [R, G] of the remainder alone, once every listed key has left its cluster.
-
-    kind: `monopole` or `centred`. `scores` as the launches before left them: for monopole those of `select_clusters`,
-    for centred those of `attend_with_centred`.
-    """
-    outs, lses = [], []
-    for row in range(len(ids_RK)):
-        context, head = tables.of_row(row)
-        sizes = context.sizes_HC[head]
-        left = scores.left_RC[row, : len(sizes)].clamp(min=0)
-        logits = scores.logits_RGC[row, :, : len(sizes)]
-        if kind == "centred" and scores.taken_RGC is not None and scores.spreads_RGC is not None:
-            sums = sizes * logits - scores.taken_RGC[row, :, : len(sizes)]
-            logits = sums / left.clamp(min=1) + scores.spreads_RGC[row, :, : len(sizes)] / LOG2E
-        logits = torch.where(left > 0, logits, -torch.inf)
-        base = logits.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
-        weights = torch.exp(logits - base)
-        total = (weights * left).sum(-1)
-        values = weights * sizes @ context.value_means_HCD[head].float()
-        ids = ids_RK[row, : int(counts_R[row])].long()
-        ids = ids[ids >= 0]
-        clusters = context.assignment_HN[head, ids].long()
-        ids, clusters = ids[clusters >= 0], clusters[clusters >= 0]
-        rows = kv.tensors[row // kv.heads][row % kv.heads]
-        values -= weights[:, clusters] @ rows[ids, 1].float()
-        empty = total <= 0
-        outs.append((values / torch.where(empty, 1.0, total)[:, None]).masked_fill(empty[:, None], 0.0))
-        lses.append(base[:, 0] + total.clamp(min=0).log())
-    return torch.stack(outs), torch.stack(lses)
+@triton.jit
+def weigh_members(
+    cluster: tl.tensor,
+    sizes_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    spreads_ptr: tl.tensor,
+    taken_ptr: tl.tensor,
+    taken_logits_ptr: tl.tensor,
+    row_clusters: tl.tensor,
+    GROUP: tl.constexpr,
+) -> tl.tensor:
+    """Of every key's cluster: log2 of a key's weight [heads, keys] before and now, and keys before, now and taken."""
+    member = cluster >= 0
+    heads = tl.arange(0, 16)
+    sizes = tl.load(sizes_ptr + cluster, mask=member, other=1).to(tl.float32)
+    of_cluster = row_clusters + cluster
+    taken = tl.load(taken_ptr + of_cluster, mask=member, other=1).to(tl.float32)
+    at = of_cluster[None, :] * GROUP + heads[:, None]
+    inside = (heads < GROUP)[:, None] & member[None, :]
+    means = tl.load(logits_ptr + at, mask=inside, other=float("-inf"))
+    spreads = tl.load(spreads_ptr + at, mask=inside, other=0.0)
+    taken_logits = tl.load(taken_logits_ptr + at, mask=inside, other=0.0)
+    left = sizes - taken
+    mean_left = (means * sizes[None, :] - taken_logits) / tl.maximum(left, 1.0)[None, :]
+    now = tl.where((left > 0.0)[None, :], mean_left + spreads, float("-inf"))
+    return means + spreads, now, sizes, left, taken
 
 
-@triton.jit(do_not_specialize=["width", "slots", "clusters", "pieces", "spans"])
-def remainder_kernel(
-    addresses_ptr: tl.tensor,
-    head_rows_ptr: tl.tensor,
+@triton.jit
+def correct_run(
+    peaks: tl.tensor,
+    totals: tl.tensor,
+    sums: tl.tensor,
+    rows_ptr: tl.tensor,
+    value_means_ptr: tl.tensor,
+    sizes_ptr: tl.tensor,
+    assignment_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    step: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    logits_ptr: tl.tensor,
+    spreads_ptr: tl.tensor,
+    taken_ptr: tl.tensor,
+    taken_logits_ptr: tl.tensor,
+    row_clusters: tl.tensor,
+    LISTED: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """Adds what entries start.., TILE in every `step`, up to stop-1 change about their clusters; as `attend_run`."""
+    dims = tl.arange(0, DIM)
+    for at in tl.range(start, stop, step, num_stages=STAGES):
+        entry = at + tl.arange(0, TILE)
+        if LISTED:
+            ids = tl.load(ids_ptr + entry, mask=entry < stop, other=-1)
+        else:
+            ids = tl.where(entry < stop, tl.where(entry < first, entry, end + entry - first), -1)
+        cluster = tl.load(assignment_ptr + ids, mask=ids >= 0, other=-1)
+        where = ids[:, None] * (2 * DIM) + DIM + dims[None, :]
+        values = tl.load(rows_ptr + where, mask=(cluster >= 0)[:, None], other=0.0)
+        where = cluster[:, None] * DIM + dims[None, :]
+        value_means = tl.load(value_means_ptr + where, mask=(cluster >= 0)[:, None], other=0.0)
+        before, now, sizes, left, taken = weigh_members(
+            cluster, sizes_ptr, logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr, row_clusters, GROUP
+        )
+        highest = tl.maximum(before + tl.log2(sizes)[None, :], now + tl.log2(tl.maximum(left, 1.0))[None, :])
+        higher = tl.maximum(peaks, tl.max(highest, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(peaks - base)
+        before = tl.exp2(before - base[:, None])
+        now = tl.exp2(now - base[:, None])
+        share = (1.0 / taken)[None, :]
+        totals = totals * shrink + tl.sum((now * left[None, :] - before * sizes[None, :]) * share, 1)
+        sums = add_weighted(sums * shrink[:, None], -now, values, True, PRECISION)
+        whole = (now - before) * sizes[None, :] * share
+        sums = add_weighted(sums, whole, value_means, True, PRECISION)
+        peaks = higher
+    return peaks, totals, sums
+
+
+@triton.jit(do_not_specialize=["width", "listed", "cluster_width", "slots", "first_slot"])
+def correct_kernel(
+    q_ptr: tl.tensor,
+    records_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    spreads_ptr: tl.tensor,
+    taken_ptr: tl.tensor,
+    taken_logits_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     peaks_ptr: tl.tensor,
     totals_ptr: tl.tensor,
-    cluster_addresses_ptr: tl.tensor,
-    shapes_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    spreads_ptr: tl.tensor,
-    left_ptr: tl.tensor,
-    taken_ptr: tl.tensor,
     width: tl.tensor,
+    listed: tl.tensor,
+    cluster_width: tl.tensor,
     slots: tl.tensor,
-    clusters: tl.tensor,
-    pieces: tl.tensor,
-    spans: tl.tensor,
+    first_slot: tl.tensor,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
-    PIECE: tl.constexpr,
-    SPAN: tl.constexpr,
-    VALUES: tl.constexpr,
+    PARTS: tl.constexpr,
     TILE: tl.constexpr,
-    SPAN_STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """One program per (SPAN clusters, row), and one per (piece of the list, row) that takes values away."""
-    wait_for_launch(CHAINED)
+    """Programs and their keys are those of `attend_kernel`, without the tail."""
     program = tl.program_id(0)
     row = tl.program_id(1)
-    sequence = row // HEADS
+    b = row // HEADS
     head = (row % HEADS).to(tl.int64)
-    count = tl.minimum(tl.load(counts_ptr + row), width)
-    rows_ptr = head_rows(addresses_ptr, head_rows_ptr, row, VALUES, HEADS, DIM)
-    own_ids = ids_ptr + row.to(tl.int64) * width
-    slot = program + pieces
-    own = tl.load(shapes_ptr + sequence * 2)
-    sizes_ptr = table(cluster_addresses_ptr, sequence, 2, tl.int32) + head * own
-    wide = (row.to(tl.int64) * GROUP + tl.arange(0, 16)) * clusters
-    left_row = left_ptr + row.to(tl.int64) * clusters
-    if program < spans:
-        values_ptr = table(cluster_addresses_ptr, sequence, 1, VALUES) + head * own * DIM
-        first = program * SPAN
-        end = tl.minimum(first + SPAN, own)
-        peaks, totals, sums = add_clusters(
-            logits_ptr + wide,
-            spreads_ptr + wide,
-            taken_ptr + wide,
-            left_row,
-            sizes_ptr,
-            values_ptr,
-            first,
-            end,
-            GROUP,
-            DIM,
-            TILE,
-            SPAN_STAGES,
-            PRECISION,
-        )
+    element: tl.constexpr = q_ptr.dtype.element_ty
+    rows_ptr = context_rows(records_ptr, b, head, _KV, element)
+    _, value_means_ptr, sizes_ptr, _, _ = cluster_pointers(records_ptr, row, HEADS, DIM, element)
+    assignment_ptr = field(records_ptr, b, _ASSIGNMENT).to(tl.pointer_type(tl.int32))
+    assignment_ptr += head * field(records_ptr, b, _KEYS)
+    first, end, entries = context_entries(records_ptr, b)
+    row_clusters = row.to(tl.int64) * cluster_width
+    peaks = tl.full([16], float("-inf"), tl.float32)
+    totals = tl.zeros([16], tl.float32)
+    sums = tl.zeros([16, DIM], tl.float32)
+    wait_for_launch(CHAINED)
+    if program < listed:
+        segment = row.to(tl.int64) * (listed // PARTS) + program // PARTS
+        count = tl.minimum(tl.load(counts_ptr + segment), width)
+        peaks, totals, sums = correct_run(
+            peaks, totals, sums, rows_ptr, value_means_ptr, sizes_ptr, assignment_ptr,
+            ids_ptr + segment * width, (program % PARTS) * TILE, count, PARTS * TILE, first, end,
+            logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr, row_clusters,
+            True, GROUP, DIM, TILE, STAGES, PRECISION,
+        )  # fmt: skip
     else:
-        keys = tl.load(shapes_ptr + sequence * 2 + 1)
-        assignment_ptr = table(cluster_addresses_ptr, sequence, 5, tl.int32) + head * keys
-        first = (program - spans) * PIECE
-        end = tl.minimum(first + PIECE, count)
-        peaks, sums = take_values(
-            logits_ptr + wide,
-            spreads_ptr + wide,
-            taken_ptr + wide,
-            left_row,
-            sizes_ptr,
-            assignment_ptr,
-            rows_ptr,
-            own_ids,
-            first,
-            end,
-            GROUP,
-            DIM,
-            TILE,
-            PRECISION,
-        )
-        totals = tl.zeros([16], tl.float32)
+        peaks, totals, sums = correct_run(
+            peaks, totals, sums, rows_ptr, value_means_ptr, sizes_ptr, assignment_ptr,
+            ids_ptr, (program - listed) * TILE, entries, (tl.num_programs(0) - listed) * TILE, first, end,
+            logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr, row_clusters,
+            False, GROUP, DIM, TILE, 1, PRECISION,
+        )  # fmt: skip
+    slot = first_slot + program
     store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, slot, peaks, totals, sums, GROUP, DIM, 16)

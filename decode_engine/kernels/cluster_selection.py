@@ -1,322 +1,354 @@
-"""Selection of clusters up to a token budget, as lists of key ids.
+"""Selection of clusters up to a token budget, as lists of their keys.
 
-The threshold is the lowest bin of the histogram from which on all clusters fit into the budget, so a budget is never
-exceeded and the lists' capacity is known beforehand; by how little it is missed is a matter of the bins, and the counts
-say it. Where the clusters of the highest bin alone exceed the budget none is selected.
+A cluster's weight is the mean over the group's heads of S = exp(q.c) / sum_j N_j exp(q.c_j) (Squeezed Attention eq. 1,
+Multipole Attention section 3.2). The threshold is bisected, so a budget is never exceeded and nothing is sorted; by how
+little it is missed is a matter of the last cluster. Where the heaviest cluster alone exceeds it, none is selected.
 
-After a lookup that attended to all clusters as N keys at their mean, the same launch takes the share of what is now
-attended exactly away again: N exp(q.c) with the mean value for a whole cluster, exp(q.c) with its own value for a
-single key. That costs little accuracy: by Jensen's inequality the keys that replace a mean weigh at least as much.
+A row's programs all find the same threshold, each on its own: that takes less time than to wait for one that does.
+Then each lists the members of its share of the clusters, at a place that follows from those before it.
 
-Shape legend: B sequences, H KV heads, R = B * H rows, K listed keys, C clusters, P programs per row.
+Shape legend: B sequences, H KV heads, R = B * H rows, G group heads, C clusters, P programs per row, W keys of a list.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.cluster_parts import empty_state, list_members, take_shares
-from decode_engine.kernels.cluster_tables import BINS, ClusterTables, Scores, table
-from decode_engine.kernels.key_values import KeyValues
+from decode_engine.kernels.cluster_tables import ClusterScores
+from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.partials import Partials, chained, wait_for_launch
-from decode_engine.kernels.sparse_attention import head_rows, store_partial
-from index_store.errors import InvalidArgumentError
+from decode_engine.kernels.records import (
+    CLUSTERS,
+    END,
+    FIRST,
+    KEEP,
+    KEYS,
+    MEMBERS,
+    OFFSETS,
+    SIZES,
+    field,
+)
 
-_GONE = -(2**30)
-_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_CLUSTERS = tl.constexpr(CLUSTERS)
+_END = tl.constexpr(END)
+_FIRST = tl.constexpr(FIRST)
+_KEEP = tl.constexpr(KEEP)
+_KEYS = tl.constexpr(KEYS)
+_MEMBERS = tl.constexpr(MEMBERS)
+_OFFSETS = tl.constexpr(OFFSETS)
+_SIZES = tl.constexpr(SIZES)
+
+RANGE = 24.0
+"""Distance from the heaviest cluster, in units of log2, beyond which clusters are not told apart: what is lighter by
+2^-24 would not change a float32 sum. A budget that reaches down there, but not to all clusters, is left unused."""
+TURNS = 16
+"""Of the bisection: weights are told apart up to a 2^-16 of that range."""
+_AT_ONCE = 16384
+"""Clusters of a row that a program holds in registers; of more, weights are read again in every turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionBuffers:
+    """What programs of a row leave for themselves. chosen_RPO, places_RPO: [R, P, owned clusters] int32, selected
+    clusters and where their members go. weights_RC: [R, C] float32, in units of log2, where they are read again."""
+
+    chosen_RPO: Tensor
+    places_RPO: Tensor
+    weights_RC: Tensor | None
+
+    @staticmethod
+    def allocate(rows: int, width: int, device: torch.device | str) -> SelectionBuffers:
+        programs = max(1, min(16, 512 // rows, triton.cdiv(width, 16)))
+        own = max(16, int(triton.next_power_of_2(triton.cdiv(width, programs * 16))) * 16)
+        return SelectionBuffers(
+            torch.empty(rows, programs, own, dtype=torch.int32, device=device),
+            torch.empty(rows, programs, own, dtype=torch.int32, device=device),
+            torch.empty(rows, width, device=device) if width > _AT_ONCE else None,
+        )
 
 
 def select_clusters(
-    scores: Scores,
-    tables: ClusterTables,
-    budgets_R: Tensor,
-    capacity: int,
-    away: tuple[KeyValues, Partials] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Ids [R, capacity] int32 and counts [R] int32 of the keys that each row attends exactly.
+    records_BF: Tensor,
+    scores: ClusterScores,
+    partials: Partials,
+    splits: int,
+    buffers: SelectionBuffers,
+    lists: KeyLists,
+) -> None:
+    """Fills `lists`, one segment a row, with the members of selected clusters.
 
-    Keys outside the searched range come first, then the members of selected clusters inside it. budgets_R: [R] int32,
-    keys of selected clusters at most. capacity: at least the budget and the keys outside the range together; what does
-    not fit would be lost. away: partial attention that holds all clusters, to take the listed keys' share from; uses
-    `selection_programs` slots after the lookup's.
-
-    Counts are those of `scores`, and all listed keys are taken out of `scores.left_RC`. Within a row the order of the
-    clusters changes from run to run.
+    partials: the first `splits` slots are those of the lookup that filled `scores`. Members outside the searched range
+    are -1; they count for the budget.
     """
-    rows, group, width = scores.logits_RGC.shape
-    if budgets_R.dtype != torch.int32 or budgets_R.shape != (rows,):
-        raise InvalidArgumentError(
-            f"budgets are {budgets_R.dtype} of shape {tuple(budgets_R.shape)}, expected int32 of shape [{rows}]"
-        )
-    own = owned_clusters(rows, width)
-    programs = triton.cdiv(width, own)
-    ids = torch.empty(rows, capacity, dtype=torch.int32, device=budgets_R.device)
-    chosen = torch.empty(rows, programs, own, dtype=torch.int32, device=budgets_R.device)
-    kv, partials = (None, None) if away is None else away
-    select_kernel[(programs + 1, rows)](
-        scores.bins_RC,
-        scores.histogram_RB,
-        scores.left_RC,
-        scores.logits_RGC,
-        tables.addresses_BA,
-        tables.shapes_BX,
-        tables.ranges_BX,
-        budgets_R,
-        None if kv is None else kv.addresses_B,
-        None if kv is None else kv.head_rows_B,
-        chosen,
-        ids,
-        scores.counts_R,
-        None if partials is None else partials.sums_RSGD,
-        scores.peaks_RSG,
-        scores.totals_RSG,
+    rows, width, group = scores.logits_RCG.shape
+    _, programs, own = buffers.chosen_RPO.shape
+    block = min(int(triton.next_power_of_2(width)), _AT_ONCE)
+    select_kernel[(programs, rows)](
+        records_BF,
+        scores.logits_RCG,
+        partials.peaks_RSG,
+        partials.totals_RSG,
+        buffers.weights_RC,
+        buffers.chosen_RPO,
+        buffers.places_RPO,
+        lists.ids_RPW,
+        lists.counts_RP,
         width,
-        capacity,
-        scores.peaks_RSG.shape[1],
-        scores.splits,
-        HEADS=tables.heads,
+        partials.peaks_RSG.shape[1],
+        splits,
+        lists.ids_RPW.shape[2],
+        HEADS=rows // len(records_BF),
         GROUP=group,
-        DIM=tables.head_dim,
+        HEADS_TILE=triton.next_power_of_2(group),
+        SPLITS=triton.next_power_of_2(splits),
+        BLOCK=block,
+        SINGLE=buffers.weights_RC is None,
         OWN=own,
-        AT_ONCE=16,
-        MEMBERS=32,
-        TILE=32,
-        BINS=BINS,
-        GONE=_GONE,
-        AWAY=away is not None,
-        VALUES=_TRITON_TYPES[tables.dtype],
-        PRECISION="ieee" if tables.dtype == torch.float32 else "tf32",
-        num_warps=4,
-        maxnreg=96,  # The kernel waits more than it computes: more programs at a time are worth more than registers.
-        **chained(ids.device),
+        AT_ONCE=32,
+        AT_MEMBER=32,
+        RANGE=RANGE,
+        TURNS=TURNS,
+        num_warps=max(1, min(16, block // 512)),
+        **chained(records_BF.device),
     )
-    return ids, scores.counts_R
-
-
-def owned_clusters(rows: int, width: int) -> int:
-    """Clusters per program."""
-    return min(1024, max(16, int(triton.next_power_of_2(max(1, rows * width // 256)))))
-
-
-def selection_programs(rows: int, width: int) -> int:
-    """Programs per row, and slots that they fill."""
-    return int(triton.cdiv(width, owned_clusters(rows, width))) + 1
-
-
-def select_clusters_reference(
-    scores: Scores, tables: ClusterTables, budgets_R: Tensor, capacity: int
-) -> tuple[Tensor, Tensor]:
-    """The same, eagerly; clusters in ascending order."""
-    rows = len(scores.bins_RC)
-    ids = torch.full((rows, capacity), -1, dtype=torch.int32, device=scores.bins_RC.device)
-    at_least_RB = scores.histogram_RB.flip(1).cumsum(1).flip(1)
-    for row in range(rows):
-        context, head = tables.of_row(row)
-        first, end = tables.ranges_BX[row // tables.heads].tolist()
-        fits = at_least_RB[row] <= budgets_R[row]
-        threshold = int(fits.int().argmax()) if bool(fits.any()) else BINS
-        chosen = (scores.bins_RC[row].int() >= threshold).nonzero()[:, 0].tolist()
-        always = [*range(first), *range(end, context.assignment_HN.shape[1])]
-        for cluster in context.assignment_HN[head, always].tolist():
-            if cluster >= 0:
-                scores.left_RC[row, cluster] -= 1
-        scores.left_RC[row, chosen] += _GONE
-        listed = list(always)
-        for cluster in chosen:
-            begin, stop = context.offsets_HC[head, cluster : cluster + 2].tolist()
-            members = context.members_HN[head, begin:stop].tolist()
-            listed += [key for key in members if first <= key < end]
-        ids[row, : len(listed)] = torch.tensor(listed, dtype=torch.int32)
-        scores.counts_R[row] = len(listed)
-    return ids, scores.counts_R
 
 
 @triton.jit
-def threshold_bin(
-    histogram_ptr: tl.tensor, row: tl.tensor, budget: tl.tensor, BINS: tl.constexpr
-) -> tl.tensor:
-    """The lowest bin from which on at most `budget` keys are counted; BINS when there is none."""
-    bins = tl.arange(0, BINS)
-    counts = tl.load(histogram_ptr + row * BINS + bins)
-    at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    return tl.min(tl.where(at_least <= budget, bins, BINS), 0)
-
-
-@triton.jit
-def list_always(
-    ids_ptr: tl.tensor,
-    assignment_ptr: tl.tensor,
-    left_ptr: tl.tensor,
-    bins_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    logits_ptrs: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    keys: tl.tensor,
-    capacity: tl.tensor,
-    threshold: tl.tensor,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    AWAY: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tl.tensor:
-    """Lists the keys outside first..end-1; where their cluster is not selected they leave it one by one."""
-    peaks, totals, sums = empty_state(DIM)
-    count = first + tl.maximum(keys - end, 0)
-    for start in range(0, count, TILE):
-        entry = start + tl.arange(0, TILE)
-        ids = tl.where(entry < first, entry, end + entry - first)
-        inside = entry < count
-        tl.store(ids_ptr + entry, ids, mask=inside & (entry < capacity))
-        cluster = tl.load(assignment_ptr + ids, mask=inside, other=-1)
-        tl.atomic_add(left_ptr + cluster, -1, mask=cluster >= 0, sem="relaxed")
-        if AWAY:
-            bins = tl.load(bins_ptr + cluster, mask=cluster >= 0, other=32767).to(tl.int32)
-            peaks, totals, sums = take_shares(
-                cluster,
-                bins < threshold,
-                rows_ptr + ids * (2 * DIM) + DIM,
-                tl.full([TILE], 1.0, tl.float32),
-                logits_ptrs,
-                peaks,
-                totals,
-                sums,
-                GROUP,
-                DIM,
-                PRECISION,
-            )
-    return peaks, totals, sums
-
-
-@triton.jit(do_not_specialize=["width", "capacity", "slots", "splits"])
-def select_kernel(
-    bins_ptr: tl.tensor,
-    histogram_ptr: tl.tensor,
-    left_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    addresses_ptr: tl.tensor,
-    shapes_ptr: tl.tensor,
-    ranges_ptr: tl.tensor,
-    budgets_ptr: tl.tensor,
-    row_addresses_ptr: tl.tensor,
-    head_rows_ptr: tl.tensor,
-    chosen_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
+def normalisers(
     peaks_ptr: tl.tensor,
     totals_ptr: tl.tensor,
-    width: tl.tensor,
-    capacity: tl.tensor,
+    row: tl.tensor,
     slots: tl.tensor,
     splits: tl.tensor,
+    GROUP: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> tl.tensor:
+    """Log2 of every head's sum over all clusters [HEADS_TILE]; 0 without clusters."""
+    heads = tl.arange(0, HEADS_TILE)
+    split = tl.arange(0, SPLITS)
+    at = (row.to(tl.int64) * slots + split)[:, None] * GROUP + heads[None, :]
+    inside = (split < splits)[:, None] & (heads < GROUP)[None, :]
+    peaks = tl.load(peaks_ptr + at, mask=inside, other=float("-inf"))
+    totals = tl.load(totals_ptr + at, mask=inside, other=0.0)
+    highest = tl.max(peaks, 0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(totals * tl.exp2(peaks - base[None, :]), 0)
+    return base + tl.log2(tl.where(total > 0.0, total, 1.0))
+
+
+@triton.jit
+def weigh(
+    logits_ptr: tl.tensor,
+    normaliser: tl.tensor,
+    at: tl.tensor,
+    clusters: tl.tensor,
+    GROUP: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+) -> tl.tensor:
+    """Log2 of the summed weights of clusters; -inf for those without keys."""
+    heads = tl.arange(0, HEADS_TILE)
+    inside = (at < clusters)[:, None] & (heads < GROUP)[None, :]
+    logits = tl.load(logits_ptr + at[:, None] * GROUP + heads[None, :], mask=inside, other=float("-inf"))
+    weights = tl.sum(tl.exp2(logits - normaliser[None, :]), 1)
+    return tl.where(weights > 0.0, tl.log2(tl.maximum(weights, 1e-37)), float("-inf"))
+
+
+@triton.jit
+def keys_from(
+    weights: tl.tensor,
+    sizes: tl.tensor,
+    weights_ptr: tl.tensor,
+    sizes_ptr: tl.tensor,
+    clusters: tl.tensor,
+    threshold: tl.tensor,
+    program: tl.tensor,
+    programs: tl.tensor,
+    BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr,
+) -> tl.tensor:
+    """Keys of the clusters whose weight reaches the threshold; only of those that programs before `program` own."""
+    if SINGLE:
+        owner = (tl.arange(0, BLOCK) // 16) % programs
+        return tl.sum(tl.where((weights >= threshold) & (owner < program), sizes, 0), 0)
+    counted = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, clusters, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        owner = (at // 16) % programs
+        some = tl.load(weights_ptr + at, mask=at < clusters, other=float("-inf"))
+        number = tl.load(sizes_ptr + at, mask=at < clusters, other=0)
+        counted += tl.where((some >= threshold) & (owner < program), number, 0)
+    return tl.sum(counted, 0)
+
+
+@triton.jit
+def list_members(
+    members_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    begin: tl.tensor,
+    sizes: tl.tensor,
+    places: tl.tensor,
+    skip: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    room: tl.tensor,
+    MEMBERS: tl.constexpr,
+) -> None:
+    """Lists members skip..skip+MEMBERS-1 of some clusters; -1 instead of those that are not searched."""
+    member = skip + tl.arange(0, MEMBERS)
+    inside = member[None, :] < sizes[:, None]
+    ids = tl.load(members_ptr + begin[:, None] + member[None, :], mask=inside, other=-1)
+    ids = tl.where((ids >= first) & (ids < end), ids, -1)
+    place = places[:, None] + member[None, :]
+    tl.store(ids_ptr + place, ids, mask=inside & (place < room))
+
+
+@triton.jit
+def cut(
+    weights: tl.tensor,
+    sizes: tl.tensor,
+    weights_ptr: tl.tensor,
+    sizes_ptr: tl.tensor,
+    clusters: tl.tensor,
+    heaviest: tl.tensor,
+    keep: tl.tensor,
+    program: tl.tensor,
+    programs: tl.tensor,
+    BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr,
+    RANGE: tl.constexpr,
+    TURNS: tl.constexpr,
+) -> tl.tensor:
+    """The weight from which on clusters are selected, and the keys of selected clusters of programs before this one."""
+    above = tl.where(heaviest == float("-inf"), 0.0, heaviest) + 1e-3
+    below = above - RANGE
+    lowest = below - 1e30
+    every = keys_from(
+        weights, sizes, weights_ptr, sizes_ptr, clusters, lowest, programs, programs, BLOCK, SINGLE
+    )
+    for _ in range(TURNS):
+        middle = 0.5 * (above + below)
+        number = keys_from(
+            weights, sizes, weights_ptr, sizes_ptr, clusters, middle, programs, programs, BLOCK, SINGLE
+        )
+        over = number > keep
+        below = tl.where(over, middle, below)
+        above = tl.where(over, above, middle)
+    threshold = tl.where(every <= keep, lowest, above)
+    before = keys_from(
+        weights, sizes, weights_ptr, sizes_ptr, clusters, threshold, program, programs, BLOCK, SINGLE
+    )
+    return threshold, before
+
+
+@triton.jit
+def list_chosen(
+    chosen_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    number: tl.tensor,
+    offsets_ptr: tl.tensor,
+    members_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    room: tl.tensor,
+    AT_ONCE: tl.constexpr,
+    AT_MEMBER: tl.constexpr,
+) -> None:
+    """Lists the members of a program's selected clusters."""
+    for some in range(0, number, AT_ONCE):
+        turn = some + tl.arange(0, AT_ONCE)
+        cluster = tl.load(chosen_ptr + turn, mask=turn < number, other=0)
+        places = tl.load(places_ptr + turn, mask=turn < number, other=0)
+        begin = tl.load(offsets_ptr + cluster, mask=turn < number, other=0)
+        held = tl.load(offsets_ptr + cluster + 1, mask=turn < number, other=0) - begin
+        for skip in range(0, tl.max(held, 0), AT_MEMBER):
+            list_members(members_ptr, ids_ptr, begin, held, places, skip, first, end, room, AT_MEMBER)
+
+
+@triton.jit(do_not_specialize=["width", "slots", "splits", "room"])
+def select_kernel(
+    records_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    chosen_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    width: tl.tensor,
+    slots: tl.tensor,
+    splits: tl.tensor,
+    room: tl.tensor,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    DIM: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr,
     OWN: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    TILE: tl.constexpr,
-    BINS: tl.constexpr,
-    GONE: tl.constexpr,
-    AWAY: tl.constexpr,
-    VALUES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    AT_MEMBER: tl.constexpr,
+    RANGE: tl.constexpr,
+    TURNS: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """One program per (OWN clusters, row), and one more per row, the first, for the keys outside the range.
-
-    A program's clusters come in runs of 16 from all over the context, since selected ones come in neighbourhoods.
-    """
-    wait_for_launch(CHAINED)
-    program = tl.program_id(0) - 1
-    programs = tl.num_programs(0) - 1
+    """One program per (share of the clusters, row); shares are runs of 16 from all over the context."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
     row = tl.program_id(1)
-    sequence = row // HEADS
+    b = row // HEADS
     head = (row % HEADS).to(tl.int64)
-    keys = tl.load(shapes_ptr + sequence * 2 + 1)
-    first = tl.load(ranges_ptr + sequence * 2)
-    end = tl.load(ranges_ptr + sequence * 2 + 1)
-    left_row = left_ptr + row.to(tl.int64) * width
-    ids_row = ids_ptr + row.to(tl.int64) * capacity
-    bins_row = bins_ptr + row.to(tl.int64) * width
-    logits_ptrs = logits_ptr + (row.to(tl.int64) * GROUP + tl.arange(0, 16)) * width
-    threshold = threshold_bin(histogram_ptr, row, tl.load(budgets_ptr + row), BINS)
-    peaks, totals, sums = empty_state(DIM)
-    if program < 0:
-        rows_ptr = left_row
-        if AWAY:
-            rows_ptr = head_rows(row_addresses_ptr, head_rows_ptr, row, VALUES, HEADS, DIM)
-        peaks, totals, sums = list_always(
-            ids_row,
-            table(addresses_ptr, sequence, 5, tl.int32) + head * keys,
-            left_row,
-            bins_row,
-            rows_ptr,
-            logits_ptrs,
-            first,
-            end,
-            keys,
-            capacity,
-            threshold,
-            GROUP,
-            DIM,
-            TILE,
-            AWAY,
-            PRECISION,
-        )
-    else:
-        clusters = tl.load(shapes_ptr + sequence * 2)
-        offsets_ptr = table(addresses_ptr, sequence, 3, tl.int32) + head * (clusters + 1)
-        members_ptr = table(addresses_ptr, sequence, 4, tl.int32) + head * keys
-        chosen_ptr += (row.to(tl.int64) * programs + program) * OWN
-        lane = tl.arange(0, OWN)
-        owned = ((lane // 16) * programs + program) * 16 + lane % 16
-        bins = tl.load(bins_row + owned, mask=owned < width, other=-1).to(tl.int32)
-        chosen = (bins >= threshold).to(tl.int32)
-        tl.store(chosen_ptr + tl.cumsum(chosen, 0) - chosen, owned, mask=chosen > 0)
-        number = tl.sum(chosen, 0)
+    clusters = field(records_ptr, b, _CLUSTERS).to(tl.int32)
+    keys = field(records_ptr, b, _KEYS)
+    first = field(records_ptr, b, _FIRST).to(tl.int32)
+    end = field(records_ptr, b, _END).to(tl.int32)
+    keep = field(records_ptr, b, _KEEP)
+    sizes_ptr = field(records_ptr, b, _SIZES).to(tl.pointer_type(tl.int32)) + head * clusters
+    offsets_ptr = field(records_ptr, b, _OFFSETS).to(tl.pointer_type(tl.int32)) + head * (clusters + 1)
+    members_ptr = field(records_ptr, b, _MEMBERS).to(tl.pointer_type(tl.int32)) + head * keys
+    at = tl.arange(0, BLOCK)
+    sizes = tl.load(sizes_ptr + at, mask=at < clusters, other=0)
+    wait_for_launch(CHAINED)
+    logits_row = logits_ptr + row.to(tl.int64) * width * GROUP
+    weights_row = logits_row
+    if not SINGLE:
+        weights_row = weights_ptr + row.to(tl.int64) * width
+    normaliser = normalisers(peaks_ptr, totals_ptr, row, slots, splits, GROUP, HEADS_TILE, SPLITS)
+    weights = weigh(logits_row, normaliser, at, clusters, GROUP, HEADS_TILE)
+    heaviest = tl.max(weights, 0)
+    if not SINGLE:
+        for start in range(0, clusters, BLOCK):
+            some = weigh(logits_row, normaliser, start + at, clusters, GROUP, HEADS_TILE)
+            # Every program of the row writes the same numbers.
+            tl.store(weights_row + start + at, some, mask=start + at < clusters)
+            heaviest = tl.maximum(heaviest, tl.max(some, 0))
         tl.debug_barrier()
-        for some in range(0, number, AT_ONCE):
-            place = some + tl.arange(0, AT_ONCE)
-            valid = place < number
-            cluster = tl.load(chosen_ptr + place, mask=valid, other=0)
-            begin = tl.load(offsets_ptr + cluster, mask=valid, other=0)
-            sizes = tl.load(offsets_ptr + cluster + 1, mask=valid, other=0) - begin
-            tl.atomic_add(left_row + cluster, GONE, mask=valid, sem="relaxed")
-            for skip in range(0, tl.max(sizes, 0), MEMBERS):
-                list_members(
-                    members_ptr,
-                    ids_row,
-                    counts_ptr + row,
-                    begin,
-                    sizes,
-                    skip,
-                    first,
-                    end,
-                    capacity,
-                    AT_ONCE,
-                    MEMBERS,
-                )
-            if AWAY:
-                values_ptr = table(addresses_ptr, sequence, 1, VALUES) + head * clusters * DIM
-                peaks, totals, sums = take_shares(
-                    cluster,
-                    valid,
-                    values_ptr + cluster * DIM,
-                    sizes.to(tl.float32),
-                    logits_ptrs,
-                    peaks,
-                    totals,
-                    sums,
-                    GROUP,
-                    DIM,
-                    PRECISION,
-                )
-    if AWAY:
-        slot = splits + program + 1
-        store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, slot, peaks, totals, sums, GROUP, DIM, 16)
+    threshold, before = cut(
+        weights, sizes, weights_row, sizes_ptr, clusters, heaviest, keep, program, programs,
+        BLOCK, SINGLE, RANGE, TURNS,
+    )  # fmt: skip
+    lane = tl.arange(0, OWN)
+    owned = ((lane // 16) * programs + program) * 16 + lane % 16
+    own_weights = weigh(logits_row, normaliser, owned, clusters, GROUP, HEADS_TILE)
+    own_sizes = tl.load(sizes_ptr + owned, mask=owned < clusters, other=0)
+    chosen = ((own_weights >= threshold) & (own_sizes > 0)).to(tl.int32)
+    own_sizes *= chosen
+    rank = tl.cumsum(chosen, 0) - chosen
+    place = before + tl.cumsum(own_sizes, 0) - own_sizes
+    scratch = (row.to(tl.int64) * programs + program) * OWN
+    tl.store(chosen_ptr + scratch + rank, owned, mask=chosen > 0)
+    tl.store(places_ptr + scratch + rank, place, mask=chosen > 0)
+    if program == programs - 1:
+        tl.store(counts_ptr + row, tl.minimum(before + tl.sum(own_sizes, 0), room))
+    tl.debug_barrier()
+    list_chosen(
+        chosen_ptr + scratch, places_ptr + scratch, tl.sum(chosen, 0), offsets_ptr, members_ptr,
+        ids_ptr + row.to(tl.int64) * room, first, end, room, AT_ONCE, AT_MEMBER,
+    )  # fmt: skip

@@ -1,11 +1,15 @@
-"""Attention to listed keys: flash-decoding over ragged index lists.
+"""Attention to listed keys: flash-decoding over ragged lists, and over the keys that are always attended.
 
-Every row (a sequence's KV head) brings a list of key ids of its own length. Lists are cut into pieces of a fixed number
-of keys, one program each, so that a head with a long list waits for nobody and none waits for it; the programs'
-partial results are merged by one more launch. The query heads of a group share a tile, so every key and value is read
-once. Counts stay on the device: programs beyond a row's count end at once.
+Lists are cut into tiles of a fixed number of keys, which a fixed number of programs take turns with; more programs
+share the sinks, the recent window and the tail in the same way. So no head waits for the longest list. The query heads
+of a group share a tile, so every key and value is read once. Partial results are merged by one more launch
+(`partials`). Counts stay on the device: programs without keys end at once.
 
-Shape legend: B sequences, H KV heads, R = B * H rows, G group heads, K listed keys, S slots, D head dim.
+Keys that a remainder's clusters hold leave them here: the weight that the cluster's mean gave them is taken away from
+their own (`MONOPOLE`), or their logits are summed up for a launch that does it later (`SUMS`).
+
+Shape legend: B sequences, H KV heads, R = B * H rows, G group heads, P segments of a row, W keys that a segment has
+room for, S slots, C clusters, X programs that attend to lists, D head dim.
 """
 
 from __future__ import annotations
@@ -18,159 +22,135 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.cluster_tables import table
-from decode_engine.kernels.key_values import KeyValues, check_queries
-from decode_engine.kernels.partials import (
-    LOG2E,
-    Partials,
-    chained,
-    merge_partials,
-    wait_for_launch,
+from decode_engine.kernels.cluster_tables import ClusterScores
+from decode_engine.kernels.key_lists import KeyLists
+from decode_engine.kernels.key_values import check_queries
+from decode_engine.kernels.partials import LOG2E, Partials, chained, wait_for_launch
+from decode_engine.kernels.records import (
+    ASSIGNMENT,
+    END,
+    FIRST,
+    KEYS,
+    KV,
+    TAIL,
+    TAIL_KEYS,
+    field,
 )
 from index_store.errors import InvalidArgumentError
 
+_KV = tl.constexpr(KV)
+_TAIL = tl.constexpr(TAIL)
+_KEYS = tl.constexpr(KEYS)
+_FIRST = tl.constexpr(FIRST)
+_END = tl.constexpr(END)
+_TAIL_KEYS = tl.constexpr(TAIL_KEYS)
+_ASSIGNMENT = tl.constexpr(ASSIGNMENT)
 
-def attend_listed(
-    q_RGD: Tensor, kv: KeyValues, ids_RK: Tensor, counts_R: Tensor, scale: float, piece: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Attention out [R, G, d] float32 and lse [R, G] float32 over the keys that each row lists.
-
-    q_RGD: [B * H, G, d] in the dtype of the keys, contiguous; G 1..8, d 64 or 128. ids_RK: [B * H, K] int32 key ids;
-    negative entries do not count. counts_R: [B * H] int32, entries of each row that count. scale: of the logits,
-    1/sqrt(d). piece: keys per program, a multiple of 64; chosen from the shapes when None.
-
-    Rows without any key have out 0 and lse -inf. Raises InvalidArgumentError for shapes and dtypes that do not fit.
-    """
-    piece = piece or piece_size(*ids_RK.shape)
-    partials = attend_pieces(q_RGD, kv, ids_RK, counts_R, scale, piece)
-    return merge_partials(partials)
+NOTHING, MONOPOLE, SUMS = 0, 1, 2
+"""What is taken out of clusters."""
+_MONOPOLE = tl.constexpr(MONOPOLE)
+_SUMS = tl.constexpr(SUMS)
+_TILE = 64
 
 
-def attend_listed_reference(
-    q_RGD: Tensor, kv: KeyValues, ids_RK: Tensor, counts_R: Tensor, scale: float, piece: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """The same, eagerly, in float32."""
-    outs, lses = [], []
-    for row in range(len(ids_RK)):
-        rows = kv.tensors[row // kv.heads][row % kv.heads]
-        ids = ids_RK[row, : int(counts_R[row])].long()
-        chosen = rows[ids[ids >= 0]].float()
-        logits = q_RGD[row].float() @ chosen[:, 0].t() * scale
-        lses.append(logits.logsumexp(-1))
-        outs.append(torch.softmax(logits, -1) @ chosen[:, 1])
-    return torch.stack(outs), torch.stack(lses)
+@dataclass(frozen=True, slots=True)
+class ListShape:
+    """How the work of a row is cut: programs per segment of its list, and programs for the keys always attended."""
 
+    segments: int
+    parts: int
+    exact: int
 
-def piece_size(rows: int, width: int) -> int:
-    """Keys per program: enough programs to fill a large device, and few enough partial results to merge."""
-    wanted = rows * width // 1024
-    return min(512, max(64, int(triton.next_power_of_2(max(1, wanted)))))
+    @staticmethod
+    def of(rows: int, segments: int, width: int) -> ListShape:
+        """Enough programs to fill a large device, and few enough partial results to merge."""
+        parts = int(triton.next_power_of_2(max(1, triton.cdiv(1024, rows * segments))))
+        return ListShape(
+            segments, max(1, min(parts, triton.cdiv(width, _TILE))), max(2, min(16, 512 // rows))
+        )
+
+    @property
+    def listed(self) -> int:
+        """Programs of a row for its lists."""
+        return self.segments * self.parts
+
+    @property
+    def programs(self) -> int:
+        """Programs of a row, and slots that they fill."""
+        return self.listed + self.exact
 
 
 @dataclass(frozen=True, slots=True)
 class TakeOut:
-    """Clusters that listed keys are taken out of while they are attended.
+    """Clusters that attended keys leave, scored by a lookup; `mode` is MONOPOLE or SUMS."""
 
-    addresses_BA, shapes_BX, left_RC, taken_RGC: as in `ClusterTables` and `Scores`.
-    """
-
-    addresses_BA: Tensor
-    shapes_BX: Tensor
-    left_RC: Tensor
-    taken_RGC: Tensor
+    scores: ClusterScores
+    mode: int
 
 
-def attend_pieces(
+def attend_lists(
     q_RGD: Tensor,
-    kv: KeyValues,
-    ids_RK: Tensor,
-    counts_R: Tensor,
+    records_BF: Tensor,
+    lists: KeyLists,
+    shape: ListShape,
+    partials: Partials,
     scale: float,
-    piece: int,
-    into: Partials | None = None,
+    *,
     first_slot: int = 0,
-    out_of: TakeOut | None = None,
-) -> Partials:
-    """`attend_listed` without the merge: one slot per piece of a row's list.
+    kept_RX: Tensor | None = None,
+    take_out: TakeOut | None = None,
+) -> None:
+    """Attention to listed keys, sinks, recent window and tail, into `shape.programs` slots from first_slot on.
 
-    into, first_slot: where other launches have slots too. With `out_of` every key leaves its cluster: counts and sums
-    of logits are brought up to date.
+    q_RGD: [R, G, d] in the dtype of the keys, contiguous; G 1..8, d 64 or 128. scale: of the logits, 1/sqrt(d).
+    kept_RX: [R, X] int32, X = shape.listed, set to how many listed keys each program attended.
+    Raises InvalidArgumentError for shapes and dtypes that do not fit.
     """
-    rows, width = ids_RK.shape
-    check_queries(q_RGD, rows, kv.head_dim, kv.tensors[0].dtype)
-    check_lists(ids_RK, counts_R)
-    if piece < 64 or piece % 64:
-        raise InvalidArgumentError(f"pieces have {piece} keys, expected a multiple of 64")
-    if rows != len(kv.tensors) * kv.heads:
+    rows, group, head_dim = q_RGD.shape
+    check_queries(q_RGD, len(records_BF))
+    if lists.ids_RPW.shape[:2] != (rows, shape.segments):
         raise InvalidArgumentError(
-            f"{rows} lists of keys for {len(kv.tensors)} sequences of {kv.heads} KV heads"
+            f"lists of keys have shape {tuple(lists.ids_RPW.shape)}, expected [{rows}, {shape.segments}, any]"
         )
-    group, pieces = q_RGD.shape[1], max(1, triton.cdiv(width, piece))
-    partials = into or Partials.allocate(rows, pieces, group, kv.head_dim, q_RGD.device)
-    attend_kernel[(pieces, rows)](
+    scores = None if take_out is None else take_out.scores
+    attend_kernel[(shape.programs, rows)](
         q_RGD,
-        kv.addresses_B,
-        kv.head_rows_B,
-        ids_RK,
-        counts_R,
+        records_BF,
+        lists.ids_RPW,
+        lists.counts_RP,
+        None if scores is None else scores.logits_RCG,
+        None if scores is None else scores.taken_RC,
+        None if scores is None else scores.taken_logits_RCG,
+        kept_RX,
         partials.sums_RSGD,
         partials.peaks_RSG,
         partials.totals_RSG,
-        None if out_of is None else out_of.addresses_BA,
-        None if out_of is None else out_of.shapes_BX,
-        None if out_of is None else out_of.left_RC,
-        None if out_of is None else out_of.taken_RGC,
-        width,
+        lists.ids_RPW.shape[2],
+        shape.listed,
+        0 if scores is None else scores.logits_RCG.shape[1],
         partials.peaks_RSG.shape[1],
         first_slot,
-        0 if out_of is None else out_of.left_RC.shape[1],
         scale * LOG2E,
-        HEADS=kv.heads,
+        HEADS=rows // len(records_BF),
         GROUP=group,
-        DIM=kv.head_dim,
-        PIECE=piece,
-        TAKE=out_of is not None,
-        **tile_options(kv.tensors[0].dtype, piece),
+        DIM=head_dim,
+        PARTS=shape.parts,
+        TAKE=NOTHING if take_out is None else take_out.mode,
+        KEPT=kept_RX is not None,
+        **tile_options(q_RGD.dtype),
         **chained(q_RGD.device),
     )
-    return partials
 
 
-def check_lists(ids_RK: Tensor, counts_R: Tensor) -> None:
-    """Raises InvalidArgumentError unless ids [R, K] and counts [R] are contiguous int32."""
-    for name, tensor in (("ids", ids_RK), ("counts", counts_R)):
-        if tensor.dtype != torch.int32 or not tensor.is_contiguous():
-            raise InvalidArgumentError(f"{name} are {tensor.dtype}, expected int32 in one contiguous piece")
-    if counts_R.shape != ids_RK.shape[:1]:
-        raise InvalidArgumentError(f"{len(ids_RK)} lists of keys, but {tuple(counts_R.shape)} counts")
-
-
-def tile_options(dtype: torch.dtype, piece: int) -> dict[str, Any]:
+def tile_options(dtype: torch.dtype, tile: int = _TILE) -> dict[str, Any]:
     """Shape of a launch: keys per iteration, loads in flight, warps."""
-    short = piece <= 64
+    whole = dtype == torch.float32
     return {
-        "TILE": 64,
-        "STAGES": 1 if short or dtype == torch.float32 else 5,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "TILE": tile,
+        "STAGES": 1 if whole else 3,
+        "PRECISION": "ieee" if whole else "tf32",
         "num_warps": 4,
     }
-
-
-@triton.jit
-def head_rows(
-    addresses_ptr: tl.tensor,
-    head_rows_ptr: tl.tensor,
-    row: tl.tensor,
-    ELEMENT: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-) -> tl.tensor:
-    """Pointer to the first row of a KV head's keys and values."""
-    sequence = row // HEADS
-    head = (row % HEADS).to(tl.int64)
-    base = tl.load(addresses_ptr + sequence).to(tl.pointer_type(ELEMENT))
-    base = tl.multiple_of(base, 16)
-    return base + head * tl.load(head_rows_ptr + sequence) * (2 * DIM)
 
 
 @triton.jit
@@ -185,71 +165,19 @@ def load_group(
 
 
 @triton.jit
-def grow(
-    peaks: tl.tensor,
-    totals: tl.tensor,
-    sums: tl.tensor,
-    logits: tl.tensor,
-    values: tl.tensor,
-    PRECISION: tl.constexpr,
+def add_weighted(
+    sums: tl.tensor, weights: tl.tensor, values: tl.tensor, FINE: tl.constexpr, PRECISION: tl.constexpr
 ) -> tl.tensor:
-    """Adds keys with logits [rows, keys] (log2; -inf does not count) and values [keys, d] to a running softmax."""
-    higher = tl.maximum(peaks, tl.max(logits, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    shrink = tl.exp2(peaks - base)
-    weights = tl.exp2(logits - base[:, None])
-    totals = totals * shrink + tl.sum(weights, 1)
-    added = tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
-    return higher, totals, sums * shrink[:, None] + added
+    """sums [rows, d] + weights [rows, keys] @ values [keys, d].
 
-
-@triton.jit
-def attend_piece(
-    q: tl.tensor,
-    rows_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    scale: tl.tensor,
-    assignment_ptr: tl.tensor,
-    left_ptr: tl.tensor,
-    taken_ptrs: tl.tensor,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAKE: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tl.tensor:
-    """Peaks, totals [ROWS] and sums [ROWS, d] over entries first..end-1 of a list of key ids.
-
-    TAKE: keys leave the clusters that assignment_ptr names; taken_ptrs are those of every head's first cluster.
+    FINE: weights count with twice the digits of the values' type, for sums that others largely cancel.
     """
-    dims = tl.arange(0, DIM)
-    peaks = tl.full([ROWS], float("-inf"), tl.float32)
-    totals = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, DIM], tl.float32)
-    for start in tl.range(first, end, TILE, num_stages=STAGES):
-        entry = start + tl.arange(0, TILE)
-        ids = tl.load(ids_ptr + entry, mask=entry < end, other=-1)
-        valid = ids >= 0
-        # A head's rows span less than 2^31 elements up to 2^22 keys.
-        at = ids[:, None] * (2 * DIM) + dims[None, :]
-        keys = tl.load(rows_ptr + at, mask=valid[:, None], other=0.0)
-        values = tl.load(rows_ptr + DIM + at, mask=valid[:, None], other=0.0)
-        logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
-        logits = tl.where(valid[None, :], logits, float("-inf"))
-        if TAKE:
-            cluster = tl.load(assignment_ptr + ids, mask=valid, other=-1)
-            member = cluster >= 0
-            tl.atomic_add(left_ptr + cluster, -1, mask=member, sem="relaxed")
-            natural = logits * 0.6931471805599453
-            into = taken_ptrs[:, None] + cluster[None, :]
-            grouped = tl.arange(0, ROWS) < GROUP
-            tl.atomic_add(into, natural, mask=grouped[:, None] & member[None, :], sem="relaxed")
-        peaks, totals, sums = grow(peaks, totals, sums, logits, values, PRECISION)
-    return peaks, totals, sums
+    coarse = weights.to(values.dtype)
+    sums = tl.dot(coarse, values, sums, input_precision=PRECISION)
+    if FINE and values.dtype != tl.float32:
+        rest = (weights - coarse.to(tl.float32)).to(values.dtype)
+        sums = tl.dot(rest, values, sums, input_precision=PRECISION)
+    return sums
 
 
 @triton.jit
@@ -276,80 +204,185 @@ def store_partial(
     tl.store(into, sums, mask=(heads < GROUP)[:, None] & (peaks != float("-inf"))[:, None])
 
 
-@triton.jit(do_not_specialize=["width", "slots", "first_slot", "clusters"])
+@triton.jit
+def context_entries(records_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """First searched key, their end, and how many keys of the context are always attended."""
+    first = field(records_ptr, b, _FIRST).to(tl.int32)
+    end = field(records_ptr, b, _END).to(tl.int32)
+    keys = field(records_ptr, b, _KEYS).to(tl.int32)
+    return first, end, first + tl.maximum(keys - end, 0)
+
+
+@triton.jit
+def context_rows(
+    records_ptr: tl.tensor, b: tl.tensor, head: tl.tensor, ADDRESS: tl.constexpr, ELEMENT: tl.constexpr
+) -> tl.tensor:
+    """Pointer to a KV head's keys and values; the field of its stride follows that of the address."""
+    address = field(records_ptr, b, ADDRESS) + head * field(records_ptr, b, ADDRESS + 1)
+    return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), 16)
+
+
+@triton.jit
+def take_sums(
+    logits: tl.tensor,
+    of_cluster: tl.tensor,
+    member: tl.tensor,
+    taken_ptr: tl.tensor,
+    taken_logits_ptr: tl.tensor,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Counts keys and adds up their logits, cluster by cluster."""
+    heads = tl.arange(0, ROWS)
+    inside = (heads < GROUP)[:, None] & member[None, :]
+    into = of_cluster[None, :] * GROUP + heads[:, None]
+    tl.atomic_add(taken_ptr + of_cluster, tl.full([TILE], 1, tl.int32), mask=member, sem="relaxed")
+    tl.atomic_add(taken_logits_ptr + into, logits, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def attend_run(
+    q: tl.tensor,
+    peaks: tl.tensor,
+    totals: tl.tensor,
+    sums: tl.tensor,
+    rows_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    step: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    scale: tl.tensor,
+    assignment_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    taken_ptr: tl.tensor,
+    taken_logits_ptr: tl.tensor,
+    row_clusters: tl.tensor,
+    LISTED: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    TAKE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """Adds entries start.., TILE in every `step`, up to stop-1 to a running softmax; returns how many were keys too.
+
+    LISTED: entries are those of a list of key ids; otherwise rows 0..first-1 and from `end` on, one after the other.
+    """
+    heads = tl.arange(0, 16)
+    dims = tl.arange(0, DIM)
+    attended = tl.zeros([TILE], tl.int32)
+    for at in tl.range(start, stop, step, num_stages=STAGES):
+        entry = at + tl.arange(0, TILE)
+        if LISTED:
+            ids = tl.load(ids_ptr + entry, mask=entry < stop, other=-1)
+        else:
+            ids = tl.where(entry < stop, tl.where(entry < first, entry, end + entry - first), -1)
+        valid = ids >= 0
+        attended += valid.to(tl.int32)
+        # A head's rows span less than 2^31 elements up to 2^22 keys.
+        where = ids[:, None] * (2 * DIM) + dims[None, :]
+        keys = tl.load(rows_ptr + where, mask=valid[:, None], other=0.0)
+        values = tl.load(rows_ptr + DIM + where, mask=valid[:, None], other=0.0)
+        logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
+        logits = tl.where(valid[None, :], logits, float("-inf"))
+        higher = tl.maximum(peaks, tl.max(logits, 1))
+        if TAKE > 0:
+            cluster = tl.load(assignment_ptr + ids, mask=valid, other=-1)
+            member = cluster >= 0
+            of_cluster = row_clusters + cluster
+        if TAKE == _SUMS:
+            take_sums(logits, of_cluster, member, taken_ptr, taken_logits_ptr, GROUP, 16, TILE)
+        if TAKE == _MONOPOLE:
+            inside = (heads < GROUP)[:, None] & member[None, :]
+            from_ptr = logits_ptr + of_cluster[None, :] * GROUP + heads[:, None]
+            means = tl.load(from_ptr, mask=inside, other=float("-inf"))
+            higher = tl.maximum(higher, tl.max(means, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(peaks - base)
+        weights = tl.exp2(logits - base[:, None])
+        if TAKE == _MONOPOLE:
+            weights -= tl.exp2(means - base[:, None])
+        totals = totals * shrink + tl.sum(weights, 1)
+        sums = add_weighted(sums * shrink[:, None], weights, values, False, PRECISION)
+        peaks = higher
+    return peaks, totals, sums, tl.sum(attended, 0)
+
+
+@triton.jit(do_not_specialize=["width", "listed", "cluster_width", "slots", "first_slot"])
 def attend_kernel(
     q_ptr: tl.tensor,
-    addresses_ptr: tl.tensor,
-    head_rows_ptr: tl.tensor,
+    records_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    taken_ptr: tl.tensor,
+    taken_logits_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     peaks_ptr: tl.tensor,
     totals_ptr: tl.tensor,
-    cluster_addresses_ptr: tl.tensor,
-    shapes_ptr: tl.tensor,
-    left_ptr: tl.tensor,
-    taken_ptr: tl.tensor,
     width: tl.tensor,
+    listed: tl.tensor,
+    cluster_width: tl.tensor,
     slots: tl.tensor,
     first_slot: tl.tensor,
-    clusters: tl.tensor,
     scale: tl.tensor,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
-    PIECE: tl.constexpr,
+    PARTS: tl.constexpr,
     TAKE: tl.constexpr,
+    KEPT: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """One program per (piece, row)."""
-    wait_for_launch(CHAINED)
-    piece = tl.program_id(0)
-    slot = first_slot + piece
+    """One program per (part of a segment, row), then those for keys that are always attended."""
+    program = tl.program_id(0)
     row = tl.program_id(1)
-    count = tl.minimum(tl.load(counts_ptr + row), width)
-    first = piece * PIECE
-    end = tl.minimum(first + PIECE, count)
-    if first >= end:
-        heads = tl.arange(0, 16)
-        at = (row.to(tl.int64) * slots + slot) * GROUP + heads
-        nothing = tl.full([16], float("-inf"), tl.float32)
-        tl.store(peaks_ptr + at, nothing, mask=heads < GROUP)
-        tl.store(totals_ptr + at, tl.zeros([16], tl.float32), mask=heads < GROUP)
+    b = row // HEADS
+    head = (row % HEADS).to(tl.int64)
+    element: tl.constexpr = q_ptr.dtype.element_ty
+    rows_ptr = context_rows(records_ptr, b, head, _KV, element)
+    first, end, entries = context_entries(records_ptr, b)
+    assignment_ptr = ids_ptr
+    if TAKE > 0:
+        assignment_ptr = field(records_ptr, b, _ASSIGNMENT).to(tl.pointer_type(tl.int32))
+        assignment_ptr += head * field(records_ptr, b, _KEYS)
+    row_clusters = row.to(tl.int64) * cluster_width
+    wait_for_launch(CHAINED)
+    q = load_group(q_ptr, row, GROUP, DIM, 16)
+    peaks = tl.full([16], float("-inf"), tl.float32)
+    totals = tl.zeros([16], tl.float32)
+    sums = tl.zeros([16, DIM], tl.float32)
+    if program < listed:
+        segment = row.to(tl.int64) * (listed // PARTS) + program // PARTS
+        count = tl.minimum(tl.load(counts_ptr + segment), width)
+        peaks, totals, sums, attended = attend_run(
+            q, peaks, totals, sums, rows_ptr, ids_ptr + segment * width, (program % PARTS) * TILE, count, PARTS * TILE,
+            first, end, scale, assignment_ptr, logits_ptr, taken_ptr, taken_logits_ptr, row_clusters,
+            True, GROUP, DIM, TAKE, TILE, STAGES, PRECISION,
+        )  # fmt: skip
+        if KEPT:
+            tl.store(kept_ptr + row * listed + program, attended)
     else:
-        q = load_group(q_ptr, row, GROUP, DIM, 16)
-        element: tl.constexpr = q_ptr.dtype.element_ty
-        rows_ptr = head_rows(addresses_ptr, head_rows_ptr, row, element, HEADS, DIM)
-        own_ids = ids_ptr + row.to(tl.int64) * width
-        assignment_ptr = own_ids
-        left_row = own_ids
-        taken_ptrs = sums_ptr
-        if TAKE:
-            sequence = row // HEADS
-            keys = tl.load(shapes_ptr + sequence * 2 + 1)
-            assignment_ptr = table(cluster_addresses_ptr, sequence, 5, tl.int32)
-            assignment_ptr += (row % HEADS).to(tl.int64) * keys
-            left_row = left_ptr + row.to(tl.int64) * clusters
-            taken_ptrs = taken_ptr + (row.to(tl.int64) * GROUP + tl.arange(0, 16)) * clusters
-        peaks, totals, sums = attend_piece(
-            q,
-            rows_ptr,
-            own_ids,
-            first,
-            end,
-            scale,
-            assignment_ptr,
-            left_row,
-            taken_ptrs,
-            GROUP,
-            DIM,
-            16,
-            TAKE,
-            TILE,
-            STAGES,
-            PRECISION,
-        )
-        store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, slot, peaks, totals, sums, GROUP, DIM, 16)
+        start = (program - listed) * TILE
+        step = (tl.num_programs(0) - listed) * TILE
+        peaks, totals, sums, _ = attend_run(
+            q, peaks, totals, sums, rows_ptr, ids_ptr, start, entries, step,
+            first, end, scale, assignment_ptr, logits_ptr, taken_ptr, taken_logits_ptr, row_clusters,
+            False, GROUP, DIM, TAKE, TILE, 1, PRECISION,
+        )  # fmt: skip
+        tail_keys = field(records_ptr, b, _TAIL_KEYS).to(tl.int32)
+        peaks, totals, sums, _ = attend_run(
+            q, peaks, totals, sums, context_rows(records_ptr, b, head, _TAIL, element), ids_ptr, start, tail_keys, step,
+            tail_keys, tail_keys, scale, assignment_ptr, logits_ptr, taken_ptr, taken_logits_ptr, row_clusters,
+            False, GROUP, DIM, 0, TILE, STAGES, PRECISION,
+        )  # fmt: skip
+    slot = first_slot + program
+    store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, slot, peaks, totals, sums, GROUP, DIM, 16)
