@@ -9,11 +9,11 @@ from dataclasses import dataclass
 class Figures:
     """Running totals over all layers and steps of a session.
 
-    Times in nanoseconds of wall clock. Key counts are summed over query positions, layers and KV heads: `kept` keys
-    were chosen by a search, `attended` adds sinks, recent window and tail, `available` is what full attention
-    would have read. `searches` counts pairs of layer and query position that were searched, `corrected` those of layer,
-    KV head and position whose earlier selection was replaced, of `correctable` compared. The `sparse_` figures leave
-    out layers that attend to everything.
+    Times in nanoseconds of wall clock; on a GPU those of the host, which hands out work and goes on. Key counts are
+    summed over query positions, layers and KV heads: `kept` keys were chosen by a search, `attended` adds sinks, recent
+    window and tail, `available` is what full attention would have read. `searches` counts pairs of layer and query
+    position that were searched, `corrected` those of layer, KV head and position whose earlier selection was replaced,
+    of `correctable` compared. The `sparse_` figures leave out layers that attend to everything.
     """
 
     search_ns: int = 0
