@@ -1,9 +1,10 @@
 """How arrays lie on disk: zarr v3, one uncompressed chunk per entry, crc32c at its end.
 
-Arrays are written through zarr, so that any zarr v3 reader opens them. Reading bypasses zarr: a chunk file is the
-raw little-endian array followed by four bytes of crc32c, which is memory-mapped or read in place. Unlike zarr, which
-fills what is missing with zeros, every reader here fails when a chunk is absent, short, long or altered, or is an
-intact one that belongs elsewhere: its checksum is then not the one that the array's entry has for this place.
+Arrays are created through zarr, so that any zarr v3 reader opens them. Chunks bypass it: a chunk file is the raw
+little-endian array followed by four bytes of crc32c, which is written without a copy, memory-mapped or read in place.
+Unlike zarr, which fills what is missing with zeros, every reader here fails when a chunk is absent, short, long or
+altered, or is an intact one that belongs elsewhere: its checksum is then not the one that the array's entry has for
+this place.
 
 No other module knows about chunk files.
 """
@@ -14,8 +15,9 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import BinaryIO, Protocol
 
 import google_crc32c
 import numpy as np
@@ -43,7 +45,7 @@ _PIECE_BYTES = 16 << 20
 
 
 class _FolderStore(LocalStore):  # type: ignore[misc]  # zarr is not type-checked here
-    """zarr's files in a folder, written by one thread at a time and never after `seal` or a failed write.
+    """The files of arrays in a folder, none of which is begun after `seal` or a failed write.
 
     zarr writes several files at once and, when one fails or its caller is interrupted, leaves the others to finish
     whenever they do: they would come back into a folder that is being removed.
@@ -51,34 +53,56 @@ class _FolderStore(LocalStore):  # type: ignore[misc]  # zarr is not type-checke
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self._writing = threading.Lock()
+        self._state = threading.Condition()
+        self._writing = 0
         self._ended: OSError | None = None
         self._trailers: dict[str, bytes] = {}
 
     def trailer(self, key: str) -> bytes | None:
         """The last bytes that were written to a file, as many as a checksum has; None when it was not written."""
-        with self._writing:
-            return self._trailers.get(key)
+        return self._trailers.get(key)
 
     def seal(self) -> None:
-        """Waits for the write under way, if any; later ones raise."""
-        with self._writing:
+        """Waits for the writes under way, if any; later ones raise."""
+        with self._state:
             self._ended = self._ended or OSError(errno.ESHUTDOWN, "writing has ended")
+            self._state.wait_for(lambda: self._writing == 0)
+
+    def write_chunk(self, key: str, raw: NDArray[np.uint8]) -> None:
+        """Writes a chunk's bytes and their crc32c behind them, as zarr does, without a copy and from any thread."""
+        checksum = 0
+        with self._new_file(key) as file:
+            for start in range(0, raw.size, _PIECE_BYTES):
+                # Pieces that stay in the cache between the checksum and the write.
+                piece = raw[start : start + _PIECE_BYTES]
+                checksum = google_crc32c.extend(checksum, piece)
+                file.write(piece.data)
+            trailer = checksum.to_bytes(CHECKSUM_BYTES, "little")
+            file.write(trailer)
+        self._trailers[key] = trailer
 
     def set_sync(self, key: str, value: Buffer) -> None:
-        with self._writing:
+        with self._new_file(key) as file:
+            file.write(value.as_numpy_array().data)
+
+    @contextmanager
+    def _new_file(self, key: str) -> Iterator[BinaryIO]:
+        with self._state:
             if self._ended is not None:
                 raise OSError(self._ended.errno, self._ended.strerror)
-            path = self.root / key
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("wb") as file:
-                    contents = value.as_numpy_array()
-                    file.write(contents.data)
-            except OSError as error:
-                self._ended = error
-                raise
-            self._trailers[key] = contents[-CHECKSUM_BYTES:].tobytes()
+            self._writing += 1
+        path = self.root / key
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                yield file
+        except OSError as error:
+            self._ended = self._ended or error
+            raise
+        finally:
+            with self._state:
+                self._writing -= 1
+                self._state.notify_all()
 
     async def set(self, key: str, value: Buffer) -> None:
         self.set_sync(key, value)
@@ -89,15 +113,13 @@ class _FolderStore(LocalStore):  # type: ignore[misc]  # zarr is not type-checke
 
 
 class ArrayWriter:
-    """Creates arrays below one folder and writes their chunks, through zarr.
+    """Creates arrays below one folder, through zarr, and writes their chunks as it does.
 
-    Chunks may be written by several threads. After an error nothing more can be written.
+    Chunks may be written by several threads, at the same time. After an error nothing more can be written.
     """
 
     def __init__(self, folder: Path) -> None:
         self._store = _FolderStore(folder)
-        # An array that is opened again forgets that empty chunks are to be written.
-        self._arrays: dict[str, zarr.Array[Any]] = {}
 
     def open(self) -> None:
         """Creates the root group. Comes first."""
@@ -106,7 +128,7 @@ class ArrayWriter:
     def create(self, entry: ArrayEntry) -> None:
         """Creates the array without any chunk; it is complete once every chunk has been written."""
         dtype = STORED_DTYPES[entry.dtype]
-        self._arrays[entry.path] = zarr.create_array(
+        zarr.create_array(
             self._store,
             name=entry.path,
             shape=entry.shape,
@@ -116,8 +138,6 @@ class ArrayWriter:
             compressors=[Crc32cCodec()],
             fill_value=0,
             attributes={"dtype": dtype.name},
-            # A chunk of zeros is data like any other: by default zarr would leave it out.
-            config={"write_empty_chunks": True},
         )
 
     def write_chunk(self, entry: ArrayEntry, indices: Sequence[int], data: Tensor) -> None:
@@ -135,13 +155,7 @@ class ArrayWriter:
                 f"{entry.path}: a chunk is {entry.dtype}, got {dtype_name(data.dtype)}"
             )
         raw = _bytes_of(data.detach().cpu().contiguous())
-        region = tuple(
-            slice(index * chunk, (index + 1) * chunk)
-            for index, chunk in zip(_pad(entry, indices), entry.chunks, strict=True)
-        )
-        self._arrays[entry.path][region] = raw.view(STORED_DTYPES[entry.dtype].zarr_name).reshape(
-            entry.chunks
-        )
+        self._store.write_chunk(self._key(entry, indices), raw)
 
     def checksums(self, entry: ArrayEntry) -> str:
         """The checksums of an array's chunks as they were written, for its entry; nothing is read.
@@ -150,9 +164,9 @@ class ArrayWriter:
         """
         found = []
         for indices in entry.chunk_indices():
-            path = chunk_path(self._store.root, entry, indices)
-            trailer = self._store.trailer(path.relative_to(self._store.root).as_posix())
+            trailer = self._store.trailer(self._key(entry, indices))
             if trailer is None:
+                path = chunk_path(self._store.root, entry, indices)
                 raise MissingChunkError(
                     f"{path}: a chunk of array {entry.path!r} was never written", path=path, array=entry.path
                 )
@@ -162,6 +176,9 @@ class ArrayWriter:
     def close(self) -> None:
         """Ends all writing, also by threads that zarr has left running."""
         self._store.seal()
+
+    def _key(self, entry: ArrayEntry, indices: Sequence[int]) -> str:
+        return chunk_path(self._store.root, entry, indices).relative_to(self._store.root).as_posix()
 
 
 def chunk_path(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> Path:

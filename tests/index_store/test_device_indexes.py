@@ -236,8 +236,9 @@ def code_error(slices_HNSB: Tensor, arrays: dict[str, Tensor]) -> float:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("name", sorted(INDEX_SPECS))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.float16, 80), (torch.float32, 64)]
+)
 def test_every_index_on_a_device(name: str, dtype: torch.dtype, head_dim: int) -> None:
     """Built where the keys are, alike each time, and as good as on the host."""
     spec = INDEX_SPECS[name]

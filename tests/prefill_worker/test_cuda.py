@@ -40,6 +40,20 @@ def test_attention_equals_the_cpu(dtype: torch.dtype, tolerance: float, past: in
     torch.testing.assert_close(found.float().cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("past", [8191, 8192, 30_000])
+def test_long_pasts_in_blocks_equal_whole_ones(past: int) -> None:
+    torch.manual_seed(past)
+    queries = torch.randn(2, 4, 1100, 128, device="cuda", dtype=torch.bfloat16)
+    past_kv = torch.randn(2, past, 2, 128, device="cuda", dtype=torch.bfloat16)
+    chunk = torch.randn(2, 1100, 2, 128, device="cuda", dtype=torch.bfloat16)
+    found = attend_causally(queries, [past_kv], chunk)
+    expected = attend_causally(queries.float(), [past_kv.float()], chunk.float())
+    error = (found.float() - expected).norm() / expected.norm()
+    assert float(error) < 5e-3
+    few = attend_causally(queries[:, :, -100:], [past_kv, chunk[:, :-100]], chunk[:, -100:])
+    torch.testing.assert_close(few.float(), found[:, :, -100:].float(), rtol=2e-2, atol=2e-3)
+
+
 def test_capture_equals_the_cpu(tmp_path: Path) -> None:
     folder = resolve_model(str(write_model_folder(tmp_path / "model", "qwen3")))
     ids = torch.randint(3, 259, (300,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -52,7 +66,7 @@ def test_capture_equals_the_cpu(tmp_path: Path) -> None:
     for layer in range(2):
         one, two = (capture.kv(layer).cpu() for capture in captures)
         torch.testing.assert_close(two, one, rtol=2e-2, atol=2e-2)
-        queries = [capture.query_sample(layer).queries_HPGD for capture in captures]
+        queries = [capture.query_sample(layer).queries_HPGD.cpu() for capture in captures]
         torch.testing.assert_close(queries[1], queries[0], rtol=2e-2, atol=2e-2)
 
 
