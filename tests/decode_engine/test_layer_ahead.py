@@ -63,7 +63,7 @@ def cosines(predicted_1QTD: Tensor, true: list[Tensor]) -> Tensor:
 
 
 def test_predictions_are_right_behind_a_layer_without_effect(served: Served) -> None:
-    model = served.runner._model
+    model = served.runner.model
     prompt = served.runner.tokenizer.encode(PROMPT)
     for idle in range(LAYERS - 1):
         session = served.runner.start(served.context, get_method("csattention", 0.1))
@@ -84,7 +84,7 @@ def test_predictions_are_right_behind_a_layer_without_effect(served: Served) -> 
 
 def test_nothing_is_predicted_afterwards(served: Served) -> None:
     predicted = dict[int, Tensor]()
-    with predicted_queries(served.runner._model, predicted):
+    with predicted_queries(served.runner.model, predicted):
         pass
     session = served.runner.start(served.context, get_method("csattention", 0.1))
     served.runner.forward([session], [[5]])
@@ -93,7 +93,7 @@ def test_nothing_is_predicted_afterwards(served: Served) -> None:
 
 def test_ahead_behind_layers_without_effect_is_the_same_as_searching_in_time(served: Served) -> None:
     prompt = served.runner.tokenizer.encode(PROMPT)
-    model = served.runner._model
+    model = served.runner.model
     with without_effect(model, 0), without_effect(model, 1):
         plain = served.runner.start(served.context, get_method("csattention", 0.1))
         ahead = served.runner.start(served.context, get_method("csattention@ahead@correct=0.999", 0.1))
