@@ -1,0 +1,269 @@
+"""Prefill on a GPU: tokens per second against the bare forward pass, and building and writing beside each other.
+
+usage: python ops/bench/prefill_gpu.py [--tokens 32768,131072] [--layers 32] [--written-layers 8] [--chunk 2048]
+
+A model of Llama-3.1-8B's shape with random weights, bfloat16. First it is checked, on two layers, that keys and values
+read chunk by chunk are those of one pass with torch's own attention, and that clusters built on the device are as
+tight as faiss's. Then the same tokens are read by the bare decoder in one pass and by the capture in chunks. At last a
+context of fewer layers is prefilled into a store, without overlap and with it, and every index of one layer is built
+by itself. One JSON line per figure.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from index_store.catalog import Store
+from index_store.index_specs import INDEX_SPECS, IndexSpec
+from index_store.indexes.base import LayerSource
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.manifest import ModelIdentity
+from prefill_worker.build import check_build
+from prefill_worker.capture import Capture, plan_sample, register_attention
+from prefill_worker.layer_writing import LayerWriting
+from prefill_worker.prefill import run_context
+from prefill_worker.stages import Clock
+
+VOCABULARY = 128_256
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 2**20,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    "tie_word_embeddings": False,
+}
+CHECKED_TOKENS = 6000
+CHECKED_LAYERS = 2
+SAMPLE = 8192
+
+
+class CheckFailedError(Exception):
+    """A result is not what it must be: no time is reported."""
+
+
+def make_model(layers: int, attention: str) -> Any:
+    """A causal model with random weights on the GPU; the same ones each time."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", num_hidden_layers=layers, **SHAPE)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.bfloat16
+        ).eval()
+
+
+def make_capture(layers: int, tokens: int) -> Capture:
+    """What `prefill-worker run` uses for such a model."""
+    identity = ModelIdentity("random", "llama", "0", "0", layers, 32, 8, 128, VOCABULARY, 2**20)
+    plan = plan_sample(tokens, [], SAMPLE // 4, 0)
+    return Capture(identity, tokens, torch.bfloat16, plan, "cuda")
+
+
+def tokens_of(count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(count)
+    ids: list[int] = torch.randint(0, VOCABULARY, (count,), generator=generator).tolist()
+    return ids
+
+
+def seconds(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+@torch.inference_mode()
+def check_capture(chunk: int) -> dict[str, float]:
+    """Relative errors of the last layer's keys and values against one pass with torch's attention."""
+    ids = tokens_of(CHECKED_TOKENS)
+    model = make_model(CHECKED_LAYERS, "sdpa")
+    cache = model.model(torch.tensor([ids], device="cuda"), use_cache=True).past_key_values
+    last = cache.layers[CHECKED_LAYERS - 1]
+    expected = torch.stack([last.keys[0], last.values[0]], dim=2)
+    capture = make_capture(CHECKED_LAYERS, len(ids))
+    run_context(make_model(CHECKED_LAYERS, register_attention()), capture, ids, chunk)
+    found = capture.kv(CHECKED_LAYERS - 1)
+    error = float((found.float() - expected.float()).norm() / expected.float().norm())
+    if not error < 0.02:
+        raise CheckFailedError(f"keys and values read in chunks are off by {error:.3f}")
+    return {"kv_error": round(error, 5), "spread_ratio": round(check_clusters(capture), 4)}
+
+
+def check_clusters(capture: Capture) -> float:
+    """How much wider the clusters built on the device are than those of the host, over one head's keys."""
+    spec = INDEX_SPECS["remainder_clusters"]
+    spreads = []
+    for device in ("cuda", "cpu"):
+        kv = capture.kv(0)[:1].to(device)
+        source = LayerSource(kv, capture.query_sample(0))
+        arrays = INDEX_KINDS[spec.kind].build(spec.parameters, source, 0).arrays()
+        own = arrays["assignment"][0].long()
+        keys = kv[0, :, 0].float()
+        apart = keys - arrays["means"][0][own.clamp(min=0)]
+        spreads.append(float(apart[own >= 0].double().square().sum()))
+    if not spreads[0] < 1.02 * spreads[1]:
+        raise CheckFailedError(f"clusters are {spreads[0] / spreads[1]:.3f} times as wide as the host's")
+    return spreads[0] / spreads[1]
+
+
+@torch.inference_mode()
+def forward_figure(tokens: int, layers: int, chunk: int) -> dict[str, Any]:
+    """Tokens per second of the bare decoder in one pass, and of the capture in chunks."""
+    ids = tokens_of(tokens)
+    row: dict[str, Any] = {
+        "bench": "prefill_gpu",
+        "figure": "forward",
+        "tokens": tokens,
+        "layers": layers,
+        "chunk": chunk,
+    }
+    model = make_model(layers, "sdpa")
+    batch = torch.tensor([ids], device="cuda")
+    model.model(batch[:, : min(tokens, 8192)], use_cache=False)
+    torch.cuda.reset_peak_memory_stats()
+    row["bare_s"] = seconds(lambda: model.model(batch, use_cache=False))
+    row["bare_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    del model
+    torch.cuda.empty_cache()
+    model = make_model(layers, register_attention())
+    run_context(model, make_capture(layers, 2 * chunk), ids[: 2 * chunk], chunk)
+    torch.cuda.reset_peak_memory_stats()
+    capture = make_capture(layers, tokens)
+    row["capture_s"] = seconds(lambda: run_context(model, capture, ids, chunk))
+    row["capture_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    row["kv_gb"] = sum(capture.kv(layer).nbytes for layer in range(layers)) / 1e9
+    row["bare_tokens_per_s"] = tokens / row["bare_s"]
+    row["capture_tokens_per_s"] = tokens / row["capture_s"]
+    row["of_bare"] = row["bare_s"] / row["capture_s"]
+    return row
+
+
+def written_figure(tokens: int, layers: int, chunk: int, folder: Path, overlap: bool) -> dict[str, Any]:
+    """Seconds from the first token to the last byte written, and of the stages."""
+    ids = tokens_of(tokens)
+    model = make_model(layers, register_attention())
+    frequencies = model.model.rotary_emb.inv_freq.float().cpu()
+    capture = make_capture(layers, tokens)
+    store = Store(folder, create=True)
+    clock = Clock()
+    indexes = [(INDEX_SPECS[name], range(layers)) for name in ("query_tables", "remainder_clusters")]
+    for spec, _ in indexes:
+        check_build(spec, capture.identity, frequencies, torch.bfloat16, "cuda")
+    begin = time.perf_counter()
+    with (
+        store.writer("0" * 64) as writer,
+        LayerWriting(writer, capture, frequencies, 0, clock, overlap) as writing,
+    ):
+        writing.begin(indexes, measure=True)
+        if overlap:
+            capture.when_passed(writing.add)
+        with clock("prefill"):
+            run_context(model, capture, ids, chunk)
+            torch.cuda.synchronize()
+        with clock("layers"):
+            written = writing.finish(lambda done, total: None)
+        total = time.perf_counter() - begin
+        with clock("verify"):
+            writer.verify()
+    nbytes = sum(index.nbytes for index in written.indexes) + 2 * tokens * layers * 8 * 128 * 2
+    return {
+        "bench": "prefill_gpu",
+        "figure": "written",
+        "tokens": tokens,
+        "layers": layers,
+        "chunk": chunk,
+        "overlap": overlap,
+        "total_s": total,
+        **{f"{phase}_s": value for phase, value in clock.seconds.items()},
+        "index_ms_per_layer": 1e3 * clock.seconds["index"] / layers,
+        "written_gb": nbytes / 1e9,
+        "gb_per_s": nbytes / 1e9 / clock.seconds["layers"],
+    }
+
+
+def build_figures(tokens: int) -> Iterator[dict[str, Any]]:
+    """Milliseconds to build each index of one layer from keys, values and queries on the device, checks included."""
+    capture = make_capture(1, tokens)
+    capture.begin_context_chunk(0, tokens)
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key, value = (
+        torch.randn(heads, tokens, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for heads in (32, 8, 8)
+    )
+    capture.attend(0, query, key, value)
+    source = LayerSource(
+        capture.kv(0), capture.query_sample(0), 500_000.0 ** -(torch.arange(0, 128, 2) / 128)
+    )
+    for name, spec in INDEX_SPECS.items():
+        if not spec.stored:
+            continue
+
+        def build(spec: IndexSpec = spec) -> object:
+            return INDEX_KINDS[spec.kind].build(spec.parameters, source, 0)
+
+        build()
+        times = [1e3 * seconds(build) for _ in range(5)]
+        yield {
+            "bench": "prefill_gpu",
+            "figure": "build",
+            "tokens": tokens,
+            "index": name,
+            "ms": statistics.median(times),
+        }
+
+
+def emit(row: dict[str, Any]) -> None:
+    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+    sys.stdout.write(json.dumps({**rounded, "machine": machine}) + "\n")
+    sys.stdout.flush()
+    torch.cuda.empty_cache()
+
+
+def main(
+    tokens: Annotated[str, typer.Option(help="Contexts, comma-separated.")] = "32768,131072",
+    layers: Annotated[int, typer.Option(help="Of the model whose forward pass is timed.")] = 32,
+    written_layers: Annotated[int, typer.Option(help="Of the context that is written; 0 writes none.")] = 8,
+    chunk: Annotated[int, typer.Option(help="Tokens per pass.")] = 2048,
+    folder: Annotated[Path | None, typer.Option(help="Where the context is written.")] = None,
+) -> None:
+    """Checks and times prefill; one JSON line per figure."""
+    try:
+        emit({"bench": "prefill_gpu", "figure": "check", **check_capture(chunk)})
+        lengths = [int(part) for part in tokens.split(",") if part]
+        for length in lengths:
+            emit(forward_figure(length, layers, chunk))
+        # The first one compiles kernels and is not reported.
+        writings = [
+            (8 * chunk, False),
+            *((length, overlap) for length in lengths for overlap in (False, True)),
+        ]
+        for number, (length, overlap) in enumerate(writings if written_layers else ()):
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                row = written_figure(length, written_layers, chunk, Path(temporary), overlap)
+            if number:
+                emit(row)
+        for row in build_figures(lengths[-1]):
+            emit(row)
+    except CheckFailedError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    typer.run(main)
