@@ -1,0 +1,164 @@
+"""What the product-code kernels work on: sizes, launch shapes and buffers.
+
+Codes of a KV head are read in blocks of BLOCK consecutive keys. Programs take strided blocks, so that neighbouring
+keys, which tend to be kept together, are spread over them.
+
+Shape legend: B sequences, H KV heads, R = B * H rows, G query heads per KV head, d head dim, N keys, M subspaces, W
+codewords of a subspace, E = d/M slice width, O words of four heads, P tiles of keys, S sampling programs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from index_store.errors import InvalidArgumentError
+
+BLOCK = 256
+"""Consecutive keys that one program reads before it skips to its next block."""
+
+RUN = 64
+"""Consecutive keys of a sample."""
+
+WORD_HEADS = 4
+"""Query heads whose table entries share a 32-bit word."""
+
+MAX_SUBSPACES, MAX_CODEWORDS, MAX_KEYS = 32, 256, 2**21
+
+
+@dataclass(frozen=True, slots=True)
+class CodeShape:
+    """How the work is cut; results do not depend on it, but for the sample that cut and normalisers come from.
+
+    tile_keys: keys that one program scores and lists, a power of two and a multiple of BLOCK; warps: of such a program.
+    samplers, sample_keys: programs per row that score a sample, and keys of each; powers of two. How far the number of
+    kept keys strays depends on the sample alone, not on the context: of 8,192 keys at 1 %, 82 decide, which makes a
+    tenth.
+    """
+
+    tile_keys: int = 2048
+    warps: int = 4
+    samplers: int = 4
+    sample_keys: int = 2048
+    sample_warps: int = 8
+
+
+def code_shape(max_keys: int, subspaces: int, group: int) -> CodeShape:
+    """A launch shape for contexts of up to max_keys.
+
+    A thread looks up no more than it has registers for: with more subspaces or two words of heads, fewer keys.
+    """
+    fewer = max(1, subspaces * -(-group // WORD_HEADS) // 8)
+    tile = max(BLOCK, min(2048 // fewer, triton.next_power_of_2(max_keys)))
+    return CodeShape(tile_keys=tile, samplers=4 * fewer, sample_keys=2048 // fewer)
+
+
+@dataclass(frozen=True, slots=True)
+class CodePlan:
+    """One layer shape: everything that a kernel is compiled for.
+
+    max_keys: the longest context of the batch. strided: dimensions of subspace b are those with i mod M = b, otherwise
+    a slice. Raises InvalidArgumentError for sizes outside of what kernels can do.
+    """
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    subspaces: int
+    codewords: int
+    max_keys: int
+    strided: bool = True
+    shape: CodeShape = CodeShape()
+
+    def __post_init__(self) -> None:
+        refusal = refuse_sizes(self.group, self.head_dim, self.subspaces, self.codewords, self.max_keys)
+        if refusal is not None:
+            raise InvalidArgumentError(refusal)
+        tile = self.shape.tile_keys
+        if tile % BLOCK or tile & (tile - 1):
+            raise InvalidArgumentError(f"tile of {tile} keys, expected a power of two from {BLOCK} keys on")
+
+    @property
+    def scale(self) -> float:
+        """Of the logits."""
+        return 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def words(self) -> int:
+        """O: 32-bit words that hold a byte for every head of a group."""
+        return -(-self.group // WORD_HEADS)
+
+    @property
+    def word_heads(self) -> int:
+        """Heads in a word: a power of two."""
+        return min(WORD_HEADS, int(triton.next_power_of_2(self.group)))
+
+    @property
+    def tiles(self) -> int:
+        """P: tiles of the longest context."""
+        return -(-self.max_keys // self.shape.tile_keys)
+
+
+def refuse_sizes(group: int, head_dim: int, subspaces: int, codewords: int, max_keys: int) -> str | None:
+    """Why kernels cannot do such sizes; None when they can."""
+    if not 1 <= group <= 8 or head_dim not in (64, 128) or not 1 <= max_keys <= MAX_KEYS:
+        return (
+            f"group {group}, head dimension {head_dim}, {max_keys} keys; the kernels over product codes take groups "
+            f"of 1 to 8, dimensions 64 and 128 and up to {MAX_KEYS} keys"
+        )
+    if not 4 <= subspaces <= MAX_SUBSPACES or head_dim % subspaces or not 2 <= codewords <= MAX_CODEWORDS:
+        return (
+            f"{subspaces} subspaces of {codewords} codewords for head dimension {head_dim}; the kernels over product "
+            f"codes take 4 to {MAX_SUBSPACES} subspaces of 2 to {MAX_CODEWORDS} codewords"
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class CodeWork:
+    """Buffers of one search, made once per batch size; a captured graph keeps using them.
+
+    tables_ROX: [R, O, M * W] int32, a byte for each of four heads: how far q_b . c is above the bottom of its table, in
+    units of units_RG [R, G] float32, which are logits in log2. sampled_ROX: [R, O, S * sample_keys] int32: a byte for
+    each of four heads, exp(logit) of a sampled key relative to its program's largest (5 exponent and 3 mantissa bits).
+    peaks_RSG, masses_RSG: [R, S, G] float32: log2 of a program's largest weight, and the sum of its weights relative to
+    it; sampled_RS: [R, S] int32: how many keys those are. normalisers_RG: [R, G] float32: log2 of the sum of all keys'
+    weights, estimated. cuts_R: [R] float32: keys are kept whose weights, normalised and summed over heads, reach it.
+    arrivals_R: [R] int32: counters, zero between steps.
+    """
+
+    tables_ROX: Tensor
+    units_RG: Tensor
+    sampled_ROX: Tensor
+    peaks_RSG: Tensor
+    masses_RSG: Tensor
+    sampled_RS: Tensor
+    normalisers_RG: Tensor
+    cuts_R: Tensor
+    arrivals_R: Tensor
+
+    @classmethod
+    def make(cls, plan: CodePlan, size: int, device: torch.device | str) -> CodeWork:
+        """Buffers for `size` sequences."""
+        rows, group, shape = size * plan.kv_heads, plan.group, plan.shape
+        samplers = shape.samplers
+
+        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty(rows, *shape, dtype=dtype, device=device)
+
+        i32, f32 = torch.int32, torch.float32
+        return cls(
+            tables_ROX=empty(i32, plan.words, plan.subspaces * plan.codewords),
+            units_RG=empty(f32, group),
+            sampled_ROX=empty(i32, plan.words, samplers * shape.sample_keys),
+            peaks_RSG=empty(f32, samplers, group),
+            masses_RSG=empty(f32, samplers, group),
+            sampled_RS=empty(i32, samplers),
+            normalisers_RG=empty(f32, group),
+            cuts_R=empty(f32),
+            arrivals_R=torch.zeros(rows, dtype=i32, device=device),
+        )
