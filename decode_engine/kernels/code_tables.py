@@ -3,8 +3,8 @@
 One lookup per key and subspace serves four heads of a group, because their entries share a 32-bit word. How many
 lookups shared memory serves per clock is what limits the search, so entries are as small as a selection allows: 7
 bits, which leave room to add two of them in a byte. They are counted from the largest entry of their subspace
-downwards, which a softmax does not notice. The step is one of 127 in twice the widest range that a few codewords of each subspace span;
-what lies deeper makes no difference, and is cut. That is finer than what a code leaves of a key.
+downwards, which a softmax does not notice. The step is one of 127 in twice the widest range that a few codewords of
+each subspace span; what lies deeper makes no difference, and is cut. That is finer than what a code leaves of a key.
 
 Shape legend: as in `code_batch`.
 """
