@@ -64,7 +64,7 @@ def _attend_fused(q_HTGD: Tensor, kv_HN2D: Tensor, causal: bool) -> AttentionSta
     if before > 0:
         # All queries see all keys: the group's heads are just more queries of the one KV head.
         past = kv_HN2D[None, :, :before]
-        out, lse = _fused(q.view(1, heads, -1, head_dim), past[:, :, :, 0], past[:, :, :, 1], causal=False)
+        out, lse = _fused(q.reshape(1, heads, -1, head_dim), past[:, :, :, 0], past[:, :, :, 1], causal=False)
         shape = (heads, positions, group)
         states.append(AttentionState(out.view(*shape, head_dim).float(), lse.view(shape)))
     if causal:

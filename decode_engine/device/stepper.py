@@ -84,7 +84,8 @@ class Stepper:
     ) -> list[int | Exception]:
         """One step of every session, all of which are such as `takes` says yes to.
 
-        Returns the chosen tokens; a session whose logits are not finite gets an error instead and does not advance.
+        Returns the chosen tokens. Sessions of a batch that fails, and one whose logits are not finite, get an error
+        instead and do not advance.
         """
         results: list[int | Exception] = [SparseKVError("the step did not run")] * len(sessions)
         groups: dict[Hashable, list[int]] = {}
@@ -98,12 +99,17 @@ class Stepper:
         for key, numbers in groups.items():
             for first in range(0, len(numbers), MAX_ROWS):
                 part = numbers[first : first + MAX_ROWS]
-                chosen = self._step_together(
-                    kinds[key],
-                    [sessions[i] for i in part],
-                    [tokens[i] for i in part],
-                    [samplers[i] for i in part],
-                )
+                chosen: Sequence[int | Exception]
+                try:
+                    chosen = self._step_together(
+                        kinds[key],
+                        [sessions[i] for i in part],
+                        [tokens[i] for i in part],
+                        [samplers[i] for i in part],
+                    )
+                except Exception as error:  # other batches may have advanced: it is these sessions' own
+                    logger.exception("a batch of %d sessions failed", len(part))
+                    chosen = [error] * len(part)
                 for number, result in zip(part, chosen, strict=True):
                     results[number] = result
         return results

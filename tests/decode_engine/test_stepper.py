@@ -26,7 +26,7 @@ GREEDY = SamplingParameters()
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    folder: Path = write_model_folder(tmp_path_factory.mktemp("model"), head_dim=64)
+    folder: Path = write_model_folder(tmp_path_factory.mktemp("model"), head_dim=64, max_positions=8192)
     return ModelRunner(resolve_model(str(folder)))
 
 
@@ -124,6 +124,20 @@ def test_logits_that_are_not_finite_fail_their_session_only(runner: ModelRunner)
     assert isinstance(results[0], Exception)
     assert results[1] == 9
     assert (ill.position, well.position) == (513, 514)
+
+
+def test_a_batch_that_fails_is_not_the_fault_of_others(runner: ModelRunner) -> None:
+    def broken(tokens: torch.Tensor, positions: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        if bool((tokens == 7).any()):
+            raise RuntimeError("out of something")
+        return torch.nn.functional.one_hot(tokens[:, 0] + 1, runner.identity.vocab_size).float()
+
+    stepper = Stepper(broken, runner.identity, torch.float32, torch.device("cpu"))
+    well, ill = start(runner, [5]), start(runner, [5], 5000)  # another bound of length: a batch of its own
+    results = stepper.step([ill, well], [7, 8], [Sampler(GREEDY)] * 2)
+    assert str(results[0]) == "out of something"
+    assert results[1] == 9
+    assert (ill.position, well.position) == (5001, 514)
 
 
 def test_a_method_without_kernels_is_refused_with_a_reason(
