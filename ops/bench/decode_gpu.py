@@ -8,7 +8,8 @@ run through the same code: one operator for attention, the same compilation, one
 - `none`: a stand-in for attention that reads nothing: what is left is the rest of the model.
 - `full`: attention to every key by the engine's own kernel, which is checked against torch's fastest; see
   `attention_gpu.py` for how they compare.
-- methods: as in `decode-engine methods`; `NAME:KEEP` gives the share of keys that is kept.
+- methods: as in `decode-engine methods`; `NAME:KEEP` gives the share of keys that is kept, `/m8` and `/pooled` variants
+  of query tables.
 
 `step_ms` is one step with everything around it (median, wall clock), `graph_ms` the replay alone, `eager_ms` the same
 launched from Python; `tokens_per_s` follows from `step_ms`. `split_us` is the time of a replay by what its kernels do.
@@ -130,8 +131,19 @@ def read_bytes(model: torch.nn.Module) -> int:
 
 
 def parse_method(text: str) -> Method:
-    name, _, keep = text.partition(":")
-    return get_method(name, float(keep) if keep else None)
+    """NAME[:KEEP][/m8][/pooled]: m8 are tables of 8 subspaces with 64 centroids, pooled searches once for a group."""
+    expression, *variants = text.split("/")
+    name, _, keep = expression.partition(":")
+    method = get_method(name, float(keep) if keep else None)
+    for variant in variants:
+        if variant == "m8" and method.index is not None:
+            parameters = {**method.index.parameters, "subspaces": 8, "centroids": 64}
+            method = replace(method, index=replace(method.index, parameters=parameters))
+        elif variant == "pooled":
+            method = replace(method, search={**method.search, "group": "pooled"})
+        else:
+            raise typer.BadParameter(f"variant is {variant!r}, expected m8 or pooled")
+    return method
 
 
 def forward(model: Any, sessions: list[Session], tokens: list[int]) -> Tensor:
@@ -267,7 +279,7 @@ def make_contexts(identity: ModelIdentity, method: Method, length: int, batch: i
 
 def main(
     methods: Annotated[str, typer.Option(help="Comma-separated; NAME:KEEP.")] = (
-        "none,full,csattention+dropped:0.01,csattention:0.01,csattention+dropped:0.05,csattention:0.05,"
+        "none,full,csattention+dropped:0.01/m8/pooled,csattention+dropped:0.01,csattention:0.01,csattention:0.05,"
         "multipole:0.05,pq+dropped:0.01,pq:0.01"
     ),
     shapes: Annotated[
