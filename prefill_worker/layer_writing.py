@@ -167,10 +167,11 @@ class LayerWriting:
         with self._stream.running():
             check_finite(kv_HN2D, layer)
             sample = self._capture.query_sample(layer)
+            stored_HPGD = sample.queries_HPGD[:, self._rows_P]
         source = LayerSource(kv_HN2D, sample, self._frequencies)
         for head, head_kv_N2D in enumerate(kv_HN2D):
             writes.append(self._chunks.submit(self._kv.path, (layer, head), head_kv_N2D))
-        for head, head_PGD in enumerate(sample.queries_HPGD[:, self._rows_P]):
+        for head, head_PGD in enumerate(stored_HPGD):
             writes.append(self._chunks.submit(self._queries.path, (layer, head), head_PGD))
         if self._measure:
             with self._timer("dense_layers"), self._stream.running():

@@ -76,3 +76,41 @@ def test_a_whole_job(make_config: Callable[..., PrefillConfig]) -> None:
     assert manifest.prefill["device"] == "cuda"
     assert manifest.prefill["compute_dtype"] == "bfloat16"
     assert Store(config.store).verify(manifest.id) == []
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_a_job_stores_what_it_stores_on_the_cpu(
+    make_config: Callable[..., PrefillConfig], tmp_path: Path, prompts: bool
+) -> None:
+    """Keys, values and queries up to rounding, dense layers, thresholds; the indexes cover the same layers."""
+    calibration = tmp_path / "prompts.txt"
+    calibration.write_text("Where does the harbour lie?\n")
+    manifests = []
+    for device in ("cpu", "cuda"):
+        config = make_config(
+            device=device,
+            store=tmp_path / device,
+            dense_layers="auto",
+            method=("csattention", "squeezed-tree", "csattention-paper"),
+            calibration=calibration if prompts else None,
+            centroids=None,
+        )
+        manifests.append(run_job(config, LineReporter(io.StringIO())).manifest)
+    one, two = manifests
+    assert one.id == two.id
+    assert one.dense_layers == two.dense_layers
+    assert one.query_positions == two.query_positions
+    assert {index.name: index.layers for index in one.indexes} == {
+        index.name: index.layers for index in two.indexes
+    }
+    for ours, theirs in zip(one.indexes, two.indexes, strict=True):
+        assert len(ours.thresholds) == len(theirs.thresholds)
+        assert [(array.path, array.shape) for array in ours.arrays] == [
+            (array.path, array.shape) for array in theirs.arrays
+        ]
+    assert two.selection_errors == pytest.approx(one.selection_errors, abs=0.02)
+    with Store(tmp_path / "cpu").open(one.id) as first, Store(tmp_path / "cuda").open(one.id) as second:
+        for layer in (0, 1):
+            for head in (0, 1):
+                kept = [context.array("kv", layer, head).float() for context in (first, second)]
+                assert float((kept[1] - kept[0]).norm() / kept[0].norm()) < 0.02

@@ -25,7 +25,7 @@ from tests.support_models import write_model_folder
 
 
 def test_a_context_holds_what_the_model_computed(make_config: MakeConfig) -> None:
-    config = make_config()
+    config = make_config(device="cpu")
     report = run(config)
     manifest = report.manifest
     assert report.created

@@ -118,7 +118,7 @@ def kept_share(index: LayerIndex, sample: QuerySample, curve: ThresholdCurve) ->
 def test_the_stored_queries_are_those_of_the_capture(make_config: MakeConfig, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Where does the harbour lie?\n")
-    config = make_config(calibration=prompts)
+    config = make_config(calibration=prompts, device="cpu")
     manifest = run(config).manifest
     count = manifest.token_count
     positions = manifest.query_positions
