@@ -103,8 +103,12 @@ def serve(
     max_sessions: Annotated[int, typer.Option(help="Requests in progress at once.")] = 16,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 64,
     prompt_chunk: Annotated[
-        int, typer.Option(help="Prompt tokens per step, of all prompts; answers pause for that long.")
-    ] = 256,
+        int,
+        typer.Option(
+            min=0,
+            help="Prompt tokens per step, of all prompts; answers pause for that long. 0: 256 on a CPU, 512 on a GPU.",
+        ),
+    ] = 0,
     threads: Annotated[
         int, typer.Option(help="Threads of searches and matrix products; 0 means all cores.")
     ] = 0,
@@ -135,7 +139,7 @@ def serve(
         session_memory=None if session_memory == AUTO else parse_size(session_memory),
         max_sessions=max_sessions,
         max_waiting=max_waiting,
-        prompt_chunk=prompt_chunk,
+        prompt_chunk=prompt_chunk or None,
         threads=threads or available_cores(),
         device=device,
         compilation=compilation,

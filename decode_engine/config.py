@@ -79,8 +79,8 @@ class ServeConfig:
 
     memory: byte budget of contexts in the memory of the device, None for its default (`devices.default_budget`).
     max_sessions: requests in progress at once; max_waiting: requests beyond those. prompt_chunk: prompt tokens per
-    step. threads: of searches and matrix products. compilation: of the model around the attention, on a GPU. grace:
-    seconds that running requests get when the server is told to stop.
+    step, None for the device's default. threads: of searches and matrix products. compilation: of the model around the
+    attention, on a GPU. grace: seconds that running requests get when the server is told to stop.
     """
 
     store: Path
@@ -90,7 +90,7 @@ class ServeConfig:
     session_memory: int | None = None
     max_sessions: int = 16
     max_waiting: int = 64
-    prompt_chunk: int = 256
+    prompt_chunk: int | None = None
     threads: int = field(default_factory=available_cores)
     device: str = "auto"
     compilation: Compilation = Compilation.OFF
@@ -105,7 +105,7 @@ class ServeConfig:
             ("session-memory", 1 if self.session_memory is None else self.session_memory, 1),
             ("max-sessions", self.max_sessions, 1),
             ("max-waiting", self.max_waiting, 0),
-            ("prompt-chunk", self.prompt_chunk, 1),
+            ("prompt-chunk", 1 if self.prompt_chunk is None else self.prompt_chunk, 1),
             ("threads", self.threads, 1),
             ("grace", self.grace, 0),
         ):
