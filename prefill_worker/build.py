@@ -11,7 +11,7 @@ from torch import Tensor
 from index_store.dtypes import dtype_name
 from index_store.errors import InvalidArgumentError
 from index_store.index_specs import IndexSpec
-from index_store.indexes.base import LayerSource, QuerySample
+from index_store.indexes.base import LayerSource, QuerySample, all_finite
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.manifest import ModelIdentity
 from prefill_worker.capture import Capture
@@ -50,7 +50,7 @@ def measure_layers(capture: Capture) -> list[Selectivity]:
 
 def check_finite(kv_HN2D: Tensor, layer: int) -> None:
     """Raises InvalidArgumentError when a stored key or value is NaN or infinite."""
-    if not bool(torch.isfinite(kv_HN2D).all()):
+    if not all_finite(kv_HN2D):
         raise InvalidArgumentError(
             f"keys or values of layer {layer} are not finite in {dtype_name(kv_HN2D.dtype)}; "
             "store them with --dtype bfloat16 or float32"

@@ -161,5 +161,13 @@ def check_keys(keys_HND: Tensor) -> None:
         raise InvalidArgumentError(
             f"keys must be a non-empty [heads, keys, dim], got {tuple(keys_HND.shape)}"
         )
-    if not bool(torch.isfinite(keys_HND).all()):
+    if not all_finite(keys_HND):
         raise InvalidArgumentError("keys contain NaN or infinity; the model or its dtype overflowed")
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite, in one pass and without a copy."""
+    if tensor.numel() == 0:
+        return True
+    # NaN is both the least and the largest of what it is among.
+    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())

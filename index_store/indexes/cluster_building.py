@@ -13,7 +13,7 @@ from torch import Tensor
 
 from index_store.cluster_moments import Moments, measure, sum_by_cluster
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.base import LayerSource, check_keys
+from index_store.indexes.base import LayerSource, all_finite, check_keys
 from index_store.indexes.cluster_parameters import ClusterParameters, TreeParameters
 from index_store.kmeans import assign_clusters
 from index_store.windowed_rope import check_frequencies, undo_rotary
@@ -59,7 +59,7 @@ def build_clusters(parameters: ClusterParameters, source: LayerSource, seed: int
     Raises InvalidArgumentError for keys or values that are not finite, and for windowed RoPE without frequencies.
     """
     check_keys(source.keys_HND)
-    if not bool(torch.isfinite(source.values_HND).all()):
+    if not all_finite(source.values_HND):
         raise InvalidArgumentError("values contain NaN or infinity; the model or its dtype overflowed")
     if source.kv_HN2D.is_cuda:
         return build_clusters_on_device(parameters, source, seed)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.base import LayerSource
+from index_store.indexes.base import LayerSource, all_finite
 from index_store.indexes.table_parameters import TableParameters
 from index_store.kmeans import spherical_kmeans
 
@@ -74,7 +74,7 @@ def build_tables_on_device(parameters: TableParameters, source: LayerSource, see
 
 def _check_sample(sample_HPD: Tensor, dims_MB: Tensor) -> None:
     """What `spherical_kmeans` checks subspace by subspace."""
-    if not bool(torch.isfinite(sample_HPD).all()):
+    if not all_finite(sample_HPD):
         raise InvalidArgumentError("k-means got NaN or infinity; the model or its dtype overflowed")
     largest_HMB = sample_HPD.abs().amax(1)[:, dims_MB.to(sample_HPD.device)]
     if not bool((largest_HMB.amax(-1) > 0).all()):

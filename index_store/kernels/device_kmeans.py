@@ -181,10 +181,10 @@ def move_centroids(
     most = max(stop - begin for _, _, begin, stop in blocks)
     longest = max(end - first for first, end, _, _ in blocks)
     stretches = 1 if longest <= _UNSPLIT else min(16, triton.cdiv(longest, _STRETCH))
-    sums = sizes = None
+    sums = None
     if stretches > 1:
         sums = torch.zeros(heads, clusters, stretches, dim, device=vectors_HND.device)
-        sizes = torch.zeros(heads, clusters, stretches, device=vectors_HND.device)
+    sizes = None if scales_HN is not None else _count(assignment_HN, clusters)
     move_kernel[(triton.cdiv(most, 128) * stretches, len(blocks), heads)](
         vectors_HND,
         scales_HN,
@@ -205,22 +205,29 @@ def move_centroids(
         TILE=64,
         **_options(vectors_HND.dtype == torch.float32, dim),
     )
-    if sums is not None and sizes is not None:
-        _finish_move(sums.sum(2), sizes.sum(2), scales_HN is not None, centroids_HCD, halves_HC)
+    if sums is not None:
+        _finish_move(sums.sum(2), sizes, centroids_HCD, halves_HC)
 
 
-def _finish_move(
-    sums_HCD: Tensor, sizes_HC: Tensor, scaled: bool, centroids_HCD: Tensor, halves_HC: Tensor
-) -> None:
-    """Centroids from the sums over all stretches; those without vectors stay."""
-    if scaled:
+def _count(assignment_HN: Tensor, clusters: int) -> Tensor:
+    """Vectors of every cluster, [H, C] int32."""
+    place_HN = torch.where(assignment_HN >= 0, assignment_HN, clusters).long()
+    counts = torch.zeros(len(place_HN), clusters + 1, dtype=torch.int32, device=place_HN.device)
+    return counts.scatter_add_(1, place_HN, counts.new_ones(1, 1).expand_as(place_HN))[
+        :, :clusters
+    ].contiguous()
+
+
+def _finish_move(sums_HCD: Tensor, sizes_HC: Tensor | None, centroids_HCD: Tensor, halves_HC: Tensor) -> None:
+    """Centroids from the sums over all stretches, directions where there are no sizes; those without vectors stay."""
+    if sizes_HC is None:
         moved = torch.nn.functional.normalize(sums_HCD, dim=-1)
         filled = sums_HCD.square().sum(-1, keepdim=True) > 0
     else:
-        moved = sums_HCD / sizes_HC.clamp(min=1.0)[..., None]
+        moved = sums_HCD / sizes_HC.clamp(min=1)[..., None]
         filled = (sizes_HC > 0)[..., None]
     centroids_HCD.copy_(torch.where(filled, moved.to(centroids_HCD.dtype), centroids_HCD))
-    if not scaled:
+    if sizes_HC is not None:
         halves_HC.copy_(_half_squares(centroids_HCD, "euclidean"))
 
 
@@ -353,7 +360,6 @@ def move_kernel(
         dims = tl.arange(0, DIM)
         own = begin + tl.arange(0, CLUSTERS)
         sums = tl.zeros([CLUSTERS, DIM], tl.float32)
-        sizes = tl.zeros([CLUSTERS, TILE], tl.float32)
         for start in tl.range(first, end, TILE, num_stages=STAGES):
             at = start + tl.arange(0, TILE)
             inside = at < end
@@ -369,24 +375,21 @@ def move_kernel(
                 shares = tl.where(belongs, scales[None, :], 0.0)
             else:
                 shares = tl.where(belongs, 1.0, 0.0)
-                sizes += shares
             sums += tl.dot(shares.to(vectors.dtype), vectors, input_precision=PRECISION)
         exists = own < stop
         row = head * clusters + own
         if STRETCHES > 1:
             place = row * STRETCHES + stretch
             tl.store(sums_ptr + place[:, None] * DIM + dims[None, :], sums, mask=exists[:, None])
-            if not SCALED:
-                tl.store(sizes_ptr + place, tl.sum(sizes, 1), mask=exists)
         else:
             if SCALED:
                 squares = tl.sum(sums * sums, 1)
                 moved = sums / tl.maximum(tl.sqrt(squares), 1e-20)[:, None]
                 filled = exists & (squares > 0.0)
             else:
-                number = tl.sum(sizes, 1)
-                moved = sums / tl.maximum(number, 1.0)[:, None]
-                filled = exists & (number > 0.0)
+                number = tl.load(sizes_ptr + row, mask=exists, other=0)
+                moved = sums / tl.maximum(number, 1).to(tl.float32)[:, None]
+                filled = exists & (number > 0)
             rounded = moved.to(centroids_ptr.dtype.element_ty)
             tl.store(centroids_ptr + row[:, None] * DIM + dims[None, :], rounded, mask=filled[:, None])
             if not SCALED:

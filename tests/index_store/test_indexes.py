@@ -11,7 +11,7 @@ from index_store.arena import Arena
 from index_store.budgets.ratio import Ratio
 from index_store.catalog import Store
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.base import LayerIndex, LayerSource, QuerySample, Scalar
+from index_store.indexes.base import LayerIndex, LayerSource, QuerySample, Scalar, all_finite
 from index_store.indexes.cluster_tree import ClusterTree
 from index_store.indexes.exact import ExactIndex
 from index_store.indexes.key_clusters import KeyClusters
@@ -277,3 +277,15 @@ def test_missing_parameters_and_bad_keys_are_refused() -> None:
     keys[0, 3, 1] = torch.nan
     with pytest.raises(InvalidArgumentError, match="NaN"):
         QueryTables.build(DENSE, source(keys, sample), 0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_single_bad_element_is_found(bad: float, dtype: torch.dtype) -> None:
+    kv = torch.randn(2, 50, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    kv[0, 0, 0, 0] = torch.finfo(dtype).max
+    assert all_finite(kv)
+    kv[1, 49, 1, 15] = bad
+    assert not all_finite(kv)
+    assert all_finite(kv[:, :, 0])
+    assert all_finite(kv[:, :0])
