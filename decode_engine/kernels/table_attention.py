@@ -25,7 +25,9 @@ from decode_engine.kernels.table_device import (
     FIRST,
     KEYS,
     LOG2E,
+    TABLES,
     linear_cut,
+    load_picked,
     octave_cut,
     searched,
     searched_range,
@@ -110,7 +112,7 @@ def summed_softmaxes(
 @triton.jit
 def keep_keys(
     records_ptr: tl.tensor,
-    addresses_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
     normalisers_ptr: tl.tensor,
@@ -133,8 +135,10 @@ def keep_keys(
     """
     word, mask = tile_words(records_ptr, b, tile, BW)
     first, span = searched_range(records_ptr, b)
+    tables = field(records_ptr, b, TABLES)
     if POOLED:
-        a0, a1, a2, a3 = sum_rows(addresses_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
+        picked = load_picked(rows_ptr, weights_ptr, bh, J)
+        a0, a1, a2, a3 = sum_rows(tables, picked, word, mask, J, ASSEMBLY)
         reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1, cache_modifier=".cg"), 1.0)
         if CHAINED:
             gdc_wait()
@@ -143,8 +147,11 @@ def keep_keys(
     else:
         low = ()
         high = ()
+        picked = load_picked(rows_ptr, weights_ptr, bh * L, J)
         for g in tl.static_range(L):
-            a0, a1, a2, a3 = sum_rows(addresses_ptr, weights_ptr, bh * L + g, word, mask, J, ASSEMBLY)
+            following = load_picked(rows_ptr, weights_ptr, bh * L + min(g + 1, L - 1), J)
+            a0, a1, a2, a3 = sum_rows(tables, picked, word, mask, J, ASSEMBLY)
+            picked = following
             low += (((a0 >> SHIFT) & 0xFFFF) | ((a1 >> SHIFT) << 16),)  # type: ignore[assignment]
             high += (((a2 >> SHIFT) & 0xFFFF) | ((a3 >> SHIFT) << 16),)  # type: ignore[assignment]
         if CHAINED:
@@ -232,7 +239,7 @@ def attend_rows(
 def attend_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
-    addresses_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
     normalisers_ptr: tl.tensor,
@@ -271,7 +278,7 @@ def attend_kernel(
     count = 0
     if (tile >= 0) & (tile < tile_count(records_ptr, b, BW)):
         count = keep_keys(
-            records_ptr, addresses_ptr, weights_ptr, units_ptr, normalisers_ptr, limits_ptr, tile_ids_ptr, b, bh, tile,
+            records_ptr, rows_ptr, weights_ptr, units_ptr, normalisers_ptr, limits_ptr, tile_ids_ptr, b, bh, tile,
             L, J, SHIFT, BW, POOLED, ASSEMBLY, CHAINED,
         )  # fmt: skip
     elif CHAINED:
@@ -295,7 +302,7 @@ def attend_kernel(
 @triton.jit
 def select_kernel(
     records_ptr: tl.tensor,
-    addresses_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
     normalisers_ptr: tl.tensor,
@@ -319,7 +326,7 @@ def select_kernel(
     count = 0
     if tile < tile_count(records_ptr, b, BW):
         count = keep_keys(
-            records_ptr, addresses_ptr, weights_ptr, units_ptr, normalisers_ptr, limits_ptr,
+            records_ptr, rows_ptr, weights_ptr, units_ptr, normalisers_ptr, limits_ptr,
             ids_ptr + place.to(tl.int64) * (4 * BW), b, bh, tile,
             L, J, SHIFT, BW, POOLED, ASSEMBLY, CHAINED,
         )  # fmt: skip
@@ -335,7 +342,7 @@ def attend(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace,
     whole = q_BHGD.element_size() == 4
     partials = work.partials
     attend_kernel[(plan.programs, q_BHGD.shape[0] * plan.kv_heads)](
-        q_BHGD, records_BF, work.addresses, work.weights, work.units, work.normalisers, work.limits, work.ids,
+        q_BHGD, records_BF, work.rows, work.weights, work.units, work.normalisers, work.limits, work.ids,
         counts_BHP, partials.sums_RSGD, partials.peaks_RSG, partials.totals_RSG, plan.scale * LOG2E.value, plan.tiles,
         H=plan.kv_heads, G=plan.group, D=plan.head_dim, BN=plan.shape.rows, BG=_GROUP_TILE,
         EXACT=plan.shape.exact_programs, PRECISION="ieee" if whole else "tf32", **_search_sizes(q_BHGD, plan),
@@ -347,7 +354,7 @@ def select(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace,
     """Search and selection of one step without the attention: fills ids and counts_BHP [B, H, P] int32."""
     search(q_BHGD, records_BF, plan, work)
     select_kernel[(plan.tiles, q_BHGD.shape[0] * plan.kv_heads)](
-        records_BF, work.addresses, work.weights, work.units, work.normalisers, work.limits, work.ids, counts_BHP,
+        records_BF, work.rows, work.weights, work.units, work.normalisers, work.limits, work.ids, counts_BHP,
         H=plan.kv_heads, **_search_sizes(q_BHGD, plan), num_warps=plan.shape.warps, **chained(q_BHGD.device),
     )  # fmt: skip
 

@@ -91,7 +91,7 @@ def nearest_centroids(
 def pick_rows(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
-    addresses_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
     b: tl.tensor,
@@ -121,8 +121,7 @@ def pick_rows(
     centroids_ptr = tl.multiple_of(centroids_ptr, 16) + head * W
     scales_ptr = field(records_ptr, b, SCALES).to(tl.pointer_type(tl.float32))
     scales = tl.load(scales_ptr + h * M + s)  # early: its latency hides behind the centroids'
-    row = field(records_ptr, b, TABLE_ROW)
-    tables = field(records_ptr, b, TABLES) + head * row
+    row_blocks = (field(records_ptr, b, TABLE_ROW) // (4 * MINI_WORDS)).to(tl.int32)
     d = tl.arange(0, D)
     heads_ptr = q_ptr + (b * H + h) * (G * D)
     # Read as it lies and rearranged afterwards: gathered by subspace, it would take more loads than the centroids.
@@ -138,9 +137,9 @@ def pick_rows(
     largest = tl.max(weights, 0)
     small = tl.floor(weights * tl.where(largest > 0.0, 255.0 / largest, 0.0) + 0.5).to(tl.int32)
     slot = (b * H + h) * L + query
-    addresses = tables + (s * C + nearest).to(tl.int64) * row
+    rows = (h * (M * C) + s * C + nearest) * row_blocks
     for repeat in tl.static_range(J // M):
-        tl.store(addresses_ptr + slot * J + repeat * M + s, addresses)
+        tl.store(rows_ptr + slot * J + repeat * M + s, rows)
     if M < 4:
         tl.store(weights_ptr + slot, tl.sum(small << (8 * s), 0))
     else:
@@ -208,38 +207,48 @@ def add_four_rows(
 
 
 @triton.jit
+def load_picked(rows_ptr: tl.tensor, weights_ptr: tl.tensor, slot: tl.tensor, J: tl.constexpr) -> tl.tensor:
+    """A query's J picked rows and J/4 weights, loaded all at once: one by one they would cost most of a step.
+
+    They are read past the first-level cache, which may hold an earlier layer's: a kernel may add rows up before the
+    launch that it waits for has ended, as long as the picking one has.
+    """
+    rows = ()
+    weights = ()
+    for j in tl.static_range(J):
+        rows += (tl.load(rows_ptr + slot * J + j, cache_modifier=".cg"),)  # type: ignore[assignment]
+    for j in tl.static_range(J // 4):
+        weights += (tl.load(weights_ptr + slot * (J // 4) + j, cache_modifier=".cg"),)  # type: ignore[assignment]
+    return rows, weights
+
+
+@triton.jit
 def sum_rows(
-    addresses_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    slot: tl.tensor,
+    tables: tl.tensor,
+    picked: tl.tensor,
     word: tl.tensor,
     mask: tl.tensor,
     J: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:
-    """Weighted sums of the picked rows for the four keys of every word, int32.
-
-    What was picked is read past the first-level cache, which may hold an earlier layer's: a kernel may add rows up
-    before the launch that it waits for has ended, as long as the picking one has.
-    """
+    """Weighted sums of the picked rows for the four keys of every word, int32. tables: a sequence's, their address."""
+    rows, weights = picked
     zero = tl.zeros_like(word)
     a = (zero, zero, zero, zero)
     for j in tl.static_range(0, J, 4):
-        x0 = load_row(addresses_ptr + slot * J + j, word, mask)
-        x1 = load_row(addresses_ptr + slot * J + j + 1, word, mask)
-        x2 = load_row(addresses_ptr + slot * J + j + 2, word, mask)
-        x3 = load_row(addresses_ptr + slot * J + j + 3, word, mask)
-        w = tl.load(weights_ptr + slot * (J // 4) + j // 4, cache_modifier=".cg")
-        a = add_four_rows(x0, x1, x2, x3, w, a, ASSEMBLY)
+        x0 = load_row(tables, rows[j], word, mask)
+        x1 = load_row(tables, rows[j + 1], word, mask)
+        x2 = load_row(tables, rows[j + 2], word, mask)
+        x3 = load_row(tables, rows[j + 3], word, mask)
+        a = add_four_rows(x0, x1, x2, x3, weights[j // 4], a, ASSEMBLY)
     return a
 
 
 @triton.jit
-def load_row(address_ptr: tl.tensor, word: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Words of the table row at an address."""
-    address = tl.load(address_ptr, cache_modifier=".cg")
-    row_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
-    return tl.load(row_ptr + word, mask=mask, other=0)
+def load_row(tables: tl.tensor, row: tl.tensor, word: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Words of a table row."""
+    row_ptr = (tables + row.to(tl.int64) * (4 * MINI_WORDS)).to(tl.pointer_type(tl.int32))
+    return tl.load(tl.multiple_of(row_ptr, 16) + word, mask=mask, other=0)
 
 
 @triton.jit

@@ -149,22 +149,22 @@ def unsupported_sizes(group: int, head_dim: int, keys: int, subspaces: int, cent
 class Workspace:
     """Buffers between the launches of a step, made once per batch size and used by every layer.
 
-    addresses [B, H, L, J] int64 and weights [B, H, L, J/4] int32: where the picked table rows begin, and their weights,
-    one byte each. units [B, H, L, 2] float32: what one unit of a sum is worth as a logit, and the largest sum there
-    can be. Of the sample: logits [B, H, L, S, SAMPLE_KEYS] float32 in units of log2, peaks and masses [B, H, L, S]
-    float32: the largest of a program's and the sum of their weights relative to it, sampled [B, H, S] int32: how many
-    there are; and, where pooled, histograms [B, H, S, BINS] int32 instead. arrivals [B, H] int32: zero between steps.
-    normalisers [B, H, L] float32: log2 of the estimated sum of all weights. limits [B, H] float32: the bin, with a
-    fraction, from which on keys are kept. ids [B, H, P, tile] int32: the kept keys of every tile, ascending inside it.
+    rows [B, H, L, J] int32 and weights [B, H, L, J/4] int32: where the picked table rows begin, in blocks of MINI_KEYS
+    bytes from the sequence's first, and their weights, one byte each. units [B, H, L, 2] float32: what one unit of a
+    sum is worth as a logit, and the largest sum there can be. Of the sample: logits [B, H, L, S, SAMPLE_KEYS] float32
+    in units of log2, peaks and masses [B, H, L, S] float32: the largest of a program's and the sum of their weights
+    relative to it; histograms [B, H, S, BINS] int32. Where pooled, histograms alone. arrivals [B, H] int32: zero
+    between steps. normalisers [B, H, L] float32: log2 of the sum of the sample's weights. limits [B, H] float32: the
+    bin, with a fraction, from which on keys are kept. ids [B, H, P, tile] int32: the kept keys of every tile, ascending
+    inside it.
     """
 
-    addresses: Tensor
+    rows: Tensor
     weights: Tensor
     units: Tensor
     logits: Tensor
     peaks: Tensor
     masses: Tensor
-    sampled: Tensor
     histograms: Tensor
     arrivals: Tensor
     normalisers: Tensor
@@ -182,14 +182,13 @@ class Workspace:
 
         i32, f32 = torch.int32, torch.float32
         return cls(
-            addresses=empty(torch.int64, queries, plan.picks),
+            rows=empty(i32, queries, plan.picks),
             weights=empty(i32, queries, plan.picks // 4),
             units=empty(f32, queries, 2),
             logits=empty(f32, queries, 0 if plan.pooled else samples, SAMPLE_KEYS),
             peaks=empty(f32, queries, samples),
             masses=empty(f32, queries, samples),
-            sampled=empty(i32, samples),
-            histograms=empty(i32, samples if plan.pooled else 0, BINS),
+            histograms=empty(i32, samples, BINS),
             arrivals=torch.zeros(size, heads, dtype=i32, device=device),
             normalisers=empty(f32, queries),
             limits=empty(f32),

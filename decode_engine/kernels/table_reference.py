@@ -45,7 +45,7 @@ def table_attention_reference(
 def picked_sums(
     q_GD: Tensor, sequence: TableSequence, plan: TablePlan, work: Workspace, b: int, h: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of the picked rows [L, N] int64, their units [L] and reaches [L]; writes addresses, weights and units."""
+    """Sums of the picked rows [L, N] int64, their units [L] and reaches [L]; writes rows, weights and units."""
     context = sequence.context
     centroids_MCW, scales_M = context.centroids_HMCW[h], context.scales_HM[h]
     queries_LD = (q_GD.mean(0, keepdim=True) if plan.pooled else q_GD) * plan.scale
@@ -61,8 +61,8 @@ def picked_sums(
     small_LM = (weights_LM * factors + 0.5).floor().to(torch.int64)
     subspace_M = torch.arange(subspaces, device=q_GD.device)
     rows_LM = (h * subspaces + subspace_M) * plan.centroids + best.indices
-    addresses_LM = context.tables_HMCN.data_ptr() + rows_LM * context.tables_HMCN.stride(2)
-    work.addresses[b, h] = addresses_LM.repeat(1, plan.picks // subspaces)
+    blocks_LM = rows_LM * (context.tables_HMCN.stride(2) // MINI_KEYS)
+    work.rows[b, h] = blocks_LM.repeat(1, plan.picks // subspaces).to(torch.int32)
     padded_LM = torch.nn.functional.pad(small_LM, (0, plan.picks - subspaces))
     shifted = padded_LM.view(len(small_LM), -1, 4) << torch.arange(0, 32, 8, device=q_GD.device)
     work.weights[b, h] = shifted.sum(-1).to(torch.int32)
@@ -83,17 +83,17 @@ def kept_keys(
     searched = (keys >= sequence.first) & (keys < sequence.end)
     if sequence.keep >= sequence.end - sequence.first:
         return searched
-    program_N = sampling_program(keys, plan)
+    sample = searched & sampled_keys(keys, plan)
     if plan.pooled:
         reach = reach_L[0].clamp(min=1.0)
         positions = (sums_LN[0].float() + reach) * (BINS / (2.0 * reach))
-        limit = threshold(positions, searched & (program_N >= 0), sequence)
+        limit = threshold(positions, sample, sequence)
         return (sums_LN[0] >= torch.ceil(limit * (2.0 * reach / BINS) - reach)) & searched
     logits_LN = (sums_LN.float() * (units_L * _LOG2E)[:, None]).masked_fill(~searched, -torch.inf)
-    normalisers_L = sampled_normalisers(logits_LN, program_N, sequence.end - sequence.first)
+    normalisers_L = normalisers(logits_LN[:, sample])
     weights_N = summed_softmaxes(logits_LN, normalisers_L)
     positions = (weights_N.clamp(min=1e-30).log2() + _BIN_FLOOR) * _BIN_STEPS
-    limit = threshold(positions, searched & (program_N >= 0), sequence)
+    limit = threshold(positions, sample, sequence)
     shift = plan.subspaces.bit_length() - 1
     coarse_LN = ((sums_LN >> shift) << shift).float() * (units_L * _LOG2E)[:, None]
     return (
@@ -106,39 +106,21 @@ def summed_softmaxes(logits_LN: Tensor, normalisers_L: Tensor) -> Tensor:
     return (logits_LN - normalisers_L[:, None]).exp2().sum(0)
 
 
-def exact_normalisers(logits_LN: Tensor) -> Tensor:
-    """log2 of every head's sum of weights, [L]: what the sampled ones estimate."""
-    normalisers_L: Tensor = torch.logsumexp(logits_LN.double() / _LOG2E, 1) * _LOG2E
-    return normalisers_L.float()
+def normalisers(logits_LN: Tensor) -> Tensor:
+    """log2 of every head's sum of weights, [L]; 0 where there is none."""
+    sums_L = torch.logsumexp(logits_LN.double() / _LOG2E, 1) * _LOG2E
+    return torch.where(torch.isneginf(sums_L), 0.0, sums_L).float()
 
 
-def sampled_normalisers(logits_LN: Tensor, program_N: Tensor, available: int) -> Tensor:
-    """The estimate of `exact_normalisers` from a sample: see `table_search`.
-
-    logits_LN: in units of log2, -inf outside of the searched keys. program_N: which program samples a key, -1 none.
-    """
-    there_N = (program_N >= 0) & ~torch.isneginf(logits_LN[0])
-    stands_for = available / max(1, int(there_N.sum()))
-    total_L = torch.full((len(logits_LN),), -torch.inf, dtype=torch.float64, device=logits_LN.device)
-    for program in sorted(set(program_N[there_N].tolist())):
-        own_LK = logits_LN[:, there_N & (program_N == program)].double()
-        peak_L = own_LK.amax(1)
-        others_L = ((own_LK - peak_L[:, None]).exp2().sum(1) - 1.0).clamp(min=0)
-        total_L = torch.logaddexp2(total_L, peak_L + (others_L * stands_for + 1.0).log2())
-    return torch.where(torch.isneginf(total_L), 0.0, total_L).float()
-
-
-def sampling_program(keys_N: Tensor, plan: TablePlan) -> Tensor:
-    """Which of the sampling programs scores a key, [N] int64; -1 where none does: they take evenly spread runs."""
+def sampled_keys(keys_N: Tensor, plan: TablePlan) -> Tensor:
+    """Which keys the sampling programs score, [N] bool: evenly spread runs."""
     runs = -(-len(keys_N) // _SAMPLE_RUN_KEYS)
-    each = SAMPLE_KEYS // _SAMPLE_RUN_KEYS
-    sampled = plan.shape.sample_programs * each
-    turns = torch.arange(sampled, device=keys_N.device)
+    sampled = plan.shape.sample_programs * (SAMPLE_KEYS // _SAMPLE_RUN_KEYS)
     if runs <= sampled:
-        return (turns // each)[keys_N // _SAMPLE_RUN_KEYS]
-    program_R = torch.full((runs,), -1, device=keys_N.device)
-    program_R[turns * runs // sampled] = turns // each
-    return program_R[keys_N // _SAMPLE_RUN_KEYS]
+        return torch.ones_like(keys_N, dtype=torch.bool)
+    taken = torch.zeros(runs, dtype=torch.bool, device=keys_N.device)
+    taken[torch.arange(sampled, device=keys_N.device) * runs // sampled] = True
+    return taken[keys_N // _SAMPLE_RUN_KEYS]
 
 
 def threshold(positions_N: Tensor, sample_N: Tensor, sequence: TableSequence) -> float:

@@ -88,7 +88,7 @@ def assert_equals_reference(
             assert not counts[b].any()
             continue
         if sequence.first < sequence.end:
-            assert torch.equal(work.addresses[b], reference.addresses[b])
+            assert torch.equal(work.rows[b], reference.rows[b])
             assert torch.equal(work.weights[b], reference.weights[b])
         for h in range(plan.kv_heads):
             kept = checked_mask(work.ids[b, h], counts[b, h], sequence.context.keys)

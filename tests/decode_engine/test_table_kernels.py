@@ -104,8 +104,7 @@ def test_the_best_keys_of_the_cpu_search_are_kept(pooled: bool) -> None:
     context = sequence.context
     heads, subspaces, centroids, keys = context.tables_HMCN.shape
     tables = context.tables_HMCN.reshape(heads, -1, keys)
-    row_bytes = context.tables_HMCN.stride(2)
-    rows = (work.addresses[0] - context.tables_HMCN.data_ptr()) // row_bytes
+    rows = work.rows[0] // (context.tables_HMCN.stride(2) // 256)
     rows = rows - torch.arange(heads, device=DEVICE)[:, None, None] * (subspaces * centroids)
     reads = TableReads(
         tables.cpu(),
@@ -137,8 +136,8 @@ def test_weights_equal_the_projections() -> None:
     best = torch.einsum("hgmw,hmcw->hgmc", slices, sequence.context.centroids_HMCW).max(-1)
     heads = torch.arange(2, device=DEVICE)[:, None, None]
     rows = (heads * 16 + torch.arange(16, device=DEVICE)) * 7 + best.indices
-    tables = sequence.context.tables_HMCN
-    assert torch.equal(work.addresses[0], tables.data_ptr() + rows * tables.stride(2))
+    row_blocks = sequence.context.tables_HMCN.stride(2) // 256
+    assert torch.equal(work.rows[0], (rows * row_blocks).to(torch.int32))
     expected = best.values.clamp(min=0) * sequence.context.scales_HM[:, None]
     largest = expected.amax(-1, keepdim=True)
     assert float(((unpacked_weights(work)[0] - expected).abs() / largest).max()) <= 0.51 / 255
