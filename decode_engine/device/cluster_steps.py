@@ -18,7 +18,7 @@ from decode_engine.kernels.cluster_selection import SelectionBuffers, select_clu
 from decode_engine.kernels.cluster_tables import ClusterScores, DeviceClusters, most_clusters
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.partials import Partials, merge_partials
-from decode_engine.kernels.sparse_attention import MONOPOLE, ListShape, TakeOut, attend_lists
+from decode_engine.kernels.sparse_attention import MONOPOLE, TakeOut, attend_lists, list_programs
 from index_store.context import ResidentContext
 from index_store.index_specs import IndexSpec
 from index_store.indexes.cluster_parameters import ClusterParameters
@@ -78,10 +78,10 @@ class ClusterSteps(StepAttention):
         if isinstance(plan.method.remainder, Monopole):
             self._take_out = TakeOut(self.selection.scores, MONOPOLE)
             self._splits = lookup_slots(rows, self.selection.scores.logits_RCG.shape[1])
-        self._shape = ListShape.of(rows, 1, plan.max_keys)
-        slots = self._splits + self._shape.programs
+        programs = list_programs(rows, self.selection.lists)
+        slots = self._splits + programs
         self._partials = Partials.allocate(rows, slots, plan.group, plan.model.head_dim, plan.device)
-        self._kept_LRX = kept_counts(plan, self._shape)
+        self._kept_LRX = kept_counts(plan, programs)
 
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
@@ -105,7 +105,6 @@ class ClusterSteps(StepAttention):
             q_RGD,
             records_BF,
             lists,
-            self._shape,
             self._partials,
             q_RGD.shape[2] ** -0.5,
             first_slot=self._splits,
@@ -143,9 +142,9 @@ def window_refusal(spec: IndexSpec) -> str | None:
     return None
 
 
-def kept_counts(plan: StepPlan, shape: ListShape) -> Tensor:
+def kept_counts(plan: StepPlan, programs: int) -> Tensor:
     """[L, R, X] int32, for `attend_lists` to fill."""
-    return torch.zeros(plan.model.layers, plan.rows, shape.listed, dtype=torch.int32, device=plan.device)
+    return torch.zeros(plan.model.layers, plan.rows, programs, dtype=torch.int32, device=plan.device)
 
 
 def sum_kept(kept_LRX: Tensor, plan: StepPlan) -> Tensor:

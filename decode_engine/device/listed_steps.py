@@ -29,7 +29,7 @@ from decode_engine.kernels.cluster_remainder import correct_clusters
 from decode_engine.kernels.cluster_tables import ClusterScores
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.partials import Partials, merge_partials
-from decode_engine.kernels.sparse_attention import MONOPOLE, SUMS, ListShape, TakeOut, attend_lists
+from decode_engine.kernels.sparse_attention import MONOPOLE, SUMS, TakeOut, attend_lists, list_programs
 from index_store.context import ResidentContext
 from index_store.index_specs import IndexSpec
 from index_store.indexes.key_clusters import KeyClusters
@@ -110,7 +110,6 @@ class ListedSteps(StepAttention):
             q_RGD,
             records_BF,
             lists,
-            made.shape,
             made.partials,
             q_RGD.shape[2] ** -0.5,
             first_slot=0 if self._remainder is None else self._remainder.splits,
@@ -118,7 +117,7 @@ class ListedSteps(StepAttention):
             take_out=None if self._remainder is None else self._remainder.take_out,
         )
         if self._remainder is not None:
-            self._remainder.correct(q_RGD, records_BF, lists, made.shape, made.partials)
+            self._remainder.correct(q_RGD, records_BF, lists, made.partials)
         return merge_partials(made.partials, q_BHGD.dtype)[0].view_as(q_BHGD)
 
     def kept_B(self) -> Tensor:
@@ -146,29 +145,27 @@ class _Remainder:
         self.take_out = TakeOut(self._scores, SUMS if centred else MONOPOLE)
         self.splits = lookup_slots(plan.rows, width)
 
-    def slots(self, shape: ListShape) -> int:
+    def slots(self, programs: int) -> int:
         """That are filled besides those of `attend_lists`."""
-        return self.splits + (shape.programs if self.take_out.mode == SUMS else 0)
+        return self.splits + (programs if self.take_out.mode == SUMS else 0)
 
     def look_up(self, q_RGD: Tensor, records_BF: Tensor, partials: Partials) -> None:
         look_up(q_RGD, records_BF, self._scores, partials, q_RGD.shape[2] ** -0.5)
 
-    def correct(
-        self, q_RGD: Tensor, records_BF: Tensor, lists: KeyLists, shape: ListShape, partials: Partials
-    ) -> None:
+    def correct(self, q_RGD: Tensor, records_BF: Tensor, lists: KeyLists, partials: Partials) -> None:
         if self.take_out.mode == SUMS:
-            first_slot = self.splits + shape.programs
-            correct_clusters(q_RGD, records_BF, lists, shape, self._scores, partials, first_slot)
+            first_slot = self.splits + list_programs(len(q_RGD), lists)
+            correct_clusters(q_RGD, records_BF, lists, self._scores, partials, first_slot)
 
 
 class _Buffers:
     """What depends on the shape of the lists."""
 
     def __init__(self, plan: StepPlan, lists: KeyLists, remainder: _Remainder | None) -> None:
-        self.shape = ListShape.of(plan.rows, *lists.ids_RPW.shape[1:])
-        slots = self.shape.programs + (0 if remainder is None else remainder.slots(self.shape))
+        programs = list_programs(plan.rows, lists)
+        slots = programs + (0 if remainder is None else remainder.slots(programs))
         self.partials = Partials.allocate(plan.rows, slots, plan.group, plan.model.head_dim, plan.device)
-        self.kept_LRX = kept_counts(plan, self.shape)
+        self.kept_LRX = kept_counts(plan, programs)
 
 
 def _partition(method: Method) -> IndexSpec | None:

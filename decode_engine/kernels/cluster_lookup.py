@@ -33,6 +33,10 @@ _SIZES = tl.constexpr(SIZES)
 _VALUE_MEANS = tl.constexpr(VALUE_MEANS)
 _VARIANCES = tl.constexpr(VARIANCES)
 _TILE = 64
+_FETCH_128 = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], 128; mov.u32 $0, 0;")
+_FETCH_256 = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0;")
+_PREFETCHED = 36 * 2**20
+"""Most bytes of vectors that programs have brought into the second-level cache before they can begin."""
 
 
 def look_up(
@@ -75,6 +79,8 @@ def look_up(
         TILE=_TILE,
         SPREAD=scores.spreads_RCG is not None,
         ATTEND=attend,
+        # Only what fits into the cache beside everything else.
+        PREFETCH=not whole and rows * width * head_dim * 4 <= _PREFETCHED,
         STAGES=1 if whole else 3,
         PRECISION="ieee" if whole else "tf32",
         num_warps=4,
@@ -142,6 +148,28 @@ def cluster_pointers(
 
 
 @triton.jit
+def prefetch(
+    vectors_ptr: tl.tensor, first: tl.tensor, end: tl.tensor, DIM: tl.constexpr, PIECE: tl.constexpr
+) -> None:
+    """Has vectors first..end-1, of two bytes a number, brought into the second-level cache."""
+    fetch: tl.constexpr = _FETCH_256 if DIM == 128 else _FETCH_128
+    if PIECE > 0 and first < end:
+        lane = tl.minimum(first + tl.arange(0, PIECE), end - 1)
+        address = (vectors_ptr + lane * DIM).to(tl.int64)
+        tl.inline_asm_elementwise(fetch, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def grow(peaks: tl.tensor, totals: tl.tensor, logits: tl.tensor) -> tl.tensor:
+    """A running softmax: peaks and totals with more logits, what earlier weights shrink by, and the new weights."""
+    higher = tl.maximum(peaks, tl.max(logits, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink = tl.exp2(peaks - base)
+    weights = tl.exp2(logits - base[:, None])
+    return higher, totals * shrink + tl.sum(weights, 1), shrink, weights
+
+
+@triton.jit
 def store_spreads(
     spreads: tl.tensor,
     spreads_ptr: tl.tensor,
@@ -180,6 +208,7 @@ def lookup_kernel(
     TILE: tl.constexpr,
     SPREAD: tl.constexpr,
     ATTEND: tl.constexpr,
+    PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -194,13 +223,17 @@ def lookup_kernel(
     )
     dims = tl.arange(0, DIM)
     heads = tl.arange(0, 16)
+    end = tl.minimum(split * PIECE + PIECE, clusters)
+    if CHAINED and PREFETCH:
+        # While the launch before still runs.
+        prefetch(means_ptr, split * PIECE, end, DIM, PIECE)
+        prefetch(values_ptr, split * PIECE, end, DIM, PIECE if ATTEND else 0)
     wait_for_launch(CHAINED)
     q = load_group(q_ptr, row, GROUP, DIM, 16)
     own = row.to(tl.int64) * width
     peaks = tl.full([16], float("-inf"), tl.float32)
     totals = tl.zeros([16], tl.float32)
     sums = tl.zeros([16, DIM], tl.float32)
-    end = tl.minimum(split * PIECE + PIECE, clusters)
     for start in tl.range(split * PIECE, end, TILE, num_stages=STAGES):
         at = start + tl.arange(0, TILE)
         exists = at < clusters
@@ -223,14 +256,9 @@ def lookup_kernel(
             taken_ptrs = taken_ptr + own + at
             store_spreads(spreads, spreads_ptr, taken_logits_ptr, into, inside, taken_ptrs, exists, TILE)
             logits += spreads
-        higher = tl.maximum(peaks, tl.max(logits, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(peaks - base)
-        weights = tl.exp2(logits - base[:, None])
-        totals = totals * shrink + tl.sum(weights, 1)
+        peaks, totals, shrink, weights = grow(peaks, totals, logits)
         if ATTEND:
             sums = add_weighted(sums * shrink[:, None], weights, values, SPREAD, PRECISION)
-        peaks = higher
     if ATTEND:
         store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, split, peaks, totals, sums, GROUP, DIM, 16)
     else:

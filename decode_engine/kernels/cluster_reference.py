@@ -71,7 +71,7 @@ def attend_lists_reference(
     for row, q_GD in enumerate(q_RGD):
         sequence = sequences[row // heads]
         if sequence is None:
-            states.append(AttentionState.empty(q_GD.shape[:1], q_GD.shape[1]))
+            states.append(AttentionState.empty(q_GD.shape[:1], q_GD.shape[1], q_GD.device))
             continue
         kv = sequence.kv_HN2D[row % heads]
         ids = torch.cat([sequence.always(), lists.of_row(row).cpu()]).to(kv.device)
@@ -121,7 +121,7 @@ def remainder_reference(
     states = []
     for row, q_GD in enumerate(q_RGD):
         sequence = sequences[row // heads]
-        state = AttentionState.empty(q_GD.shape[:1], q_GD.shape[1])
+        state = AttentionState.empty(q_GD.shape[:1], q_GD.shape[1], q_GD.device)
         if sequence is not None and sequence.clusters is not None:
             ids = torch.cat([sequence.always(), lists.of_row(row).cpu()]).to(q_RGD.device)
             state = _remainder_of_row(q_GD, sequence, sequence.clusters, row % heads, ids, scale, kind)

@@ -26,10 +26,12 @@ from decode_engine.kernels.records import (
     field,
 )
 from decode_engine.kernels.sparse_attention import (
-    ListShape,
     add_weighted,
     context_entries,
     context_rows,
+    list_programs,
+    listed_ids,
+    segment_ends,
     store_partial,
     tile_options,
 )
@@ -37,23 +39,23 @@ from decode_engine.kernels.sparse_attention import (
 _ASSIGNMENT = tl.constexpr(ASSIGNMENT)
 _KEYS = tl.constexpr(KEYS)
 _KV = tl.constexpr(KV)
+_TILE = 32
 
 
 def correct_clusters(
     q_RGD: Tensor,
     records_BF: Tensor,
     lists: KeyLists,
-    shape: ListShape,
     scores: ClusterScores,
     partials: Partials,
     first_slot: int,
 ) -> None:
-    """Takes the listed keys, sinks and recent window out of their clusters, in `shape.programs` slots.
+    """Takes the listed keys, sinks and recent window out of their clusters, in as many slots as `attend_lists` fills.
 
     `scores` hold what `attend_lists` summed up over the same keys.
     """
     rows, group, head_dim = q_RGD.shape
-    correct_kernel[(shape.programs, rows)](
+    correct_kernel[(list_programs(rows, lists), rows)](
         q_RGD,
         records_BF,
         lists.ids_RPW,
@@ -66,15 +68,15 @@ def correct_clusters(
         partials.peaks_RSG,
         partials.totals_RSG,
         lists.ids_RPW.shape[2],
-        shape.listed,
         scores.logits_RCG.shape[1],
         partials.peaks_RSG.shape[1],
         first_slot,
         HEADS=rows // len(records_BF),
         GROUP=group,
         DIM=head_dim,
-        PARTS=shape.parts,
-        **tile_options(q_RGD.dtype, 32),
+        SEGMENTS=lists.ids_RPW.shape[1],
+        SEGMENTS_TILE=triton.next_power_of_2(lists.ids_RPW.shape[1]),
+        **tile_options(q_RGD.dtype, _TILE),
         **chained(q_RGD.device),
     )
 
@@ -122,12 +124,15 @@ def correct_run(
     step: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
+    counts: tl.tensor,
+    ends: tl.tensor,
+    width: tl.tensor,
     logits_ptr: tl.tensor,
     spreads_ptr: tl.tensor,
     taken_ptr: tl.tensor,
     taken_logits_ptr: tl.tensor,
     row_clusters: tl.tensor,
-    LISTED: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
@@ -138,8 +143,8 @@ def correct_run(
     dims = tl.arange(0, DIM)
     for at in tl.range(start, stop, step, num_stages=STAGES):
         entry = at + tl.arange(0, TILE)
-        if LISTED:
-            ids = tl.load(ids_ptr + entry, mask=entry < stop, other=-1)
+        if SEGMENTS > 0:
+            ids = listed_ids(ids_ptr, entry, stop, counts, ends, width, SEGMENTS)
         else:
             ids = tl.where(entry < stop, tl.where(entry < first, entry, end + entry - first), -1)
         cluster = tl.load(assignment_ptr + ids, mask=ids >= 0, other=-1)
@@ -158,14 +163,14 @@ def correct_run(
         now = tl.exp2(now - base[:, None])
         share = (1.0 / taken)[None, :]
         totals = totals * shrink + tl.sum((now * left[None, :] - before * sizes[None, :]) * share, 1)
-        sums = add_weighted(sums * shrink[:, None], -now, values, True, PRECISION)
+        sums = add_weighted(sums * shrink[:, None], -now, values, False, PRECISION)
         whole = (now - before) * sizes[None, :] * share
         sums = add_weighted(sums, whole, value_means, True, PRECISION)
         peaks = higher
     return peaks, totals, sums
 
 
-@triton.jit(do_not_specialize=["width", "listed", "cluster_width", "slots", "first_slot"])
+@triton.jit(do_not_specialize=["width", "cluster_width", "slots", "first_slot"])
 def correct_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
@@ -179,20 +184,20 @@ def correct_kernel(
     peaks_ptr: tl.tensor,
     totals_ptr: tl.tensor,
     width: tl.tensor,
-    listed: tl.tensor,
     cluster_width: tl.tensor,
     slots: tl.tensor,
     first_slot: tl.tensor,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
-    PARTS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SEGMENTS_TILE: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Programs and their keys are those of `attend_kernel`, without the tail."""
+    """Programs share keys as those of `attend_kernel` do, but for the tail."""
     program = tl.program_id(0)
     row = tl.program_id(1)
     b = row // HEADS
@@ -208,21 +213,20 @@ def correct_kernel(
     totals = tl.zeros([16], tl.float32)
     sums = tl.zeros([16, DIM], tl.float32)
     wait_for_launch(CHAINED)
-    if program < listed:
-        segment = row.to(tl.int64) * (listed // PARTS) + program // PARTS
-        count = tl.minimum(tl.load(counts_ptr + segment), width)
-        peaks, totals, sums = correct_run(
-            peaks, totals, sums, rows_ptr, value_means_ptr, sizes_ptr, assignment_ptr,
-            ids_ptr + segment * width, (program % PARTS) * TILE, count, PARTS * TILE, first, end,
-            logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr, row_clusters,
-            True, GROUP, DIM, TILE, STAGES, PRECISION,
-        )  # fmt: skip
-    else:
-        peaks, totals, sums = correct_run(
-            peaks, totals, sums, rows_ptr, value_means_ptr, sizes_ptr, assignment_ptr,
-            ids_ptr, (program - listed) * TILE, entries, (tl.num_programs(0) - listed) * TILE, first, end,
-            logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr, row_clusters,
-            False, GROUP, DIM, TILE, 1, PRECISION,
-        )  # fmt: skip
+    counts, ends = segment_ends(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
+    own_ids = ids_ptr + row.to(tl.int64) * SEGMENTS * width
+    step = tl.num_programs(0) * TILE
+    peaks, totals, sums = correct_run(
+        peaks, totals, sums, rows_ptr, value_means_ptr, sizes_ptr, assignment_ptr,
+        own_ids, program * TILE, tl.sum(counts, 0), step, first, end, counts, ends, width,
+        logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr, row_clusters,
+        SEGMENTS, GROUP, DIM, TILE, STAGES, PRECISION,
+    )  # fmt: skip
+    peaks, totals, sums = correct_run(
+        peaks, totals, sums, rows_ptr, value_means_ptr, sizes_ptr, assignment_ptr,
+        own_ids, (tl.num_programs(0) - 1 - program) * TILE, entries, step, first, end, counts, ends, width,
+        logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr, row_clusters,
+        0, GROUP, DIM, TILE, 1, PRECISION,
+    )  # fmt: skip
     slot = first_slot + program
     store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, slot, peaks, totals, sums, GROUP, DIM, 16)

@@ -63,7 +63,7 @@ class SelectionBuffers:
 
     @staticmethod
     def allocate(rows: int, width: int, device: torch.device | str) -> SelectionBuffers:
-        programs = max(1, min(16, 512 // rows, triton.cdiv(width, 16)))
+        programs = max(1, min(16, 128 // rows, triton.cdiv(width, 16)))
         own = max(16, int(triton.next_power_of_2(triton.cdiv(width, programs * 16))) * 16)
         return SelectionBuffers(
             torch.empty(rows, programs, own, dtype=torch.int32, device=device),
@@ -109,11 +109,11 @@ def select_clusters(
         BLOCK=block,
         SINGLE=buffers.weights_RC is None,
         OWN=own,
-        AT_ONCE=32,
+        AT_ONCE=max(16, min(512, own // 16)),
         AT_MEMBER=32,
         RANGE=RANGE,
         TURNS=TURNS,
-        num_warps=max(1, min(16, block // 512)),
+        num_warps=max(1, min(32, block // 256)),
         **chained(records_BF.device),
     )
 

@@ -1,9 +1,9 @@
 """Attention to listed keys: flash-decoding over ragged lists, and over the keys that are always attended.
 
-Lists are cut into tiles of a fixed number of keys, which a fixed number of programs take turns with; more programs
-share the sinks, the recent window and the tail in the same way. So no head waits for the longest list. The query heads
-of a group share a tile, so every key and value is read once. Partial results are merged by one more launch
-(`partials`). Counts stay on the device: programs without keys end at once.
+A row's segments count as one list, which a fixed number of programs
+share tile by tile; the same programs, counted from the last, share the sinks, the recent window and the tail. So no
+head waits for the longest list. The query heads of a group share a tile, so every key and value is read once. Partial
+results are merged by one more launch (`partials`). Counts stay on the device: programs without keys end at once.
 
 Keys that a remainder's clusters hold leave them here: the weight that the cluster's mean gave them is taken away from
 their own (`MONOPOLE`), or their logits are summed up for a launch that does it later (`SUMS`).
@@ -53,31 +53,14 @@ _SUMS = tl.constexpr(SUMS)
 _TILE = 64
 
 
-@dataclass(frozen=True, slots=True)
-class ListShape:
-    """How the work of a row is cut: programs per segment of its list, and programs for the keys always attended."""
+_PROGRAMS = 1536
+"""Of all rows together: whole rounds of what a large device holds at a time."""
 
-    segments: int
-    parts: int
-    exact: int
 
-    @staticmethod
-    def of(rows: int, segments: int, width: int) -> ListShape:
-        """Enough programs to fill a large device, and few enough partial results to merge."""
-        parts = int(triton.next_power_of_2(max(1, triton.cdiv(1024, rows * segments))))
-        return ListShape(
-            segments, max(1, min(parts, triton.cdiv(width, _TILE))), max(2, min(16, 512 // rows))
-        )
-
-    @property
-    def listed(self) -> int:
-        """Programs of a row for its lists."""
-        return self.segments * self.parts
-
-    @property
-    def programs(self) -> int:
-        """Programs of a row, and slots that they fill."""
-        return self.listed + self.exact
+def list_programs(rows: int, lists: KeyLists) -> int:
+    """Programs of a row, and slots that they fill."""
+    _, segments, width = lists.ids_RPW.shape
+    return max(2, min(128, _PROGRAMS // rows, -(-segments * width // _TILE) + 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,28 +75,28 @@ def attend_lists(
     q_RGD: Tensor,
     records_BF: Tensor,
     lists: KeyLists,
-    shape: ListShape,
     partials: Partials,
     scale: float,
     *,
     first_slot: int = 0,
     kept_RX: Tensor | None = None,
     take_out: TakeOut | None = None,
-) -> None:
-    """Attention to listed keys, sinks, recent window and tail, into `shape.programs` slots from first_slot on.
+) -> int:
+    """Attention to listed keys, sinks, recent window and tail, into slots from first_slot on; returns their number.
 
     q_RGD: [R, G, d] in the dtype of the keys, contiguous; G 1..8, d 64 or 128. scale: of the logits, 1/sqrt(d).
-    kept_RX: [R, X] int32, X = shape.listed, set to how many listed keys each program attended.
+    kept_RX: [R, X] int32, set to how many listed keys each of the `list_programs` attended.
     Raises InvalidArgumentError for shapes and dtypes that do not fit.
     """
     rows, group, head_dim = q_RGD.shape
     check_queries(q_RGD, len(records_BF))
-    if lists.ids_RPW.shape[:2] != (rows, shape.segments):
+    if len(lists.ids_RPW) != rows:
         raise InvalidArgumentError(
-            f"lists of keys have shape {tuple(lists.ids_RPW.shape)}, expected [{rows}, {shape.segments}, any]"
+            f"lists of keys have shape {tuple(lists.ids_RPW.shape)}, expected [{rows}, any, any]"
         )
+    programs = list_programs(rows, lists)
     scores = None if take_out is None else take_out.scores
-    attend_kernel[(shape.programs, rows)](
+    attend_kernel[(programs, rows)](
         q_RGD,
         records_BF,
         lists.ids_RPW,
@@ -126,7 +109,6 @@ def attend_lists(
         partials.peaks_RSG,
         partials.totals_RSG,
         lists.ids_RPW.shape[2],
-        shape.listed,
         0 if scores is None else scores.logits_RCG.shape[1],
         partials.peaks_RSG.shape[1],
         first_slot,
@@ -134,12 +116,14 @@ def attend_lists(
         HEADS=rows // len(records_BF),
         GROUP=group,
         DIM=head_dim,
-        PARTS=shape.parts,
+        SEGMENTS=lists.ids_RPW.shape[1],
+        SEGMENTS_TILE=triton.next_power_of_2(lists.ids_RPW.shape[1]),
         TAKE=NOTHING if take_out is None else take_out.mode,
         KEPT=kept_RX is not None,
         **tile_options(q_RGD.dtype),
         **chained(q_RGD.device),
     )
+    return programs
 
 
 def tile_options(dtype: torch.dtype, tile: int = _TILE) -> dict[str, Any]:
@@ -223,6 +207,36 @@ def context_rows(
 
 
 @triton.jit
+def segment_ends(
+    counts_ptr: tl.tensor, row: tl.tensor, width: tl.tensor, SEGMENTS: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
+    """Entries of a row's segments [TILE], and where each ends in the row's whole list."""
+    segment = tl.arange(0, TILE)
+    counts = tl.load(counts_ptr + row.to(tl.int64) * SEGMENTS + segment, mask=segment < SEGMENTS, other=0)
+    counts = tl.minimum(counts, width)
+    return counts, tl.cumsum(counts, 0)
+
+
+@triton.jit
+def listed_ids(
+    ids_ptr: tl.tensor,
+    entry: tl.tensor,
+    stop: tl.tensor,
+    counts: tl.tensor,
+    ends: tl.tensor,
+    width: tl.tensor,
+    SEGMENTS: tl.constexpr,
+) -> tl.tensor:
+    """Key ids at entries of a row's whole list, -1 from `stop` on."""
+    at = entry.to(tl.int64)
+    if SEGMENTS > 1:
+        passed = (entry[:, None] >= ends[None, :]).to(tl.int32)
+        segment = tl.minimum(tl.sum(passed, 1), SEGMENTS - 1)
+        at = segment.to(tl.int64) * width + (entry - tl.sum(passed * counts[None, :], 1))
+    return tl.load(ids_ptr + at, mask=entry < stop, other=-1)
+
+
+@triton.jit
 def take_sums(
     logits: tl.tensor,
     of_cluster: tl.tensor,
@@ -254,13 +268,16 @@ def attend_run(
     step: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
+    counts: tl.tensor,
+    ends: tl.tensor,
+    width: tl.tensor,
     scale: tl.tensor,
     assignment_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     taken_ptr: tl.tensor,
     taken_logits_ptr: tl.tensor,
     row_clusters: tl.tensor,
-    LISTED: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     TAKE: tl.constexpr,
@@ -270,15 +287,15 @@ def attend_run(
 ) -> tl.tensor:
     """Adds entries start.., TILE in every `step`, up to stop-1 to a running softmax; returns how many were keys too.
 
-    LISTED: entries are those of a list of key ids; otherwise rows 0..first-1 and from `end` on, one after the other.
+    SEGMENTS: of the list of key ids that entries are of; with 0 they are rows 0..first-1 and those from `end` on.
     """
     heads = tl.arange(0, 16)
     dims = tl.arange(0, DIM)
     attended = tl.zeros([TILE], tl.int32)
     for at in tl.range(start, stop, step, num_stages=STAGES):
         entry = at + tl.arange(0, TILE)
-        if LISTED:
-            ids = tl.load(ids_ptr + entry, mask=entry < stop, other=-1)
+        if SEGMENTS > 0:
+            ids = listed_ids(ids_ptr, entry, stop, counts, ends, width, SEGMENTS)
         else:
             ids = tl.where(entry < stop, tl.where(entry < first, entry, end + entry - first), -1)
         valid = ids >= 0
@@ -312,7 +329,7 @@ def attend_run(
     return peaks, totals, sums, tl.sum(attended, 0)
 
 
-@triton.jit(do_not_specialize=["width", "listed", "cluster_width", "slots", "first_slot"])
+@triton.jit(do_not_specialize=["width", "cluster_width", "slots", "first_slot"])
 def attend_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
@@ -326,7 +343,6 @@ def attend_kernel(
     peaks_ptr: tl.tensor,
     totals_ptr: tl.tensor,
     width: tl.tensor,
-    listed: tl.tensor,
     cluster_width: tl.tensor,
     slots: tl.tensor,
     first_slot: tl.tensor,
@@ -334,7 +350,8 @@ def attend_kernel(
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
-    PARTS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SEGMENTS_TILE: tl.constexpr,
     TAKE: tl.constexpr,
     KEPT: tl.constexpr,
     TILE: tl.constexpr,
@@ -342,47 +359,48 @@ def attend_kernel(
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """One program per (part of a segment, row), then those for keys that are always attended."""
+    """Program (number, row) of a row's: its tiles of the list, of what is always attended, and of the tail."""
     program = tl.program_id(0)
     row = tl.program_id(1)
     b = row // HEADS
     head = (row % HEADS).to(tl.int64)
     element: tl.constexpr = q_ptr.dtype.element_ty
     rows_ptr = context_rows(records_ptr, b, head, _KV, element)
+    tail_ptr = context_rows(records_ptr, b, head, _TAIL, element)
     first, end, entries = context_entries(records_ptr, b)
+    tail_keys = field(records_ptr, b, _TAIL_KEYS).to(tl.int32)
     assignment_ptr = ids_ptr
     if TAKE > 0:
         assignment_ptr = field(records_ptr, b, _ASSIGNMENT).to(tl.pointer_type(tl.int32))
         assignment_ptr += head * field(records_ptr, b, _KEYS)
     row_clusters = row.to(tl.int64) * cluster_width
+    step = tl.num_programs(0) * TILE
+    # What is always attended begins with the last program, whose part of the list may be a tile shorter.
+    start = (tl.num_programs(0) - 1 - program) * TILE
+    after = (start + tl.cdiv(entries, TILE) * (step - TILE)) % step
     wait_for_launch(CHAINED)
+    counts, ends = segment_ends(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
     q = load_group(q_ptr, row, GROUP, DIM, 16)
     peaks = tl.full([16], float("-inf"), tl.float32)
     totals = tl.zeros([16], tl.float32)
     sums = tl.zeros([16, DIM], tl.float32)
-    if program < listed:
-        segment = row.to(tl.int64) * (listed // PARTS) + program // PARTS
-        count = tl.minimum(tl.load(counts_ptr + segment), width)
-        peaks, totals, sums, attended = attend_run(
-            q, peaks, totals, sums, rows_ptr, ids_ptr + segment * width, (program % PARTS) * TILE, count, PARTS * TILE,
-            first, end, scale, assignment_ptr, logits_ptr, taken_ptr, taken_logits_ptr, row_clusters,
-            True, GROUP, DIM, TAKE, TILE, STAGES, PRECISION,
-        )  # fmt: skip
-        if KEPT:
-            tl.store(kept_ptr + row * listed + program, attended)
-    else:
-        start = (program - listed) * TILE
-        step = (tl.num_programs(0) - listed) * TILE
-        peaks, totals, sums, _ = attend_run(
-            q, peaks, totals, sums, rows_ptr, ids_ptr, start, entries, step,
-            first, end, scale, assignment_ptr, logits_ptr, taken_ptr, taken_logits_ptr, row_clusters,
-            False, GROUP, DIM, TAKE, TILE, 1, PRECISION,
-        )  # fmt: skip
-        tail_keys = field(records_ptr, b, _TAIL_KEYS).to(tl.int32)
-        peaks, totals, sums, _ = attend_run(
-            q, peaks, totals, sums, context_rows(records_ptr, b, head, _TAIL, element), ids_ptr, start, tail_keys, step,
-            tail_keys, tail_keys, scale, assignment_ptr, logits_ptr, taken_ptr, taken_logits_ptr, row_clusters,
-            False, GROUP, DIM, 0, TILE, STAGES, PRECISION,
-        )  # fmt: skip
+    own_ids = ids_ptr + row.to(tl.int64) * SEGMENTS * width
+    peaks, totals, sums, attended = attend_run(
+        q, peaks, totals, sums, rows_ptr, own_ids, program * TILE, tl.sum(counts, 0), step, first, end,
+        counts, ends, width, scale, assignment_ptr, logits_ptr, taken_ptr, taken_logits_ptr, row_clusters,
+        SEGMENTS, GROUP, DIM, TAKE, TILE, STAGES, PRECISION,
+    )  # fmt: skip
+    if KEPT:
+        tl.store(kept_ptr + row * tl.num_programs(0) + program, attended)
+    peaks, totals, sums, _ = attend_run(
+        q, peaks, totals, sums, rows_ptr, own_ids, start, entries, step, first, end,
+        counts, ends, width, scale, assignment_ptr, logits_ptr, taken_ptr, taken_logits_ptr, row_clusters,
+        0, GROUP, DIM, TAKE, TILE, 1, PRECISION,
+    )  # fmt: skip
+    peaks, totals, sums, _ = attend_run(
+        q, peaks, totals, sums, tail_ptr, own_ids, after, tail_keys, step, tail_keys, tail_keys,
+        counts, ends, width, scale, assignment_ptr, logits_ptr, taken_ptr, taken_logits_ptr, row_clusters,
+        0, GROUP, DIM, 0, TILE, STAGES, PRECISION,
+    )  # fmt: skip
     slot = first_slot + program
     store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, slot, peaks, totals, sums, GROUP, DIM, 16)

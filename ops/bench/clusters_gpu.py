@@ -54,6 +54,7 @@ from decode_engine.kernels.cluster_reference import (
 )
 from decode_engine.kernels.cluster_tables import DeviceClusters
 from decode_engine.kernels.key_lists import KeyLists
+from decode_engine.kernels.table_batch import TableContext, padded_rows
 from index_store.context import ResidentContext
 from index_store.kernels.device_clusters import build_device_clusters, divide_keys
 from index_store.kernels.device_tables import build_device_tables
@@ -208,9 +209,7 @@ def random_figure(bench: Bench, name: str) -> dict[str, Any]:
     error = bench.error(name, out, bench.lists[0], "dropped" if name == "listed" else "centred")
     read = bench.rows * (bench.budget * (2 * VECTOR + 4) + (SINKS + RECENT + TAIL) * 2 * VECTOR)
     if name == "centred":
-        clusters = bench.length // PER_CLUSTER
-        read += bench.rows * clusters * (2 * VECTOR + HEAD_DIM + 2 * 4 + (2 * 4 + 4) * GROUP + 4)
-        read += bench.rows * bench.budget * (VECTOR + 4)
+        read = centred_bytes(bench, bench.budget)
     return {"figure": name, "error": error, "bytes": read, **bench.times(steps)}
 
 
@@ -224,6 +223,43 @@ def multipole_figure(bench: Bench, name: str) -> dict[str, Any]:
     read = bench.rows * clusters * (2 * VECTOR + 4 + 8 * GROUP)
     read += round(bench.rows * (kept * bench.length + SINKS + RECENT + TAIL) * 2 * VECTOR)
     return {"figure": name, "error": error, "bytes": read, "kept": round(kept, 5), **bench.times(steps)}
+
+
+def csattention_figure(bench: Bench, name: str) -> dict[str, Any]:
+    """The default method, with tables built from random queries."""
+    method = get_method("csattention")
+    assert method.index is not None
+    subspaces, centroids = (
+        int(method.index.parameters["subspaces"]),
+        int(method.index.parameters["centroids"]),
+    )
+    dims = torch.arange(HEAD_DIM).view(-1, subspaces).t().contiguous()
+    made = []
+    for layer, records in enumerate(bench.records):
+        for b, kv in enumerate(bench.kv[layer]):
+            sample = torch.randn(KV_HEADS, SAMPLE, HEAD_DIM, device="cuda")
+            arrays = build_device_tables(kv[:, :, 0], sample, dims, centroids=centroids, iterations=3, seed=0)
+            made.append(
+                TableContext(kv, padded_rows(arrays["scores"]), arrays["centroids"], arrays["scales"])
+            )
+            for field, value in made[-1].record().items():
+                records[b, field] = value
+    steps = ListedSteps(bench.plan(method))
+    out = steps.attend(0, bench.q[0], bench.records[0]).clone()
+    kept = int(steps.kept_B().sum()) / bench.rows / bench.length
+    error = bench.error(name, out, steps.selection.select(0, bench.q[0], bench.records[0]), "centred")
+    # A row of each subspace's table for every head of the group, then as with any list.
+    read = bench.rows * bench.length * subspaces * GROUP + centred_bytes(bench, kept * bench.length)
+    return {"figure": name, "error": error, "bytes": read, "kept": round(kept, 5), **bench.times(steps)}
+
+
+def centred_bytes(bench: Bench, listed: float) -> int:
+    """Read and written by attention to lists of that many keys and by the centred remainder."""
+    clusters = bench.length // PER_CLUSTER
+    of_cluster = 2 * VECTOR + HEAD_DIM + 2 * 4 + 3 * 4 * GROUP + 4
+    of_key = 3 * VECTOR + 2 * 4
+    always = (SINKS + RECENT + TAIL) * 2 * VECTOR
+    return round(bench.rows * (clusters * of_cluster + listed * of_key + always))
 
 
 def build_figures(length: int) -> list[dict[str, Any]]:
@@ -301,7 +337,12 @@ def run_case(length: int, batch: int, keep: float, copy: float, figures: list[st
     q = bench.q.flatten(2, 3)
     full = full_attention_us(q, bench.kv)
     backend = min(full, key=lambda name: full[name])
-    makers = {"listed": random_figure, "multipole": multipole_figure, "centred": random_figure}
+    makers = {
+        "listed": random_figure,
+        "multipole": multipole_figure,
+        "centred": random_figure,
+        "csattention": csattention_figure,
+    }
     rows = []
     for name in figures:
         row = makers[name](bench, name)
@@ -346,7 +387,9 @@ def main(
     cases: Annotated[str, typer.Option(help="context:batch:keep, comma-separated.")] = (
         "131072:1:0.01,131072:16:0.01,131072:1:0.05,131072:16:0.05"
     ),
-    figures: Annotated[str, typer.Option(help="Of listed, multipole, centred.")] = "listed,multipole,centred",
+    figures: Annotated[str, typer.Option(help="Of listed, multipole, centred, csattention.")] = (
+        "listed,multipole,centred,csattention"
+    ),
     build: Annotated[int, typer.Option(help="Context whose indexes are built; 0 for none.")] = 131072,
     bars: Annotated[bool, typer.Option("--bars", help="Fail when a bar is missed.")] = False,
     seed: Annotated[int, typer.Option()] = 0,

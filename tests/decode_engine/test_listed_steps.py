@@ -88,7 +88,9 @@ def run(
     """One layer's step of sessions on contexts of those lengths: by kernels and by the general path [B, H, G, d]."""
     generator = torch.Generator().manual_seed(3)
     batch = StepBatch(StepPlan(IDENTITY, method, 4, 512, torch.float32, torch.device("cpu")), [kind, kind])
-    outs, observations, counts = [], [], torch.zeros(4, STEP_COUNTS, dtype=torch.int64)
+    outs: list[Tensor] = []
+    observations: list[Observation] = []
+    counts = torch.zeros(4, STEP_COUNTS, dtype=torch.int64)
     queries = torch.zeros(4, H, G, D)
     for row, length in enumerate(lengths):
         context = made_up_context(IDENTITY, "float32", method, length, seed=row)
