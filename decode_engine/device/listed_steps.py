@@ -21,6 +21,7 @@ from decode_engine.device.cluster_steps import (
     sum_kept,
     window_refusal,
 )
+from decode_engine.device.code_steps import CodeSelection
 from decode_engine.device.key_selection import KeySelection
 from decode_engine.device.step_attention import StepAttention, StepPlan
 from decode_engine.device.table_steps import TableSelection
@@ -33,6 +34,7 @@ from decode_engine.kernels.sparse_attention import MONOPOLE, SUMS, TakeOut, atte
 from index_store.context import ResidentContext
 from index_store.index_specs import IndexSpec
 from index_store.indexes.key_clusters import KeyClusters
+from index_store.indexes.product_codes import ProductCodes
 from index_store.indexes.query_tables import QueryTables
 from index_store.manifest import Manifest
 from index_store.methods import Method
@@ -47,7 +49,11 @@ class ListedSteps(StepAttention):
     """
 
     selection_types: ClassVar[Mapping[str, type[KeySelection]]] = MappingProxyType(
-        {KeyClusters.kind: ClusterSelection, QueryTables.kind: TableSelection}
+        {
+            KeyClusters.kind: ClusterSelection,
+            QueryTables.kind: TableSelection,
+            ProductCodes.kind: CodeSelection,
+        }
     )
     """Searches by the kind of the index."""
 

@@ -172,6 +172,8 @@ def refusal(method: Method) -> str:
         (get_method("csattention+monopole"), "ListedSteps"),
         (get_method("csattention+dipole"), "dipole"),
         (get_method("csattention-paper"), "lists"),
+        (get_method("pq"), "ListedSteps"),
+        (get_method("pq+dropped"), "ListedSteps"),
         (get_method("multipole-tree"), "no kernels"),
         (get_method("tactic"), "budget"),
         (get_method("quest"), "no kernels"),
