@@ -249,14 +249,17 @@ class QueryTables(LayerIndex):
                 best.values.clamp_(min=0) if options.weights == "projection" else torch.ones_like(best.values)
             )
             return rows.to(torch.int32), weights * scales_HM
-        nearest = products.topk(min(options.backoff_centroids, centroids), dim=-1)
-        cosine = nearest.values[..., 0] / slices.norm(dim=-1).clamp_(min=1e-12)
+        # Sorted, so that of equally near centroids (a query of zeros) every device takes the same.
+        nearest = (products + 0.0).sort(dim=-1, descending=True, stable=True)
+        shared_by = min(options.backoff_centroids, centroids)
+        values, found = nearest.values[..., :shared_by], nearest.indices[..., :shared_by]
+        cosine = values[..., 0] / slices.norm(dim=-1).clamp_(min=1e-12)
         back_off = (cosine < options.backoff_cosine).unsqueeze(-1)
-        first_only = nearest.values.new_zeros(nearest.values.shape[-1])
+        first_only = values.new_zeros(shared_by)
         first_only[0] = 1.0
         shared = torch.full_like(first_only, 1.0 / len(first_only))
         weights = torch.where(back_off, shared, first_only) * scales_HM[..., None]
-        rows = nearest.indices + offsets_M[:, None]
+        rows = found + offsets_M[:, None]
         return rows.flatten(3).to(torch.int32), weights.flatten(3).contiguous()
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from index_store.kernels.launch import launch, on_host
 
 _BELOW_ALL = -(2**15) - 1
+_ENTRIES = 2**23  # of lists that the reference gathers at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +65,41 @@ def score_lists(
 def score_lists_reference(
     lists: Lists, rows_HRJ: Tensor, weights_HRJ: Tensor, first: int, floor_missing: bool, out_HRM: Tensor
 ) -> None:
-    """The same by scattering one list of every query at a time, on any device."""
-    heads, queries, _ = rows_HRJ.shape
-    columns = out_HRM.shape[-1]
-    # The last column takes what lies outside.
-    total = torch.zeros(heads, queries, columns + 1, device=out_HRM.device)
-    seen = torch.zeros(total.shape, dtype=torch.bool, device=total.device)
-    for rows_HR, weights_HR in zip(rows_HRJ.long().unbind(2), weights_HRJ.unbind(2), strict=True):
-        ids, values, held = _union(lists, rows_HR)
-        held &= (weights_HR != 0.0)[..., None]
+    """The same by gathering the lists of some queries at a time, on any device."""
+    heads, queries, picks = rows_HRJ.shape
+    entries = lists.ids_HSL.shape[2] + lists.inserted_ids_HSE.shape[2]
+    step = max(1, _ENTRIES // max(1, heads * picks * entries))
+    for begin in range(0, queries, step):
+        part = slice(begin, begin + step)
+        scored = _score_some(
+            lists, rows_HRJ[:, part], weights_HRJ[:, part], first, out_HRM.shape[2], floor_missing
+        )
+        out_HRM[:, part] = scored
+
+
+def _score_some(
+    lists: Lists, rows_HRJ: Tensor, weights_HRJ: Tensor, first: int, columns: int, floor_missing: bool
+) -> Tensor:
+    ids, values, held = _union(lists, rows_HRJ.long())
+    weights_HRJ1 = weights_HRJ[..., None]
+    held &= weights_HRJ1 != 0.0
+    floor_HRJ1 = torch.zeros_like(weights_HRJ1)
+    if floor_missing:
         lowest = torch.where(held, values, torch.inf).amin(-1, keepdim=True)
-        floor = torch.where(torch.isinf(lowest), 0.0, lowest) if floor_missing else torch.zeros_like(lowest)
-        found = held & (ids >= first) & (ids < first + columns)
-        places = torch.where(found, ids - first, columns)
-        total.scatter_add_(2, places, torch.where(found, weights_HR[..., None] * (values - floor), 0.0))
-        total += weights_HR[..., None] * floor
-        seen.scatter_(2, places, True)
+        floor_HRJ1 = lowest.masked_fill_(torch.isinf(lowest), 0.0)
+    found = held & (ids >= first) & (ids < first + columns)
+    # The last column takes what lies outside.
+    places = torch.where(found, ids - first, columns)
+    added = torch.where(found, weights_HRJ1 * (values - floor_HRJ1), 0.0)
+    total = torch.zeros(*rows_HRJ.shape[:2], columns + 1, device=places.device)
+    # A list has every key once, so that the order of additions is the same every time.
+    for place, of_list in zip(places.unbind(2), added.unbind(2), strict=True):
+        total.scatter_add_(2, place, of_list)
+    total += (weights_HRJ1 * floor_HRJ1).sum(2)
     if not floor_missing:
-        total.masked_fill_(~seen, -torch.inf)
-    out_HRM.copy_(total[..., :columns])
+        seen = torch.zeros(total.shape, dtype=torch.bool, device=total.device)
+        total.masked_fill_(~seen.scatter_(2, places.flatten(2), True), -torch.inf)
+    return total[..., :columns]
 
 
 def insert_keys(lists: Lists, scores_HTS: Tensor, first_id: int) -> None:
@@ -132,19 +149,19 @@ def insert_keys_reference(lists: Lists, scores_HTS: Tensor, first_id: int) -> No
     lists.inserted_ids_HSE.copy_(ids[..., :slots])
 
 
-def _union(lists: Lists, rows_HR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, values and which entries count, [H, R, L + E] each, of one list per query."""
-    heads = torch.arange(len(rows_HR), device=rows_HR.device)[:, None]
+def _union(lists: Lists, rows_HRJ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, values and which entries count, [H, R, J, L + E] each, of lists by number."""
+    heads = torch.arange(len(rows_HRJ), device=rows_HRJ.device)[:, None, None]
     ids, values, held = [], [], []
     for of_ids, of_values, counts_HS in (
         (lists.ids_HSL, lists.values_HSL, lists.kept_HS),
         (lists.inserted_ids_HSE, lists.inserted_values_HSE, lists.inserted_HS),
     ):
-        ids.append(of_ids[heads, rows_HR])
-        values.append(of_values[heads, rows_HR])
-        entry = torch.arange(of_ids.shape[2], device=rows_HR.device)
-        held.append(entry < counts_HS[heads, rows_HR][..., None])
-    return torch.cat(ids, 2).long(), torch.cat(values, 2).float(), torch.cat(held, 2)
+        ids.append(of_ids[heads, rows_HRJ])
+        values.append(of_values[heads, rows_HRJ])
+        entry = torch.arange(of_ids.shape[2], device=rows_HRJ.device)
+        held.append(entry < counts_HS[heads, rows_HRJ][..., None])
+    return torch.cat(ids, 3).long(), torch.cat(values, 3).float(), torch.cat(held, 3)
 
 
 @njit(cache=True, nogil=True, parallel=True)

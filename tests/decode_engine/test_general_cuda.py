@@ -170,10 +170,9 @@ def test_long_contexts_take_bounded_memory(remainder: str) -> None:
     }
     del blocks
     assert method.index is not None
-    parameters = {**method.index.parameters, "moments": "diagonal"}
-    index = INDEX_KINDS["key_clusters"].from_arrays(parameters, arrays, kv)
-    own = replace(method, partition=None)
-    layer = SparseLayer(kv, LayerSearch(index), own, Figures())
+    spec = method.index.with_parameters(moments="diagonal")
+    index = INDEX_KINDS[spec.kind].from_arrays(spec.parameters, arrays, kv)
+    layer = SparseLayer(kv, LayerSearch(index), replace(method, index=spec, partition=None), Figures())
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
