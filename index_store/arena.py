@@ -2,13 +2,17 @@
 
 A context is loaded once however many ask for it, stays while anyone holds a lease on it, and is dropped when its
 bytes are needed for another: the one unused for longest first.
+
+Those who wait for memory stand in a line. Others may pass them, since their contexts are here or fit, but at most
+MAX_PASSED times; after that whoever would wait for memory waits behind them, even for a context that is here. Else a
+flood of requests on one context would renew its leases for ever, and another context would never be loaded.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +31,9 @@ from index_store.errors import (
 )
 from index_store.host_memory import PageLocker, default_page_locker
 from index_store.manifest import Manifest
+
+MAX_PASSED = 8
+"""How many leases others get before one who waits for memory."""
 
 _CHECK_INTERVAL_S = 0.05
 
@@ -61,6 +68,14 @@ class _Slot:
     drop_when_free: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """One who waits for `needed` bytes. passed: leases that others got meanwhile who came later, or do not wait."""
+
+    needed: int
+    passed: int = 0
+
+
 class Arena:
     """Contexts in memory within a byte budget. Safe to use from several threads."""
 
@@ -82,6 +97,7 @@ class Arena:
         self._kinds = kinds
         self._device = device
         self._slots: OrderedDict[str, _Slot] = OrderedDict()  # least recently used first
+        self._waiting: deque[_Waiter] = deque()  # first come first
         self._changed = threading.Condition()
         self._loads = self._hits = self._evictions = 0
 
@@ -98,7 +114,8 @@ class Arena:
 
         Threads that ask for one context while it is loaded wait for that one load, and share its error; other
         contexts are not held up. With `wait_for_memory` a context that does not fit beside the leased ones waits
-        until it does, in no particular order; one that never will is refused at once.
+        until it does, and any context behind those that were passed too often (see the module); one that never will
+        fit is refused at once. A thread that holds a lease must not wait so for another one.
 
         check: called before a wait and then every 50 ms, with the arena locked; what it raises ends the wait. It is
             called once more after a load, which is never broken off: others may be waiting for it.
@@ -170,14 +187,14 @@ class Arena:
     ) -> _Slot:
         needed = resident_bytes(manifest, self._device)
         with self._changed:
-            while (slot := self._slots.get(manifest.id)) is None:
-                if not wait_for_memory or self._leased() + needed <= self._budget or needed > self._budget:
-                    break
-                self._wait(check)
+            place = self._wait_for_turn(manifest.id, needed, check) if wait_for_memory else len(self._waiting)
+            slot = self._slots.get(manifest.id)
+            victims = [] if slot is not None else self._make_room(needed)
+            for waiter in list(self._waiting)[:place]:
+                waiter.passed += 1
             if slot is not None:
                 return self._join(slot, check)
             slot = _Slot(manifest.id, needed)
-            victims = self._make_room(needed)
             self._slots[slot.id] = slot
         try:
             for victim in victims:
@@ -196,6 +213,31 @@ class Arena:
             self._loads += 1
             self._changed.notify_all()
         return slot
+
+    def _wait_for_turn(self, id_: str, needed: int, check: Callable[[], None]) -> int:
+        """Waits until the context is here or fits, and it is one's turn. Called with the lock held.
+
+        Returns how many wait on who came earlier: they are passed. What can never fit does not wait.
+        """
+        waiter = _Waiter(needed)
+        self._waiting.append(waiter)
+        try:
+            while True:
+                place = self._waiting.index(waiter)
+                here = id_ in self._slots
+                if self._may_enter(place, here, needed) or not (here or needed <= self._budget):
+                    return place
+                self._wait(check)
+        finally:
+            self._waiting.remove(waiter)
+            self._changed.notify_all()
+
+    def _may_enter(self, place: int, here: bool, needed: int) -> bool:
+        """Whether it is the turn of who has this place in the line, and the context is here or fits."""
+        earlier = list(self._waiting)[:place]
+        if earlier and earlier[0].passed >= MAX_PASSED:
+            return False
+        return here or (self._fits(needed) and not any(self._fits(other.needed) for other in earlier))
 
     def _wait(self, check: Callable[[], None]) -> None:
         """Waits for a change, or for a while. Called with the lock held."""
@@ -231,6 +273,9 @@ class Arena:
 
     def _leased(self) -> int:
         return sum(slot.nbytes for slot in self._slots.values() if slot.leases)
+
+    def _fits(self, needed: int) -> bool:
+        return self._leased() + needed <= self._budget
 
     def _make_room(self, needed: int) -> list[_Slot]:
         """Takes out slots until `needed` bytes fit; returns them, to be released outside the lock.

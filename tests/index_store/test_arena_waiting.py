@@ -1,4 +1,4 @@
-"""Waiting for the arena: for memory that others use, for a load under way, and not for longer than is wanted."""
+"""Waiting for the arena: for memory that others use and a load under way, in turn, no longer than is wanted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from index_store.arena import Arena
+from index_store.arena import MAX_PASSED, Arena
 from index_store.catalog import Store
 from index_store.context_loading import resident_bytes
 from index_store.errors import MemoryBudgetError
@@ -149,3 +149,77 @@ def test_a_load_that_nobody_wants_any_more_is_kept_for_the_next(
         lease(arena, store, a, interest)
     assert arena.ids() == [a.id]
     assert arena.stats().leases == 0
+
+
+def test_leases_that_overlap_do_not_keep_others_out_for_ever(
+    pool: ThreadPoolExecutor, many: tuple[Store, list[SyntheticContext]]
+) -> None:
+    store, (a, b, *_) = many
+    arena = Arena(SIZE)
+    held = arena.acquire(store, a.id, wait_for_memory=True)
+    held.__enter__()
+    waiting = start_waiting(pool, arena, store, b)[1]
+    for _ in range(MAX_PASSED):  # each begins before the one before ends
+        following = arena.acquire(store, a.id, wait_for_memory=True)
+        following.__enter__()
+        held.__exit__(None, None, None)
+        held = following
+    late = start_waiting(pool, arena, store, a)[1]
+    time.sleep(0.1)
+    assert not late.done()
+    assert not waiting.done()
+    held.__exit__(None, None, None)
+    assert waiting.result(SOON) == b.id
+    assert late.result(SOON) == a.id
+    assert arena.stats().loads == 3
+
+
+def test_nobody_waits_behind_one_who_has_lost_interest(
+    pool: ThreadPoolExecutor, many: tuple[Store, list[SyntheticContext]]
+) -> None:
+    store, (a, b, *_) = many
+    arena = Arena(SIZE)
+    with arena.acquire(store, a.id):
+        interest, gone = start_waiting(pool, arena, store, b)
+        for _ in range(MAX_PASSED):
+            assert lease(arena, store, a, lambda: None) == a.id
+        late = start_waiting(pool, arena, store, a)[1]
+        interest.lost.set()
+        with pytest.raises(GoneError):
+            gone.result(SOON)
+        assert late.result(SOON) == a.id
+
+
+def test_who_waits_is_served_in_order_of_arrival(
+    pool: ThreadPoolExecutor, many: tuple[Store, list[SyntheticContext]]
+) -> None:
+    store, (a, *others) = many
+    arena = Arena(SIZE)
+    served: list[str] = []
+
+    def note(context: SyntheticContext, interest: Interest) -> None:
+        with arena.acquire(store, context.id, check=interest, wait_for_memory=True):
+            served.append(context.id)
+
+    with arena.acquire(store, a.id):
+        futures = []
+        for context in others:
+            interest = Interest()
+            futures.append(pool.submit(note, context, interest))
+            assert interest.asked.wait(SOON)
+    for future in futures:
+        future.result(SOON)
+    assert served == [context.id for context in others]
+
+
+def test_who_does_not_wait_is_never_held_back(
+    pool: ThreadPoolExecutor, many: tuple[Store, list[SyntheticContext]]
+) -> None:
+    store, (a, b, *_) = many
+    arena = Arena(SIZE)
+    with arena.acquire(store, a.id):
+        waiting = start_waiting(pool, arena, store, b)[1]
+        for _ in range(2 * MAX_PASSED):
+            with arena.acquire(store, a.id):
+                assert not waiting.done()
+    assert waiting.result(SOON) == b.id
