@@ -42,6 +42,7 @@ from index_store.manifest import ArrayEntry, join_checksums
 
 CHECKSUM_BYTES = 4
 _PIECE_BYTES = 16 << 20
+_WRITTEN_PIECE_BYTES = 1 << 20  # no other thread of Python runs while its checksum is computed
 
 
 class _FolderStore(LocalStore):  # type: ignore[misc]  # zarr is not type-checked here
@@ -72,9 +73,9 @@ class _FolderStore(LocalStore):  # type: ignore[misc]  # zarr is not type-checke
         """Writes a chunk's bytes and their crc32c behind them, as zarr does, without a copy and from any thread."""
         checksum = 0
         with self._new_file(key) as file:
-            for start in range(0, raw.size, _PIECE_BYTES):
+            for start in range(0, raw.size, _WRITTEN_PIECE_BYTES):
                 # Pieces that stay in the cache between the checksum and the write.
-                piece = raw[start : start + _PIECE_BYTES]
+                piece = raw[start : start + _WRITTEN_PIECE_BYTES]
                 checksum = google_crc32c.extend(checksum, piece)
                 file.write(piece.data)
             trailer = checksum.to_bytes(CHECKSUM_BYTES, "little")

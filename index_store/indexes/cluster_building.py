@@ -20,6 +20,19 @@ from index_store.windowed_rope import check_frequencies, undo_rotary
 
 _SEEDS = 2**31
 
+_ORDER = (
+    "counts",
+    "means",
+    "value_sums",
+    "assignment",
+    "variances",
+    "covariances",
+    "frequencies",
+    "offsets",
+    "members",
+)
+"""In which a layer's arrays are stored; those of a tree come behind."""
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -116,7 +129,7 @@ def build_clusters_on_device(
     )
     if frequencies_F is not None:
         arrays["frequencies"] = frequencies_F.to(source.kv_HN2D.device).repeat(heads, 1)
-    return arrays
+    return _ordered(arrays)
 
 
 def _block_table(count: int, parameters: ClusterParameters) -> list[tuple[int, int, int, int]]:
@@ -174,7 +187,12 @@ def build_tree_on_device(
         iterations=parameters.iterations,
         seed=seed,
     )
-    return {**tree, **frequencies}
+    return _ordered({**tree, **frequencies})
+
+
+def _ordered(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    names = [*(name for name in _ORDER if name in arrays), *(name for name in arrays if name not in _ORDER)]
+    return {name: arrays[name] for name in names}
 
 
 def list_members(assignment_HX: Tensor, clusters: int) -> tuple[Tensor, Tensor]:

@@ -219,7 +219,9 @@ def measure_kernel(
         entry = start + tl.arange(0, TILE)
         inside = entry < end
         ids = tl.load(members_ptr + head * count + entry, mask=inside, other=0).to(tl.int64)
-        own = inside[:, None] & exist[None, :]
+        own = inside[:, None]
+        if LANES != DIM:
+            own = own & exist[None, :]
         keys = tl.load(keys_head + ids[:, None] * key_stride + dims[None, :], mask=own, other=0.0)
         values = tl.load(values_head + ids[:, None] * value_stride + dims[None, :], mask=own, other=0.0)
         key_sum += tl.sum(keys.to(tl.float32), 0)
@@ -236,7 +238,9 @@ def measure_kernel(
             entry = start + tl.arange(0, TILE)
             inside = entry < end
             ids = tl.load(members_ptr + head * count + entry, mask=inside, other=0).to(tl.int64)
-            own = inside[:, None] & exist[None, :]
+            own = inside[:, None]
+            if LANES != DIM:
+                own = own & exist[None, :]
             keys = tl.load(keys_head + ids[:, None] * key_stride + dims[None, :], mask=own, other=0.0)
             centred = tl.where(inside[:, None], keys.to(tl.float32) - mean[None, :], 0.0)
             squares += tl.sum(centred * centred, 0)

@@ -74,12 +74,14 @@ def find_clusters(
     vectors_HND = fill_rows(vectors_HND)
     heads, count, _ = vectors_HND.shape
     device = vectors_HND.device
-    table = torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
-    centroids = _first_centroids(vectors_HND, table, blocks, seed)
     scales_HN = None
     if metric == "cosine":
+        # Before the first centroids: the device works on it while the host prepares them.
         norms_HN = torch.linalg.vector_norm(vectors_HND, dim=-1, dtype=torch.float32)
         scales_HN = norms_HN.clamp_(min=1e-20).reciprocal_()
+    table = torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
+    centroids = _first_centroids(vectors_HND, table, blocks, seed)
+    if metric == "cosine":
         centroids = torch.nn.functional.normalize(centroids, dim=-1)
     rounded = centroids.to(vectors_HND.dtype)
     halves = _half_squares(rounded, metric)

@@ -55,6 +55,11 @@ def on_host(source: LayerSource) -> LayerSource:
     return LayerSource(source.kv_HN2D.cpu(), queries, source.inverse_frequencies)
 
 
+def shapes(arrays: dict[str, Tensor]) -> list[tuple[str, torch.Size, torch.dtype]]:
+    """Of all arrays, in order."""
+    return [(name, array.shape, array.dtype) for name, array in arrays.items()]
+
+
 def key_spread(keys_HND: Tensor, arrays: dict[str, Tensor], metric: str) -> float:
     """What k-means minimises, over the keys in clusters."""
     assignment = arrays["assignment"].long()
@@ -86,9 +91,7 @@ def test_clusters(parameters: ClusterParameters) -> None:
     source = make_source(290)
     found = build_clusters_on_device(parameters, source, 0)
     expected = build_clusters(parameters, on_host(source), 0)
-    assert {name: (array.shape, array.dtype) for name, array in found.items()} == {
-        name: (array.shape, array.dtype) for name, array in expected.items()
-    }
+    assert shapes(found) == shapes(expected)
     keys = source.keys_HND
     if parameters.window:
         assert source.inverse_frequencies is not None
@@ -113,9 +116,7 @@ def test_a_tree(moments: str) -> None:
     fine = build_clusters_on_device(parameters, source, 0)
     found = build_tree_on_device(parameters, dict(fine), 0)
     expected = build_tree(parameters, on_host(source), 0)
-    assert {name: (array.shape, array.dtype) for name, array in found.items()} == {
-        name: (array.shape, array.dtype) for name, array in expected.items()
-    }
+    assert shapes(found) == shapes(expected)
     coarse_of_key = found["parents"].long().gather(1, found["assignment"].clamp(min=0).long())
     coarse_of_key = torch.where(found["assignment"] >= 0, coarse_of_key, -1)
     coarse = found["coarse_counts"].shape[1]
@@ -174,9 +175,7 @@ def test_tables(layout: str, scores: str, subspaces: int, centroids: int) -> Non
     source = make_source(100)
     found = build_tables_on_device(parameters, source, 0)
     expected = build_tables(parameters, on_host(source), 0)
-    assert {name: (array.shape, array.dtype) for name, array in found.items()} == {
-        name: (array.shape, array.dtype) for name, array in expected.items()
-    }
+    assert shapes(found) == shapes(expected)
     slices = source.keys_HND[..., parameters.dims(32).to(DEVICE)]
     if scores == "cosine":
         slices = torch.nn.functional.normalize(slices, dim=-1)
@@ -209,9 +208,7 @@ def test_codes(count: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     host = ProductCodes.build(
         {"subspaces": 8, "bits": bits, "split": "strided", "iterations": 6}, on_host(source), 0
     ).arrays()
-    assert {name: (array.shape, array.dtype) for name, array in found.items()} == {
-        name: (array.shape, array.dtype) for name, array in host.items()
-    }
+    assert shapes(found) == shapes(host)
     slices = source.keys_HND.float()[..., dims.to(DEVICE)]
     errors = [
         code_error(slices.cpu(), {name: a.cpu() for name, a in arrays.items()}) for arrays in (found, host)
@@ -246,9 +243,7 @@ def test_every_index_on_a_device(name: str, dtype: torch.dtype, head_dim: int) -
     found = INDEX_KINDS[spec.kind].build(spec.parameters, source, 0).arrays()
     expected = INDEX_KINDS[spec.kind].build(spec.parameters, on_host(source), 0).arrays()
     assert all(array.is_cuda and array.is_contiguous() for array in found.values())
-    assert {key: (array.shape, array.dtype) for key, array in found.items()} == {
-        key: (array.shape, array.dtype) for key, array in expected.items()
-    }
+    assert shapes(found) == shapes(expected)
     again = INDEX_KINDS[spec.kind].build(spec.parameters, source, 0).arrays()
     assert all(torch.equal(found[key], again[key]) for key in found)
     keys = source.keys_HND.float()
