@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from decode_engine.kernels import records, table_plan
+from decode_engine.kernels.partials import wait_for_launch
 from decode_engine.kernels.records import field
 
 TABLES = tl.constexpr(records.TABLES)
@@ -58,33 +59,47 @@ _ADD_FOUR_OPERANDS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r,r")
 
 
 @triton.jit
-def nearest_centroids(
-    q: tl.tensor,
-    centroids_ptr: tl.tensor,
+def load_centroids(
+    records_ptr: tl.tensor,
+    b: tl.tensor,
+    h: tl.tensor,
+    first: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
-    CP: tl.constexpr,
+    CB: tl.constexpr,
     W: tl.constexpr,
 ) -> tl.tensor:
-    """Of every subspace the centroid with the largest product, the first of equals, and the product.
+    """CB centroids of every subspace, from `first` on: [M, CB, W]."""
+    centroids_ptr = field(records_ptr, b, CENTROIDS).to(tl.pointer_type(tl.float32))
+    c = first + tl.arange(0, CB)
+    offsets = ((h * M + tl.arange(0, M))[:, None] * C + c[None, :]) * W
+    places = offsets[:, :, None] + tl.arange(0, W)[None, None, :]
+    return tl.load(tl.multiple_of(centroids_ptr, 16) + places, mask=(c < C)[None, :, None], other=0.0)
 
-    q: [M, W]. centroids_ptr: of a head's [M, C, W].
+
+@triton.jit
+def load_query(
+    q_ptr: tl.tensor,
+    slot: tl.tensor,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    STRIDED: tl.constexpr,
+    POOLED: tl.constexpr,
+) -> tl.tensor:
+    """A searched query by subspaces, [M, W] float32: a head's, or the sum of the group's heads.
+
+    Read as it lies and rearranged afterwards: gathered by subspace, it would take more loads than the centroids.
     """
-    CB: tl.constexpr = min(CP, max(1, _PICK_SIZE // (M * W)))
-    s = tl.arange(0, M)
-    i = tl.arange(0, W)
-    best = tl.full([M], float("-inf"), tl.float32)
-    nearest = tl.zeros([M], tl.int32)
-    for first in tl.static_range(0, CP, CB):
-        c = first + tl.arange(0, CB)
-        offsets = (s[:, None] * C + c[None, :]) * W
-        at = centroids_ptr + offsets[:, :, None] + i[None, None, :]
-        values = tl.load(at, mask=(c < C)[None, :, None], other=0.0)
-        products = tl.where((c < C)[None, :], tl.sum(values * q[:, None, :], 2), float("-inf"))
-        largest = tl.max(products, 1)
-        nearest = tl.where(largest > best, first + tl.argmax(products, 1).to(tl.int32), nearest)
-        best = tl.maximum(best, largest)
-    return nearest, best
+    W: tl.constexpr = D // M
+    d = tl.arange(0, D)
+    if POOLED:
+        q = tl.zeros([D], tl.float32)
+        for g in tl.static_range(G):
+            q += tl.load(q_ptr + (slot * G + g) * D + d).to(tl.float32)
+    else:
+        q = tl.load(q_ptr + slot * D + d).to(tl.float32)
+    return tl.trans(tl.reshape(q, [W, M])) if STRIDED else tl.reshape(q, [M, W])
 
 
 @triton.jit
@@ -96,47 +111,45 @@ def pick_rows(
     units_ptr: tl.tensor,
     b: tl.tensor,
     h: tl.tensor,
-    query: tl.tensor,
+    slot: tl.tensor,
     scale: tl.tensor,
-    H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
     CP: tl.constexpr,
-    GP: tl.constexpr,
     STRIDED: tl.constexpr,
     POOLED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     """Writes where the nearest centroid's row of every subspace begins, and its weight max(0, q_b . c_b) * table scale.
 
-    Kernels add four rows at a time: where there are fewer, the others are the same ones again, with weight 0.
+    Of equals the first is nearest. Kernels add four rows at a time: where there are fewer, the others are the same ones
+    again, with weight 0. What does not depend on the launch before is read before it has ended.
     """
     W: tl.constexpr = D // M
-    L: tl.constexpr = 1 if POOLED else G
     J: tl.constexpr = max(4, M)
+    CB: tl.constexpr = min(CP, _PICK_SIZE // D)
     s = tl.arange(0, M)
-    head = (h * (M * C)).to(tl.int64)
-    centroids_ptr = field(records_ptr, b, CENTROIDS).to(tl.pointer_type(tl.float32))
-    centroids_ptr = tl.multiple_of(centroids_ptr, 16) + head * W
-    scales_ptr = field(records_ptr, b, SCALES).to(tl.pointer_type(tl.float32))
-    scales = tl.load(scales_ptr + h * M + s)  # early: its latency hides behind the centroids'
     row_blocks = (field(records_ptr, b, TABLE_ROW) // (4 * MINI_WORDS)).to(tl.int32)
-    d = tl.arange(0, D)
-    heads_ptr = q_ptr + (b * H + h) * (G * D)
-    # Read as it lies and rearranged afterwards: gathered by subspace, it would take more loads than the centroids.
-    if POOLED:
-        g = tl.arange(0, GP)
-        heads = tl.load(heads_ptr + g[:, None] * D + d[None, :], mask=(g < G)[:, None], other=0.0)
-        q = tl.sum(heads.to(tl.float32), 0) * (scale / G)
-    else:
-        q = tl.load(heads_ptr + query * D + d).to(tl.float32) * scale
-    q = tl.trans(tl.reshape(q, [W, M])) if STRIDED else tl.reshape(q, [M, W])
-    nearest, best = nearest_centroids(q, centroids_ptr, M, C, CP, W)
+    scales_ptr = field(records_ptr, b, SCALES).to(tl.pointer_type(tl.float32))
+    scales = tl.load(scales_ptr + h * M + s) * scale
+    centroids = load_centroids(records_ptr, b, h, 0, M, C, CB, W)
+    wait_for_launch(CHAINED)
+    q = load_query(q_ptr, slot, G, D, M, STRIDED, POOLED)
+    best = tl.full([M], float("-inf"), tl.float32)
+    nearest = tl.zeros([M], tl.int32)
+    for first in tl.static_range(0, CP, CB):
+        if first > 0:
+            centroids = load_centroids(records_ptr, b, h, first, M, C, CB, W)
+        products = tl.sum(centroids * q[:, None, :], 2)
+        products = tl.where((first + tl.arange(0, CB) < C)[None, :], products, float("-inf"))
+        largest = tl.max(products, 1)
+        nearest = tl.where(largest > best, first + tl.argmax(products, 1).to(tl.int32), nearest)
+        best = tl.maximum(best, largest)
     weights = tl.maximum(best, 0.0) * scales
     largest = tl.max(weights, 0)
     small = tl.floor(weights * tl.where(largest > 0.0, 255.0 / largest, 0.0) + 0.5).to(tl.int32)
-    slot = (b * H + h) * L + query
     rows = (h * (M * C) + s * C + nearest) * row_blocks
     for repeat in tl.static_range(J // M):
         tl.store(rows_ptr + slot * J + repeat * M + s, rows)

@@ -52,25 +52,27 @@ def pick_kernel(
     units_ptr: tl.tensor,
     scale: tl.tensor,
     H: tl.constexpr,
+    L: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
     CP: tl.constexpr,
-    GP: tl.constexpr,
     STRIDED: tl.constexpr,
     POOLED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """One program per query: see `pick_rows`."""
-    wait_for_launch(CHAINED)
-    bh = tl.program_id(1)
+    """One program per query: see `pick_rows`. Records are not written by the launch before, so they are read early."""
+    slot = tl.program_id(0)
+    bh = slot // L
     b = bh // H
     if field(records_ptr, b, END) > field(records_ptr, b, FIRST):
         pick_rows(
-            q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, tl.program_id(0), scale,
-            H, G, D, M, C, CP, GP, STRIDED, POOLED,
+            q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, slot, scale,
+            G, D, M, C, CP, STRIDED, POOLED, CHAINED,
         )  # fmt: skip
+    else:
+        wait_for_launch(CHAINED)
 
 
 @triton.jit
@@ -264,11 +266,11 @@ def search(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace)
 
 def pick(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace) -> None:
     """Launches the choice of the nearest centroids alone: fills rows, weights and units of `work`."""
-    pick_kernel[(plan.queries, q_BHGD.shape[0] * plan.kv_heads)](
-        q_BHGD, records_BF, work.rows, work.weights, work.units, plan.scale,
-        H=plan.kv_heads, G=plan.group, D=plan.head_dim, M=plan.subspaces, C=plan.centroids,
-        CP=triton.next_power_of_2(plan.centroids), GP=triton.next_power_of_2(plan.group), STRIDED=plan.strided,
-        POOLED=plan.pooled, num_warps=8, **chained(q_BHGD.device),
+    pick_kernel[(q_BHGD.shape[0] * plan.kv_heads * plan.queries,)](
+        q_BHGD, records_BF, work.rows, work.weights, work.units, plan.scale / (plan.group // plan.queries),
+        H=plan.kv_heads, L=plan.queries, G=plan.group, D=plan.head_dim, M=plan.subspaces, C=plan.centroids,
+        CP=triton.next_power_of_2(plan.centroids), STRIDED=plan.strided, POOLED=plan.pooled,
+        num_warps=8, **chained(q_BHGD.device),
     )  # fmt: skip
 
 
