@@ -35,9 +35,9 @@ class CodeShape:
     """How the work is cut; results do not depend on it, but for the sample that cut and normalisers come from.
 
     tile_keys: keys that one program scores and lists, a power of two and a multiple of BLOCK; warps: of such a program.
-    samplers, sample_keys: programs per row that score a sample, and keys of each; powers of two. How far the number of
-    kept keys strays depends on the sample alone, not on the context: of 8,192 keys at 1 %, 82 decide, which makes a
-    tenth.
+    samplers, sample_keys: programs per row that score a sample, and keys of each; powers of two. Half of the sample
+    gives the cut. How far the number of kept keys strays depends on that alone, not on the context: of 4,096 keys at
+    1 %, 41 decide, which makes a sixth. sample_warps: of those programs.
     """
 
     tile_keys: int = 2048
@@ -123,11 +123,12 @@ class CodeWork:
     """Buffers of one search, made once per batch size; a captured graph keeps using them.
 
     tables_ROX: [R, O, M * W] int32, a byte for each of four heads: how far q_b . c is above the bottom of its table, in
-    units of units_RG [R, G] float32, which are logits in log2. sampled_ROX: [R, O, S * sample_keys] int32: a byte for
-    each of four heads, exp(logit) of a sampled key relative to its program's largest (5 exponent and 3 mantissa bits).
-    peaks_RSG, masses_RSG: [R, S, G] float32: log2 of a program's largest weight, and the sum of its weights relative to
-    it; sampled_RS: [R, S] int32: how many keys those are. normalisers_RG: [R, G] float32: log2 of the sum of all keys'
-    weights, estimated. cuts_R: [R] float32: keys are kept whose weights, normalised and summed over heads, reach it.
+    units of units_RG [R, G] float32, which are logits in log2. sampled_ROX: [R, O, S * sample_keys / 2] int32: a byte
+    for each of four heads, exp(logit) of half of the sampled keys relative to the program's largest (5 exponent and 3
+    mantissa bits). peaks_RSG, masses_RSG: [R, S, G] float32: log2 of a program's largest weight, and the sum of its
+    weights relative to it; sampled_RSC: [R, S, 2] int32: how many keys those are, and how many of them in the first
+    half. normalisers_RG: [R, G] float32: log2 of the sum of all keys' weights, estimated. cuts_R: [R] float32: keys are
+    kept whose weights, normalised and summed over heads, reach it.
     arrivals_R: [R] int32: counters, zero between steps.
     """
 
@@ -136,7 +137,7 @@ class CodeWork:
     sampled_ROX: Tensor
     peaks_RSG: Tensor
     masses_RSG: Tensor
-    sampled_RS: Tensor
+    sampled_RSC: Tensor
     normalisers_RG: Tensor
     cuts_R: Tensor
     arrivals_R: Tensor
@@ -154,10 +155,10 @@ class CodeWork:
         return cls(
             tables_ROX=empty(i32, plan.words, plan.subspaces * plan.codewords),
             units_RG=empty(f32, group),
-            sampled_ROX=empty(i32, plan.words, samplers * shape.sample_keys),
+            sampled_ROX=empty(i32, plan.words, samplers * shape.sample_keys // 2),
             peaks_RSG=empty(f32, samplers, group),
             masses_RSG=empty(f32, samplers, group),
-            sampled_RS=empty(i32, samplers),
+            sampled_RSC=empty(i32, samplers, 2),
             normalisers_RG=empty(f32, group),
             cuts_R=empty(f32),
             arrivals_R=torch.zeros(rows, dtype=i32, device=device),

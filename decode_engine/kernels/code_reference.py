@@ -17,7 +17,7 @@ from decode_engine.kernels.code_batch import BLOCK, RUN, WORD_HEADS, CodePlan
 from decode_engine.kernels.code_tables import make_tables_reference
 from decode_engine.kernels.key_lists import KeyLists
 
-_BINS, _BIN_BASE = 256, (127 - 29) * 8
+_LEAST_CUT, _CUT_STEPS = (127 - 29) << 23, 12
 _BYTE_SHIFT, _BYTE_BASE = 20, 768
 
 
@@ -60,14 +60,14 @@ def kept_keys(q_GD: Tensor, sequence: CodeSequence, h: int, plan: CodePlan) -> T
     logits_GN = estimated_logits(q_GD, sequence, h, plan)
     keys = torch.arange(logits_GN.shape[1], device=q_GD.device)
     searched = (keys >= sequence.first) & (keys < sequence.end)
-    sample = _sample(sequence, plan).to(q_GD.device)
-    inside = searched[sample]
-    sampled_GS = logits_GN[:, sample].masked_fill(~inside, -torch.inf)
-    normaliser_G = _normalisers(sampled_GS, int(inside.sum()), sequence, plan)
-    weights_S = _rounded_weights(sampled_GS, normaliser_G, plan)
-    bins = ((weights_S.view(torch.int32) >> _BYTE_SHIFT) - _BIN_BASE).clamp(0, _BINS - 1)
-    counts = torch.bincount(bins[inside], minlength=_BINS)
-    cut = _cut(counts, sequence)
+    sample_SK = _sample(sequence, plan).to(q_GD.device)
+    sampled_GSK = logits_GN[:, sample_SK.clamp(max=len(keys) - 1)]
+    there_SK = (sample_SK >= sequence.first) & (sample_SK < sequence.end)
+    sampled_GSK.masked_fill_(~there_SK, -torch.inf)
+    normaliser_G = _normalisers(sampled_GSK, int(there_SK.sum()), sequence)
+    half = plan.shape.sample_keys // 2
+    weights_SK = _rounded_weights(sampled_GSK, normaliser_G)[:, :half][there_SK[:, :half]]
+    cut = _cut(weights_SK, sequence)
     return (torch.exp2(logits_GN - normaliser_G[:, None]).sum(0) >= cut) & searched
 
 
@@ -83,55 +83,53 @@ def estimated_logits(q_GD: Tensor, sequence: CodeSequence, h: int, plan: CodePla
 
 
 def _sample(sequence: CodeSequence, plan: CodePlan) -> Tensor:
-    """Keys of the sample, padded runs included, [programs * keys] as the programs see them, those that exist only."""
+    """[S, K]: keys that each sampling program looks at; those from `end` on do not exist."""
+    shape = plan.shape
     base = sequence.first // BLOCK * BLOCK
-    runs, taken = -(-(sequence.end - base) // RUN), plan.shape.samplers * (plan.shape.sample_keys // RUN)
-    turns = torch.arange(min(runs, taken))
+    half = shape.sample_keys // RUN // 2
+    runs, taken = -(-(sequence.end - base) // RUN), 2 * shape.samplers * half
+    own = torch.arange(2 * half)
+    slots = torch.arange(shape.samplers)[:, None] * half + own % half
+    spread = runs > taken // 2
+    turns = 2 * slots + own // half if spread else slots + own // half * (taken // 2)
     chosen = turns * runs // taken if runs > taken else turns
-    keys = (base + chosen[:, None] * RUN + torch.arange(RUN)).flatten()
-    return keys.clamp(max=sequence.codes_HNM.shape[1] - 1) if runs > taken else keys[keys < sequence.end]
+    return (base + chosen[..., None] * RUN + torch.arange(RUN)).flatten(1)
 
 
-def _rounded_weights(logits_GS: Tensor, normaliser_G: Tensor, plan: CodePlan) -> Tensor:
-    """Sum over heads of the weights, rounded to bytes relative to the largest of each program's share: [S]."""
-    weights = torch.zeros(logits_GS.shape[1], device=logits_GS.device)
-    for start in range(0, logits_GS.shape[1], plan.shape.sample_keys):
-        own = logits_GS[:, start : start + plan.shape.sample_keys]
-        peaks = own.amax(1)
-        base = torch.where(torch.isneginf(peaks), 0.0, peaks)
-        bits = torch.exp2(own - base[:, None]).view(torch.int32) + (1 << (_BYTE_SHIFT - 1))
-        byte = ((bits >> _BYTE_SHIFT) - _BYTE_BASE).clamp(min=0)
-        rounded = ((byte + _BYTE_BASE) << _BYTE_SHIFT).view(torch.float32)
-        weights[start : start + plan.shape.sample_keys] = (
-            rounded * torch.exp2(peaks - normaliser_G)[:, None]
-        ).sum(0)
+def _normalisers(logits_GSK: Tensor, sampled: int, sequence: CodeSequence) -> Tensor:
+    """log2 of every head's sum of weights over all searched keys, estimated: see `code_search.find_cut`."""
+    highest_G = logits_GSK.amax((1, 2))
+    weights = torch.exp2(logits_GSK.double() - highest_G[:, None, None])
+    others = (weights.sum(2) - weights.amax(2)) * ((sequence.end - sequence.first) / sampled)
+    return (highest_G + (weights.amax(2) + others).sum(1).log2()).float()
+
+
+def _rounded_weights(logits_GSK: Tensor, normaliser_G: Tensor) -> Tensor:
+    """Sum over heads of the weights, rounded to bytes relative to the largest of each program: [S, K]."""
+    peaks_GS = logits_GSK.amax(2)
+    base_GS = torch.where(torch.isneginf(peaks_GS), 0.0, peaks_GS)
+    bits = torch.exp2(logits_GSK - base_GS[..., None]).view(torch.int32) + (1 << (_BYTE_SHIFT - 1))
+    byte = ((bits >> _BYTE_SHIFT) - _BYTE_BASE).clamp(min=0)
+    rounded = ((byte + _BYTE_BASE) << _BYTE_SHIFT).view(torch.float32)
+    weights: Tensor = (rounded * torch.exp2(peaks_GS - normaliser_G[:, None])[..., None]).sum(0)
     return weights
 
 
-def _normalisers(logits_GS: Tensor, sampled: int, sequence: CodeSequence, plan: CodePlan) -> Tensor:
-    """log2 of every head's sum of weights over all searched keys, estimated: see `code_search.find_cut`."""
-    stands_for = (sequence.end - sequence.first) / sampled
-    total = torch.zeros(len(logits_GS), dtype=torch.float64, device=logits_GS.device)
-    highest = logits_GS.amax(1)
-    for own in torch.split(logits_GS.double(), plan.shape.sample_keys, dim=1):
-        weights = torch.exp2(own - highest[:, None])
-        total += weights.amax(1) + (weights.sum(1) - weights.amax(1)) * stands_for
-    return (highest + total.log2()).float()
-
-
-def _cut(counts: Tensor, sequence: CodeSequence) -> float:
-    """The least weight that is kept."""
+def _cut(weights: Tensor, sequence: CodeSequence) -> float:
+    """The least weight that is kept, from those of sampled keys."""
     available = sequence.end - sequence.first
     if sequence.keep >= available:
         return -1.0
     if sequence.keep <= 0:
         return math.inf
-    at_least = counts.flip(0).cumsum(0).flip(0)
-    wanted = sequence.keep * int(counts.sum()) / available
-    border = int((at_least >= wanted).sum()) - 1
-    place = max(1.0, border + (int(at_least[border]) - wanted) / max(1, int(counts[border]))) + _BIN_BASE
-    bits = torch.tensor(int(place * 2**_BYTE_SHIFT), dtype=torch.int32)
-    return float(bits.view(torch.float32))
+    bits = weights.view(torch.int32)
+    wanted = sequence.keep * len(bits) / available
+    cut = _LEAST_CUT
+    for step in range(_CUT_STEPS):
+        higher = cut + (1 << (27 - step))
+        if int((bits >= higher).sum()) >= wanted:
+            cut = higher
+    return float(torch.tensor(cut, dtype=torch.int32).view(torch.float32))
 
 
 def _write(kept_N: Tensor, sequence: CodeSequence, plan: CodePlan, lists: KeyLists, row: int) -> None:

@@ -39,14 +39,12 @@ _TWO_23_F = tl.constexpr(8388608.0)
 _BYTE_SHIFT = tl.constexpr(20)  # a weight's byte: 5 exponent and 3 mantissa bits of its float32, 2^-31 to 1
 _BYTE_HALF = tl.constexpr(1 << 19)
 _BYTE_BASE = tl.constexpr(768)
-_BYTE_UNIT = tl.constexpr(1 << 20)
 _BYTE_MASK = tl.constexpr(255 << 20)
 _BYTE_LEAST = tl.constexpr(768 << 20)
-_BIN_BASE = tl.constexpr(
-    (127 - 29) * 8
-)  # bins begin at 2^-29 and end at 2^3; like bytes, they have 3 mantissa bits
-_OCTAVES = tl.constexpr(32)
-_STEPS = tl.constexpr(8)  # bins of an octave
+_LEAST_CUT = tl.constexpr(
+    (127 - 29) << 23
+)  # bits of 2^-29; summed weights are at most 2^3, and less is nothing
+_CUT_STEPS = tl.constexpr(12)  # halvings of 32 octaves, down to 1/128 of one
 
 
 @triton.jit
@@ -78,8 +76,9 @@ def logit_sums(
     K: tl.constexpr = codes.shape[0] * 4 // M
     at = tables_ptr + row_word * (M * W) + tl.arange(0, M * W)
     table = tl.load(at, cache_modifier=".cg")
-    code = tl.join(tl.join(codes, codes >> 16) & 255, (tl.join(codes, codes >> 16) >> 8) & 255)
-    entry = tl.reshape(code, [K * M]) + (tl.arange(0, K * M) % M) * W
+    c0, c1, c2, c3 = codes & 255, (codes >> 8) & 255, (codes >> 16) & 255, (codes >> 24) & 255
+    code = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [K * M])
+    entry = code + (tl.arange(0, K * M) % M) * W
     # Two entries of 7 bits fit a byte.
     pairs = tl.sum(tl.reshape(tl.gather(table, entry, 0), [K, M // 2, 2]), 2)
     even = tl.sum(pairs & _PAIR, 1)
@@ -144,9 +143,11 @@ def sample_kernel(
     wait_for_launch(CHAINED)
     if end > first:
         place = row * SAMPLERS + tl.program_id(0)
-        key = sampled_keys(base, end, tl.arange(0, SAMPLE), SAMPLERS, SAMPLE)
+        j = tl.arange(0, SAMPLE)
+        key = sampled_keys(base, end, j, SAMPLERS, SAMPLE)
         there = (key >= first) & (key < end)
-        tl.store(counts_ptr + place, tl.sum(there.to(tl.int32), 0))
+        tl.store(counts_ptr + place * 2, tl.sum(there.to(tl.int32), 0))
+        tl.store(counts_ptr + place * 2 + 1, tl.sum((there & (j < SAMPLE // 2)).to(tl.int32), 0))
         i = tl.arange(0, WORD_HEADS)
         for n in tl.static_range(WORDS):
             g = n * WORD_HEADS + i
@@ -155,14 +156,13 @@ def sample_kernel(
             logits = tl.where(there[:, None], sums * unit[None, :], float("-inf"))
             peak = tl.max(logits, 0)
             weights = tl.exp2(logits - tl.where(peak == float("-inf"), 0.0, peak)[None, :])
-            at = ((row * WORDS + n) * SAMPLERS + tl.program_id(0)) * SAMPLE + tl.arange(0, SAMPLE)
-            tl.store(sampled_ptr + at, tl.sum(to_byte(weights) << (8 * i)[None, :], 1))
+            at = ((row * WORDS + n) * SAMPLERS + tl.program_id(0)) * (SAMPLE // 2) + j
+            tl.store(sampled_ptr + at, tl.sum(to_byte(weights) << (8 * i)[None, :], 1), mask=j < SAMPLE // 2)
             tl.store(peaks_ptr + place * GROUP + g, peak, mask=g < GROUP)
             tl.store(masses_ptr + place * GROUP + g, tl.sum(weights, 0), mask=g < GROUP)
         if arrives_last(arrivals_ptr, row):
-            counts = tl.load(counts_ptr + row * SAMPLERS + tl.arange(0, SAMPLERS), cache_modifier=".cg")
             find_cut(
-                sampled_ptr, peaks_ptr, masses_ptr, normalisers_ptr, cuts_ptr, row, tl.sum(counts, 0), end - first,
+                sampled_ptr, peaks_ptr, masses_ptr, counts_ptr, normalisers_ptr, cuts_ptr, row, end - first,
                 field(records_ptr, b, KEEP).to(tl.int32), GROUP, WORDS, WORD_HEADS, SAMPLERS, SAMPLE,
             )  # fmt: skip
 
@@ -173,11 +173,15 @@ def sampled_keys(
 ) -> tl.tensor:
     """The keys that a program samples, by their number: runs that are spread evenly from `base` on.
 
-    Where there are too few, keys beyond the last one are not below `end`.
+    The first halves of all programs are spread evenly too, and hold every key where there is room for that. Where there
+    are too few keys for a sample, the others are not below `end`.
     """
     runs = tl.cdiv(end - base, RUN)
-    taken: tl.constexpr = SAMPLERS * (SAMPLE // RUN)
-    turn = tl.program_id(0) * (SAMPLE // RUN) + j // RUN
+    half: tl.constexpr = SAMPLE // RUN // 2
+    taken: tl.constexpr = 2 * SAMPLERS * half
+    run = j // RUN
+    slot = tl.program_id(0) * half + run % half
+    turn = tl.where(runs > taken // 2, 2 * slot + run // half, slot + run // half * (taken // 2))
     run = tl.where(runs > taken, turn * runs // taken, turn)  # below 2^15 runs, 2^7 of them taken
     return base + run * RUN + j % RUN
 
@@ -187,10 +191,10 @@ def find_cut(
     sampled_ptr: tl.tensor,
     peaks_ptr: tl.tensor,
     masses_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
     normalisers_ptr: tl.tensor,
     cuts_ptr: tl.tensor,
     row: tl.tensor,
-    sampled: tl.tensor,
     searched: tl.tensor,
     keep: tl.tensor,
     GROUP: tl.constexpr,
@@ -199,53 +203,45 @@ def find_cut(
     SAMPLERS: tl.constexpr,
     SAMPLE: tl.constexpr,
 ) -> None:
-    """Estimates the normalisers from `sampled` of `searched` keys, and what a kept key's weight has to reach.
+    """Estimates the normalisers from the sampled keys, and from half of these what a kept key's weight has to reach.
 
     A few keys may hold most of a softmax. So each program's largest weight stands for itself alone, and its others for
     the keys that were not sampled.
     """
     s = tl.arange(0, SAMPLERS)
-    j = tl.arange(0, SAMPLE)
-    total = tl.zeros([SAMPLERS, SAMPLE], tl.float32)
+    sampled = tl.sum(tl.load(counts_ptr + (row * SAMPLERS + s) * 2, cache_modifier=".cg"), 0)
+    counted = tl.sum(tl.load(counts_ptr + (row * SAMPLERS + s) * 2 + 1, cache_modifier=".cg"), 0)
     stands_for = searched.to(tl.float32) / sampled.to(tl.float32)
+    # All that other programs wrote is asked for before anything is written: loads do not pass stores.
+    j = tl.arange(0, SAMPLE // 2)
+    peaks: tl.tensor = ()
+    masses: tl.tensor = ()
+    words: tl.tensor = ()
+    for g in tl.static_range(GROUP):
+        peaks += (tl.load(peaks_ptr + (row * SAMPLERS + s) * GROUP + g, cache_modifier=".cg"),)
+        masses += (tl.load(masses_ptr + (row * SAMPLERS + s) * GROUP + g, cache_modifier=".cg"),)
     for n in tl.static_range(WORDS):
-        at = ((row * WORDS + n) * SAMPLERS + s)[:, None] * SAMPLE + j[None, :]
-        words = tl.load(sampled_ptr + at, cache_modifier=".cg")
-        for i in tl.static_range(WORD_HEADS):
-            if n * WORD_HEADS + i < GROUP:
-                g = n * WORD_HEADS + i
-                at = (row * SAMPLERS + s) * GROUP + g
-                peaks = tl.load(peaks_ptr + at, cache_modifier=".cg")
-                masses = tl.load(masses_ptr + at, cache_modifier=".cg")
-                highest = tl.max(peaks, 0)
-                estimates = tl.maximum(masses - 1.0, 0.0) * stands_for + 1.0
-                normaliser = highest + tl.log2(tl.sum(estimates * tl.exp2(peaks - highest), 0))
-                tl.store(normalisers_ptr + row * GROUP + g, normaliser)
-                total += of_byte(words, i) * tl.exp2(peaks - normaliser)[:, None]
-    # Places of the sample without a key are all but 0: they fall into the first bin, where they do not matter.
-    bits = tl.reshape(total, [SAMPLERS * SAMPLE]).to(tl.int32, bitcast=True)
-    bins = tl.minimum(tl.maximum((bits >> _BYTE_SHIFT) - _BIN_BASE, 0), _OCTAVES * _STEPS - 1)
-    wanted = keep.to(tl.float32) / stands_for
-    # One histogram of octaves and one of the octave that decides: the time of a histogram grows with its bins.
-    octave, _, after = reach(tl.histogram(bins // _STEPS, _OCTAVES), wanted)
-    wanted -= after.to(tl.float32)
-    inside = bins // _STEPS == octave
-    step, count, after = reach(tl.histogram(bins % _STEPS, _STEPS, mask=inside), wanted)
-    # Inside a bin keys are taken to lie evenly. The first bin holds everything too small to matter.
-    left_out = 1.0 - (wanted - after.to(tl.float32)) / tl.maximum(count.to(tl.float32), 1.0)
-    place = tl.maximum((octave * _STEPS + step).to(tl.float32) + left_out, 1.0) + _BIN_BASE
-    cut = (place * _BYTE_UNIT).to(tl.int32).to(tl.float32, bitcast=True)
-    tl.store(cuts_ptr + row, tl.where(keep >= searched, -1.0, tl.where(keep > 0, cut, float("inf"))))
-
-
-@triton.jit
-def reach(counts: tl.tensor, wanted: tl.tensor) -> tl.tensor:
-    """The bin in which the last `wanted` items begin, how many items are in it, and how many in the bins after it."""
-    bins = tl.arange(0, counts.shape[0])
-    at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    bin_ = tl.maximum(tl.sum((at_least.to(tl.float32) >= wanted).to(tl.int32), 0) - 1, 0)
-    count = tl.sum(tl.where(bins == bin_, counts, 0), 0)
-    return bin_, count, tl.sum(tl.where(bins == bin_, at_least, 0), 0) - count
+        at = ((row * WORDS + n) * SAMPLERS + s)[:, None] * (SAMPLE // 2) + j[None, :]
+        words += (tl.load(sampled_ptr + at, cache_modifier=".cg"),)
+    total = tl.zeros([SAMPLERS, SAMPLE // 2], tl.float32)
+    for g in tl.static_range(GROUP):
+        highest = tl.max(peaks[g], 0)
+        estimates = tl.maximum(masses[g] - 1.0, 0.0) * stands_for + 1.0
+        normaliser = highest + tl.log2(tl.sum(estimates * tl.exp2(peaks[g] - highest), 0))
+        tl.store(normalisers_ptr + row * GROUP + g, normaliser)
+        weights = of_byte(words[g // WORD_HEADS], g % WORD_HEADS)
+        total += weights * tl.exp2(peaks[g] - normaliser)[:, None]
+    # Halving the range of weights is faster than a histogram, whose time grows with its bins. Positive numbers are
+    # ordered as their bits are. Places of the sample without a key are all but 0, and so below every cut.
+    bits = tl.reshape(total, [SAMPLERS * SAMPLE // 2]).to(tl.int32, bitcast=True)
+    wanted = keep.to(tl.float32) * counted.to(tl.float32) / searched.to(tl.float32)
+    cut = searched * 0 + _LEAST_CUT
+    for step in tl.static_range(_CUT_STEPS):
+        higher = cut + (1 << (27 - step))
+        reached = tl.sum((bits >= higher).to(tl.int32), 0).to(tl.float32)
+        cut = tl.where(reached >= wanted, higher, cut)
+    least = tl.where(keep > 0, cut.to(tl.float32, bitcast=True), float("inf"))
+    tl.store(cuts_ptr + row, tl.where(keep >= searched, -1.0, least))
 
 
 @triton.jit
@@ -334,7 +330,7 @@ def search_codes(q_BHGD: Tensor, records_BF: Tensor, plan: CodePlan, work: CodeW
     sizes |= chained(q_BHGD.device)
     tables = (records_BF, work.tables_ROX, work.units_RG)
     sample_kernel[(shape.samplers, rows)](
-        *tables, work.sampled_ROX, work.peaks_RSG, work.masses_RSG, work.sampled_RS, work.normalisers_RG,
+        *tables, work.sampled_ROX, work.peaks_RSG, work.masses_RSG, work.sampled_RSC, work.normalisers_RG,
         work.cuts_R, work.arrivals_R, SAMPLERS=shape.samplers, SAMPLE=shape.sample_keys,
         num_warps=shape.sample_warps, **sizes,
     )  # fmt: skip

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.code_batch import WORD_HEADS, CodePlan, CodeWork
+from decode_engine.kernels.code_batch import MAX_CODEWORDS, WORD_HEADS, CodePlan, CodeWork
 from decode_engine.kernels.partials import LOG2E, chained, wait_for_launch
 from decode_engine.kernels.records import field
 
@@ -50,20 +50,23 @@ def tables_kernel(
     CHAINED: tl.constexpr,
 ) -> None:
     """Program (s, row): one subspace. Rows that search nothing are left as they are."""
-    wait_for_launch(CHAINED)
     own = tl.program_id(0)
     row = tl.program_id(1)
     b = row // HEADS
-    if field(records_ptr, b, END) > field(records_ptr, b, FIRST):
-        E: tl.constexpr = DIM // M
-        s = tl.arange(0, M)
-        e = tl.arange(0, E)
-        w = tl.arange(0, W)
-        few = tl.arange(0, FEW)
-        books_ptr = tl.multiple_of(field(records_ptr, b, CODEBOOKS).to(tl.pointer_type(tl.float32)), 16)
-        books_ptr += (row % HEADS) * (M * W * E)
-        some = tl.load(books_ptr + (s[:, None, None] * W + few[None, :, None]) * E + e[None, None, :])
-        book = tl.load(books_ptr + (own * W + w[:, None]) * E + e[None, :])
+    E: tl.constexpr = DIM // M
+    s = tl.arange(0, M)
+    e = tl.arange(0, E)
+    w = tl.arange(0, W)
+    few = tl.arange(0, FEW)
+    # Before the wait: nobody writes codebooks, and records are written long before.
+    searches = field(records_ptr, b, END) > field(records_ptr, b, FIRST)
+    books_ptr = tl.multiple_of(field(records_ptr, b, CODEBOOKS).to(tl.pointer_type(tl.float32)), 16)
+    books_ptr += (row % HEADS) * (M * W * E)
+    some_ptrs = books_ptr + (s[:, None, None] * W + few[None, :, None]) * E + e[None, None, :]
+    some = tl.load(some_ptrs, mask=searches, other=0.0)
+    book = tl.load(books_ptr + (own * W + w[:, None]) * E + e[None, :], mask=searches, other=0.0)
+    wait_for_launch(CHAINED)
+    if searches:
         dims = e[None, :] * M + s[:, None] if STRIDED else s[:, None] * E + e[None, :]
         own_dims = e * M + own if STRIDED else own * E + e
         i = tl.arange(0, WORD_HEADS)
@@ -118,7 +121,7 @@ def make_tables(q_BHGD: Tensor, records_BF: Tensor, plan: CodePlan, work: CodeWo
         WORD_HEADS=plan.word_heads,
         FEW=min(_FEW, plan.codewords),
         STRIDED=plan.strided,
-        num_warps=4,
+        num_warps=8 if plan.codewords == MAX_CODEWORDS else 4,
         **chained(q_BHGD.device),
     )
 

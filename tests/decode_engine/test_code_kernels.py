@@ -138,7 +138,7 @@ def test_how_work_is_cut_makes_no_difference() -> None:
 
 def test_a_sample_of_all_keys_keeps_about_as_many_as_wanted() -> None:
     torch.manual_seed(6)
-    plan = make_plan(4, 64, 8, 64, shape=replace(SMALL, samplers=8))
+    plan = make_plan(4, 64, 8, 64, shape=replace(SMALL, samplers=16))
     sequence = make_sequence(plan, *LONG)
     lists = searched(plan, make_queries(plan, torch.float16, 1), [sequence])
     assert (lists.counts_RP.sum(1) - sequence.keep).abs().max() <= 0.04 * sequence.keep
