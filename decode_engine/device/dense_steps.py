@@ -12,6 +12,7 @@ from torch import Tensor
 
 from decode_engine.device.step_attention import StepAttention, StepPlan
 from decode_engine.kernels.dense_attention import attend_dense
+from decode_engine.kernels.key_values import HEAD_DIMS, MAX_GROUP
 from decode_engine.kernels.partials import Partials, merge_partials
 from index_store.context import ResidentContext
 from index_store.manifest import Manifest
@@ -30,7 +31,13 @@ class DenseSteps(StepAttention):
 
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
-        return None
+        head_dim, group = manifest.model.head_dim, manifest.model.query_heads // manifest.model.kv_heads
+        if head_dim in HEAD_DIMS and group <= MAX_GROUP:
+            return None
+        return (
+            f"kernels exist for head dimensions {HEAD_DIMS} and groups of up to {MAX_GROUP}, the model has {head_dim} "
+            f"and {group}"
+        )
 
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:

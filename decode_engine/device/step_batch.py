@@ -43,23 +43,30 @@ class StepBatch:
         self._records_LBF = torch.zeros(shape, dtype=torch.int64, device=plan.device)
         self._changed = False
         self.sessions: list[Session | None] = [None] * plan.size
-        self._tails: list[tuple[int, int] | None] = [None] * plan.size
+        self._tails: list[tuple[int, ...]] = [()] * plan.size
 
     def place(self, row: int, session: Session) -> None:
-        """Puts a session into a row. Its tails must have room for the next token (`Session.reserve_tail`)."""
+        """Puts a session into a row. Its tails must have room for the next token (`Session.reserve_tail`).
+
+        When it raises, the row is idle.
+        """
         context, method = session.context, session.effective_method
         if context.manifest.token_count > self.plan.max_keys:
             raise InvalidArgumentError(
                 f"a context of {context.manifest.token_count} tokens in a batch of up to {self.plan.max_keys}"
             )
-        for layer, attention in enumerate(self._layers):
-            kv = context.kv(layer)
-            values = self._host_LBF[layer, row]
-            values[:] = 0
-            values[records.KV] = kv.data_ptr()
-            values[records.KV_HEAD] = kv.stride(0) * kv.element_size()
-            for field, value in attention.fields(context, method, layer).items():
-                values[field] = value
+        self.clear(row)
+        try:
+            for layer, attention in enumerate(self._layers):
+                kv = context.kv(layer)
+                values = self._host_LBF[layer, row]
+                values[records.KV] = kv.data_ptr()
+                values[records.KV_HEAD] = kv.stride(0) * kv.element_size()
+                for field, value in attention.fields(context, method, layer).items():
+                    values[field] = value
+        except Exception:
+            self.clear(row)
+            raise
         self.sessions[row] = session
         self._point_to_tail(row, session)
 
@@ -67,17 +74,17 @@ class StepBatch:
         """Makes a row idle."""
         self._host_LBF[:, row] = 0
         self.sessions[row] = None
-        self._tails[row] = None
+        self._tails[row] = ()
         self._changed = True
 
     def follow_tails(self) -> None:
         """Notices tails that moved because they grew."""
         for row, session in enumerate(self.sessions):
-            if session is not None and session.tail_place() != self._tails[row]:
+            if session is not None and _tail_place(session) != self._tails[row]:
                 self._point_to_tail(row, session)
 
     def _point_to_tail(self, row: int, session: Session) -> None:
-        self._tails[row] = session.tail_place()
+        self._tails[row] = _tail_place(session)
         for layer, attention in enumerate(session.layers):
             self._host_LBF[layer, row, records.TAIL] = attention.tail.address
             self._host_LBF[layer, row, records.TAIL_HEAD] = attention.tail.head_bytes
@@ -105,6 +112,11 @@ class StepBatch:
         for attention in self._attentions[1:]:
             total = total + attention.kept_B()
         return total
+
+
+def _tail_place(session: Session) -> tuple[int, ...]:
+    """Another one after tails have moved, also if they came back to an address where they lay before."""
+    return (*session.tail_place(), session.layers[0].tail.capacity, session.layers[-1].tail.capacity)
 
 
 def step_counts(session: Session) -> Mapping[int, int]:

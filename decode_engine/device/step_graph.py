@@ -30,6 +30,7 @@ StepModel = Callable[[Tensor, Tensor, Tensor], Tensor]
 _TOKEN, _POSITION, _TOP_K, _COUNTS = 0, 1, 2, 3
 _TEMPERATURE, _TOP_P, _UNIFORM = 0, 1, 2
 _WARM_UPS = 2
+_CAPTURES = 3  # tries: what other threads do with the device may spoil one
 
 
 class Choice(Enum):
@@ -59,7 +60,10 @@ class StepGraph:
     """A batch's decode step, replayed for whichever sessions its rows hold."""
 
     def __init__(self, model: StepModel, batch: StepBatch, choice: Choice) -> None:
-        """Captures the step on a GPU. Where that fails the reason is logged and steps run without a graph."""
+        """Captures the step on a GPU.
+
+        Where that fails the reason is logged, steps run without a graph, and the next two try again.
+        """
         plan = batch.plan
         on_gpu = plan.device.type == "cuda"
         self.batch = batch
@@ -77,7 +81,9 @@ class StepGraph:
         self._result_BX = torch.zeros(plan.size, 2, dtype=torch.int64, device=plan.device)
         self.logits_BV = torch.empty(0, device=plan.device)
         """Of the last step, until the next one."""
-        self._graph = self._capture() if on_gpu else None
+        self._captures_left = _CAPTURES if on_gpu else 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._try_to_capture()
 
     @property
     def captured(self) -> bool:
@@ -89,6 +95,7 @@ class StepGraph:
         self._fill(rows, tokens, samplers)
         self.batch.follow_tails()
         self.batch.send()
+        self._try_to_capture()
         self._inputs_BX.copy_(self._host_inputs_BX, non_blocking=True)
         if self._choice is not Choice.GREEDY:
             self._draws_BX.copy_(self._host_draws_BX, non_blocking=True)
@@ -137,8 +144,14 @@ class StepGraph:
         self._result_BX[:, 1] = self.batch.kept_B()
         self.logits_BV = logits_BV
 
+    def _try_to_capture(self) -> None:
+        if self._graph is None and self._captures_left:
+            self._captures_left -= 1
+            self._graph = self._capture()
+
     def _capture(self) -> torch.cuda.CUDAGraph | None:
-        """Runs the idle batch until everything is compiled and allocated, then captures it."""
+        """Runs the batch, all rows idle, until everything is compiled and allocated, then captures it."""
+        self._inputs_BX.zero_()
         side = torch.cuda.Stream(self.batch.plan.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -147,11 +160,19 @@ class StepGraph:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
+        here = torch.cuda.current_stream()
         try:
-            with torch.cuda.graph(graph):
+            # Other threads load contexts meanwhile: what they allocate must not spoil the capture. The outer context
+            # brings this thread back to its stream, which a capture that fails does not.
+            with torch.cuda.stream(here), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.compute()
         except RuntimeError as error:
-            logger.warning("steps of %d rows run without a graph: %s", self.batch.plan.size, error)
+            logger.warning(
+                "steps of %d rows run without a graph (%d more tries): %s",
+                self.batch.plan.size,
+                self._captures_left,
+                error,
+            )
             return None
         return graph
 

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from decode_engine.dense_layer import DenseLayer
 from decode_engine.device.dense_steps import DenseSteps
 from decode_engine.device.registry import step_attention_for
 from decode_engine.device.step_attention import StepAttention, StepPlan
-from decode_engine.device.step_batch import StepBatch
+from decode_engine.device.step_batch import StepBatch, step_counts
 from decode_engine.device.step_graph import Choice, StepGraph, StepModel
+from decode_engine.kernels import records
 from decode_engine.sampler import Sampler, SamplingParameters
 from decode_engine.session import Session
 from decode_engine.stepping import advance
@@ -34,7 +36,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Batchable:
-    """Sessions that agree in this run in one batch. key: whatever kernels and buffers depend on."""
+    """What kind of batch a session runs in.
+
+    key: equal for sessions that share one: whatever kernels depend on but the contexts' lengths. max_keys: of a batch
+    for this session alone; one for several is as long as the longest needs.
+    """
 
     key: Hashable
     layers: tuple[type[StepAttention], ...]
@@ -64,6 +70,7 @@ class Stepper:
         self._dtype = dtype
         self._device = device
         self._graphs: OrderedDict[Hashable, StepGraph] = OrderedDict()
+        self._sorted: WeakKeyDictionary[Session, _Batchable | str] = WeakKeyDictionary()
         self._refused: set[tuple[str, str]] = set()
 
     def prepare(self, sessions: int) -> None:
@@ -77,35 +84,30 @@ class Stepper:
 
     def takes(self, session: Session) -> bool:
         """Whether the session's steps can run here; a reason why not is logged once per method."""
-        return isinstance(self._sort(session), _Batchable)
+        return isinstance(self._kind(session), _Batchable)
 
     def step(
         self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler]
     ) -> list[int | Exception]:
         """One step of every session, all of which are such as `takes` says yes to.
 
-        Returns the chosen tokens. Sessions of a batch that fails, and one whose logits are not finite, get an error
-        instead and do not advance.
+        Returns the chosen tokens. Sessions of a batch that fails, one that finds no room in it, and one whose logits
+        are not finite get an error instead and do not advance.
         """
         results: list[int | Exception] = [SparseKVError("the step did not run")] * len(sessions)
         groups: dict[Hashable, list[int]] = {}
-        kinds: dict[Hashable, _Batchable] = {}
         for number, session in enumerate(sessions):
-            kind = self._sort(session)
-            if not isinstance(kind, _Batchable):
-                raise SparseKVError(f"method {session.method.name!r} cannot run in a graph: {kind}")
-            groups.setdefault(kind.key, []).append(number)
-            kinds[kind.key] = kind
-        for key, numbers in groups.items():
+            groups.setdefault(self._required(session).key, []).append(number)
+        for numbers in groups.values():
             for first in range(0, len(numbers), MAX_ROWS):
                 part = numbers[first : first + MAX_ROWS]
                 chosen: Sequence[int | Exception]
                 try:
                     chosen = self._step_together(
-                        kinds[key],
                         [sessions[i] for i in part],
                         [tokens[i] for i in part],
                         [samplers[i] for i in part],
+                        first // MAX_ROWS,
                     )
                 except Exception as error:  # other batches may have advanced: it is these sessions' own
                     logger.exception("a batch of %d sessions failed", len(part))
@@ -124,10 +126,21 @@ class Stepper:
 
     def graph(self, sessions: Sequence[Session], samplers: Sequence[Sampler]) -> StepGraph:
         """The graph that steps of these sessions run in, for whoever measures; they agree in kind."""
-        kind = self._sort(sessions[0])
+        return self._graph(sessions, Choice.of(samplers), 0)
+
+    def _required(self, session: Session) -> _Batchable:
+        """The kind of batch that the session goes into. Raises SparseKVError when it cannot run in any."""
+        kind = self._kind(session)
         if not isinstance(kind, _Batchable):
-            raise SparseKVError(f"method {sessions[0].method.name!r} cannot run in a graph: {kind}")
-        return self._graph(kind, sessions[0], len(sessions), Choice.of(samplers))
+            raise SparseKVError(f"method {session.method.name!r} cannot run in a graph: {kind}")
+        return kind
+
+    def _kind(self, session: Session) -> _Batchable | str:
+        """What `_sort` says, which never changes."""
+        kind = self._sorted.get(session)
+        if kind is None:
+            kind = self._sorted[session] = self._sort(session)
+        return kind
 
     def _sort(self, session: Session) -> _Batchable | str:
         """The kind of batch that the session goes into, or why it cannot run in any."""
@@ -141,7 +154,9 @@ class Stepper:
             reason = f"keys and values are on {kv.device}, the model on {self._device}"
         elif method.schedule.by_step or method.schedule.ahead:
             reason = "its schedule uses selections of other steps"
-        elif method.sparse:
+        else:
+            reason = self._dense.refusal(method, manifest)
+        if reason is None and method.sparse:
             searching = step_attention_for(method, manifest)
             reason = searching if isinstance(searching, str) else None
         if reason is not None or isinstance(searching, str):
@@ -152,7 +167,7 @@ class Stepper:
         )
         max_keys = max(_LEAST_KEYS, 1 << (manifest.token_count - 1).bit_length())
         parts = (method.remainder.name, tuple(sorted(method.search.items())))
-        key = (layers, max_keys, _spec_key(method.index), _spec_key(method.partition), parts)
+        key = (layers, _spec_key(method.index), _spec_key(method.partition), parts)
         return _Batchable(key, layers, max_keys)
 
     def _log_refusal(self, method: str, reason: str) -> None:
@@ -161,38 +176,45 @@ class Stepper:
             logger.info("method %s decodes step by step without a graph: %s", method, reason)
 
     def _step_together(
-        self,
-        kind: _Batchable,
-        sessions: Sequence[Session],
-        tokens: Sequence[int],
-        samplers: Sequence[Sampler],
+        self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler], part: int
     ) -> list[int | Exception]:
-        for session in sessions:
-            session.reserve_tail()
-        graph = self._graph(kind, sessions[0], len(sessions), Choice.of(samplers))
-        rows = _seat(graph.batch, sessions)
-        results: list[int | Exception] = []
-        steps = graph.step(rows, tokens, samplers)
-        for session, sampler, stepped in zip(sessions, samplers, steps, strict=True):
-            result = advance(sampler, stepped.token)
-            results.append(result)
-            if isinstance(result, Exception):
-                continue
-            _count(session, stepped.kept)
-            session.advance()
+        """One replay. part: of the sessions of a kind, where they are too many for one batch."""
+        graph = self._graph(sessions, Choice.of(samplers), part)
+        seats = _seat(graph.batch, sessions)
+        results: list[int | Exception] = [seat if isinstance(seat, Exception) else -1 for seat in seats]
+        rows = {number: seat for number, seat in enumerate(seats) if isinstance(seat, int)}
+        if not rows:
+            return results
+        steps = graph.step(list(rows.values()), [tokens[i] for i in rows], [samplers[i] for i in rows])
+        for number, stepped in zip(rows, steps, strict=True):
+            result = results[number] = advance(samplers[number], stepped.token)
+            if not isinstance(result, Exception):
+                _count(sessions[number], stepped.kept)
+                sessions[number].advance()
         return results
 
-    def _graph(self, kind: _Batchable, like: Session, count: int, choice: Choice) -> StepGraph:
-        size = _size(count)
-        key = (kind.key, size, choice)
+    def _graph(self, sessions: Sequence[Session], choice: Choice, part: int) -> StepGraph:
+        """The graph of sessions of one kind. Every part has its own, so that its sessions keep their rows."""
+        kind = self._required(sessions[0])
+        size = _size(len(sessions))
+        max_keys = max(self._required(session).max_keys for session in sessions)
+        key = (kind.key, size, max_keys, choice, part)
         graph = self._graphs.pop(key, None)
         if graph is None:
-            plan = StepPlan(
-                self._identity, like.effective_method, size, kind.max_keys, self._dtype, self._device
-            )
+            method = sessions[0].effective_method
+            plan = StepPlan(self._identity, method, size, max_keys, self._dtype, self._device)
             while len(self._graphs) >= _GRAPHS:
                 self._graphs.popitem(last=False)
+            begin = time.perf_counter()
             graph = StepGraph(self._model, StepBatch(plan, kind.layers), choice)
+            logger.info(
+                "%s steps of %d sessions of method %s on up to %d tokens are ready, in %.1f s",
+                choice.value,
+                size,
+                method.name,
+                max_keys,
+                time.perf_counter() - begin,
+            )
         self._graphs[key] = graph
         return graph
 
@@ -206,31 +228,41 @@ def _spec_key(spec: IndexSpec | None) -> Hashable:
     return None if spec is None else (spec.name, spec.kind, tuple(sorted(spec.parameters.items())))
 
 
-def _seat(batch: StepBatch, sessions: Sequence[Session]) -> list[int]:
-    """Rows of the sessions: those that sit keep their row, others leave, new ones take free rows."""
+def _seat(batch: StepBatch, sessions: Sequence[Session]) -> list[int | Exception]:
+    """Rows of the sessions: those that sit keep their row, others leave, new ones take free rows.
+
+    One that there is no memory for, or that cannot be placed, gets the error instead; that is not the others' fault.
+    """
     wanted = {id(session) for session in sessions}
     for row, session in enumerate(batch.sessions):
         if session is not None and id(session) not in wanted:
             batch.clear(row)
     seated = {id(session): row for row, session in enumerate(batch.sessions) if session is not None}
     free = [row for row, session in enumerate(batch.sessions) if session is None]
+    seats: list[int | Exception] = []
     for session in sessions:
-        if id(session) not in seated:
-            row = seated[id(session)] = free.pop(0)
-            batch.place(row, session)
-    return [seated[id(session)] for session in sessions]
+        row = seated[id(session)] if id(session) in seated else free.pop(0)
+        try:
+            session.reserve_tail()
+            if id(session) not in seated:
+                batch.place(row, session)
+        except Exception as error:
+            logger.exception("a session of method %s has no place in a batch", session.method.name)
+            batch.clear(row)
+            seats.append(error)
+        else:
+            seats.append(row)
+    return seats
 
 
 def _count(session: Session, kept: int) -> None:
     """Notes what the step touched in all layers."""
-    manifest, method, figures = session.context.manifest, session.effective_method, session.figures
-    heads, available = manifest.model.kv_heads, session.position + 1
+    heads, available, figures = session.context.manifest.model.kv_heads, session.position + 1, session.figures
     searching = sum(not isinstance(layer, DenseLayer) for layer in session.layers)
     figures.count_dense(heads * available * (len(session.layers) - searching))
     if searching:
-        sinks = min(method.sinks, manifest.token_count)
-        block = method.append_block
-        end = min(max(sinks, (session.position - method.recent) // block * block), manifest.token_count)
-        figures.count_exact(heads * searching * (available - (end - sinks)), heads * searching * available)
+        counts = step_counts(session)
+        searched = counts[records.END] - counts[records.FIRST]
+        figures.count_exact(heads * searching * (available - searched), heads * searching * available)
         figures.count_kept(kept)
-        figures.searches += searching
+        figures.searches += searching if searched else 0

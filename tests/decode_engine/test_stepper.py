@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from decode_engine.config import Compilation
+from decode_engine.device.step_batch import StepBatch
 from decode_engine.device.step_model import step_model
 from decode_engine.device.stepper import Stepper
+from decode_engine.kernels import records
 from decode_engine.runner import ModelRunner
 from decode_engine.sampler import Sampler, SamplingParameters
 from decode_engine.session import Session
 from decode_engine.warm_up import made_up_context
+from index_store.errors import InvalidArgumentError
 from index_store.methods import METHODS
 from index_store.models.folder import resolve_model
 from tests.support_models import write_model_folder
@@ -36,9 +39,9 @@ def stepper(runner: ModelRunner) -> Stepper:
     return Stepper(model, runner.identity, torch.float32, torch.device("cpu"))
 
 
-def start(runner: ModelRunner, prompt: list[int], length: int = 512) -> Session:
+def start(runner: ModelRunner, prompt: list[int], length: int = 512, *, name: str = "full") -> Session:
     """A session on a made-up context that has read a prompt."""
-    method = METHODS["full"]
+    method = METHODS[name]
     context = made_up_context(runner.identity, runner.kv_dtype, method, length)
     session = runner.start(context, method)
     runner.forward([session], [prompt])
@@ -126,18 +129,111 @@ def test_logits_that_are_not_finite_fail_their_session_only(runner: ModelRunner)
     assert (ill.position, well.position) == (513, 514)
 
 
+def successor(tokens: torch.Tensor, positions: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    """A model that attends to nothing: after token t comes t + 1."""
+    return torch.nn.functional.one_hot(tokens[:, 0] + 1, 64).float()
+
+
 def test_a_batch_that_fails_is_not_the_fault_of_others(runner: ModelRunner) -> None:
     def broken(tokens: torch.Tensor, positions: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
         if bool((tokens == 7).any()):
             raise RuntimeError("out of something")
-        return torch.nn.functional.one_hot(tokens[:, 0] + 1, runner.identity.vocab_size).float()
+        return successor(tokens, positions, batch)
 
     stepper = Stepper(broken, runner.identity, torch.float32, torch.device("cpu"))
-    well, ill = start(runner, [5]), start(runner, [5], 5000)  # another bound of length: a batch of its own
+    well, ill = start(runner, [5]), start(runner, [5], name="multipole")  # a batch of its own
     results = stepper.step([ill, well], [7, 8], [Sampler(GREEDY)] * 2)
     assert str(results[0]) == "out of something"
     assert results[1] == 9
-    assert (ill.position, well.position) == (5001, 514)
+    assert (ill.position, well.position) == (513, 514)
+
+
+def test_a_session_without_a_place_is_not_the_fault_of_its_batch(runner: ModelRunner) -> None:
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    well, ill = start(runner, [5]), start(runner, [5])
+    ill.context._kv.pop(runner.identity.layers - 1)  # its last layer cannot be read any more
+    for step in range(2):
+        results = stepper.step([ill, well], [7, 8 + step], [Sampler(GREEDY)] * 2)
+        assert isinstance(results[0], InvalidArgumentError)
+        assert results[1] == 9 + step
+    assert (ill.position, well.position) == (513, 515)
+    batch = stepper.graph([ill, well], [Sampler(GREEDY)] * 2).batch
+    row = 1 - batch.sessions.index(well)
+    assert not batch._host_LBF[:, row].any()
+
+
+def test_one_launch_serves_contexts_of_all_lengths(runner: ModelRunner) -> None:
+    calls: list[int] = []
+
+    def counted(tokens: torch.Tensor, positions: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        calls.append(len(tokens))
+        return successor(tokens, positions, batch)
+
+    stepper = Stepper(counted, runner.identity, torch.float32, torch.device("cpu"))
+    sessions = [start(runner, [5], length) for length in (17, 5000, 512, 4096)]
+    samplers = [Sampler(GREEDY)] * 4
+    assert stepper.step(sessions, [1, 2, 3, 4], samplers) == [2, 3, 4, 5]
+    assert calls == [4]
+    assert stepper.graph(sessions, samplers).batch.plan.max_keys == 8192
+
+
+def test_more_sessions_than_a_batch_holds_keep_their_rows(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode_engine.device.stepper.MAX_ROWS", 2)
+    placed: list[Session] = []
+    place = StepBatch.place
+
+    def counted(self: StepBatch, row: int, session: Session) -> None:
+        placed.append(session)
+        place(self, row, session)
+
+    monkeypatch.setattr(StepBatch, "place", counted)
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    sessions = [start(runner, [5]) for _ in range(4)]
+    tokens: list[int] = [1, 2, 3, 4]
+    for _ in range(3):
+        results = stepper.step(sessions, tokens, [Sampler(GREEDY)] * 4)
+        assert results == [token + 1 for token in tokens]
+        tokens = [token + 1 for token in tokens]
+    assert placed == sessions
+
+
+def test_a_tail_that_comes_back_to_its_address_is_followed(runner: ModelRunner) -> None:
+    """Memory that a tail gave back when it grew may become its own again: then its heads lie farther apart."""
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    session, samplers = start(runner, [5]), [Sampler(GREEDY)]
+    tails = [layer.tail for layer in session.layers]
+    rooms = []
+    for tail in tails:
+        small = tail._kv
+        rooms.append(small.new_empty(small.shape[0], 2 * small.shape[1], *small.shape[2:]))
+        tail._kv = rooms[-1].flatten()[: small.numel()].view(small.shape)
+    stepper.step([session], [1], samplers)
+    for tail, room in zip(tails, rooms, strict=True):
+        assert tail.address == room.data_ptr()
+        tail._kv = room
+    stepper.step([session], [2], samplers)
+    distances = stepper.graph([session], samplers).batch._host_LBF[:, 0, records.TAIL_HEAD]
+    assert distances.tolist() == [tail.head_bytes for tail in tails]
+
+
+def test_models_that_kernels_are_not_made_for_take_the_general_path(
+    runner: ModelRunner, tmp_path: Path
+) -> None:
+    folder = write_model_folder(tmp_path, head_dim=48, max_positions=8192)
+    other = ModelRunner(resolve_model(str(folder)))
+    stepper = Stepper(successor, other.identity, torch.float32, torch.device("cpu"))
+    assert not stepper.takes(start(other, [5]))
+
+
+def test_a_step_without_anything_to_search_counts_no_search(runner: ModelRunner) -> None:
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    one, other = (start(runner, [5], 100, name="multipole") for _ in range(2))
+    by_forward(runner, one, 3, Sampler(GREEDY), 2)
+    by_steps(stepper, [other], [3], [Sampler(GREEDY)], 2)
+    assert other.figures.searches == one.figures.searches == 0
+    assert other.figures.attended == one.figures.attended
 
 
 def test_a_method_without_kernels_is_refused_with_a_reason(
