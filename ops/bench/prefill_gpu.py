@@ -244,6 +244,9 @@ def main(
     folder: Annotated[Path | None, typer.Option(help="Where the context is written.")] = None,
 ) -> None:
     """Checks and times prefill; one JSON line per figure."""
+    if not torch.cuda.is_available():
+        typer.echo("error: this benchmark needs a CUDA device", err=True)
+        raise typer.Exit(1)
     try:
         emit({"bench": "prefill_gpu", "figure": "check", **check_capture(chunk)})
         lengths = [int(part) for part in tokens.split(",") if part]

@@ -1,0 +1,49 @@
+"""The benchmark of prefill on a GPU: refused without one, and nothing is timed when a check fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "prefill_gpu.py"
+
+SPOIL = """
+import sys, runpy
+from index_store.kernels import device_clusters
+build = device_clusters.build_device_clusters
+
+def spoiled(*arguments, **options):
+    arrays = build(*arguments, **options)
+    return {**arrays, "means": arrays["means"] * 0.9}
+
+device_clusters.build_device_clusters = spoiled
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_without_a_device_it_says_so() -> None:
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(BENCH.parents[2])}
+    done = subprocess.run([sys.executable, BENCH], capture_output=True, text=True, check=False, env=hidden)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: this benchmark needs a CUDA device\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_loose_clusters_are_not_timed() -> None:
+    path = os.pathsep.join([str(BENCH.parents[2]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", SPOIL, BENCH],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "as wide as the host's" in done.stderr
