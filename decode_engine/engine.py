@@ -281,11 +281,13 @@ class Engine(Generic[SessionT]):
         """Feeds one chunk; returns how many tokens that were."""
         with self._changed:
             pieces = self._queues.take_pieces(self._prompt_chunk)
+        fed = 0
         for job, count in pieces:
             try:
                 piece = job.request.prompt[job.fed : job.fed + count]
                 logits = self._runner.forward([job.running()], [piece])[0]
                 job.fed += count
+                fed += count
                 token_id = None if job.unfed else job.sampler.sample(logits[-1])
             except Exception as error:
                 self._fail(job, error)
@@ -295,7 +297,7 @@ class Engine(Generic[SessionT]):
                 with self._changed:
                     self._queues.start_decoding(job)
                 self._take_token(job, token_id)
-        return sum(count for _, count in pieces)
+        return fed
 
     def _decode(self) -> int:
         """Takes one step with all that decode; returns how many these are."""
