@@ -6,6 +6,7 @@ Shape legend: H KV heads, G group heads, N tokens of the context, P sampled quer
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import torch
@@ -69,13 +70,15 @@ def made_up_context(
     method: Method,
     tokens: int = _TOKENS,
     *,
+    also: Sequence[Method] = (),
     distinct: int = 1,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> ResidentContext:
     """A context of random keys and values with the indexes that the method needs.
 
-    distinct: layers with keys, values and indexes of their own, which the model's layers use in turn.
+    also: methods whose indexes it has too. distinct: layers with keys, values and indexes of their own, which the
+    model's layers use in turn.
     Raises InvalidArgumentError when an index cannot be built for the model's head dim.
     """
     generator = torch.Generator(device).manual_seed(seed)
@@ -83,6 +86,7 @@ def made_up_context(
     sampled = min(tokens, _SAMPLE)
     positions = torch.linspace(0, tokens - 1, sampled, device=device).long()
     layers = range(identity.layers)
+    specs = {spec.name: spec for each in (method, *also) for spec in each.index_specs()}.values()
     kv: dict[int, torch.Tensor] = {}
     built: dict[tuple[str, int], LayerIndex] = {}
     for layer in layers[:distinct]:
@@ -93,11 +97,9 @@ def made_up_context(
         queries_HPGD = torch.randn(heads, sampled, group, head_dim, generator=generator, device=device)
         frequencies = torch.ones(head_dim // 2, device=device)
         source = LayerSource(kv[layer], QuerySample(queries_HPGD, positions), frequencies)
-        for spec in method.index_specs():
+        for spec in specs:
             built[spec.name, layer] = INDEX_KINDS[spec.kind].build(spec.parameters, source, seed)
-    entries = [
-        _index_entry(spec, built[spec.name, 0], tuple(layers), tokens) for spec in method.index_specs()
-    ]
+    entries = [_index_entry(spec, built[spec.name, 0], tuple(layers), tokens) for spec in specs]
     manifest = Manifest(
         id="0" * 64,
         name="warm-up",
@@ -122,7 +124,7 @@ def made_up_context(
         {layer: kv[layer % distinct] for layer in layers},
         {
             (spec.name, layer): built[spec.name, layer % distinct].arrays()
-            for spec in method.index_specs()
+            for spec in specs
             for layer in layers
         },
     )

@@ -27,7 +27,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,7 +59,7 @@ from index_store.manifest import Manifest, ModelIdentity
 from index_store.methods import Method, get_method
 
 DTYPE = "bfloat16"
-PROMPT = 40
+PROMPT = 4
 TURNS, WARM_UP = 25, 5
 DISTINCT = 8
 """Layers' worth of keys and indexes of a single sequence; fewer for larger batches."""
@@ -138,7 +138,7 @@ def parse_method(text: str) -> Method:
     for variant in variants:
         if variant == "m8" and method.index is not None:
             parameters = {**method.index.parameters, "subspaces": 8, "centroids": 64}
-            method = replace(method, index=replace(method.index, parameters=parameters))
+            method = replace(method, index=replace(method.index, name="m8_tables", parameters=parameters))
         elif variant == "pooled":
             method = replace(method, search={**method.search, "group": "pooled"})
         else:
@@ -163,18 +163,18 @@ def forward(model: Any, sessions: list[Session], tokens: list[int]) -> Tensor:
 
 
 def start_sessions(model: Any, contexts: list[ResidentContext], method: Method) -> list[Session]:
-    """Sessions that have read a short prompt."""
+    """Sessions that have read a few tokens."""
     sessions = [Session(context, method) for context in contexts]
-    ids = torch.arange(PROMPT, device="cuda")[None]
+    ids = torch.arange(PROMPT, device="cuda").expand(len(sessions), -1)
+    with torch.inference_mode():
+        model(
+            input_ids=ids,
+            position_ids=sessions[0].position + ids,
+            use_cache=False,
+            logits_to_keep=1,
+            decode_step=DecodeStep(sessions),
+        )
     for session in sessions:
-        with torch.inference_mode():
-            model(
-                input_ids=ids,
-                position_ids=session.position + ids,
-                use_cache=False,
-                logits_to_keep=1,
-                decode_step=DecodeStep([session]),
-            )
         session.position += PROMPT
     return sessions
 
@@ -269,10 +269,16 @@ def split_us(graph: StepGraph) -> dict[str, float]:
     return {name: round(total, 1) for name, total in totals.items()}
 
 
-def make_contexts(identity: ModelIdentity, method: Method, length: int, batch: int) -> list[ResidentContext]:
+def make_contexts(
+    identity: ModelIdentity, methods: Sequence[Method], length: int, batch: int
+) -> list[ResidentContext]:
+    """A context for each session, with the indexes of all methods."""
     distinct = min(identity.layers, max(2, DISTINCT // batch))
+    first, *others = methods
     return [
-        made_up_context(identity, DTYPE, method, length, distinct=distinct, device="cuda", seed=row)
+        made_up_context(
+            identity, DTYPE, first, length, also=others, distinct=distinct, device="cuda", seed=row
+        )
         for row in range(batch)
     ]
 
@@ -298,9 +304,10 @@ def main(
     for shape in shapes.split(","):
         length, batch = (int(part) for part in shape.split("x"))
         full_ms: float | None = None
-        for label in methods.split(","):
+        listed = {label: parse_method("full" if label == "none" else label) for label in methods.split(",")}
+        contexts = make_contexts(identity, tuple(listed.values()), length, batch)
+        for label, method in listed.items():
             nothing = label == "none"
-            method = parse_method("full" if nothing else label)
             line: dict[str, Any] = {
                 "figure": "decode", "method": label, "tokens": length, "batch": batch, "layers": layers,
                 "compilation": compilation.value, "weights_ms": round(weights_ms, 3),
@@ -308,7 +315,6 @@ def main(
             dense = NothingSteps if nothing else DenseSteps
             stepper = Stepper(run, identity, torch.bfloat16, device, dense=dense)
             try:
-                contexts = make_contexts(identity, method, length, batch)
                 line |= measure(model, stepper, contexts, method, checked=not nothing)
             except (CheckFailedError, torch.cuda.OutOfMemoryError) as error:
                 line["error"] = str(error)[:300]
@@ -324,8 +330,8 @@ def main(
                 line["missed"] = failed = True
             typer.echo(json.dumps(line))
             del stepper
-            contexts = []
             torch.cuda.empty_cache()
+        del contexts
     raise typer.Exit(1 if failed else 0)
 
 
