@@ -375,6 +375,8 @@ class Engine(Generic[SessionT]):
     def _fail(self, job: Job[SessionT], error: Exception) -> None:
         self._release(job)
         job.stream.put(error)
+        if isinstance(error, torch.AcceleratorError):
+            torch.accelerator.synchronize()  # raises where the device is lost: then nothing can run any more
 
     def _release(self, job: Job[SessionT]) -> None:
         """Takes the job out of the queues and gives back all it held, before its reader learns of its end."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from decode_engine.engine import Engine
 from decode_engine.errors import (
@@ -92,6 +93,31 @@ def test_shutdown_without_grace_ends_requests(running: FakeEngine, runner: FakeR
     with pytest.raises(ShuttingDownError):
         running.submit(place, late.request)
     assert late.closes == [0]
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_the_loss_of_the_device_ends_the_scheduler(
+    runner: FakeRunner, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    def synchronize() -> None:
+        if lost:
+            raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    runner.gate = threading.Semaphore(0)
+    engine = Engine(runner)
+    engine.start()
+    error = torch.AcceleratorError("an illegal memory access was encountered")
+    first = submit(engine, make_client("first", session=FakeSession("first", fails_at=0, fails_with=error)))
+    second = submit(engine, make_client("second"))
+    runner.gate.release(10)
+    assert failure(first)[1] is error
+    if lost:
+        assert isinstance(failure(second)[1], EngineCrashedError)
+    else:
+        assert len(results(second)[0]) == 4
+    assert engine.healthy is not lost
+    engine.shutdown()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
