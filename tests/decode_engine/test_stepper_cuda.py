@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,3 +115,28 @@ def test_sampling_in_the_graph_draws_what_the_cpu_draws(runner: ModelRunner) -> 
             assert isinstance(result, int)
             token = result
             assert token == twin.sample(stepper.graph([session], [sampler]).logits_BV[0].float().cpu())
+
+
+def test_steps_are_captured_while_other_threads_load(
+    runner: ModelRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    captured = threading.Event()
+    errors: list[Exception] = []
+
+    def load() -> None:
+        blocks = []
+        try:
+            while not captured.is_set() and len(blocks) < 2048:
+                blocks.append(torch.empty(2**20, dtype=torch.uint8, pin_memory=True))
+                blocks[-1].cuda(non_blocking=True)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    graph, _ = logits_of(make_stepper(runner), [start(runner, "full", 0)], [3])
+    captured.set()
+    thread.join()
+    assert not errors
+    assert graph.captured
+    assert not any("without a graph" in record.message for record in caplog.records)
