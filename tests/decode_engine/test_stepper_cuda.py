@@ -124,7 +124,7 @@ def test_steps_are_captured_while_other_threads_load(
     errors: list[Exception] = []
 
     def load() -> None:
-        blocks = []
+        blocks: list[torch.Tensor] = []
         try:
             while not captured.is_set() and len(blocks) < 2048:
                 blocks.append(torch.empty(2**20, dtype=torch.uint8, pin_memory=True))
