@@ -24,7 +24,7 @@ from index_store.methods import Method
 
 
 class CodeSelection(KeySelection):
-    """Search by product codes: one segment of keys for every tile of the context."""
+    """Search by product codes: one list for each KV head, ascending but for the order inside a tile of 2,048 keys."""
 
     def __init__(self, plan: StepPlan, shape: CodeShape | None = None) -> None:
         """shape: how kernels cut their work, by default what suits the plan."""
@@ -41,9 +41,7 @@ class CodeSelection(KeySelection):
             shape=shape or code_shape(plan.max_keys, parameters.subspaces, plan.group),
         )
         self._work = CodeWork.make(self.code_plan, plan.size, plan.device)
-        self._lists = KeyLists.allocate(
-            plan.rows, self.code_plan.tiles, self.code_plan.shape.tile_keys, plan.device
-        )
+        self._lists = KeyLists.allocate(plan.rows, 1, plan.max_keys, plan.device)
 
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:

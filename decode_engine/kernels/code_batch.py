@@ -1,8 +1,5 @@
 """What the product-code kernels work on: sizes, launch shapes and buffers.
 
-Codes of a KV head are read in blocks of BLOCK consecutive keys. Programs take strided blocks, so that neighbouring
-keys, which tend to be kept together, are spread over them.
-
 Shape legend: B sequences, H KV heads, R = B * H rows, G query heads per KV head, d head dim, N keys, M subspaces, W
 codewords of a subspace, E = d/M slice width, O words of four heads, P tiles of keys, S sampling programs.
 """
@@ -19,7 +16,7 @@ from torch import Tensor
 from index_store.errors import InvalidArgumentError
 
 BLOCK = 256
-"""Consecutive keys that one program reads before it skips to its next block."""
+"""Tiles begin at a multiple of so many keys."""
 
 RUN = 64
 """Consecutive keys of a sample."""
@@ -129,7 +126,8 @@ class CodeWork:
     weights relative to it; sampled_RSC: [R, S, 2] int32: how many keys those are, and how many of them in the first
     half. normalisers_RG: [R, G] float32: log2 of the sum of all keys' weights, estimated. cuts_R: [R] float32: keys are
     kept whose weights, normalised and summed over heads, reach it.
-    arrivals_R: [R] int32: counters, zero between steps.
+    arrivals_R: [R] int32: counters, zero between steps. ids_RPK: [R, P, tile_keys] int32 and counts_RP: [R, P] int32:
+    the kept keys of every tile.
     """
 
     tables_ROX: Tensor
@@ -141,6 +139,8 @@ class CodeWork:
     normalisers_RG: Tensor
     cuts_R: Tensor
     arrivals_R: Tensor
+    ids_RPK: Tensor
+    counts_RP: Tensor
 
     @classmethod
     def make(cls, plan: CodePlan, size: int, device: torch.device | str) -> CodeWork:
@@ -162,4 +162,6 @@ class CodeWork:
             normalisers_RG=empty(f32, group),
             cuts_R=empty(f32),
             arrivals_R=torch.zeros(rows, dtype=i32, device=device),
+            ids_RPK=empty(i32, plan.tiles, shape.tile_keys),
+            counts_RP=empty(i32, plan.tiles),
         )

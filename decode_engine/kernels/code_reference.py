@@ -1,4 +1,4 @@
-"""The product-code search in plain torch: the same tables, the same sample, the same lists.
+"""The product-code search in plain torch: the same tables, the same sample, the same keys.
 
 Shape legend: as in `code_batch`.
 """
@@ -46,13 +46,15 @@ class CodeSequence:
 def search_codes_reference(
     q_BHGD: Tensor, sequences: Sequence[CodeSequence | None], plan: CodePlan, lists: KeyLists
 ) -> None:
-    """What `search_codes` lists; None for an idle sequence."""
+    """What `search_codes` lists, in ascending order; None for an idle sequence."""
     lists.counts_RP.zero_()
     for b, sequence in enumerate(sequences):
         for h in range(plan.kv_heads):
             if sequence is not None and sequence.end > sequence.first:
-                kept_N = kept_keys(q_BHGD[b, h], sequence, h, plan)
-                _write(kept_N, sequence, plan, lists, b * plan.kv_heads + h)
+                ids = kept_keys(q_BHGD[b, h], sequence, h, plan).nonzero()[:, 0]
+                row = b * plan.kv_heads + h
+                lists.ids_RPW[row, 0, : len(ids)] = ids.to(torch.int32)
+                lists.counts_RP[row, 0] = len(ids)
 
 
 def kept_keys(q_GD: Tensor, sequence: CodeSequence, h: int, plan: CodePlan) -> Tensor:
@@ -130,14 +132,3 @@ def _cut(weights: Tensor, sequence: CodeSequence) -> float:
         if int((bits >= higher).sum()) >= wanted:
             cut = higher
     return float(torch.tensor(cut, dtype=torch.int32).view(torch.float32))
-
-
-def _write(kept_N: Tensor, sequence: CodeSequence, plan: CodePlan, lists: KeyLists, row: int) -> None:
-    """Lists kept keys by tile, as the kernels do."""
-    base = sequence.first // BLOCK * BLOCK
-    tiles = -(-(sequence.end - base) // plan.shape.tile_keys)
-    keys = torch.arange(len(kept_N), device=kept_N.device)
-    for tile in range(tiles):
-        ids = keys[kept_N & ((keys - base) // BLOCK % tiles == tile)]
-        lists.ids_RPW[row, tile, : len(ids)] = ids.to(torch.int32)
-        lists.counts_RP[row, tile] = len(ids)

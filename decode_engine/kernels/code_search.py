@@ -277,8 +277,8 @@ def keep_kernel(
         wait_for_launch(CHAINED)
     else:
         # Before the wait: the launch before is still looking for the cut, and it waited for the tables.
-        of_word = tile_keys(base, tile, tiles, tl.arange(0, BK * M // 4) // (M // 4))
-        codes = load_codes(records_ptr, row, of_word, HEADS, M)
+        base += tile * BK
+        codes = load_codes(records_ptr, row, base + tl.arange(0, BK * M // 4) // (M // 4), HEADS, M)
         i = tl.arange(0, WORD_HEADS)
         logits: tl.tensor = ()
         for n in tl.static_range(WORDS):
@@ -292,8 +292,8 @@ def keep_kernel(
             at = normalisers_ptr + row * GROUP + g
             normaliser = tl.load(at, mask=g < GROUP, other=float("inf"), cache_modifier=".cg")
             weight += tl.sum(tl.exp2(logits[n] - normaliser[None, :]), 1)
-        key = tile_keys(base, tile, tiles, tl.arange(0, BK))
-        there = (key >= first) & (key < end)
+        key = base + tl.arange(0, BK)
+        there = (key - first).to(tl.uint32) < (end - first).to(tl.uint32)
         kept = ((weight >= tl.load(cuts_ptr + row, cache_modifier=".cg")) & there).to(tl.int32)
         # Listed column by column: then only the columns' totals have to be added up across threads.
         square = tl.reshape(kept, [BK // COLUMNS, COLUMNS])
@@ -306,13 +306,37 @@ def keep_kernel(
 
 
 @triton.jit
-def tile_keys(base: tl.tensor, tile: tl.tensor, tiles: tl.tensor, k: tl.tensor) -> tl.tensor:
-    """Keys of a tile by their number: blocks tile, tile + tiles, tile + 2 * tiles, ..."""
-    return base + ((k // BLOCK) * tiles + tile) * BLOCK + k % BLOCK
+def join_kernel(
+    own_ids_ptr: tl.tensor,
+    own_counts_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    width: tl.tensor,
+    BK: tl.constexpr,
+    TILES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """Program (tile, row): copies a tile's keys to where those of the tiles before it end in the row's one list."""
+    wait_for_launch(CHAINED)
+    tile = tl.program_id(0)
+    row = tl.program_id(1)
+    tiles = tl.num_programs(0)
+    t = tl.arange(0, TILES)
+    counts = tl.load(own_counts_ptr + row * tiles + t, mask=t < tiles, other=0)
+    before = tl.sum(tl.where(t < tile, counts, 0), 0)
+    count = tl.sum(tl.where(t == tile, counts, 0), 0)
+    if tile == 0:
+        tl.store(counts_ptr + row, tl.sum(counts, 0))
+    from_ptr = own_ids_ptr + (row * tiles + tile).to(tl.int64) * BK
+    to_ptr = ids_ptr + row.to(tl.int64) * width + before
+    for start in range(0, count, AT_ONCE):
+        n = start + tl.arange(0, AT_ONCE)
+        tl.store(to_ptr + n, tl.load(from_ptr + n, mask=n < count, other=0), mask=n < count)
 
 
 def search_codes(q_BHGD: Tensor, records_BF: Tensor, plan: CodePlan, work: CodeWork, lists: KeyLists) -> None:
-    """Launches the search of one step, which fills `lists`: [B * H, plan.tiles, tile_keys] ids.
+    """Launches the search of one step, which fills `lists`: one segment of plan.max_keys for each of B * H rows.
 
     q_BHGD: [B, H, G, d] contiguous, unscaled, fp16, bf16 or float32. records_BF: [B, RECORD_FIELDS] int64. Does not
     wait for the device and may be captured in a CUDA graph.
@@ -335,6 +359,11 @@ def search_codes(q_BHGD: Tensor, records_BF: Tensor, plan: CodePlan, work: CodeW
         num_warps=shape.sample_warps, **sizes,
     )  # fmt: skip
     keep_kernel[(plan.tiles, rows)](
-        *tables, work.normalisers_RG, work.cuts_R, lists.ids_RPW, lists.counts_RP,
+        *tables, work.normalisers_RG, work.cuts_R, work.ids_RPK, work.counts_RP,
         BK=shape.tile_keys, COLUMNS=32 * shape.warps, num_warps=shape.warps, **sizes,
+    )  # fmt: skip
+    join_kernel[(plan.tiles, rows)](
+        work.ids_RPK, work.counts_RP, lists.ids_RPW, lists.counts_RP, plan.max_keys, BK=shape.tile_keys,
+        TILES=triton.next_power_of_2(plan.tiles), AT_ONCE=128, num_warps=1 if plan.tiles <= 64 else 4,
+        **chained(q_BHGD.device),
     )  # fmt: skip

@@ -56,7 +56,9 @@ def poisoned(plan: CodePlan, size: int) -> tuple[CodeWork, KeyLists]:
     work = CodeWork.make(plan, size, DEVICE)
     for floats in (work.units_RG, work.peaks_RSG, work.masses_RSG, work.normalisers_RG, work.cuts_R):
         floats.fill_(torch.nan)
-    lists = KeyLists.allocate(size * plan.kv_heads, plan.tiles, plan.shape.tile_keys, DEVICE)
+    lists = KeyLists.allocate(size * plan.kv_heads, 1, plan.max_keys, DEVICE)
+    work.ids_RPK.fill_(-(2**30))
+    work.counts_RP.fill_(2**30)
     lists.ids_RPW.fill_(-(2**30))
     lists.counts_RP.fill_(2**30)
     return work, lists

@@ -169,6 +169,7 @@ def test_selections_are_those_of_the_general_path(split: str) -> None:
         rows[1, field] = value
     q = torch.randn(2, 2, 3, 64, device=DEVICE).half() * 2.0
     lists = CodeSelection(plan).select(1, q, rows.to(DEVICE))
+    assert lists.ids_RPW.shape == (4, 1, 2048)
     assert not lists.counts_RP[:2].any()
     index = context.index("product_codes", 1)
     ranking = index.rank(q[1].float()[:, None] / 8.0, first, end, None, method.search)
