@@ -62,7 +62,7 @@ class Session:
         return INDEX_KINDS[spec.kind].from_arrays(spec.parameters, {}, self.context.kv(layer))
 
     def close(self) -> None:
-        """Drops the tail and every reference to the context's memory; the session cannot be used afterwards."""
+        """Drops the tail and the layers' references to the context's memory; the session cannot be used afterwards."""
         self.layers.clear()
 
     @property
@@ -73,7 +73,7 @@ class Session:
     def reserve_tail(self) -> None:
         """Makes room for the next token in the tails of all layers; they may move."""
         needed = self.position + 1 - self.context.manifest.token_count
-        if needed > self.layers[0].tail.capacity:
+        if needed > self.layers[-1].tail.capacity:  # the last one that grows, should memory run out between
             for layer in self.layers:
                 layer.tail.reserve(needed)
 

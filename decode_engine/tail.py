@@ -36,10 +36,12 @@ class Tail:
         self.length = end
 
     def reserve(self, length: int) -> None:
-        """Makes room for `length` rows; those written so far may move."""
+        """Makes room for `length` rows; those written so far may move. Room depends on `length` alone."""
         heads, capacity, _, head_dim = self._kv.shape
         if length > capacity:
-            grown = self._kv.new_empty(heads, max(2 * capacity, length), 2, head_dim)
+            while capacity < length:
+                capacity *= 2
+            grown = self._kv.new_empty(heads, capacity, 2, head_dim)
             grown[:, : self.length] = self.rows
             self._kv = grown
 

@@ -68,9 +68,12 @@ class DeviceBlock:
         """Nothing to do: device memory stays where it is."""
 
     def release(self) -> None:
-        """Lets go of the memory once the device has done what was asked of it, also by other streams."""
+        """Lets go of the memory once the device has done what was asked of it in the stream that all threads use.
+
+        Waiting for the whole device would spoil a graph that another thread captures meanwhile, and fail itself.
+        """
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
         self._raw = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 

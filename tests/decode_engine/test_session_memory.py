@@ -50,6 +50,18 @@ def test_layers_that_attend_to_everything_append_nothing(runner: ModelRunner) ->
     assert full == session_bytes(manifest, get_method("full"), 1000)
 
 
+@pytest.mark.parametrize("piece", [1, 100, 500])
+def test_tails_hold_what_was_estimated_whatever_the_pieces(runner: ModelRunner, piece: int) -> None:
+    method = get_method("full")
+    context = made_up_context(runner.identity, runner.kv_dtype, method)
+    session = runner.start(context, method)
+    tail = session.layers[0].tail
+    while tail.length < 4050:
+        tail.reserve(min(tail.length + piece, 4050))
+        tail.length = min(tail.length + piece, 4050)
+    assert tail.nbytes * len(session.layers) <= session_bytes(context.manifest, method, 4050)
+
+
 def test_the_estimate_grows_by_doubling(runner: ModelRunner) -> None:
     method = get_method("full")
     manifest = made_up_context(runner.identity, runner.kv_dtype, method).manifest

@@ -218,6 +218,14 @@ def test_a_tail_that_comes_back_to_its_address_is_followed(runner: ModelRunner) 
     assert distances.tolist() == [tail.head_bytes for tail in tails]
 
 
+def test_tails_grow_in_all_layers_after_memory_ran_out_between(runner: ModelRunner) -> None:
+    session = start(runner, list(range(60)) * 2)
+    session.position += 8
+    session.layers[0].tail.reserve(129)
+    session.reserve_tail()
+    assert all(layer.tail.capacity >= 129 for layer in session.layers)
+
+
 def test_models_that_kernels_are_not_made_for_take_the_general_path(
     runner: ModelRunner, tmp_path: Path
 ) -> None:
