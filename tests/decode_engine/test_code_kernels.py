@@ -5,13 +5,17 @@ Without a CUDA device the kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from decode_engine.device.code_steps import CodeSelection
+from decode_engine.device.key_selection import KeySelection
+from decode_engine.device.listed_steps import ListedSteps
 from decode_engine.device.step_attention import StepPlan
 from decode_engine.kernels import records
 from decode_engine.kernels.code_batch import CodeShape, code_shape
@@ -229,3 +233,45 @@ def test_launch_shapes_are_valid(max_keys: int, subspaces: int, group: int) -> N
     plan = make_plan(group, 64, subspaces, 256, max_keys=max_keys, shape=shape)
     assert plan.tiles * shape.tile_keys >= max_keys
     assert shape.samplers * shape.sample_keys == 8192
+
+
+class CodeSteps(ListedSteps):
+    """Attends to what product codes select."""
+
+    selection_types: ClassVar[Mapping[str, type[KeySelection]]] = {"product_codes": CodeSelection}
+
+
+def test_steps_attend_to_what_is_listed() -> None:
+    torch.manual_seed(8)
+    method = method_of(TokenCount(40), bits=4, subspaces=8)
+    context = made_up_context(IDENTITY, "float16", method, 500, device=DEVICE)
+    tail = torch.randn(2, 6, 2, 64, device=DEVICE).half()
+    first, end, tail_keys = 8, 436, 5
+    fields = {
+        **CodeSteps.fields(context, method, 0),
+        records.KV: context.kv(0).data_ptr(),
+        records.KV_HEAD: context.kv(0).stride(0) * 2,
+        records.TAIL: tail.data_ptr(),
+        records.TAIL_HEAD: tail.stride(0) * 2,
+        records.KEYS: 500,
+        records.FIRST: first,
+        records.END: end,
+        records.TAIL_KEYS: tail_keys,
+        records.KEEP: 40,
+    }
+    rows = torch.zeros(2, records.RECORD_FIELDS, dtype=torch.int64)
+    for field, value in fields.items():
+        rows[0, field] = value
+    rows = rows.to(DEVICE)
+    q = torch.randn(2, 2, 3, 64, device=DEVICE).half() * 2.0
+    steps = CodeSteps(StepPlan(IDENTITY, method, 2, 512, torch.float16, DEVICE))
+    out = steps.attend(0, q, rows)
+    lists = steps.selection.select(0, q, rows)
+    assert steps.kept_B().tolist() == [int(lists.counts_RP[:2].sum()), 0]
+    assert not out[1].any()
+    for h in range(2):
+        always = [*range(first), *range(end, 500)]
+        ids = torch.tensor(always + listed_keys(lists, h), device=DEVICE)
+        kv = torch.cat([context.kv(0)[h, ids], tail[h, :tail_keys]]).float()
+        expected = (q[0, h].float() @ kv[:, 0].t() / 8.0).softmax(-1) @ kv[:, 1]
+        torch.testing.assert_close(out[0, h].float(), expected, rtol=3e-3, atol=3e-3)
