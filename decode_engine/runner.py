@@ -15,11 +15,11 @@ from decode_engine.device.step_model import step_model
 from decode_engine.device.stepper import Stepper
 from decode_engine.layer_ahead import predicted_queries
 from decode_engine.sampler import Sampler
-from decode_engine.session import Session
+from decode_engine.session import Session, fit_method, require_index
 from decode_engine.stepping import decode_by_forward
 from index_store.context import ResidentContext
 from index_store.errors import InvalidArgumentError
-from index_store.manifest import require_dtype, require_model
+from index_store.manifest import Manifest, require_dtype, require_model
 from index_store.methods import Method
 from index_store.models.loading import ModelFolder, load_model, load_tokenizer
 
@@ -46,17 +46,22 @@ class ModelRunner:
         self.identity = loaded.identity
         self.kv_dtype = loaded.kv_dtype if dtype == "auto" else dtype
         self.tokenizer = load_tokenizer(folder)
-        self._compilation = compilation
         self._stepper: Stepper | None = None
         if self.device.type == "cuda":
             weights = next(loaded.model.parameters())
             model = step_model(loaded.model, compilation)
             self._stepper = Stepper(model, self.identity, weights.dtype, weights.device)
 
-    def prepare(self, sessions: int) -> None:
-        """Compiles the model for batches of decode steps of up to `sessions`, where it is to be compiled."""
-        if self._stepper is not None and self._compilation is not Compilation.OFF:
-            self._stepper.prepare(sessions)
+    def prepare(self, manifest: Manifest, method: Method, sessions: int) -> None:
+        """Captures decode steps of up to `sessions` sessions on such a context, where steps are captured.
+
+        Raises as `start` does when the context does not fit model or method.
+        """
+        require_model(manifest, self.identity)
+        require_dtype(manifest, self.kv_dtype)
+        require_index(manifest, method)
+        if self._stepper is not None:
+            self._stepper.prepare(fit_method(manifest, method), manifest, sessions)
 
     def start(self, context: ResidentContext, method: Method) -> Session:
         """A new session.

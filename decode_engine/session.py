@@ -45,8 +45,7 @@ class Session:
     def _layer(self, layer: int) -> LayerAttention:
         kv = self.context.kv(layer)
         method = self.effective_method
-        flat = method.drops_remainder and layer in self.context.manifest.dense_layers
-        if method.index is None or flat:
+        if method.index is None or is_dense(self.context.manifest, method, layer):
             return DenseLayer(kv, self.figures)
         partition = None if method.drops_remainder else method.partition
         search = LayerSearch(
@@ -86,6 +85,11 @@ class Session:
         self.position += 1
         for layer in self.layers:
             layer.tail.length = self.position - self.context.manifest.token_count
+
+
+def is_dense(manifest: Manifest, method: Method, layer: int) -> bool:
+    """Whether the method attends to every key in that layer."""
+    return not method.sparse or (method.drops_remainder and layer in manifest.dense_layers)
 
 
 def fit_method(manifest: Manifest, method: Method) -> Method:

@@ -6,7 +6,7 @@ Shape legend: H KV heads, G group heads, N tokens of the context, P sampled quer
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 import torch
@@ -15,7 +15,7 @@ from decode_engine.runner import ModelRunner
 from decode_engine.sampler import Sampler, SamplingParameters
 from index_store.context import ResidentContext
 from index_store.dtypes import dtype_name, stored_dtype
-from index_store.errors import InvalidArgumentError
+from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.index_specs import IndexSpec
 from index_store.indexes.base import LayerIndex, LayerSource, QuerySample
 from index_store.indexes.registry import INDEX_KINDS
@@ -40,10 +40,9 @@ logger = logging.getLogger(__name__)
 def warm_up(runner: ModelRunner, sessions: int = 1) -> list[str]:
     """Runs a prompt and decode steps with every method that fits the model; returns their names.
 
-    The prompt is longer than recent window and append block together, so that appending to indexes runs too. Where the
-    model is compiled, that is done for batches of up to `sessions`.
+    The prompt is longer than recent window and append block together, so that appending to indexes runs too. Full
+    attention is prepared for batches of up to `sessions`, for which the model is compiled where it is.
     """
-    runner.prepare(sessions)
     ran = []
     for method in METHODS.values():
         prompt = method.recent + method.append_block + 1
@@ -60,9 +59,22 @@ def warm_up(runner: ModelRunner, sessions: int = 1) -> list[str]:
         for _ in range(_DECODE_STEPS):
             runner.decode([session], [0], [Sampler(SamplingParameters())])
         session.close()
+        runner.prepare(context.manifest, method, 1 if method.sparse else sessions)
         context.release()  # captured steps remember the session until another one takes its row
         ran.append(method.name)
     return ran
+
+
+def prepare_for(runner: ModelRunner, manifests: Iterable[Manifest], method: Method, sessions: int) -> None:
+    """Captures steps of batches of up to `sessions` on contexts like these, so that no stream waits for it later.
+
+    Contexts of other models, and without the method's index, are passed over.
+    """
+    for manifest in manifests:
+        try:
+            runner.prepare(manifest, method, sessions)
+        except SparseKVError as error:
+            logger.info("no steps are captured for context %s: %s", manifest.id[:12], error)
 
 
 def made_up_context(

@@ -1,4 +1,4 @@
-"""One decode step of a batch as a CUDA graph: all layers and the choice of the next tokens, captured once.
+"""One decode step of a batch as CUDA graphs: all layers and the choice of the next tokens, captured once.
 
 A step takes one copy to the device (tokens, positions, counts), one replay, and one copy back (the chosen tokens and
 how many keys were kept). Nothing inside waits for the host.
@@ -56,19 +56,24 @@ class Stepped:
     kept: int
 
 
+class Captures:
+    """What the graphs of a device share: memory, since only one of them runs at a time, and a stream to warm up on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class StepGraph:
-    """A batch's decode step, replayed for whichever sessions its rows hold."""
+    """A batch's decode step, replayed for whichever sessions its rows hold; a graph for every way to choose tokens."""
 
-    def __init__(self, model: StepModel, batch: StepBatch, choice: Choice) -> None:
-        """Captures the step on a GPU.
-
-        Where that fails the reason is logged, steps run without a graph, and the next two try again.
-        """
+    def __init__(self, model: StepModel, batch: StepBatch, captures: Captures | None) -> None:
+        """captures: None where there is no device that captures."""
         plan = batch.plan
-        on_gpu = plan.device.type == "cuda"
+        on_gpu = captures is not None
         self.batch = batch
         self._model = model
-        self._choice = choice
+        self._captures = captures
         self._number = register_batch(batch)
         columns = _COUNTS + STEP_COUNTS
         self._host_inputs_BX = torch.zeros(plan.size, columns, dtype=torch.int64, pin_memory=on_gpu)
@@ -79,23 +84,37 @@ class StepGraph:
         self._draws_BX = torch.zeros(plan.size, 3, device=plan.device)
         self._host_result_BX = torch.zeros(plan.size, 2, dtype=torch.int64, pin_memory=on_gpu)
         self._result_BX = torch.zeros(plan.size, 2, dtype=torch.int64, device=plan.device)
-        self.logits_BV = torch.empty(0, device=plan.device)
-        """Of the last step, until the next one."""
-        self._captures_left = _CAPTURES if on_gpu else 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._try_to_capture()
+        self._logits_BV: dict[Choice, Tensor] = {}
+        self._graphs: dict[Choice, torch.cuda.CUDAGraph] = {}
+        self._captures_left = dict.fromkeys(Choice, _CAPTURES if on_gpu else 0)
+        self._choice = Choice.GREEDY
 
     @property
     def captured(self) -> bool:
-        """Whether steps replay a graph."""
-        return self._graph is not None
+        """Whether steps of the last way to choose replay a graph."""
+        return self._choice in self._graphs
+
+    @property
+    def logits_BV(self) -> Tensor:
+        """Of the last step, until the next one of any graph."""
+        return self._logits_BV[self._choice]
+
+    def prepare(self, choice: Choice) -> None:
+        """Captures the step with that way to choose tokens, and takes it from now on.
+
+        Where that fails the reason is logged, steps run without a graph, and the next two calls try again.
+        """
+        self._choice = choice
+        if choice not in self._graphs and self._captures_left[choice]:
+            self._captures_left[choice] -= 1
+            self._capture()
 
     def step(self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler]) -> list[Stepped]:
         """Feeds the sessions in `rows` a token each and returns what came out. Positions do not advance here."""
         self._fill(rows, tokens, samplers)
         self.batch.follow_tails()
         self.batch.send()
-        self._try_to_capture()
+        self.prepare(Choice.of(samplers))
         self._inputs_BX.copy_(self._host_inputs_BX, non_blocking=True)
         if self._choice is not Choice.GREEDY:
             self._draws_BX.copy_(self._host_draws_BX, non_blocking=True)
@@ -108,10 +127,11 @@ class StepGraph:
 
     def run(self) -> None:
         """The step itself, over whatever was copied to the device last."""
-        if self._graph is None:
+        graph = self._graphs.get(self._choice)
+        if graph is None:
             self.compute()
         else:
-            self._graph.replay()
+            graph.replay()
 
     def _fill(self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler]) -> None:
         self._inputs[:] = 0
@@ -142,39 +162,38 @@ class StepGraph:
             filtered = self._choice is Choice.FILTERED
             self._result_BX[:, 0] = choose_tokens(logits_BV, draws, filtered=filtered)
         self._result_BX[:, 1] = self.batch.kept_B()
-        self.logits_BV = logits_BV
+        self._logits_BV[self._choice] = logits_BV
 
-    def _try_to_capture(self) -> None:
-        if self._graph is None and self._captures_left:
-            self._captures_left -= 1
-            self._graph = self._capture()
-
-    def _capture(self) -> torch.cuda.CUDAGraph | None:
+    def _capture(self) -> None:
         """Runs the batch, all rows idle, until everything is compiled and allocated, then captures it."""
+        if self._captures is None:
+            return
         self._inputs_BX.zero_()
-        side = torch.cuda.Stream(self.batch.plan.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
+        here, side = torch.cuda.current_stream(), self._captures.stream
+        side.wait_stream(here)
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
                 self.compute()
-        torch.cuda.current_stream().wait_stream(side)
+        here.wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        here = torch.cuda.current_stream()
         try:
             # Other threads load contexts meanwhile: what they allocate must not spoil the capture. The outer context
             # brings this thread back to its stream, which a capture that fails does not.
-            with torch.cuda.stream(here), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.stream(here),
+                torch.cuda.graph(graph, pool=self._captures.pool, capture_error_mode="thread_local"),
+            ):
                 self.compute()
         except RuntimeError as error:
             logger.warning(
                 "steps of %d rows run without a graph (%d more tries): %s",
                 self.batch.plan.size,
-                self._captures_left,
+                self._captures_left[self._choice],
                 error,
             )
-            return None
-        return graph
+        else:
+            self._graphs[self._choice] = graph
 
 
 def _inputs(session: Session, token: int, sampler: Sampler) -> list[int]:

@@ -17,15 +17,16 @@ from decode_engine.device.dense_steps import DenseSteps
 from decode_engine.device.registry import step_attention_for
 from decode_engine.device.step_attention import StepAttention, StepPlan
 from decode_engine.device.step_batch import StepBatch, step_counts
-from decode_engine.device.step_graph import Choice, StepGraph, StepModel
+from decode_engine.device.step_graph import Captures, Choice, StepGraph, StepModel
 from decode_engine.kernels import records
 from decode_engine.sampler import Sampler, SamplingParameters
-from decode_engine.session import Session
+from decode_engine.session import Session, is_dense
 from decode_engine.stepping import advance
+from index_store.dtypes import stored_dtype
 from index_store.errors import SparseKVError
 from index_store.index_specs import IndexSpec
-from index_store.manifest import ModelIdentity
-from index_store.methods import METHODS
+from index_store.manifest import Manifest, ModelIdentity
+from index_store.methods import Method
 
 MAX_ROWS = 32
 _LEAST_KEYS = 2**12
@@ -69,18 +70,20 @@ class Stepper:
         self._identity = identity
         self._dtype = dtype
         self._device = device
+        self._captures = Captures(device) if device.type == "cuda" else None
         self._graphs: OrderedDict[Hashable, StepGraph] = OrderedDict()
         self._sorted: WeakKeyDictionary[Session, _Batchable | str] = WeakKeyDictionary()
         self._refused: set[tuple[str, str]] = set()
 
-    def prepare(self, sessions: int) -> None:
-        """Runs idle batches of all sizes up to that for `sessions`, so that what the model compiles is compiled."""
-        layers = (self._dense,) * self._identity.layers
-        for size in (2**n for n in range(_size(min(sessions, MAX_ROWS)).bit_length())):
-            plan = StepPlan(self._identity, METHODS["full"], size, _LEAST_KEYS, self._dtype, self._device)
-            begin = time.perf_counter()
-            StepGraph(self._model, StepBatch(plan, layers), Choice.GREEDY)
-            logger.info("steps of %d sessions are compiled, in %.1f s", size, time.perf_counter() - begin)
+    def prepare(self, method: Method, manifest: Manifest, sessions: int) -> None:
+        """Captures greedy steps of up to `sessions` sessions on such a context, and compiles what the model compiles.
+
+        method: as it runs over the context (`session.fit_method`). Does nothing for a method without kernels.
+        """
+        kind = self._sort(method, manifest)
+        if isinstance(kind, _Batchable):
+            for size in (2**n for n in range(_size(min(sessions, MAX_ROWS)).bit_length())):
+                self._graph(kind, method, size, kind.max_keys, 0).prepare(Choice.GREEDY)
 
     def takes(self, session: Session) -> bool:
         """Whether the session's steps can run here; a reason why not is logged once per method."""
@@ -122,11 +125,17 @@ class Stepper:
         (result,) = self.step([session], [token], greedy)
         if isinstance(result, Exception):
             raise result
-        return self.graph([session], greedy).logits_BV[:1].float().clone()
+        return self.graph([session]).logits_BV[:1].float().clone()
 
-    def graph(self, sessions: Sequence[Session], samplers: Sequence[Sampler]) -> StepGraph:
-        """The graph that steps of these sessions run in, for whoever measures; they agree in kind."""
-        return self._graph(sessions, Choice.of(samplers), 0)
+    def graph(self, sessions: Sequence[Session], part: int = 0) -> StepGraph:
+        """What steps of these sessions, which agree in kind, run in.
+
+        part: of the sessions of a kind, where they are too many for one batch. Every part has its own, so that its
+        sessions keep their rows.
+        """
+        kind = self._required(sessions[0])
+        max_keys = max(self._required(session).max_keys for session in sessions)
+        return self._graph(kind, sessions[0].effective_method, _size(len(sessions)), max_keys, part)
 
     def _required(self, session: Session) -> _Batchable:
         """The kind of batch that the session goes into. Raises SparseKVError when it cannot run in any."""
@@ -139,19 +148,21 @@ class Stepper:
         """What `_sort` says, which never changes."""
         kind = self._sorted.get(session)
         if kind is None:
-            kind = self._sorted[session] = self._sort(session)
+            place = session.context.kv(0).device
+            if place == self._device:
+                kind = self._sort(session.effective_method, session.context.manifest)
+            else:
+                kind = f"keys and values are on {place}, the model on {self._device}"
+                self._log_refusal(session.method.name, kind)
+            self._sorted[session] = kind
         return kind
 
-    def _sort(self, session: Session) -> _Batchable | str:
-        """The kind of batch that the session goes into, or why it cannot run in any."""
-        method, manifest = session.effective_method, session.context.manifest
-        kv = session.context.kv(0)
+    def _sort(self, method: Method, manifest: Manifest) -> _Batchable | str:
+        """The kind of batch that sessions go into, or why they cannot run in any."""
         reason: str | None = None
         searching: type[StepAttention] | str = self._dense
-        if kv.dtype != self._dtype:
-            reason = f"keys and values are {kv.dtype}, the model computes in {self._dtype}"
-        elif kv.device != self._device:
-            reason = f"keys and values are on {kv.device}, the model on {self._device}"
+        if stored_dtype(manifest.dtype).torch_dtype != self._dtype:
+            reason = f"keys and values are {manifest.dtype}, the model computes in {self._dtype}"
         elif method.schedule.by_step or method.schedule.ahead:
             reason = "its schedule uses selections of other steps"
         else:
@@ -163,7 +174,8 @@ class Stepper:
             self._log_refusal(method.name, str(reason))
             return str(reason)
         layers = tuple(
-            self._dense if isinstance(layer, DenseLayer) else searching for layer in session.layers
+            self._dense if is_dense(manifest, method, layer) else searching
+            for layer in range(manifest.model.layers)
         )
         max_keys = max(_LEAST_KEYS, 1 << (manifest.token_count - 1).bit_length())
         parts = (method.remainder.name, tuple(sorted(method.search.items())))
@@ -179,7 +191,7 @@ class Stepper:
         self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler], part: int
     ) -> list[int | Exception]:
         """One replay. part: of the sessions of a kind, where they are too many for one batch."""
-        graph = self._graph(sessions, Choice.of(samplers), part)
+        graph = self.graph(sessions, part)
         seats = _seat(graph.batch, sessions)
         results: list[int | Exception] = [seat if isinstance(seat, Exception) else -1 for seat in seats]
         rows = {number: seat for number, seat in enumerate(seats) if isinstance(seat, int)}
@@ -193,23 +205,18 @@ class Stepper:
                 sessions[number].advance()
         return results
 
-    def _graph(self, sessions: Sequence[Session], choice: Choice, part: int) -> StepGraph:
-        """The graph of sessions of one kind. Every part has its own, so that its sessions keep their rows."""
-        kind = self._required(sessions[0])
-        size = _size(len(sessions))
-        max_keys = max(self._required(session).max_keys for session in sessions)
-        key = (kind.key, size, max_keys, choice, part)
+    def _graph(self, kind: _Batchable, method: Method, size: int, max_keys: int, part: int) -> StepGraph:
+        key = (kind.key, size, max_keys, part)
         graph = self._graphs.pop(key, None)
         if graph is None:
-            method = sessions[0].effective_method
-            plan = StepPlan(self._identity, method, size, max_keys, self._dtype, self._device)
             while len(self._graphs) >= _GRAPHS:
                 self._graphs.popitem(last=False)
+            plan = StepPlan(self._identity, method, size, max_keys, self._dtype, self._device)
             begin = time.perf_counter()
-            graph = StepGraph(self._model, StepBatch(plan, kind.layers), choice)
+            graph = StepGraph(self._model, StepBatch(plan, kind.layers), self._captures)
+            graph.prepare(Choice.GREEDY)
             logger.info(
-                "%s steps of %d sessions of method %s on up to %d tokens are ready, in %.1f s",
-                choice.value,
+                "steps of %d sessions of method %s on up to %d tokens are ready, in %.1f s",
                 size,
                 method.name,
                 max_keys,

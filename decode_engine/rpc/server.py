@@ -22,10 +22,11 @@ from decode_engine.rpc.status import StatusInterceptor
 from decode_engine.runner import ModelRunner
 from decode_engine.session import Session
 from decode_engine.session_memory import SHARE, free_memory
-from decode_engine.warm_up import warm_up
+from decode_engine.warm_up import prepare_for, warm_up
 from index_store.arena import Arena
 from index_store.catalog import Store
 from index_store.devices import context_device, default_budget, describe_device, pick_device
+from index_store.methods import DEFAULT_METHOD, get_method
 from index_store.models.loading import resolve_model
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
@@ -120,6 +121,7 @@ class DecodeServer:
         budget = default_budget(device) if config.memory is None else config.memory
         session_memory = config.session_memory or free_memory(device) // SHARE
         methods = warm_up(runner, config.max_sessions)
+        prepare_for(runner, self._store.list(), get_method(DEFAULT_METHOD), config.max_sessions)
         logger.info(
             "model %s loaded on %s in %.1f s, %d bytes of memory for contexts, %d for sessions, %s warmed up in %.1f s",
             self._folder.name,

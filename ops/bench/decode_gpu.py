@@ -191,7 +191,7 @@ def measure(
         whole = replace(method, budget=Ratio(1.0)) if method.sparse else method
         checking = start_sessions(model, contexts, whole)
         stepper.step(checking, tokens, samplers)
-        got_BV = stepper.graph(checking, samplers).logits_BV[:batch].float().clone()
+        got_BV = stepper.graph(checking).logits_BV[:batch].float().clone()
         exact = start_sessions(model, contexts, get_method("full"))
         difference = compare(got_BV, forward(model, exact, tokens))
         del checking, exact
@@ -201,7 +201,7 @@ def measure(
     begin = time.perf_counter()
     chosen = stepper.step(sessions, tokens, samplers)
     ready_s = time.perf_counter() - begin
-    graph = stepper.graph(sessions, samplers)
+    graph = stepper.graph(sessions)
     times = []
     for _ in range(TURNS + WARM_UP):
         begin = time.perf_counter()

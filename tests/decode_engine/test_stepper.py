@@ -131,7 +131,7 @@ def test_logits_that_are_not_finite_fail_their_session_only(runner: ModelRunner)
 
 def successor(tokens: torch.Tensor, positions: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     """A model that attends to nothing: after token t comes t + 1."""
-    return torch.nn.functional.one_hot(tokens[:, 0] + 1, 64).float()
+    return torch.nn.functional.one_hot(tokens[:, 0] + 1, 64).float() * 100
 
 
 def test_a_batch_that_fails_is_not_the_fault_of_others(runner: ModelRunner) -> None:
@@ -157,7 +157,7 @@ def test_a_session_without_a_place_is_not_the_fault_of_its_batch(runner: ModelRu
         assert isinstance(results[0], InvalidArgumentError)
         assert results[1] == 9 + step
     assert (ill.position, well.position) == (513, 515)
-    batch = stepper.graph([ill, well], [Sampler(GREEDY)] * 2).batch
+    batch = stepper.graph([ill, well]).batch
     row = 1 - batch.sessions.index(well)
     assert not batch._host_LBF[:, row].any()
 
@@ -174,7 +174,7 @@ def test_one_launch_serves_contexts_of_all_lengths(runner: ModelRunner) -> None:
     samplers = [Sampler(GREEDY)] * 4
     assert stepper.step(sessions, [1, 2, 3, 4], samplers) == [2, 3, 4, 5]
     assert calls == [4]
-    assert stepper.graph(sessions, samplers).batch.plan.max_keys == 8192
+    assert stepper.graph(sessions).batch.plan.max_keys == 8192
 
 
 def test_more_sessions_than_a_batch_holds_keep_their_rows(
@@ -214,7 +214,7 @@ def test_a_tail_that_comes_back_to_its_address_is_followed(runner: ModelRunner) 
         assert tail.address == room.data_ptr()
         tail._kv = room
     stepper.step([session], [2], samplers)
-    distances = stepper.graph([session], samplers).batch._host_LBF[:, 0, records.TAIL_HEAD]
+    distances = stepper.graph([session]).batch._host_LBF[:, 0, records.TAIL_HEAD]
     assert distances.tolist() == [tail.head_bytes for tail in tails]
 
 
@@ -253,3 +253,21 @@ def test_a_method_without_kernels_is_refused_with_a_reason(
         assert not stepper.takes(session)
         assert not stepper.takes(session)
     assert sum("quest" in record.message for record in caplog.records) == 1
+
+
+def test_what_is_prepared_is_what_runs(runner: ModelRunner) -> None:
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    sessions = [start(runner, [5]) for _ in range(3)]
+    stepper.prepare(METHODS["full"], sessions[0].context.manifest, 5)
+    ready = [stepper._graphs[key] for key in stepper._graphs]
+    assert [graph.batch.plan.size for graph in ready] == [1, 2, 4, 8]
+    assert stepper.graph(sessions) is ready[2]
+
+
+def test_one_batch_serves_all_ways_to_choose(runner: ModelRunner) -> None:
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    session = start(runner, [5])
+    graph = stepper.graph([session])
+    for parameters in (GREEDY, SamplingParameters(1.0, seed=1), SamplingParameters(1.0, 0.5, 3, seed=1)):
+        assert stepper.step([session], [6], [Sampler(parameters)]) == [7]
+        assert stepper.graph([session]) is graph

@@ -65,7 +65,7 @@ def make_stepper(runner: ModelRunner, compilation: Compilation = Compilation.OFF
 def logits_of(stepper: Stepper, sessions: list[Session], tokens: list[int]) -> tuple[StepGraph, torch.Tensor]:
     samplers = [Sampler(GREEDY)] * len(sessions)
     assert all(isinstance(token, int) for token in stepper.step(sessions, tokens, samplers))
-    graph = stepper.graph(sessions, samplers)
+    graph = stepper.graph(sessions)
     return graph, graph.logits_BV[: len(sessions)].float().clone()
 
 
@@ -114,7 +114,7 @@ def test_sampling_in_the_graph_draws_what_the_cpu_draws(runner: ModelRunner) -> 
             (result,) = stepper.step([session], [token], [sampler])
             assert isinstance(result, int)
             token = result
-            assert token == twin.sample(stepper.graph([session], [sampler]).logits_BV[0].float().cpu())
+            assert token == twin.sample(stepper.graph([session]).logits_BV[0].float().cpu())
 
 
 def test_steps_are_captured_while_other_threads_load(
