@@ -81,6 +81,7 @@ class ClusterSteps(StepAttention):
         programs = list_programs(rows, self.selection.lists)
         slots = self._splits + programs
         self._partials = Partials.allocate(rows, slots, plan.group, plan.model.head_dim, plan.device)
+        self._joined_RN = joined_lists(plan)
         self._kept_LRX = kept_counts(plan, programs)
 
     @classmethod
@@ -105,6 +106,7 @@ class ClusterSteps(StepAttention):
             q_RGD,
             records_BF,
             lists,
+            self._joined_RN,
             self._partials,
             q_RGD.shape[2] ** -0.5,
             first_slot=self._splits,
@@ -140,6 +142,11 @@ def window_refusal(spec: IndexSpec) -> str | None:
     if spec.parameters.get("window", 0):
         return "its clusters are of keys moved by windowed RoPE"
     return None
+
+
+def joined_lists(plan: StepPlan) -> Tensor:
+    """[R, N] int32, for `attend_lists` to fill."""
+    return torch.empty(plan.rows, plan.max_keys, dtype=torch.int32, device=plan.device)
 
 
 def kept_counts(plan: StepPlan, programs: int) -> Tensor:

@@ -17,6 +17,7 @@ from decode_engine.device.cluster_steps import (
     ClusterSelection,
     cluster_width,
     device_clusters,
+    joined_lists,
     kept_counts,
     sum_kept,
     window_refusal,
@@ -116,6 +117,7 @@ class ListedSteps(StepAttention):
             q_RGD,
             records_BF,
             lists,
+            made.joined_RN,
             made.partials,
             q_RGD.shape[2] ** -0.5,
             first_slot=0 if self._remainder is None else self._remainder.splits,
@@ -123,7 +125,7 @@ class ListedSteps(StepAttention):
             take_out=None if self._remainder is None else self._remainder.take_out,
         )
         if self._remainder is not None:
-            self._remainder.correct(q_RGD, records_BF, lists, made.partials)
+            self._remainder.correct(q_RGD, records_BF, lists, made)
         return merge_partials(made.partials, q_BHGD.dtype)[0].view_as(q_BHGD)
 
     def kept_B(self) -> Tensor:
@@ -158,10 +160,12 @@ class _Remainder:
     def look_up(self, q_RGD: Tensor, records_BF: Tensor, partials: Partials) -> None:
         look_up(q_RGD, records_BF, self._scores, partials, q_RGD.shape[2] ** -0.5)
 
-    def correct(self, q_RGD: Tensor, records_BF: Tensor, lists: KeyLists, partials: Partials) -> None:
+    def correct(self, q_RGD: Tensor, records_BF: Tensor, lists: KeyLists, made: _Buffers) -> None:
         if self.take_out.mode == SUMS:
             first_slot = self.splits + list_programs(len(q_RGD), lists)
-            correct_clusters(q_RGD, records_BF, lists, self._scores, partials, first_slot)
+            correct_clusters(
+                q_RGD, records_BF, lists, made.joined_RN, self._scores, made.partials, first_slot
+            )
 
 
 class _Buffers:
@@ -171,6 +175,7 @@ class _Buffers:
         programs = list_programs(plan.rows, lists)
         slots = programs + (0 if remainder is None else remainder.slots(programs))
         self.partials = Partials.allocate(plan.rows, slots, plan.group, plan.model.head_dim, plan.device)
+        self.joined_RN = joined_lists(plan)
         self.kept_LRX = kept_counts(plan, programs)
 
 

@@ -25,7 +25,7 @@ from decode_engine.kernels.records import (
     VARIANCES,
     field,
 )
-from decode_engine.kernels.sparse_attention import add_weighted, load_group, store_partial
+from decode_engine.kernels.sparse_attention import add_weighted, grow, load_group, store_partial
 
 _CLUSTERS = tl.constexpr(CLUSTERS)
 _MEANS = tl.constexpr(MEANS)
@@ -33,10 +33,6 @@ _SIZES = tl.constexpr(SIZES)
 _VALUE_MEANS = tl.constexpr(VALUE_MEANS)
 _VARIANCES = tl.constexpr(VARIANCES)
 _TILE = 64
-_FETCH_128 = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], 128; mov.u32 $0, 0;")
-_FETCH_256 = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0;")
-_PREFETCHED = 36 * 2**20
-"""Most bytes of vectors that programs have brought into the second-level cache before they can begin."""
 
 
 def look_up(
@@ -79,8 +75,6 @@ def look_up(
         TILE=_TILE,
         SPREAD=scores.spreads_RCG is not None,
         ATTEND=attend,
-        # Only what fits into the cache beside everything else.
-        PREFETCH=not whole and rows * width * head_dim * 4 <= _PREFETCHED,
         STAGES=1 if whole else 3,
         PRECISION="ieee" if whole else "tf32",
         num_warps=4,
@@ -92,7 +86,7 @@ def look_up(
 def piece_size(rows: int, width: int) -> int:
     """Clusters per program."""
     wanted = rows * width // 256
-    return min(512, max(_TILE, int(triton.next_power_of_2(max(1, wanted)))))
+    return min(1024, max(_TILE, int(triton.next_power_of_2(max(1, wanted)))))
 
 
 def lookup_slots(rows: int, width: int) -> int:
@@ -101,23 +95,23 @@ def lookup_slots(rows: int, width: int) -> int:
 
 
 @triton.jit
-def spread_logits(
-    q: tl.tensor,
-    numbers: tl.tensor,
-    units: tl.tensor,
-    scale: tl.tensor,
-) -> tl.tensor:
-    """log2(1 + v / 2) [rows, clusters] with the variance v of the logits of every cluster's keys.
-
-    A byte n under the upper byte of 1024 is the float16 1024 + n, so nothing is converted; 1024 times the sum of the
-    squares is taken off after the product.
-    """
+def squares_in_bytes(q: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Squares of scaled queries [rows, d] as 128 upper + lower, both int8, times a unit [rows]."""
     scaled = q.to(tl.float32) * scale
-    squares = tl.minimum(scaled * scaled, 65504.0).to(tl.float16)
-    shifted = (numbers.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
-    products = tl.dot(squares, tl.trans(shifted), input_precision="ieee")
-    products -= 1024.0 * tl.sum(squares.to(tl.float32), 1)[:, None]
-    return tl.log2(1.0 + 0.5 * tl.maximum(products, 0.0) * units[None, :])
+    squares = scaled * scaled
+    unit = tl.maximum(tl.max(squares, 1), 1e-30) / 16255.0
+    steps = (squares / unit[:, None] + 0.5).to(tl.int32)
+    upper = steps // 128
+    return upper.to(tl.int8), (steps - upper * 128).to(tl.int8), unit
+
+
+@triton.jit
+def spread_logits(
+    upper: tl.tensor, lower: tl.tensor, unit: tl.tensor, numbers: tl.tensor, units: tl.tensor
+) -> tl.tensor:
+    """log2(1 + v / 2) [rows, clusters] with the variance v of the logits of every cluster's keys, by integers."""
+    products = tl.dot(upper, tl.trans(numbers)) * 128 + tl.dot(lower, tl.trans(numbers))
+    return tl.log2(1.0 + products.to(tl.float32) * (0.5 * unit[:, None] * units[None, :]))
 
 
 @triton.jit
@@ -137,7 +131,7 @@ def cluster_pointers(
     sizes_ptr = field(records_ptr, b, _SIZES).to(tl.pointer_type(tl.int32))
     numbers = field(records_ptr, b, _VARIANCES)
     units_ptr = (numbers + HEADS * clusters * DIM).to(tl.pointer_type(tl.float32))
-    numbers_ptr = tl.multiple_of(numbers.to(tl.pointer_type(tl.uint8)), 16)
+    numbers_ptr = tl.multiple_of(numbers.to(tl.pointer_type(tl.int8)), 16)
     return (
         means_ptr + before * DIM,
         values_ptr + before * DIM,
@@ -145,28 +139,6 @@ def cluster_pointers(
         numbers_ptr + before * DIM,
         units_ptr + before,
     )
-
-
-@triton.jit
-def prefetch(
-    vectors_ptr: tl.tensor, first: tl.tensor, end: tl.tensor, DIM: tl.constexpr, PIECE: tl.constexpr
-) -> None:
-    """Has vectors first..end-1, of two bytes a number, brought into the second-level cache."""
-    fetch: tl.constexpr = _FETCH_256 if DIM == 128 else _FETCH_128
-    if PIECE > 0 and first < end:
-        lane = tl.minimum(first + tl.arange(0, PIECE), end - 1)
-        address = (vectors_ptr + lane * DIM).to(tl.int64)
-        tl.inline_asm_elementwise(fetch, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def grow(peaks: tl.tensor, totals: tl.tensor, logits: tl.tensor) -> tl.tensor:
-    """A running softmax: peaks and totals with more logits, what earlier weights shrink by, and the new weights."""
-    higher = tl.maximum(peaks, tl.max(logits, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    shrink = tl.exp2(peaks - base)
-    weights = tl.exp2(logits - base[:, None])
-    return higher, totals * shrink + tl.sum(weights, 1), shrink, weights
 
 
 @triton.jit
@@ -208,7 +180,6 @@ def lookup_kernel(
     TILE: tl.constexpr,
     SPREAD: tl.constexpr,
     ATTEND: tl.constexpr,
-    PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -224,13 +195,14 @@ def lookup_kernel(
     dims = tl.arange(0, DIM)
     heads = tl.arange(0, 16)
     end = tl.minimum(split * PIECE + PIECE, clusters)
-    if CHAINED and PREFETCH:
-        # While the launch before still runs.
-        prefetch(means_ptr, split * PIECE, end, DIM, PIECE)
-        prefetch(values_ptr, split * PIECE, end, DIM, PIECE if ATTEND else 0)
     wait_for_launch(CHAINED)
     q = load_group(q_ptr, row, GROUP, DIM, 16)
-    own = row.to(tl.int64) * width
+    logits_ptr += row.to(tl.int64) * width * GROUP
+    if SPREAD:
+        upper, lower, unit = squares_in_bytes(q, scale)
+        spreads_ptr += row.to(tl.int64) * width * GROUP
+        taken_logits_ptr += row.to(tl.int64) * width * GROUP
+        taken_ptr += row.to(tl.int64) * width
     peaks = tl.full([16], float("-inf"), tl.float32)
     totals = tl.zeros([16], tl.float32)
     sums = tl.zeros([16, DIM], tl.float32)
@@ -247,16 +219,15 @@ def lookup_kernel(
             values = tl.load(values_ptr + offsets, mask=exists[:, None], other=0.0)
         logits = tl.dot(q, tl.trans(means), input_precision=PRECISION) * scale_log2
         logits = tl.where((sizes > 0)[None, :], logits, float("-inf"))
-        into = (own + at)[None, :] * GROUP + heads[:, None]
+        into = at[None, :] * GROUP + heads[:, None]
         inside = (heads[:, None] < GROUP) & exists[None, :]
         tl.store(logits_ptr + into, logits, mask=inside)
         logits += tl.log2(tl.maximum(sizes, 1).to(tl.float32))[None, :]
         if SPREAD:
-            spreads = spread_logits(q, numbers, units, scale)
-            taken_ptrs = taken_ptr + own + at
-            store_spreads(spreads, spreads_ptr, taken_logits_ptr, into, inside, taken_ptrs, exists, TILE)
+            spreads = spread_logits(upper, lower, unit, numbers, units)
+            store_spreads(spreads, spreads_ptr, taken_logits_ptr, into, inside, taken_ptr + at, exists, TILE)
             logits += spreads
-        peaks, totals, shrink, weights = grow(peaks, totals, logits)
+        peaks, totals, shrink, weights = grow(peaks, totals, logits, logits, False)
         if ATTEND:
             sums = add_weighted(sums * shrink[:, None], weights, values, SPREAD, PRECISION)
     if ATTEND:

@@ -29,9 +29,10 @@ from decode_engine.kernels.sparse_attention import (
     add_weighted,
     context_entries,
     context_rows,
+    entry_ids,
     list_programs,
-    listed_ids,
-    segment_ends,
+    listed_keys,
+    share_of,
     store_partial,
     tile_options,
 )
@@ -39,27 +40,27 @@ from decode_engine.kernels.sparse_attention import (
 _ASSIGNMENT = tl.constexpr(ASSIGNMENT)
 _KEYS = tl.constexpr(KEYS)
 _KV = tl.constexpr(KV)
-_TILE = 32
 
 
 def correct_clusters(
     q_RGD: Tensor,
     records_BF: Tensor,
     lists: KeyLists,
+    joined_RN: Tensor,
     scores: ClusterScores,
     partials: Partials,
     first_slot: int,
 ) -> None:
     """Takes the listed keys, sinks and recent window out of their clusters, in as many slots as `attend_lists` fills.
 
-    `scores` hold what `attend_lists` summed up over the same keys.
+    joined_RN: as `attend_lists` left it. `scores` hold what `attend_lists` summed up over the same keys.
     """
     rows, group, head_dim = q_RGD.shape
     correct_kernel[(list_programs(rows, lists), rows)](
         q_RGD,
         records_BF,
-        lists.ids_RPW,
         lists.counts_RP,
+        joined_RN,
         scores.logits_RCG,
         scores.spreads_RCG,
         scores.taken_RC,
@@ -68,6 +69,7 @@ def correct_clusters(
         partials.peaks_RSG,
         partials.totals_RSG,
         lists.ids_RPW.shape[2],
+        joined_RN.shape[1],
         scores.logits_RCG.shape[1],
         partials.peaks_RSG.shape[1],
         first_slot,
@@ -76,7 +78,7 @@ def correct_clusters(
         DIM=head_dim,
         SEGMENTS=lists.ids_RPW.shape[1],
         SEGMENTS_TILE=triton.next_power_of_2(lists.ids_RPW.shape[1]),
-        **tile_options(q_RGD.dtype, _TILE),
+        **tile_options(q_RGD.dtype, 2),
         **chained(q_RGD.device),
     )
 
@@ -89,16 +91,14 @@ def weigh_members(
     spreads_ptr: tl.tensor,
     taken_ptr: tl.tensor,
     taken_logits_ptr: tl.tensor,
-    row_clusters: tl.tensor,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
     """Of every key's cluster: log2 of a key's weight [heads, keys] before and now, and keys before, now and taken."""
     member = cluster >= 0
     heads = tl.arange(0, 16)
     sizes = tl.load(sizes_ptr + cluster, mask=member, other=1).to(tl.float32)
-    of_cluster = row_clusters + cluster
-    taken = tl.load(taken_ptr + of_cluster, mask=member, other=1).to(tl.float32)
-    at = of_cluster[None, :] * GROUP + heads[:, None]
+    taken = tl.load(taken_ptr + cluster, mask=member, other=1).to(tl.float32)
+    at = cluster[None, :] * GROUP + heads[:, None]
     inside = (heads < GROUP)[:, None] & member[None, :]
     means = tl.load(logits_ptr + at, mask=inside, other=float("-inf"))
     spreads = tl.load(spreads_ptr + at, mask=inside, other=0.0)
@@ -109,73 +109,12 @@ def weigh_members(
     return means + spreads, now, sizes, left, taken
 
 
-@triton.jit
-def correct_run(
-    peaks: tl.tensor,
-    totals: tl.tensor,
-    sums: tl.tensor,
-    rows_ptr: tl.tensor,
-    value_means_ptr: tl.tensor,
-    sizes_ptr: tl.tensor,
-    assignment_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    step: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    counts: tl.tensor,
-    ends: tl.tensor,
-    width: tl.tensor,
-    logits_ptr: tl.tensor,
-    spreads_ptr: tl.tensor,
-    taken_ptr: tl.tensor,
-    taken_logits_ptr: tl.tensor,
-    row_clusters: tl.tensor,
-    SEGMENTS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tl.tensor:
-    """Adds what entries start.., TILE in every `step`, up to stop-1 change about their clusters; as `attend_run`."""
-    dims = tl.arange(0, DIM)
-    for at in tl.range(start, stop, step, num_stages=STAGES):
-        entry = at + tl.arange(0, TILE)
-        if SEGMENTS > 0:
-            ids = listed_ids(ids_ptr, entry, stop, counts, ends, width, SEGMENTS)
-        else:
-            ids = tl.where(entry < stop, tl.where(entry < first, entry, end + entry - first), -1)
-        cluster = tl.load(assignment_ptr + ids, mask=ids >= 0, other=-1)
-        where = ids[:, None] * (2 * DIM) + DIM + dims[None, :]
-        values = tl.load(rows_ptr + where, mask=(cluster >= 0)[:, None], other=0.0)
-        where = cluster[:, None] * DIM + dims[None, :]
-        value_means = tl.load(value_means_ptr + where, mask=(cluster >= 0)[:, None], other=0.0)
-        before, now, sizes, left, taken = weigh_members(
-            cluster, sizes_ptr, logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr, row_clusters, GROUP
-        )
-        highest = tl.maximum(before + tl.log2(sizes)[None, :], now + tl.log2(tl.maximum(left, 1.0))[None, :])
-        higher = tl.maximum(peaks, tl.max(highest, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(peaks - base)
-        before = tl.exp2(before - base[:, None])
-        now = tl.exp2(now - base[:, None])
-        share = (1.0 / taken)[None, :]
-        totals = totals * shrink + tl.sum((now * left[None, :] - before * sizes[None, :]) * share, 1)
-        sums = add_weighted(sums * shrink[:, None], -now, values, False, PRECISION)
-        whole = (now - before) * sizes[None, :] * share
-        sums = add_weighted(sums, whole, value_means, True, PRECISION)
-        peaks = higher
-    return peaks, totals, sums
-
-
-@triton.jit(do_not_specialize=["width", "cluster_width", "slots", "first_slot"])
+@triton.jit(do_not_specialize=["width", "room", "cluster_width", "slots", "first_slot"])
 def correct_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
+    joined_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     spreads_ptr: tl.tensor,
     taken_ptr: tl.tensor,
@@ -184,6 +123,7 @@ def correct_kernel(
     peaks_ptr: tl.tensor,
     totals_ptr: tl.tensor,
     width: tl.tensor,
+    room: tl.tensor,
     cluster_width: tl.tensor,
     slots: tl.tensor,
     first_slot: tl.tensor,
@@ -197,8 +137,7 @@ def correct_kernel(
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Programs share keys as those of `attend_kernel` do, but for the tail."""
-    program = tl.program_id(0)
+    """One program per (share of a row's entries but the tail, row)."""
     row = tl.program_id(1)
     b = row // HEADS
     head = (row % HEADS).to(tl.int64)
@@ -207,26 +146,44 @@ def correct_kernel(
     _, value_means_ptr, sizes_ptr, _, _ = cluster_pointers(records_ptr, row, HEADS, DIM, element)
     assignment_ptr = field(records_ptr, b, _ASSIGNMENT).to(tl.pointer_type(tl.int32))
     assignment_ptr += head * field(records_ptr, b, _KEYS)
-    first, end, entries = context_entries(records_ptr, b)
-    row_clusters = row.to(tl.int64) * cluster_width
+    first, end, always = context_entries(records_ptr, b)
+    logits_ptr += row.to(tl.int64) * cluster_width * GROUP
+    spreads_ptr += row.to(tl.int64) * cluster_width * GROUP
+    taken_ptr += row.to(tl.int64) * cluster_width
+    taken_logits_ptr += row.to(tl.int64) * cluster_width * GROUP
+    joined_ptr += row.to(tl.int64) * room
+    dims = tl.arange(0, DIM)
     peaks = tl.full([16], float("-inf"), tl.float32)
     totals = tl.zeros([16], tl.float32)
     sums = tl.zeros([16, DIM], tl.float32)
     wait_for_launch(CHAINED)
-    counts, ends = segment_ends(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
-    own_ids = ids_ptr + row.to(tl.int64) * SEGMENTS * width
-    step = tl.num_programs(0) * TILE
-    peaks, totals, sums = correct_run(
-        peaks, totals, sums, rows_ptr, value_means_ptr, sizes_ptr, assignment_ptr,
-        own_ids, program * TILE, tl.sum(counts, 0), step, first, end, counts, ends, width,
-        logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr, row_clusters,
-        SEGMENTS, GROUP, DIM, TILE, STAGES, PRECISION,
-    )  # fmt: skip
-    peaks, totals, sums = correct_run(
-        peaks, totals, sums, rows_ptr, value_means_ptr, sizes_ptr, assignment_ptr,
-        own_ids, (tl.num_programs(0) - 1 - program) * TILE, entries, step, first, end, counts, ends, width,
-        logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr, row_clusters,
-        0, GROUP, DIM, TILE, 1, PRECISION,
-    )  # fmt: skip
-    slot = first_slot + program
+    counts = listed_keys(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
+    listed = tl.minimum(tl.sum(counts, 0), room)
+    begin, stop = share_of(listed + always, TILE)
+    for at in tl.range(begin, stop, TILE, num_stages=STAGES):
+        entry = at + tl.arange(0, TILE)
+        ids = entry_ids(joined_ptr, entry, listed, stop, first, end)
+        cluster = tl.load(assignment_ptr + ids, mask=ids >= 0, other=-1)
+        member = cluster >= 0
+        # A head's rows span less than 2^31 elements up to 2^22 keys.
+        where = ids[:, None] * (2 * DIM) + DIM + dims[None, :]
+        values = tl.load(rows_ptr + where, mask=member[:, None], other=0.0)
+        where = cluster[:, None] * DIM + dims[None, :]
+        value_means = tl.load(value_means_ptr + where, mask=member[:, None], other=0.0)
+        before, now, sizes, left, taken = weigh_members(
+            cluster, sizes_ptr, logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr, GROUP
+        )
+        highest = tl.maximum(before + tl.log2(sizes)[None, :], now + tl.log2(tl.maximum(left, 1.0))[None, :])
+        higher = tl.maximum(peaks, tl.max(highest, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(peaks - base)
+        before = tl.exp2(before - base[:, None])
+        now = tl.exp2(now - base[:, None])
+        share = (1.0 / taken)[None, :]
+        totals = totals * shrink + tl.sum((now * left[None, :] - before * sizes[None, :]) * share, 1)
+        sums = add_weighted(sums * shrink[:, None], -now, values, False, PRECISION)
+        whole = (now - before) * sizes[None, :] * share
+        sums = add_weighted(sums, whole, value_means, True, PRECISION)
+        peaks = higher
+    slot = first_slot + tl.program_id(0)
     store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, slot, peaks, totals, sums, GROUP, DIM, 16)

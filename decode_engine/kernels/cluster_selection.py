@@ -55,20 +55,20 @@ _AT_ONCE = 16384
 @dataclass(frozen=True, slots=True)
 class SelectionBuffers:
     """What programs of a row leave for themselves. chosen_RPO, places_RPO: [R, P, owned clusters] int32, selected
-    clusters and where their members go. weights_RC: [R, C] float32, in units of log2, where they are read again."""
+    clusters and where their members go. weights_RC: [R, C] float32, in units of log2."""
 
     chosen_RPO: Tensor
     places_RPO: Tensor
-    weights_RC: Tensor | None
+    weights_RC: Tensor
 
     @staticmethod
     def allocate(rows: int, width: int, device: torch.device | str) -> SelectionBuffers:
-        programs = max(1, min(16, 128 // rows, triton.cdiv(width, 16)))
+        programs = max(1, min(8, 64 // rows, triton.cdiv(width, 16)))
         own = max(16, int(triton.next_power_of_2(triton.cdiv(width, programs * 16))) * 16)
         return SelectionBuffers(
             torch.empty(rows, programs, own, dtype=torch.int32, device=device),
             torch.empty(rows, programs, own, dtype=torch.int32, device=device),
-            torch.empty(rows, width, device=device) if width > _AT_ONCE else None,
+            torch.empty(rows, width, device=device),
         )
 
 
@@ -107,13 +107,14 @@ def select_clusters(
         HEADS_TILE=triton.next_power_of_2(group),
         SPLITS=triton.next_power_of_2(splits),
         BLOCK=block,
-        SINGLE=buffers.weights_RC is None,
+        SINGLE=width <= block,
         OWN=own,
-        AT_ONCE=max(16, min(512, own // 16)),
+        CHUNK=min(block, 2048),
+        AT_ONCE=64,
         AT_MEMBER=32,
         RANGE=RANGE,
         TURNS=TURNS,
-        num_warps=max(1, min(32, block // 256)),
+        num_warps=max(4, min(16, block // 512)),
         **chained(records_BF.device),
     )
 
@@ -171,19 +172,24 @@ def keys_from(
     programs: tl.tensor,
     BLOCK: tl.constexpr,
     SINGLE: tl.constexpr,
+    EVERY: tl.constexpr,
 ) -> tl.tensor:
-    """Keys of the clusters whose weight reaches the threshold; only of those that programs before `program` own."""
+    """Keys of the clusters whose weight reaches the threshold; without EVERY of those that earlier programs own."""
+    at = tl.arange(0, BLOCK)
     if SINGLE:
-        owner = (tl.arange(0, BLOCK) // 16) % programs
-        return tl.sum(tl.where((weights >= threshold) & (owner < program), sizes, 0), 0)
-    counted = tl.zeros([BLOCK], tl.int32)
+        counted = weights >= threshold
+        if not EVERY:
+            counted = counted & ((at // 16) % programs < program)
+        return tl.sum(tl.where(counted, sizes, 0), 0)
+    total = tl.zeros([BLOCK], tl.int32)
     for start in range(0, clusters, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        owner = (at // 16) % programs
-        some = tl.load(weights_ptr + at, mask=at < clusters, other=float("-inf"))
-        number = tl.load(sizes_ptr + at, mask=at < clusters, other=0)
-        counted += tl.where((some >= threshold) & (owner < program), number, 0)
-    return tl.sum(counted, 0)
+        some = tl.load(weights_ptr + start + at, mask=start + at < clusters, other=float("-inf"))
+        number = tl.load(sizes_ptr + start + at, mask=start + at < clusters, other=0)
+        counted = some >= threshold
+        if not EVERY:
+            counted = counted & (((start + at) // 16) % programs < program)
+        total += tl.where(counted, number, 0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -229,19 +235,19 @@ def cut(
     below = above - RANGE
     lowest = below - 1e30
     every = keys_from(
-        weights, sizes, weights_ptr, sizes_ptr, clusters, lowest, programs, programs, BLOCK, SINGLE
+        weights, sizes, weights_ptr, sizes_ptr, clusters, lowest, program, programs, BLOCK, SINGLE, True
     )
     for _ in range(TURNS):
         middle = 0.5 * (above + below)
         number = keys_from(
-            weights, sizes, weights_ptr, sizes_ptr, clusters, middle, programs, programs, BLOCK, SINGLE
+            weights, sizes, weights_ptr, sizes_ptr, clusters, middle, program, programs, BLOCK, SINGLE, True
         )
         over = number > keep
         below = tl.where(over, middle, below)
         above = tl.where(over, above, middle)
     threshold = tl.where(every <= keep, lowest, above)
     before = keys_from(
-        weights, sizes, weights_ptr, sizes_ptr, clusters, threshold, program, programs, BLOCK, SINGLE
+        weights, sizes, weights_ptr, sizes_ptr, clusters, threshold, program, programs, BLOCK, SINGLE, False
     )
     return threshold, before
 
@@ -293,6 +299,7 @@ def select_kernel(
     BLOCK: tl.constexpr,
     SINGLE: tl.constexpr,
     OWN: tl.constexpr,
+    CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,
     AT_MEMBER: tl.constexpr,
     RANGE: tl.constexpr,
@@ -317,38 +324,39 @@ def select_kernel(
     sizes = tl.load(sizes_ptr + at, mask=at < clusters, other=0)
     wait_for_launch(CHAINED)
     logits_row = logits_ptr + row.to(tl.int64) * width * GROUP
-    weights_row = logits_row
-    if not SINGLE:
-        weights_row = weights_ptr + row.to(tl.int64) * width
+    weights_row = weights_ptr + row.to(tl.int64) * width
     normaliser = normalisers(peaks_ptr, totals_ptr, row, slots, splits, GROUP, HEADS_TILE, SPLITS)
-    weights = weigh(logits_row, normaliser, at, clusters, GROUP, HEADS_TILE)
-    heaviest = tl.max(weights, 0)
-    if not SINGLE:
-        for start in range(0, clusters, BLOCK):
-            some = weigh(logits_row, normaliser, start + at, clusters, GROUP, HEADS_TILE)
-            # Every program of the row writes the same numbers.
-            tl.store(weights_row + start + at, some, mask=start + at < clusters)
-            heaviest = tl.maximum(heaviest, tl.max(some, 0))
-        tl.debug_barrier()
+    highest = tl.full([CHUNK], float("-inf"), tl.float32)
+    for start in range(0, clusters, CHUNK):
+        some = start + tl.arange(0, CHUNK)
+        weights = weigh(logits_row, normaliser, some, clusters, GROUP, HEADS_TILE)
+        # Every program of the row writes the same numbers.
+        tl.store(weights_row + some, weights, mask=some < clusters)
+        highest = tl.maximum(highest, weights)
+    tl.debug_barrier()
+    heaviest = tl.max(highest, 0)
+    weights = tl.load(weights_row + at, mask=at < clusters, other=float("-inf"))
     threshold, before = cut(
         weights, sizes, weights_row, sizes_ptr, clusters, heaviest, keep, program, programs,
         BLOCK, SINGLE, RANGE, TURNS,
     )  # fmt: skip
     lane = tl.arange(0, OWN)
     owned = ((lane // 16) * programs + program) * 16 + lane % 16
-    own_weights = weigh(logits_row, normaliser, owned, clusters, GROUP, HEADS_TILE)
+    own_weights = tl.load(weights_row + owned, mask=owned < clusters, other=float("-inf"))
     own_sizes = tl.load(sizes_ptr + owned, mask=owned < clusters, other=0)
-    chosen = ((own_weights >= threshold) & (own_sizes > 0)).to(tl.int32)
-    own_sizes *= chosen
-    rank = tl.cumsum(chosen, 0) - chosen
-    place = before + tl.cumsum(own_sizes, 0) - own_sizes
+    chosen = (own_weights >= threshold) & (own_sizes > 0)
+    # Number and keys of the selected clusters in one sum.
+    both = tl.where(chosen, own_sizes.to(tl.int64) + (1 << 32), 0)
+    ahead = tl.cumsum(both, 0) - both
+    rank = (ahead >> 32).to(tl.int32)
     scratch = (row.to(tl.int64) * programs + program) * OWN
-    tl.store(chosen_ptr + scratch + rank, owned, mask=chosen > 0)
-    tl.store(places_ptr + scratch + rank, place, mask=chosen > 0)
+    tl.store(chosen_ptr + scratch + rank, owned, mask=chosen)
+    tl.store(places_ptr + scratch + rank, before + (ahead & 0xFFFFFFFF).to(tl.int32), mask=chosen)
+    both = tl.sum(both, 0)
     if program == programs - 1:
-        tl.store(counts_ptr + row, tl.minimum(before + tl.sum(own_sizes, 0), room))
+        tl.store(counts_ptr + row, tl.minimum(before + (both & 0xFFFFFFFF).to(tl.int32), room))
     tl.debug_barrier()
     list_chosen(
-        chosen_ptr + scratch, places_ptr + scratch, tl.sum(chosen, 0), offsets_ptr, members_ptr,
+        chosen_ptr + scratch, places_ptr + scratch, (both >> 32).to(tl.int32), offsets_ptr, members_ptr,
         ids_ptr + row.to(tl.int64) * room, first, end, room, AT_ONCE, AT_MEMBER,
     )  # fmt: skip

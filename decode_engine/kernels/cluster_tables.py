@@ -13,8 +13,8 @@ from torch import Tensor
 
 from decode_engine.kernels import records
 
-_STEPS = 255
-"""Variances are stored as multiples of 1/255 of the largest of their cluster."""
+_STEPS = 127
+"""Variances are stored as multiples of 1/127 of the largest of their cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class DeviceClusters:
 
     means_HCD, value_means_HCD: [H, C, d], means of the raw keys and of the values, in the dtype of the keys.
     sizes_HC: [H, C] int32. offsets_HC: [H, C + 1] and members_HN: [H, N] int32, the keys of each cluster.
-    assignment_HN: [H, N] int32, the cluster of every key, -1 for keys in none. variances: bytes, [H, C, d] uint8
+    assignment_HN: [H, N] int32, the cluster of every key, -1 for keys in none. variances: bytes, [H, C, d] int8
     followed by the units [H, C] float32 that they count; None without. A byte per number is enough, since the sum over
-    the dimensions weighs large variances most and these are the most precise: it is off by about 5e-4.
+    the dimensions weighs large variances most and these are the most precise: it is off by about 1e-3.
     """
 
     means_HCD: Tensor
@@ -76,8 +76,8 @@ class DeviceClusters:
 
 def _in_bytes(variances_HCD: Tensor) -> Tensor:
     units_HC = variances_HCD.float().amax(-1).clamp(min=torch.finfo(torch.float32).tiny * 1024) / _STEPS
-    numbers = (variances_HCD.float() / units_HC[..., None]).round().clamp(max=_STEPS).to(torch.uint8)
-    return torch.cat([numbers.flatten(), units_HC.flatten().view(torch.uint8)])
+    numbers = (variances_HCD.float() / units_HC[..., None]).round().clamp(max=_STEPS).to(torch.int8)
+    return torch.cat([numbers.flatten(), units_HC.flatten().view(torch.int8)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,5 +109,6 @@ class ClusterScores:
 
 def most_clusters(max_keys: int, keys_per_cluster: int, block: int) -> int:
     """Clusters per head of contexts of up to max_keys, as `cluster_building.divide` makes them."""
-    blocks = 1 if block == 0 else max_keys // block + 1
-    return -(-max_keys // keys_per_cluster) + (blocks if block % keys_per_cluster else 1)
+    whole = -(-max_keys // keys_per_cluster)
+    # A block of another size may end in a cluster that is not full.
+    return whole + (max_keys // block + 1 if block % keys_per_cluster else 0) if block else whole

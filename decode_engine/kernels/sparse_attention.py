@@ -1,15 +1,16 @@
 """Attention to listed keys: flash-decoding over ragged lists, and over the keys that are always attended.
 
-A row's segments count as one list, which a fixed number of programs
-share tile by tile; the same programs, counted from the last, share the sinks, the recent window and the tail. So no
-head waits for the longest list. The query heads of a group share a tile, so every key and value is read once. Partial
-results are merged by one more launch (`partials`). Counts stay on the device: programs without keys end at once.
+What a row attends to, the segments of its list, sinks, recent window and tail, counts as one sequence of entries, which
+a fixed number of programs share evenly. So no head waits for the longest list. Each first writes down the listed keys
+of its share, then attends to all of it in one loop. The query heads of a group share a tile, so every key and value is
+read once. Partial results are merged by one more launch (`partials`). Counts stay on the device: programs without
+entries end at once.
 
 Keys that a remainder's clusters hold leave them here: the weight that the cluster's mean gave them is taken away from
 their own (`MONOPOLE`), or their logits are summed up for a launch that does it later (`SUMS`).
 
-Shape legend: B sequences, H KV heads, R = B * H rows, G group heads, P segments of a row, W keys that a segment has
-room for, S slots, C clusters, X programs that attend to lists, D head dim.
+Shape legend: B sequences, H KV heads, R = B * H rows, G group heads, N keys of the longest context, P segments of a
+row, W keys that a segment has room for, S slots, C clusters, X programs of a row, D head dim.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ _ASSIGNMENT = tl.constexpr(ASSIGNMENT)
 NOTHING, MONOPOLE, SUMS = 0, 1, 2
 """What is taken out of clusters."""
 _MONOPOLE = tl.constexpr(MONOPOLE)
-_SUMS = tl.constexpr(SUMS)
-_TILE = 64
+_TILE = 32
+_STAGES = 5  # A tile's ids are loaded before its keys, so that half of them are keys and values in flight.
+_CHUNK = tl.constexpr(128)
 
 
-_PROGRAMS = 1536
-"""Of all rows together: whole rounds of what a large device holds at a time."""
+_PROGRAMS = 768
+"""Of all rows together: one or two rounds of what a large device holds at a time."""
 
 
 def list_programs(rows: int, lists: KeyLists) -> int:
@@ -75,6 +77,7 @@ def attend_lists(
     q_RGD: Tensor,
     records_BF: Tensor,
     lists: KeyLists,
+    joined_RN: Tensor,
     partials: Partials,
     scale: float,
     *,
@@ -85,7 +88,8 @@ def attend_lists(
     """Attention to listed keys, sinks, recent window and tail, into slots from first_slot on; returns their number.
 
     q_RGD: [R, G, d] in the dtype of the keys, contiguous; G 1..8, d 64 or 128. scale: of the logits, 1/sqrt(d).
-    kept_RX: [R, X] int32, set to how many listed keys each of the `list_programs` attended.
+    joined_RN: [R, N] int32, set to every row's listed keys, N of them at most. kept_RX: [R, X] int32, set to how many
+    listed keys each of the `list_programs` attended.
     Raises InvalidArgumentError for shapes and dtypes that do not fit.
     """
     rows, group, head_dim = q_RGD.shape
@@ -101,6 +105,7 @@ def attend_lists(
         records_BF,
         lists.ids_RPW,
         lists.counts_RP,
+        joined_RN,
         None if scores is None else scores.logits_RCG,
         None if scores is None else scores.taken_RC,
         None if scores is None else scores.taken_logits_RCG,
@@ -109,6 +114,7 @@ def attend_lists(
         partials.peaks_RSG,
         partials.totals_RSG,
         lists.ids_RPW.shape[2],
+        joined_RN.shape[1],
         0 if scores is None else scores.logits_RCG.shape[1],
         partials.peaks_RSG.shape[1],
         first_slot,
@@ -120,18 +126,18 @@ def attend_lists(
         SEGMENTS_TILE=triton.next_power_of_2(lists.ids_RPW.shape[1]),
         TAKE=NOTHING if take_out is None else take_out.mode,
         KEPT=kept_RX is not None,
-        **tile_options(q_RGD.dtype),
+        **tile_options(q_RGD.dtype, _STAGES),
         **chained(q_RGD.device),
     )
     return programs
 
 
-def tile_options(dtype: torch.dtype, tile: int = _TILE) -> dict[str, Any]:
+def tile_options(dtype: torch.dtype, stages: int) -> dict[str, Any]:
     """Shape of a launch: keys per iteration, loads in flight, warps."""
     whole = dtype == torch.float32
     return {
-        "TILE": tile,
-        "STAGES": 1 if whole else 3,
+        "TILE": _TILE,
+        "STAGES": 1 if whole else stages,
         "PRECISION": "ieee" if whole else "tf32",
         "num_warps": 4,
     }
@@ -207,134 +213,139 @@ def context_rows(
 
 
 @triton.jit
-def segment_ends(
+def listed_keys(
     counts_ptr: tl.tensor, row: tl.tensor, width: tl.tensor, SEGMENTS: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
-    """Entries of a row's segments [TILE], and where each ends in the row's whole list."""
+    """Entries of each of a row's segments, [TILE]."""
     segment = tl.arange(0, TILE)
     counts = tl.load(counts_ptr + row.to(tl.int64) * SEGMENTS + segment, mask=segment < SEGMENTS, other=0)
-    counts = tl.minimum(counts, width)
-    return counts, tl.cumsum(counts, 0)
+    return tl.minimum(counts, width)
 
 
 @triton.jit
-def listed_ids(
+def share_of(entries: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """First entry and end of this program's share, in whole tiles."""
+    share = tl.cdiv(tl.cdiv(entries, tl.num_programs(0)), TILE) * TILE
+    first = tl.minimum(tl.program_id(0) * share, entries)
+    return first, tl.minimum(first + share, entries)
+
+
+@triton.jit
+def join(
     ids_ptr: tl.tensor,
-    entry: tl.tensor,
-    stop: tl.tensor,
+    joined_ptr: tl.tensor,
     counts: tl.tensor,
-    ends: tl.tensor,
     width: tl.tensor,
-    SEGMENTS: tl.constexpr,
-) -> tl.tensor:
-    """Key ids at entries of a row's whole list, -1 from `stop` on."""
-    at = entry.to(tl.int64)
-    if SEGMENTS > 1:
-        passed = (entry[:, None] >= ends[None, :]).to(tl.int32)
-        segment = tl.minimum(tl.sum(passed, 1), SEGMENTS - 1)
-        at = segment.to(tl.int64) * width + (entry - tl.sum(passed * counts[None, :], 1))
-    return tl.load(ids_ptr + at, mask=entry < stop, other=-1)
-
-
-@triton.jit
-def take_sums(
-    logits: tl.tensor,
-    of_cluster: tl.tensor,
-    member: tl.tensor,
-    taken_ptr: tl.tensor,
-    taken_logits_ptr: tl.tensor,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
-    """Counts keys and adds up their logits, cluster by cluster."""
-    heads = tl.arange(0, ROWS)
-    inside = (heads < GROUP)[:, None] & member[None, :]
-    into = of_cluster[None, :] * GROUP + heads[:, None]
-    tl.atomic_add(taken_ptr + of_cluster, tl.full([TILE], 1, tl.int32), mask=member, sem="relaxed")
-    tl.atomic_add(taken_logits_ptr + into, logits, mask=inside, sem="relaxed")
-
-
-@triton.jit
-def attend_run(
-    q: tl.tensor,
-    peaks: tl.tensor,
-    totals: tl.tensor,
-    sums: tl.tensor,
-    rows_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    start: tl.tensor,
+    begin: tl.tensor,
     stop: tl.tensor,
-    step: tl.tensor,
+    SEGMENTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Writes down entries begin..stop-1 of a row's segments as one list."""
+    ends = tl.cumsum(counts, 0)
+    for start in range(begin, stop, CHUNK):
+        entry = start + tl.arange(0, CHUNK)
+        place = entry.to(tl.int64)
+        if SEGMENTS > 1:
+            passed = (entry[:, None] >= ends[None, :]).to(tl.int32)
+            segment = tl.minimum(tl.sum(passed, 1), SEGMENTS - 1)
+            place = segment.to(tl.int64) * width + (entry - tl.sum(passed * counts[None, :], 1))
+        ids = tl.load(ids_ptr + place, mask=entry < stop, other=-1)
+        tl.store(joined_ptr + entry, ids, mask=entry < stop)
+
+
+@triton.jit
+def entry_ids(
+    joined_ptr: tl.tensor,
+    entry: tl.tensor,
+    listed: tl.tensor,
+    in_context: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
-    counts: tl.tensor,
-    ends: tl.tensor,
-    width: tl.tensor,
-    scale: tl.tensor,
-    assignment_ptr: tl.tensor,
+) -> tl.tensor:
+    """Key ids of a row's entries, those of the list and then those always attended; -1 from in_context on."""
+    ids = tl.load(joined_ptr + entry, mask=entry < listed, other=-1)
+    always = entry - listed
+    always = tl.where(always < first, always, end + always - first)
+    return tl.where((entry >= listed) & (entry < in_context), always, ids)
+
+
+@triton.jit
+def distance(from_ptr: tl.tensor, to_ptr: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
+    """In elements; found in units of 16 bytes, so that loads are known to be aligned."""
+    units = (to_ptr.to(tl.int64) - from_ptr.to(tl.int64)) // 16
+    return units * (128 // ELEMENT.primitive_bitwidth)
+
+
+@triton.jit
+def places(
+    ids: tl.tensor,
+    entry: tl.tensor,
+    in_context: tl.tensor,
+    stop: tl.tensor,
+    to_tail: tl.tensor,
+    DIM: tl.constexpr,
+) -> tl.tensor:
+    """Which entries are keys, and where they begin from the context's first row on; those after the context's are the
+    tail's."""
+    in_tail = (entry >= in_context) & (entry < stop)
+    of_tail = to_tail + (entry - in_context).to(tl.int64) * (2 * DIM)
+    return (ids >= 0) | in_tail, tl.where(in_tail, of_tail, ids.to(tl.int64) * (2 * DIM))
+
+
+@triton.jit
+def grow(
+    peaks: tl.tensor, totals: tl.tensor, logits: tl.tensor, away: tl.tensor, TAKE: tl.constexpr
+) -> tl.tensor:
+    """A running softmax: peaks and totals with more logits, what earlier weights shrink by, and the new weights.
+
+    TAKE: the weights of logits `away` are taken off.
+    """
+    higher = tl.maximum(peaks, tl.max(logits, 1))
+    if TAKE:
+        higher = tl.maximum(higher, tl.max(away, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink = tl.exp2(peaks - base)
+    weights = tl.exp2(logits - base[:, None])
+    if TAKE:
+        weights -= tl.exp2(away - base[:, None])
+    return higher, totals * shrink + tl.sum(weights, 1), shrink, weights
+
+
+@triton.jit
+def take(
+    logits: tl.tensor,
+    cluster: tl.tensor,
+    before: tl.tensor,
     logits_ptr: tl.tensor,
     taken_ptr: tl.tensor,
     taken_logits_ptr: tl.tensor,
-    row_clusters: tl.tensor,
-    SEGMENTS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
     TAKE: tl.constexpr,
+    GROUP: tl.constexpr,
     TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """Adds entries start.., TILE in every `step`, up to stop-1 to a running softmax; returns how many were keys too.
-
-    SEGMENTS: of the list of key ids that entries are of; with 0 they are rows 0..first-1 and those from `end` on.
-    """
+    """Takes keys out of their clusters, those of the row being `before` and on; logits of the clusters' means."""
     heads = tl.arange(0, 16)
-    dims = tl.arange(0, DIM)
-    attended = tl.zeros([TILE], tl.int32)
-    for at in tl.range(start, stop, step, num_stages=STAGES):
-        entry = at + tl.arange(0, TILE)
-        if SEGMENTS > 0:
-            ids = listed_ids(ids_ptr, entry, stop, counts, ends, width, SEGMENTS)
-        else:
-            ids = tl.where(entry < stop, tl.where(entry < first, entry, end + entry - first), -1)
-        valid = ids >= 0
-        attended += valid.to(tl.int32)
-        # A head's rows span less than 2^31 elements up to 2^22 keys.
-        where = ids[:, None] * (2 * DIM) + dims[None, :]
-        keys = tl.load(rows_ptr + where, mask=valid[:, None], other=0.0)
-        values = tl.load(rows_ptr + DIM + where, mask=valid[:, None], other=0.0)
-        logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
-        logits = tl.where(valid[None, :], logits, float("-inf"))
-        higher = tl.maximum(peaks, tl.max(logits, 1))
-        if TAKE > 0:
-            cluster = tl.load(assignment_ptr + ids, mask=valid, other=-1)
-            member = cluster >= 0
-            of_cluster = row_clusters + cluster
-        if TAKE == _SUMS:
-            take_sums(logits, of_cluster, member, taken_ptr, taken_logits_ptr, GROUP, 16, TILE)
-        if TAKE == _MONOPOLE:
-            inside = (heads < GROUP)[:, None] & member[None, :]
-            from_ptr = logits_ptr + of_cluster[None, :] * GROUP + heads[:, None]
-            means = tl.load(from_ptr, mask=inside, other=float("-inf"))
-            higher = tl.maximum(higher, tl.max(means, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(peaks - base)
-        weights = tl.exp2(logits - base[:, None])
-        if TAKE == _MONOPOLE:
-            weights -= tl.exp2(means - base[:, None])
-        totals = totals * shrink + tl.sum(weights, 1)
-        sums = add_weighted(sums * shrink[:, None], weights, values, False, PRECISION)
-        peaks = higher
-    return peaks, totals, sums, tl.sum(attended, 0)
+    member = cluster >= 0
+    inside = (heads < GROUP)[:, None] & member[None, :]
+    at = cluster[None, :] * GROUP + heads[:, None]
+    means = logits
+    if TAKE == _MONOPOLE:
+        means = tl.load(logits_ptr + before * GROUP + at, mask=inside, other=float("-inf"))
+    else:
+        one = tl.full([TILE], 1, tl.int32)
+        tl.atomic_add(taken_ptr + before + cluster, one, mask=member, sem="relaxed")
+        tl.atomic_add(taken_logits_ptr + before * GROUP + at, logits, mask=inside, sem="relaxed")
+    return means
 
 
-@triton.jit(do_not_specialize=["width", "cluster_width", "slots", "first_slot"])
+@triton.jit(do_not_specialize=["width", "room", "cluster_width", "slots", "first_slot"])
 def attend_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
+    joined_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     taken_ptr: tl.tensor,
     taken_logits_ptr: tl.tensor,
@@ -343,6 +354,7 @@ def attend_kernel(
     peaks_ptr: tl.tensor,
     totals_ptr: tl.tensor,
     width: tl.tensor,
+    room: tl.tensor,
     cluster_width: tl.tensor,
     slots: tl.tensor,
     first_slot: tl.tensor,
@@ -359,48 +371,50 @@ def attend_kernel(
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Program (number, row) of a row's: its tiles of the list, of what is always attended, and of the tail."""
-    program = tl.program_id(0)
+    """One program per (share of a row's entries, row)."""
     row = tl.program_id(1)
     b = row // HEADS
     head = (row % HEADS).to(tl.int64)
     element: tl.constexpr = q_ptr.dtype.element_ty
     rows_ptr = context_rows(records_ptr, b, head, _KV, element)
-    tail_ptr = context_rows(records_ptr, b, head, _TAIL, element)
-    first, end, entries = context_entries(records_ptr, b)
+    keys = field(records_ptr, b, _KEYS).to(tl.int32)
+    to_tail = distance(rows_ptr, context_rows(records_ptr, b, head, _TAIL, element), element)
+    first, end, always = context_entries(records_ptr, b)
     tail_keys = field(records_ptr, b, _TAIL_KEYS).to(tl.int32)
-    assignment_ptr = ids_ptr
-    if TAKE > 0:
-        assignment_ptr = field(records_ptr, b, _ASSIGNMENT).to(tl.pointer_type(tl.int32))
-        assignment_ptr += head * field(records_ptr, b, _KEYS)
-    row_clusters = row.to(tl.int64) * cluster_width
-    step = tl.num_programs(0) * TILE
-    # What is always attended begins with the last program, whose part of the list may be a tile shorter.
-    start = (tl.num_programs(0) - 1 - program) * TILE
-    after = (start + tl.cdiv(entries, TILE) * (step - TILE)) % step
+    assignment_ptr = field(records_ptr, b, _ASSIGNMENT).to(tl.pointer_type(tl.int32)) + head * keys
+    before = row.to(tl.int64) * cluster_width
+    ids_ptr += row.to(tl.int64) * SEGMENTS * width
+    joined_ptr += row.to(tl.int64) * room
+    dims = tl.arange(0, DIM)
     wait_for_launch(CHAINED)
-    counts, ends = segment_ends(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
+    counts = listed_keys(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
+    listed = tl.minimum(tl.sum(counts, 0), room)
+    in_context = listed + always
+    begin, stop = share_of(in_context + tail_keys, TILE)
+    join(ids_ptr, joined_ptr, counts, width, begin, tl.minimum(stop, listed), SEGMENTS, _CHUNK)
+    tl.debug_barrier()
     q = load_group(q_ptr, row, GROUP, DIM, 16)
     peaks = tl.full([16], float("-inf"), tl.float32)
     totals = tl.zeros([16], tl.float32)
     sums = tl.zeros([16, DIM], tl.float32)
-    own_ids = ids_ptr + row.to(tl.int64) * SEGMENTS * width
-    peaks, totals, sums, attended = attend_run(
-        q, peaks, totals, sums, rows_ptr, own_ids, program * TILE, tl.sum(counts, 0), step, first, end,
-        counts, ends, width, scale, assignment_ptr, logits_ptr, taken_ptr, taken_logits_ptr, row_clusters,
-        SEGMENTS, GROUP, DIM, TAKE, TILE, STAGES, PRECISION,
-    )  # fmt: skip
+    attended = tl.zeros([TILE], tl.int32)
+    for at in tl.range(begin, stop, TILE, num_stages=STAGES):
+        entry = at + tl.arange(0, TILE)
+        ids = entry_ids(joined_ptr, entry, listed, in_context, first, end)
+        attended += ((ids >= first) & (ids < end)).to(tl.int32)
+        valid, where = places(ids, entry, in_context, stop, to_tail, DIM)
+        where = where[:, None] + dims[None, :]
+        tile_keys = tl.load(rows_ptr + where, mask=valid[:, None], other=0.0)
+        values = tl.load(rows_ptr + DIM + where, mask=valid[:, None], other=0.0)
+        logits = tl.dot(q, tl.trans(tile_keys), input_precision=PRECISION) * scale
+        logits = tl.where(valid[None, :], logits, float("-inf"))
+        means = logits
+        if TAKE > 0:
+            cluster = tl.load(assignment_ptr + ids, mask=ids >= 0, other=-1)
+            means = take(logits, cluster, before, logits_ptr, taken_ptr, taken_logits_ptr, TAKE, GROUP, TILE)
+        peaks, totals, shrink, weights = grow(peaks, totals, logits, means, TAKE == _MONOPOLE)
+        sums = add_weighted(sums * shrink[:, None], weights, values, False, PRECISION)
     if KEPT:
-        tl.store(kept_ptr + row * tl.num_programs(0) + program, attended)
-    peaks, totals, sums, _ = attend_run(
-        q, peaks, totals, sums, rows_ptr, own_ids, start, entries, step, first, end,
-        counts, ends, width, scale, assignment_ptr, logits_ptr, taken_ptr, taken_logits_ptr, row_clusters,
-        0, GROUP, DIM, TAKE, TILE, 1, PRECISION,
-    )  # fmt: skip
-    peaks, totals, sums, _ = attend_run(
-        q, peaks, totals, sums, tail_ptr, own_ids, after, tail_keys, step, tail_keys, tail_keys,
-        counts, ends, width, scale, assignment_ptr, logits_ptr, taken_ptr, taken_logits_ptr, row_clusters,
-        0, GROUP, DIM, 0, TILE, STAGES, PRECISION,
-    )  # fmt: skip
-    slot = first_slot + program
+        tl.store(kept_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(attended, 0))
+    slot = first_slot + tl.program_id(0)
     store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, slot, peaks, totals, sums, GROUP, DIM, 16)

@@ -54,15 +54,24 @@ def attend(
     partials = Partials.allocate(problem.rows, slots, group, head_dim, problem.q_RGD.device)
     given = (problem.q_RGD, problem.records_BF)
     take_out = None
+    longest = max((s.kv_HN2D.shape[1] for s in problem.sequences if s is not None), default=1)
+    joined_RN = torch.full((problem.rows, longest), 2**30, dtype=torch.int32, device=DEVICE)
     scores = ClusterScores.allocate(problem.rows, problem.width, group, kind == "centred", DEVICE)
     if kind != "dropped":
         assert look_up(*given, scores, partials, problem.scale) == splits
         take_out = TakeOut(scores, SUMS if kind == "centred" else MONOPOLE)
     attend_lists(
-        *given, lists, partials, problem.scale, first_slot=splits, kept_RX=kept_RX, take_out=take_out
+        *given,
+        lists,
+        joined_RN,
+        partials,
+        problem.scale,
+        first_slot=splits,
+        kept_RX=kept_RX,
+        take_out=take_out,
     )
     if kind == "centred":
-        correct_clusters(*given, lists, scores, partials, splits + programs)
+        correct_clusters(*given, lists, joined_RN, scores, partials, splits + programs)
     return merge_partials(partials)
 
 
@@ -136,8 +145,10 @@ def test_lookup(dtype: torch.dtype, lengths: list[int], group: int, head_dim: in
     out, lse = merge_partials(partials)
     tolerance = TOLERANCE[dtype]
 
-    def check(found: Tensor, expected: Tensor) -> None:
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    # Squares of queries are stored in two bytes.
+    def check(found: Tensor, expected: Tensor, least: float = 2e-4) -> None:
+        tolerated = max(least, tolerance)
+        torch.testing.assert_close(found, expected, rtol=tolerated, atol=tolerated)
 
     for row in range(problem.rows):
         sequence = problem.sequences[row // problem.heads]
@@ -150,14 +161,14 @@ def test_lookup(dtype: torch.dtype, lengths: list[int], group: int, head_dim: in
         assert scores.spreads_RCG is not None
         assert scores.taken_RC is not None
         assert scores.taken_logits_RCG is not None
-        check(scores.logits_RCG[row, :count].t() / LOG2E, logits)
+        check(scores.logits_RCG[row, :count].t() / LOG2E, logits, 0.0)
         check(scores.spreads_RCG[row, :count].t() / LOG2E, spreads)
         assert not scores.taken_RC[row, :count].any()
         assert not scores.taken_logits_RCG[row, :count].any()
         sized = logits + spreads + sequence.clusters.sizes_HC[head].log()
         check(lse[row], sized.logsumexp(-1))
         expected = sized.softmax(-1) @ sequence.clusters.value_means_HCD[head].float()
-        assert relative_error(out[row], expected) < tolerance
+        assert relative_error(out[row], expected) < max(2e-4, tolerance)
 
 
 def select(problem: Problem) -> KeyLists:
@@ -242,8 +253,9 @@ def test_remainders_equal_the_cpu(
     attended = attend_lists_reference(problem.q_RGD, problem.sequences, lists, problem.scale)
     left = remainder_reference(problem.q_RGD, problem.sequences, lists, problem.scale, kind)
     merged = attended.merge(left)
-    assert relative_error(found[0], merged.out) < 2 * TOLERANCE[dtype]
-    torch.testing.assert_close(found[1], merged.lse, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    tolerance = max(TOLERANCE[dtype], 1e-4 if kind == "centred" else 0.0)
+    assert relative_error(found[0], merged.out) < 2 * tolerance
+    torch.testing.assert_close(found[1], merged.lse, rtol=tolerance, atol=tolerance)
     # Variances are stored in bytes.
     tolerance = max(TOLERANCE[dtype], 1e-3 if kind == "centred" else 0.0)
     for row in range(problem.rows):
@@ -277,12 +289,13 @@ def test_unfit_arguments_are_refused() -> None:
         problem.q_RGD[:, :, ::2],
     ):
         with pytest.raises(InvalidArgumentError):
-            attend_lists(queries, problem.records_BF, lists, partials, problem.scale)
+            attend_lists(queries, problem.records_BF, lists, lists.ids_RPW[:, 0], partials, problem.scale)
     with pytest.raises(InvalidArgumentError, match="expected"):
         attend_lists(
             problem.q_RGD,
             problem.records_BF,
             KeyLists.allocate(problem.rows + 1, 2, 70, DEVICE),
+            lists.ids_RPW[:, 0],
             partials,
             problem.scale,
         )

@@ -137,6 +137,18 @@ def test_a_budget_of_everything_is_dense_attention(remainder: str) -> None:
     assert batch.kept_B().tolist()[3] == 0
 
 
+@pytest.mark.parametrize("expression", ["csattention", "pq"])
+def test_everything_that_kernels_find_is_dense_attention(expression: str) -> None:
+    method = replace(get_method(expression), budget=TokenCount(10_000), recent=32, append_block=16)
+    assert method.partition is not None
+    method = replace(method, partition=method.partition.with_parameters(**SMALL))
+    found, expected, observations, batch = run(method, ListedSteps, (N, 77, 20))
+    torch.testing.assert_close(found[:3], expected, rtol=1e-3, atol=1e-3)
+    # The last context is too short to be searched.
+    kept = [int(observed.selection.counts_HT.sum()) for observed in observations]
+    assert batch.kept_B().tolist() == [*kept, 0, 0]
+
+
 def test_clusters_are_selected_as_on_a_cpu() -> None:
     method = method_of("multipole", TokenCount(60))
     _, _, observations, batch = run(method, ClusterSteps, (N, 200))
