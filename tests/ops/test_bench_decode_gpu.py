@@ -1,0 +1,69 @@
+"""The benchmark of whole-model decode steps: refused without a GPU, and every kernel of ours counts as something."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "ops" / "bench" / "decode_gpu.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCH.parent))
+        spec = importlib.util.spec_from_file_location("decode_gpu", BENCH)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+    return module
+
+
+def test_without_a_device_it_says_so() -> None:
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(BENCH)], capture_output=True, text=True, check=False, env=hidden
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: this benchmark needs a CUDA device\n"
+
+
+def test_every_kernel_has_a_kind(bench: ModuleType) -> None:
+    files = (ROOT / "decode_engine" / "kernels").glob("*.py")
+    kernels = {name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M)}
+    assert len(kernels) > 10
+    kinds = {
+        name: [kind for kind, pattern in bench.KINDS.items() if re.fullmatch(pattern, name)]
+        for name in kernels
+    }
+    assert {name: found for name, found in kinds.items() if len(found) != 1} == {}
+
+
+def test_methods_with_variants(bench: ModuleType) -> None:
+    method = bench.parse_method("csattention+dropped:0.01/m8/pooled")
+    assert (method.budget.keep, method.search["group"]) == (0.01, "pooled")
+    assert (method.index.parameters["subspaces"], method.index.parameters["centroids"]) == (8, 64)
+    assert bench.parse_method("full").index is None
+    with pytest.raises(bench.typer.BadParameter):
+        bench.parse_method("csattention:0.01/m9")
+
+
+def test_bars(bench: ModuleType) -> None:
+    rest = {"method": "none", "batch": 1}
+    assert not bench.misses(rest | {"rest_over_weights": 1.3})
+    assert bench.misses(rest | {"rest_over_weights": 1.4})
+    step = {"method": "csattention+dropped:0.01", "batch": 4}
+    assert not bench.misses(step | {"speedup": 2.6})
+    assert bench.misses(step | {"speedup": 2.4})
+    assert bench.misses(step)
+    assert not bench.misses({"method": "full", "batch": 4})
