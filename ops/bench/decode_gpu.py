@@ -73,8 +73,8 @@ KINDS = {
     "remainder": r"(correct|remainder)_kernel",
     "attend": r"(attend|dense|tail_write|merge)_kernel",
 }
-"""What kernels do, by their whole name; all others are the rest of the model. A lookup scores clusters, which is for the
-search or for the remainder."""
+"""What kernels do, by their whole name; all others are the rest of the model. A lookup scores clusters, which
+is for the search or for the remainder."""
 
 
 class CheckFailedError(Exception):
