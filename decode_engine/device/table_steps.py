@@ -15,7 +15,7 @@ from torch import Tensor
 from decode_engine.device.key_selection import KeySelection
 from decode_engine.device.step_attention import StepAttention, StepPlan
 from decode_engine.kernels.key_lists import KeyLists
-from decode_engine.kernels.table_attention import select, table_attention
+from decode_engine.kernels.table_attention import table_attention
 from decode_engine.kernels.table_batch import TableContext, has_padded_rows, padded_rows
 from decode_engine.kernels.table_plan import (
     LaunchShape,
@@ -24,6 +24,7 @@ from decode_engine.kernels.table_plan import (
     launch_shape,
     unsupported_sizes,
 )
+from decode_engine.kernels.table_selection import select
 from index_store.budgets.ratio import Ratio, TokenCount
 from index_store.context import ResidentContext
 from index_store.errors import MethodUnsupportedError
@@ -110,7 +111,7 @@ class TableBuffers:
             plan.max_keys,
             pooled,
             strided=tables.parameters.split == "strided",
-            shape=shape or launch_shape(plan.max_keys, plan.rows, 1 if pooled else plan.group),
+            shape=shape or launch_shape(plan.max_keys, plan.rows),
         )
         self.work = Workspace.make(self.plan, plan.size, plan.device)
 

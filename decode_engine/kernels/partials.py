@@ -139,9 +139,11 @@ def merge_kernel(
         slot = tile * TILE + tl.arange(0, TILE)
         at = first + slot * GROUP
         peak = tl.load(peaks_ptr + at, mask=slot < slots, other=float("-inf"))
-        present = peak != float("-inf")
-        sums = tl.load(sums_ptr + at[:, None] * DIM + dims[None, :], mask=present[:, None], other=0.0)
-        merged += tl.sum(tl.exp2(peak - base)[:, None] * sums, 0)
+        # What a slot without keys holds is loaded and ignored: waiting for its peak first would take longer.
+        places = at[:, None] * DIM + dims[None, :]
+        sums = tl.load(sums_ptr + places, mask=(slot < slots)[:, None], other=0.0)
+        present = (peak != float("-inf"))[:, None]
+        merged += tl.sum(tl.where(present, tl.exp2(peak - base)[:, None] * sums, 0.0), 0)
     empty = total <= 0
     merged = tl.where(empty, 0.0, merged / tl.where(empty, 1.0, total))
     tl.store(out_ptr + row_head.to(tl.int64) * DIM + dims, merged.to(out_ptr.dtype.element_ty))

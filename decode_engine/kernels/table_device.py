@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from decode_engine.kernels import records, table_plan
-from decode_engine.kernels.partials import wait_for_launch
 from decode_engine.kernels.records import field
 
 TABLES = tl.constexpr(records.TABLES)
@@ -30,6 +30,13 @@ SAMPLE_WORDS = tl.constexpr(table_plan.SAMPLE_KEYS // 4)
 SAMPLE_RUN = tl.constexpr(16)  # consecutive words of a sample
 
 LOG2E = tl.constexpr(1.4426950408889634)
+BYTE_SHIFT = tl.constexpr(
+    20
+)  # a weight's byte: 5 exponent and 3 mantissa bits of its float32, from 2^-31 to 1
+BYTE_HALF = tl.constexpr(1 << 19)
+BYTE_MASK = tl.constexpr(255 << 20)
+BYTE_BASE = tl.constexpr(768)
+BYTE_LEAST = tl.constexpr(768 << 20)
 BIN_STEPS = tl.constexpr(8.0)  # bins per octave of a summed weight
 BIN_FLOOR = tl.constexpr(
     29.0
@@ -135,7 +142,8 @@ def pick_rows(
     scales_ptr = field(records_ptr, b, SCALES).to(tl.pointer_type(tl.float32))
     scales = tl.load(scales_ptr + h * M + s) * scale
     centroids = load_centroids(records_ptr, b, h, 0, M, C, CB, W)
-    wait_for_launch(CHAINED)
+    if CHAINED:
+        gdc_wait()
     q = load_query(q_ptr, slot, G, D, M, STRIDED, POOLED)
     best = tl.full([M], float("-inf"), tl.float32)
     nearest = tl.zeros([M], tl.int32)
@@ -220,32 +228,26 @@ def add_four_rows(
 
 
 @triton.jit
-def load_picked(rows_ptr: tl.tensor, weights_ptr: tl.tensor, slot: tl.tensor, J: tl.constexpr) -> tl.tensor:
-    """A query's J picked rows and J/4 weights, loaded all at once: one by one they would cost most of a step.
-
-    They are read past the first-level cache, which may hold an earlier layer's: a kernel may add rows up before the
-    launch that it waits for has ended, as long as the picking one has.
-    """
-    rows = ()
-    weights = ()
-    for j in tl.static_range(J):
-        rows += (tl.load(rows_ptr + slot * J + j, cache_modifier=".cg"),)  # type: ignore[assignment]
-    for j in tl.static_range(J // 4):
-        weights += (tl.load(weights_ptr + slot * (J // 4) + j, cache_modifier=".cg"),)  # type: ignore[assignment]
-    return rows, weights
-
-
-@triton.jit
 def sum_rows(
-    tables: tl.tensor,
-    picked: tl.tensor,
+    records_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    b: tl.tensor,
+    slot: tl.tensor,
     word: tl.tensor,
     mask: tl.tensor,
     J: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:
-    """Weighted sums of the picked rows for the four keys of every word, int32. tables: a sequence's, their address."""
-    rows, weights = picked
+    """Weighted sums of a query's picked rows for the four keys of every word, int32."""
+    tables = field(records_ptr, b, TABLES)
+    # All of these loads are under way before the first row's: one by one they would cost most of a step.
+    rows = ()
+    weights = ()
+    for j in tl.static_range(J):
+        rows += (tl.load(rows_ptr + slot * J + j),)  # type: ignore[assignment]
+    for j in tl.static_range(J // 4):
+        weights += (tl.load(weights_ptr + slot * (J // 4) + j),)  # type: ignore[assignment]
     zero = tl.zeros_like(word)
     a = (zero, zero, zero, zero)
     for j in tl.static_range(0, J, 4):
@@ -356,6 +358,13 @@ def store_histogram(
     counts = tl.histogram(tl.maximum(bins, 0), BINS, mask=bins >= 0)
     place = bh * tl.num_programs(0) + tl.program_id(0)
     tl.store(histograms_ptr + place * BINS + tl.arange(0, BINS), counts)
+
+
+@triton.jit
+def load_histograms(histograms_ptr: tl.tensor, bh: tl.tensor, S: tl.constexpr) -> tl.tensor:
+    """The histograms of a head's S sampling programs, [S, BINS], past the first-level cache."""
+    places = (bh * S + tl.arange(0, S))[:, None] * BINS + tl.arange(0, BINS)[None, :]
+    return tl.load(histograms_ptr + places, cache_modifier=".cg")
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """What the query-table kernels are compiled for, how their work is cut, and their buffers.
 
 Shape legend: B sequences, H KV heads, G query heads per KV head, m subspaces, C centroids, J picked table rows (m, or 4
-where it is less), d head dim, L queries searched per KV head (1 where pooled, else G), P tiles, S sampling programs.
+where it is less), d head dim, L queries searched per KV head (1 where pooled, else G), P tiles.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ BINS = 256
 SAMPLE_KEYS = 1024
 """Keys that one sampling program scores."""
 
+COMBINE_TILES = 4
+"""Tiles that one program samples for the threshold of the search per head."""
+
 MAX_KEYS = 2**21
 
 
@@ -34,8 +37,10 @@ class LaunchShape:
 
     tile_keys: keys scored by one program, a power of two and a multiple of MINI_KEYS. rows: keys attended at a time.
     exact_programs: programs per KV head that only attend to sinks, recent window and tail; of longer tails the other
-    programs take their shares too. sample_programs: programs per KV head that score SAMPLE_KEYS keys each, a power of
-    two. warps, stages, registers: of the attention kernel; 0 registers leave the choice to the compiler.
+    programs take their shares too. sample_programs: programs per KV head that score SAMPLE_KEYS keys each for the
+    threshold of the pooled search, a power of two. warps, stages, registers: of the attention kernel; 0 registers leave
+    the choice to the compiler. Of the pooled search, pick_apart: rows are picked by a kernel of their own;
+    early_threshold: it is found once, not by every program that compares with it.
     """
 
     tile_keys: int = 2048
@@ -45,6 +50,8 @@ class LaunchShape:
     warps: int = 4
     stages: int = 3
     registers: int = 0
+    pick_apart: bool = False
+    early_threshold: bool = False
 
     def options(self) -> dict[str, int]:
         """Launch options of the attention kernel."""
@@ -52,25 +59,33 @@ class LaunchShape:
         return options | ({"maxnreg": self.registers} if self.registers else {})
 
 
-def launch_shape(max_keys: int, rows: int, queries: int) -> LaunchShape:
-    """A launch shape for contexts of up to max_keys, `rows` sequences times KV heads and `queries` searched per row.
+def launch_shape(max_keys: int, rows: int) -> LaunchShape:
+    """A launch shape for contexts of up to max_keys and `rows` sequences times KV heads; best of some on an H200.
 
-    The best of some on an H200. Few rows fill the device once, so what counts is the time from the first load to the
-    last store; many rows fill it many times, so what counts is how few instructions and registers a tile takes.
+    Few rows fill the device once, so what counts is the time from the first load to the last store; many rows fill it
+    many times, so what counts is how few instructions and registers a tile takes.
     """
-    samples = min(8, triton.next_power_of_2(-(-max_keys // SAMPLE_KEYS)))
+    samples = triton.next_power_of_2(max(8, min(16, max_keys // 2**14)))
+    samples = min(samples, triton.next_power_of_2(-(-max_keys // SAMPLE_KEYS)))
     if rows > 32:
         return LaunchShape(
-            tile_keys=4096 if queries == 1 else 2048,
-            sample_programs=min(4, samples) if queries == 1 else samples,
+            tile_keys=4096,
+            sample_programs=max(1, samples // 2),
             stages=2,
-            registers=80 if queries == 1 else 96,
+            registers=80,
+            pick_apart=True,
+            early_threshold=True,
         )
-    samples = 2 * samples if max_keys > 2**17 else samples
     if max_keys * rows <= 2**21:
         return LaunchShape(sample_programs=samples, registers=128)
     return LaunchShape(
-        tile_keys=8192 if queries == 1 else 4096, rows=64, sample_programs=samples, stages=2, registers=96
+        tile_keys=8192,
+        rows=64,
+        exact_programs=2,
+        sample_programs=samples,
+        stages=2,
+        registers=96,
+        early_threshold=True,
     )
 
 
@@ -125,6 +140,13 @@ class TablePlan:
         return -(-self.max_keys // self.shape.tile_keys)
 
     @property
+    def samplers(self) -> int:
+        """Programs per KV head that leave a histogram, a power of two: some may find nothing to count."""
+        if self.pooled:
+            return self.shape.sample_programs
+        return int(triton.next_power_of_2(-(-self.tiles // COMBINE_TILES)))
+
+    @property
     def programs(self) -> int:
         """Programs of the attention kernel per KV head."""
         return self.tiles + self.shape.exact_programs
@@ -151,12 +173,12 @@ class Workspace:
 
     rows [B, H, L, J] int32 and weights [B, H, L, J/4] int32: where the picked table rows begin, in blocks of MINI_KEYS
     bytes from the sequence's first, and their weights, one byte each. units [B, H, L, 2] float32: what one unit of a
-    sum is worth as a logit, and the largest sum there can be. Of the sample: logits [B, H, L, S, SAMPLE_KEYS] float32
-    in units of log2, peaks and masses [B, H, L, S] float32: the largest of a program's and the sum of their weights
-    relative to it; histograms [B, H, S, BINS] int32. Where pooled, histograms alone. arrivals [B, H] int32: zero
-    between steps. normalisers [B, H, L] float32: log2 of the sum of the sample's weights. limits [B, H] float32: the
-    bin, with a fraction, from which on keys are kept. ids [B, H, P, tile] int32: the kept keys of every tile, ascending
-    inside it.
+    sum is worth as a logit, and the largest sum there can be. Per head, logits [B, H, L, P, tile/4] int32: four weights
+    exp(logit) in a word, relative to the tile's largest, a byte each (5 exponent and 3 mantissa bits); peaks, masses
+    [B, H, L, P] float32: log2 of the largest weight, and the sum of them; normalisers [B, H, L] float32: log2 of the
+    sum of all weights. histograms [B, H, samplers, BINS] int32: sampled keys by score. limits [B, H] float32: the bin,
+    with a fraction, from which on keys are kept, where it is found early; arrivals [B, H] int32: counters for that,
+    zero between steps. ids [B, H, P, tile] int32: the kept keys of every tile, ascending inside it.
     """
 
     rows: Tensor
@@ -175,7 +197,7 @@ class Workspace:
     @classmethod
     def make(cls, plan: TablePlan, size: int, device: torch.device) -> Workspace:
         """Buffers for `size` sequences."""
-        heads, queries, samples = plan.kv_heads, plan.queries, plan.shape.sample_programs
+        heads, queries, tiles, tile = plan.kv_heads, plan.queries, plan.tiles, plan.shape.tile_keys
 
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty(size, heads, *shape, dtype=dtype, device=device)
@@ -185,14 +207,14 @@ class Workspace:
             rows=empty(i32, queries, plan.picks),
             weights=empty(i32, queries, plan.picks // 4),
             units=empty(f32, queries, 2),
-            logits=empty(f32, queries, 0 if plan.pooled else samples, SAMPLE_KEYS),
-            peaks=empty(f32, queries, samples),
-            masses=empty(f32, queries, samples),
-            histograms=empty(i32, samples, BINS),
+            logits=empty(i32, queries, 0 if plan.pooled else tiles, tile // 4),
+            peaks=empty(f32, queries, tiles),
+            masses=empty(f32, queries, tiles),
+            histograms=empty(i32, plan.samplers, BINS),
             arrivals=torch.zeros(size, heads, dtype=i32, device=device),
             normalisers=empty(f32, queries),
             limits=empty(f32),
-            ids=empty(i32, plan.tiles, plan.shape.tile_keys),
+            ids=empty(i32, tiles, tile),
             partials=Partials.allocate(size * heads, plan.programs, plan.group, plan.head_dim, device),
         )
 

@@ -15,6 +15,7 @@ from decode_engine.kernels.table_batch import TableSequence
 from decode_engine.kernels.table_plan import BINS, MINI_KEYS, SAMPLE_KEYS, TablePlan, Workspace
 
 _SAMPLE_RUN_KEYS = 64
+_BYTE_SHIFT, _BYTE_BASE = 20, 768
 _BIN_STEPS, _BIN_FLOOR = 8.0, 29.0
 _LOG2E = math.log2(math.e)
 
@@ -83,37 +84,49 @@ def kept_keys(
     searched = (keys >= sequence.first) & (keys < sequence.end)
     if sequence.keep >= sequence.end - sequence.first:
         return searched
-    sample = searched & sampled_keys(keys, plan)
     if plan.pooled:
         reach = reach_L[0].clamp(min=1.0)
         positions = (sums_LN[0].float() + reach) * (BINS / (2.0 * reach))
-        limit = threshold(positions, sample, sequence)
+        limit = threshold(positions, searched & sampled_keys(keys, plan), sequence)
         return (sums_LN[0] >= torch.ceil(limit * (2.0 * reach / BINS) - reach)) & searched
     logits_LN = (sums_LN.float() * (units_L * _LOG2E)[:, None]).masked_fill(~searched, -torch.inf)
-    normalisers_L = normalisers(logits_LN[:, sample])
-    weights_N = summed_softmaxes(logits_LN, normalisers_L)
+    weights_N = merged_weights(logits_LN, plan)
     positions = (weights_N.clamp(min=1e-30).log2() + _BIN_FLOOR) * _BIN_STEPS
-    limit = threshold(positions, sample, sequence)
-    shift = plan.subspaces.bit_length() - 1
-    coarse_LN = ((sums_LN >> shift) << shift).float() * (units_L * _LOG2E)[:, None]
-    return (
-        summed_softmaxes(coarse_LN, normalisers_L) >= math.exp2(limit / _BIN_STEPS - _BIN_FLOOR)
-    ) & searched
+    limit = threshold(positions, searched & block_sample(keys, plan), sequence)
+    return (weights_N >= math.exp2(limit / _BIN_STEPS - _BIN_FLOOR)) & searched
 
 
-def summed_softmaxes(logits_LN: Tensor, normalisers_L: Tensor) -> Tensor:
-    """Sum over the heads of exp2(logit - normaliser), [N]."""
-    return (logits_LN - normalisers_L[:, None]).exp2().sum(0)
+def merged_weights(logits_LN: Tensor, plan: TablePlan) -> Tensor:
+    """Sum over heads of the softmaxes, [N], with weights rounded as the kernels round them."""
+    keys = torch.arange(logits_LN.shape[1], device=logits_LN.device)
+    tile_N = tile_of(keys, plan)[0]
+    tiles = int(tile_N.max()) + 1
+    peaks_LP = torch.full((len(logits_LN), tiles), -torch.inf, device=keys.device)
+    peaks_LP.scatter_reduce_(1, tile_N.expand_as(logits_LN), logits_LN, "amax")
+    base_LN = torch.where(torch.isneginf(peaks_LP), 0.0, peaks_LP)[:, tile_N]
+    rounded_LN = ((logits_LN - base_LN).exp2().view(torch.int32) + (1 << (_BYTE_SHIFT - 1))) >> _BYTE_SHIFT
+    kept_LN = (rounded_LN.clamp(min=_BYTE_BASE) << _BYTE_SHIFT).view(torch.float32)
+    normalisers_L = torch.logsumexp(logits_LN.double() / _LOG2E, 1) * _LOG2E
+    weights_LN: Tensor = kept_LN * (base_LN - normalisers_L[:, None]).exp2()
+    return weights_LN.sum(0).float()
 
 
-def normalisers(logits_LN: Tensor) -> Tensor:
-    """log2 of every head's sum of weights, [L]; 0 where there is none."""
-    sums_L = torch.logsumexp(logits_LN.double() / _LOG2E, 1) * _LOG2E
-    return torch.where(torch.isneginf(sums_L), 0.0, sums_L).float()
+def tile_of(keys_N: Tensor, plan: TablePlan) -> tuple[Tensor, Tensor, int]:
+    """Tile of every key, its block's number inside the tile, and how many tiles there are."""
+    blocks = -(-len(keys_N) // MINI_KEYS)
+    tiles = -(-blocks // (plan.shape.tile_keys // MINI_KEYS))
+    block_N = keys_N // MINI_KEYS
+    return block_N % tiles, block_N // tiles, tiles
+
+
+def block_sample(keys_N: Tensor, plan: TablePlan) -> Tensor:
+    """The keys that the threshold of the search per head is taken from: one block of every tile."""
+    tile_N, within_N, _ = tile_of(keys_N, plan)
+    return within_N == tile_N % (plan.shape.tile_keys // MINI_KEYS)
 
 
 def sampled_keys(keys_N: Tensor, plan: TablePlan) -> Tensor:
-    """Which keys the sampling programs score, [N] bool: evenly spread runs."""
+    """The keys that the threshold of the pooled search is taken from, [N] bool: evenly spread runs."""
     runs = -(-len(keys_N) // _SAMPLE_RUN_KEYS)
     sampled = plan.shape.sample_programs * (SAMPLE_KEYS // _SAMPLE_RUN_KEYS)
     if runs <= sampled:
@@ -137,12 +150,10 @@ def threshold(positions_N: Tensor, sample_N: Tensor, sequence: TableSequence) ->
 
 
 def write_ids(kept_N: Tensor, plan: TablePlan, ids_PT: Tensor, counts_P: Tensor) -> None:
-    """Kept ids by tile, as the kernels leave them: a tile has blocks p, p + T, p + 2T, ... of the keys' T tiles."""
-    blocks = -(-len(kept_N) // MINI_KEYS)
-    tiles = -(-blocks // (plan.shape.tile_keys // MINI_KEYS))
-    keys = kept_N.nonzero()[:, 0]
+    """Kept ids by tile, as the kernels leave them."""
+    tile_N, _, tiles = tile_of(torch.arange(len(kept_N), device=kept_N.device), plan)
     for tile in range(tiles):
-        ids = keys[keys // MINI_KEYS % tiles == tile].to(torch.int32)
+        ids = (kept_N & (tile_N == tile)).nonzero()[:, 0].to(torch.int32)
         ids_PT[tile, : len(ids)] = ids
         counts_P[tile] = len(ids)
 

@@ -1,12 +1,10 @@
 """Kernels that find which keys to keep by query tables (CSAttention section 3.3, with projection weights).
 
-`pick_kernel` chooses the table rows of every query. Then a sample of the keys is scored and counted by score; the last
-of a head's programs to end turns that into the threshold. What scores all keys (`table_attention`) starts before, since
-it needs the threshold only when the scores are there.
-
-Per head, a key's score is the sum of the heads' softmaxes. Their normalisers are taken from the same sample, so that no
-logit of any key but the sample's is ever written to memory. The exact rule differs in which keys near the threshold it
-takes; a factor that all heads' normalisers have in common makes no difference.
+The table rows of every query are picked. Pooled, a sample of the keys is scored and counted by score; the attention
+kernel scores the keys itself. Per head, a key's score is the sum of the heads' softmaxes: `score_kernel` leaves a byte
+per key and head with each tile's peak and mass, and `combine_kernel` turns the tiles' masses into the softmaxes'
+normalisers, and a sample of the bytes into counts. The counts give the threshold: found by the last of a head's
+programs to end, or by whoever compares with it.
 """
 
 from __future__ import annotations
@@ -17,30 +15,36 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from decode_engine.kernels.partials import chained, wait_for_launch
+from decode_engine.kernels.partials import chained
 from decode_engine.kernels.records import field
 from decode_engine.kernels.table_device import (
     BINS,
+    BYTE_BASE,
+    BYTE_HALF,
+    BYTE_LEAST,
+    BYTE_MASK,
+    BYTE_SHIFT,
     END,
     FIRST,
     LOG2E,
+    MINI_WORDS,
     SAMPLE_WORDS,
-    TABLES,
     arrives_last,
     bin_or_none,
     linear_position,
-    load_picked,
+    load_histograms,
     octave_position,
     pick_rows,
     sampled_words,
     searched,
     searched_range,
     sum_rows,
+    table_keys,
     threshold,
+    tile_count,
+    tile_words,
 )
-from decode_engine.kernels.table_plan import TablePlan, Workspace
-
-_SAMPLE_WARPS = 8
+from decode_engine.kernels.table_plan import COMBINE_TILES, TablePlan, Workspace
 
 
 @triton.jit
@@ -71,12 +75,15 @@ def pick_kernel(
             q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, slot, scale,
             G, D, M, C, CP, STRIDED, POOLED, CHAINED,
         )  # fmt: skip
-    else:
-        wait_for_launch(CHAINED)
+    elif CHAINED:
+        gdc_wait()
+    if CHAINED:  # late, here and below: programs that come early only wait, in places that others need
+        gdc_launch_dependents()
 
 
 @triton.jit
 def sample_pooled_kernel(
+    q_ptr: tl.tensor,
     records_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     weights_ptr: tl.tensor,
@@ -84,19 +91,41 @@ def sample_pooled_kernel(
     histograms_ptr: tl.tensor,
     arrivals_ptr: tl.tensor,
     limits_ptr: tl.tensor,
+    scale: tl.tensor,
     H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    CP: tl.constexpr,
+    STRIDED: tl.constexpr,
     J: tl.constexpr,
     S: tl.constexpr,
+    PICK: tl.constexpr,
+    EARLY: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Every program leaves a histogram of the pooled query's scores; the last reads the threshold off their sum."""
-    wait_for_launch(CHAINED)
+    """Every program leaves a histogram of the pooled query's scores; EARLY: the last makes the threshold of them all.
+
+    With PICK every program picks for itself first and writes the same rows: where there are few programs, that costs
+    less than another launch.
+    """
     bh = tl.program_id(1)
     b = bh // H
+    if PICK:
+        if field(records_ptr, b, END) > field(records_ptr, b, FIRST):
+            pick_rows(
+                q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, bh, scale,
+                G, D, M, C, CP, STRIDED, True, CHAINED,
+            )  # fmt: skip
+        elif CHAINED:
+            gdc_wait()
+        tl.debug_barrier()
+    elif CHAINED:
+        gdc_wait()
     word, mask = sampled_words(records_ptr, b, S)
-    picked = load_picked(rows_ptr, weights_ptr, bh, J)
-    a0, a1, a2, a3 = sum_rows(field(records_ptr, b, TABLES), picked, word, mask, J, ASSEMBLY)
+    a0, a1, a2, a3 = sum_rows(records_ptr, rows_ptr, weights_ptr, b, bh, word, mask, J, ASSEMBLY)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
     first, span = searched_range(records_ptr, b)
     b0 = bin_or_none(linear_position(a0, reach), searched(word, 0, first, span) & mask)
@@ -104,11 +133,13 @@ def sample_pooled_kernel(
     b2 = bin_or_none(linear_position(a2, reach), searched(word, 2, first, span) & mask)
     b3 = bin_or_none(linear_position(a3, reach), searched(word, 3, first, span) & mask)
     counts = count_bins(tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * SAMPLE_WORDS]))
-    finish_histogram(records_ptr, histograms_ptr, arrivals_ptr, limits_ptr, counts, b, bh, S)
+    store_histogram(records_ptr, histograms_ptr, arrivals_ptr, limits_ptr, counts, b, bh, S, EARLY)
+    if CHAINED:
+        gdc_launch_dependents()
 
 
 @triton.jit
-def finish_histogram(
+def store_histogram(
     records_ptr: tl.tensor,
     histograms_ptr: tl.tensor,
     arrivals_ptr: tl.tensor,
@@ -117,14 +148,15 @@ def finish_histogram(
     b: tl.tensor,
     bh: tl.tensor,
     S: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
-    """Leaves one of a head's S histograms; the last program reads the threshold off their sum."""
-    bins = tl.arange(0, BINS)
-    tl.store(histograms_ptr + (bh * S + tl.program_id(0)) * BINS + bins, counts)
-    if arrives_last(arrivals_ptr, bh):
-        all_ptr = histograms_ptr + (bh * S + tl.arange(0, S))[:, None] * BINS + bins[None, :]
-        total = tl.sum(tl.load(all_ptr, cache_modifier=".cg"), 0)
-        tl.store(limits_ptr + bh, threshold(records_ptr, total, b))
+    """Leaves one of a head's S histograms; the last program, if EARLY, reads the threshold off their sum."""
+    tl.store(histograms_ptr + (bh * S + tl.program_id(0)) * BINS + tl.arange(0, BINS), counts)
+    if EARLY:
+        last = arrives_last(arrivals_ptr, bh)
+        if last:
+            total = tl.sum(load_histograms(histograms_ptr, bh, S), 0)
+            tl.store(limits_ptr + bh, threshold(records_ptr, total, b))
 
 
 @triton.jit
@@ -134,7 +166,7 @@ def count_bins(bins: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def sample_heads_kernel(
+def score_kernel(
     records_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     weights_ptr: tl.tensor,
@@ -145,37 +177,71 @@ def sample_heads_kernel(
     H: tl.constexpr,
     L: tl.constexpr,
     J: tl.constexpr,
-    S: tl.constexpr,
+    BW: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Program (sample, query): leaves the logits of its keys for one head, with the largest and the sum of weights."""
-    wait_for_launch(CHAINED)
-    slot = tl.program_id(1)
-    bh = slot // L
+    """Scores one tile for one head; see `Workspace.logits` for what is left. Byte 0 is weight 0."""
+    if CHAINED:
+        gdc_wait()
+    tile = tl.program_id(0) // L
+    bh = tl.program_id(1)
     b = bh // H
-    picked = load_picked(rows_ptr, weights_ptr, slot, J)
-    unit = tl.load(units_ptr + slot * 2) * LOG2E
-    word, mask = sampled_words(records_ptr, b, S)
-    first, span = searched_range(records_ptr, b)
-    in0, in1 = searched(word, 0, first, span) & mask, searched(word, 1, first, span) & mask
-    in2, in3 = searched(word, 2, first, span) & mask, searched(word, 3, first, span) & mask
-    a0, a1, a2, a3 = sum_rows(field(records_ptr, b, TABLES), picked, word, mask, J, ASSEMBLY)
-    x0 = tl.where(in0, a0.to(tl.float32) * unit, float("-inf"))
-    x1 = tl.where(in1, a1.to(tl.float32) * unit, float("-inf"))
-    x2 = tl.where(in2, a2.to(tl.float32) * unit, float("-inf"))
-    x3 = tl.where(in3, a3.to(tl.float32) * unit, float("-inf"))
-    peak = tl.max(tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)), 0)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    place = slot * S + tl.program_id(0)
-    own_ptr = logits_ptr + place.to(tl.int64) * (4 * SAMPLE_WORDS) + tl.arange(0, SAMPLE_WORDS)
-    tl.store(own_ptr, x0)
-    tl.store(own_ptr + SAMPLE_WORDS, x1)
-    tl.store(own_ptr + 2 * SAMPLE_WORDS, x2)
-    tl.store(own_ptr + 3 * SAMPLE_WORDS, x3)
-    weights = tl.exp2(x0 - base) + tl.exp2(x1 - base) + tl.exp2(x2 - base) + tl.exp2(x3 - base)
-    tl.store(peaks_ptr + place, peak)
-    tl.store(masses_ptr + place, tl.sum(weights, 0))
+    slot = bh * L + tl.program_id(0) % L
+    if tile < tile_count(records_ptr, b, BW):
+        word, mask = tile_words(records_ptr, b, tile, BW)
+        a0, a1, a2, a3 = sum_rows(records_ptr, rows_ptr, weights_ptr, b, slot, word, mask, J, ASSEMBLY)
+        unit = tl.load(units_ptr + slot * 2) * LOG2E
+        first, span = searched_range(records_ptr, b)
+        x0 = tl.where(searched(word, 0, first, span), a0.to(tl.float32) * unit, float("-inf"))
+        x1 = tl.where(searched(word, 1, first, span), a1.to(tl.float32) * unit, float("-inf"))
+        x2 = tl.where(searched(word, 2, first, span), a2.to(tl.float32) * unit, float("-inf"))
+        x3 = tl.where(searched(word, 3, first, span), a3.to(tl.float32) * unit, float("-inf"))
+        peak = tl.max(tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)), 0)
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        w0, w1, w2, w3 = tl.exp2(x0 - base), tl.exp2(x1 - base), tl.exp2(x2 - base), tl.exp2(x3 - base)
+        packed = to_byte(w0) | (to_byte(w1) << 8) | (to_byte(w2) << 16) | (to_byte(w3) << 24)
+        place = slot * (tl.num_programs(0) // L) + tile
+        tl.store(logits_ptr + place.to(tl.int64) * BW + tl.arange(0, BW), packed)
+        tl.store(peaks_ptr + place, peak)
+        tl.store(masses_ptr + place, tl.sum(w0 + w1 + w2 + w3, 0))
+    if CHAINED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def to_byte(weight: tl.tensor) -> tl.tensor:
+    """A weight from 0 to 1 as 5 exponent and 3 mantissa bits, rounded."""
+    rounded = (weight.to(tl.int32, bitcast=True) + BYTE_HALF) >> BYTE_SHIFT
+    return tl.maximum(rounded - BYTE_BASE, 0)
+
+
+@triton.jit
+def of_byte(words: tl.tensor, index: tl.constexpr) -> tl.tensor:
+    """The weight in byte `index` of every word: two integer operations."""
+    moved = words >> 4 if index == 3 else words << (20 - 8 * index)
+    bits = (moved & BYTE_MASK) | BYTE_LEAST
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def summed_weights(
+    logits_ptr: tl.tensor,
+    factor: tl.tensor,
+    place: tl.tensor,
+    word: tl.tensor,
+    mask: tl.tensor,
+    w: tl.tensor,
+    BW: tl.constexpr,
+) -> tl.tensor:
+    """Adds one head's softmax of the four keys of every word to w; factor: a peak's share of all weights."""
+    w0, w1, w2, w3 = w
+    x = tl.load(logits_ptr + place.to(tl.int64) * BW + word, mask=mask, other=0)
+    w0 += of_byte(x, 0) * factor
+    w1 += of_byte(x, 1) * factor
+    w2 += of_byte(x, 2) * factor
+    w3 += of_byte(x, 3) * factor
+    return w0, w1, w2, w3
 
 
 @triton.jit
@@ -188,90 +254,128 @@ def combine_kernel(
     histograms_ptr: tl.tensor,
     arrivals_ptr: tl.tensor,
     limits_ptr: tl.tensor,
+    P: tl.tensor,
     H: tl.constexpr,
     L: tl.constexpr,
+    BW: tl.constexpr,
+    PP: tl.constexpr,
+    TILES: tl.constexpr,
     LP: tl.constexpr,
     S: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Makes the normalisers; every program leaves a histogram of its keys' summed softmaxes, as when pooled.
-
-    Lets the next launch begin before its own wait: that one reads what was picked, which is complete by now, and waits
-    for this one's end before it reads anything else.
-    """
+    """Normalisers of the softmaxes, and a histogram of their sums: one block of each tile, another one in each."""
     if CHAINED:
-        gdc_launch_dependents()
         gdc_wait()
     bh = tl.program_id(1)
     b = bh // H
-    place = bh * L * S + tl.program_id(0)
-    j = tl.arange(0, 4 * SAMPLE_WORDS)
-    normalisers = sample_normalisers(peaks_ptr, masses_ptr, bh, L, LP, S)
+    tiles = tile_count(records_ptr, b, BW)
+    normalisers = merge_masses(peaks_ptr, masses_ptr, tiles, bh, P, L, LP, PP)
     heads = tl.arange(0, LP)
     tl.store(normalisers_ptr + bh * L + heads, normalisers, mask=heads < L)
-    own_ptr = logits_ptr + place.to(tl.int64) * (4 * SAMPLE_WORDS) + j
-    there = tl.load(own_ptr) > float("-inf")
-    weights = tl.zeros([4 * SAMPLE_WORDS], tl.float32)
+    j = tl.arange(0, TILES * MINI_WORDS)
+    tile = tl.program_id(0) * TILES + j // MINI_WORDS
+    inside = tile < tiles
+    within = (tile % (BW // MINI_WORDS)) * MINI_WORDS + j % MINI_WORDS
+    zero = tl.zeros([TILES * MINI_WORDS], tl.float32)
+    w = (zero, zero, zero, zero)
     for g in tl.static_range(L):
-        normaliser = tl.sum(tl.where(heads == g, normalisers, 0.0), 0)
-        weights += tl.exp2(tl.load(own_ptr + g * (S * 4 * SAMPLE_WORDS)) - normaliser)
-    counts = count_bins(bin_or_none(octave_position(weights), there))
-    finish_histogram(records_ptr, histograms_ptr, arrivals_ptr, limits_ptr, counts, b, bh, S)
+        slot = bh * L + g
+        peak = tl.load(peaks_ptr + slot * P + tile, mask=inside, other=float("-inf"))
+        factor = tl.exp2(peak - tl.sum(tl.where(heads == g, normalisers, 0.0), 0))
+        w = summed_weights(logits_ptr, factor, slot * P + tile, within, inside, w, BW)
+    w0, w1, w2, w3 = w
+    blocks = tl.cdiv(table_keys(records_ptr, b), 4 * MINI_WORDS)
+    block = (tile % (BW // MINI_WORDS)) * tiles + tile
+    word = block * MINI_WORDS + j % MINI_WORDS
+    inside = inside & (block < blocks)
+    first, span = searched_range(records_ptr, b)
+    b0 = bin_or_none(octave_position(w0), searched(word, 0, first, span) & inside)
+    b1 = bin_or_none(octave_position(w1), searched(word, 1, first, span) & inside)
+    b2 = bin_or_none(octave_position(w2), searched(word, 2, first, span) & inside)
+    b3 = bin_or_none(octave_position(w3), searched(word, 3, first, span) & inside)
+    counts = count_bins(tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * TILES * MINI_WORDS]))
+    store_histogram(records_ptr, histograms_ptr, arrivals_ptr, limits_ptr, counts, b, bh, S, True)
+    if CHAINED:
+        gdc_launch_dependents()
 
 
 @triton.jit
-def sample_normalisers(
+def merge_masses(
     peaks_ptr: tl.tensor,
     masses_ptr: tl.tensor,
+    tiles: tl.tensor,
     bh: tl.tensor,
+    P: tl.tensor,
     L: tl.constexpr,
     LP: tl.constexpr,
-    S: tl.constexpr,
+    PP: tl.constexpr,
 ) -> tl.tensor:
-    """log2 of every head's sum of the sample's weights, [LP]."""
+    """log2 of every head's sum of weights over all tiles, [LP]."""
     g = tl.arange(0, LP)[:, None]
-    places = (bh * L + g) * S + tl.arange(0, S)[None, :]
-    peaks = tl.load(peaks_ptr + places, mask=g < L, other=float("-inf"))
-    masses = tl.load(masses_ptr + places, mask=g < L, other=0.0)
+    p = tl.arange(0, PP)[None, :]
+    there = (g < L) & (p < tiles)
+    peaks = tl.load(peaks_ptr + (bh * L + g) * P + p, mask=there, other=float("-inf"))
+    masses = tl.load(masses_ptr + (bh * L + g) * P + p, mask=there, other=0.0)
     highest = tl.max(peaks, 1)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(tl.exp2(peaks - highest[:, None]) * masses, 1)
+    total = tl.sum(masses * tl.exp2(peaks - highest[:, None]), 1)
     return highest + tl.log2(tl.where(total > 0.0, total, 1.0))
 
 
 def search(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace) -> None:
-    """Launches the search of one step up to the threshold.
+    """Launches the search of one step up to the threshold, or where it is not wanted early up to the histograms.
 
     q_BHGD: [B, H, G, d] contiguous, unscaled, in a float dtype. Does not wait for the device.
     """
-    rows = q_BHGD.shape[0] * plan.kv_heads
-    samples = plan.shape.sample_programs
-    pick(q_BHGD, records_BF, plan, work)
-    options = {"H": plan.kv_heads, "S": samples, "num_warps": _SAMPLE_WARPS} | chained(q_BHGD.device)
+    rows, shape = q_BHGD.shape[0] * plan.kv_heads, plan.shape
+    if not plan.pooled or shape.pick_apart:
+        pick(q_BHGD, records_BF, plan, work)
+    options = {"H": plan.kv_heads} | chained(q_BHGD.device)
     reading = {"J": plan.picks, "ASSEMBLY": q_BHGD.is_cuda}
     picked = (records_BF, work.rows, work.weights, work.units)
     found = (work.histograms, work.arrivals, work.limits)
     if plan.pooled:
-        sample_pooled_kernel[(samples, rows)](*picked, *found, **reading, **options)
+        sample_pooled_kernel[(plan.samplers, rows)](
+            q_BHGD, *picked, *found, _pick_scale(plan), **_pick_sizes(plan), **reading, S=plan.samplers,
+            PICK=not shape.pick_apart, EARLY=shape.early_threshold, num_warps=8, **options,
+        )  # fmt: skip
         return
-    sample = (work.logits, work.peaks, work.masses)
-    sample_heads_kernel[(samples, rows * plan.queries)](
-        *picked, *sample, L=plan.queries, **reading, **options
+    scored, words = (work.logits, work.peaks, work.masses), shape.tile_keys // 4
+    score_kernel[(plan.queries * plan.tiles, rows)](
+        *picked, *scored, L=plan.queries, BW=words, **reading, **options
     )
-    combine_kernel[(samples, rows)](
-        records_BF, *sample, work.normalisers, *found,
-        L=plan.queries, LP=triton.next_power_of_2(plan.queries), **options,
+    combine_kernel[(plan.samplers, rows)](
+        records_BF, *scored, work.normalisers, *found, plan.tiles, L=plan.queries, BW=words,
+        PP=triton.next_power_of_2(plan.tiles), TILES=COMBINE_TILES, LP=triton.next_power_of_2(plan.queries),
+        S=plan.samplers, **options,
     )  # fmt: skip
 
 
 def pick(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace) -> None:
     """Launches the choice of the nearest centroids alone: fills rows, weights and units of `work`."""
     pick_kernel[(q_BHGD.shape[0] * plan.kv_heads * plan.queries,)](
-        q_BHGD, records_BF, work.rows, work.weights, work.units, plan.scale / (plan.group // plan.queries),
-        H=plan.kv_heads, L=plan.queries, G=plan.group, D=plan.head_dim, M=plan.subspaces, C=plan.centroids,
-        CP=triton.next_power_of_2(plan.centroids), STRIDED=plan.strided, POOLED=plan.pooled,
-        num_warps=8, **chained(q_BHGD.device),
+        q_BHGD, records_BF, work.rows, work.weights, work.units, _pick_scale(plan),
+        H=plan.kv_heads, L=plan.queries, **_pick_sizes(plan), POOLED=plan.pooled, num_warps=8,
+        **chained(q_BHGD.device),
     )  # fmt: skip
+
+
+def _pick_scale(plan: TablePlan) -> float:
+    """Of a head's query, or of the sum of the group's that a pooled query is."""
+    return plan.scale / (plan.group // plan.queries)
+
+
+def _pick_sizes(plan: TablePlan) -> dict[str, int | bool]:
+    """What kernels that pick are compiled for."""
+    return {
+        "G": plan.group,
+        "D": plan.head_dim,
+        "M": plan.subspaces,
+        "C": plan.centroids,
+        "CP": triton.next_power_of_2(plan.centroids),
+        "STRIDED": plan.strided,
+    }
 
 
 def unpacked_weights(work: Workspace) -> Tensor:

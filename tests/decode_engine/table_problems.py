@@ -57,7 +57,7 @@ def poisoned(plan: TablePlan, size: int) -> tuple[Workspace, Tensor]:
     partials = work.partials
     for buffer in (partials.sums_RSGD, partials.peaks_RSG, partials.totals_RSG):
         buffer.fill_(torch.nan)
-    for buffer in (work.units, work.logits, work.peaks, work.masses, work.normalisers, work.limits):
+    for buffer in (work.units, work.peaks, work.masses, work.normalisers, work.limits):
         buffer.fill_(torch.nan)
     work.ids.fill_(-(2**30))
     return work, work.counts().fill_(2**30)

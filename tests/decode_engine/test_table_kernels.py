@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decode_engine.kernels.table_attention import select, table_attention
+from decode_engine.kernels.table_attention import table_attention
 from decode_engine.kernels.table_batch import (
     TableContext,
     TableSequence,
@@ -20,6 +20,7 @@ from decode_engine.kernels.table_batch import (
 )
 from decode_engine.kernels.table_plan import LaunchShape, TablePlan, launch_shape
 from decode_engine.kernels.table_search import pick, unpacked_weights
+from decode_engine.kernels.table_selection import select
 from index_store.errors import InvalidArgumentError
 from index_store.kernels.table_search import TableReads, softmax_sum_rows_reference, sum_rows_reference
 from tests.decode_engine.table_problems import (
@@ -78,19 +79,20 @@ def test_kernels_equal_the_reference(
     assert_equals_reference(plan, dtype, batch, TOLERANCE[dtype])
 
 
-def test_launch_shapes_make_no_difference() -> None:
+@pytest.mark.parametrize("pooled", [True, False])
+def test_launch_shapes_make_no_difference(pooled: bool) -> None:
     torch.manual_seed(6)
-    for pooled in (True, False):
-        plan = make_plan(2, 64, 4, 3, pooled, True)
-        batch, q = [make_sequence(plan, torch.float16, *LONG)], make_queries(plan, torch.float16, 1)
-        results = []
-        for rows, exact_programs, tile_keys in ((16, 2, 512), (32, 1, 1024)):
-            shape = replace(SMALL, rows=rows, exact_programs=exact_programs, tile_keys=tile_keys)
-            shaped = replace(plan, shape=shape)
-            work, counts = poisoned(shaped, 1)
-            out, lse = table_attention(q, records_of(batch, DEVICE), shaped, work, counts)
-            results.append((counts.sum(-1), out.float(), lse))
-        torch.testing.assert_close(results[0], results[1], rtol=2e-3, atol=2e-3)
+    plan = make_plan(2, 64, 4, 3, pooled, True)
+    batch, q = [make_sequence(plan, torch.float16, *LONG)], make_queries(plan, torch.float16, 1)
+    results = []
+    other = replace(SMALL, rows=32, exact_programs=1, pick_apart=True, early_threshold=True)
+    for shape in (SMALL, other):
+        shaped = replace(plan, shape=shape)
+        work, counts = poisoned(shaped, 1)
+        out, lse = table_attention(q, records_of(batch, DEVICE), shaped, work, counts)
+        assert not work.arrivals.any()
+        results.append((counts.sum(-1), out.float(), lse))
+    torch.testing.assert_close(results[0], results[1], rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("pooled", [True, False])
@@ -174,12 +176,11 @@ def test_a_selection_alone_equals_the_attended_one() -> None:
         assert torch.equal(*masks)
 
 
-@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("count", [1, 20, 500])
-def test_launch_shapes_are_valid(count: int, queries: int) -> None:
+def test_launch_shapes_are_valid(count: int, pooled: bool) -> None:
     for rows in (8, 128):
-        shape = launch_shape(count * 4096, rows, queries)
-        TablePlan(8, 4, 128, 8, 64, count * 4096, queries == 1, shape=shape)
+        TablePlan(8, 4, 128, 8, 64, count * 4096, pooled, shape=launch_shape(count * 4096, rows))
 
 
 @pytest.mark.parametrize(

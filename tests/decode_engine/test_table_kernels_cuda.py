@@ -61,8 +61,8 @@ def test_kernels_equal_the_reference(
     batch = [None if sizes is None else make_sequence(plan, dtype, *sizes) for sizes in SIZES]
     tolerance = 1e-2 if dtype == torch.bfloat16 else 2e-3
     assert_equals_reference(plan, dtype, batch, tolerance)
-    wide = replace(plan, shape=replace(SMALL, rows=32, exact_programs=1, tile_keys=1024, stages=4))
-    assert_equals_reference(wide, dtype, batch, tolerance)
+    other = replace(SMALL, rows=32, exact_programs=1, stages=4, pick_apart=True, early_threshold=True)
+    assert_equals_reference(replace(plan, shape=other), dtype, batch, tolerance)
 
 
 @pytest.mark.parametrize("pooled", [True, False])
@@ -93,10 +93,13 @@ def test_graph_replay_equals_eager_and_follows_its_records(pooled: bool) -> None
 
 
 @pytest.mark.parametrize("pooled", [True, False])
-def test_layers_in_one_graph_do_not_mix(pooled: bool) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [LaunchShape(), LaunchShape(early_threshold=True), LaunchShape(early_threshold=True, pick_apart=True)],
+)
+def test_layers_in_one_graph_do_not_mix(shape: LaunchShape, pooled: bool) -> None:
     """Launches overlap: many steps on other data, without a pause, equal each step alone."""
     torch.manual_seed(8)
-    shape = LaunchShape(tile_keys=2048, sample_programs=8)
     plan = TablePlan(8, 4, 128, 8, 64, 65536, pooled, shape=shape)
     layers = [
         make_sequence(plan, torch.bfloat16, 65536 - 300 * i, 8, 65000 - 300 * i, 9, 3000) for i in range(4)
@@ -133,7 +136,7 @@ def test_layers_in_one_graph_do_not_mix(pooled: bool) -> None:
 def test_a_million_keys_are_addressed(keys: int, pooled: bool) -> None:
     """Tables and rows of the last head begin beyond 2^31 bytes and elements."""
     heads, subspaces, centroids = 5, 8, 64
-    shape = launch_shape(keys, heads, 1 if pooled else 2)
+    shape = launch_shape(keys, heads)
     plan = TablePlan(heads, 2, 128, subspaces, centroids, keys, pooled, shape=shape)
     kv = torch.empty(heads, keys, 2, 128, dtype=torch.bfloat16, device="cuda").normal_()
     tables = torch.empty(heads, subspaces, centroids, keys, dtype=torch.int8, device="cuda")
