@@ -106,12 +106,12 @@ def squares_in_bytes(q: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def spread_logits(
+def spread_factors(
     upper: tl.tensor, lower: tl.tensor, unit: tl.tensor, numbers: tl.tensor, units: tl.tensor
 ) -> tl.tensor:
-    """log2(1 + v / 2) [rows, clusters] with the variance v of the logits of every cluster's keys, by integers."""
+    """1 + v / 2 [rows, clusters] with the variance v of the logits of every cluster's keys, by integers."""
     products = tl.dot(upper, tl.trans(numbers)) * 128 + tl.dot(lower, tl.trans(numbers))
-    return tl.log2(1.0 + products.to(tl.float32) * (0.5 * unit[:, None] * units[None, :]))
+    return 1.0 + products.to(tl.float32) * (0.5 * unit[:, None] * units[None, :])
 
 
 @triton.jit
@@ -209,26 +209,29 @@ def lookup_kernel(
     for start in tl.range(split * PIECE, end, TILE, num_stages=STAGES):
         at = start + tl.arange(0, TILE)
         exists = at < clusters
-        offsets = at[:, None] * DIM + dims[None, :]
-        means = tl.load(means_ptr + offsets, mask=exists[:, None], other=0.0)
+        # Beyond the last cluster it is read again, and weighs nothing.
+        offsets = tl.minimum(at, clusters - 1)[:, None] * DIM + dims[None, :]
+        means = tl.load(means_ptr + offsets)
         sizes = tl.load(sizes_ptr + at, mask=exists, other=0)
         if SPREAD:
-            numbers = tl.load(numbers_ptr + offsets, mask=exists[:, None], other=0)
+            numbers = tl.load(numbers_ptr + offsets)
             units = tl.load(units_ptr + at, mask=exists, other=0.0)
         if ATTEND:
-            values = tl.load(values_ptr + offsets, mask=exists[:, None], other=0.0)
+            values = tl.load(values_ptr + offsets)
         logits = tl.dot(q, tl.trans(means), input_precision=PRECISION) * scale_log2
         logits = tl.where((sizes > 0)[None, :], logits, float("-inf"))
         into = at[None, :] * GROUP + heads[:, None]
         inside = (heads[:, None] < GROUP) & exists[None, :]
         tl.store(logits_ptr + into, logits, mask=inside)
-        logits += tl.log2(tl.maximum(sizes, 1).to(tl.float32))[None, :]
+        factors = sizes.to(tl.float32)[None, :]
         if SPREAD:
-            spreads = spread_logits(upper, lower, unit, numbers, units)
+            spreads = spread_factors(upper, lower, unit, numbers, units)
             store_spreads(spreads, spreads_ptr, taken_logits_ptr, into, inside, taken_ptr + at, exists, TILE)
-            logits += spreads
-        peaks, totals, shrink, weights = grow(peaks, totals, logits, logits, False)
+            factors = factors * spreads
+        peaks, totals, shrink, weights = grow(peaks, totals, logits, factors, logits, False)
         if ATTEND:
+            if values.dtype == tl.float16:
+                weights = tl.minimum(weights, 60000.0)
             sums = add_weighted(sums * shrink[:, None], weights, values, SPREAD, PRECISION)
     if ATTEND:
         store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, split, peaks, totals, sums, GROUP, DIM, 16)

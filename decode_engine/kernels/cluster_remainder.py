@@ -93,7 +93,8 @@ def weigh_members(
     taken_logits_ptr: tl.tensor,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """Of every key's cluster: log2 of a key's weight [heads, keys] before and now, and keys before, now and taken."""
+    """Of every key's cluster: mean logits [heads, keys] before and now, the factor of weights [heads, keys], and keys
+    before, now and taken."""
     member = cluster >= 0
     heads = tl.arange(0, 16)
     sizes = tl.load(sizes_ptr + cluster, mask=member, other=1).to(tl.float32)
@@ -105,8 +106,8 @@ def weigh_members(
     taken_logits = tl.load(taken_logits_ptr + at, mask=inside, other=0.0)
     left = sizes - taken
     mean_left = (means * sizes[None, :] - taken_logits) / tl.maximum(left, 1.0)[None, :]
-    now = tl.where((left > 0.0)[None, :], mean_left + spreads, float("-inf"))
-    return means + spreads, now, sizes, left, taken
+    now = tl.where((left > 0.0)[None, :], mean_left, float("-inf"))
+    return means, now, spreads, sizes, left, taken
 
 
 @triton.jit(do_not_specialize=["width", "room", "cluster_width", "slots", "first_slot"])
@@ -170,15 +171,14 @@ def correct_kernel(
         values = tl.load(rows_ptr + where, mask=member[:, None], other=0.0)
         where = cluster[:, None] * DIM + dims[None, :]
         value_means = tl.load(value_means_ptr + where, mask=member[:, None], other=0.0)
-        before, now, sizes, left, taken = weigh_members(
+        before, now, factors, sizes, left, taken = weigh_members(
             cluster, sizes_ptr, logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr, GROUP
         )
-        highest = tl.maximum(before + tl.log2(sizes)[None, :], now + tl.log2(tl.maximum(left, 1.0))[None, :])
-        higher = tl.maximum(peaks, tl.max(highest, 1))
+        higher = tl.maximum(peaks, tl.maximum(tl.max(before, 1), tl.max(now, 1)))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         shrink = tl.exp2(peaks - base)
-        before = tl.exp2(before - base[:, None])
-        now = tl.exp2(now - base[:, None])
+        before = tl.exp2(before - base[:, None]) * factors
+        now = tl.exp2(now - base[:, None]) * factors
         share = (1.0 / taken)[None, :]
         totals = totals * shrink + tl.sum((now * left[None, :] - before * sizes[None, :]) * share, 1)
         sums = add_weighted(sums * shrink[:, None], -now, values, False, PRECISION)

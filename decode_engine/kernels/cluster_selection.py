@@ -43,7 +43,7 @@ _MEMBERS = tl.constexpr(MEMBERS)
 _OFFSETS = tl.constexpr(OFFSETS)
 _SIZES = tl.constexpr(SIZES)
 
-RANGE = 24.0
+RANGE = 24
 """Distance from the heaviest cluster, in units of log2, beyond which clusters are not told apart: what is lighter by
 2^-24 would not change a float32 sum. A budget that reaches down there, but not to all clusters, is left unused."""
 TURNS = 16
@@ -55,7 +55,7 @@ _AT_ONCE = 16384
 @dataclass(frozen=True, slots=True)
 class SelectionBuffers:
     """What programs of a row leave for themselves. chosen_RPO, places_RPO: [R, P, owned clusters] int32, selected
-    clusters and where their members go. weights_RC: [R, C] float32, in units of log2."""
+    clusters and where their members go. weights_RC: [R, C] int32, the bits of float32 weights, in the same order."""
 
     chosen_RPO: Tensor
     places_RPO: Tensor
@@ -68,7 +68,7 @@ class SelectionBuffers:
         return SelectionBuffers(
             torch.empty(rows, programs, own, dtype=torch.int32, device=device),
             torch.empty(rows, programs, own, dtype=torch.int32, device=device),
-            torch.empty(rows, width, device=device),
+            torch.empty(rows, width, dtype=torch.int32, device=device),
         )
 
 
@@ -152,12 +152,11 @@ def weigh(
     GROUP: tl.constexpr,
     HEADS_TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Log2 of the summed weights of clusters; -inf for those without keys."""
+    """Bits of the summed weights of clusters: their order, and about evenly spread on a logarithmic scale."""
     heads = tl.arange(0, HEADS_TILE)
     inside = (at < clusters)[:, None] & (heads < GROUP)[None, :]
     logits = tl.load(logits_ptr + at[:, None] * GROUP + heads[None, :], mask=inside, other=float("-inf"))
-    weights = tl.sum(tl.exp2(logits - normaliser[None, :]), 1)
-    return tl.where(weights > 0.0, tl.log2(tl.maximum(weights, 1e-37)), float("-inf"))
+    return tl.sum(tl.exp2(logits - normaliser[None, :]), 1).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -183,7 +182,7 @@ def keys_from(
         return tl.sum(tl.where(counted, sizes, 0), 0)
     total = tl.zeros([BLOCK], tl.int32)
     for start in range(0, clusters, BLOCK):
-        some = tl.load(weights_ptr + start + at, mask=start + at < clusters, other=float("-inf"))
+        some = tl.load(weights_ptr + start + at, mask=start + at < clusters, other=0)
         number = tl.load(sizes_ptr + start + at, mask=start + at < clusters, other=0)
         counted = some >= threshold
         if not EVERY:
@@ -231,14 +230,14 @@ def cut(
     TURNS: tl.constexpr,
 ) -> tl.tensor:
     """The weight from which on clusters are selected, and the keys of selected clusters of programs before this one."""
-    above = tl.where(heaviest == float("-inf"), 0.0, heaviest) + 1e-3
-    below = above - RANGE
-    lowest = below - 1e30
+    above = heaviest + 1
+    below = tl.maximum(above - (RANGE << 23), 0)
+    lowest = below * 0
     every = keys_from(
         weights, sizes, weights_ptr, sizes_ptr, clusters, lowest, program, programs, BLOCK, SINGLE, True
     )
     for _ in range(TURNS):
-        middle = 0.5 * (above + below)
+        middle = below + (above - below) // 2
         number = keys_from(
             weights, sizes, weights_ptr, sizes_ptr, clusters, middle, program, programs, BLOCK, SINGLE, True
         )
@@ -326,7 +325,7 @@ def select_kernel(
     logits_row = logits_ptr + row.to(tl.int64) * width * GROUP
     weights_row = weights_ptr + row.to(tl.int64) * width
     normaliser = normalisers(peaks_ptr, totals_ptr, row, slots, splits, GROUP, HEADS_TILE, SPLITS)
-    highest = tl.full([CHUNK], float("-inf"), tl.float32)
+    highest = tl.zeros([CHUNK], tl.int32)
     for start in range(0, clusters, CHUNK):
         some = start + tl.arange(0, CHUNK)
         weights = weigh(logits_row, normaliser, some, clusters, GROUP, HEADS_TILE)
@@ -335,14 +334,14 @@ def select_kernel(
         highest = tl.maximum(highest, weights)
     tl.debug_barrier()
     heaviest = tl.max(highest, 0)
-    weights = tl.load(weights_row + at, mask=at < clusters, other=float("-inf"))
+    weights = tl.load(weights_row + at, mask=at < clusters, other=0)
     threshold, before = cut(
         weights, sizes, weights_row, sizes_ptr, clusters, heaviest, keep, program, programs,
         BLOCK, SINGLE, RANGE, TURNS,
     )  # fmt: skip
     lane = tl.arange(0, OWN)
     owned = ((lane // 16) * programs + program) * 16 + lane % 16
-    own_weights = tl.load(weights_row + owned, mask=owned < clusters, other=float("-inf"))
+    own_weights = tl.load(weights_row + owned, mask=owned < clusters, other=0)
     own_sizes = tl.load(sizes_ptr + owned, mask=owned < clusters, other=0)
     chosen = (own_weights >= threshold) & (own_sizes > 0)
     # Number and keys of the selected clusters in one sum.

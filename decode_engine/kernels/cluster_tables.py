@@ -85,7 +85,7 @@ class ClusterScores:
     """What a lookup finds about the clusters of every row, and what attention takes out of them.
 
     logits_RCG: [R, C, G] float32, q . mean key in units of log2; -inf for clusters without keys; anything beyond a
-    context's clusters. spreads_RCG: [R, C, G] float32, log2(1 + v / 2) with the logits' variance v. taken_RC: [R, C]
+    context's clusters. spreads_RCG: [R, C, G] float32, 1 + v / 2 with the logits' variance v. taken_RC: [R, C]
     int32 and taken_logits_RCG: [R, C, G] float32, number and sum of logits of the keys that were taken out; 0 after a
     lookup. The last three are None where there are no variances.
     """

@@ -247,9 +247,10 @@ def join(
         entry = start + tl.arange(0, CHUNK)
         place = entry.to(tl.int64)
         if SEGMENTS > 1:
-            passed = (entry[:, None] >= ends[None, :]).to(tl.int32)
-            segment = tl.minimum(tl.sum(passed, 1), SEGMENTS - 1)
-            place = segment.to(tl.int64) * width + (entry - tl.sum(passed * counts[None, :], 1))
+            passed = entry[None, :] >= ends[:, None]
+            segment = tl.minimum(tl.sum(passed.to(tl.int32), 0), SEGMENTS - 1)
+            ahead = tl.sum(tl.where(passed, counts[:, None], 0), 0)
+            place = segment.to(tl.int64) * width + (entry - ahead)
         ids = tl.load(ids_ptr + place, mask=entry < stop, other=-1)
         tl.store(joined_ptr + entry, ids, mask=entry < stop)
 
@@ -295,18 +296,23 @@ def places(
 
 @triton.jit
 def grow(
-    peaks: tl.tensor, totals: tl.tensor, logits: tl.tensor, away: tl.tensor, TAKE: tl.constexpr
+    peaks: tl.tensor,
+    totals: tl.tensor,
+    logits: tl.tensor,
+    factors: tl.tensor,
+    away: tl.tensor,
+    TAKE: tl.constexpr,
 ) -> tl.tensor:
     """A running softmax: peaks and totals with more logits, what earlier weights shrink by, and the new weights.
 
-    TAKE: the weights of logits `away` are taken off.
+    factors: of the weights. TAKE: the weights of logits `away` are taken off.
     """
     higher = tl.maximum(peaks, tl.max(logits, 1))
     if TAKE:
         higher = tl.maximum(higher, tl.max(away, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     shrink = tl.exp2(peaks - base)
-    weights = tl.exp2(logits - base[:, None])
+    weights = tl.exp2(logits - base[:, None]) * factors
     if TAKE:
         weights -= tl.exp2(away - base[:, None])
     return higher, totals * shrink + tl.sum(weights, 1), shrink, weights
@@ -412,7 +418,7 @@ def attend_kernel(
         if TAKE > 0:
             cluster = tl.load(assignment_ptr + ids, mask=ids >= 0, other=-1)
             means = take(logits, cluster, before, logits_ptr, taken_ptr, taken_logits_ptr, TAKE, GROUP, TILE)
-        peaks, totals, shrink, weights = grow(peaks, totals, logits, means, TAKE == _MONOPOLE)
+        peaks, totals, shrink, weights = grow(peaks, totals, logits, 1.0, means, TAKE == _MONOPOLE)
         sums = add_weighted(sums * shrink[:, None], weights, values, False, PRECISION)
     if KEPT:
         tl.store(kept_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(attended, 0))

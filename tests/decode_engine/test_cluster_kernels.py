@@ -162,7 +162,7 @@ def test_lookup(dtype: torch.dtype, lengths: list[int], group: int, head_dim: in
         assert scores.taken_RC is not None
         assert scores.taken_logits_RCG is not None
         check(scores.logits_RCG[row, :count].t() / LOG2E, logits, 0.0)
-        check(scores.spreads_RCG[row, :count].t() / LOG2E, spreads)
+        check(scores.spreads_RCG[row, :count].t().log(), spreads)
         assert not scores.taken_RC[row, :count].any()
         assert not scores.taken_logits_RCG[row, :count].any()
         sized = logits + spreads + sequence.clusters.sizes_HC[head].log()
