@@ -89,6 +89,7 @@ def load_query(
     q_ptr: tl.tensor,
     slot: tl.tensor,
     G: tl.constexpr,
+    GP: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     STRIDED: tl.constexpr,
@@ -96,16 +97,14 @@ def load_query(
 ) -> tl.tensor:
     """A searched query by subspaces, [M, W] float32: a head's, or the sum of the group's heads.
 
-    Read as it lies and rearranged afterwards: gathered by subspace, it would take more loads than the centroids.
+    Read as it lies and rearranged afterwards: gathered by subspace, it would take more loads than the centroids. The
+    sum, also over a single head, keeps the compiler from gathering.
     """
     W: tl.constexpr = D // M
-    d = tl.arange(0, D)
-    if POOLED:
-        q = tl.zeros([D], tl.float32)
-        for g in tl.static_range(G):
-            q += tl.load(q_ptr + (slot * G + g) * D + d).to(tl.float32)
-    else:
-        q = tl.load(q_ptr + slot * D + d).to(tl.float32)
+    HEADS: tl.constexpr = G if POOLED else 1
+    g = tl.arange(0, GP if POOLED else 2)
+    places = (slot * HEADS + g)[:, None] * D + tl.arange(0, D)[None, :]
+    q = tl.sum(tl.load(q_ptr + places, mask=(g < HEADS)[:, None], other=0.0).to(tl.float32), 0)
     return tl.trans(tl.reshape(q, [W, M])) if STRIDED else tl.reshape(q, [M, W])
 
 
@@ -121,6 +120,7 @@ def pick_rows(
     slot: tl.tensor,
     scale: tl.tensor,
     G: tl.constexpr,
+    GP: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
@@ -144,7 +144,7 @@ def pick_rows(
     centroids = load_centroids(records_ptr, b, h, 0, M, C, CB, W)
     if CHAINED:
         gdc_wait()
-    q = load_query(q_ptr, slot, G, D, M, STRIDED, POOLED)
+    q = load_query(q_ptr, slot, G, GP, D, M, STRIDED, POOLED)
     best = tl.full([M], float("-inf"), tl.float32)
     nearest = tl.zeros([M], tl.int32)
     for first in tl.static_range(0, CP, CB):

@@ -58,6 +58,7 @@ def pick_kernel(
     H: tl.constexpr,
     L: tl.constexpr,
     G: tl.constexpr,
+    GP: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
@@ -73,7 +74,7 @@ def pick_kernel(
     if field(records_ptr, b, END) > field(records_ptr, b, FIRST):
         pick_rows(
             q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, slot, scale,
-            G, D, M, C, CP, STRIDED, POOLED, CHAINED,
+            G, GP, D, M, C, CP, STRIDED, POOLED, CHAINED,
         )  # fmt: skip
     elif CHAINED:
         gdc_wait()
@@ -94,6 +95,7 @@ def sample_pooled_kernel(
     scale: tl.tensor,
     H: tl.constexpr,
     G: tl.constexpr,
+    GP: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
@@ -117,7 +119,7 @@ def sample_pooled_kernel(
         if field(records_ptr, b, END) > field(records_ptr, b, FIRST):
             pick_rows(
                 q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, bh, scale,
-                G, D, M, C, CP, STRIDED, True, CHAINED,
+                G, GP, D, M, C, CP, STRIDED, True, CHAINED,
             )  # fmt: skip
         elif CHAINED:
             gdc_wait()
@@ -370,6 +372,7 @@ def _pick_sizes(plan: TablePlan) -> dict[str, int | bool]:
     """What kernels that pick are compiled for."""
     return {
         "G": plan.group,
+        "GP": triton.next_power_of_2(plan.group),
         "D": plan.head_dim,
         "M": plan.subspaces,
         "C": plan.centroids,
