@@ -1,7 +1,8 @@
-"""The memory in which contexts sit while they are served: one byte budget, shared by all sessions.
+"""The memory in which contexts sit while they are served: byte budgets of host and device, shared by all sessions.
 
 A context is loaded once however many ask for it, stays while anyone holds a lease on it, and is dropped when its
-bytes are needed for another: the one unused for longest first.
+bytes are needed for another: the one unused for longest first. Who asks to be let in early gets a lease as soon as
+memory is reserved, and waits for layers where it needs them; loading ends with the last lease.
 
 Those who wait for memory stand in a line. Others may pass them, since their contexts are here or fit, but at most
 MAX_PASSED times; after that whoever would wait for memory waits behind them, even for a context that is here. Else a
@@ -11,17 +12,20 @@ flood of requests on one context would renew its leases for ever, and another co
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from index_store.arena_stats import ArenaStats
 from index_store.catalog import Store
 from index_store.context import IndexKinds, ResidentContext
-from index_store.context_loading import LoadedContext, load_context, resident_bytes
+from index_store.context_loading import LoadedContext, placed_bytes, start_loading
 from index_store.errors import (
     ContextExpiredError,
     ContextNotFoundError,
@@ -31,6 +35,7 @@ from index_store.errors import (
 )
 from index_store.host_memory import PageLocker, default_page_locker
 from index_store.manifest import Manifest
+from index_store.placement import MemoryBytes, Placement
 
 MAX_PASSED = 8
 """How many leases others get before one who waits for memory."""
@@ -38,32 +43,22 @@ MAX_PASSED = 8
 _CHECK_INTERVAL_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaStats:
-    """What the arena holds now, and what it did so far.
-
-    used_bytes includes contexts that are being loaded; leased_bytes is the part that cannot be evicted now.
-    """
-
-    budget_bytes: int
-    used_bytes: int
-    leased_bytes: int
-    page_locked_bytes: int
-    contexts: int
-    leases: int
-    loads: int
-    hits: int
-    evictions: int
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """One context's place: reserved first, filled by the thread that reserved it."""
+    """One context's place: reserved first, filled by the thread that loads it.
+
+    complete: every layer is there. A slot that is not, or that has an error, is dropped with its last lease.
+    """
 
     id: str
-    nbytes: int
+    needed: MemoryBytes
+    placement: Placement
     leases: int = 1
     loaded: LoadedContext | None = None
+    complete: bool = False
     error: Exception | None = None
     drop_when_free: bool = False
 
@@ -72,30 +67,41 @@ class _Slot:
 class _Waiter:
     """One who waits for `needed` bytes. passed: leases that others got meanwhile who came later, or do not wait."""
 
-    needed: int
+    needed: MemoryBytes
     passed: int = 0
 
 
 class Arena:
-    """Contexts in memory within a byte budget. Safe to use from several threads."""
+    """Contexts in memory within byte budgets. Safe to use from several threads."""
 
     def __init__(
         self,
-        budget_bytes: int,
+        budget: int | MemoryBytes,
         locker: PageLocker | None = None,
         kinds: IndexKinds | None = None,
         device: torch.device | None = None,
+        placement: Placement | None = None,
     ) -> None:
-        """`locker` page-locks what was loaded (CUDA's where there is a GPU); `kinds` are the index classes.
+        """`locker` page-locks host memory (CUDA's where there is a GPU); `kinds` are the index classes.
 
-        device: whose memory holds the contexts and is budgeted; None for host memory, which alone is page-locked.
+        budget: bytes of host and device memory; a number is the budget of the memory that the device computes in.
+        device: what computes, where that is not the CPU; None for the CPU, in whose memory everything is then.
+        placement: of every context; None for in device memory what fits into its budget, else hybrid.
         """
-        if budget_bytes <= 0:
-            raise InvalidArgumentError(f"the memory budget must be positive, got {budget_bytes} bytes")
-        self._budget = budget_bytes
-        self._locker = default_page_locker() if locker is None and device is None else locker
+        if isinstance(budget, int):
+            budget = MemoryBytes(host=budget) if device is None else MemoryBytes(device=budget)
+        if min(budget.host, budget.device) < 0 or budget.total == 0:
+            raise InvalidArgumentError(f"the memory budget must be positive, got {budget.total} bytes")
+        if placement is Placement.HYBRID and device is None:
+            raise InvalidArgumentError(
+                "placement hybrid keeps indexes in memory of a GPU, and the CPU computes here; use auto or device",
+                field="placement",
+            )
+        self._budget = budget
+        self._locker = default_page_locker() if locker is None else locker
         self._kinds = kinds
         self._device = device
+        self._placement = placement
         self._slots: OrderedDict[str, _Slot] = OrderedDict()  # least recently used first
         self._waiting: deque[_Waiter] = deque()  # first come first
         self._changed = threading.Condition()
@@ -109,6 +115,7 @@ class Arena:
         *,
         check: Callable[[], None] = lambda: None,
         wait_for_memory: bool = False,
+        early: bool = False,
     ) -> Iterator[ResidentContext]:
         """Leases a context, loading and verifying it if it is not here; it stays in memory inside the block.
 
@@ -118,18 +125,35 @@ class Arena:
         fit is refused at once. A thread that holds a lease must not wait so for another one.
 
         check: called before a wait and then every 50 ms, with the arena locked; what it raises ends the wait. It is
-            called once more after a load, which is never broken off: others may be waiting for it.
+            called once more after a load, which who began it never breaks off: others may be waiting for it.
+        early: the lease is granted once memory is reserved. The context then makes whoever asks for a layer wait until
+            it is there, and raises there what loading raised. Who asks for the context after that gets the error here,
+            until the last lease has ended and it can be loaded anew.
         Raises what `Store.open` and `check` raise, or MemoryBudgetError when the context does not fit.
         """
         manifest = self._current_manifest(store, id_)
-        slot = self._lease(store, manifest, check, wait_for_memory)
+        slot, victims = self._enter(manifest, check, wait_for_memory)
         try:
+            if victims is None:
+                self._await(slot, check, early)
+                with self._changed:
+                    self._hits += 1
+            else:
+                self._begin_loading(store, slot, victims)
+                if not early:
+                    self._await(slot, lambda: None, early)
             check()
             if slot.loaded is None:
                 raise StoreError(f"context {id_} was released while it was leased")
             yield slot.loaded.resident
         finally:
             self._return(slot)
+
+    def placement(self, manifest: Manifest) -> Placement:
+        """Where the context is, or would be put."""
+        with self._changed:
+            slot = self._slots.get(manifest.id)
+        return self._choose(manifest)[0] if slot is None else slot.placement
 
     def drop(self, id_: str) -> bool:
         """Frees a context's memory: now (True), or when its last lease ends (False). Nothing happens if absent."""
@@ -150,22 +174,20 @@ class Arena:
             self.drop(id_)
 
     def ids(self) -> list[str]:
-        """Ids of the contexts in memory, least recently used first."""
+        """Ids of the contexts that are wholly in memory, least recently used first."""
         with self._changed:
-            return [slot.id for slot in self._slots.values() if slot.loaded is not None]
+            return [slot.id for slot in self._slots.values() if slot.complete]
 
     def stats(self) -> ArenaStats:
         """The present state, consistent in itself."""
         with self._changed:
             slots = list(self._slots.values())
             return ArenaStats(
-                budget_bytes=self._budget,
-                used_bytes=sum(slot.nbytes for slot in slots),
-                leased_bytes=sum(slot.nbytes for slot in slots if slot.leases),
-                page_locked_bytes=sum(
-                    slot.nbytes for slot in slots if slot.loaded and slot.loaded.block.locked
-                ),
-                contexts=sum(slot.loaded is not None for slot in slots),
+                budget=self._budget,
+                used=_sum(slots),
+                leased=self._leased(),
+                page_locked_bytes=sum(slot.loaded.locked_bytes for slot in slots if slot.loaded),
+                contexts=sum(slot.complete for slot in slots),
                 leases=sum(slot.leases for slot in slots),
                 loads=self._loads,
                 hits=self._hits,
@@ -182,10 +204,24 @@ class Arena:
             raise
         return manifest
 
-    def _lease(
-        self, store: Store, manifest: Manifest, check: Callable[[], None], wait_for_memory: bool
-    ) -> _Slot:
-        needed = resident_bytes(manifest, self._device)
+    def _choose(self, manifest: Manifest) -> tuple[Placement, MemoryBytes, str]:
+        """Where a context goes, how many bytes that takes, and why."""
+        placement, why = self._placement, "as told"
+        if self._device is None:
+            placement, why = Placement.DEVICE, "the CPU computes"
+        elif placement is None:
+            needed = placed_bytes(manifest, self._device).device
+            fits = needed <= self._budget.device
+            placement = Placement.DEVICE if fits else Placement.HYBRID
+            relation = "fit" if fits else "do not fit"
+            why = f"its {needed} bytes {relation} into the device budget of {self._budget.device}"
+        return placement, placed_bytes(manifest, self._device, placement), why
+
+    def _enter(
+        self, manifest: Manifest, check: Callable[[], None], wait_for_memory: bool
+    ) -> tuple[_Slot, list[_Slot] | None]:
+        """Takes a lease on a slot. Where it is new the caller must release the slots that come with it, and load."""
+        placement, needed, why = self._choose(manifest)
         with self._changed:
             place = self._wait_for_turn(manifest.id, needed, check) if wait_for_memory else len(self._waiting)
             slot = self._slots.get(manifest.id)
@@ -193,28 +229,68 @@ class Arena:
             for waiter in list(self._waiting)[:place]:
                 waiter.passed += 1
             if slot is not None:
-                return self._join(slot, check)
-            slot = _Slot(manifest.id, needed)
+                slot.leases += 1
+                slot.drop_when_free = False
+                self._slots.move_to_end(slot.id)
+                return slot, None
+            slot = _Slot(manifest.id, needed, placement)
             self._slots[slot.id] = slot
+        if self._device is not None:
+            logger.info(
+                "context %s goes to placement %s: %s; host %d bytes, device %d",
+                slot.id[:12],
+                placement.value,
+                why,
+                needed.host,
+                needed.device,
+            )
+        return slot, victims
+
+    def _begin_loading(self, store: Store, slot: _Slot, victims: Sequence[_Slot]) -> None:
+        """Begins to load what has a place, when others have left theirs."""
         try:
             for victim in victims:
                 self._release(victim)
-            with store.open(slot.id) as context:
-                loaded = load_context(context, self._locker, self._kinds, self._device)
+            loaded = start_loading(
+                store.open(slot.id),
+                self._locker,
+                self._kinds,
+                self._device,
+                slot.placement,
+                partial(self._end_loading, slot),
+            )
         except BaseException as error:
             interrupted = StoreError(f"loading context {slot.id} was interrupted; ask again")
             with self._changed:
                 slot.error = error if isinstance(error, Exception) else interrupted
-                del self._slots[slot.id]
                 self._changed.notify_all()
             raise
         with self._changed:
             slot.loaded = loaded
-            self._loads += 1
             self._changed.notify_all()
-        return slot
 
-    def _wait_for_turn(self, id_: str, needed: int, check: Callable[[], None]) -> int:
+    def _end_loading(self, slot: _Slot, error: Exception | None) -> None:
+        """Called by the thread that loaded the slot's context."""
+        with self._changed:
+            slot.error = error
+            if error is None:
+                slot.complete = True
+                self._loads += 1
+            self._changed.notify_all()
+
+    def _await(self, slot: _Slot, check: Callable[[], None], early: bool) -> None:
+        """Waits until the slot is filled, or with `early` until there is something to wait for in it."""
+        with self._changed:
+            while slot.error is None and (slot.loaded is None or not (early or slot.complete)):
+                self._wait(check)
+            error = slot.error
+        if error is not None:
+            # A copy: every thread gets a traceback of its own.
+            raise copy.copy(error) from error
+        if not early and slot.loaded is not None:
+            slot.loaded.join()  # its thread has nothing left to do, and then holds no memory
+
+    def _wait_for_turn(self, id_: str, needed: MemoryBytes, check: Callable[[], None]) -> int:
         """Waits until the context is here or fits, and it is one's turn. Called with the lock held.
 
         Returns how many wait on who came earlier: they are passed. What can never fit does not wait.
@@ -225,14 +301,14 @@ class Arena:
             while True:
                 place = self._waiting.index(waiter)
                 here = id_ in self._slots
-                if self._may_enter(place, here, needed) or not (here or needed <= self._budget):
+                if self._may_enter(place, here, needed) or not (here or needed.fits(self._budget)):
                     return place
                 self._wait(check)
         finally:
             self._waiting.remove(waiter)
             self._changed.notify_all()
 
-    def _may_enter(self, place: int, here: bool, needed: int) -> bool:
+    def _may_enter(self, place: int, here: bool, needed: MemoryBytes) -> bool:
         """Whether it is the turn of who has this place in the line, and the context is here or fits."""
         earlier = list(self._waiting)[:place]
         if earlier and earlier[0].passed >= MAX_PASSED:
@@ -244,66 +320,64 @@ class Arena:
         check()
         self._changed.wait(_CHECK_INTERVAL_S)
 
-    def _join(self, slot: _Slot, check: Callable[[], None]) -> _Slot:
-        """Takes part in a slot that exists, waiting until it is filled. Called with the lock held."""
-        slot.leases += 1
-        slot.drop_when_free = False
-        self._slots.move_to_end(slot.id)
-        try:
-            while slot.loaded is None and slot.error is None:
-                self._wait(check)
-        except BaseException:
-            slot.leases -= 1
-            raise
-        if slot.error is not None:
-            # A copy: every thread gets a traceback of its own.
-            raise copy.copy(slot.error) from slot.error
-        self._hits += 1
-        return slot
-
     def _return(self, slot: _Slot) -> None:
         with self._changed:
             slot.leases -= 1
             self._slots.move_to_end(slot.id)
             self._changed.notify_all()
-            if slot.leases or not slot.drop_when_free:
+            if slot.leases or (slot.complete and not slot.drop_when_free):
                 return
             del self._slots[slot.id]
         self._release(slot)
 
-    def _leased(self) -> int:
-        return sum(slot.nbytes for slot in self._slots.values() if slot.leases)
+    def _leased(self) -> MemoryBytes:
+        return _sum([slot for slot in self._slots.values() if slot.leases])
 
-    def _fits(self, needed: int) -> bool:
-        return self._leased() + needed <= self._budget
+    def _fits(self, needed: MemoryBytes) -> bool:
+        return (self._leased() + needed).fits(self._budget)
 
-    def _make_room(self, needed: int) -> list[_Slot]:
+    def _make_room(self, needed: MemoryBytes) -> list[_Slot]:
         """Takes out slots until `needed` bytes fit; returns them, to be released outside the lock.
 
         Takes nothing out when it would not suffice: raises MemoryBudgetError instead.
         """
-        used = sum(slot.nbytes for slot in self._slots.values())
-        leased = self._leased()
-        if leased + needed > self._budget:
-            beside = f" beside {leased} bytes in use by other contexts" if leased else ""
-            raise MemoryBudgetError(
-                f"the context needs {needed} bytes of memory, which do not fit into the budget of {self._budget} "
-                f"bytes{beside}; raise --memory" + (" or try again later" if needed <= self._budget else ""),
-                needed=needed,
-                budget=self._budget,
-                in_use=leased,
-            )
+        if not self._fits(needed):
+            raise self._refusal(needed)
+        used = _sum(self._slots.values()) + needed
         victims = []
         for slot in [slot for slot in self._slots.values() if not slot.leases]:
-            if used + needed <= self._budget:
+            if used.fits(self._budget):
                 break
-            del self._slots[slot.id]
-            used -= slot.nbytes
-            victims.append(slot)
+            lacks_host, lacks_device = used.host > self._budget.host, used.device > self._budget.device
+            if (lacks_host and slot.needed.host) or (lacks_device and slot.needed.device):
+                del self._slots[slot.id]
+                used = MemoryBytes(used.host - slot.needed.host, used.device - slot.needed.device)
+                victims.append(slot)
         self._evictions += len(victims)
         return victims
+
+    def _refusal(self, needed: MemoryBytes) -> MemoryBudgetError:
+        """Names the memory that is too small."""
+        leased = self._leased()
+        in_host = needed.host + leased.host > self._budget.host
+        kind, flag = ("", "--memory") if in_host else ("device ", "--device-memory")
+        wanted, budget, in_use = (
+            (memory.host if in_host else memory.device) for memory in (needed, self._budget, leased)
+        )
+        beside = f" beside {in_use} bytes in use by other contexts" if in_use else ""
+        return MemoryBudgetError(
+            f"the context needs {wanted} bytes of {kind}memory, which do not fit into the budget of {budget} "
+            f"bytes{beside}; raise {flag}" + (" or try again later" if wanted <= budget else ""),
+            needed=wanted,
+            budget=budget,
+            in_use=in_use,
+        )
 
     @staticmethod
     def _release(slot: _Slot) -> None:
         if slot.loaded is not None:
             slot.loaded.release()
+
+
+def _sum(slots: Iterable[_Slot]) -> MemoryBytes:
+    return sum((slot.needed for slot in slots), MemoryBytes())

@@ -21,7 +21,9 @@ from index_store.errors import (
     MissingChunkError,
 )
 from index_store.indexes.base import LayerIndex, QuerySample
+from index_store.layer_gate import LayerGate
 from index_store.manifest import ArrayEntry, IndexEntry, Manifest
+from index_store.placement import Placement
 from index_store.zarr_io import Pieces, map_chunk, read_chunk_into, read_chunk_pieces
 
 IndexKinds = Mapping[str, type[LayerIndex]]
@@ -139,7 +141,8 @@ class Context:
 class ResidentContext:
     """A context in memory, shared by every session that uses it. Its tensors must not be written to.
 
-    On a GPU the rows of some index arrays are padded, see `device_memory`.
+    On a GPU the rows of some index arrays are padded, see `device_memory`. While the context is loaded in the
+    background, whoever asks for keys, values or an index waits for their layer, and gets the error that loading raised.
 
     Tensors stay usable while the arena's lease that handed out this object is held.
     """
@@ -151,13 +154,22 @@ class ResidentContext:
         kv: Mapping[int, Tensor],
         arrays: Mapping[tuple[str, int], Mapping[str, Tensor]],
         kinds: IndexKinds | None = None,
+        *,
+        placement: Placement = Placement.DEVICE,
+        device: torch.device | None = None,
+        gate: LayerGate | None = None,
     ) -> None:
         """Over loaded tensors.
 
         tokens: [N] int64. kv: layer -> [H, N, 2, d]. arrays: (index name, layer) -> array name -> [H, ...].
-        kinds: index classes by kind; all that this package knows by default.
+        kinds: index classes by kind; all that this package knows by default. placement: which memory they are in.
+        device: what computes, and holds the indexes; that of the tokens by default. gate: which layers are there; all
+        without one.
         """
         self.manifest = manifest
+        self.placement = placement
+        self._device = tokens.device if device is None else device
+        self._gate = gate
         self._tokens: Tensor | None = tokens
         self._kv = dict(kv)
         self._arrays = {key: dict(value) for key, value in arrays.items()}
@@ -180,8 +192,29 @@ class ResidentContext:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
-        return self.tokens().device
+        """What computes with the context: its indexes are in its memory, keys and values too unless `placement` says
+        otherwise."""
+        return self._device
+
+    @property
+    def kv_device(self) -> torch.device:
+        """Where keys and values are."""
+        return self._device if self.placement is Placement.DEVICE else torch.device("cpu")
+
+    @property
+    def first_layer_ns(self) -> int:
+        """Nanoseconds that loading took until the first layer was there; 0 before, and where nothing was loaded."""
+        return 0 if self._gate is None else self._gate.first_layer_ns
+
+    @property
+    def all_layers_ns(self) -> int:
+        """Nanoseconds that loading took until every layer was there; 0 before, and where nothing was loaded."""
+        return 0 if self._gate is None else self._gate.all_layers_ns
+
+    def wait_for_layers(self) -> None:
+        """Returns when every layer is in memory. Raises the error that loading raised."""
+        if self._gate is not None:
+            self._gate.wait_for_all()
 
     def tokens(self) -> Tensor:
         """The context's token ids, [N] int64."""
@@ -190,8 +223,10 @@ class ResidentContext:
         return self._tokens
 
     def kv(self, layer: int) -> Tensor:
-        """Keys and values of one layer, [H, N, 2, d], contiguous."""
+        """Keys and values of one layer, [H, N, 2, d], contiguous. Waits for the layer."""
         self._check_layer(layer)
+        if self._gate is not None:
+            self._gate.wait(layer)
         return self._kv[layer]
 
     def keys(self, layer: int) -> Tensor:
@@ -203,10 +238,12 @@ class ResidentContext:
         return self.kv(layer)[:, :, 1]
 
     def index(self, name: str, layer: int) -> LayerIndex:
-        """The layer's index of that name, made over the loaded arrays at first use and kept.
+        """The layer's index of that name, made over the loaded arrays at first use and kept. Waits for the layer.
 
         Raises MethodUnsupportedError when the context has no such index, or this program cannot read its kind.
         """
+        if self._gate is not None and layer in self._kv:
+            self._gate.wait(layer)
         with self._building:
             found = self._indexes.get((name, layer))
             if found is None:

@@ -1,4 +1,4 @@
-"""Loading a context from its files into one block of memory, verifying every checksum on the way.
+"""Loading a context from its files into memory, layer by layer, verifying every checksum on the way.
 
 Shape legend: H KV heads, N tokens of the context, d head dim.
 """
@@ -6,10 +6,11 @@ Shape legend: H KV heads, N tokens of the context, d head dim.
 from __future__ import annotations
 
 import os
+import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
@@ -19,35 +20,77 @@ from torch import Tensor
 from index_store.context import Context, IndexKinds, ResidentContext
 from index_store.device_memory import DeviceBlock, StagedArray, StagingBuffers, device_bytes
 from index_store.dtypes import STORED_DTYPES
-from index_store.host_memory import HostBlock, PageLocker, aligned
+from index_store.errors import InvalidArgumentError, StoreError
+from index_store.host_memory import HostBlock, PageLocker, aligned, paged
+from index_store.layer_gate import LayerGate
 from index_store.manifest import ArrayEntry, Manifest
+from index_store.placement import MemoryBytes, Placement
 
 _MAX_THREADS = 4
 
-_Read = tuple[str, int, int, Tensor]
-"""Array, layer and KV head, and where they go."""
+Read = Callable[[], None]
+"""Reads one KV head of an array to where it belongs."""
 
 
-@dataclass(frozen=True, slots=True)
 class LoadedContext:
-    """A context in memory and the block that holds it."""
+    """A context in memory, or on its way there, and the blocks that hold it."""
 
-    resident: ResidentContext
-    block: HostBlock | DeviceBlock
+    def __init__(
+        self, resident: ResidentContext, memory: _Memory, stop: threading.Event, thread: threading.Thread
+    ) -> None:
+        self.resident = resident
+        self._blocks = memory.blocks
+        self._stop = stop
+        self._thread = thread
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes of host memory whose pages are locked."""
+        return sum(block.locked_bytes for block in self._blocks)
+
+    def wait(self) -> None:
+        """Returns when everything is there. Raises what loading raised."""
+        self.join()
+        self.resident.wait_for_layers()
+
+    def join(self) -> None:
+        """Returns when loading has ended, well or not."""
+        self._thread.join()
 
     def release(self) -> None:
-        """Lets go of all memory."""
+        """Stops loading, which may take until a few files are read, and lets go of all memory."""
+        self._stop.set()
+        self.join()
         self.resident.release()
-        self.block.release()
+        for block in self._blocks:
+            block.release()
+
+
+def placed_bytes(
+    manifest: Manifest, device: torch.device | None = None, placement: Placement = Placement.DEVICE
+) -> MemoryBytes:
+    """Bytes that a context takes in each memory: every array, aligned, and its token ids as int64.
+
+    In memory of a device (see `start_loading`) with the padding of rows that some arrays have there.
+    """
+    tokens = aligned(manifest.token_count * torch.int64.itemsize)
+    kv, indexes = 0, 0
+    for name, _, entry in _parts(manifest):
+        if name is not None:
+            indexes += aligned(_layer_bytes(entry, device))
+        elif placement is Placement.HYBRID:
+            kv += paged(_layer_bytes(entry, None))
+        else:
+            kv += aligned(_layer_bytes(entry, device))
+    if placement is Placement.HYBRID:
+        return MemoryBytes(host=kv + tokens, device=indexes)
+    total = kv + indexes + tokens
+    return MemoryBytes(host=total) if device is None else MemoryBytes(device=total)
 
 
 def resident_bytes(manifest: Manifest, device: torch.device | None = None) -> int:
-    """Bytes that a context takes in memory: every array, aligned, and its token ids as int64.
-
-    In memory of a device (see `load_context`) with the padding of rows that some arrays have there.
-    """
-    parts = sum(aligned(_layer_bytes(array, device)) for _, _, array in _parts(manifest))
-    return parts + aligned(manifest.token_count * torch.int64.itemsize)
+    """Bytes that a context takes where it is in one memory only."""
+    return placed_bytes(manifest, device).total
 
 
 def load_context(
@@ -55,40 +98,210 @@ def load_context(
     locker: PageLocker | None = None,
     kinds: IndexKinds | None = None,
     device: torch.device | None = None,
+    placement: Placement = Placement.DEVICE,
 ) -> LoadedContext:
-    """Reads every array into memory, head by head, in parallel.
+    """Reads every array into memory. Takes what `start_loading` takes, and returns when all is there.
 
-    Each layer's keys and values are one contiguous [H, N, 2, d] tensor, each index array of a layer [H, ...]. Raises
-    the matching ContextCorruptError, or MemoryBudgetError; nothing is kept then.
+    Raises the matching ContextCorruptError, or MemoryBudgetError; nothing is kept then.
+    """
+    loaded = start_loading(context, locker, kinds, device, placement)
+    try:
+        loaded.wait()
+    except BaseException:
+        loaded.release()
+        raise
+    return loaded
 
-    device: whose memory it is read into, through a few staging buffers, with rows padded as `device_memory` says; None
-    for host memory, which is then page-locked by `locker`.
+
+def start_loading(
+    context: Context,
+    locker: PageLocker | None = None,
+    kinds: IndexKinds | None = None,
+    device: torch.device | None = None,
+    placement: Placement = Placement.DEVICE,
+    on_end: Callable[[Exception | None], None] = lambda error: None,
+) -> LoadedContext:
+    """Reserves memory and begins to read every array into it, layer by layer, head by head, in a few threads.
+
+    Each layer's keys and values are one contiguous [H, N, 2, d] tensor, each index array of a layer [H, ...]. Whoever
+    asks the context for a layer waits for it; an error goes to all who wait for a layer that was not there by then.
+    Raises MemoryBudgetError, or the matching ContextCorruptError for the token ids, which are read here. The context
+    must stay open until loading has ended.
+
+    device: into whose memory, through a few staging buffers, with rows padded as `device_memory` says; None for host
+    memory, which is then page-locked by `locker`. placement: HYBRID puts keys and values into host memory in any case,
+    one range per layer, each locked when it has been read; it needs a device.
+    on_end: called by the thread that loads, at its end, with the error if there was one.
     """
     manifest = context.manifest
-    needed = resident_bytes(manifest, device)
-    block = HostBlock(needed, locker) if device is None else DeviceBlock(needed, device)
+    if placement is Placement.HYBRID and device is None:
+        raise InvalidArgumentError("placement hybrid needs a device beside the host; use device")
+    memory = _Memory.reserve(manifest, locker, device, placement)
     try:
-        tokens = block.take((manifest.token_count,), torch.int64)
-        tokens.copy_(context.tokens())
-        kv: dict[int, Tensor] = {}
-        arrays: dict[tuple[str, int], dict[str, Tensor]] = defaultdict(dict)
-        reads: list[_Read] = []
-        for index, layer, entry in _parts(manifest):
-            tensor = block.take(entry.shape[1:], STORED_DTYPES[entry.dtype].torch_dtype)
-            if index is None:
-                kv[layer] = tensor
-            else:
-                arrays[index, layer][entry.path.rpartition("/")[2]] = tensor
-            reads += [(entry.path, layer, head, tensor[head]) for head in range(entry.shape[1])]
-        if device is None:
-            _run([partial(context.read_head, *read) for read in reads])
-        else:
-            _read_to_device(context, reads, device)
-        block.lock()
-        return LoadedContext(ResidentContext(manifest, tokens, kv, arrays, kinds), block)
+        memory.tokens.copy_(context.tokens())
+        gate = LayerGate(manifest.model.layers)
+        resident = ResidentContext(
+            manifest,
+            memory.tokens,
+            memory.kv,
+            memory.arrays,
+            kinds,
+            placement=placement,
+            device=device,
+            gate=gate,
+        )
+        stop = threading.Event()
+        layers = _plan_reads(context, memory, device, placement)
+        thread = threading.Thread(
+            target=_load, args=(layers, gate, stop, on_end), name=f"load-{manifest.id[:12]}", daemon=True
+        )
+        thread.start()
     except BaseException:
-        block.release()
+        for block in memory.blocks:
+            block.release()
         raise
+    return LoadedContext(resident, memory, stop, thread)
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Reserved memory of a context, cut into its arrays.
+
+    full: by layer, the blocks that are full, and therefore are locked, once that layer has been read.
+    """
+
+    tokens: Tensor
+    kv: dict[int, Tensor] = field(default_factory=dict)
+    arrays: dict[tuple[str, int], dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    blocks: list[HostBlock | DeviceBlock] = field(default_factory=list)
+    full: dict[int, HostBlock | DeviceBlock] = field(default_factory=dict)
+
+    @classmethod
+    def reserve(
+        cls, manifest: Manifest, locker: PageLocker | None, device: torch.device | None, placement: Placement
+    ) -> _Memory:
+        hybrid = placement is Placement.HYBRID
+        needed = placed_bytes(manifest, device, placement)
+        tokens_shape, last = (manifest.token_count,), manifest.model.layers - 1
+        shared: HostBlock | DeviceBlock
+        shared = HostBlock(needed.host, locker) if device is None else DeviceBlock(needed.device, device)
+        tokens = (
+            torch.empty(tokens_shape, dtype=torch.int64, device="cpu")
+            if hybrid
+            else shared.take(tokens_shape, torch.int64)
+        )
+        memory = cls(tokens, blocks=[shared])
+        if not hybrid:
+            memory.full[last] = shared
+        try:
+            for index, layer, entry in _parts(manifest):
+                shape, dtype = entry.shape[1:], STORED_DTYPES[entry.dtype].torch_dtype
+                if index is not None:
+                    memory.arrays[index, layer][entry.path.rpartition("/")[2]] = shared.take(shape, dtype)
+                elif hybrid:
+                    own = HostBlock(_layer_bytes(entry, None), locker, own_pages=True)
+                    memory.blocks.append(own)
+                    memory.full[layer] = own
+                    memory.kv[layer] = own.take(shape, dtype)
+                else:
+                    memory.kv[layer] = shared.take(shape, dtype)
+        except BaseException:
+            for block in memory.blocks:
+                block.release()
+            raise
+        return memory
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerReads:
+    """What reads one layer, and the block that is full then."""
+
+    reads: list[Read]
+    full: HostBlock | DeviceBlock | None
+
+
+def _plan_reads(
+    context: Context, memory: _Memory, device: torch.device | None, placement: Placement
+) -> list[_LayerReads]:
+    """What reads each layer, in the order in which the arrays lie in memory."""
+    staged = None if device is None else _StagedReads(context, device)
+    reads: dict[int, list[Read]] = defaultdict(list)
+    for index, layer, entry in _parts(context.manifest):
+        name = entry.path.rpartition("/")[2]
+        array = memory.kv[layer] if index is None else memory.arrays[index, layer][name]
+        to_host = staged is None or (index is None and placement is Placement.HYBRID)
+        read_head = context.read_head if to_host or staged is None else staged.read
+        reads[layer] += [
+            partial(read_head, entry.path, layer, head, array[head]) for head in range(entry.shape[1])
+        ]
+    layers = range(context.manifest.model.layers)
+    return [_LayerReads(reads[layer], memory.full.get(layer)) for layer in layers]
+
+
+class _StagedReads:
+    """Reads into device memory through as many pairs of staging buffers as there are threads."""
+
+    def __init__(self, context: Context, device: torch.device) -> None:
+        self._context = context
+        self._idle: SimpleQueue[StagingBuffers] = SimpleQueue()
+        for _ in range(_threads()):
+            self._idle.put(StagingBuffers(device))
+
+    def read(self, path: str, layer: int, head: int, out: Tensor) -> None:
+        """Returns when the bytes are in device memory: who waits for the layer may use it in any stream."""
+        buffers = self._idle.get()
+        try:
+            self._context.read_head_pieces(path, layer, head, StagedArray(out, buffers))
+        finally:
+            # Also after an error: nothing may be written any more once the memory is given back.
+            buffers.wait()
+            self._idle.put(buffers)
+
+
+def _load(
+    layers: list[_LayerReads],
+    gate: LayerGate,
+    stop: threading.Event,
+    on_end: Callable[[Exception | None], None],
+) -> None:
+    """Reads all layers, and opens the gate for each. The body of the thread that loads."""
+    error: Exception | None = None
+    try:
+        _read_layers(layers, gate, stop)
+    except Exception as raised:
+        error = raised.with_traceback(None)  # whose frames would keep the memory
+    except BaseException:
+        error = StoreError("loading a context was interrupted; ask again")
+    if error is not None:
+        gate.fail(error)
+    layers.clear()
+    on_end(error)
+
+
+def _read_layers(layers: list[_LayerReads], gate: LayerGate, stop: threading.Event) -> None:
+    """Reads on a few threads; the first error stops the rest."""
+
+    def check() -> None:
+        if stop.is_set():
+            raise StoreError("the context was released while it was being loaded; ask again")
+
+    def unless_stopped(read: Read) -> None:
+        check()
+        read()
+
+    with ThreadPoolExecutor(_threads(), "load") as pool:
+        pending = [[pool.submit(unless_stopped, read) for read in layer.reads] for layer in layers]
+        try:
+            for layer, futures in zip(layers, pending, strict=True):
+                for future in futures:
+                    future.result()
+                check()
+                if layer.full is not None:
+                    layer.full.lock()
+                gate.open_next()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 def _parts(manifest: Manifest) -> Iterator[tuple[str | None, int, ArrayEntry]]:
@@ -106,39 +319,5 @@ def _layer_bytes(entry: ArrayEntry, device: torch.device | None) -> int:
     return entry.nbytes // entry.shape[0]
 
 
-def _read_to_device(context: Context, reads: Sequence[_Read], device: torch.device) -> None:
-    """Reads through as many pairs of staging buffers as there are threads."""
-    idle: SimpleQueue[StagingBuffers] = SimpleQueue()
-    staging = [StagingBuffers(device) for _ in range(_threads())]
-    for buffers in staging:
-        idle.put(buffers)
-
-    def read(path: str, layer: int, head: int, out: Tensor) -> None:
-        buffers = idle.get()
-        try:
-            context.read_head_pieces(path, layer, head, StagedArray(out, buffers))
-        finally:
-            idle.put(buffers)
-
-    try:
-        _run([partial(read, *each) for each in reads])
-    finally:
-        # Also after an error: nothing may be written any more once the memory is given back.
-        for buffers in staging:
-            buffers.wait()
-
-
 def _threads() -> int:
     return min(_MAX_THREADS, os.cpu_count() or 1)
-
-
-def _run(reads: list[partial[None]]) -> None:
-    """Runs all reads on a few threads; the first error stops the rest."""
-    with ThreadPoolExecutor(_threads()) as pool:
-        futures = [pool.submit(read) for read in reads]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise

@@ -43,7 +43,7 @@ def copy_padded(tensor: Tensor, device: torch.device | str) -> Tensor:
 class DeviceBlock:
     """One contiguous range of device memory, cut into tensors from its front, with padded rows (see above)."""
 
-    locked = False
+    locked_bytes = 0
 
     def __init__(self, nbytes: int, device: torch.device | str) -> None:
         """Reserves `nbytes`. Raises MemoryBudgetError when the device has not that much left."""
@@ -52,7 +52,7 @@ class DeviceBlock:
             self._raw = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
             raise MemoryBudgetError(
-                f"device {self._device} refused {nbytes} bytes of memory; lower --memory or free some",
+                f"device {self._device} refused {nbytes} bytes of memory; lower --device-memory or free some",
                 needed=nbytes,
             ) from error
         self._used = 0

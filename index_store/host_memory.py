@@ -7,6 +7,7 @@ power of two, and locking pages that are already there is fast.
 from __future__ import annotations
 
 import logging
+import mmap
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -65,11 +66,16 @@ def default_page_locker() -> PageLocker | None:
 class HostBlock:
     """One contiguous range of host memory, cut into tensors from its front."""
 
-    def __init__(self, nbytes: int, locker: PageLocker | None = None) -> None:
-        """Reserves `nbytes`. Raises MemoryBudgetError when the machine refuses them."""
+    def __init__(self, nbytes: int, locker: PageLocker | None = None, *, own_pages: bool = False) -> None:
+        """Reserves `nbytes`. Raises MemoryBudgetError when the machine refuses them.
+
+        own_pages: the range shares no page with anything else, as ranges must that are locked one by one.
+        """
         try:
-            self._raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        except RuntimeError as error:
+            self._raw = (
+                _map_pages(nbytes) if own_pages else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            )
+        except (RuntimeError, OSError, OverflowError) as error:
             raise MemoryBudgetError(
                 f"the machine refused {nbytes} bytes of host memory; lower --memory or free some",
                 needed=nbytes,
@@ -82,6 +88,11 @@ class HostBlock:
     def locked(self) -> bool:
         """Whether the pages are locked."""
         return self._unlock is not None and self._unlock.alive
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes whose pages are locked."""
+        return self._raw.numel() if self.locked else 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The next part of the block as an uninitialised contiguous tensor."""
@@ -110,6 +121,12 @@ class HostBlock:
         self._raw = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
+def _map_pages(nbytes: int) -> Tensor:
+    """Whole pages of their own, which go back to the system when no tensor refers to them."""
+    pages = mmap.mmap(-1, paged(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
 def _unlock(locker: PageLocker, raw: Tensor) -> None:
     try:
         locker.unlock(raw)
@@ -120,3 +137,8 @@ def _unlock(locker: PageLocker, raw: Tensor) -> None:
 def aligned(nbytes: int) -> int:
     """The size rounded up to the alignment of a block's parts."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def paged(nbytes: int) -> int:
+    """The size rounded up to whole pages."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

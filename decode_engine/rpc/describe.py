@@ -10,7 +10,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from decode_engine.requests import EngineStats
 from decode_engine.rpc.defaults import default_method, supported_methods
-from index_store.arena import ArenaStats
+from index_store.arena_stats import ArenaStats
 from index_store.budgets.mass import Mass
 from index_store.budgets.ratio import Ratio, TokenCount
 from index_store.budgets.threshold import Threshold

@@ -20,7 +20,8 @@ class AppendedExact(AppendedKeys):
         self.keys_HTD = torch.empty(heads, 0, head_dim, device=device)
 
     def append(self, kv_HT2D: Tensor) -> None:
-        self.keys_HTD = torch.cat([self.keys_HTD, kv_HT2D[:, :, 0].float()], dim=1)
+        new_HTD = kv_HT2D[:, :, 0].float()
+        self.keys_HTD = torch.cat([self.keys_HTD.to(new_HTD.device), new_HTD], dim=1)
 
     @property
     def count(self) -> int:
@@ -32,7 +33,7 @@ class AppendedExact(AppendedKeys):
 
 
 class ExactIndex(LayerIndex):
-    """Ranks by the true attention weight."""
+    """Ranks by the true attention weight. Keys in another memory than the queries are copied for every search."""
 
     kind = "exact"
 
@@ -88,7 +89,7 @@ class ExactIndex(LayerIndex):
     ) -> Ranking:
         heads, positions, group, head_dim = queries_HTGD.shape
         count = self._keys_HND.shape[1]
-        keys = self._keys_HND[:, first_key : min(end_key, count)].float()
+        keys = self._keys_HND[:, first_key : min(end_key, count)].to(queries_HTGD.device).float()
         if end_key > count:
             if not isinstance(appended, AppendedExact):
                 raise InvalidArgumentError(f"keys up to {end_key} were asked for, the index holds {count}")

@@ -136,7 +136,7 @@ class QueryTables(LayerIndex):
         self._scorer = _KeyScorer(
             arrays["centroids"],
             arrays["scales"],
-            parameters.dims(keys_HND.shape[2]).to(keys_HND.device),
+            parameters.dims(keys_HND.shape[2]).to(arrays["centroids"].device),
             parameters.scores == "cosine",
         )
         self._nothing_appended = self.start_appending()

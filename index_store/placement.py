@@ -1,0 +1,52 @@
+"""Where contexts lie while they are served: in memory of the device that computes, or partly in the host's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from index_store.errors import InvalidArgumentError
+
+
+class Placement(Enum):
+    """Which memory holds what of a context.
+
+    DEVICE: everything is in memory of the device that computes; where that is the CPU, in the host's. HYBRID: keys and
+    values are in host memory, page-locked, and only what is searched is in memory of the device.
+    """
+
+    DEVICE = "device"
+    HYBRID = "hybrid"
+
+
+def parse_placement(text: str) -> Placement | None:
+    """The placement of that name, None for `auto`. Raises InvalidArgumentError for anything else."""
+    if text == "auto":
+        return None
+    try:
+        return Placement(text)
+    except ValueError:
+        names = ", ".join(placement.value for placement in Placement)
+        raise InvalidArgumentError(
+            f"--placement is {text!r}, expected auto, {names}", field="placement"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBytes:
+    """Bytes of host memory, and of a device's own memory."""
+
+    host: int = 0
+    device: int = 0
+
+    def __add__(self, other: MemoryBytes) -> MemoryBytes:
+        return MemoryBytes(self.host + other.host, self.device + other.device)
+
+    @property
+    def total(self) -> int:
+        """Bytes of both memories."""
+        return self.host + self.device
+
+    def fits(self, budget: MemoryBytes) -> bool:
+        """Whether there is room for both parts."""
+        return self.host <= budget.host and self.device <= budget.device
