@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.figures import Figures
-from decode_engine.partial_attention import attend_shared
+from decode_engine.partial_attention import attend_shared, attend_streamed
 from decode_engine.tail import Tail
 from index_store.attention_state import AttentionState
 
@@ -44,13 +44,18 @@ class LayerAttention(Protocol):
 
 
 class DenseLayer:
-    """Attends to everything."""
+    """Attends to everything.
 
-    def __init__(self, kv_HN2D: Tensor, figures: Figures) -> None:
+    device: of the queries and the tail where keys and values of the context are in host memory; None where all are in
+    one place.
+    """
+
+    def __init__(self, kv_HN2D: Tensor, figures: Figures, device: torch.device | None = None) -> None:
         heads, _, _, head_dim = kv_HN2D.shape
         self._kv_HN2D = kv_HN2D
         self._figures = figures
-        self.tail = Tail(heads, head_dim, kv_HN2D.dtype, kv_HN2D.device)
+        self._on_host = device is not None
+        self.tail = Tail(heads, head_dim, kv_HN2D.dtype, kv_HN2D.device if device is None else device)
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +78,8 @@ class DenseLayer:
 
     def read_context(self, q_HTGD: Tensor) -> AttentionState:
         """Attention to the context alone, for queries of any sessions on it."""
+        if self._on_host:
+            return attend_streamed(q_HTGD, self._kv_HN2D)
         return attend_shared(q_HTGD, self._kv_HN2D, causal=False)
 
     def read_tail(

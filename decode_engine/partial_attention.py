@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from decode_engine.host_rows import stream_blocks
 from index_store.attention_state import AttentionState
 
 BLOCK_BYTES = 4 * 2**20
@@ -27,7 +28,8 @@ DEVICE_BLOCK_BYTES = 128 * 2**20
 def attend_shared(q_HTGD: Tensor, kv_HN2D: Tensor, *, causal: bool) -> AttentionState:
     """Every query attends to the same N keys [H, N, 2, d]; with `causal`, position t of T to the first N-T+t+1.
 
-    Returns out [H, T, G, d] and lse [H, T, G].
+    Keys and values are on the queries' device; for others there is `attend_streamed`. Returns out [H, T, G, d] and lse
+    [H, T, G].
     """
     heads, positions, group, head_dim = q_HTGD.shape
     count = kv_HN2D.shape[1]
@@ -50,6 +52,14 @@ def attend_shared(q_HTGD: Tensor, kv_HN2D: Tensor, *, causal: bool) -> Attention
     return AttentionState(
         state.out.view(heads, positions, group, head_dim), state.lse.view(heads, positions, group)
     )
+
+
+def attend_streamed(q_HTGD: Tensor, kv_HN2D: Tensor) -> AttentionState:
+    """`attend_shared` to keys and values in host memory: block by block through the queries' device, merged by lse."""
+    state = AttentionState.empty(q_HTGD.shape[:-1], q_HTGD.shape[-1], q_HTGD.device)
+    for block in stream_blocks(kv_HN2D, q_HTGD.device):
+        state = state.merge(attend_shared(q_HTGD, block, causal=False))
+    return state
 
 
 def _attend_fused(q_HTGD: Tensor, kv_HN2D: Tensor, causal: bool) -> AttentionState:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.figures import Figures
+from decode_engine.host_rows import pick_rows
 from decode_engine.partial_attention import attend_logits
 from index_store.attention_state import AttentionState
 from index_store.budgets.base import Selection
@@ -30,7 +31,8 @@ DEVICE_GATHER_BYTES = 256 * 2**20
 class KeyRows:
     """Keys and values of the context and, from id N on, of the session's tail.
 
-    context_HN2D: [H, N, 2, d]. tail_Ht2D: [H, t, 2, d], same dtype.
+    context_HN2D: [H, N, 2, d], on the tail's device or in host memory. tail_Ht2D: [H, t, 2, d], same dtype, on the
+    device of the ids that are asked for.
     """
 
     context_HN2D: Tensor
@@ -39,7 +41,7 @@ class KeyRows:
     def gather(self, ids_HTK: Tensor) -> Tensor:
         """Rows [H, T, K, 2, d] float32 at key ids."""
         _, count, _, head_dim = self.context_HN2D.shape
-        flat = _gather_rows(self.context_HN2D, ids_HTK.clamp(max=count - 1)).float()
+        flat = pick_rows(self.context_HN2D, ids_HTK.clamp(max=count - 1)).float()
         late = ids_HTK >= count
         if self.tail_Ht2D.shape[1] and bool(late.any()):
             heads = torch.arange(len(ids_HTK), device=ids_HTK.device)[:, None, None].expand(ids_HTK.shape)
@@ -184,16 +186,3 @@ def _attend_block(
 
 def _gather_bytes(beside: Tensor) -> int:
     return GATHER_BYTES if beside.device.type == "cpu" else DEVICE_GATHER_BYTES
-
-
-def _gather_rows(kv_HN2D: Tensor, ids_HTK: Tensor) -> Tensor:
-    """Rows [H*T*K, 2*d] at the ids of every head, in the stored dtype."""
-    heads = kv_HN2D.shape[0]
-    # Rows between heads; more than N where a buffer has slack.
-    stride = kv_HN2D.stride(0) // kv_HN2D.stride(1)
-    width = kv_HN2D.shape[2] * kv_HN2D.shape[3]
-    table = kv_HN2D.as_strided(
-        ((heads - 1) * stride + kv_HN2D.shape[1], width), (width, 1), kv_HN2D.storage_offset()
-    )
-    offsets = (torch.arange(heads, device=ids_HTK.device) * stride)[:, None, None]
-    return table.index_select(0, (ids_HTK.long() + offsets).flatten())

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from decode_engine.dense_layer import visible_keys
 from decode_engine.figures import Figures
+from decode_engine.host_rows import copy_rows
 from decode_engine.partial_attention import attend_shared
 from decode_engine.selected_attention import KeyRows, LeftOut, attend_selection
 from decode_engine.tail import Tail
@@ -86,9 +87,20 @@ class _Choice:
 
 
 class SparseLayer:
-    """Attends to a selection, the sinks, the recent window and the tail, and approximately to the rest."""
+    """Attends to a selection, the sinks, the recent window and the tail, and approximately to the rest.
 
-    def __init__(self, kv_HN2D: Tensor, search: LayerSearch, method: Method, figures: Figures) -> None:
+    device: of queries, indexes and tail where keys and values of the context are in host memory; None where all are in
+    one place.
+    """
+
+    def __init__(
+        self,
+        kv_HN2D: Tensor,
+        search: LayerSearch,
+        method: Method,
+        figures: Figures,
+        device: torch.device | None = None,
+    ) -> None:
         if method.budget is None:
             raise MethodUnsupportedError(
                 f"method {method.name!r} has no budget, a searching layer needs one", method=method.name
@@ -105,9 +117,11 @@ class SparseLayer:
         self._choices: list[_Choice] = []  # the newest two that later steps may use
         self._sinks_clustered: bool | None = None
         self._vectors_read, self._bytes_read = 0.0, 0.0
-        on_cpu = kv_HN2D.device.type == "cpu"
+        self._on_host = device is not None
+        self._device = kv_HN2D.device if device is None else device
+        on_cpu = self._device.type == "cpu"
         self._score_bytes = _SCORE_BYTES if on_cpu or self._budget.per_prompt else _DEVICE_SCORE_BYTES
-        self.tail = Tail(heads, head_dim, kv_HN2D.dtype, kv_HN2D.device)
+        self.tail = Tail(heads, head_dim, kv_HN2D.dtype, self._device)
         self.observer: Callable[[Observation], None] | None = None
 
     @property
@@ -316,11 +330,17 @@ class SparseLayer:
         begin = perf_counter_ns()
         count, end = self._kv_HN2D.shape[1], position + q_HTGD.shape[1]
         tail = self.tail.rows[:, max(search_end - count, 0) : max(end - count, 0)]
-        recent = self._kv_HN2D[:, min(search_end, count) : end]
-        sinks = self._kv_HN2D[:, : self._sinks]
+        recent = self._context_rows(min(search_end, count), min(end, count))
+        sinks = self._context_rows(0, self._sinks)
         state = attend_shared(q_HTGD, torch.cat([sinks, recent, tail], dim=1), causal=True)
         self._figures.attend_ns += perf_counter_ns() - begin
         return state
+
+    def _context_rows(self, start: int, end: int) -> Tensor:
+        """Rows start..end-1 of the context on the device of the queries, copied only where they are not there."""
+        if self._on_host:
+            return copy_rows(self._kv_HN2D, start, end, self._device)
+        return self._kv_HN2D[:, start:end]
 
     def _elsewhere(self, q_HTGD: Tensor, search_end: int, pieces: Sequence[Piece]) -> ExactKeys | None:
         """Keys outside of the searched range that are in the pieces' clusters; None when there are none.
@@ -331,7 +351,7 @@ class SparseLayer:
         if not pieces:
             return None
         begin = perf_counter_ns()
-        heads, count, device = *self._kv_HN2D.shape[:2], self._kv_HN2D.device
+        heads, count, device = *self._kv_HN2D.shape[:2], self._device
         appended = self._appended.get(self._indexes[-1])
         held = count + (appended.count if appended else 0)
         if self._sinks_clustered is None:
@@ -340,12 +360,12 @@ class SparseLayer:
                 bool((piece.clusters.cluster_of(ids_HS) >= 0).any()) for piece in pieces
             )
         sinks = self._sinks if self._sinks_clustered else 0
-        context = self._kv_HN2D[:, min(search_end, count) :]
+        context = self._context_rows(min(search_end, count), count)
         tail = self.tail.rows[:, max(search_end - count, 0) : held - count]
         ids_S = torch.cat([torch.arange(sinks, device=device), torch.arange(search_end, held, device=device)])
         if not len(ids_S):
             return None
-        kv_HS2D = torch.cat([self._kv_HN2D[:, :sinks], context, tail], dim=1).float()
+        kv_HS2D = torch.cat([self._context_rows(0, sinks), context, tail], dim=1).float()
         ids = ids_S.to(torch.int32).expand(heads, 1, -1)
         logits = torch.einsum("htgd,hsd->htgs", q_HTGD, kv_HS2D[:, :, 0])
         self._figures.attend_ns += perf_counter_ns() - begin

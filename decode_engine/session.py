@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
+from typing import overload
+
+import torch
 
 from decode_engine.dense_layer import DenseLayer, LayerAttention
 from decode_engine.figures import Figures
@@ -17,17 +21,56 @@ from index_store.indexes.base import LayerIndex, Scalar
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.manifest import Manifest
 from index_store.methods import Method
+from index_store.placement import Placement
 from index_store.threshold_curve import ThresholdCurve
 
 NO_OPTIONS: Mapping[str, Scalar] = MappingProxyType({})
 """Search options of a partition, which is scored and not searched."""
 
 
+class Layers(Sequence[LayerAttention]):
+    """The layers of one session, each made when it is first asked for.
+
+    So a session on a context that is still being loaded waits for no layer before it comes to it.
+    """
+
+    def __init__(self, count: int, make: Callable[[int], LayerAttention]) -> None:
+        self._made: list[LayerAttention | None] = [None] * count
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @overload
+    def __getitem__(self, layer: int) -> LayerAttention: ...
+    @overload
+    def __getitem__(self, layer: slice) -> list[LayerAttention]: ...
+
+    def __getitem__(self, layer: int | slice) -> LayerAttention | list[LayerAttention]:
+        if isinstance(layer, slice):
+            return [self[number] for number in range(*layer.indices(len(self)))]
+        number = range(len(self))[layer]
+        found = self._made[number]
+        if found is None:
+            with torch.inference_mode(False):  # what is made here is written to in any mode
+                found = self._made[number] = self._make(number)
+        return found
+
+    def made(self) -> Iterator[LayerAttention]:
+        """Those that there are already."""
+        return (layer for layer in self._made if layer is not None)
+
+    def clear(self) -> None:
+        """Lets go of all layers; there are none from here on."""
+        self._made.clear()
+
+
 class Session:
     """Decoding state over a resident context. The context is shared and never written.
 
     position: tokens so far, context included; the next token gets this position. effective_method: `method` as it runs
-    over this context, see `fit_method`.
+    over this context, see `fit_method`. device: of queries, tails and indexes; keys and values of the context may be in
+    host memory beside it.
     Raises MethodUnsupportedError when the context lacks the method's index.
     """
 
@@ -38,27 +81,9 @@ class Session:
         self.position = context.manifest.token_count
         require_index(context.manifest, method)
         self.effective_method = fit_method(context.manifest, method)
-        self.layers: list[LayerAttention] = [
-            self._layer(layer) for layer in range(context.manifest.model.layers)
-        ]
-
-    def _layer(self, layer: int) -> LayerAttention:
-        kv = self.context.kv(layer)
-        method = self.effective_method
-        if method.index is None or is_dense(self.context.manifest, method, layer):
-            return DenseLayer(kv, self.figures)
-        partition = None if method.drops_remainder else method.partition
-        search = LayerSearch(
-            self._index(method.index, layer),
-            None if partition is None else self._index(partition, layer),
-            _thresholds(self.context.manifest, method.index),
-        )
-        return SparseLayer(kv, search, method, self.figures)
-
-    def _index(self, spec: IndexSpec, layer: int) -> LayerIndex:
-        if spec.stored:
-            return self.context.index(spec.name, layer)
-        return INDEX_KINDS[spec.kind].from_arrays(spec.parameters, {}, self.context.kv(layer))
+        self.device = context.device
+        make = partial(_make_layer, context, self.effective_method, self.figures)
+        self.layers = Layers(context.manifest.model.layers, make)
 
     def close(self) -> None:
         """Drops the tail and the layers' references to the context's memory; the session cannot be used afterwards."""
@@ -67,7 +92,7 @@ class Session:
     @property
     def nbytes(self) -> int:
         """Bytes that the session holds besides the shared context: its tail, and what was appended to the index."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.layers.made())
 
     def reserve_tail(self) -> None:
         """Makes room for the next token in the tails of all layers; they may move."""
@@ -85,6 +110,27 @@ class Session:
         self.position += 1
         for layer in self.layers:
             layer.tail.length = self.position - self.context.manifest.token_count
+
+
+def _make_layer(context: ResidentContext, method: Method, figures: Figures, layer: int) -> LayerAttention:
+    """A layer of a session. Waits until the context has it in memory."""
+    kv = context.kv(layer)
+    beside = context.device if context.placement is Placement.HYBRID else None
+    if method.index is None or is_dense(context.manifest, method, layer):
+        return DenseLayer(kv, figures, beside)
+    partition = None if method.drops_remainder else method.partition
+    search = LayerSearch(
+        _index(context, method.index, layer),
+        None if partition is None else _index(context, partition, layer),
+        _thresholds(context.manifest, method.index),
+    )
+    return SparseLayer(kv, search, method, figures, beside)
+
+
+def _index(context: ResidentContext, spec: IndexSpec, layer: int) -> LayerIndex:
+    if spec.stored:
+        return context.index(spec.name, layer)
+    return INDEX_KINDS[spec.kind].from_arrays(spec.parameters, {}, context.kv(layer))
 
 
 def is_dense(manifest: Manifest, method: Method, layer: int) -> bool:

@@ -137,14 +137,17 @@ def _attend_all(seen: Observation, q_HTGD: Tensor, positions_T: Tensor) -> tuple
     count = context.shape[1]
     visible = int(positions_T.max()) + 1
     parts = [*_blocks(context[:, :visible]), *_blocks(tail[:, : max(visible - count, 0)])]
-    logits = torch.cat([q_HTGD @ part[:, None, :, 0].float().transpose(-1, -2) for part in parts], dim=-1)
+    device = q_HTGD.device  # keys and values of the context may be in host memory
+    logits = torch.cat(
+        [q_HTGD @ part[:, None, :, 0].to(device).float().transpose(-1, -2) for part in parts], dim=-1
+    )
     hidden_TX = torch.arange(visible, device=logits.device) > positions_T[:, None]
     logits.masked_fill_(hidden_TX[:, None], -torch.inf)
     weights = logits.softmax(-1)
     out, first = torch.zeros_like(q_HTGD), 0
     for part in parts:
         last = first + part.shape[1]
-        out += weights[..., first:last] @ part[:, None, :, 1].float()
+        out += weights[..., first:last] @ part[:, None, :, 1].to(device).float()
         first = last
     return weights, out
 

@@ -80,7 +80,7 @@ class MassMeter:
         rows_P = _late_rows(samples[0].positions_P, resident.manifest.token_count)
         self._positions: list[int] = samples[0].positions_P[rows_P].tolist()
         scale = resident.manifest.model.head_dim**-0.5
-        device = resident.kv(0).device
+        device = resident.device
         self._queries = [(sample.queries_HPGD[:, rows_P] * scale).to(device) for sample in samples]
 
     def measure(self, method: Method) -> Measurement:
