@@ -29,11 +29,12 @@ ATTENTION_NAME = "sparsekv_decode"
 class DecodeStep:
     """The sessions of one batched forward, one per batch row.
 
-    predicted: queries by layer, filled while the forward runs (`layer_ahead.predicted_queries`); empty when no session
-    asks for them.
+    exact: every layer attends to everything, whatever the sessions' methods. predicted: queries by layer, filled while
+    the forward runs (`layer_ahead.predicted_queries`); empty when no session asks for them.
     """
 
     sessions: Sequence[Session]
+    exact: bool = False
     predicted: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -81,7 +82,8 @@ def decode_attention(
     outs: dict[int, Tensor] = {}
     sharing: dict[int, list[tuple[int, DenseLayer]]] = {}
     for row, session in enumerate(decode_step.sessions):
-        attention = session.layers[layer]
+        own = session.layers[layer]
+        attention = own.exact if decode_step.exact else own
         if isinstance(attention, DenseLayer):
             sharing.setdefault(attention.context, []).append((row, attention))
         else:

@@ -28,6 +28,11 @@ class LayerAttention(Protocol):
         """Bytes that the layer holds besides the shared context."""
         ...
 
+    @property
+    def exact(self) -> DenseLayer:
+        """The same layer and tail, attended to fully."""
+        ...
+
     def attend(
         self,
         q_HTGD: Tensor,
@@ -47,19 +52,30 @@ class DenseLayer:
     """Attends to everything.
 
     device: of the queries and the tail where keys and values of the context are in host memory; None where all are in
-    one place.
+    one place. tail: one that another layer adds to as well; its own if None.
     """
 
-    def __init__(self, kv_HN2D: Tensor, figures: Figures, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        kv_HN2D: Tensor,
+        figures: Figures,
+        device: torch.device | None = None,
+        tail: Tail | None = None,
+    ) -> None:
         heads, _, _, head_dim = kv_HN2D.shape
         self._kv_HN2D = kv_HN2D
         self._figures = figures
         self._on_host = device is not None
-        self.tail = Tail(heads, head_dim, kv_HN2D.dtype, kv_HN2D.device if device is None else device)
+        place = kv_HN2D.device if device is None else device
+        self.tail = Tail(heads, head_dim, kv_HN2D.dtype, place) if tail is None else tail
 
     @property
     def nbytes(self) -> int:
         return self.tail.nbytes
+
+    @property
+    def exact(self) -> DenseLayer:
+        return self
 
     @property
     def context(self) -> int:

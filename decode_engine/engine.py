@@ -285,7 +285,7 @@ class Engine(Generic[SessionT]):
         for job, count in pieces:
             try:
                 piece = job.request.prompt[job.fed : job.fed + count]
-                logits = self._runner.forward([job.running()], [piece])[0]
+                logits = self._runner.read([job.running()], [piece])[0]
                 job.fed += count
                 fed += count
                 token_id = None if job.unfed else job.sampler.sample(logits[-1])

@@ -33,10 +33,8 @@ SessionT_contra = TypeVar("SessionT_contra", bound=EngineSession, contravariant=
 class Runner(Protocol[SessionT_contra]):
     """What the engine needs of the model."""
 
-    def forward(
-        self, sessions: Sequence[SessionT_contra], token_ids: Sequence[Sequence[int]]
-    ) -> list[Tensor]:
-        """Feeds each session its tokens (as many to each) and returns the last one's logits [1, V] per session.
+    def read(self, sessions: Sequence[SessionT_contra], token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Feeds each session a piece of its prompt (as long for each); the last token's logits [1, V] per session.
 
         When it raises, the same call may be made again with the same result: no session has advanced. Their figures
         may count what the failed attempt did.

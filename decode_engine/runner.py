@@ -29,7 +29,9 @@ class ModelRunner:
 
     folder: the model. device: where it computes, and where the contexts of its sessions must be. dtype: name of the
     dtype in which served contexts store keys and values, `auto` for the checkpoint's own. compilation: of the model in
-    decode steps on a GPU. Not thread-safe: one thread calls `forward` and `decode`.
+    decode steps on a GPU. exact_prompts: prompts attend to everything, whatever the method; by default on a GPU, where
+    that takes less time than searching for every token of a prompt. Not thread-safe: one thread calls the methods that
+    feed tokens.
     """
 
     def __init__(
@@ -38,9 +40,11 @@ class ModelRunner:
         device: str | torch.device = "cpu",
         dtype: str = "auto",
         compilation: Compilation = Compilation.OFF,
+        exact_prompts: bool | None = None,
     ) -> None:
         register_attention()
         self.device = torch.device(device)
+        self._exact_prompts = self.device.type == "cuda" if exact_prompts is None else exact_prompts
         loaded = load_model(folder, ATTENTION_NAME, device=self.device)
         self.model = loaded.model
         self.identity = loaded.identity
@@ -72,10 +76,19 @@ class ModelRunner:
         require_dtype(context.manifest, self.kv_dtype)
         return Session(context, method)
 
+    def read(self, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
+        """`forward` of prompts, with exact attention where the runner reads prompts so."""
+        return self.forward(sessions, token_ids, exact=self._exact_prompts)
+
     def forward(
-        self, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]], *, all_logits: bool = False
+        self,
+        sessions: Sequence[Session],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        all_logits: bool = False,
+        exact: bool = False,
     ) -> list[Tensor]:
-        """Feeds each session its new tokens in one batched call.
+        """Feeds each session its new tokens in one batched call. exact: they attend to everything.
 
         All sessions get the same number T >= 1 of tokens. Returns per session float32 logits [1, vocab] after the
         last token, or [T, vocab] with `all_logits`, on the runner's device. Session positions advance only when the
@@ -95,8 +108,8 @@ class ModelRunner:
             )
         count = tokens.shape[1]
         starts = torch.tensor([session.position for session in sessions], device=self.device)
-        step = DecodeStep(sessions)
-        ahead = any(session.method.schedule.ahead for session in sessions)
+        step = DecodeStep(sessions, exact)
+        ahead = not exact and any(session.method.schedule.ahead for session in sessions)
         predicting = predicted_queries(self.model, step.predicted) if ahead else nullcontext()
         with torch.inference_mode(), predicting:
             logits = self.model(

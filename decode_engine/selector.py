@@ -23,7 +23,7 @@ from time import perf_counter_ns
 import torch
 from torch import Tensor
 
-from decode_engine.dense_layer import visible_keys
+from decode_engine.dense_layer import DenseLayer, visible_keys
 from decode_engine.figures import Figures
 from decode_engine.host_rows import copy_rows
 from decode_engine.partial_attention import attend_shared
@@ -122,11 +122,16 @@ class SparseLayer:
         on_cpu = self._device.type == "cpu"
         self._score_bytes = _SCORE_BYTES if on_cpu or self._budget.per_prompt else _DEVICE_SCORE_BYTES
         self.tail = Tail(heads, head_dim, kv_HN2D.dtype, self._device)
+        self._exact = DenseLayer(kv_HN2D, figures, device, self.tail)
         self.observer: Callable[[Observation], None] | None = None
 
     @property
     def nbytes(self) -> int:
         return self.tail.nbytes + sum(appended.nbytes for appended in self._appended.values())
+
+    @property
+    def exact(self) -> DenseLayer:
+        return self._exact
 
     def attend(
         self,

@@ -43,6 +43,9 @@ class FakeRunner:
     calls: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
     gate: threading.Semaphore | None = None
 
+    def read(self, sessions: Sequence[FakeSession], token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
+        return self.forward(sessions, token_ids)
+
     def forward(self, sessions: Sequence[FakeSession], token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
         lengths = {len(ids) for ids in token_ids}
         if len(lengths) != 1 or len(sessions) != len(token_ids):

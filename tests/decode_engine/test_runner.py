@@ -227,3 +227,22 @@ def test_a_batch_that_failed_midway_can_be_repeated_one_by_one(llama: Served) ->
             repeated = [runner.forward([s], [ids])[0] for s, ids in zip(disturbed, fed, strict=True)]
         expected = [runner.forward([s], [ids])[0] for s, ids in zip(undisturbed, fed, strict=True)]
         torch.testing.assert_close(repeated, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["csattention", "csattention+dropped", "multipole-tree"])
+def test_prompts_may_be_read_with_exact_attention(llama: Served, name: str) -> None:
+    runner = ModelRunner(resolve_model(str(llama.folder)), exact_prompts=True)
+    prompt = runner.tokenizer.encode(PROMPT)
+    full = runner.start(llama.context, METHODS["full"])
+    sparse = runner.start(llama.context, get_method(name, 0.05))
+    (expected,) = runner.forward([full], [prompt])
+    for cut in (prompt[:3], prompt[3:]):
+        (got,) = runner.read([sparse], [cut])
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert sparse.figures.fraction == 1.0
+    # From here on it selects, in the prompt as well, whose keys it holds.
+    twin = llama.runner.start(llama.context, get_method(name, 1.0))
+    llama.runner.read([twin], [prompt])
+    runner.forward([sparse], [[7]])
+    assert 0 < sparse.figures.sparse_fraction < 0.9
+    assert twin.figures.sparse_available > 0  # on a CPU prompts are searched for by default
