@@ -107,7 +107,7 @@ def test_fewer_keys_than_codewords_are_kept_as_they_are(count: int) -> None:
 def test_appended_keys_are_scored_by_the_same_codebooks_in_whatever_batches_they_came() -> None:
     keys, new = topical_keys(300), topical_keys(150, seed=3)
     index = build(keys)
-    queries = torch.randn(HEADS, 1, 2, DIM)
+    queries = torch.randn(HEADS, 1, 2, DIM, generator=torch.Generator().manual_seed(4))
     one, many = index.start_appending(), index.start_appending()
     one.append(rows(new))
     for part in new.split(7, dim=1):
