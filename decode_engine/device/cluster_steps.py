@@ -129,10 +129,10 @@ def cluster_width(plan: StepPlan, spec: IndexSpec | None) -> int:
 
 def device_clusters(context: ResidentContext, spec: IndexSpec, layer: int) -> DeviceClusters:
     """A layer's clusters in the form of the kernels; made once and kept with the context."""
-    kv_HN2D = context.kv(layer)
+    dtype = context.kv(layer).dtype
 
     def make() -> DeviceClusters:
-        return DeviceClusters.of(context.index(spec.name, layer).arrays(), kv_HN2D.dtype, kv_HN2D.device)
+        return DeviceClusters.of(context.index(spec.name, layer).arrays(), dtype, context.device)
 
     return context.derived(("device_clusters", spec.name, layer), make)
 

@@ -97,22 +97,19 @@ class ListedSteps(StepAttention):
 
     def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
         q_RGD = q_BHGD.flatten(0, 1)
-        if self._remainder is None:
-            lists = self.selection.select(layer, q_BHGD, records_BF)
-            made = self._buffers(lists)
-        elif self._made is None or self._beside is None:
+        beside = None if self._made is None or self._remainder is None else self._beside
+        if beside is not None and self._remainder is not None and self._made is not None:
+            beside.wait_stream(torch.cuda.current_stream(self.plan.device))
+            with torch.cuda.stream(beside):
+                self._remainder.look_up(q_RGD, records_BF, self._made.partials)
+        lists = self.selection.select(layer, q_BHGD, records_BF)
+        made = self._buffers(lists)
+        locations_RN = self.locate(records_BF, lists, made.joined_RN)
+        if beside is not None:
+            torch.cuda.current_stream(self.plan.device).wait_stream(beside)
+        elif self._remainder is not None:
             # The first call, which finds out how many slots there are, and machines without streams.
-            lists = self.selection.select(layer, q_BHGD, records_BF)
-            made = self._buffers(lists)
             self._remainder.look_up(q_RGD, records_BF, made.partials)
-        else:
-            made = self._made
-            here = torch.cuda.current_stream(self.plan.device)
-            self._beside.wait_stream(here)
-            with torch.cuda.stream(self._beside):
-                self._remainder.look_up(q_RGD, records_BF, made.partials)
-            lists = self.selection.select(layer, q_BHGD, records_BF)
-            here.wait_stream(self._beside)
         attend_lists(
             q_RGD,
             records_BF,
@@ -123,10 +120,15 @@ class ListedSteps(StepAttention):
             first_slot=0 if self._remainder is None else self._remainder.splits,
             kept_RX=made.kept_LRX[layer],
             take_out=None if self._remainder is None else self._remainder.take_out,
+            locations_RN=locations_RN,
         )
         if self._remainder is not None:
-            self._remainder.correct(q_RGD, records_BF, lists, made)
+            self._remainder.correct(q_RGD, records_BF, lists, made, locations_RN)
         return merge_partials(made.partials, q_BHGD.dtype)[0].view_as(q_BHGD)
+
+    def locate(self, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor) -> Tensor | None:
+        """Where the rows to attend to lie, [R, N] int32 (`slot_fetch.fetch_rows`); None: all where the context is."""
+        return None
 
     def kept_B(self) -> Tensor:
         if self._made is None:
@@ -160,11 +162,25 @@ class _Remainder:
     def look_up(self, q_RGD: Tensor, records_BF: Tensor, partials: Partials) -> None:
         look_up(q_RGD, records_BF, self._scores, partials, q_RGD.shape[2] ** -0.5)
 
-    def correct(self, q_RGD: Tensor, records_BF: Tensor, lists: KeyLists, made: _Buffers) -> None:
+    def correct(
+        self,
+        q_RGD: Tensor,
+        records_BF: Tensor,
+        lists: KeyLists,
+        made: _Buffers,
+        locations_RN: Tensor | None,
+    ) -> None:
         if self.take_out.mode == SUMS:
             first_slot = self.splits + list_programs(len(q_RGD), lists)
             correct_clusters(
-                q_RGD, records_BF, lists, made.joined_RN, self._scores, made.partials, first_slot
+                q_RGD,
+                records_BF,
+                lists,
+                made.joined_RN,
+                self._scores,
+                made.partials,
+                first_slot,
+                locations_RN,
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from decode_engine.device.cluster_steps import ClusterSteps
 from decode_engine.device.dense_steps import DenseSteps
+from decode_engine.device.hybrid_steps import HybridSteps
 from decode_engine.device.listed_steps import ListedSteps
 from decode_engine.device.step_attention import StepAttention
 from decode_engine.device.table_steps import TableSteps
@@ -11,13 +12,19 @@ from decode_engine.kernels.key_values import HEAD_DIMS, MAX_GROUP
 from index_store.budgets.ratio import Ratio, TokenCount
 from index_store.manifest import Manifest
 from index_store.methods import Method
+from index_store.placement import Placement
 
 _CLASSES: tuple[type[StepAttention], ...] = (TableSteps, ClusterSteps, ListedSteps)
 """Of methods that search, the one with fewer launches first. The last one knows most methods, and why not others."""
 
 
-def step_attention_for(method: Method, manifest: Manifest) -> type[StepAttention] | str:
+def step_attention_for(
+    method: Method, manifest: Manifest, placement: Placement = Placement.DEVICE
+) -> type[StepAttention] | str:
     """The class that runs the method's searching layers, or why there is none, as a clause.
+
+    placement: of the context. Where keys and values are in host memory, searches list keys whatever the remainder is,
+    and there are no kernels for methods that attend to everything.
 
     What decides besides the index and its search options:
 
@@ -25,12 +32,13 @@ def step_attention_for(method: Method, manifest: Manifest) -> type[StepAttention
     - `monopole` over the clusters that are searched: fused with their selection;
     - `monopole` and `centred` over another partition: beside any search that lists keys.
     """
+    in_host_memory = placement is Placement.HYBRID
     if not method.sparse:
-        return DenseSteps
+        return "it attends to everything, and that is in host memory" if in_host_memory else DenseSteps
     reason = _refusal(method, manifest)
     if reason is not None:
         return reason
-    for attention in _CLASSES:
+    for attention in (HybridSteps,) if in_host_memory else _CLASSES:
         reason = attention.refusal(method, manifest)
         if reason is None:
             return attention

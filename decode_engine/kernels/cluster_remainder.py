@@ -23,15 +23,18 @@ from decode_engine.kernels.records import (
     ASSIGNMENT,
     KEYS,
     KV,
+    SLOTS,
     field,
 )
 from decode_engine.kernels.sparse_attention import (
     add_weighted,
     context_entries,
     context_rows,
+    distance,
     entry_ids,
     list_programs,
     listed_keys,
+    located,
     share_of,
     store_partial,
     tile_options,
@@ -40,6 +43,7 @@ from decode_engine.kernels.sparse_attention import (
 _ASSIGNMENT = tl.constexpr(ASSIGNMENT)
 _KEYS = tl.constexpr(KEYS)
 _KV = tl.constexpr(KV)
+_SLOTS = tl.constexpr(SLOTS)
 
 
 def correct_clusters(
@@ -50,10 +54,12 @@ def correct_clusters(
     scores: ClusterScores,
     partials: Partials,
     first_slot: int,
+    locations_RN: Tensor | None = None,
 ) -> None:
     """Takes the listed keys, sinks and recent window out of their clusters, in as many slots as `attend_lists` fills.
 
-    joined_RN: as `attend_lists` left it. `scores` hold what `attend_lists` summed up over the same keys.
+    joined_RN: as `attend_lists` left it. locations_RN: as for `attend_lists`. `scores` hold what `attend_lists` summed
+    up over the same keys.
     """
     rows, group, head_dim = q_RGD.shape
     correct_kernel[(list_programs(rows, lists), rows)](
@@ -61,6 +67,7 @@ def correct_clusters(
         records_BF,
         lists.counts_RP,
         joined_RN,
+        locations_RN,
         scores.logits_RCG,
         scores.spreads_RCG,
         scores.taken_RC,
@@ -78,6 +85,7 @@ def correct_clusters(
         DIM=head_dim,
         SEGMENTS=lists.ids_RPW.shape[1],
         SEGMENTS_TILE=triton.next_power_of_2(lists.ids_RPW.shape[1]),
+        LOCATED=locations_RN is not None,
         **tile_options(q_RGD.dtype, 2),
         **chained(q_RGD.device),
     )
@@ -116,6 +124,7 @@ def correct_kernel(
     records_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     joined_ptr: tl.tensor,
+    locations_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     spreads_ptr: tl.tensor,
     taken_ptr: tl.tensor,
@@ -133,6 +142,7 @@ def correct_kernel(
     DIM: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SEGMENTS_TILE: tl.constexpr,
+    LOCATED: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -144,6 +154,7 @@ def correct_kernel(
     head = (row % HEADS).to(tl.int64)
     element: tl.constexpr = q_ptr.dtype.element_ty
     rows_ptr = context_rows(records_ptr, b, head, _KV, element)
+    to_slots = distance(rows_ptr, context_rows(records_ptr, b, head, _SLOTS, element), element)
     _, value_means_ptr, sizes_ptr, _, _ = cluster_pointers(records_ptr, row, HEADS, DIM, element)
     assignment_ptr = field(records_ptr, b, _ASSIGNMENT).to(tl.pointer_type(tl.int32))
     assignment_ptr += head * field(records_ptr, b, _KEYS)
@@ -167,7 +178,10 @@ def correct_kernel(
         cluster = tl.load(assignment_ptr + ids, mask=ids >= 0, other=-1)
         member = cluster >= 0
         # A head's rows span less than 2^31 elements up to 2^22 keys.
-        where = ids[:, None] * (2 * DIM) + DIM + dims[None, :]
+        where = ids * (2 * DIM)
+        place = row.to(tl.int64) * room + entry
+        where = located(where, locations_ptr, place, entry < stop, to_slots, LOCATED, DIM)
+        where = where[:, None] + DIM + dims[None, :]
         values = tl.load(rows_ptr + where, mask=member[:, None], other=0.0)
         where = cluster[:, None] * DIM + dims[None, :]
         value_means = tl.load(value_means_ptr + where, mask=member[:, None], other=0.0)

@@ -33,6 +33,7 @@ from decode_engine.kernels.records import (
     FIRST,
     KEYS,
     KV,
+    SLOTS,
     TAIL,
     TAIL_KEYS,
     field,
@@ -40,6 +41,7 @@ from decode_engine.kernels.records import (
 from index_store.errors import InvalidArgumentError
 
 _KV = tl.constexpr(KV)
+_SLOTS = tl.constexpr(SLOTS)
 _TAIL = tl.constexpr(TAIL)
 _KEYS = tl.constexpr(KEYS)
 _FIRST = tl.constexpr(FIRST)
@@ -84,12 +86,14 @@ def attend_lists(
     first_slot: int = 0,
     kept_RX: Tensor | None = None,
     take_out: TakeOut | None = None,
+    locations_RN: Tensor | None = None,
 ) -> int:
     """Attention to listed keys, sinks, recent window and tail, into slots from first_slot on; returns their number.
 
     q_RGD: [R, G, d] in the dtype of the keys, contiguous; G 1..8, d 64 or 128. scale: of the logits, 1/sqrt(d).
     joined_RN: [R, N] int32, set to every row's listed keys, N of them at most. kept_RX: [R, X] int32, set to how many
-    listed keys each of the `list_programs` attended.
+    listed keys each of the `list_programs` attended. locations_RN: where entries lie, as `slot_fetch.fetch_rows` left
+    them together with joined_RN; by default all are read where the context is.
     Raises InvalidArgumentError for shapes and dtypes that do not fit.
     """
     rows, group, head_dim = q_RGD.shape
@@ -106,6 +110,7 @@ def attend_lists(
         lists.ids_RPW,
         lists.counts_RP,
         joined_RN,
+        locations_RN,
         None if scores is None else scores.logits_RCG,
         None if scores is None else scores.taken_RC,
         None if scores is None else scores.taken_logits_RCG,
@@ -126,6 +131,7 @@ def attend_lists(
         SEGMENTS_TILE=triton.next_power_of_2(lists.ids_RPW.shape[1]),
         TAKE=NOTHING if take_out is None else take_out.mode,
         KEPT=kept_RX is not None,
+        LOCATED=locations_RN is not None,
         **tile_options(q_RGD.dtype, _STAGES),
         **chained(q_RGD.device),
     )
@@ -295,6 +301,23 @@ def places(
 
 
 @triton.jit
+def located(
+    where: tl.tensor,
+    locations_ptr: tl.tensor,
+    place: tl.tensor,
+    present: tl.tensor,
+    to_slots: tl.tensor,
+    LOCATED: tl.constexpr,
+    DIM: tl.constexpr,
+) -> tl.tensor:
+    """Where entries begin, from the context's first row on: in their slots, or for those without one where they did."""
+    if LOCATED:
+        slot = tl.load(locations_ptr + place, mask=present, other=-1)
+        where = tl.where(slot >= 0, to_slots + slot.to(tl.int64) * (2 * DIM), where.to(tl.int64))
+    return where
+
+
+@triton.jit
 def grow(
     peaks: tl.tensor,
     totals: tl.tensor,
@@ -352,6 +375,7 @@ def attend_kernel(
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     joined_ptr: tl.tensor,
+    locations_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     taken_ptr: tl.tensor,
     taken_logits_ptr: tl.tensor,
@@ -372,6 +396,7 @@ def attend_kernel(
     SEGMENTS_TILE: tl.constexpr,
     TAKE: tl.constexpr,
     KEPT: tl.constexpr,
+    LOCATED: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -385,6 +410,7 @@ def attend_kernel(
     rows_ptr = context_rows(records_ptr, b, head, _KV, element)
     keys = field(records_ptr, b, _KEYS).to(tl.int32)
     to_tail = distance(rows_ptr, context_rows(records_ptr, b, head, _TAIL, element), element)
+    to_slots = distance(rows_ptr, context_rows(records_ptr, b, head, _SLOTS, element), element)
     first, end, always = context_entries(records_ptr, b)
     tail_keys = field(records_ptr, b, _TAIL_KEYS).to(tl.int32)
     assignment_ptr = field(records_ptr, b, _ASSIGNMENT).to(tl.pointer_type(tl.int32)) + head * keys
@@ -397,8 +423,9 @@ def attend_kernel(
     listed = tl.minimum(tl.sum(counts, 0), room)
     in_context = listed + always
     begin, stop = share_of(in_context + tail_keys, TILE)
-    join(ids_ptr, joined_ptr, counts, width, begin, tl.minimum(stop, listed), SEGMENTS, _CHUNK)
-    tl.debug_barrier()
+    if not LOCATED:
+        join(ids_ptr, joined_ptr, counts, width, begin, tl.minimum(stop, listed), SEGMENTS, _CHUNK)
+        tl.debug_barrier()
     q = load_group(q_ptr, row, GROUP, DIM, 16)
     peaks = tl.full([16], float("-inf"), tl.float32)
     totals = tl.zeros([16], tl.float32)
@@ -409,6 +436,8 @@ def attend_kernel(
         ids = entry_ids(joined_ptr, entry, listed, in_context, first, end)
         attended += ((ids >= first) & (ids < end)).to(tl.int32)
         valid, where = places(ids, entry, in_context, stop, to_tail, DIM)
+        place = row.to(tl.int64) * room + entry
+        where = located(where, locations_ptr, place, entry < in_context, to_slots, LOCATED, DIM)
         where = where[:, None] + dims[None, :]
         tile_keys = tl.load(rows_ptr + where, mask=valid[:, None], other=0.0)
         values = tl.load(rows_ptr + DIM + where, mask=valid[:, None], other=0.0)

@@ -1,0 +1,81 @@
+"""Attention on a GPU to contexts whose keys and values lie in page-locked host memory.
+
+Indexes, clusters and tails are in the device's memory. Between search and attention, the rows that the step attends to
+in the context are brought into a slot cache (`kernels.slot_fetch`).
+
+Shape legend: B rows of a batch, H KV heads, R = B * H, N keys of the longest context, F fields of a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from decode_engine.device.listed_steps import ListedSteps
+from decode_engine.device.step_attention import StepPlan
+from decode_engine.kernels.gather_rows import CopyShape
+from decode_engine.kernels.key_lists import KeyLists
+from decode_engine.kernels.slot_cache import SlotCache
+from decode_engine.kernels.slot_fetch import FetchBuffers, fetch_rows
+from index_store.budgets.ratio import Ratio, TokenCount
+from index_store.context import ResidentContext
+from index_store.errors import InvalidArgumentError
+from index_store.manifest import Manifest
+from index_store.methods import Method
+
+_MISSES = 16384
+
+
+class HybridSteps(ListedSteps):
+    """`ListedSteps` over contexts in host memory: the same results, bit for bit.
+
+    The sessions of a context share a slot cache per layer, which lives as long as the context: what one has fetched
+    the others find. Contexts in the device's memory may be among those of a batch; they get one as well.
+    """
+
+    copy_shape: CopyShape | None = None
+    """Of the launch that reads host memory; None for the usual one."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        super().__init__(plan)
+        misses = min(plan.max_keys, _MISSES)
+        self._fetch = FetchBuffers.allocate(plan.rows, plan.max_keys, misses, plan.device)
+        self._row_bytes = 2 * plan.model.head_dim * plan.dtype.itemsize
+
+    @classmethod
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        """As in general. Raises InvalidArgumentError for keys and values in host memory that is not page-locked."""
+        kv = context.kv(layer)
+        if context.device.type == "cuda" and kv.device.type == "cpu" and not kv.is_pinned():
+            raise InvalidArgumentError(
+                f"keys and values of layer {layer} of context {context.manifest.id[:12]} are in host memory that is "
+                "not page-locked, which the device cannot read"
+            )
+        return {**super().fields(context, method, layer), **slot_cache(context, method, layer).fields(layer)}
+
+    def locate(self, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor) -> Tensor | None:
+        return fetch_rows(records_BF, lists, joined_RN, self._fetch, self._row_bytes, self.copy_shape)
+
+
+def slot_cache(context: ResidentContext, method: Method, layer: int) -> SlotCache:
+    """A layer's slot cache of the context, made at first use."""
+    manifest = context.manifest
+    slots = slots_for(method, manifest)
+
+    def make() -> SlotCache:
+        kv_heads, head_dim = manifest.model.kv_heads, manifest.model.head_dim
+        return SlotCache.make((layer,), kv_heads, slots, head_dim, context.kv(layer).dtype, context.device)
+
+    return context.derived(("slot_cache", slots, layer), make)
+
+
+def slots_for(method: Method, manifest: Manifest) -> int:
+    """Slots of a KV head that hold twice what a step of the method attends to, or the whole context."""
+    keys, budget = manifest.token_count, method.budget
+    kept = keys
+    if isinstance(budget, Ratio):
+        kept = round(budget.keep * keys)
+    elif isinstance(budget, TokenCount):
+        kept = budget.tokens
+    return min(keys, 2 * (kept + method.sinks + method.recent + method.append_block))

@@ -1,0 +1,192 @@
+"""Decode steps over contexts in host memory give what steps over contexts in the device's give, bit for bit.
+
+Without a CUDA device the kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode_engine.device.hybrid_steps import HybridSteps, slots_for
+from decode_engine.device.key_selection import KeySelection
+from decode_engine.device.listed_steps import ListedSteps
+from decode_engine.device.registry import step_attention_for
+from decode_engine.device.step_attention import StepAttention, StepPlan
+from decode_engine.kernels import records
+from decode_engine.kernels.cluster_reference import attend_lists_reference
+from decode_engine.kernels.key_lists import KeyLists
+from decode_engine.kernels.slot_cache import SlotCache
+from decode_engine.warm_up import made_up_context
+from index_store.budgets.ratio import Ratio, TokenCount
+from index_store.context import ResidentContext
+from index_store.manifest import Manifest, ModelIdentity
+from index_store.methods import Method, get_method
+from index_store.placement import Placement
+from tests.decode_engine.cluster_problems import Problem, make_problem, random_lists
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+LAYERS = 2
+
+
+class GivenLists(KeySelection):
+    """Lists that were there before."""
+
+    lists: KeyLists
+
+    @classmethod
+    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
+        return None
+
+    @classmethod
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        return {}
+
+    def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
+        return self.lists
+
+
+class GivenSteps(ListedSteps):
+    selection_types: ClassVar[Mapping[str, type[KeySelection]]] = {"query_tables": GivenLists}
+
+
+class GivenHybridSteps(HybridSteps):
+    selection_types: ClassVar[Mapping[str, type[KeySelection]]] = {"query_tables": GivenLists}
+
+
+def make_steps(kind: type[ListedSteps], problem: Problem, expression: str) -> ListedSteps:
+    rows, group, head_dim = problem.q_RGD.shape
+    heads = problem.heads
+    model = ModelIdentity("test", "test", "0" * 16, "0" * 16, LAYERS, heads * group, heads, head_dim, 2, 4096)
+    size = rows // heads
+    return kind(StepPlan(model, get_method(expression), size, 128, DTYPE, torch.device(DEVICE)))
+
+
+def attend(steps: ListedSteps, layer: int, problem: Problem, lists: KeyLists, rows: Tensor) -> Tensor:
+    assert isinstance(steps.selection, GivenLists)
+    steps.selection.lists = lists
+    rows_BHGD = problem.q_RGD.view(len(rows), problem.heads, *problem.q_RGD.shape[1:])
+    return steps.attend(layer, rows_BHGD, rows).clone()
+
+
+def in_host_memory(
+    problem: Problem, caches: list[SlotCache | None], layer: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Records that point to copies of keys and values in host memory and to slot caches; and the copies."""
+    found = problem.records_BF.clone()
+    copies = []
+    for b, sequence in enumerate(problem.sequences):
+        if sequence is None:
+            continue
+        kv = sequence.kv_HN2D.to("cpu", copy=True).contiguous()
+        kv = kv.pin_memory() if DEVICE == "cuda" else kv
+        copies.append(kv)
+        found[b, records.KV] = kv.data_ptr()
+        found[b, records.KV_HEAD] = kv.stride(0) * kv.element_size()
+        cache = caches[b]
+        for field, value in ({} if cache is None else cache.fields(layer)).items():
+            found[b, field] = value
+    return found, copies
+
+
+@pytest.mark.parametrize(
+    ("expression", "slots"),
+    [
+        ("csattention+dropped", 16),
+        ("csattention+dropped", 64),
+        ("csattention+dropped", 128),
+        ("csattention+monopole", 32),
+        ("csattention", 32),
+    ],
+)
+def test_a_cache_changes_no_bit(expression: str, slots: int) -> None:
+    """A cache that is too small, one that is about large enough, one for everything; a session without, an idle row.
+
+    The sums that `csattention` takes out of clusters are added in any order on a GPU.
+    """
+    problem = make_problem([90, 0, 33], tails=(5, 0, 40), dtype=DTYPE, device=DEVICE, recent=10)
+    caches = [
+        SlotCache.make((0, 1), problem.heads, slots, 64, DTYPE, DEVICE) if b != 2 else None for b in range(3)
+    ]
+    for cache in caches:
+        if cache is not None:
+            cache.rows_LHS2D.fill_(torch.nan)
+    plain, hybrid = (make_steps(kind, problem, expression) for kind in (GivenSteps, GivenHybridSteps))
+    for turn, (share, layer) in enumerate(((0.3, 0), (0.2, 0), (1.0, 1))):
+        lists = random_lists(problem, share, 2, seed=turn)
+        rows, _copies = in_host_memory(problem, caches, layer)
+        expected = attend(plain, layer, problem, lists, problem.records_BF)
+        found = attend(hybrid, layer, problem, lists, rows)
+        if DEVICE == "cuda" and expression == "csattention":
+            torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+        else:
+            assert torch.equal(found, expected)
+        assert (found[1] == 0).all()
+        assert torch.equal(hybrid.kept_B(), plain.kept_B())
+    counts = caches[0].counts() if caches[0] else None
+    assert counts is not None
+    assert counts.reused > 0
+    assert counts.fetched > 0
+    assert (counts.bypassed == 0) == (slots == 128)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_shapes(group: int, head_dim: int) -> None:
+    problem = make_problem(
+        [90, 41], heads=3, group=group, head_dim=head_dim, tails=(2,), dtype=DTYPE, device=DEVICE
+    )
+    caches: list[SlotCache | None] = [SlotCache.make((0,), 3, 48, head_dim, DTYPE, DEVICE) for _ in range(2)]
+    steps = make_steps(GivenHybridSteps, problem, "csattention+dropped")
+    rows, _copies = in_host_memory(problem, caches, 0)
+    for turn in range(2):
+        lists = random_lists(problem, 0.4, 1, seed=turn)
+        found = attend(steps, 0, problem, lists, rows)
+        expected = attend_lists_reference(problem.q_RGD, problem.sequences, lists, problem.scale).out
+        torch.testing.assert_close(found.view(expected.shape).float(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (get_method("csattention"), "HybridSteps"),
+        (get_method("csattention+dropped"), "HybridSteps"),
+        (get_method("multipole"), "HybridSteps"),
+        (get_method("pq"), "HybridSteps"),
+        (get_method("full"), "everything"),
+        (get_method("csattention+dipole"), "dipole"),
+        (get_method("quest"), "no kernels"),
+        (get_method("squeezed"), "budget"),
+    ],
+)
+def test_methods_over_host_memory(method: Method, expected: str) -> None:
+    identity = ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, 4, 2, 64, 2, 4096)
+    manifest = made_up_context(identity, "float32", method, 20).manifest
+    found = step_attention_for(method, manifest, Placement.HYBRID)
+    assert expected in (found if isinstance(found, str) else found.__name__)
+
+
+def test_slots_are_for_two_steps() -> None:
+    identity = ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, 4, 2, 64, 2, 4096)
+    method = replace(get_method("csattention+dropped"), budget=Ratio(0.1), recent=10, append_block=16)
+    manifest = made_up_context(identity, "float32", method, 1000).manifest
+    assert slots_for(method, manifest) == 2 * (100 + method.sinks + 10 + 16)
+    assert slots_for(replace(method, budget=TokenCount(60)), manifest) == 2 * (60 + method.sinks + 10 + 16)
+    assert slots_for(replace(method, budget=TokenCount(900)), manifest) == 1000
+
+
+def test_sessions_of_a_context_share_its_cache() -> None:
+    identity = ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, 4, 2, 64, 2, 4096)
+    method = replace(get_method("csattention"), budget=TokenCount(20))
+    context = made_up_context(identity, "float32", method, 400)
+    kind: type[StepAttention] = HybridSteps
+    one, again, other = (kind.fields(context, method, layer) for layer in (1, 1, 0))
+    assert one == again
+    assert one[records.SLOTS] != other[records.SLOTS]
+    assert one.keys() >= ListedSteps.fields(context, method, 1).keys()
