@@ -244,7 +244,13 @@ class Client:
         with self._translated():
             request = context_pb2.WarmContextRequest(name=name)
             response = self._contexts.WarmContext(request, timeout=self._timeout_s)
-        return WarmResult(read_context(response.context), response.already_resident, response.load_ns)
+        return WarmResult(
+            read_context(response.context),
+            response.already_resident,
+            response.load_ns,
+            response.first_layer_ns,
+            response.all_layers_ns,
+        )
 
     def list_methods(self) -> MethodList:
         """The server's methods, with their sizes for its model."""

@@ -24,7 +24,7 @@ from decode_engine.config import (
     available_cores,
     parse_size,
 )
-from decode_engine.device_option import DeviceOption
+from decode_engine.device_option import DeviceOption, PlacementOption
 from index_store.console import FormatOption, OutputFormat, StoreOption, print_json
 from index_store.entry import INTERRUPTED
 
@@ -87,11 +87,18 @@ def serve(
         str,
         typer.Option(
             metavar="SIZE",
-            help="Memory for contexts, for example 8GiB; the least recently used go first, requests wait while those "
-            "in use fill it. auto: 8GiB of host memory, or half of the GPU memory that is free once the model is "
-            "loaded.",
+            help="Host memory for contexts, for example 8GiB; the least recently used go first, requests wait while "
+            "those in use fill it. auto: 8GiB, or beside a GPU half of what is free once the model is loaded.",
         ),
     ] = AUTO,
+    device_memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="GPU memory for contexts, likewise. auto: half of what is free once the model is loaded.",
+        ),
+    ] = AUTO,
+    placement: PlacementOption = AUTO,
     session_memory: Annotated[
         str,
         typer.Option(
@@ -136,6 +143,8 @@ def serve(
         model=model,
         listen=listen,
         memory=None if memory == AUTO else parse_size(memory),
+        device_memory=None if device_memory == AUTO else parse_size(device_memory),
+        placement=placement,
         session_memory=None if session_memory == AUTO else parse_size(session_memory),
         max_sessions=max_sessions,
         max_waiting=max_waiting,

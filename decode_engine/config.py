@@ -47,6 +47,26 @@ def check_device(device: str) -> None:
         pick_device(device)
 
 
+def check_placement(placement: str, device: str, device_memory: int | None = None) -> None:
+    """Raises InvalidArgumentError for an unknown placement, and for one or a budget that needs a GPU without one."""
+    from index_store.placement import Placement, parse_placement
+
+    hybrid = parse_placement(placement) is Placement.HYBRID
+    if hybrid or device_memory is not None:
+        from index_store.devices import pick_device
+
+        if pick_device(device).type == "cpu":
+            flag, use = (
+                ("--placement is hybrid", "--placement auto")
+                if hybrid
+                else ("--device-memory is given", "--memory")
+            )
+            raise InvalidArgumentError(
+                f"{flag}, but the CPU computes here and everything is in its memory; use {use}",
+                field="placement",
+            )
+
+
 def is_loopback(address: str) -> bool:
     """Whether only this machine can reach the address."""
     host = address.rpartition(":")[0]
@@ -77,7 +97,8 @@ class Compilation(Enum):
 class ServeConfig:
     """`decode-engine serve`.
 
-    memory: byte budget of contexts in the memory of the device, None for its default (`devices.default_budget`).
+    memory, device_memory: byte budgets of contexts in memory of the host and of a GPU, None for their defaults
+    (`devices.memory_budget`). placement: what of a context goes where (`Placement`), auto for as it fits.
     max_sessions: requests in progress at once; max_waiting: requests beyond those. prompt_chunk: prompt tokens per
     step, None for the device's default. threads: of searches and matrix products. compilation: of the model around the
     attention, on a GPU. grace: seconds that running requests get when the server is told to stop.
@@ -87,6 +108,8 @@ class ServeConfig:
     model: str
     listen: str = DEFAULT_LISTEN
     memory: int | None = None
+    device_memory: int | None = None
+    placement: str = AUTO
     session_memory: int | None = None
     max_sessions: int = 16
     max_waiting: int = 64
@@ -100,8 +123,10 @@ class ServeConfig:
     def __post_init__(self) -> None:
         check_address(self.listen)
         check_device(self.device)
+        check_placement(self.placement, self.device, self.device_memory)
         for name, value, least in (
             ("memory", 1 if self.memory is None else self.memory, 1),
+            ("device-memory", 1 if self.device_memory is None else self.device_memory, 1),
             ("session-memory", 1 if self.session_memory is None else self.session_memory, 1),
             ("max-sessions", self.max_sessions, 1),
             ("max-waiting", self.max_waiting, 0),

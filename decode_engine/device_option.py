@@ -1,4 +1,4 @@
-"""The flag `--device`, which several commands share."""
+"""The flags `--device` and `--placement`, which several commands share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ if TYPE_CHECKING:
 
 DeviceOption = Annotated[
     str, typer.Option(help="Where the model and its contexts are: auto (a GPU if there is one), cpu or cuda.")
+]
+
+PlacementOption = Annotated[
+    str,
+    typer.Option(
+        metavar="PLACEMENT",
+        help="Where contexts are beside a GPU: device (all in its memory), hybrid (keys and values in host memory, "
+        "indexes in the GPU's), or auto (device for what fits there, else hybrid).",
+    ),
 ]
 
 

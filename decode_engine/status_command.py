@@ -25,13 +25,19 @@ def status(server: ServerOption = DEFAULT_LISTEN, output: FormatOption = OutputF
 
 def describe_status(found: ServerStatus) -> list[str]:
     """A server's status in a few lines."""
+    placed = ""
+    if found.context_device_limit_bytes:
+        placed = (
+            f"; of these {_mebibytes(found.context_device_bytes)} of "
+            f"{_mebibytes(found.context_device_limit_bytes)} MiB in device memory"
+        )
     loading = found.requests - found.waiting - found.prompting - found.decoding
     return [
         f"requests: {found.decoding} decoding, {found.prompting} reading their prompts, {found.waiting} waiting, "
         f"{loading} loading their contexts",
         f"sessions: {_mebibytes(found.session_bytes)} of {_mebibytes(found.session_limit_bytes)} MiB spoken for",
         f"contexts: {found.contexts} in {_mebibytes(found.context_bytes)} of "
-        f"{_mebibytes(found.context_limit_bytes)} MiB, {_mebibytes(found.context_used_bytes)} of them in use",
+        f"{_mebibytes(found.context_limit_bytes)} MiB, {_mebibytes(found.context_used_bytes)} of them in use{placed}",
         f"since the start: {found.prompt_tokens} prompt tokens, {found.decode_tokens} decoded in batches of "
         f"{found.mean_batch:.1f} (latest {found.decode_batch}), {found.steps} steps",
         f"contexts since the start: {found.context_loads} loaded, {found.context_hits} found in memory, "

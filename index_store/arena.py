@@ -168,6 +168,13 @@ class Arena:
         self._release(slot)
         return True
 
+    def stop_loading(self) -> None:
+        """Ends all loading soon; who waits for layers gets an error."""
+        with self._changed:
+            loading = [slot.loaded for slot in self._slots.values() if slot.loaded and not slot.complete]
+        for loaded in loading:
+            loaded.stop()
+
     def clear(self) -> None:
         """Drops every context: those in use when their last lease ends."""
         for id_ in self.ids():

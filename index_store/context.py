@@ -163,12 +163,12 @@ class ResidentContext:
 
         tokens: [N] int64. kv: layer -> [H, N, 2, d]. arrays: (index name, layer) -> array name -> [H, ...].
         kinds: index classes by kind; all that this package knows by default. placement: which memory they are in.
-        device: what computes, and holds the indexes; that of the tokens by default. gate: which layers are there; all
-        without one.
+        device: what computes, and holds the indexes; that of keys and values by default. gate: which layers are there;
+        all without one.
         """
         self.manifest = manifest
         self.placement = placement
-        self._device = tokens.device if device is None else device
+        self._device = device or next((layer.device for layer in kv.values()), tokens.device)
         self._gate = gate
         self._tokens: Tensor | None = tokens
         self._kv = dict(kv)
@@ -211,10 +211,13 @@ class ResidentContext:
         """Nanoseconds that loading took until every layer was there; 0 before, and where nothing was loaded."""
         return 0 if self._gate is None else self._gate.all_layers_ns
 
-    def wait_for_layers(self) -> None:
-        """Returns when every layer is in memory. Raises the error that loading raised."""
+    def wait_for_layers(self, check: Callable[[], None] = lambda: None) -> None:
+        """Returns when every layer is in memory. Raises the error that loading raised.
+
+        check: called every 50 ms while waiting; what it raises ends the wait.
+        """
         if self._gate is not None:
-            self._gate.wait_for_all()
+            self._gate.wait_for_all(check)
 
     def tokens(self) -> Tensor:
         """The context's token ids, [N] int64."""

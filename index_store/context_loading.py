@@ -57,6 +57,10 @@ class LoadedContext:
         """Returns when loading has ended, well or not."""
         self._thread.join()
 
+    def stop(self) -> None:
+        """Ends loading soon, if it has not ended; who waits for layers gets an error."""
+        self._stop.set()
+
     def release(self) -> None:
         """Stops loading, which may take until a few files are read, and lets go of all memory."""
         self._stop.set()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from index_store.errors import InvalidArgumentError
+from index_store.placement import MemoryBytes
 
 HOST_BUDGET = 8 * 2**30
 """Bytes for contexts in host memory unless told otherwise."""
 
 DEVICE_SHARE = 0.5
-"""Of a GPU's memory that is free once the model is loaded, for contexts unless told otherwise. The rest is for
-sessions, for what steps compute with, and for what is derived from contexts."""
+"""Of memory that is free once the model is loaded, a GPU's and the host's beside it, for contexts unless told
+otherwise. The rest is for sessions, for what steps compute with, and for what is derived from contexts."""
 
 
 def pick_device(name: str) -> torch.device:
@@ -45,6 +46,21 @@ def default_budget(device: torch.device) -> int:
         return HOST_BUDGET
     free, _ = torch.cuda.mem_get_info(device)
     return int(DEVICE_SHARE * free)
+
+
+def memory_budget(
+    device: torch.device, host: int | None, on_device: int | None, free_host: int
+) -> MemoryBytes:
+    """Byte budgets of contexts where both are told, or by default where they are None.
+
+    free_host: bytes of host memory that are free now; beside a GPU half of them are the default.
+    """
+    if device.type == "cpu":
+        return MemoryBytes(host=HOST_BUDGET if host is None else host)
+    return MemoryBytes(
+        host=int(DEVICE_SHARE * free_host) if host is None else host,
+        device=default_budget(device) if on_device is None else on_device,
+    )
 
 
 def finish(device: torch.device) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from time import perf_counter_ns
+
+_CHECK_INTERVAL_S = 0.05
 
 
 class LayerGate:
@@ -51,18 +54,23 @@ class LayerGate:
                 self._error = error
             self._changed.notify_all()
 
-    def wait(self, layer: int) -> None:
-        """Returns when the layer is in memory. Raises what `fail` was given where it will not come."""
+    def wait(self, layer: int, check: Callable[[], None] | None = None) -> None:
+        """Returns when the layer is in memory. Raises what `fail` was given where it will not come.
+
+        check: called every 50 ms while waiting; what it raises ends the wait.
+        """
         if self._ready > layer:
             return
         with self._changed:
             while self._ready <= layer and self._error is None:
-                self._changed.wait()
+                self._changed.wait(None if check is None else _CHECK_INTERVAL_S)
+                if check is not None:
+                    check()
             error = self._error
         if error is not None and self._ready <= layer:
             # A copy: every thread gets a traceback of its own.
             raise copy.copy(error) from error
 
-    def wait_for_all(self) -> None:
+    def wait_for_all(self, check: Callable[[], None] | None = None) -> None:
         """Returns when every layer is in memory. Raises as `wait` does."""
-        self.wait(self._layers - 1)
+        self.wait(self._layers - 1, check)

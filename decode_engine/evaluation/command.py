@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from decode_engine.config import AUTO
-from decode_engine.device_option import DeviceOption, say_device
+from decode_engine.device_option import DeviceOption, PlacementOption, say_device
 from decode_engine.evaluation.evaluate import evaluate
 from decode_engine.evaluation.pictures import check_pictures, draw_pictures
 from decode_engine.evaluation.progress import show_progress
@@ -77,6 +77,7 @@ def evaluate_command(
     store: Annotated[Path | None, typer.Option(help="Store for the contexts; OUT/store by default.")] = None,
     seed: Annotated[int, typer.Option(help="Decides facts, depths and parts of the text.")] = 0,
     device: DeviceOption = AUTO,
+    placement: PlacementOption = AUTO,
     picture: PictureOption = True,
     output_format: FormatOption = OutputFormat.TEXT,
 ) -> None:
@@ -105,6 +106,7 @@ def evaluate_command(
         store=store,
         seed=seed,
         device=device,
+        placement=placement,
     )
     if picture:
         check_pictures()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from decode_engine.context_arena import arena_for
 from decode_engine.evaluation.machine import describe_machine, return_free_memory
 from decode_engine.evaluation.prefill_command import PrefillCommand
 from decode_engine.evaluation.progress import Advance, StartStage
@@ -28,11 +29,9 @@ from decode_engine.evaluation.settings import TIMED_STEPS, EvaluationConfig, Var
 from decode_engine.evaluation.summary import ALL_TASKS, MassMap, Score, Tally
 from decode_engine.evaluation.tasks import Document, Question, chat_question, make_documents, source_text
 from decode_engine.runner import ModelRunner
-from index_store.arena import Arena
 from index_store.catalog import Store
 from index_store.context import ResidentContext
-from index_store.context_loading import resident_bytes
-from index_store.devices import context_device, describe_device, pick_device
+from index_store.devices import describe_device, pick_device
 from index_store.errors import InvalidArgumentError
 from index_store.manifest import Manifest
 from index_store.methods import Method
@@ -97,8 +96,7 @@ class _Evaluation:
         segments = [self._segments(*each) for each in share_questions(config, documents)]
         variants = config.variants()
         tallies = [Tally() for _ in variants]
-        memory = context_device(device)
-        arena = Arena(max(resident_bytes(manifest, memory) for manifest in contexts), device=memory)
+        arena = arena_for(contexts, device, config.placement)
         # A piece is a text scored with every method, so that pieces cost about the same and the time left is known
         # also when methods differ; timing the steps of a context costs about as much as one.
         pieces = sum(map(len, segments)) + len(contexts)

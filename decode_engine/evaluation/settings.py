@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from decode_engine.config import check_device
+from decode_engine.config import check_device, check_placement
 from decode_engine.evaluation.scoring import WARM_UP_STEPS
 from decode_engine.evaluation.tasks import Part, get_family
 from index_store.budgets.mass import Mass
@@ -66,9 +66,11 @@ class EvaluationConfig:
     store: Path | None = None
     seed: int = 0
     device: str = "auto"
+    placement: str = "auto"
 
     def __post_init__(self) -> None:
         check_device(self.device)
+        check_placement(self.placement, self.device)
         for label, value, least in (
             ("questions", self.questions, max(1, len(self.tasks))),
             ("facts", self.facts, 1),

@@ -20,6 +20,7 @@ from index_store.errors import FormatVersionError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.manifest import IndexEntry, Manifest
 from index_store.methods import METHODS, Method
+from index_store.placement import Placement
 from index_store.tuned_defaults import TunedDefault
 from sparsekv.v1 import context_pb2, generation_pb2
 
@@ -29,9 +30,14 @@ _BUDGET_SIZES = frozenset({"keep", "threshold", "mass", "tokens"})
 
 
 def describe_context(
-    manifest: Manifest, tuned: TunedDefault | None = None, *, expired: bool, resident: bool
+    manifest: Manifest,
+    tuned: TunedDefault | None = None,
+    *,
+    expired: bool,
+    resident: bool,
+    placement: Placement = Placement.DEVICE,
 ) -> context_pb2.Context:
-    """A readable context as the API shows it."""
+    """A readable context as the API shows it. placement: where it is, or would be."""
     states = context_pb2.Context
     default = default_method(manifest, tuned)
     budget = default.method().budget
@@ -54,6 +60,7 @@ def describe_context(
         tuned=default.tuned,
         indexes=[_describe_index(index, manifest.token_count) for index in manifest.indexes],
         dense_layers=manifest.dense_layers,
+        placement=placement.value,
     )
 
 
@@ -99,6 +106,9 @@ def describe_status(engine: EngineStats, arena: ArenaStats) -> generation_pb2.Se
         decode_steps=engine.decode_steps,
         decode_tokens=engine.decode_tokens,
         decode_batch=engine.decode_batch,
+        context_device_bytes=arena.used.device,
+        context_device_used_bytes=arena.leased.device,
+        context_device_limit_bytes=arena.budget.device,
     )
 
 

@@ -26,7 +26,8 @@ class ContextInfo:
     """A stored context. state: "ready", "expired", "corrupt" or "unsupported"; state_message says why not ready.
 
     default_method, default_budget: of a request that says neither; the budget is text for people, "" for everything.
-    tuned: whether they were chosen by tuning.
+    tuned: whether they were chosen by tuning. placement: where it is in memory or would be, "device" or "hybrid"; ""
+    where a server does not say.
     """
 
     name: str
@@ -48,15 +49,22 @@ class ContextInfo:
     tuned: bool
     indexes: tuple[IndexInfo, ...]
     dense_layers: tuple[int, ...]
+    placement: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmResult:
-    """A context in memory, whether it was there before, and how long loading took in nanoseconds."""
+    """A context in memory, whether it was there before, and how long the call waited for it in nanoseconds.
+
+    first_layer_ns, all_layers_ns: from the beginning of the load that brought it there until the first layer, and all
+    layers, were there.
+    """
 
     context: ContextInfo
     already_resident: bool
     load_ns: int
+    first_layer_ns: int = 0
+    all_layers_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +179,9 @@ class ServerStatus:
     decode_steps: int
     decode_tokens: int
     decode_batch: int
+    context_device_bytes: int
+    context_device_used_bytes: int
+    context_device_limit_bytes: int
 
     @property
     def mean_batch(self) -> float:
@@ -238,6 +249,7 @@ def read_context(message: context_pb2.Context) -> ContextInfo:
             for i in message.indexes
         ),
         dense_layers=tuple(message.dense_layers),
+        placement=message.placement,
     )
 
 

@@ -25,9 +25,10 @@ from decode_engine.session_memory import SHARE, free_memory
 from decode_engine.warm_up import prepare_for, warm_up
 from index_store.arena import Arena
 from index_store.catalog import Store
-from index_store.devices import context_device, default_budget, describe_device, pick_device
+from index_store.devices import context_device, describe_device, memory_budget, pick_device
 from index_store.methods import DEFAULT_METHOD, get_method
 from index_store.models.loading import resolve_model
+from index_store.placement import Placement, parse_placement
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -118,16 +119,21 @@ class DecodeServer:
         device = pick_device(config.device)
         runner = ModelRunner(self._folder, device, config.dtype, config.compilation)
         loaded = time.monotonic()
-        budget = default_budget(device) if config.memory is None else config.memory
+        free_host = free_memory(torch.device("cpu"))
+        budget = memory_budget(device, config.memory, config.device_memory, free_host)
+        arena = Arena(budget, device=context_device(device), placement=parse_placement(config.placement))
         session_memory = config.session_memory or free_memory(device) // SHARE
         methods = warm_up(runner, config.max_sessions)
-        prepare_for(runner, self._store.list(), get_method(DEFAULT_METHOD), config.max_sessions)
+        captured = [each for each in self._store.list() if arena.placement(each) is Placement.DEVICE]
+        prepare_for(runner, captured, get_method(DEFAULT_METHOD), config.max_sessions)
         logger.info(
-            "model %s loaded on %s in %.1f s, %d bytes of memory for contexts, %d for sessions, %s warmed up in %.1f s",
+            "model %s loaded on %s in %.1f s, %d bytes of host and %d of device memory for contexts, %d for sessions, "
+            "%s warmed up in %.1f s",
             self._folder.name,
             describe_device(device),
             loaded - started,
-            budget,
+            budget.host,
+            budget.device,
             session_memory,
             ", ".join(methods) or "no method",
             time.monotonic() - loaded,
@@ -141,7 +147,7 @@ class DecodeServer:
             on_start=self._set_threads,
             on_crash=lambda error: self._set_health(serving=False),
         )
-        self._backend = Backend(self._store, Arena(budget, device=context_device(device)), runner, engine)
+        self._backend = Backend(self._store, arena, runner, engine)
         engine.start()
         self._slot.fill(self._backend)
         self._set_health(serving=True)
@@ -160,6 +166,7 @@ class DecodeServer:
             engine = self._backend.engine
             if not in_time and engine.places:
                 logger.warning("%g s are over, ending unfinished requests: %d", grace_s, engine.places)
+            self._backend.arena.stop_loading()  # which the engine may be waiting for
             engine.shutdown()  # tells the unfinished ones why; their calls' log lines name them
         stopped.wait()
         if self._backend is not None:

@@ -82,6 +82,7 @@ class Backend:
             self.tuned_default(entry.id),
             expired=self.store.expired(entry),
             resident=entry.id in resident,
+            placement=self.arena.placement(entry),
         )
 
     def tuned_default(self, id_: str) -> TunedDefault | None:
@@ -161,13 +162,15 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         already = manifest.id in backend.arena.ids()
         before = backend.engine.clock_ns()
         check = _call_check(context, backend, _deadline_ns(context, before))
-        with backend.arena.acquire(backend.store, manifest.id, check=check):
+        with backend.arena.acquire(backend.store, manifest.id, check=check) as resident:
             load_ns = backend.engine.clock_ns() - before
-        return context_pb2.WarmContextResponse(
-            context=backend.describe(manifest, set(backend.arena.ids())),
-            already_resident=already,
-            load_ns=load_ns,
-        )
+            return context_pb2.WarmContextResponse(
+                context=backend.describe(manifest, set(backend.arena.ids())),
+                already_resident=already,
+                load_ns=load_ns,
+                first_layer_ns=resident.first_layer_ns,
+                all_layers_ns=resident.all_layers_ns,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +246,11 @@ def _plan(backend: Backend, request: generation_pb2.GenerateRequest) -> _Plan:
 def _submit(
     backend: Backend, plan: _Plan, deadline_ns: int | None, check: Callable[[], None]
 ) -> tuple[Stream, int, int]:
-    """Loads the context, here in the call's own thread, and queues the request.
+    """Has the context loaded, and queues the request.
 
-    While other contexts that are in use leave no memory for it, the call waits; its place bounds how many do.
+    While other contexts that are in use leave no memory for it, the call waits; its place bounds how many do. When
+    nobody else is served, the request begins while its context is still being loaded, and runs behind that; otherwise
+    the call waits until all is there, lest the others wait with the model for its layers.
     Returns the stream, the nanoseconds of loading and the time of submission. The context's lease goes over to the
     engine, which ends it when it has let go of the session.
     """
@@ -253,8 +258,12 @@ def _submit(
     with ExitStack() as stack:
         stack.callback(place.release)
         before = backend.engine.clock_ns()
-        lease = backend.arena.acquire(backend.store, plan.manifest.id, check=check, wait_for_memory=True)
+        lease = backend.arena.acquire(
+            backend.store, plan.manifest.id, check=check, wait_for_memory=True, early=True
+        )
         resident = stack.enter_context(lease)
+        if backend.engine.stats().places > 1:
+            resident.wait_for_layers(check)
         submitted_ns = backend.engine.clock_ns()
         tokenizer = backend.runner.tokenizer
         request: Request[Any] = Request(

@@ -12,8 +12,9 @@ from typing import Annotated
 import torch
 import typer
 
-from decode_engine.config import AUTO
-from decode_engine.device_option import DeviceOption, say_device
+from decode_engine.config import AUTO, check_placement
+from decode_engine.context_arena import arena_for
+from decode_engine.device_option import DeviceOption, PlacementOption, say_device
 from decode_engine.evaluation.progress import show_progress
 from decode_engine.runner import ModelRunner
 from decode_engine.tuning.candidates import find_families
@@ -26,7 +27,6 @@ from decode_engine.tuning.meters import (
     continuation,
 )
 from decode_engine.tuning.search import Outcome, tune
-from index_store.arena import Arena
 from index_store.catalog import Store
 from index_store.console import (
     FormatOption,
@@ -38,8 +38,6 @@ from index_store.console import (
     print_table,
 )
 from index_store.context import ResidentContext
-from index_store.context_loading import resident_bytes
-from index_store.devices import context_device
 from index_store.errors import InvalidArgumentError
 from index_store.manifest import Manifest
 from index_store.methods import EXPRESSION_HELP
@@ -80,6 +78,7 @@ def tune_command(
         ),
     ] = "",
     device: DeviceOption = AUTO,
+    placement: PlacementOption = AUTO,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only measure, keep nothing.")] = False,
     output_format: FormatOption = OutputFormat.TEXT,
 ) -> None:
@@ -93,13 +92,14 @@ def tune_command(
         raise InvalidArgumentError("--model belongs to --target-kl: a model is needed there, and only there")
     if prompts is not None and target != "kl":
         raise InvalidArgumentError("--prompts belongs to --target-kl, and --target-mass is given")
+    check_placement(placement, device)
     picked = say_device(device)
     opened = Store(store)
     manifest = opened.manifest(opened.resolve(context))
     families = find_families(manifest, [part.strip() for part in methods.split(",") if part.strip()])
     with (
         show_progress(sys.stderr) as start_stage,
-        _open_meter(opened, manifest, target, wanted, picked, model, prompts) as meter,
+        _open_meter(opened, manifest, target, wanted, picked, placement, model, prompts) as meter,
     ):
         outcomes = tune(families, meter, start_stage)
     best = outcomes[0]
@@ -138,13 +138,13 @@ def _open_meter(
     target: str,
     wanted: float,
     device: torch.device,
+    placement: str,
     model: str | None,
     prompts: Path | None,
 ) -> Iterator[Meter]:
     """Loads the context, and what the target needs."""
     runner = None if model is None else ModelRunner(resolve_model(model), device, manifest.dtype)
-    memory = context_device(device)
-    arena = Arena(resident_bytes(manifest, memory), device=memory)
+    arena = arena_for([manifest], device, placement)
     with (
         store.open(manifest.id) as stored,
         arena.acquire(store, manifest.id) as resident,

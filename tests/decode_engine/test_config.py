@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from decode_engine.config import AskConfig, ServeConfig, check_address, is_loopback, parse_size
-from index_store.devices import context_device, default_budget, pick_device
+from index_store.devices import context_device, default_budget, memory_budget, pick_device
 from index_store.errors import InvalidArgumentError
+from index_store.placement import MemoryBytes
 
 
 @pytest.mark.parametrize(
@@ -89,3 +90,22 @@ def test_questions_end_at_the_line_break_by_default() -> None:
     assert AskConfig("c", "q", raw=True).stop_strings == ()
     assert AskConfig("c", "q", stop=("x",)).stop_strings == ("x",)
     assert AskConfig("c", "q", stop=()).stop_strings == ()
+
+
+def test_placement_and_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ServeConfig(Path(), "reader").placement == "auto"
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert memory_budget(cpu, None, None, 2**40) == MemoryBytes(host=8 * 2**30)
+    assert memory_budget(cpu, 7, None, 2**40) == MemoryBytes(host=7)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 140 * 2**30))
+    assert memory_budget(cuda, None, None, 2**40) == MemoryBytes(2**39, 50 * 2**30)
+    assert memory_budget(cuda, 7, 9, 2**40) == MemoryBytes(7, 9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidArgumentError, match="expected auto, device, hybrid"):
+        ServeConfig(Path(), "reader", placement="host")
+    with pytest.raises(InvalidArgumentError, match="--placement is hybrid, but the CPU computes"):
+        ServeConfig(Path(), "reader", placement="hybrid")
+    with pytest.raises(InvalidArgumentError, match="--device-memory is given, but the CPU computes"):
+        ServeConfig(Path(), "reader", device_memory=5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert ServeConfig(Path(), "reader", placement="hybrid", device_memory=5).device_memory == 5

@@ -77,9 +77,13 @@ def test_warm_loads_once(library: Library, client: Client) -> None:
     assert not client.get_context(name).resident
     first = client.warm_context(name)
     assert first.context.resident
+    assert first.context.placement == client.get_context(name).placement == "device"
     assert not first.already_resident
+    assert 0 < first.first_layer_ns <= first.all_layers_ns <= first.load_ns
     assert client.get_context(name).resident
-    assert client.warm_context(name).already_resident
+    again = client.warm_context(name)
+    assert again.already_resident
+    assert again.all_layers_ns == first.all_layers_ns
 
 
 def test_deleting_a_context_in_use_lets_its_generation_finish(

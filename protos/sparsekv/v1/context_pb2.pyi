@@ -15,7 +15,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Context(_message.Message):
-    __slots__ = ("name", "display_name", "model", "architecture", "token_count", "dtype", "kv_bytes", "index_bytes", "state", "state_message", "create_time", "expire_time", "resident", "methods", "default_method", "indexes", "dense_layers", "default_budget", "tuned")
+    __slots__ = ("name", "display_name", "model", "architecture", "token_count", "dtype", "kv_bytes", "index_bytes", "state", "state_message", "create_time", "expire_time", "resident", "methods", "default_method", "indexes", "dense_layers", "default_budget", "tuned", "placement")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Context.State]
@@ -67,6 +67,7 @@ class Context(_message.Message):
     DENSE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_BUDGET_FIELD_NUMBER: _ClassVar[int]
     TUNED_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     name: str
     display_name: str
     model: str
@@ -86,7 +87,8 @@ class Context(_message.Message):
     dense_layers: _containers.RepeatedScalarFieldContainer[int]
     default_budget: str
     tuned: bool
-    def __init__(self, name: _Optional[str] = ..., display_name: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., token_count: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., state: _Optional[_Union[Context.State, str]] = ..., state_message: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., resident: bool = ..., methods: _Optional[_Iterable[str]] = ..., default_method: _Optional[str] = ..., indexes: _Optional[_Iterable[_Union[Context.Index, _Mapping]]] = ..., dense_layers: _Optional[_Iterable[int]] = ..., default_budget: _Optional[str] = ..., tuned: bool = ...) -> None: ...
+    placement: str
+    def __init__(self, name: _Optional[str] = ..., display_name: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., token_count: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., state: _Optional[_Union[Context.State, str]] = ..., state_message: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., resident: bool = ..., methods: _Optional[_Iterable[str]] = ..., default_method: _Optional[str] = ..., indexes: _Optional[_Iterable[_Union[Context.Index, _Mapping]]] = ..., dense_layers: _Optional[_Iterable[int]] = ..., default_budget: _Optional[str] = ..., tuned: bool = ..., placement: _Optional[str] = ...) -> None: ...
 
 class GetContextRequest(_message.Message):
     __slots__ = ("name",)
@@ -125,11 +127,15 @@ class WarmContextRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class WarmContextResponse(_message.Message):
-    __slots__ = ("context", "already_resident", "load_ns")
+    __slots__ = ("context", "already_resident", "load_ns", "first_layer_ns", "all_layers_ns")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ALREADY_RESIDENT_FIELD_NUMBER: _ClassVar[int]
     LOAD_NS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_NS_FIELD_NUMBER: _ClassVar[int]
+    ALL_LAYERS_NS_FIELD_NUMBER: _ClassVar[int]
     context: Context
     already_resident: bool
     load_ns: int
-    def __init__(self, context: _Optional[_Union[Context, _Mapping]] = ..., already_resident: bool = ..., load_ns: _Optional[int] = ...) -> None: ...
+    first_layer_ns: int
+    all_layers_ns: int
+    def __init__(self, context: _Optional[_Union[Context, _Mapping]] = ..., already_resident: bool = ..., load_ns: _Optional[int] = ..., first_layer_ns: _Optional[int] = ..., all_layers_ns: _Optional[int] = ...) -> None: ...

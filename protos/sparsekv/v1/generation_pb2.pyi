@@ -201,7 +201,7 @@ class GetServerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerStatus(_message.Message):
-    __slots__ = ("waiting", "prompting", "decoding", "requests", "session_bytes", "session_limit_bytes", "context_bytes", "context_used_bytes", "context_limit_bytes", "contexts", "context_loads", "context_hits", "context_evictions", "steps", "prompt_tokens", "decode_steps", "decode_tokens", "decode_batch")
+    __slots__ = ("waiting", "prompting", "decoding", "requests", "session_bytes", "session_limit_bytes", "context_bytes", "context_used_bytes", "context_limit_bytes", "contexts", "context_loads", "context_hits", "context_evictions", "steps", "prompt_tokens", "decode_steps", "decode_tokens", "decode_batch", "context_device_bytes", "context_device_used_bytes", "context_device_limit_bytes")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PROMPTING_FIELD_NUMBER: _ClassVar[int]
     DECODING_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +220,9 @@ class ServerStatus(_message.Message):
     DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
     DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_BATCH_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_DEVICE_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_DEVICE_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     prompting: int
     decoding: int
@@ -238,4 +241,7 @@ class ServerStatus(_message.Message):
     decode_steps: int
     decode_tokens: int
     decode_batch: int
-    def __init__(self, waiting: _Optional[int] = ..., prompting: _Optional[int] = ..., decoding: _Optional[int] = ..., requests: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_limit_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., context_used_bytes: _Optional[int] = ..., context_limit_bytes: _Optional[int] = ..., contexts: _Optional[int] = ..., context_loads: _Optional[int] = ..., context_hits: _Optional[int] = ..., context_evictions: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., decode_batch: _Optional[int] = ...) -> None: ...
+    context_device_bytes: int
+    context_device_used_bytes: int
+    context_device_limit_bytes: int
+    def __init__(self, waiting: _Optional[int] = ..., prompting: _Optional[int] = ..., decoding: _Optional[int] = ..., requests: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_limit_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., context_used_bytes: _Optional[int] = ..., context_limit_bytes: _Optional[int] = ..., contexts: _Optional[int] = ..., context_loads: _Optional[int] = ..., context_hits: _Optional[int] = ..., context_evictions: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., decode_batch: _Optional[int] = ..., context_device_bytes: _Optional[int] = ..., context_device_used_bytes: _Optional[int] = ..., context_device_limit_bytes: _Optional[int] = ...) -> None: ...
