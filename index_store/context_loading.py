@@ -135,7 +135,7 @@ def start_loading(
     device: into whose memory, through a few staging buffers, with rows padded as `device_memory` says; None for host
     memory, which is then page-locked by `locker`. placement: HYBRID puts keys and values into host memory in any case,
     one range per layer, each locked when it has been read; it needs a device.
-    on_end: called by the thread that loads, at its end, with the error if there was one.
+    on_end: called by the thread that loads, at its end, with the error if there was one, before those who wait get it.
     """
     manifest = context.manifest
     if placement is Placement.HYBRID and device is None:
@@ -276,10 +276,10 @@ def _load(
         error = raised.with_traceback(None)  # whose frames would keep the memory
     except BaseException:
         error = StoreError("loading a context was interrupted; ask again")
-    if error is not None:
-        gate.fail(error)
     layers.clear()
     on_end(error)
+    if error is not None:
+        gate.fail(error)  # last: who sees it finds it noted elsewhere too
 
 
 def _read_layers(layers: list[_LayerReads], gate: LayerGate, stop: threading.Event) -> None:
