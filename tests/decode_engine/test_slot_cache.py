@@ -23,6 +23,7 @@ from tests.decode_engine.slot_problems import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 def generator(seed: int) -> torch.Generator:

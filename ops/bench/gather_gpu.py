@@ -1,0 +1,396 @@
+"""Decode attention to a context in page-locked host memory, against torch's best full attention in the GPU's memory.
+
+Regime: one layer of a decode step, batch 1, 32 query heads, 8 KV heads, head dimension 128, bfloat16: 512 bytes per
+row. Every layer's keys and values are one range of page-locked memory. Several layers take turns, so that no step
+finds its rows in the second-level cache.
+
+- `copy`: bandwidth of a plain copy of one layer from page-locked memory.
+- `gather`: random rows of one layer, ascending in every head, copied into device memory by the kernel that reads host
+  memory (`kernels.gather_rows`). `wide` is the same with the rows of all layers in one launch, over a range that is
+  larger than what the device can translate addresses of.
+- `hybrid`: a whole step through `HybridSteps`: search over product codes (random ones: they cost the same), the rows
+  found in the slot cache or fetched, attention to them, to sinks, recent window and tail, merge. In place of what the
+  search lists, prepared lists are attended, of which a known share was in the step before (`reuse`). `reused` and
+  `bypassed` are the cache's own counts, as shares of all rows; sinks and recent window are always reused. `search_us`
+  is the search alone, `fetch_us` the three launches of the fetch, `device_us` search and attention with keys and values
+  in the GPU's memory, `direct_us` the step without a cache, where attention reads host memory itself.
+
+Times are medians inside a CUDA graph of many steps. `full_us` is the fastest of torch's backends on the same keys,
+values and queries in the GPU's memory in the same run, and `ratio` is to it. Before a time is reported, copied rows are
+compared bit for bit, and the step's output bit for bit with the same step without a cache, and with eager float32
+attention.
+
+One JSON line per figure; the exit code is 1 when a check fails, or when --bars is given and a figure misses its bar.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+
+# isort: split
+import torch
+import triton
+import typer
+from gpu_timing import event_ms, full_attention_us, graph_us
+from torch import Tensor
+
+from decode_engine.device.code_steps import CodeSelection
+from decode_engine.device.hybrid_steps import HybridSteps
+from decode_engine.device.key_selection import KeySelection
+from decode_engine.device.listed_steps import ListedSteps
+from decode_engine.device.step_attention import StepPlan
+from decode_engine.kernels import records
+from decode_engine.kernels.cluster_reference import ListedSequence, attend_lists_reference, records_of
+from decode_engine.kernels.gather_rows import CopyShape, RowCopies, copy_rows
+from decode_engine.kernels.key_lists import KeyLists
+from decode_engine.kernels.slot_cache import RowCounts, SlotCache
+from index_store.budgets.ratio import Ratio
+from index_store.indexes.product_codes import ProductCodes
+from index_store.manifest import ModelIdentity
+from index_store.methods import Method, get_method
+
+DEVICE = "cuda"
+KV_HEADS, GROUP, HEAD_DIM, DTYPE = 8, 4, 128, torch.bfloat16
+SUBSPACES, CODEWORDS = 8, 256
+SINKS, RECENT, TAIL = 8, 128, 64
+ROW = 2 * HEAD_DIM * DTYPE.itemsize
+COLD_BYTES = 256 * 2**20
+"""That gathers of one graph read: several times the second-level cache."""
+RING = 5
+"""Budgets of keys that lists take turns over, so that keys come back only after they have left the cache."""
+GATHER_BAR = 50.0
+BARS = {(0.01, 0.0): 0.9, (0.02, 0.0): 1.7, (0.05, 0.8): 1.05, (0.02, 0.8): 0.5, (0.01, 0.8): 0.3}
+"""Ratios by keep and reuse."""
+SHAPES = (
+    CopyShape(),
+    *(CopyShape(programs, 16, 1) for programs in (17, 66, 132)),
+    CopyShape(33, 32, 1),
+    CopyShape(33, 16, 2),
+    CopyShape(33, 32, 4),
+)
+
+
+class CheckFailedError(Exception):
+    """A result is wrong, so its time means nothing."""
+
+
+class Memory:
+    """Keys and values of several layers, [H, N, 2, d] each, in both memories."""
+
+    def __init__(self, length: int, layers: int) -> None:
+        self.length, self.layers = length, layers
+        shape = (layers, 1, KV_HEADS, length, 2, HEAD_DIM)
+        self.device_kv = torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_()
+        self.host_kv = [
+            torch.empty(shape[2:], dtype=DTYPE, pin_memory=DEVICE == "cuda") for _ in range(layers)
+        ]
+        for host, device in zip(self.host_kv, self.device_kv, strict=True):
+            host.copy_(device[0])
+        self.q = 2.0 * torch.randn(layers, 1, KV_HEADS, GROUP, HEAD_DIM, device=DEVICE).to(DTYPE)
+        self.tail = torch.randn(KV_HEADS, TAIL, 2, HEAD_DIM, device=DEVICE).to(DTYPE)
+        codes = (layers, KV_HEADS, length, SUBSPACES)
+        self.codes = torch.empty(codes, dtype=torch.uint8, device=DEVICE).random_(0, CODEWORDS)
+        self.codebooks = torch.randn(KV_HEADS, SUBSPACES, CODEWORDS, HEAD_DIM // SUBSPACES, device=DEVICE)
+
+    def sequence(self, kv_HN2D: Tensor, keep: int) -> ListedSequence:
+        return ListedSequence(kv_HN2D, self.tail, TAIL, SINKS, self.length - RECENT, keep)
+
+    def records(self, layer: int, kv_HN2D: Tensor, keep: int, cache: SlotCache | None) -> Tensor:
+        """[1, RECORD_FIELDS] on the device."""
+        row = records_of([self.sequence(kv_HN2D, keep)], "cpu")
+        row[0, records.CODES] = self.codes[layer].data_ptr()
+        row[0, records.CODEBOOKS] = self.codebooks.data_ptr()
+        for field, value in ({} if cache is None else cache.fields(layer)).items():
+            row[0, field] = value
+        return row.to(DEVICE)
+
+
+class PreparedLists(KeySelection):
+    """Searches product codes, and lists keys that were chosen before."""
+
+    lists: KeyLists
+
+    def __init__(self, plan: StepPlan) -> None:
+        super().__init__(plan)
+        self.search = CodeSelection(plan)
+
+    refusal = CodeSelection.refusal
+    fields = CodeSelection.fields
+
+    def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
+        self.search.select(layer, q_BHGD, records_BF)
+        return self.lists
+
+
+class DeviceListedSteps(ListedSteps):
+    selection_types: ClassVar[Mapping[str, type[KeySelection]]] = {ProductCodes.kind: PreparedLists}
+
+
+class HostListedSteps(HybridSteps):
+    selection_types: ClassVar[Mapping[str, type[KeySelection]]] = {ProductCodes.kind: PreparedLists}
+
+
+def ring_lists(length: int, budget: int, reuse: float) -> list[KeyLists]:
+    """Lists of `budget` keys per head, ascending; each has about a share of them from the one before, cyclically."""
+    searched = length - RECENT - SINKS
+    shift = max(1, round((1.0 - reuse) * budget))
+    turns = max(2, min(RING * budget, searched) // shift)
+    lists = [KeyLists.allocate(KV_HEADS, 1, length, DEVICE) for _ in range(turns)]
+    for head in range(KV_HEADS):
+        ring = torch.randperm(searched, device=DEVICE)[: turns * shift] + SINKS
+        for turn, listed in enumerate(lists):
+            at = (turn * shift + torch.arange(budget, device=DEVICE)) % len(ring)
+            listed.ids_RPW[head, 0, :budget] = ring[at].sort().values
+    for listed in lists:
+        listed.counts_RP.fill_(budget)
+    return lists
+
+
+class HybridBench:
+    """Steps at one budget and share of reuse."""
+
+    def __init__(self, memory: Memory, keep: float, reuse: float, shape: CopyShape | None) -> None:
+        self.memory = memory
+        self.budget = round(keep * memory.length)
+        method = replace(get_method("pq+dropped"), budget=Ratio(keep), recent=RECENT, sinks=SINKS)
+        self.plan = self._plan(method)
+        # As `hybrid_steps.slots_for` has it, without a manifest.
+        slots = 2 * (self.budget + SINKS + RECENT + method.append_block)
+        layers = range(memory.layers)
+        self.cache = SlotCache.make(layers, KV_HEADS, slots, HEAD_DIM, DTYPE, DEVICE)
+        self.lists = [ring_lists(memory.length, self.budget, reuse) for _ in layers]
+        self.hybrid, self.device = HostListedSteps(self.plan), DeviceListedSteps(self.plan)
+        self.hybrid.copy_shape = shape
+        kv = memory.host_kv
+        self.cached = [memory.records(n, kv[n], self.budget, self.cache) for n in layers]
+        self.direct = [memory.records(n, kv[n], self.budget, None) for n in layers]
+        self.on_device = [memory.records(n, memory.device_kv[n, 0], self.budget, None) for n in layers]
+
+    def _plan(self, method: Method) -> StepPlan:
+        heads = KV_HEADS * GROUP
+        layers, length = self.memory.layers, self.memory.length
+        model = ModelIdentity("bench", "none", "f", "t", layers, heads, KV_HEADS, HEAD_DIM, 2, 2 * length)
+        max_keys = int(triton.next_power_of_2(length))
+        return StepPlan(model, method, 1, max_keys, DTYPE, torch.device(DEVICE))
+
+    def step(self, steps: ListedSteps, rows: list[Tensor], turn: int, layer: int) -> Tensor:
+        selection = steps.selection
+        if not isinstance(selection, PreparedLists):
+            raise CheckFailedError(f"lists come from {type(selection).__name__}")
+        selection.lists = self.lists[layer][turn]
+        return steps.attend(layer, self.memory.q[layer], rows[layer])
+
+    def all_steps(
+        self, step: Callable[[int, int], object], turns: int | None = None
+    ) -> list[Callable[[], object]]:
+        """Layer after layer in every turn."""
+        return [
+            partial(step, turn, layer)
+            for turn in range(turns or len(self.lists[0]))
+            for layer in range(self.memory.layers)
+        ]
+
+    def check(self) -> float:
+        """Relative error of steps; raises CheckFailedError where it is too large, or the cache changes bits."""
+        error = 0.0
+        for turn in range(2):
+            for layer in {0, self.memory.layers - 1}:
+                found = self.step(self.hybrid, self.cached, turn, layer).clone()
+                if not torch.equal(found, self.step(self.hybrid, self.direct, turn, layer)):
+                    raise CheckFailedError(f"turn {turn}, layer {layer}: the cache changes bits")
+                expected = attend_lists_reference(
+                    self.memory.q[layer].flatten(0, 1),
+                    [self.memory.sequence(self.memory.device_kv[layer, 0], self.budget)],
+                    self.lists[layer][turn],
+                    HEAD_DIM**-0.5,
+                ).out
+                difference = found.view(expected.shape).double() - expected.double()
+                error = max(error, float(difference.norm() / expected.double().norm()))
+        if not error < 1e-2:
+            raise CheckFailedError(f"relative error {error:.2e}")
+        return error
+
+    def shares(self) -> dict[str, float]:
+        """Of all rows of one round: what the cache reused, fetched and left in host memory."""
+        self.round()
+        before = self.cache.counts()
+        self.round()
+        after = self.cache.counts()
+        counts = RowCounts(
+            after.wanted - before.wanted, after.reused - before.reused, after.bypassed - before.bypassed
+        )
+        return {
+            "reused": counts.reused / counts.wanted,
+            "fetched": counts.fetched / counts.wanted,
+            "bypassed": counts.bypassed / counts.wanted,
+            "fetched_bytes": counts.fetched * ROW / (len(self.lists[0]) * self.memory.layers),
+        }
+
+    def round(self) -> None:
+        for step in self.all_steps(partial(self.step, self.hybrid, self.cached)):
+            step()
+
+    def times(self) -> dict[str, float]:
+        found = {"step_us": graph_us(self.all_steps(partial(self.step, self.hybrid, self.cached)))}
+        few = min(4, len(self.lists[0]))
+        found["device_us"] = graph_us(self.all_steps(partial(self.step, self.device, self.on_device), few))
+        found["direct_us"] = graph_us(self.all_steps(partial(self.step, self.device, self.direct), few))
+        search = CodeSelection(self.plan)
+        found["search_us"] = graph_us(
+            [
+                partial(search.select, layer, self.memory.q[layer], self.on_device[layer])
+                for layer in range(self.memory.layers)
+            ]
+        )
+        joined = torch.empty(KV_HEADS, self.plan.max_keys, dtype=torch.int32, device=DEVICE)
+
+        def fetch(turn: int, layer: int) -> None:
+            self.hybrid.locate(self.cached[layer], self.lists[layer][turn], joined)
+
+        found["fetch_us"] = graph_us(self.all_steps(fetch))
+        return found
+
+
+def hybrid_figure(
+    memory: Memory, full: dict[str, float], keep: float, reuse: float, shape: CopyShape | None
+) -> dict[str, Any]:
+    bench = HybridBench(memory, keep, reuse, shape)
+    backend = min(full, key=lambda name: full[name])
+    result: dict[str, Any] = {"figure": "hybrid", "keep": keep, "reuse": reuse, "error": bench.check()}
+    result |= bench.shares() | bench.times()
+    # Sinks and recent window are reused besides.
+    if not reuse - 0.05 <= result["reused"] <= reuse + 0.2:
+        raise CheckFailedError(f"{result['reused']:.1%} of the rows were reused, expected about {reuse:.0%}")
+    result |= {"full_us": full[backend], "full_backend": backend, "slots": bench.cache.tags_LHS.shape[2]}
+    result["fetch_gb_per_s"] = result["fetched_bytes"] / result["fetch_us"] * 1e-3
+    return result | {"ratio": result["step_us"] / full[backend], "bar": BARS.get((keep, reuse))}
+
+
+def copy_figure(memory: Memory) -> dict[str, Any]:
+    """A plain copy of one layer after the other."""
+    target = torch.empty_like(memory.host_kv[0], device=DEVICE)
+    times = sorted(
+        event_ms(partial(target.copy_, kv, non_blocking=True)) for _ in range(3) for kv in memory.host_kv
+    )
+    return {"figure": "copy", "gb_per_s": target.nbytes / times[len(times) // 2] * 1e-6}
+
+
+def gather_figure(memory: Memory, keep: float, shape: CopyShape, wide: bool) -> dict[str, Any]:
+    """Random rows, of one layer per launch or of all of them."""
+    budget = round(keep * memory.length)
+    searched = torch.arange(KV_HEADS)[:, None] * memory.length
+    rows = budget * KV_HEADS * (memory.layers if wide else 1)
+    launches = max(2, -(-COLD_BYTES // (rows * ROW)))
+    target = torch.empty(rows, 2, HEAD_DIM, dtype=DTYPE, device=DEVICE)
+    into = (target.data_ptr() + torch.arange(rows) * ROW).to(DEVICE)
+    count = torch.tensor([rows], dtype=torch.int32, device=DEVICE)
+    prepared, chosen = [], []
+    for launch in range(launches):
+        sources, picks = [], []
+        for layer in range(memory.layers) if wide else [launch % memory.layers]:
+            ids = torch.rand(KV_HEADS, memory.length).topk(budget).indices.sort().values
+            sources.append((ids + searched).flatten() * ROW + memory.host_kv[layer].data_ptr())
+            picks.append((layer, ids))
+        prepared.append(RowCopies(torch.cat(sources).to(DEVICE), into, count))
+        chosen.append(picks)
+    for copies, picks in zip(prepared[:2], chosen[:2], strict=True):
+        copy_rows(copies, ROW, shape)
+        expected = torch.cat(
+            [
+                memory.device_kv[layer, 0].gather(
+                    1, ids.to(DEVICE)[..., None, None].expand(-1, -1, 2, HEAD_DIM)
+                ).flatten(0, 1)
+                for layer, ids in picks
+            ]
+        )  # fmt: skip
+        if not torch.equal(target, expected):
+            raise CheckFailedError(f"rows that {shape} copied are not those in host memory")
+    us = graph_us([partial(copy_rows, copies, ROW, shape) for copies in prepared])
+    figure = "wide" if wide else "gather"
+    return {"figure": figure, "keep": keep, "us": us, "gb_per_s": rows * ROW / us * 1e-3, **asdict(shape)}
+
+
+def missed_bars(rows: list[dict[str, Any]]) -> list[str]:
+    missed = []
+    for row in rows:
+        if row["figure"] == "hybrid" and row["bar"] is not None and row["ratio"] > row["bar"]:
+            missed.append(f"keep {row['keep']}, reuse {row['reuse']}: {row['ratio']:.2f}x, bar {row['bar']}x")
+    gathers = [row["gb_per_s"] for row in rows if row["figure"] == "gather"]
+    if gathers and max(gathers) < GATHER_BAR:
+        missed.append(f"gather: {max(gathers):.1f} GB/s at best, bar {GATHER_BAR}")
+    return missed
+
+
+def run(
+    length: int, layers: int, cases: list[tuple[float, float]], shapes: list[CopyShape], shape: CopyShape
+) -> list[dict[str, Any]]:
+    """All figures, each written when it is there."""
+    rows: list[dict[str, Any]] = []
+
+    def report(row: dict[str, Any]) -> None:
+        rows.append(row)
+        line = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+        more = {"context": length, "layers": layers, "machine": machine()}
+        sys.stdout.write(json.dumps({"bench": "gather_gpu", **line, **more}) + "\n")
+        sys.stdout.flush()
+
+    memory = Memory(length, layers)
+    report(copy_figure(memory))
+    for keep in (0.01, 0.05):
+        for tried in shapes:
+            report(gather_figure(memory, keep, tried, wide=False))
+    report(gather_figure(memory, 0.01, shape, wide=True))
+    if cases:
+        full = full_attention_us(memory.q.flatten(2, 3), memory.device_kv)
+        for keep, reuse in cases:
+            report(hybrid_figure(memory, full, keep, reuse, shape))
+    return rows
+
+
+def machine() -> str:
+    name = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
+    return f"{name}, torch {torch.__version__}, triton {triton.__version__}"
+
+
+def main(
+    length: Annotated[int, typer.Option(help="Tokens of the context.")] = 131072,
+    layers: Annotated[int, typer.Option(help="That take turns; each is page-locked memory.")] = 12,
+    cases: Annotated[str, typer.Option(help="keep:reuse of hybrid steps, comma-separated.")] = (
+        "0.01:0,0.02:0,0.05:0,0.01:0.8,0.02:0.8,0.05:0.8,0.01:0.5"
+    ),
+    shape: Annotated[str, typer.Option(help="programs:tile:warps of the launch that reads host memory.")] = (
+        "33:16:1"
+    ),
+    sweep: Annotated[bool, typer.Option("--sweep", help="Time gathers in other shapes too.")] = False,
+    bars: Annotated[bool, typer.Option("--bars", help="Fail when a bar is missed.")] = False,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Times gathers from host memory, and hybrid decode steps; one JSON line per figure."""
+    torch.manual_seed(seed)
+    programs, tile, warps = (int(part) for part in shape.split(":"))
+    chosen = CopyShape(programs, tile, warps)
+    wanted = [(float(keep), float(reuse)) for keep, reuse in (c.split(":") for c in cases.split(",") if c)]
+    try:
+        rows = run(length, layers, wanted, list(SHAPES) if sweep else [chosen], chosen)
+    except CheckFailedError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    missed = missed_bars(rows) if bars else []
+    for line in missed:
+        typer.echo(f"missed: {line}", err=True)
+    if missed:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
