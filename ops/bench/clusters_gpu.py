@@ -24,9 +24,7 @@ One JSON line per figure; the exit code is 1 when a check fails, or when --bars 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,7 +37,21 @@ import index_store  # noqa: F401 - sets up OpenMP, which has to happen before to
 import torch
 import triton
 import typer
-from gpu_timing import copy_bandwidth, eager_us, event_ms, full_attention_us, graph_us
+from gpu_timing import copy_bandwidth, eager_us, full_attention_us, graph_us
+from index_builds import (
+    BLOCK,
+    DTYPE,
+    GROUP,
+    HEAD_DIM,
+    KV_HEADS,
+    PER_CLUSTER,
+    RECENT,
+    SAMPLE,
+    SINKS,
+    CheckFailedError,
+    build_figures,
+    gather_around_centres,
+)
 from torch import Tensor
 
 from decode_engine.device.cluster_steps import ClusterSteps
@@ -61,12 +73,9 @@ from index_store.kernels.device_tables import build_device_tables
 from index_store.manifest import Manifest, ModelIdentity
 from index_store.methods import Method, get_method
 
-KV_HEADS, GROUP, HEAD_DIM, DTYPE = 8, 4, 128, torch.bfloat16
-SINKS, RECENT, TAIL, PER_CLUSTER, BLOCK = 8, 128, 64, 16, 8192
+TAIL = 64
 SCALE = HEAD_DIM**-0.5
 VECTOR = HEAD_DIM * DTYPE.itemsize
-SAMPLE = 1024
-"""Sampled positions whose queries are clustered for tables."""
 BUILD_BAR_MS = 12.0
 COLD_BYTES = 512 * 2**20
 """Bytes that one turn over all layers reads: many times the second-level cache."""
@@ -79,10 +88,6 @@ BARS = {
     ("csattention", 16, 0.01): 3.5,
 }
 BANDWIDTH_BAR = 0.85
-
-
-class CheckFailedError(Exception):
-    """A result is wrong, so its time means nothing."""
 
 
 class Bench:
@@ -108,7 +113,7 @@ class Bench:
         kv = self.kv[layer, b]
         made = None
         if clusters:
-            _gather_around_centres(kv)
+            gather_around_centres(kv)
             blocks = divide_keys(self.length, PER_CLUSTER, BLOCK, SINKS)
             arrays = build_device_clusters(
                 kv, blocks, metric="cosine", iterations=10, moments="diagonal", seed=0
@@ -190,16 +195,6 @@ class RandomSteps(ListedSteps):
         self.selection.lists = lists
 
 
-def _gather_around_centres(kv_HN2D: Tensor) -> None:
-    heads, length = kv_HN2D.shape[:2]
-    for first in range(0, length, BLOCK):
-        block = kv_HN2D[:, first : first + BLOCK, 0]
-        centres = torch.randn(heads, BLOCK // PER_CLUSTER, HEAD_DIM, device="cuda")
-        chosen = torch.randint(0, centres.shape[1], block.shape[:2], device="cuda")
-        moved = centres.gather(1, chosen[..., None].expand(-1, -1, HEAD_DIM))
-        block.copy_(0.8 * moved + 0.6 * block.float())
-
-
 def random_figure(bench: Bench, name: str) -> dict[str, Any]:
     """Attention to random lists; `centred` with its remainder."""
     method = get_method("csattention+dropped" if name == "listed" else "csattention")
@@ -260,76 +255,6 @@ def centred_bytes(bench: Bench, listed: float) -> int:
     of_key = 3 * VECTOR + 2 * 4
     always = (SINKS + RECENT + TAIL) * 2 * VECTOR
     return round(bench.rows * (clusters * of_cluster + listed * of_key + always))
-
-
-def build_figures(length: int) -> list[dict[str, Any]]:
-    """Milliseconds to build both kinds of index for one layer from its keys, values and sampled queries."""
-    kv = torch.empty(KV_HEADS, length, 2, HEAD_DIM, dtype=DTYPE, device="cuda").normal_()
-    _gather_around_centres(kv)
-    sample = torch.randn(KV_HEADS, SAMPLE * GROUP, HEAD_DIM, device="cuda")
-    blocks = divide_keys(length, PER_CLUSTER, BLOCK, SINKS)
-
-    def clusters() -> dict[str, Tensor]:
-        return build_device_clusters(kv, blocks, metric="cosine", iterations=10, moments="diagonal", seed=0)
-
-    def tables(subspaces: int, centroids: int) -> dict[str, Tensor]:
-        dims = torch.arange(HEAD_DIM).view(-1, subspaces).t().contiguous()
-        return build_device_tables(kv[:, :, 0], sample, dims, centroids=centroids, iterations=10, seed=0)
-
-    def both(subspaces: int, centroids: int) -> None:
-        clusters()
-        tables(subspaces, centroids)
-
-    _check_clusters(kv, clusters())
-    _check_tables(kv, tables(16, 32))
-    clusters_ms = _median_ms(clusters)
-    return [
-        {
-            "bench": "clusters_gpu",
-            "figure": f"build, tables {subspaces}x{centroids} and clusters",
-            "context": length,
-            "queries": SAMPLE * GROUP,
-            "clusters_ms": round(clusters_ms, 2),
-            "tables_ms": round(_median_ms(partial(tables, subspaces, centroids)), 2),
-            "both_ms": round(_median_ms(partial(both, subspaces, centroids)), 2),
-        }
-        for subspaces, centroids in ((8, 64), (16, 32))
-    ]
-
-
-def _median_ms(work: Callable[[], object]) -> float:
-    """Of a whole build, launches from Python included."""
-    for _ in range(2):
-        work()
-    return statistics.median(event_ms(work) for _ in range(7))
-
-
-def _check_clusters(kv: Tensor, arrays: dict[str, Tensor]) -> None:
-    """Keys are in clusters about as near as any, and sums are those of the members."""
-    keys = kv[0, SINKS : SINKS + BLOCK, 0].double()
-    own = arrays["assignment"][0, SINKS : SINKS + BLOCK].long()
-    means = arrays["means"][0, : BLOCK // PER_CLUSTER].double()
-    products = keys @ torch.nn.functional.normalize(means, dim=-1).t()
-    # Means are not quite the centroids of the last comparison, which are means of directions.
-    gap = float(((products.amax(1) - products.gather(1, own[:, None])[:, 0]) / keys.norm(dim=-1)).mean())
-    if not gap < 0.02:
-        raise CheckFailedError(f"keys are {gap:.3f} farther from their cluster than from the nearest")
-    named = arrays["assignment"][0] >= 0
-    sums = torch.zeros(arrays["means"].shape[1], HEAD_DIM, dtype=torch.float64, device="cuda")
-    sums.index_add_(0, arrays["assignment"][0][named].long(), kv[0, named, 1].double())
-    error = float((sums - arrays["value_sums"][0]).norm() / sums.norm())
-    if not error < 1e-5:
-        raise CheckFailedError(f"sums of values are off by {error:.1e}")
-
-
-def _check_tables(kv: Tensor, arrays: dict[str, Tensor]) -> None:
-    subspaces = arrays["centroids"].shape[1]
-    slices = kv[0, :4096, 0].double().view(-1, HEAD_DIM // subspaces, subspaces)
-    products = torch.einsum("nbm,mcb->mcn", slices, arrays["centroids"][0].double())
-    units = products / arrays["scales"][0, :, None, None]
-    error = float((units - arrays["scores"][0, ..., :4096]).abs().max())
-    if not error < 0.51:
-        raise CheckFailedError(f"scores are off by {error:.3f} units, expected 0.5 at most")
 
 
 def run_case(length: int, batch: int, keep: float, copy: float, figures: list[str]) -> list[dict[str, Any]]:
