@@ -18,6 +18,15 @@ from torch import Tensor
 from decode_engine.kernels.cluster_lookup import cluster_pointers
 from decode_engine.kernels.cluster_tables import ClusterScores
 from decode_engine.kernels.key_lists import KeyLists
+from decode_engine.kernels.list_entries import (
+    context_entries,
+    context_rows,
+    distance,
+    entry_ids,
+    listed_keys,
+    located,
+    share_of,
+)
 from decode_engine.kernels.partials import Partials, chained, wait_for_launch
 from decode_engine.kernels.records import (
     ASSIGNMENT,
@@ -26,19 +35,7 @@ from decode_engine.kernels.records import (
     SLOTS,
     field,
 )
-from decode_engine.kernels.sparse_attention import (
-    add_weighted,
-    context_entries,
-    context_rows,
-    distance,
-    entry_ids,
-    list_programs,
-    listed_keys,
-    located,
-    share_of,
-    store_partial,
-    tile_options,
-)
+from decode_engine.kernels.sparse_attention import add_weighted, list_programs, store_partial, tile_options
 
 _ASSIGNMENT = tl.constexpr(ASSIGNMENT)
 _KEYS = tl.constexpr(KEYS)

@@ -53,10 +53,10 @@ from torch import Tensor
 from decode_engine.kernels import records
 from decode_engine.kernels.gather_rows import CopyShape, RowCopies, copy_rows
 from decode_engine.kernels.key_lists import KeyLists
+from decode_engine.kernels.list_entries import context_entries, entry_ids, join, listed_keys, share_of
 from decode_engine.kernels.partials import chained, wait_for_launch
 from decode_engine.kernels.records import field
 from decode_engine.kernels.slot_cache import BYPASSED, CURRENT, DONE, REUSED, TALLIES, WANTED, WAYS
-from decode_engine.kernels.sparse_attention import context_entries, entry_ids, join, listed_keys, share_of
 from index_store.errors import InvalidArgumentError
 
 _KV = tl.constexpr(records.KV)

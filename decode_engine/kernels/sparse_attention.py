@@ -26,26 +26,25 @@ from torch import Tensor
 from decode_engine.kernels.cluster_tables import ClusterScores
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.key_values import check_queries
-from decode_engine.kernels.partials import LOG2E, Partials, chained, wait_for_launch
-from decode_engine.kernels.records import (
-    ASSIGNMENT,
-    END,
-    FIRST,
-    KEYS,
-    KV,
-    SLOTS,
-    TAIL,
-    TAIL_KEYS,
-    field,
+from decode_engine.kernels.list_entries import (
+    context_entries,
+    context_rows,
+    distance,
+    entry_ids,
+    join,
+    listed_keys,
+    located,
+    places,
+    share_of,
 )
+from decode_engine.kernels.partials import LOG2E, Partials, chained, wait_for_launch
+from decode_engine.kernels.records import ASSIGNMENT, KEYS, KV, SLOTS, TAIL, TAIL_KEYS, field
 from index_store.errors import InvalidArgumentError
 
 _KV = tl.constexpr(KV)
 _SLOTS = tl.constexpr(SLOTS)
 _TAIL = tl.constexpr(TAIL)
 _KEYS = tl.constexpr(KEYS)
-_FIRST = tl.constexpr(FIRST)
-_END = tl.constexpr(END)
 _TAIL_KEYS = tl.constexpr(TAIL_KEYS)
 _ASSIGNMENT = tl.constexpr(ASSIGNMENT)
 
@@ -198,123 +197,6 @@ def store_partial(
     tl.store(totals_ptr + at, totals, mask=heads < GROUP)
     into = sums_ptr + at[:, None] * DIM + tl.arange(0, DIM)[None, :]
     tl.store(into, sums, mask=(heads < GROUP)[:, None] & (peaks != float("-inf"))[:, None])
-
-
-@triton.jit
-def context_entries(records_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """First searched key, their end, and how many keys of the context are always attended."""
-    first = field(records_ptr, b, _FIRST).to(tl.int32)
-    end = field(records_ptr, b, _END).to(tl.int32)
-    keys = field(records_ptr, b, _KEYS).to(tl.int32)
-    return first, end, first + tl.maximum(keys - end, 0)
-
-
-@triton.jit
-def context_rows(
-    records_ptr: tl.tensor, b: tl.tensor, head: tl.tensor, ADDRESS: tl.constexpr, ELEMENT: tl.constexpr
-) -> tl.tensor:
-    """Pointer to a KV head's keys and values; the field of its stride follows that of the address."""
-    address = field(records_ptr, b, ADDRESS) + head * field(records_ptr, b, ADDRESS + 1)
-    return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), 16)
-
-
-@triton.jit
-def listed_keys(
-    counts_ptr: tl.tensor, row: tl.tensor, width: tl.tensor, SEGMENTS: tl.constexpr, TILE: tl.constexpr
-) -> tl.tensor:
-    """Entries of each of a row's segments, [TILE]."""
-    segment = tl.arange(0, TILE)
-    counts = tl.load(counts_ptr + row.to(tl.int64) * SEGMENTS + segment, mask=segment < SEGMENTS, other=0)
-    return tl.minimum(counts, width)
-
-
-@triton.jit
-def share_of(entries: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
-    """First entry and end of this program's share, in whole tiles."""
-    share = tl.cdiv(tl.cdiv(entries, tl.num_programs(0)), TILE) * TILE
-    first = tl.minimum(tl.program_id(0) * share, entries)
-    return first, tl.minimum(first + share, entries)
-
-
-@triton.jit
-def join(
-    ids_ptr: tl.tensor,
-    joined_ptr: tl.tensor,
-    counts: tl.tensor,
-    width: tl.tensor,
-    begin: tl.tensor,
-    stop: tl.tensor,
-    SEGMENTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> None:
-    """Writes down entries begin..stop-1 of a row's segments as one list."""
-    ends = tl.cumsum(counts, 0)
-    for start in range(begin, stop, CHUNK):
-        entry = start + tl.arange(0, CHUNK)
-        place = entry.to(tl.int64)
-        if SEGMENTS > 1:
-            passed = entry[None, :] >= ends[:, None]
-            segment = tl.minimum(tl.sum(passed.to(tl.int32), 0), SEGMENTS - 1)
-            ahead = tl.sum(tl.where(passed, counts[:, None], 0), 0)
-            place = segment.to(tl.int64) * width + (entry - ahead)
-        ids = tl.load(ids_ptr + place, mask=entry < stop, other=-1)
-        tl.store(joined_ptr + entry, ids, mask=entry < stop)
-
-
-@triton.jit
-def entry_ids(
-    joined_ptr: tl.tensor,
-    entry: tl.tensor,
-    listed: tl.tensor,
-    in_context: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-) -> tl.tensor:
-    """Key ids of a row's entries, those of the list and then those always attended; -1 from in_context on."""
-    ids = tl.load(joined_ptr + entry, mask=entry < listed, other=-1)
-    always = entry - listed
-    always = tl.where(always < first, always, end + always - first)
-    return tl.where((entry >= listed) & (entry < in_context), always, ids)
-
-
-@triton.jit
-def distance(from_ptr: tl.tensor, to_ptr: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
-    """In elements; found in units of 16 bytes, so that loads are known to be aligned."""
-    units = (to_ptr.to(tl.int64) - from_ptr.to(tl.int64)) // 16
-    return units * (128 // ELEMENT.primitive_bitwidth)
-
-
-@triton.jit
-def places(
-    ids: tl.tensor,
-    entry: tl.tensor,
-    in_context: tl.tensor,
-    stop: tl.tensor,
-    to_tail: tl.tensor,
-    DIM: tl.constexpr,
-) -> tl.tensor:
-    """Which entries are keys, and where they begin from the context's first row on; those after the context's are the
-    tail's."""
-    in_tail = (entry >= in_context) & (entry < stop)
-    of_tail = to_tail + (entry - in_context).to(tl.int64) * (2 * DIM)
-    return (ids >= 0) | in_tail, tl.where(in_tail, of_tail, ids.to(tl.int64) * (2 * DIM))
-
-
-@triton.jit
-def located(
-    where: tl.tensor,
-    locations_ptr: tl.tensor,
-    place: tl.tensor,
-    present: tl.tensor,
-    to_slots: tl.tensor,
-    LOCATED: tl.constexpr,
-    DIM: tl.constexpr,
-) -> tl.tensor:
-    """Where entries begin, from the context's first row on: in their slots, or for those without one where they did."""
-    if LOCATED:
-        slot = tl.load(locations_ptr + place, mask=present, other=-1)
-        where = tl.where(slot >= 0, to_slots + slot.to(tl.int64) * (2 * DIM), where.to(tl.int64))
-    return where
 
 
 @triton.jit
