@@ -85,10 +85,10 @@ def test_sessions_on_contexts_of_other_lengths_decode_as_one_by_one(
 
 def test_sessions_join_leave_and_take_other_rows(runner: ModelRunner, stepper: Stepper) -> None:
     prompts = [[5, 9, 2], [7], [1, 2, 3, 4]]
-    expected = [by_forward(runner, start(runner, prompt), 3, Sampler(GREEDY), 6) for prompt in prompts]
+    expected = [by_forward(runner, start(runner, prompt), 3, Sampler(GREEDY), 4) for prompt in prompts]
     a, b, c = (start(runner, prompt) for prompt in prompts)
     got: dict[int, list[int]] = {id(session): [] for session in (a, b, c)}
-    for batch in ([a], [a, b], [b, a, c], [c, b], [c], [c, a], [a, b, c], [b, c], [b, a, c], [a, b]):
+    for batch in ([a], [a, b], [b, a, c], [c, b], [c], [a, b, c]):
         tokens = [(got[id(session)] or [3])[-1] for session in batch]
         for session, token in zip(
             batch, stepper.step(batch, tokens, [Sampler(GREEDY)] * len(batch)), strict=True
@@ -96,7 +96,8 @@ def test_sessions_join_leave_and_take_other_rows(runner: ModelRunner, stepper: S
             assert isinstance(token, int)
             got[id(session)].append(token)
     for session, whole in zip((a, b, c), expected, strict=True):
-        assert got[id(session)][:6] == whole[: len(got[id(session)])]
+        assert got[id(session)] == whole[: len(got[id(session)])]
+        assert len(got[id(session)]) >= 3
 
 
 def test_a_tail_that_grows_is_followed(runner: ModelRunner, stepper: Stepper) -> None:
