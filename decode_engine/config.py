@@ -93,6 +93,20 @@ class Compilation(Enum):
     MAX_AUTOTUNE = "max-autotune"
 
 
+def check_compilation(compilation: Compilation, device: str) -> None:
+    """Raises InvalidArgumentError where the model is to be compiled and nothing is: on a CPU."""
+    if compilation is Compilation.OFF:
+        return
+    from index_store.devices import pick_device
+
+    if pick_device(device).type == "cpu":
+        raise InvalidArgumentError(
+            f"--compile is {compilation.value}, but the CPU computes here, where steps are not compiled; "
+            "use --compile off",
+            field="compile",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     """`decode-engine serve`.
@@ -124,6 +138,7 @@ class ServeConfig:
         check_address(self.listen)
         check_device(self.device)
         check_placement(self.placement, self.device, self.device_memory)
+        check_compilation(self.compilation, self.device)
         for name, value, least in (
             ("memory", 1 if self.memory is None else self.memory, 1),
             ("device-memory", 1 if self.device_memory is None else self.device_memory, 1),

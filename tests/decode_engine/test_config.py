@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_engine.config import AskConfig, ServeConfig, check_address, is_loopback, parse_size
+from decode_engine.config import AskConfig, Compilation, ServeConfig, check_address, is_loopback, parse_size
 from index_store.devices import context_device, default_budget, memory_budget, pick_device
 from index_store.errors import InvalidArgumentError
 from index_store.placement import MemoryBytes
@@ -109,3 +109,9 @@ def test_placement_and_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         ServeConfig(Path(), "reader", device_memory=5)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert ServeConfig(Path(), "reader", placement="hybrid", device_memory=5).device_memory == 5
+
+
+def test_a_cpu_compiles_no_steps() -> None:
+    ServeConfig(store=Path("store"), model="reader", device="cpu")
+    with pytest.raises(InvalidArgumentError, match="--compile is default, but the CPU computes here"):
+        ServeConfig(store=Path("store"), model="reader", device="cpu", compilation=Compilation.DEFAULT)
