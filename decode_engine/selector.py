@@ -169,8 +169,7 @@ class SparseLayer:
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def _search_end(self, position: int) -> int:
-        block = self._method.append_block
-        return max(self._sinks, (position - self._method.recent) // block * block)
+        return self._method.searched_range(position, self._kv_HN2D.shape[1])[1]
 
     def _next_move(self, position: int) -> int:
         """The first later position whose search_end may be another one."""

@@ -89,6 +89,15 @@ class Method:
         """Whether feeding many tokens at once equals feeding them one by one."""
         return not (self.schedule.by_step or (self.budget is not None and self.budget.per_prompt))
 
+    def searched_range(self, position: int, keys: int) -> tuple[int, int]:
+        """First key and end of what a query at `position` searches, over a context of `keys` tokens and its tail.
+
+        The end depends on the position alone, so that it makes no difference how a prompt is cut; tail keys before it
+        are searched where they are indexed.
+        """
+        sinks = min(self.sinks, keys)
+        return sinks, max(sinks, (position - self.recent) // self.append_block * self.append_block)
+
     def index_specs(self) -> tuple[IndexSpec, ...]:
         """The indexes that the method needs stored: what it searches, and what its remainder is computed over."""
         specs = (self.index, None if self.drops_remainder else self.partition)

@@ -126,15 +126,12 @@ def step_counts(session: Session) -> Mapping[int, int]:
     are all attended exactly.
     """
     method, keys = session.effective_method, session.context.manifest.token_count
-    position = session.position
-    sinks = min(method.sinks, keys)
-    counts = {records.KEYS: keys, records.TAIL_KEYS: position + 1 - keys}
+    counts = {records.KEYS: keys, records.TAIL_KEYS: session.position + 1 - keys}
     if method.budget is None:
         return counts | {records.FIRST: 0, records.END: 0, records.KEEP: 0}
-    block = method.append_block
-    search_end = max(sinks, (position - method.recent) // block * block)
-    keep = _keep(method, search_end + method.recent)
-    return counts | {records.FIRST: sinks, records.END: min(search_end, keys), records.KEEP: keep}
+    first, end = method.searched_range(session.position, keys)
+    keep = _keep(method, end + method.recent)
+    return counts | {records.FIRST: first, records.END: min(end, keys), records.KEEP: keep}
 
 
 def _keep(method: Method, length: int) -> int:
