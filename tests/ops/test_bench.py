@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -14,19 +13,14 @@ import torch
 
 from index_store.methods import get_method
 from index_store.ranking import Ranking
+from tests.ops.scripts import load_script
 
 BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "attention_cpu.py"
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("attention_cpu", BENCH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(BENCH)
 
 
 def test_one_json_line_per_result(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -12,21 +11,15 @@ from types import ModuleType
 
 import pytest
 
+from tests.ops.scripts import load_script
+
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "ops" / "bench" / "decode_gpu.py"
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCH.parent))
-        spec = importlib.util.spec_from_file_location("decode_gpu", BENCH)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-    return module
+    return load_script(BENCH)
 
 
 def test_without_a_device_it_says_so() -> None:

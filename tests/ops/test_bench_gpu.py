@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from decode_engine.kernels.table_plan import LaunchShape, TablePlan
+from tests.ops.scripts import load_script
 
 FOLDER = Path(__file__).resolve().parents[2] / "ops" / "bench"
 BENCH = FOLDER / "attention_gpu.py"
@@ -20,15 +20,7 @@ BENCH = FOLDER / "attention_gpu.py"
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        spec = importlib.util.spec_from_file_location("attention_gpu", BENCH)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-    return module
+    return load_script(BENCH)
 
 
 def test_without_a_device_it_says_so() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -14,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.ops.scripts import load_script
+
 OPS = Path(__file__).resolve().parents[2] / "ops"
 DEMO = [sys.executable, str(OPS / "demo_run.py")]
 SMALL = ["--tokens", "1500", "--facts", "4", "--ask", "3"]
@@ -21,15 +22,7 @@ SMALL = ["--tokens", "1500", "--facts", "4", "--ask", "3"]
 
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo_run", OPS / "demo_run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(OPS)
-        spec.loader.exec_module(module)
-    return module
+    return load_script(OPS / "demo_run.py")
 
 
 def processes_naming(text: str) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -15,19 +14,14 @@ import torch
 from decode_engine.selected_attention import KeyRows
 from decode_engine.selector import Observation
 from index_store.budgets.base import Selection
+from tests.ops.scripts import load_script
 
 BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "long_generation.py"
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("long_generation", BENCH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(BENCH)
 
 
 @pytest.mark.slow
