@@ -55,7 +55,7 @@ MethodOption = Annotated[
     str | None,
     typer.Option(
         metavar="METHOD",
-        help="Method, as PRESET[+REMAINDER][@SCHEDULE], for example 'pq', 'oracle+centred' or 'pq@period=4'; the "
+        help="Method, as PRESET[+REMAINDER][@OPTION], for example 'pq', 'oracle+centred' or 'pq@period=4'; the "
         "context's own by default.",
     ),
 ]

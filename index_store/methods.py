@@ -6,7 +6,6 @@ refused when they are made.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -19,6 +18,7 @@ from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.index_specs import INDEX_SPECS, IndexSpec
 from index_store.indexes.base import Scalar
 from index_store.indexes.registry import INDEX_KINDS
+from index_store.method_expressions import EXPRESSION_HELP, read_expression
 from index_store.remainders import MOMENTS, REMAINDERS, Dropped, Monopole, Remainder
 from index_store.schedules import Schedule
 
@@ -276,10 +276,6 @@ METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method
 DEFAULT_METHOD = "csattention"
 
 _PARTITIONS = {"monopole": "remainder_clusters", "centred": "remainder_clusters", "dipole": "dipole_clusters"}
-_EXPRESSION = re.compile(
-    r"(?P<preset>[a-z][a-z-]*)(?:\+(?P<remainder>[a-z]+))?(?P<options>(?:@[a-z_]+(?:=[-0-9.]+)?)*)"
-)
-EXPRESSION_HELP = "PRESET[+REMAINDER][@period=P|@lag|@ahead][@correct=COSINE]"
 
 
 def get_method(
@@ -292,10 +288,11 @@ def get_method(
 ) -> Method:
     """The method that an expression names, with another budget or search period where one is given.
 
-    An expression is a preset, possibly with another remainder (`oracle+centred`, `csattention+dropped`) and a schedule
-    (`csattention@period=4`, `pq@lag@correct=0.9`, `csattention@ahead`). Raises MethodUnsupportedError for an unknown
-    name, for parts that do not go together, or for a budget or period on a method that keeps everything, and
-    InvalidArgumentError for a value out of range.
+    An expression is a preset, possibly with another remainder (`oracle+centred`, `csattention+dropped`), a schedule
+    (`csattention@period=4`, `pq@lag@correct=0.9`, `csattention@ahead`), other windows (`pq@sinks=16`) and options of
+    the search (`csattention@group=pooled`). Raises MethodUnsupportedError for an unknown name, for parts that do not
+    go together, or for a budget or period on a method that keeps everything, and InvalidArgumentError for an option
+    that the index does not have or a value out of range.
     """
     method = _parse(name)
     given = {"keep ratio": keep, "search period": period, "target mass": mass, "token budget": tokens}
@@ -326,20 +323,31 @@ def _with_keep(method: Method, keep: float) -> Budget:
     return Ratio(keep)
 
 
-def _parse(expression: str) -> Method:
-    found = _EXPRESSION.fullmatch(expression)
-    preset = found and METHODS.get(found["preset"])
-    if not found or not preset:
+def _parse(text: str) -> Method:
+    expression = read_expression(text)
+    method = preset = METHODS.get(expression.preset)
+    if method is None:
         raise MethodUnsupportedError(
-            f"method is {expression!r}, expected one of {', '.join(METHODS)}, or {EXPRESSION_HELP}",
-            method=expression,
+            f"method is {text!r}, expected one of {', '.join(METHODS)}, or {EXPRESSION_HELP}", method=text
         )
-    method = preset
-    if found["remainder"] is not None:
-        method = _with_remainder(method, found["remainder"])
-    if found["options"]:
-        method = replace(method, schedule=_schedule(expression, found["options"]))
-    return method if method is preset else replace(method, name=expression)
+    if expression.remainder is not None:
+        method = _with_remainder(method, expression.remainder)
+    if expression.schedule is not None:
+        method = replace(method, schedule=expression.schedule)
+    if expression.windows or expression.search:
+        if not method.sparse:
+            raise MethodUnsupportedError(
+                f"method {text!r} attends to every key, so there is no search with options", method=text
+            )
+        windows = expression.windows
+        method = replace(
+            method,
+            search={**method.search, **expression.search},
+            sinks=windows.get("sinks", method.sinks),
+            recent=windows.get("recent", method.recent),
+            append_block=windows.get("append_block", method.append_block),
+        )
+    return method if method is preset else replace(method, name=text)
 
 
 def _with_remainder(method: Method, name: str) -> Method:
@@ -355,28 +363,3 @@ def _with_remainder(method: Method, name: str) -> Method:
     own = method.index is not None and INDEX_KINDS[method.index.kind].partitions
     partition = None if own and isinstance(remainder, Monopole) else INDEX_SPECS[_PARTITIONS[name]]
     return replace(method, remainder=remainder, partition=partition, partition_optional=False)
-
-
-def _schedule(expression: str, options: str) -> Schedule:
-    values: dict[str, float | None] = {}
-    for option in options.lstrip("@").split("@"):
-        key, _, value = option.partition("=")
-        try:
-            values[key] = float(value) if value else None
-        except ValueError:
-            values[key] = None
-    known = {"period", "lag", "ahead", "correct"}
-    wrong = [key for key in values if key not in known]
-    wrong += [key for key in ("period", "correct") if key in values and values[key] is None]
-    period = values.get("period", 1)
-    if period != int(period or 0) or wrong:
-        named = wrong[0] if wrong else f"period={period}"
-        raise MethodUnsupportedError(
-            f"method is {expression!r}: cannot read @{named}; expected {EXPRESSION_HELP}", method=expression
-        )
-    return Schedule(
-        period=int(period or 0),
-        lag=int("lag" in values),
-        ahead="ahead" in values,
-        correct_below=values.get("correct"),
-    )

@@ -26,7 +26,8 @@ from decode_engine.evaluation.tasks import (
 )
 from index_store.console import FormatOption, OutputFormat, on_terminal, print_json
 from index_store.errors import InvalidArgumentError
-from index_store.methods import EXPRESSION_HELP, METHODS
+from index_store.method_expressions import EXPRESSION_HELP
+from index_store.methods import METHODS
 from index_store.models.loading import load_tokenizer, resolve_model
 
 ModelOption = Annotated[
@@ -71,6 +72,9 @@ def evaluate_command(
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's own chat template.")] = False,
     dense_layers: Annotated[str, typer.Option(help="As for prefill-worker run.")] = "auto",
     calibration: Annotated[Path | None, typer.Option(help="As for prefill-worker run.")] = None,
+    index: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="As for prefill-worker run.")
+    ] = None,
     index_for: Annotated[
         str, typer.Option(help="Further methods to build indexes for, so that several runs share contexts.")
     ] = "",
@@ -102,6 +106,7 @@ def evaluate_command(
         chat=chat,
         dense_layers=dense_layers,
         calibration=calibration,
+        index=tuple(index or ()),
         index_for=_split(index_for),
         store=store,
         seed=seed,

@@ -198,7 +198,13 @@ def _prefill_all(
     texts = config.out / "contexts"
     texts.mkdir(exist_ok=True)
     command = PrefillCommand(
-        config.model, store_path, config.indexed(), config.dense_layers, config.calibration, device.type
+        config.model,
+        store_path,
+        config.indexed(),
+        config.dense_layers,
+        config.calibration,
+        device.type,
+        config.index,
     )
     advance = start_stage(f"prefilling {length:,} tokens", len(documents))
     ids = []

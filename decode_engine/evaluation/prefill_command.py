@@ -23,7 +23,8 @@ class PrefillFailedError(SparseKVError):
 class PrefillCommand:
     """The arguments that all contexts of one evaluation share.
 
-    methods: those whose indexes are built. dense_layers, calibration, device: as `prefill-worker run` takes them.
+    methods: those whose indexes are built. dense_layers, calibration, device, index: as `prefill-worker run` takes
+    them.
     """
 
     model: str
@@ -32,6 +33,7 @@ class PrefillCommand:
     dense_layers: str = "auto"
     calibration: Path | None = None
     device: str = "auto"
+    index: Sequence[str] = ()
 
     def run(self, document: Path, name: str) -> dict[str, Any]:
         """Prefills the document unless the store has it already; returns the command's report.
@@ -41,6 +43,7 @@ class PrefillCommand:
         command = [sys.executable, "-m", "prefill_worker", "run", "--model", self.model]
         command += ["--input", str(document), "--store", str(self.store), "--name", name]
         command += [part for method in self.methods or ["full"] for part in ("--method", method)]
+        command += [part for index in self.index for part in ("--index", index)]
         command += ["--dense-layers", self.dense_layers, "--device", self.device, "--format", "json"]
         if self.calibration is not None:
             command += ["--calibration", str(self.calibration)]

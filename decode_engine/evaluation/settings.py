@@ -44,6 +44,7 @@ class EvaluationConfig:
     about, None for each family's own number. methods: expressions for `get_method`. keep, mass: budgets, the latter for
     methods that follow attention mass. text: sources of the contexts, joined; the packaged novels when empty.
     text_tokens: length of the plain text scored after every context. chat: ask through the model's chat template.
+    index: indexes with other parameters than the methods' own, each as `prefill-worker run --index` takes it.
     index_for: methods whose indexes the contexts get besides, so that runs of different methods can share contexts.
     """
 
@@ -62,6 +63,7 @@ class EvaluationConfig:
     chat: bool = False
     dense_layers: str = "auto"
     calibration: Path | None = None
+    index: tuple[str, ...] = ()
     index_for: tuple[str, ...] = ()
     store: Path | None = None
     seed: int = 0

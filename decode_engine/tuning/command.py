@@ -40,7 +40,7 @@ from index_store.console import (
 from index_store.context import ResidentContext
 from index_store.errors import InvalidArgumentError
 from index_store.manifest import Manifest
-from index_store.methods import EXPRESSION_HELP
+from index_store.method_expressions import EXPRESSION_HELP
 from index_store.models.loading import Tokenizer, resolve_model
 from index_store.tuned_defaults import TunedDefault
 

@@ -18,6 +18,7 @@ from decode_engine.evaluation.progress import show_progress
 from decode_engine.evaluation.settings import EvaluationConfig
 from decode_engine.evaluation.summary import Score
 from decode_engine.evaluation.tasks import Document, Part, Question, held_out_text
+from index_store.catalog import Store
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.models.loading import Tokenizer
 from tests.decode_engine.evaluation_samples import (
@@ -244,8 +245,10 @@ def test_a_folder_of_ones_own_is_evaluated_with_ones_own_texts(tmp_path: Path) -
     arguments += ["--text", str(tmp_path / "text0"), "--text", str(tmp_path / "text1"), "--chat"]
     arguments += ["--tasks", "chain,words", "--questions", "2", "--facts", "1", "--text-tokens", "16"]
     arguments += ["--methods", "tactic,squeezed,oracle@lag,multipole", "--keep", "0.05", "--mass", "0.8"]
-    arguments += ["--dense-layers", "none"]
+    arguments += ["--dense-layers", "none", "--index", "key_clusters:keys_per_cluster=32"]
     results = evaluated(*arguments, "--no-picture")
+    for context in Store(tmp_path / "out" / "store").list():
+        assert [entry.parameters["keys_per_cluster"] for entry in context.indexes] == [32]
     scores = [Score(**row) for row in results["scores"]]
     assert [(score.method, score.budget) for score in scores[:5]] == [
         ("full", "all"),

@@ -117,6 +117,20 @@ def test_schedules_of_expressions(expression: str, schedule: Schedule) -> None:
     assert get_method(expression, period=8).schedule == Schedule(period=8)
 
 
+def test_windows_and_search_options_of_expressions() -> None:
+    method = get_method("csattention+dropped@group=pooled@sinks=0@recent=32@lag", 0.01)
+    assert method.search == {"group": "pooled", "weights": "projection"}
+    assert (method.sinks, method.recent, method.append_block) == (0, 32, 64)
+    assert (method.schedule, method.budget) == (Schedule(lag=1), Ratio(0.01))
+    published = "@weights=uniform@backoff_cosine=0.5@backoff_centroids=2@append_block=1"
+    same = get_method(f"csattention+dropped@group=pooled@sinks=0@recent=32{published}")
+    fields = ("search", "sinks", "recent", "append_block", "drops_remainder", "budget")
+    assert all(getattr(same, name) == getattr(METHODS["csattention-paper"], name) for name in fields)
+    for wrong in ("csattention@group=each", "pq@group=pooled", "pq@colour=red", "csattention@sinks=-1"):
+        with pytest.raises(InvalidArgumentError):
+            get_method(wrong)
+
+
 @pytest.mark.parametrize(
     "expression",
     [
@@ -129,6 +143,12 @@ def test_schedules_of_expressions(expression: str, schedule: Schedule) -> None:
         "pq@early",
         "pq@period",
         "pq@correct=x",
+        "pq@lag=1",
+        "pq@period=1.5",
+        "pq@sinks=inf",
+        "csattention@sinks=4",
+        "full@sinks=16",
+        "full@group=pooled",
         "PQ",
         "pq ",
         "full+centred",
