@@ -22,11 +22,11 @@ from decode_engine.config import (
     Compilation,
     ServeConfig,
     available_cores,
-    parse_size,
 )
 from decode_engine.device_option import DeviceOption, PlacementOption
 from index_store.console import FormatOption, OutputFormat, StoreOption, print_json
 from index_store.entry import INTERRUPTED
+from index_store.memory_sizes import parse_size
 
 ServerOption = Annotated[
     str, typer.Option("--server", envvar="SPARSEKV_SERVER", metavar="HOST:PORT", help="The server to ask.")

@@ -14,21 +14,7 @@ DEFAULT_LISTEN = "127.0.0.1:50051"
 
 AUTO = "auto"
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|)")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):(\d{1,5})")
-
-
-def parse_size(text: str) -> int:
-    """Bytes from "8GiB", "500MB" or "1048576". Raises InvalidArgumentError for anything else."""
-    match = _SIZE.fullmatch(text.strip())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if size < 1:
-        raise InvalidArgumentError(
-            f"size is {text!r}, expected a positive number of bytes with an optional unit, such as 8GiB or 500MB"
-        )
-    return size
 
 
 def check_address(text: str) -> str:

@@ -7,9 +7,6 @@ fewer may be generated. What one step computes with and gives back at once is no
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
 
 from decode_engine.session import fit_method
@@ -45,27 +42,6 @@ def session_bytes(manifest: Manifest, method: Method, tokens: int) -> int:
             if spec is not None:
                 total += searching * model.kv_heads * _extension_bytes(spec, model.head_dim, tokens)
     return total
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a GPU, or available to this process on the machine."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    sizes += _numbers(Path("/proc/meminfo"), "MemAvailable:", 1024)
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container
-        sizes += _numbers(Path("/sys/fs/cgroup", limit), "", 1)
-    return min(sizes)
-
-
-def _numbers(path: Path, label: str, unit: int) -> list[int]:
-    """The number after the label at the beginning of a line, in bytes; nothing where file or number are not there."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return []
-    words = [line.removeprefix(label).split() for line in lines if line.startswith(label)]
-    return [int(found[0]) * unit for found in words if found and found[0].isdigit()]
 
 
 def _tail_bytes(heads: int, head_dim: int, dtype: torch.dtype, tokens: int) -> int:

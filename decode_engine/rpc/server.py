@@ -21,11 +21,12 @@ from decode_engine.rpc.service import Backend, BackendSlot, ContextService, Gene
 from decode_engine.rpc.status import StatusInterceptor
 from decode_engine.runner import ModelRunner
 from decode_engine.session import Session
-from decode_engine.session_memory import SHARE, free_memory
+from decode_engine.session_memory import SHARE
 from decode_engine.warm_up import prepare_for, warm_up
 from index_store.arena import Arena
 from index_store.catalog import Store
 from index_store.devices import context_device, describe_device, memory_budget, pick_device
+from index_store.memory_sizes import free_memory
 from index_store.methods import DEFAULT_METHOD, get_method
 from index_store.models.loading import resolve_model
 from index_store.placement import Placement, parse_placement

@@ -7,24 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_engine.config import AskConfig, Compilation, ServeConfig, check_address, is_loopback, parse_size
+from decode_engine.config import AskConfig, Compilation, ServeConfig, check_address, is_loopback
 from index_store.devices import context_device, default_budget, memory_budget, pick_device
 from index_store.errors import InvalidArgumentError
 from index_store.placement import MemoryBytes
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("8GiB", 8 * 2**30), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("42", 42), (" 1TB ", 10**12)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "much", "-1GiB", "0", "8 GiBs", "8gib", "1e9", "GiB"])
-def test_bad_sizes(text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="8GiB"):
-        parse_size(text)
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:0", "localhost:50051", "[::1]:1", "some.host:65535"])
