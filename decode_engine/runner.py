@@ -22,6 +22,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.manifest import Manifest, require_dtype, require_model
 from index_store.methods import Method
 from index_store.models.loading import ModelFolder, load_model, load_tokenizer
+from index_store.placement import Placement
 
 
 class ModelRunner:
@@ -56,8 +57,12 @@ class ModelRunner:
             model = step_model(loaded.model, compilation)
             self._stepper = Stepper(model, self.identity, weights.dtype, weights.device)
 
-    def prepare(self, manifest: Manifest, method: Method, sessions: int) -> None:
+    def prepare(
+        self, manifest: Manifest, method: Method, sessions: int, placement: Placement = Placement.DEVICE
+    ) -> None:
         """Captures decode steps of up to `sessions` sessions on such a context, where steps are captured.
+
+        placement: of the context.
 
         Raises as `start` does when the context does not fit model or method.
         """
@@ -65,7 +70,7 @@ class ModelRunner:
         require_dtype(manifest, self.kv_dtype)
         require_index(manifest, method)
         if self._stepper is not None:
-            self._stepper.prepare(fit_method(manifest, method), manifest, sessions)
+            self._stepper.prepare(fit_method(manifest, method), manifest, sessions, placement)
 
     def start(self, context: ResidentContext, method: Method) -> Session:
         """A new session.

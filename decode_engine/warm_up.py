@@ -6,7 +6,7 @@ Shape legend: H KV heads, G group heads, N tokens of the context, P sampled quer
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 
 import torch
@@ -28,6 +28,7 @@ from index_store.manifest import (
     tokens_entry,
 )
 from index_store.methods import METHODS, Method
+from index_store.placement import Placement
 from index_store.threshold_curve import KEEP_GRID
 
 _TOKENS = 512
@@ -37,42 +38,61 @@ _SAMPLE = 1024
 logger = logging.getLogger(__name__)
 
 
-def warm_up(runner: ModelRunner, sessions: int = 1) -> list[str]:
+def warm_up(
+    runner: ModelRunner, sessions: int = 1, placements: Sequence[Placement] = (Placement.DEVICE,)
+) -> list[str]:
     """Runs a prompt and decode steps with every method that fits the model; returns their names.
 
     The prompt is longer than recent window and append block together, so that appending to indexes runs too. Full
-    attention is prepared for batches of up to `sessions`, for which the model is compiled where it is.
+    attention is prepared for batches of up to `sessions`, for which the model is compiled where it is. placements: of
+    contexts that will come.
     """
-    ran = []
-    for method in METHODS.values():
-        prompt = method.recent + method.append_block + 1
-        if _TOKENS + prompt + _DECODE_STEPS > runner.identity.max_positions:
-            logger.info("method %s is not warmed up: the model has too few positions", method.name)
-            continue
+    return [
+        method.name for method in METHODS.values() if _warm_up_method(runner, method, sessions, placements)
+    ]
+
+
+def _warm_up_method(
+    runner: ModelRunner, method: Method, sessions: int, placements: Sequence[Placement]
+) -> bool:
+    """Whether the method fits the model."""
+    prompt = method.recent + method.append_block + 1
+    if _TOKENS + prompt + _DECODE_STEPS > runner.identity.max_positions:
+        logger.info("method %s is not warmed up: the model has too few positions", method.name)
+        return False
+    for placement in placements:
         try:
-            context = made_up_context(runner.identity, runner.kv_dtype, method, device=runner.device)
+            context = made_up_context(
+                runner.identity, runner.kv_dtype, method, device=runner.device, placement=placement
+            )
         except InvalidArgumentError as error:
             logger.info("method %s does not fit the model and is not warmed up: %s", method.name, error)
-            continue
+            return False
         session = runner.start(context, method)
         runner.forward([session], [[0] * prompt])
         for _ in range(_DECODE_STEPS):
             runner.decode([session], [0], [Sampler(SamplingParameters())])
         session.close()
-        runner.prepare(context.manifest, method, 1 if method.sparse else sessions)
+        runner.prepare(context.manifest, method, 1 if method.sparse else sessions, placement)
         context.release()  # captured steps remember the session until another one takes its row
-        ran.append(method.name)
-    return ran
+    return True
 
 
-def prepare_for(runner: ModelRunner, manifests: Iterable[Manifest], method: Method, sessions: int) -> None:
+def prepare_for(
+    runner: ModelRunner,
+    manifests: Iterable[Manifest],
+    method: Method,
+    sessions: int,
+    placement: Callable[[Manifest], Placement] = lambda manifest: Placement.DEVICE,
+) -> None:
     """Captures steps of batches of up to `sessions` on contexts like these, so that no stream waits for it later.
 
-    Contexts of other models, and without the method's index, are passed over.
+    placement: where each of them is, or would be. Contexts of other models, and without the method's index, are passed
+    over.
     """
     for manifest in manifests:
         try:
-            runner.prepare(manifest, method, sessions)
+            runner.prepare(manifest, method, sessions, placement(manifest))
         except SparseKVError as error:
             logger.info("no steps are captured for context %s: %s", manifest.id[:12], error)
 
@@ -87,11 +107,13 @@ def made_up_context(
     distinct: int = 1,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    placement: Placement = Placement.DEVICE,
 ) -> ResidentContext:
     """A context of random keys and values with the indexes that the method needs.
 
     also: methods whose indexes it has too. distinct: layers with keys, values and indexes of their own, which the
-    model's layers use in turn.
+    model's layers use in turn. placement: unless all is on the device, keys and values are in host memory, page-locked
+    beside a GPU.
     Raises InvalidArgumentError when an index cannot be built for the model's head dim.
     """
     generator = torch.Generator(device).manual_seed(seed)
@@ -112,6 +134,8 @@ def made_up_context(
         source = LayerSource(kv[layer], QuerySample(queries_HPGD, positions), frequencies)
         for spec in specs:
             built[spec.name, layer] = INDEX_KINDS[spec.kind].build(spec.parameters, source, seed)
+        if placement is not Placement.DEVICE:
+            kv[layer] = _to_host(kv[layer])
     entries = [_index_entry(spec, built[spec.name, 0], tuple(layers), tokens) for spec in specs]
     manifest = Manifest(
         id="0" * 64,
@@ -140,7 +164,15 @@ def made_up_context(
             for spec in specs
             for layer in layers
         },
+        placement=placement,
+        device=torch.device(device),
     )
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, page-locked where the tensor is in a GPU's."""
+    on_gpu = tensor.is_cuda
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_gpu).copy_(tensor)
 
 
 def _index_entry(spec: IndexSpec, index: LayerIndex, layers: tuple[int, ...], tokens: int) -> IndexEntry:

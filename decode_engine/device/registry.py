@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from decode_engine.device.cluster_steps import ClusterSteps
 from decode_engine.device.dense_steps import DenseSteps
 from decode_engine.device.hybrid_steps import HybridSteps
@@ -14,7 +17,12 @@ from index_store.manifest import Manifest
 from index_store.methods import Method
 from index_store.placement import Placement
 
-_CLASSES: tuple[type[StepAttention], ...] = (TableSteps, ClusterSteps, ListedSteps)
+_CLASSES: Mapping[Placement, tuple[type[StepAttention], ...]] = MappingProxyType(
+    {
+        Placement.DEVICE: (TableSteps, ClusterSteps, ListedSteps),
+        Placement.HYBRID: (HybridSteps,),
+    }
+)
 """Of methods that search, the one with fewer launches first. The last one knows most methods, and why not others."""
 
 
@@ -23,8 +31,8 @@ def step_attention_for(
 ) -> type[StepAttention] | str:
     """The class that runs the method's searching layers, or why there is none, as a clause.
 
-    placement: of the context. Where keys and values are in host memory, searches list keys whatever the remainder is,
-    and there are no kernels for methods that attend to everything.
+    placement: of the context. Where keys and values are in host memory, searches list keys whatever the remainder is.
+    Layers that attend to everything read page-locked host memory as they read the device's.
 
     What decides besides the index and its search options:
 
@@ -32,13 +40,12 @@ def step_attention_for(
     - `monopole` over the clusters that are searched: fused with their selection;
     - `monopole` and `centred` over another partition: beside any search that lists keys.
     """
-    in_host_memory = placement is Placement.HYBRID
     if not method.sparse:
-        return "it attends to everything, and that is in host memory" if in_host_memory else DenseSteps
+        return DenseSteps
     reason = _refusal(method, manifest)
     if reason is not None:
         return reason
-    for attention in (HybridSteps,) if in_host_memory else _CLASSES:
+    for attention in _CLASSES[placement]:
         reason = attention.refusal(method, manifest)
         if reason is None:
             return attention

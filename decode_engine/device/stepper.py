@@ -22,11 +22,13 @@ from decode_engine.kernels import records
 from decode_engine.sampler import Sampler, SamplingParameters
 from decode_engine.session import Session, is_dense
 from decode_engine.stepping import advance
+from index_store.context import ResidentContext
 from index_store.dtypes import stored_dtype
 from index_store.errors import SparseKVError
 from index_store.index_specs import IndexSpec
 from index_store.manifest import Manifest, ModelIdentity
 from index_store.methods import Method
+from index_store.placement import Placement
 
 MAX_ROWS = 32
 _LEAST_KEYS = 2**12
@@ -75,12 +77,15 @@ class Stepper:
         self._sorted: WeakKeyDictionary[Session, _Batchable | str] = WeakKeyDictionary()
         self._refused: set[tuple[str, str]] = set()
 
-    def prepare(self, method: Method, manifest: Manifest, sessions: int) -> None:
+    def prepare(
+        self, method: Method, manifest: Manifest, sessions: int, placement: Placement = Placement.DEVICE
+    ) -> None:
         """Captures greedy steps of up to `sessions` sessions on such a context, and compiles what the model compiles.
 
-        method: as it runs over the context (`session.fit_method`). Does nothing for a method without kernels.
+        method: as it runs over the context (`session.fit_method`). placement: of the context. Does nothing for a method
+        without kernels.
         """
-        kind = self._sort(method, manifest)
+        kind = self._sort(method, manifest, placement)
         if isinstance(kind, _Batchable):
             for size in (2**n for n in range(_size(min(sessions, MAX_ROWS)).bit_length())):
                 self._graph(kind, method, size, kind.max_keys, 0).prepare(Choice.GREEDY)
@@ -145,19 +150,20 @@ class Stepper:
         return kind
 
     def _kind(self, session: Session) -> _Batchable | str:
-        """What `_sort` says, which never changes."""
+        """What `_sort` says, which never changes. Waits until all of the session's context is in memory."""
         kind = self._sorted.get(session)
         if kind is None:
-            place = session.context.kv(0).device
-            if place == self._device:
-                kind = self._sort(session.effective_method, session.context.manifest)
+            context = session.context
+            reason = unreadable(context, self._device)
+            if reason is None:
+                kind = self._sort(session.effective_method, context.manifest, context.placement)
             else:
-                kind = f"keys and values are on {place}, the model on {self._device}"
-                self._log_refusal(session.method.name, kind)
+                self._log_refusal(session.method.name, reason)
+                kind = reason
             self._sorted[session] = kind
         return kind
 
-    def _sort(self, method: Method, manifest: Manifest) -> _Batchable | str:
+    def _sort(self, method: Method, manifest: Manifest, placement: Placement) -> _Batchable | str:
         """The kind of batch that sessions go into, or why they cannot run in any."""
         reason: str | None = None
         searching: type[StepAttention] | str = self._dense
@@ -168,7 +174,7 @@ class Stepper:
         else:
             reason = self._dense.refusal(method, manifest)
         if reason is None and method.sparse:
-            searching = step_attention_for(method, manifest)
+            searching = step_attention_for(method, manifest, placement)
             reason = searching if isinstance(searching, str) else None
         if reason is not None or isinstance(searching, str):
             self._log_refusal(method.name, str(reason))
@@ -179,7 +185,7 @@ class Stepper:
         )
         max_keys = max(_LEAST_KEYS, 1 << (manifest.token_count - 1).bit_length())
         parts = (method.remainder.name, tuple(sorted(method.search.items())))
-        key = (layers, _spec_key(method.index), _spec_key(method.partition), parts)
+        key = (placement, layers, _spec_key(method.index), _spec_key(method.partition), parts)
         return _Batchable(key, layers, max_keys)
 
     def _log_refusal(self, method: str, reason: str) -> None:
@@ -229,6 +235,23 @@ class Stepper:
 def _size(count: int) -> int:
     """Rows of a batch for so many sessions."""
     return 1 << (count - 1).bit_length()
+
+
+def unreadable(context: ResidentContext, device: torch.device) -> str | None:
+    """Why kernels on the device cannot read the context, as a clause; None when they can.
+
+    Waits until all layers are in memory, and raises the error that loading raised.
+    """
+    own = context.device
+    if own.type != device.type or (None not in (own.index, device.index) and own.index != device.index):
+        return f"its context is for {own}, the model on {device}"
+    context.wait_for_layers()
+    if device.type != "cuda" or context.placement is Placement.DEVICE:
+        return None
+    for layer in range(context.manifest.model.layers):
+        if not context.kv(layer).is_pinned():
+            return f"keys and values of layer {layer} are in host memory that is not page-locked"
+    return None
 
 
 def _spec_key(spec: IndexSpec | None) -> Hashable:

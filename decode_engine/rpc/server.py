@@ -29,7 +29,7 @@ from index_store.devices import context_device, describe_device, memory_budget, 
 from index_store.memory_sizes import free_memory
 from index_store.methods import DEFAULT_METHOD, get_method
 from index_store.models.loading import resolve_model
-from index_store.placement import Placement, parse_placement
+from index_store.placement import parse_placement, possible_placements
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -122,11 +122,13 @@ class DecodeServer:
         loaded = time.monotonic()
         free_host = free_memory(torch.device("cpu"))
         budget = memory_budget(device, config.memory, config.device_memory, free_host)
-        arena = Arena(budget, device=context_device(device), placement=parse_placement(config.placement))
+        placement = parse_placement(config.placement)
+        possible = possible_placements(placement, device.type == "cuda")
+        arena = Arena(budget, device=context_device(device), placement=placement)
         session_memory = config.session_memory or free_memory(device) // SHARE
-        methods = warm_up(runner, config.max_sessions)
-        captured = [each for each in self._store.list() if arena.placement(each) is Placement.DEVICE]
-        prepare_for(runner, captured, get_method(DEFAULT_METHOD), config.max_sessions)
+        methods = warm_up(runner, config.max_sessions, possible)
+        default = get_method(DEFAULT_METHOD)
+        prepare_for(runner, self._store.list(), default, config.max_sessions, arena.placement)
         logger.info(
             "model %s loaded on %s in %.1f s, %d bytes of host and %d of device memory for contexts, %d for sessions, "
             "%s warmed up in %.1f s",

@@ -81,7 +81,7 @@ def test_answers_on_a_gpu_do_not_depend_on_the_placement(served: Served, method:
             expected = "cuda" if placement is Placement.DEVICE else "cpu"
             assert context.kv(2).device.type == context.kv_device.type == expected
             session = runner.start(context, get_method(method))
-            assert not runner.has_graph(session) or placement is Placement.DEVICE
+            assert not runner.has_graph(session)  # no kernels for its head dimension
             session.close()
             found.append(answer(runner, context, method))
             if placement is Placement.HYBRID:

@@ -162,7 +162,7 @@ def test_shapes(group: int, head_dim: int) -> None:
         (get_method("csattention+dropped"), "HybridSteps"),
         (get_method("multipole"), "HybridSteps"),
         (get_method("pq"), "HybridSteps"),
-        (get_method("full"), "everything"),
+        (get_method("full"), "DenseSteps"),
         (get_method("csattention+dipole"), "dipole"),
         (get_method("quest"), "no kernels"),
         (get_method("squeezed"), "budget"),

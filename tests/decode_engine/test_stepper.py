@@ -22,6 +22,7 @@ from decode_engine.warm_up import made_up_context
 from index_store.errors import InvalidArgumentError
 from index_store.methods import METHODS
 from index_store.models.folder import resolve_model
+from index_store.placement import Placement
 from tests.support_models import write_model_folder
 
 GREEDY = SamplingParameters()
@@ -39,10 +40,17 @@ def stepper(runner: ModelRunner) -> Stepper:
     return Stepper(model, runner.identity, torch.float32, torch.device("cpu"))
 
 
-def start(runner: ModelRunner, prompt: list[int], length: int = 512, *, name: str = "full") -> Session:
+def start(
+    runner: ModelRunner,
+    prompt: list[int],
+    length: int = 512,
+    *,
+    name: str = "full",
+    placement: Placement = Placement.DEVICE,
+) -> Session:
     """A session on a made-up context that has read a prompt."""
     method = METHODS[name]
-    context = made_up_context(runner.identity, runner.kv_dtype, method, length)
+    context = made_up_context(runner.identity, runner.kv_dtype, method, length, placement=placement)
     session = runner.start(context, method)
     runner.forward([session], [prompt])
     return session
@@ -272,3 +280,12 @@ def test_one_batch_serves_all_ways_to_choose(runner: ModelRunner) -> None:
     for parameters in (GREEDY, SamplingParameters(1.0, seed=1), SamplingParameters(1.0, 0.5, 3, seed=1)):
         assert stepper.step([session], [6], [Sampler(parameters)]) == [7]
         assert stepper.graph([session]) is graph
+
+
+def test_placements_are_batches_of_their_own(runner: ModelRunner) -> None:
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    one, other = start(runner, [5]), start(runner, [5], placement=Placement.HYBRID)
+    assert stepper.step([one, other], [1, 2], [Sampler(GREEDY)] * 2) == [2, 3]
+    assert stepper.graph([one]) is not stepper.graph([other])
+    stepper.prepare(METHODS["full"], other.context.manifest, 1, Placement.HYBRID)
+    assert len(stepper._graphs) == 2

@@ -26,7 +26,7 @@ from index_store.context_loading import load_context, placed_bytes, resident_byt
 from index_store.dtypes import STORED_DTYPES
 from index_store.errors import ChecksumError, InvalidArgumentError, MemoryBudgetError
 from index_store.layer_gate import LayerGate
-from index_store.placement import MemoryBytes, Placement, parse_placement
+from index_store.placement import MemoryBytes, Placement, parse_placement, possible_placements
 from index_store.zarr_io import chunk_path
 from tests.support_store import KINDS, RecordedIndex, RecordingLocker, SyntheticContext, synthetic_context
 
@@ -119,6 +119,12 @@ def test_names() -> None:
     assert [parse_placement(name) for name in ("auto", "device", "hybrid")] == [None, *Placement]
     with pytest.raises(InvalidArgumentError, match="expected auto, device, hybrid"):
         parse_placement("host")
+
+
+def test_which_placements_are_possible() -> None:
+    assert possible_placements(None, on_gpu=False) == (Placement.DEVICE,)
+    assert possible_placements(Placement.HYBRID, on_gpu=True) == (Placement.HYBRID,)
+    assert possible_placements(None, on_gpu=True) == (Placement.DEVICE, Placement.HYBRID)
 
 
 def test_what_fits_goes_to_the_device(store: Store, caplog: pytest.LogCaptureFixture) -> None:
