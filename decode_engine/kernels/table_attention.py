@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from decode_engine.kernels import records
 from decode_engine.kernels.partials import chained, merge_partials
 from decode_engine.kernels.records import field
-from decode_engine.kernels.table_device import END, FIRST, KEYS, LOG2E
+from decode_engine.kernels.table_device import END, FIRST, KEYS, LOG2E, load_sequence
 from decode_engine.kernels.table_plan import TablePlan, Workspace
 from decode_engine.kernels.table_search import search
 from decode_engine.kernels.table_selection import found, keep_keys, selection_sizes
@@ -133,16 +133,17 @@ def attend_kernel(
     CHAINED: tl.constexpr,
 ) -> None:
     """Program (x, bh): tile x - EXACT, and a share of what is attended exactly."""
-    if CHAINED:
-        gdc_wait()
     x = tl.program_id(0)
     bh = tl.program_id(1)
     b = bh // H
     tile = x - EXACT
+    sequence = load_sequence(records_ptr, b)
+    if CHAINED:
+        gdc_wait()
     tile_ids_ptr = ids_ptr + (bh.to(tl.int64) * P + tl.maximum(tile, 0)) * (4 * BW)
     count = keep_keys(
-        records_ptr, rows_ptr, weights_ptr, units_ptr, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr,
-        limits_ptr, tile_ids_ptr, b, bh, tile, P, L, J, S, BW, POOLED, EARLY, ASSEMBLY,
+        sequence, rows_ptr, weights_ptr, units_ptr, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr,
+        limits_ptr, tile_ids_ptr, bh, tile, P, L, J, S, BW, POOLED, EARLY, ASSEMBLY,
     )  # fmt: skip
     tl.store(counts_ptr + bh * P + tile, count, mask=tile >= 0)
     tl.debug_barrier()

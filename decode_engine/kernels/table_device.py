@@ -229,10 +229,9 @@ def add_four_rows(
 
 @triton.jit
 def sum_rows(
-    records_ptr: tl.tensor,
+    sequence: tl.tensor,
     rows_ptr: tl.tensor,
     weights_ptr: tl.tensor,
-    b: tl.tensor,
     slot: tl.tensor,
     word: tl.tensor,
     mask: tl.tensor,
@@ -240,7 +239,7 @@ def sum_rows(
     ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:
     """Weighted sums of a query's picked rows for the four keys of every word, int32."""
-    tables = field(records_ptr, b, TABLES)
+    _, _, _, _, tables = sequence
     # All of these loads are under way before the first row's: one by one they would cost most of a step.
     rows = ()
     weights = ()
@@ -267,16 +266,24 @@ def load_row(tables: tl.tensor, row: tl.tensor, word: tl.tensor, mask: tl.tensor
 
 
 @triton.jit
-def table_keys(records_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """Keys of a table row; 0 where none is searched, for then no row was picked."""
-    searches = field(records_ptr, b, END) > field(records_ptr, b, FIRST)
-    return tl.where(searches, field(records_ptr, b, KEYS), 0).to(tl.int32)
+def load_sequence(records_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """What a record says about the search: keys of a table row, the first searched key, how many are searched, how many
+    of them to keep, and where the tables are.
+
+    Keys are 0 where none is searched, for then no row is picked. No launch of a step writes records, so they are read
+    before the launch before has ended.
+    """
+    first = field(records_ptr, b, FIRST).to(tl.int32)
+    span = field(records_ptr, b, END).to(tl.int32) - first
+    keys = tl.where(span > 0, field(records_ptr, b, KEYS), 0).to(tl.int32)
+    return keys, first, span, field(records_ptr, b, KEEP).to(tl.int32), field(records_ptr, b, TABLES)
 
 
 @triton.jit
-def tile_words(records_ptr: tl.tensor, b: tl.tensor, tile: tl.tensor, BW: tl.constexpr) -> tl.tensor:
+def tile_words(sequence: tl.tensor, tile: tl.tensor, BW: tl.constexpr) -> tl.tensor:
     """Words of a tile, and which of them exist: blocks tile, tile + T, tile + 2T, ... of the sequence's T tiles."""
-    blocks = tl.cdiv(table_keys(records_ptr, b), 4 * MINI_WORDS)
+    keys, _, _, _, _ = sequence
+    blocks = tl.cdiv(keys, 4 * MINI_WORDS)
     tiles = tl.cdiv(blocks, BW // MINI_WORDS)
     j = tl.arange(0, BW)
     block = (j // MINI_WORDS) * tiles + tile
@@ -284,15 +291,17 @@ def tile_words(records_ptr: tl.tensor, b: tl.tensor, tile: tl.tensor, BW: tl.con
 
 
 @triton.jit
-def tile_count(records_ptr: tl.tensor, b: tl.tensor, BW: tl.constexpr) -> tl.tensor:
+def tile_count(sequence: tl.tensor, BW: tl.constexpr) -> tl.tensor:
     """Tiles of a sequence."""
-    return tl.cdiv(tl.cdiv(table_keys(records_ptr, b), 4 * MINI_WORDS), BW // MINI_WORDS)
+    keys, _, _, _, _ = sequence
+    return tl.cdiv(tl.cdiv(keys, 4 * MINI_WORDS), BW // MINI_WORDS)
 
 
 @triton.jit
-def sampled_words(records_ptr: tl.tensor, b: tl.tensor, S: tl.constexpr) -> tl.tensor:
+def sampled_words(sequence: tl.tensor, S: tl.constexpr) -> tl.tensor:
     """Words that this one of S sampling programs scores, and which of them exist: evenly spread runs, or all."""
-    runs = tl.cdiv(table_keys(records_ptr, b), 4 * SAMPLE_RUN)
+    keys, _, _, _, _ = sequence
+    runs = tl.cdiv(keys, 4 * SAMPLE_RUN)
     sampled = S * (SAMPLE_WORDS // SAMPLE_RUN)
     j = tl.arange(0, SAMPLE_WORDS)
     turn = tl.program_id(0) * (SAMPLE_WORDS // SAMPLE_RUN) + j // SAMPLE_RUN
@@ -301,16 +310,10 @@ def sampled_words(records_ptr: tl.tensor, b: tl.tensor, S: tl.constexpr) -> tl.t
 
 
 @triton.jit
-def searched_range(records_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """The first searched key, and how many there are."""
-    first = field(records_ptr, b, FIRST).to(tl.int32)
-    return first, (field(records_ptr, b, END).to(tl.int32) - first).to(tl.uint32)
-
-
-@triton.jit
-def searched(word: tl.tensor, index: tl.constexpr, first: tl.tensor, span: tl.tensor) -> tl.tensor:
+def searched(word: tl.tensor, index: tl.constexpr, sequence: tl.tensor) -> tl.tensor:
     """Whether key `index` of every word is in the searched range: one comparison, keys before it wrap around."""
-    return (word * 4 + (index - first)).to(tl.uint32) < span
+    _, first, span, _, _ = sequence
+    return (word * 4 + (index - first)).to(tl.uint32) < span.to(tl.uint32)
 
 
 @triton.jit
@@ -344,23 +347,6 @@ def bin_or_none(position: tl.tensor, there: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def store_histogram(
-    b0: tl.tensor,
-    b1: tl.tensor,
-    b2: tl.tensor,
-    b3: tl.tensor,
-    histograms_ptr: tl.tensor,
-    bh: tl.tensor,
-    WORDS: tl.constexpr,
-) -> None:
-    """Stores how many of the four keys of WORDS words are in each bin, as this program's histogram."""
-    bins = tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * WORDS])
-    counts = tl.histogram(tl.maximum(bins, 0), BINS, mask=bins >= 0)
-    place = bh * tl.num_programs(0) + tl.program_id(0)
-    tl.store(histograms_ptr + place * BINS + tl.arange(0, BINS), counts)
-
-
-@triton.jit
 def load_histograms(histograms_ptr: tl.tensor, bh: tl.tensor, S: tl.constexpr) -> tl.tensor:
     """The histograms of a head's S sampling programs, [S, BINS], past the first-level cache."""
     places = (bh * S + tl.arange(0, S))[:, None] * BINS + tl.arange(0, BINS)[None, :]
@@ -368,17 +354,17 @@ def load_histograms(histograms_ptr: tl.tensor, bh: tl.tensor, S: tl.constexpr) -
 
 
 @triton.jit
-def threshold(records_ptr: tl.tensor, counts: tl.tensor, b: tl.tensor) -> tl.tensor:
+def threshold(sequence: tl.tensor, counts: tl.tensor) -> tl.tensor:
     """Where among the bins the keys begin that are kept, so that about `keep` are; 0.0 keeps all.
 
     It is read from the histogram of a sample of the keys; inside a bin they are taken to lie evenly. Bin 0 holds
     everything too small to matter and is kept only where every key is.
     """
+    _, _, span, keep, _ = sequence
     bins = tl.arange(0, BINS)
     total = tl.sum(counts, 0)
     at_least = (total - tl.cumsum(counts, 0) + counts).to(tl.float32)
-    keep = field(records_ptr, b, KEEP).to(tl.int32).to(tl.float32)
-    available = (field(records_ptr, b, END) - field(records_ptr, b, FIRST)).to(tl.int32).to(tl.float32)
+    available = span.to(tl.float32)
     wanted = keep * total.to(tl.float32) / tl.maximum(available, 1.0)
     border = tl.sum((at_least >= wanted).to(tl.int32), 0) - 1
     above = tl.sum(tl.where(bins == border, at_least, 0.0), 0)

@@ -33,13 +33,12 @@ from decode_engine.kernels.table_device import (
     bin_or_none,
     linear_position,
     load_histograms,
+    load_sequence,
     octave_position,
     pick_rows,
     sampled_words,
     searched,
-    searched_range,
     sum_rows,
-    table_keys,
     threshold,
     tile_count,
     tile_words,
@@ -115,8 +114,10 @@ def sample_pooled_kernel(
     """
     bh = tl.program_id(1)
     b = bh // H
+    sequence = load_sequence(records_ptr, b)
+    _, _, span, _, _ = sequence
     if PICK:
-        if field(records_ptr, b, END) > field(records_ptr, b, FIRST):
+        if span > 0:
             pick_rows(
                 q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, bh, scale,
                 G, GP, D, M, C, CP, STRIDED, True, CHAINED,
@@ -126,28 +127,26 @@ def sample_pooled_kernel(
         tl.debug_barrier()
     elif CHAINED:
         gdc_wait()
-    word, mask = sampled_words(records_ptr, b, S)
-    a0, a1, a2, a3 = sum_rows(records_ptr, rows_ptr, weights_ptr, b, bh, word, mask, J, ASSEMBLY)
+    word, mask = sampled_words(sequence, S)
+    a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
-    first, span = searched_range(records_ptr, b)
-    b0 = bin_or_none(linear_position(a0, reach), searched(word, 0, first, span) & mask)
-    b1 = bin_or_none(linear_position(a1, reach), searched(word, 1, first, span) & mask)
-    b2 = bin_or_none(linear_position(a2, reach), searched(word, 2, first, span) & mask)
-    b3 = bin_or_none(linear_position(a3, reach), searched(word, 3, first, span) & mask)
+    b0 = bin_or_none(linear_position(a0, reach), searched(word, 0, sequence) & mask)
+    b1 = bin_or_none(linear_position(a1, reach), searched(word, 1, sequence) & mask)
+    b2 = bin_or_none(linear_position(a2, reach), searched(word, 2, sequence) & mask)
+    b3 = bin_or_none(linear_position(a3, reach), searched(word, 3, sequence) & mask)
     counts = count_bins(tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * SAMPLE_WORDS]))
-    store_histogram(records_ptr, histograms_ptr, arrivals_ptr, limits_ptr, counts, b, bh, S, EARLY)
+    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, S, EARLY)
     if CHAINED:
         gdc_launch_dependents()
 
 
 @triton.jit
 def store_histogram(
-    records_ptr: tl.tensor,
+    sequence: tl.tensor,
     histograms_ptr: tl.tensor,
     arrivals_ptr: tl.tensor,
     limits_ptr: tl.tensor,
     counts: tl.tensor,
-    b: tl.tensor,
     bh: tl.tensor,
     S: tl.constexpr,
     EARLY: tl.constexpr,
@@ -158,7 +157,7 @@ def store_histogram(
         last = arrives_last(arrivals_ptr, bh)
         if last:
             total = tl.sum(load_histograms(histograms_ptr, bh, S), 0)
-            tl.store(limits_ptr + bh, threshold(records_ptr, total, b))
+            tl.store(limits_ptr + bh, threshold(sequence, total))
 
 
 @triton.jit
@@ -184,21 +183,20 @@ def score_kernel(
     CHAINED: tl.constexpr,
 ) -> None:
     """Scores one tile for one head; see `Workspace.logits` for what is left. Byte 0 is weight 0."""
-    if CHAINED:
-        gdc_wait()
     tile = tl.program_id(0) // L
     bh = tl.program_id(1)
-    b = bh // H
+    sequence = load_sequence(records_ptr, bh // H)
+    if CHAINED:
+        gdc_wait()
     slot = bh * L + tl.program_id(0) % L
-    if tile < tile_count(records_ptr, b, BW):
-        word, mask = tile_words(records_ptr, b, tile, BW)
-        a0, a1, a2, a3 = sum_rows(records_ptr, rows_ptr, weights_ptr, b, slot, word, mask, J, ASSEMBLY)
+    if tile < tile_count(sequence, BW):
+        word, mask = tile_words(sequence, tile, BW)
+        a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, slot, word, mask, J, ASSEMBLY)
         unit = tl.load(units_ptr + slot * 2) * LOG2E
-        first, span = searched_range(records_ptr, b)
-        x0 = tl.where(searched(word, 0, first, span), a0.to(tl.float32) * unit, float("-inf"))
-        x1 = tl.where(searched(word, 1, first, span), a1.to(tl.float32) * unit, float("-inf"))
-        x2 = tl.where(searched(word, 2, first, span), a2.to(tl.float32) * unit, float("-inf"))
-        x3 = tl.where(searched(word, 3, first, span), a3.to(tl.float32) * unit, float("-inf"))
+        x0 = tl.where(searched(word, 0, sequence), a0.to(tl.float32) * unit, float("-inf"))
+        x1 = tl.where(searched(word, 1, sequence), a1.to(tl.float32) * unit, float("-inf"))
+        x2 = tl.where(searched(word, 2, sequence), a2.to(tl.float32) * unit, float("-inf"))
+        x3 = tl.where(searched(word, 3, sequence), a3.to(tl.float32) * unit, float("-inf"))
         peak = tl.max(tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)), 0)
         base = tl.where(peak == float("-inf"), 0.0, peak)
         w0, w1, w2, w3 = tl.exp2(x0 - base), tl.exp2(x1 - base), tl.exp2(x2 - base), tl.exp2(x3 - base)
@@ -267,11 +265,11 @@ def combine_kernel(
     CHAINED: tl.constexpr,
 ) -> None:
     """Normalisers of the softmaxes, and a histogram of their sums: one block of each tile, another one in each."""
+    bh = tl.program_id(1)
+    sequence = load_sequence(records_ptr, bh // H)
+    tiles = tile_count(sequence, BW)
     if CHAINED:
         gdc_wait()
-    bh = tl.program_id(1)
-    b = bh // H
-    tiles = tile_count(records_ptr, b, BW)
     normalisers = merge_masses(peaks_ptr, masses_ptr, tiles, bh, P, L, LP, PP)
     heads = tl.arange(0, LP)
     tl.store(normalisers_ptr + bh * L + heads, normalisers, mask=heads < L)
@@ -287,17 +285,17 @@ def combine_kernel(
         factor = tl.exp2(peak - tl.sum(tl.where(heads == g, normalisers, 0.0), 0))
         w = summed_weights(logits_ptr, factor, slot * P + tile, within, inside, w, BW)
     w0, w1, w2, w3 = w
-    blocks = tl.cdiv(table_keys(records_ptr, b), 4 * MINI_WORDS)
+    keys, _, _, _, _ = sequence
+    blocks = tl.cdiv(keys, 4 * MINI_WORDS)
     block = (tile % (BW // MINI_WORDS)) * tiles + tile
     word = block * MINI_WORDS + j % MINI_WORDS
     inside = inside & (block < blocks)
-    first, span = searched_range(records_ptr, b)
-    b0 = bin_or_none(octave_position(w0), searched(word, 0, first, span) & inside)
-    b1 = bin_or_none(octave_position(w1), searched(word, 1, first, span) & inside)
-    b2 = bin_or_none(octave_position(w2), searched(word, 2, first, span) & inside)
-    b3 = bin_or_none(octave_position(w3), searched(word, 3, first, span) & inside)
+    b0 = bin_or_none(octave_position(w0), searched(word, 0, sequence) & inside)
+    b1 = bin_or_none(octave_position(w1), searched(word, 1, sequence) & inside)
+    b2 = bin_or_none(octave_position(w2), searched(word, 2, sequence) & inside)
+    b3 = bin_or_none(octave_position(w3), searched(word, 3, sequence) & inside)
     counts = count_bins(tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * TILES * MINI_WORDS]))
-    store_histogram(records_ptr, histograms_ptr, arrivals_ptr, limits_ptr, counts, b, bh, S, True)
+    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, S, True)
     if CHAINED:
         gdc_launch_dependents()
 

@@ -15,9 +15,9 @@ from decode_engine.kernels.partials import chained
 from decode_engine.kernels.table_device import (
     linear_cut,
     load_histograms,
+    load_sequence,
     octave_cut,
     searched,
-    searched_range,
     sum_rows,
     threshold,
     tile_count,
@@ -71,13 +71,12 @@ def compact(
 
 @triton.jit
 def keep_pooled(
-    records_ptr: tl.tensor,
+    sequence: tl.tensor,
     rows_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     counted: tl.tensor,
-    b: tl.tensor,
     bh: tl.tensor,
     tile: tl.tensor,
     J: tl.constexpr,
@@ -89,27 +88,25 @@ def keep_pooled(
 
     counted: the threshold, if it was found EARLY, or else the histograms to find it from.
     """
-    word, mask = tile_words(records_ptr, b, tile, BW)
-    a0, a1, a2, a3 = sum_rows(records_ptr, rows_ptr, weights_ptr, b, bh, word, mask, J, ASSEMBLY)
+    word, mask = tile_words(sequence, tile, BW)
+    a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
-    cut = linear_cut(counted if EARLY else threshold(records_ptr, tl.sum(counted, 0), b), reach)
-    first, span = searched_range(records_ptr, b)
-    k0 = (a0 >= cut) & searched(word, 0, first, span)
-    k1 = (a1 >= cut) & searched(word, 1, first, span)
-    k2 = (a2 >= cut) & searched(word, 2, first, span)
-    k3 = (a3 >= cut) & searched(word, 3, first, span)
+    cut = linear_cut(counted if EARLY else threshold(sequence, tl.sum(counted, 0)), reach)
+    k0 = (a0 >= cut) & searched(word, 0, sequence)
+    k1 = (a1 >= cut) & searched(word, 1, sequence)
+    k2 = (a2 >= cut) & searched(word, 2, sequence)
+    k3 = (a3 >= cut) & searched(word, 3, sequence)
     return compact(k0, k1, k2, k3, word, ids_ptr, BW)
 
 
 @triton.jit
 def keep_per_head(
-    records_ptr: tl.tensor,
+    sequence: tl.tensor,
     logits_ptr: tl.tensor,
     peaks_ptr: tl.tensor,
     normalisers_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     limit: tl.tensor,
-    b: tl.tensor,
     bh: tl.tensor,
     tile: tl.tensor,
     P: tl.tensor,
@@ -117,7 +114,7 @@ def keep_per_head(
     BW: tl.constexpr,
 ) -> tl.tensor:
     """Keeps the keys of a tile whose softmaxes, summed over the heads, reach the threshold."""
-    word, mask = tile_words(records_ptr, b, tile, BW)
+    word, mask = tile_words(sequence, tile, BW)
     zero = tl.zeros([BW], tl.float32)
     w = (zero, zero, zero, zero)
     for g in tl.static_range(L):
@@ -126,17 +123,16 @@ def keep_per_head(
         w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, BW), mask, w, BW)
     w0, w1, w2, w3 = w
     least = octave_cut(limit)
-    first, span = searched_range(records_ptr, b)
-    k0 = (w0 >= least) & searched(word, 0, first, span)
-    k1 = (w1 >= least) & searched(word, 1, first, span)
-    k2 = (w2 >= least) & searched(word, 2, first, span)
-    k3 = (w3 >= least) & searched(word, 3, first, span)
+    k0 = (w0 >= least) & searched(word, 0, sequence)
+    k1 = (w1 >= least) & searched(word, 1, sequence)
+    k2 = (w2 >= least) & searched(word, 2, sequence)
+    k3 = (w3 >= least) & searched(word, 3, sequence)
     return compact(k0, k1, k2, k3, word, ids_ptr, BW)
 
 
 @triton.jit
 def keep_keys(
-    records_ptr: tl.tensor,
+    sequence: tl.tensor,
     rows_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
@@ -146,7 +142,6 @@ def keep_keys(
     histograms_ptr: tl.tensor,
     limits_ptr: tl.tensor,
     ids_ptr: tl.tensor,
-    b: tl.tensor,
     bh: tl.tensor,
     tile: tl.tensor,
     P: tl.tensor,
@@ -160,17 +155,16 @@ def keep_keys(
 ) -> tl.tensor:
     """Writes the ids of a tile's kept keys, and returns how many there are; none for a tile that is not there."""
     count = 0
-    if (tile >= 0) & (tile < tile_count(records_ptr, b, BW)):
+    if (tile >= 0) & (tile < tile_count(sequence, BW)):
         # Read first, added up last: the scores are on their way meanwhile.
         counted = tl.load(limits_ptr + bh) if EARLY else load_histograms(histograms_ptr, bh, S)
         if POOLED:
             count = keep_pooled(
-                records_ptr, rows_ptr, weights_ptr, units_ptr, ids_ptr, counted, b, bh, tile,
-                J, BW, EARLY, ASSEMBLY,
-            )  # fmt: skip
+                sequence, rows_ptr, weights_ptr, units_ptr, ids_ptr, counted, bh, tile, J, BW, EARLY, ASSEMBLY
+            )
         else:
             count = keep_per_head(
-                records_ptr, logits_ptr, peaks_ptr, normalisers_ptr, ids_ptr, counted, b, bh, tile, P, L, BW
+                sequence, logits_ptr, peaks_ptr, normalisers_ptr, ids_ptr, counted, bh, tile, P, L, BW
             )
     return count
 
@@ -200,14 +194,15 @@ def select_kernel(
     CHAINED: tl.constexpr,
 ) -> None:
     """Program (tile, bh): writes the ids of the tile's kept keys, and how many they are."""
-    if CHAINED:
-        gdc_wait()
     tile = tl.program_id(0)
     bh = tl.program_id(1)
+    sequence = load_sequence(records_ptr, bh // H)
+    if CHAINED:
+        gdc_wait()
     place = bh * P + tile
     count = keep_keys(
-        records_ptr, rows_ptr, weights_ptr, units_ptr, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr,
-        limits_ptr, ids_ptr + place.to(tl.int64) * (4 * BW), bh // H, bh, tile, P, L, J, S, BW, POOLED, EARLY, ASSEMBLY,
+        sequence, rows_ptr, weights_ptr, units_ptr, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr,
+        limits_ptr, ids_ptr + place.to(tl.int64) * (4 * BW), bh, tile, P, L, J, S, BW, POOLED, EARLY, ASSEMBLY,
     )  # fmt: skip
     tl.store(counts_ptr + place, count)
     if CHAINED:
