@@ -14,6 +14,7 @@ Steps run through the classes that serve requests (`decode_engine.device`), over
 - `csattention`: the default method, query tables per head and the centred remainder.
 
 `graph_us` is one layer inside a CUDA graph of all of them, `eager_us` launched from Python; medians after a warm-up.
+`kernels_us` is what every kernel takes by itself, by torch's profiler.
 `full_us` is the fastest of torch's cuDNN, flash and memory-efficient attention on the same keys, values and queries in
 the same run. `bytes` is what a step has to read; `fraction` is how much of a plain copy's bandwidth that makes. Before
 a time is reported the output is compared with eager float32 attention and remainder over the same keys.
@@ -37,7 +38,7 @@ import index_store  # noqa: F401 - sets up OpenMP, which has to happen before to
 import torch
 import triton
 import typer
-from gpu_timing import copy_bandwidth, eager_us, full_attention_us, graph_us
+from gpu_timing import copy_bandwidth, eager_us, full_attention_us, graph_us, kernel_us
 from index_builds import (
     BLOCK,
     DTYPE,
@@ -149,11 +150,11 @@ class Bench:
         max_keys = int(triton.next_power_of_2(self.length))
         return StepPlan(model, method, self.batch, max_keys, DTYPE, torch.device("cuda"))
 
-    def times(self, steps: StepAttention) -> dict[str, float]:
+    def times(self, steps: StepAttention) -> dict[str, Any]:
         each = [
             partial(steps.attend, layer, self.q[layer], self.records[layer]) for layer in range(self.layers)
         ]
-        return {"graph_us": graph_us(each), "eager_us": eager_us(each)}
+        return {"graph_us": graph_us(each), "eager_us": eager_us(each), "kernels_us": kernel_us(each)}
 
     def error(self, what: str, found: Tensor, lists: KeyLists, kind: str) -> float:
         """Relative error of the first layer's output; raises CheckFailedError where it is off."""

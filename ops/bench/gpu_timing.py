@@ -76,7 +76,8 @@ def kernel_us(steps: Sequence[Callable[[], object]]) -> dict[str, float]:
             for step in steps:
                 step()
         torch.cuda.synchronize()
-    return {event.key: round(event.device_time_total / event.count, 2) for event in profile.key_averages()}
+    averages = [event for event in profile.key_averages() if event.device_time_total > 0]
+    return {event.key: round(event.device_time_total / event.count, 2) for event in averages}
 
 
 def copy_bandwidth() -> float:

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from decode_engine.config import Compilation
+from decode_engine.device.step_batch import step_counts
 from decode_engine.device.step_graph import StepGraph
 from decode_engine.device.step_model import step_model
 from decode_engine.device.stepper import Stepper
+from decode_engine.kernels import records
 from decode_engine.runner import ModelRunner
 from decode_engine.sampler import Sampler, SamplingParameters
 from decode_engine.session import Session
@@ -47,8 +49,8 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return ModelRunner(resolve_model(str(folder)), "cuda")
 
 
-def start(runner: ModelRunner, name: str, row: int) -> Session:
-    method = replace(get_method(name, None if name == "full" else 0.1), partition_optional=False)
+def start(runner: ModelRunner, name: str, row: int, keep: float = 0.1) -> Session:
+    method = replace(get_method(name, None if name == "full" else keep), partition_optional=False)
     context = made_up_context(
         runner.identity, runner.kv_dtype, method, LENGTHS[row], distinct=2, device="cuda", seed=row
     )
@@ -71,17 +73,29 @@ def logits_of(stepper: Stepper, sessions: list[Session], tokens: list[int]) -> t
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_captured_batch_equals_the_general_path(runner: ModelRunner, name: str) -> None:
+    """With a budget of all keys. Of fewer, the two keep others near the border, since thresholds come from samples."""
     stepper = make_stepper(runner)
-    sessions, twins = ([start(runner, name, row) for row in range(3)] for _ in range(2))
+    sessions, twins = ([start(runner, name, row, 1.0) for row in range(3)] for _ in range(2))
     assert all(stepper.takes(session) for session in sessions)
     for step in range(3):
         tokens = [3 + step, 4, 5]
         graph, got = logits_of(stepper, sessions, tokens)
         assert graph.captured
         expected = torch.stack([logits[-1] for logits in runner.forward(twins, [[t] for t in tokens])])
-        # Thresholds are taken from samples, so that near the border other keys are kept.
-        limit = 0.1 if name == "full" else 0.35
-        assert float((got - expected).abs().amax() / expected.std()) < limit
+        assert float((got - expected).abs().amax() / expected.std()) < 0.1
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])
+def test_captured_steps_keep_about_as_many_keys_as_wanted(runner: ModelRunner, name: str) -> None:
+    stepper = make_stepper(runner)
+    sessions = [start(runner, name, row) for row in range(3)]
+    before = [session.figures.kept for session in sessions]
+    logits_of(stepper, sessions, [3, 4, 5])
+    for session, kept in zip(sessions, before, strict=True):
+        counts = step_counts(session)
+        places = session.context.manifest.model.kv_heads * len(session.layers)
+        wanted = counts[records.KEEP] * places
+        assert 0.7 * wanted < session.figures.kept - kept < 1.3 * wanted
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -19,7 +19,7 @@ build = device_clusters.build_device_clusters
 
 def spoiled(*arguments, **options):
     arrays = build(*arguments, **options)
-    return {**arrays, "means": arrays["means"] * 0.9}
+    return {**arrays, "means": arrays["means"] * 0.0}
 
 device_clusters.build_device_clusters = spoiled
 sys.argv = sys.argv[1:]
