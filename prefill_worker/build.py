@@ -43,7 +43,7 @@ def check_build(
 def measure_layers(capture: Capture) -> list[Selectivity]:
     """How selective the attention of every layer is."""
     return [
-        measure_selectivity(capture.kv(layer), capture.query_sample(layer))
+        measure_selectivity(capture.kv_on_device(layer), capture.query_sample(layer))
         for layer in range(capture.identity.layers)
     ]
 

@@ -20,6 +20,7 @@ from index_store.calibration import CALIBRATION_QUERIES
 from index_store.indexes.base import QuerySample
 from index_store.manifest import ModelIdentity
 from prefill_worker.causal_attention import attend_causally
+from prefill_worker.kept_layers import DeviceLayers, HostLayers, KeptLayers
 
 ATTENTION = "sparsekv_capture"
 ALWAYS_SAMPLED = CALIBRATION_QUERIES
@@ -36,6 +37,11 @@ class SamplePlan:
 
     context_P: Tensor
     prompts: tuple[Tensor, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """How many queries are kept of every query head."""
+        return len(self.context_P) + sum(map(len, self.prompts))
 
 
 def plan_sample(token_count: int, prompt_lengths: Sequence[int], rows: int, seed: int) -> SamplePlan:
@@ -66,7 +72,12 @@ class Capture:
         kv_dtype: torch.dtype,
         plan: SamplePlan,
         device: torch.device | str = "cpu",
+        block_tokens: int | None = None,
     ) -> None:
+        """block_tokens: keys and values are kept in host memory and read in blocks of so many tokens, at most.
+
+        By default they stay on the device. Raises MemoryBudgetError when the machine refuses the host memory.
+        """
         self.identity = identity
         self.token_count = token_count
         self.kv_dtype = kv_dtype
@@ -74,13 +85,13 @@ class Capture:
         self._plan = plan
         self._when_passed: Callable[[int], None] | None = None
         heads, dim = identity.kv_heads, identity.head_dim
-        self._kv: list[Tensor | None] = [
-            torch.empty(heads, token_count, 2, dim, dtype=kv_dtype, device=device)
-            for _ in range(identity.layers)
-        ]
-        rows = len(plan.context_P) + sum(len(kept) for kept in plan.prompts)
-        group = identity.query_heads // heads
-        self._sample_shape = (heads, rows, group, dim)
+        shape = (heads, token_count, 2, dim)
+        self._kept: KeptLayers = (
+            DeviceLayers(identity.layers, shape, kv_dtype, self.device)
+            if block_tokens is None
+            else HostLayers(identity.layers, shape, kv_dtype, self.device, block_tokens)
+        )
+        self._sample_shape = (heads, plan.rows, identity.query_heads // heads, dim)
         self._queries: list[Tensor | None] = [None] * identity.layers
         self._prompt_kv: list[Tensor | None] = [None] * identity.layers
         self._start = 0
@@ -123,28 +134,34 @@ class Capture:
         count = key_HTD.shape[1]
         query_HGTD = query_HqTD.view(self.identity.kv_heads, -1, *query_HqTD.shape[1:])
         self._sample(layer, query_HGTD)
-        context_kv = self.kv(layer)
+        pasts = [self._kept.past(layer, min(self._start, self.token_count))]
         if self._start < self.token_count:
-            chunk = context_kv[:, self._start : self._start + count]
-            chunk[:, :, 0].copy_(key_HTD)
-            chunk[:, :, 1].copy_(value_HTD)
-            pasts = [context_kv[:, : self._start]]
+            chunk = self._kept.write(layer, self._start, key_HTD, value_HTD)
             if self._start + count == self.token_count and self._when_passed is not None:
+                self.settle()
                 self._when_passed(layer)
         else:
-            chunk = torch.stack([key_HTD, value_HTD], dim=2).to(context_kv.dtype)
+            chunk = torch.stack([key_HTD, value_HTD], dim=2).to(self.kv_dtype)
             earlier = self._prompt_kv[layer]
-            pasts = [context_kv] if earlier is None else [context_kv, earlier]
+            pasts += [] if earlier is None else [earlier]
             self._prompt_kv[layer] = chunk if earlier is None else torch.cat([earlier, chunk], dim=1)
         out_HGTD = attend_causally(query_HGTD, pasts, chunk)
         return out_HGTD.flatten(0, 1).transpose(0, 1)
 
     def kv(self, layer: int) -> Tensor:
-        """Keys and values of a layer, [H, N, 2, d] in the stored dtype. Raises ValueError once released."""
-        stored = self._kv[layer]
-        if stored is None:
-            raise ValueError(f"keys and values of layer {layer} were released")
-        return stored
+        """Keys and values of a layer where they are kept, [H, N, 2, d] in the stored dtype.
+
+        Raises ValueError once released.
+        """
+        return self._kept.kept(layer)
+
+    def kv_on_device(self, layer: int) -> Tensor:
+        """The same on the capture's device: a copy, made by the caller's stream, where they are kept elsewhere."""
+        return self._kept.on_device(layer)
+
+    def settle(self) -> None:
+        """Has the caller's stream wait until what was captured is where it is kept."""
+        self._kept.settle()
 
     @property
     def sample_positions(self) -> Tensor:
@@ -166,7 +183,14 @@ class Capture:
 
     def release(self, layer: int) -> None:
         """Frees what is kept of a layer."""
-        self._kv[layer] = self._queries[layer] = self._prompt_kv[layer] = None
+        self._kept.release(layer)
+        self._queries[layer] = self._prompt_kv[layer] = None
+
+    def close(self) -> None:
+        """Frees everything."""
+        self._kept.close()
+        self._queries = [None] * self.identity.layers
+        self.forget_prompt()
 
     def _sample(self, layer: int, query_HGTD: Tensor) -> None:
         queries = self._queries[layer]

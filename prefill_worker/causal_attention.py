@@ -13,6 +13,7 @@ Shape legend: H KV heads, G query heads per KV head, T queries of the chunk, S k
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,24 +25,53 @@ _CUDNN_BLOCK = 8_192  # the smallest that is worth a length of its own
 _CUDNN_QUERIES = 1_024
 
 
+class Past(Protocol):
+    """Keys and values of earlier tokens that are not on the queries' device, and come there block by block."""
+
+    @property
+    def count(self) -> int:
+        """How many tokens there are."""
+        ...
+
+    @property
+    def largest(self) -> int:
+        """Tokens of a block at most."""
+        ...
+
+    def blocks(self, ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+        """[H, end - start, 2, d] on the queries' device for every range, good until the next one is asked for."""
+        ...
+
+
 def attend_causally(
-    queries_HGTD: Tensor, pasts_HS2D: Sequence[Tensor], chunk_HT2D: Tensor, past_block: int = PAST_BLOCK
+    queries_HGTD: Tensor, pasts: Sequence[Tensor | Past], chunk_HT2D: Tensor, past_block: int = PAST_BLOCK
 ) -> Tensor:
     """Attention of T queries to all earlier tokens and, causally, to themselves.
 
-    queries_HGTD: [H, G, T, d], after RoPE, not scaled. pasts_HS2D, chunk_HT2D: keys and values, pieces of the past
-    [H, S, 2, d] and the queries' own [H, T, 2, d], in any float dtype; they are converted to the queries' dtype, one
-    block at a time. Returns [H, G, T, d] in the queries' dtype.
+    queries_HGTD: [H, G, T, d], after RoPE, not scaled. pasts, chunk_HT2D: keys and values, pieces of the past
+    [H, S, 2, d] or where they come from, and the queries' own [H, T, 2, d], in any float dtype; they are converted to
+    the queries' dtype, one block at a time. Blocks that are divided alike give the same bits wherever they come from.
+    Returns [H, G, T, d] in the queries' dtype.
     """
     parts = _Parts(_attend_to_chunk(queries_HGTD, chunk_HT2D))
     by_cudnn = _cudnn_takes(queries_HGTD)
-    for past_HS2D in pasts_HS2D:
-        for start, end in divide_past(
-            past_HS2D.shape[1], past_block, _CUDNN_BLOCK if by_cudnn else past_block
-        ):
-            fast = by_cudnn and end - start >= _CUDNN_BLOCK
-            parts.add(*_attend_to_past(queries_HGTD, past_HS2D[:, start:end], fast))
+    for past in pasts:
+        for block_HS2D in _blocks(past, past_block, by_cudnn):
+            fast = by_cudnn and block_HS2D.shape[1] >= _CUDNN_BLOCK
+            parts.add(*_attend_to_past(queries_HGTD, block_HS2D, fast))
     return parts.out.to(queries_HGTD.dtype)
+
+
+def _blocks(past: Tensor | Past, largest: int, by_cudnn: bool) -> Iterator[Tensor]:
+    if isinstance(past, Tensor):
+        count = past.shape[1]
+    else:
+        count, largest = past.count, min(largest, past.largest)
+    ranges = list(divide_past(count, largest, min(_CUDNN_BLOCK, largest) if by_cudnn else largest))
+    if isinstance(past, Tensor):
+        yield from (past[:, start:end] for start, end in ranges)
+    else:
+        yield from past.blocks(ranges)
 
 
 def divide_past(count: int, largest: int, smallest: int) -> Iterator[tuple[int, int]]:

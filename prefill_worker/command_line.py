@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import typer
@@ -50,6 +51,7 @@ def run(
     salt: flags.Salt = "",
     seed: flags.Seed = 0,
     device: flags.Device = "auto",
+    device_memory: flags.DeviceMemory = "auto",
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
     """Prefills a document, stores it and prints what was stored. The same content again does nothing.
@@ -59,6 +61,7 @@ def run(
     # Imported here, not above: torch and transformers take seconds, which --help and usage errors need not wait
     # for, and an interrupt while they load must end as cleanly as one later.
     try:
+        from index_store.memory_sizes import parse_size
         from index_store.methods import DEFAULT_METHOD
         from prefill_worker.config import PrefillConfig
         from prefill_worker.job import run_job
@@ -84,6 +87,7 @@ def run(
             salt=salt,
             seed=seed,
             device=device,
+            device_memory=None if device_memory == "auto" else parse_size(device_memory),
         )
         report = run_job(config, reporter_for(sys.stderr))
     except KeyboardInterrupt:
@@ -116,6 +120,7 @@ def report_json(report: PrefillReport) -> dict[str, object]:
         "dense_layers": list(manifest.dense_layers),
         "expires_at": None if manifest.expires_at is None else manifest.expires_at.isoformat(),
         "seconds": {phase: round(seconds, 3) for phase, seconds in report.seconds.items()},
+        "memory": None if report.memory is None else asdict(report.memory),
     }
 
 
@@ -143,6 +148,8 @@ def _print_text(report: PrefillReport) -> None:
         ("expires", "never" if manifest.expires_at is None else f"{manifest.expires_at:%F %T} UTC"),
         *((f"seconds, {phase}", f"{seconds:.2f}") for phase, seconds in report.seconds.items()),
     ]
+    if report.memory is not None and report.memory.device_peak is not None:
+        rows.append(("device memory at most", f"{report.memory.device_peak:,} bytes beside the weights"))
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
         typer.echo(f"{label:<{width}}  {value}")

@@ -30,6 +30,7 @@ class PrefillConfig:
     dtype: how K and V are stored, "auto" for the checkpoint's dtype. chunk: tokens per forward pass.
     query_sample: queries per layer and KV head that indexes are built from (tokens times group).
     ttl: time to live ("30m", "12h", "7d"), None for ever. salt: keeps equal documents of different owners apart.
+    device_memory: bytes of the device's memory that the job may use beside the model's weights, None for what is free.
     """
 
     model: str
@@ -51,12 +52,14 @@ class PrefillConfig:
     salt: str = ""
     seed: int = 0
     device: str = "auto"
+    device_memory: int | None = None
 
     def __post_init__(self) -> None:
         for flag, value, least in (
             ("--chunk", self.chunk, 1),
             ("--query-sample", self.query_sample, 64),
             ("--seed", self.seed, 0),
+            ("--device-memory", 1 if self.device_memory is None else self.device_memory, 1),
         ):
             if value < least:
                 raise InvalidArgumentError(f"{flag} is {value}, expected at least {least}")

@@ -51,3 +51,11 @@ Ttl = Annotated[str | None, Option(help="Time to live, for example 30m, 12h, 7d;
 Salt = Annotated[str, Option(help="Keeps equal documents of different owners apart.")]
 Seed = Annotated[int, Option(help="Of the query sample and the clustering.")]
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
+DeviceMemory = Annotated[
+    str,
+    Option(
+        metavar="SIZE",
+        help="Device memory to use beside the model's weights, for example 20GiB; keys and values that do not fit stay "
+        "in host memory. auto: what is free once the model is loaded.",
+    ),
+]

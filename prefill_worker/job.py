@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -40,6 +41,14 @@ from prefill_worker.dense_layers import Selectivity
 from prefill_worker.index_choice import IndexPlan, check_centroids, plan_indexes
 from prefill_worker.inputs import document_name, fingerprint_prompts, read_document, read_prompts
 from prefill_worker.layer_writing import LayerWriting, WrittenLayers
+from prefill_worker.memory_plan import (
+    DeviceMeter,
+    JobSizes,
+    UsedMemory,
+    device_limit,
+    plan_memory,
+    weight_bytes,
+)
 from prefill_worker.prefill import run_context, run_prompts
 from prefill_worker.progress import Reporter, Update
 from prefill_worker.stages import Clock
@@ -50,12 +59,14 @@ class PrefillReport:
     """What a job ends with. `created` is False when the store had the context already; `seconds` then says little.
 
     not_applied: settings given ("name", "ttl") that the context found in the store has otherwise; they were ignored.
+    memory: what the job used; None when it did nothing.
     """
 
     manifest: Manifest
     created: bool
     seconds: Mapping[str, float]
     not_applied: tuple[str, ...] = ()
+    memory: UsedMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +114,19 @@ class _Job:
 
     def sampled_queries(self) -> int:
         """Queries that the index of one KV head is built from."""
-        plan = self.sample_plan()
-        return (len(plan.context_P) + sum(map(len, plan.prompts))) * self.group
+        return self.sample_plan().rows * self.group
+
+    def sizes(self, model: Any) -> JobSizes:
+        """What decides how much memory the job needs with this model."""
+        return JobSizes(
+            self.identity,
+            tokens=len(self.token_ids),
+            chunk=self.config.chunk,
+            sampled=self.sample_plan().rows,
+            feed_forward=int(getattr(model.config, "intermediate_size", 4 * model.config.hidden_size)),
+            kv_dtype=stored_dtype(self.dtype).torch_dtype,
+            compute_dtype=next(model.parameters()).dtype,
+        )
 
     @property
     def given_dense_layers(self) -> tuple[int, ...] | None:
@@ -147,8 +169,8 @@ def run_job(
             return PrefillReport(present, False, clock.seconds, _not_applied(config, present, reporter))
         _check_space(job)
         reporter.note(f"context {id_[:12]}: {len(job.token_ids)} tokens, model {job.identity.name}")
-        manifest = _write(job, store, id_, clock, reporter)
-    return PrefillReport(manifest, True, clock.seconds)
+        manifest, memory = _write(job, store, id_, clock, reporter)
+    return PrefillReport(manifest, True, clock.seconds, memory=memory)
 
 
 def _prepare(config: PrefillConfig, standard_input: BinaryIO) -> _Job:
@@ -221,9 +243,11 @@ def _check_space(job: _Job) -> None:
         )
 
 
-def _write(job: _Job, store: Store, id_: str, clock: Clock, reporter: Reporter) -> Manifest:
+def _write(
+    job: _Job, store: Store, id_: str, clock: Clock, reporter: Reporter
+) -> tuple[Manifest, UsedMemory]:
     with store.writer(id_) as writer:
-        written, compute_dtype = _read_and_build(job, writer, clock, reporter)
+        written, compute_dtype, memory = _read_and_build(job, writer, clock, reporter)
         dense = job.dense_layers(written.selectivity)
         reporter.note(f"dense layers: {', '.join(map(str, dense)) or 'none'}")
         tokens = writer.write_tokens(job.token_ids)
@@ -233,13 +257,13 @@ def _write(job: _Job, store: Store, id_: str, clock: Clock, reporter: Reporter) 
             _verify(writer, tokens.nbytes + kv.nbytes + written.queries.nbytes + indexes_bytes, update)
         manifest = _manifest(job, id_, clock, compute_dtype, tokens, kv, written)
         with clock("publish"):
-            return writer.publish(manifest)
+            return writer.publish(manifest), memory
 
 
 def _read_and_build(
     job: _Job, writer: ContextWriter, clock: Clock, reporter: Reporter
-) -> tuple[WrittenLayers, str]:
-    """Runs the model, builds and writes all layers: what was written, and the name of the dtype it computed in.
+) -> tuple[WrittenLayers, str, UsedMemory]:
+    """Runs the model, builds and writes all layers: what was written, the dtype it computed in, the memory it took.
 
     On a device layers are built as soon as the last chunk has passed them, unless something must be known before that
     only the whole pass tells: the calibration prompts' queries, or which layers are flat and get no index.
@@ -251,9 +275,20 @@ def _read_and_build(
         frequencies = loaded.inverse_frequencies
         for spec in job.plan.specs:
             check_build(spec, identity, frequencies, kv_dtype, config.torch_device)
-    compute_dtype = dtype_name(next(loaded.model.parameters()).dtype)
-    capture = Capture(identity, len(job.token_ids), kv_dtype, job.sample_plan(), config.torch_device)
-    with LayerWriting(writer, capture, frequencies, config.seed, clock) as writing:
+    compute = next(loaded.model.parameters()).dtype
+    plan = plan_memory(job.sizes(loaded.model), device_limit(config.torch_device, config.device_memory))
+    if plan.block_tokens is not None:
+        reporter.note(plan.describe())
+    meter = DeviceMeter(config.torch_device)
+    capture = Capture(
+        identity,
+        len(job.token_ids),
+        kv_dtype,
+        job.sample_plan(),
+        config.torch_device,
+        block_tokens=plan.block_tokens,
+    )
+    with closing(capture), LayerWriting(writer, capture, frequencies, config.seed, clock) as writing:
         early = capture.device.type == "cuda" and not job.prompts and job.layers_are_known
         if early:
             _begin(job, writing, None)
@@ -263,7 +298,9 @@ def _read_and_build(
         if job.prompts:
             with clock("calibration"), reporter.phase("calibration", "prompts") as update:
                 run_prompts(loaded.model, capture, job.prompts, config.chunk, update)
+        weights = weight_bytes(loaded.model)
         del loaded  # the weights have done their part
+        meter.without(weights)
         with clock("layers"), reporter.phase("index", "layers") as update:
             if not early:
                 measured = None
@@ -271,7 +308,8 @@ def _read_and_build(
                     with clock("dense_layers"):
                         measured = measure_layers(capture)
                 _begin(job, writing, measured)
-            return writing.finish(update), compute_dtype
+            written = writing.finish(update)
+    return written, dtype_name(compute), plan.used(meter.peak())
 
 
 def _begin(job: _Job, writing: LayerWriting, measured: Sequence[Selectivity] | None) -> None:

@@ -163,13 +163,14 @@ class LayerWriting:
 
     def _build(self, layer: int) -> None:
         self._ready[layer]()
-        kv_HN2D, writes = self._capture.kv(layer), self._writes[layer]
+        writes = self._writes[layer]
         with self._stream.running():
+            kv_HN2D = self._capture.kv_on_device(layer)
             check_finite(kv_HN2D, layer)
             sample = self._capture.query_sample(layer)
             stored_HPGD = sample.queries_HPGD[:, self._rows_P]
         source = LayerSource(kv_HN2D, sample, self._frequencies)
-        for head, head_kv_N2D in enumerate(kv_HN2D):
+        for head, head_kv_N2D in enumerate(self._capture.kv(layer)):
             writes.append(self._chunks.submit(self._kv.path, (layer, head), head_kv_N2D))
         for head, head_PGD in enumerate(stored_HPGD):
             writes.append(self._chunks.submit(self._queries.path, (layer, head), head_PGD))

@@ -64,6 +64,7 @@ def run_prompts(
 
 def _wait(capture: Capture) -> None:
     """Until the device has done what it was asked for, so that the time taken is the work's; not for other streams."""
+    capture.settle()
     if capture.device.type == "cuda":
         torch.cuda.current_stream(capture.device).synchronize()
 

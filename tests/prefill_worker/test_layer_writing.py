@@ -99,7 +99,7 @@ def test_layers_are_freed_as_they_are_written(tmp_path: Path) -> None:
     seen = []
 
     def progress(done: int, total: int) -> None:
-        held = [layer for layer in range(LAYERS) if capture._kv[layer] is not None]
+        held = [layer for layer in range(LAYERS) if capture._kept._kv[layer] is not None]
         seen.append((done, total, held))
 
     write(tmp_path, capture, progress=progress)
