@@ -35,7 +35,13 @@ from decode_engine.kernels.records import (
     SLOTS,
     field,
 )
-from decode_engine.kernels.sparse_attention import add_weighted, list_programs, store_partial, tile_options
+from decode_engine.kernels.sparse_attention import (
+    add_weighted,
+    list_programs,
+    one_list,
+    store_partial,
+    tile_options,
+)
 
 _ASSIGNMENT = tl.constexpr(ASSIGNMENT)
 _KEYS = tl.constexpr(KEYS)
@@ -59,6 +65,7 @@ def correct_clusters(
     up over the same keys.
     """
     rows, group, head_dim = q_RGD.shape
+    joined_RN = one_list(lists, joined_RN, locations_RN)
     correct_kernel[(list_programs(rows, lists), rows)](
         q_RGD,
         records_BF,

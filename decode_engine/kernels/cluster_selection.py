@@ -1,8 +1,9 @@
 """Selection of clusters up to a token budget, as lists of their keys.
 
 A cluster's weight is the mean over the group's heads of S = exp(q.c) / sum_j N_j exp(q.c_j) (Squeezed Attention eq. 1,
-Multipole Attention section 3.2). The threshold is bisected, so a budget is never exceeded and nothing is sorted; by how
-little it is missed is a matter of the last cluster. Where the heaviest cluster alone exceeds it, none is selected.
+Multipole Attention section 3.2). The threshold is found by dividing a range again and again, so a budget is never
+exceeded and nothing is sorted; by how little it is missed is a matter of the last cluster. Where the heaviest cluster
+alone exceeds it, none is selected.
 
 A row's programs all find the same threshold, each on its own: that takes less time than to wait for one that does.
 Then each lists the members of its share of the clusters, at a place that follows from those before it.
@@ -46,8 +47,12 @@ _SIZES = tl.constexpr(SIZES)
 RANGE = 24
 """Distance from the heaviest cluster, in units of log2, beyond which clusters are not told apart: what is lighter by
 2^-24 would not change a float32 sum. A budget that reaches down there, but not to all clusters, is left unused."""
-TURNS = 16
-"""Of the bisection: weights are told apart up to a 2^-16 of that range."""
+TURNS = 11
+"""Of the search for the threshold, each in a third of the range before: it tells apart weights 2^-17 of it apart."""
+_PROGRAMS = 64
+"""Of all rows together, where rows are few."""
+_LISTED_AT_ONCE = 64
+"""Clusters whose members a program lists at once."""
 _AT_ONCE = 16384
 """Clusters of a row that a program holds in registers; of more, weights are read again in every turn."""
 
@@ -63,7 +68,7 @@ class SelectionBuffers:
 
     @staticmethod
     def allocate(rows: int, width: int, device: torch.device | str) -> SelectionBuffers:
-        programs = max(1, min(8, 64 // rows, triton.cdiv(width, 16)))
+        programs = max(1, min(8, _PROGRAMS // rows, triton.cdiv(width, 16)))
         own = max(16, int(triton.next_power_of_2(triton.cdiv(width, programs * 16))) * 16)
         return SelectionBuffers(
             torch.empty(rows, programs, own, dtype=torch.int32, device=device),
@@ -110,7 +115,7 @@ def select_clusters(
         SINGLE=width <= block,
         OWN=own,
         CHUNK=min(block, 2048),
-        AT_ONCE=64,
+        AT_ONCE=_LISTED_AT_ONCE,
         AT_MEMBER=32,
         RANGE=RANGE,
         TURNS=TURNS,
@@ -160,35 +165,44 @@ def weigh(
 
 
 @triton.jit
+def count_twice(
+    weights: tl.tensor, sizes: tl.tensor, lower: tl.tensor, upper: tl.tensor, counted: tl.tensor
+) -> tl.tensor:
+    """Keys of clusters whose weight reaches lower, plus 2^32 times those of clusters that reach upper."""
+    low = tl.where(counted & (weights >= lower), sizes, 0)
+    high = tl.where(counted & (weights >= upper), sizes, 0)
+    return low.to(tl.int64) | (high.to(tl.int64) << 32)
+
+
+@triton.jit
 def keys_from(
     weights: tl.tensor,
     sizes: tl.tensor,
     weights_ptr: tl.tensor,
     sizes_ptr: tl.tensor,
     clusters: tl.tensor,
-    threshold: tl.tensor,
+    lower: tl.tensor,
+    upper: tl.tensor,
     program: tl.tensor,
     programs: tl.tensor,
     BLOCK: tl.constexpr,
     SINGLE: tl.constexpr,
     EVERY: tl.constexpr,
 ) -> tl.tensor:
-    """Keys of the clusters whose weight reaches the threshold; without EVERY of those that earlier programs own."""
+    """Keys of the clusters whose weight reaches either threshold; without EVERY of those that earlier programs own."""
     at = tl.arange(0, BLOCK)
     if SINGLE:
-        counted = weights >= threshold
-        if not EVERY:
-            counted = counted & ((at // 16) % programs < program)
-        return tl.sum(tl.where(counted, sizes, 0), 0)
-    total = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, clusters, BLOCK):
-        some = tl.load(weights_ptr + start + at, mask=start + at < clusters, other=0)
-        number = tl.load(sizes_ptr + start + at, mask=start + at < clusters, other=0)
-        counted = some >= threshold
-        if not EVERY:
-            counted = counted & (((start + at) // 16) % programs < program)
-        total += tl.where(counted, number, 0)
-    return tl.sum(total, 0)
+        counted = (at < clusters) if EVERY else ((at // 16) % programs < program)
+        both = tl.sum(count_twice(weights, sizes, lower, upper, counted), 0)
+    else:
+        totals = tl.zeros([BLOCK], tl.int64)
+        for start in range(0, clusters, BLOCK):
+            some = tl.load(weights_ptr + start + at, mask=start + at < clusters, other=0)
+            number = tl.load(sizes_ptr + start + at, mask=start + at < clusters, other=0)
+            counted = (start + at < clusters) if EVERY else (((start + at) // 16) % programs < program)
+            totals += count_twice(some, number, lower, upper, counted)
+        both = tl.sum(totals, 0)
+    return (both & 0xFFFFFFFF).to(tl.int32), (both >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -233,20 +247,53 @@ def cut(
     above = heaviest + 1
     below = tl.maximum(above - (RANGE << 23), 0)
     lowest = below * 0
-    every = keys_from(
-        weights, sizes, weights_ptr, sizes_ptr, clusters, lowest, program, programs, BLOCK, SINGLE, True
+    every, _ = keys_from(
+        weights,
+        sizes,
+        weights_ptr,
+        sizes_ptr,
+        clusters,
+        lowest,
+        lowest,
+        program,
+        programs,
+        BLOCK,
+        SINGLE,
+        True,
     )
     for _ in range(TURNS):
-        middle = below + (above - below) // 2
-        number = keys_from(
-            weights, sizes, weights_ptr, sizes_ptr, clusters, middle, program, programs, BLOCK, SINGLE, True
+        third = (above - below) // 3
+        lower, upper = below + third, above - third
+        of_lower, of_upper = keys_from(
+            weights,
+            sizes,
+            weights_ptr,
+            sizes_ptr,
+            clusters,
+            lower,
+            upper,
+            program,
+            programs,
+            BLOCK,
+            SINGLE,
+            True,
         )
-        over = number > keep
-        below = tl.where(over, middle, below)
-        above = tl.where(over, above, middle)
+        below = tl.where(of_upper > keep, upper, tl.where(of_lower > keep, lower, below))
+        above = tl.where(of_upper > keep, above, tl.where(of_lower > keep, upper, lower))
     threshold = tl.where(every <= keep, lowest, above)
-    before = keys_from(
-        weights, sizes, weights_ptr, sizes_ptr, clusters, threshold, program, programs, BLOCK, SINGLE, False
+    before, _ = keys_from(
+        weights,
+        sizes,
+        weights_ptr,
+        sizes_ptr,
+        clusters,
+        threshold,
+        threshold,
+        program,
+        programs,
+        BLOCK,
+        SINGLE,
+        False,
     )
     return threshold, before
 

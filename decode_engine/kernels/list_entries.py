@@ -67,12 +67,10 @@ def join(
     ends = tl.cumsum(counts, 0)
     for start in range(begin, stop, CHUNK):
         entry = start + tl.arange(0, CHUNK)
-        place = entry.to(tl.int64)
-        if SEGMENTS > 1:
-            passed = entry[None, :] >= ends[:, None]
-            segment = tl.minimum(tl.sum(passed.to(tl.int32), 0), SEGMENTS - 1)
-            ahead = tl.sum(tl.where(passed, counts[:, None], 0), 0)
-            place = segment.to(tl.int64) * width + (entry - ahead)
+        passed = entry[None, :] >= ends[:, None]
+        segment = tl.minimum(tl.sum(passed.to(tl.int32), 0), SEGMENTS - 1)
+        ahead = tl.sum(tl.where(passed, counts[:, None], 0), 0)
+        place = segment.to(tl.int64) * width + (entry - ahead)
         ids = tl.load(ids_ptr + place, mask=entry < stop, other=-1)
         tl.store(joined_ptr + entry, ids, mask=entry < stop)
 

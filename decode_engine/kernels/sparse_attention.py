@@ -90,9 +90,9 @@ def attend_lists(
     """Attention to listed keys, sinks, recent window and tail, into slots from first_slot on; returns their number.
 
     q_RGD: [R, G, d] in the dtype of the keys, contiguous; G 1..8, d 64 or 128. scale: of the logits, 1/sqrt(d).
-    joined_RN: [R, N] int32, set to every row's listed keys, N of them at most. kept_RX: [R, X] int32, set to how many
-    listed keys each of the `list_programs` attended. locations_RN: where entries lie, as `slot_fetch.fetch_rows` left
-    them together with joined_RN; by default all are read where the context is.
+    joined_RN: [R, N] int32, set to every row's listed keys, N of them at most, where lists have several segments.
+    kept_RX: [R, X] int32, set to how many listed keys each of the `list_programs` attended. locations_RN: where entries
+    lie, as `slot_fetch.fetch_rows` left them together with joined_RN; by default all are read where the context is.
     Raises InvalidArgumentError for shapes and dtypes that do not fit.
     """
     rows, group, head_dim = q_RGD.shape
@@ -103,6 +103,7 @@ def attend_lists(
         )
     programs = list_programs(rows, lists)
     scores = None if take_out is None else take_out.scores
+    joined_RN = one_list(lists, joined_RN, locations_RN)
     attend_kernel[(programs, rows)](
         q_RGD,
         records_BF,
@@ -135,6 +136,12 @@ def attend_lists(
         **chained(q_RGD.device),
     )
     return programs
+
+
+def one_list(lists: KeyLists, joined_RN: Tensor, locations_RN: Tensor | None) -> Tensor:
+    """Where a row's listed keys stand one after the other: a list of one segment is that by itself."""
+    segments = lists.ids_RPW.shape[1]
+    return lists.ids_RPW[:, 0] if segments == 1 and locations_RN is None else joined_RN
 
 
 def tile_options(dtype: torch.dtype, stages: int) -> dict[str, Any]:
@@ -305,7 +312,7 @@ def attend_kernel(
     listed = tl.minimum(tl.sum(counts, 0), room)
     in_context = listed + always
     begin, stop = share_of(in_context + tail_keys, TILE)
-    if not LOCATED:
+    if SEGMENTS > 1 and not LOCATED:
         join(ids_ptr, joined_ptr, counts, width, begin, tl.minimum(stop, listed), SEGMENTS, _CHUNK)
         tl.debug_barrier()
     q = load_group(q_ptr, row, GROUP, DIM, 16)
