@@ -255,7 +255,7 @@ class Demo:
     def run(self, folder: Path, console: Console) -> tuple[list[Row], dict[str, Any]]:
         """Everything between an empty folder and the rows with their summary."""
         started = time.monotonic()
-        document, asked = self._document(folder, console)
+        document, asked = self.make_document(folder, console)
         store = folder / "store"
         console.print(f"Prefilling {document.name} once", highlight=False)
         prefill = run_command(
@@ -268,7 +268,7 @@ class Demo:
             rows = ask_all(address, f"contexts/{prefill['id']}", asked, self.keep, console)
         return rows, summarise(rows, prefill, time.monotonic() - started)
 
-    def _document(self, folder: Path, console: Console) -> tuple[Path, list[dict[str, Any]]]:
+    def make_document(self, folder: Path, console: Console) -> tuple[Path, list[dict[str, Any]]]:
         """The text and the questions: as they are when both were given, else a text with facts put in."""
         if self.questions is not None and self.file is not None:
             if self.model == "reader":

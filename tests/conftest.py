@@ -1,4 +1,4 @@
-"""The order of the tests, the signals of the processes that they start, and how Triton's kernels run."""
+"""The order of the tests, the processes that run and are started by them, and how Triton's kernels run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ import pytest
 # Triton reads this once, when it is imported first: without a device its kernels run in its interpreter.
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# Tests that run side by side share the cores, as do the processes that they start. Libraries read this when they load.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 
 
 def pytest_configure() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,7 +13,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from rich.console import Console
 
+from index_store.models.folder import resolve_model
+from index_store.models.tokenizer import load_tokenizer
 from tests.ops.scripts import load_script
 
 OPS = Path(__file__).resolve().parents[2] / "ops"
@@ -23,6 +27,17 @@ SMALL = ["--tokens", "1500", "--facts", "4", "--ask", "3"]
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
     return load_script(OPS / "demo_run.py")
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments for a text of one's own with a question about it, which is the least that a demonstration can do."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "text").write_text(
+        "It was a quiet morning in the village. " * 40 + "The price of the lantern is 4821. " + "Rain. " * 90
+    )
+    (folder / "questions").write_text('{"question": "What is the price of the lantern?", "answer": "4821"}\n')
+    return [str(folder / "text"), "--questions", str(folder / "questions")]
 
 
 def processes_naming(text: str) -> list[int]:
@@ -128,14 +143,8 @@ def test_a_small_demonstration_answers_and_cleans_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_own_text_and_questions(tmp_path: Path) -> None:
-    document, questions, temporary = tmp_path / "text", tmp_path / "questions", tmp_path / "tmp"
-    temporary.mkdir()
-    document.write_text(
-        "It was a quiet morning in the village. " * 40 + "The price of the lantern is 4821. " + "Rain. " * 90
-    )
-    questions.write_text('{"question": "What is the price of the lantern?", "answer": "4821"}\n')
-    running = start(temporary, str(document), "--questions", str(questions), "--format", "json")
+def test_own_text_and_questions(tmp_path: Path, own: list[str]) -> None:
+    running = start(tmp_path, *own, "--format", "json")
     out, errors = running.communicate(timeout=240)
     assert running.returncode == 0, errors
     (row,) = json.loads(out)["rows"]
@@ -144,10 +153,15 @@ def test_own_text_and_questions(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupt_leaves_nothing_running(tmp_path: Path, number: signal.Signals) -> None:
-    running = start(tmp_path, *SMALL)
-    wait_for_server(running, tmp_path)
+@pytest.mark.parametrize(
+    ("number", "during"),
+    [(signal.SIGTERM, "make-document"), (signal.SIGHUP, "prefill_worker"), (signal.SIGINT, "serve")],
+)
+def test_an_interrupt_leaves_nothing_running(
+    tmp_path: Path, own: list[str], number: signal.Signals, during: str
+) -> None:
+    running = start(tmp_path, *(SMALL if during == "make-document" else own))
+    wait_for_command(running, tmp_path, during)
     running.send_signal(number)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130, errors
@@ -157,9 +171,9 @@ def test_an_interrupt_leaves_nothing_running(tmp_path: Path, number: signal.Sign
 
 
 @pytest.mark.slow
-def test_a_kill_leaves_nothing_running(tmp_path: Path) -> None:
-    running = start(tmp_path, *SMALL)
-    wait_for_server(running, tmp_path)
+def test_a_kill_leaves_nothing_running(tmp_path: Path, own: list[str]) -> None:
+    running = start(tmp_path, *own)
+    wait_for_command(running, tmp_path, "serve")
     running.kill()
     running.communicate(timeout=60)
     deadline = time.monotonic() + 30
@@ -168,10 +182,10 @@ def test_a_kill_leaves_nothing_running(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def wait_for_server(running: subprocess.Popen[str], folder: Path) -> None:
-    """The server names the store below TMPDIR on its command line."""
+def wait_for_command(running: subprocess.Popen[str], folder: Path, name: str) -> None:
+    """Waits for a command of that name, whose arguments name a path below TMPDIR."""
     deadline = time.monotonic() + 120
-    while not any("serve" in command_line(pid) for pid in processes_naming(str(folder))):
+    while not any(name in command_line(pid) for pid in processes_naming(str(folder))):
         assert running.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -185,16 +199,16 @@ def command_line(pid: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_short_text_is_used_as_it_is_long(tmp_path: Path) -> None:
-    document, temporary = tmp_path / "text", tmp_path / "tmp"
-    temporary.mkdir()
-    document.write_text("It was a quiet morning in the village. " * 150)
-    running = start(
-        temporary, str(document), "--facts", "4", "--ask", "1", "--tokens", "4000", "--format", "json"
-    )
-    out, errors = running.communicate(timeout=240)
-    assert "fewer than --tokens 4000: using them all" in errors
-    assert 1000 < json.loads(out)["summary"]["context_tokens"] < 4000
+def test_a_short_text_is_used_as_it_is_long(demo: ModuleType, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("It was a quiet morning in the village. " * 150)
+    settings = demo.Demo(text, None, "reader", tokens=4000, facts=4, ask=1, keep=0.05, seed=0)
+    console = Console(file=io.StringIO(), width=80)
+    document, (question,) = settings.make_document(tmp_path, console)
+    assert "fewer than --tokens 4000: using them all" in console.file.getvalue()
+    tokens = load_tokenizer(resolve_model("reader")).encode(document.read_text())
+    assert 1000 < len(tokens) < 4000
+    assert str(question["answer"]) in document.read_text()
 
 
 @pytest.mark.slow
