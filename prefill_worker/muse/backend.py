@@ -1,0 +1,86 @@
+"""Which code computes MuSe's stages: kernels on a device, their eager references elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prefill_worker.muse import clusters, reference
+from prefill_worker.muse.clusters import Clusters
+from prefill_worker.muse.reference import Moments, QueryGrads, Summaries
+
+KERNEL_DIMS = (16, 32, 64, 128)
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The stages, as `prefill_worker.muse.reference` and `clusters` define them."""
+
+    find_clusters: Callable[[Tensor, int, float, int, int], Clusters]
+    summarise_keys: Callable[[Tensor, Tensor, Tensor, Clusters, float, int], Summaries]
+    covary_members: Callable[[Tensor, Tensor, Clusters], Moments]
+    mix_dipoles: Callable[[Tensor, Tensor, int, int], Tensor]
+    attend_summaries: Callable[
+        [Tensor, Clusters, Summaries, Tensor | None, float, Tensor, Tensor, bool], None
+    ]
+    attend_summaries_backward: Callable[
+        [Tensor, Clusters, Summaries, Tensor | None, float, Tensor, Tensor, Tensor], QueryGrads
+    ]
+    mix_dipoles_backward: Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
+    summarise_keys_backward: Callable[
+        [
+            Tensor,
+            Tensor,
+            Tensor,
+            Clusters,
+            Tensor,
+            QueryGrads,
+            float,
+            int,
+            Moments | None,
+            Tensor | None,
+        ],
+        tuple[Tensor, Tensor, Tensor],
+    ]
+    finish_queries: Callable[[Tensor, Clusters, Tensor, Tensor], None]
+
+
+EAGER = Backend(
+    clusters.find_clusters_reference,
+    reference.summarise_keys_reference,
+    reference.covary_members_reference,
+    reference.mix_dipoles_reference,
+    reference.attend_summaries_into_reference,
+    reference.attend_summaries_backward_reference,
+    reference.mix_dipoles_backward_reference,
+    reference.summarise_keys_backward_reference,
+    reference.finish_queries_reference,
+)
+
+
+def kernels() -> Backend:
+    """The stages by kernels."""
+    # Imported here: what runs on a CPU does not need triton.
+    from prefill_worker.muse.kernels import clustering, dipoles, refining, refining_backward, summarising
+
+    return Backend(
+        clustering.find_clusters,
+        summarising.summarise_keys,
+        dipoles.covary_members,
+        dipoles.mix_dipoles,
+        refining.attend_summaries,
+        refining_backward.attend_summaries_backward,
+        dipoles.mix_dipoles_backward,
+        summarising.summarise_keys_backward,
+        refining_backward.finish_queries,
+    )
+
+
+def backend_for(queries: Tensor) -> Backend:
+    """Kernels for the queries' device, dtype and width where there are some."""
+    fits = queries.shape[-1] in KERNEL_DIMS and queries.dtype in KERNEL_DTYPES
+    return kernels() if queries.is_cuda and fits else EAGER

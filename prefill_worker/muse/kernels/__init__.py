@@ -1,0 +1,1 @@
+"""Triton kernels of MuSe, each named like the eager reference that it equals."""

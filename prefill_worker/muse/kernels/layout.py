@@ -1,0 +1,57 @@
+"""How kernels find the rows of a range: views [B, H, R, N, D] of longer tensors, one problem per range of a head.
+
+Shape legend: B batch, H query heads, E KV heads, R ranges, N points, Y = B*H*R and Z = B*E*R problems, D dims.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LEAST = 16  # of a matrix instruction
+
+
+def strides(x_BHRNX: Tensor) -> tuple[int, int, int, int]:
+    """Distances of neighbours in batch, head, range and point, in elements."""
+    return x_BHRNX.stride(0), x_BHRNX.stride(1), x_BHRNX.stride(2), x_BHRNX.stride(3)
+
+
+def padded(count: int) -> int:
+    """A power of two that matrix instructions take."""
+    return max(LEAST, int(triton.next_power_of_2(count)))
+
+
+def precision(x: Tensor) -> str:
+    """How products of float32 are computed; the halves need no choice."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def rows_at_a_time(room: int, most: int) -> int:
+    """How many members of a cluster a program reads at a time; `room` is the largest cluster."""
+    return min(most, padded(room))
+
+
+@triton.jit
+def problem_offset(
+    problem: tl.tensor,
+    heads: tl.tensor,
+    ranges: tl.tensor,
+    of_batch: tl.tensor,
+    of_head: tl.tensor,
+    of_range: tl.tensor,
+) -> tl.tensor:
+    """Where the rows of a problem begin."""
+    own_range = problem % ranges
+    head = (problem // ranges) % heads
+    batch = problem // (ranges * heads)
+    return batch.to(tl.int64) * of_batch + head.to(tl.int64) * of_head + own_range.to(tl.int64) * of_range
+
+
+@triton.jit
+def key_problem(problem: tl.tensor, heads: tl.tensor, group: tl.tensor, ranges: tl.tensor) -> tl.tensor:
+    """The problem of the KV head that a problem of a query head reads."""
+    head = (problem // ranges) % heads
+    batch = problem // (ranges * heads)
+    return (batch * (heads // group) + head // group) * ranges + problem % ranges

@@ -1,0 +1,340 @@
+"""Stage 1: query means attend to the keys of each key cluster; forward and backward.
+
+Shape legend: B batch, H query heads, E KV heads, R ranges, M keys of a range, Y = B*H*R, Z = B*E*R, C query clusters,
+K key clusters, U places of a cluster, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from prefill_worker.muse.clusters import Clusters
+from prefill_worker.muse.kernels.layout import (
+    key_problem,
+    padded,
+    precision,
+    problem_offset,
+    rows_at_a_time,
+    strides,
+)
+from prefill_worker.muse.reference import Moments, QueryGrads, Summaries
+
+_MEANS = 64  # query means of one program
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+def summarise_keys(
+    means_YCD: Tensor, keys_BERMD: Tensor, values_BERMD: Tensor, clusters: Clusters, scale: float, group: int
+) -> Summaries:
+    """`prefill_worker.muse.reference.summarise_keys_reference`."""
+    problems, query_clusters, dim = means_YCD.shape
+    ranges = keys_BERMD.shape[2]
+    _, key_clusters, room = clusters.members.shape
+    shape = (problems, query_clusters, key_clusters)
+    keys, values = (
+        torch.empty(*shape, dim, dtype=x.dtype, device=x.device) for x in (keys_BERMD, values_BERMD)
+    )
+    logits = torch.empty(shape, device=keys.device)
+    tile = min(_MEANS, padded(query_clusters))
+    summarise_kernel[(problems * key_clusters, triton.cdiv(query_clusters, tile))](
+        means_YCD,
+        keys_BERMD,
+        values_BERMD,
+        clusters.members,
+        clusters.counts,
+        keys,
+        values,
+        logits,
+        keys_BERMD.shape[1] * group,
+        group,
+        ranges,
+        *strides(keys_BERMD),
+        *strides(values_BERMD),
+        query_clusters,
+        key_clusters,
+        room,
+        scale,
+        DIM=dim,
+        MEANS=tile,
+        TILE=rows_at_a_time(room, 64 if keys.dtype != torch.float32 else 32),
+        PRECISION=precision(keys),
+        num_warps=4 if dim <= 64 else 8,
+        num_stages=2,
+    )
+    return Summaries(keys, values, logits)
+
+
+def summarise_keys_backward(
+    means_YCD: Tensor,
+    keys_BERMD: Tensor,
+    values_BERMD: Tensor,
+    clusters: Clusters,
+    logits_YCK: Tensor,
+    grads: QueryGrads,
+    scale: float,
+    group: int,
+    moments: Moments | None = None,
+    grad_covariances_ZKDD: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`prefill_worker.muse.reference.summarise_keys_backward_reference`.
+
+    Every key cluster has its own sums over keys for the query means; they are added up in order.
+    """
+    problems, query_clusters, dim = means_YCD.shape
+    batch, kv_heads, ranges, count, _ = keys_BERMD.shape
+    _, key_clusters, room = clusters.members.shape
+    heads = kv_heads * group
+    shape = (batch, heads, ranges, count, dim)
+    grad_keys, grad_values = (
+        torch.empty(shape, dtype=x.dtype, device=x.device) for x in (keys_BERMD, values_BERMD)
+    )
+    grad_means = torch.empty(problems, key_clusters, query_clusters, dim, device=means_YCD.device)
+    width = padded(query_clusters)
+    dipole = moments is not None and grad_covariances_ZKDD is not None
+    most = 32 if width > 64 or dim > 64 or keys_BERMD.dtype == torch.float32 else 64
+    summarise_backward_kernel[(problems * key_clusters,)](
+        means_YCD,
+        keys_BERMD,
+        values_BERMD,
+        clusters.members,
+        clusters.counts,
+        logits_YCK,
+        grads.keys,
+        grads.values,
+        grads.deltas,
+        None if moments is None else moments.keys,
+        None if moments is None else moments.values,
+        grad_covariances_ZKDD,
+        grad_keys,
+        grad_values,
+        grad_means,
+        heads,
+        group,
+        ranges,
+        *strides(keys_BERMD),
+        *strides(values_BERMD),
+        count,
+        query_clusters,
+        key_clusters,
+        room,
+        scale,
+        DIM=dim,
+        MEANS=width,
+        TILE=rows_at_a_time(room, most),
+        DIPOLE=dipole,
+        PRECISION=precision(keys_BERMD),
+        num_warps=4 if dim <= 64 and width <= 64 else 8,
+        num_stages=1 if dim > 64 or width > 64 else 2,
+    )
+    return grad_keys, grad_values, grad_means.sum(1)
+
+
+@triton.jit
+def summarise_kernel(
+    means_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    members_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    out_keys_ptr: tl.tensor,
+    out_values_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    heads: tl.tensor,
+    group: tl.tensor,
+    ranges: tl.tensor,
+    keys_of_batch: tl.tensor,
+    keys_of_head: tl.tensor,
+    keys_of_range: tl.tensor,
+    keys_of_point: tl.tensor,
+    values_of_batch: tl.tensor,
+    values_of_head: tl.tensor,
+    values_of_range: tl.tensor,
+    values_of_point: tl.tensor,
+    query_clusters: tl.tensor,
+    key_clusters: tl.tensor,
+    room: tl.tensor,
+    scale: tl.tensor,
+    DIM: tl.constexpr,
+    MEANS: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One program per (key cluster, problem; MEANS query means)."""
+    problem = tl.program_id(0) // key_clusters
+    cluster = tl.program_id(0) % key_clusters
+    source = key_problem(problem, heads, group, ranges)
+    keys_ptr += problem_offset(source, heads // group, ranges, keys_of_batch, keys_of_head, keys_of_range)
+    values_ptr += problem_offset(
+        source, heads // group, ranges, values_of_batch, values_of_head, values_of_range
+    )
+    own_cluster = source.to(tl.int64) * key_clusters + cluster
+    members_ptr += own_cluster * room
+    count = tl.load(counts_ptr + own_cluster)
+    dims = tl.arange(0, DIM)
+    own = tl.program_id(1) * MEANS + tl.arange(0, MEANS)
+    exists = own < query_clusters
+    row = problem.to(tl.int64) * query_clusters + own
+    means = tl.load(means_ptr + row[:, None] * DIM + dims[None, :], mask=exists[:, None], other=0.0)
+    peak = tl.full([MEANS], float("-inf"), tl.float32)
+    total = tl.zeros([MEANS], tl.float32)
+    sum_keys = tl.zeros([MEANS, DIM], tl.float32)
+    sum_values = tl.zeros([MEANS, DIM], tl.float32)
+    for start in range(0, count, TILE):
+        line = start + tl.arange(0, TILE)
+        inside = line < count
+        at = tl.load(members_ptr + line, mask=inside, other=0).to(tl.int64)
+        keys = tl.load(
+            keys_ptr + at[:, None] * keys_of_point + dims[None, :], mask=inside[:, None], other=0.0
+        )
+        values = tl.load(
+            values_ptr + at[:, None] * values_of_point + dims[None, :], mask=inside[:, None], other=0.0
+        )
+        logits = tl.dot(means, tl.trans(keys), input_precision=PRECISION) * (scale * _LOG2E)
+        logits = tl.where(inside[None, :], logits, float("-inf"))
+        higher = tl.maximum(peak, tl.max(logits, 1))
+        shrink = tl.exp2(peak - higher)
+        weights = tl.exp2(logits - higher[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        weights = weights.to(keys.dtype)
+        sum_keys = sum_keys * shrink[:, None] + tl.dot(weights, keys, input_precision=PRECISION)
+        sum_values = sum_values * shrink[:, None] + tl.dot(weights, values, input_precision=PRECISION)
+        peak = higher
+    into = row * key_clusters + cluster
+    share = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
+    at_dims = into[:, None] * DIM + dims[None, :]
+    element = out_keys_ptr.dtype.element_ty
+    tl.store(out_keys_ptr + at_dims, (sum_keys * share[:, None]).to(element), mask=exists[:, None])
+    tl.store(out_values_ptr + at_dims, (sum_values * share[:, None]).to(element), mask=exists[:, None])
+    lse = tl.where(total > 0.0, (peak + tl.log2(tl.where(total > 0.0, total, 1.0))) * _LN2, float("-inf"))
+    tl.store(logits_ptr + into, lse, mask=exists)
+
+
+@triton.jit
+def logit_grads(
+    by_key: tl.tensor,
+    by_value: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    delta: tl.tensor,
+    shares: tl.tensor,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """Gradients by the logits of a tile of keys, in the keys' dtype."""
+    moved = tl.dot(by_key, tl.trans(keys), input_precision=PRECISION)
+    moved += tl.dot(by_value, tl.trans(values), input_precision=PRECISION)
+    return (shares * (moved - delta[:, None])).to(keys.dtype)
+
+
+@triton.jit
+def less_mean(rows: tl.tensor, mean: tl.tensor) -> tl.tensor:
+    """Rows relative to their mean, in their dtype."""
+    return (rows.to(tl.float32) - mean.to(tl.float32)[None, :]).to(rows.dtype)
+
+
+@triton.jit
+def summarise_backward_kernel(
+    means_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    members_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    by_key_ptr: tl.tensor,
+    by_value_ptr: tl.tensor,
+    deltas_ptr: tl.tensor,
+    mean_keys_ptr: tl.tensor,
+    mean_values_ptr: tl.tensor,
+    by_covariance_ptr: tl.tensor,
+    grad_keys_ptr: tl.tensor,
+    grad_values_ptr: tl.tensor,
+    grad_means_ptr: tl.tensor,
+    heads: tl.tensor,
+    group: tl.tensor,
+    ranges: tl.tensor,
+    keys_of_batch: tl.tensor,
+    keys_of_head: tl.tensor,
+    keys_of_range: tl.tensor,
+    keys_of_point: tl.tensor,
+    values_of_batch: tl.tensor,
+    values_of_head: tl.tensor,
+    values_of_range: tl.tensor,
+    values_of_point: tl.tensor,
+    keys_count: tl.tensor,
+    query_clusters: tl.tensor,
+    key_clusters: tl.tensor,
+    room: tl.tensor,
+    scale: tl.tensor,
+    DIM: tl.constexpr,
+    MEANS: tl.constexpr,
+    TILE: tl.constexpr,
+    DIPOLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One program per (key cluster, problem) for all query means."""
+    problem = tl.program_id(0) // key_clusters
+    cluster = tl.program_id(0) % key_clusters
+    source = key_problem(problem, heads, group, ranges)
+    keys_ptr += problem_offset(source, heads // group, ranges, keys_of_batch, keys_of_head, keys_of_range)
+    values_ptr += problem_offset(
+        source, heads // group, ranges, values_of_batch, values_of_head, values_of_range
+    )
+    grad_keys_ptr += problem.to(tl.int64) * keys_count * DIM
+    grad_values_ptr += problem.to(tl.int64) * keys_count * DIM
+    own_cluster = source.to(tl.int64) * key_clusters + cluster
+    members_ptr += own_cluster * room
+    count = tl.load(counts_ptr + own_cluster)
+    dims = tl.arange(0, DIM)
+    own = tl.arange(0, MEANS)
+    exists = own < query_clusters
+    row = problem.to(tl.int64) * query_clusters + own
+    means = tl.load(means_ptr + row[:, None] * DIM + dims[None, :], mask=exists[:, None], other=0.0)
+    pair = row * key_clusters + cluster
+    at_pair = pair[:, None] * DIM + dims[None, :]
+    by_key = tl.load(by_key_ptr + at_pair, mask=exists[:, None], other=0.0)
+    by_value = tl.load(by_value_ptr + at_pair, mask=exists[:, None], other=0.0)
+    lse = tl.load(logits_ptr + pair, mask=exists, other=float("inf")) * _LOG2E
+    delta = tl.load(deltas_ptr + pair, mask=exists, other=0.0)
+    grad_means = tl.zeros([MEANS, DIM], tl.float32)
+    for start in range(0, count, TILE):
+        line = start + tl.arange(0, TILE)
+        inside = line < count
+        at = tl.load(members_ptr + line, mask=inside, other=0).to(tl.int64)
+        keys = tl.load(
+            keys_ptr + at[:, None] * keys_of_point + dims[None, :], mask=inside[:, None], other=0.0
+        )
+        values = tl.load(
+            values_ptr + at[:, None] * values_of_point + dims[None, :], mask=inside[:, None], other=0.0
+        )
+        logits = tl.dot(means, tl.trans(keys), input_precision=PRECISION) * (scale * _LOG2E)
+        shares = tl.exp2(logits - lse[:, None])
+        shares = tl.where(inside[None, :], shares, 0.0)
+        by_logit = logit_grads(by_key, by_value, keys, values, delta, shares, PRECISION)
+        shares = shares.to(keys.dtype)
+        grad_means += tl.dot(by_logit, keys, input_precision=PRECISION)
+        grad_keys = tl.dot(tl.trans(by_logit), means, input_precision=PRECISION) * scale
+        grad_keys += tl.dot(tl.trans(shares), by_key, input_precision=PRECISION)
+        grad_values = tl.dot(tl.trans(shares), by_value, input_precision=PRECISION)
+        if DIPOLE:  # noqa: SIM102 - the first is decided when the kernel is compiled
+            if (problem // ranges) % heads % group == 0:
+                by_covariance = tl.load(
+                    by_covariance_ptr + own_cluster * (DIM * DIM) + dims[:, None] * DIM + dims[None, :]
+                )
+                mean_key = tl.load(mean_keys_ptr + own_cluster * DIM + dims)
+                mean_value = tl.load(mean_values_ptr + own_cluster * DIM + dims)
+                part = 1.0 / count.to(tl.float32)
+                grad_keys += part * tl.dot(
+                    less_mean(values, mean_value), by_covariance, input_precision=PRECISION
+                )
+                grad_values += part * tl.dot(
+                    less_mean(keys, mean_key), tl.trans(by_covariance), input_precision=PRECISION
+                )
+        into = at[:, None] * DIM + dims[None, :]
+        tl.store(grad_keys_ptr + into, grad_keys.to(keys.dtype), mask=inside[:, None])
+        tl.store(grad_values_ptr + into, grad_values.to(keys.dtype), mask=inside[:, None])
+    row = tl.program_id(0).to(tl.int64) * query_clusters + own
+    tl.store(grad_means_ptr + row[:, None] * DIM + dims[None, :], grad_means * scale, mask=exists[:, None])
