@@ -8,9 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefill_worker.muse import clusters, reference
-from prefill_worker.muse.clusters import Clusters
-from prefill_worker.muse.reference import Moments, QueryGrads, Summaries
+from prefill_worker.muse.clusters import Clusters, find_clusters_reference
+from prefill_worker.muse.reference import (
+    Moments,
+    QueryGrads,
+    Summaries,
+    attend_summaries_backward_reference,
+    attend_summaries_into_reference,
+    covary_members_reference,
+    finish_queries_reference,
+    mix_dipoles_backward_reference,
+    mix_dipoles_reference,
+    summarise_keys_backward_reference,
+    summarise_keys_reference,
+)
 
 KERNEL_DIMS = (16, 32, 64, 128)
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -50,15 +61,15 @@ class Backend:
 
 
 EAGER = Backend(
-    clusters.find_clusters_reference,
-    reference.summarise_keys_reference,
-    reference.covary_members_reference,
-    reference.mix_dipoles_reference,
-    reference.attend_summaries_into_reference,
-    reference.attend_summaries_backward_reference,
-    reference.mix_dipoles_backward_reference,
-    reference.summarise_keys_backward_reference,
-    reference.finish_queries_reference,
+    find_clusters_reference,
+    summarise_keys_reference,
+    covary_members_reference,
+    mix_dipoles_reference,
+    attend_summaries_into_reference,
+    attend_summaries_backward_reference,
+    mix_dipoles_backward_reference,
+    summarise_keys_backward_reference,
+    finish_queries_reference,
 )
 
 
