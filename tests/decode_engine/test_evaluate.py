@@ -6,12 +6,14 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from decode_engine.__main__ import main
 from decode_engine.evaluation.evaluate import question_segment, share_questions
 from decode_engine.evaluation.prefill_command import PrefillCommand, PrefillFailedError
 from decode_engine.evaluation.progress import show_progress
@@ -161,16 +163,23 @@ def test_progress_in_a_pipe_is_plain_lines(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "decode_engine", *arguments, "--format", "json"]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+Run = Callable[..., dict[str, Any]]
 
 
-def evaluated(*arguments: str) -> dict[str, Any]:
-    done = run_command("evaluate", *arguments)
-    assert done.returncode == 0, done.stderr
-    results: dict[str, Any] = json.loads(done.stdout)
-    return results
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command line in this process, where everything is imported, and reads its JSON."""
+
+    def run_here(*arguments: str, fails: bool = False) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", ["decode-engine", *arguments, "--format", "json"])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main()
+        printed = capsys.readouterr()
+        assert (caught.value.code or 0) == int(fails), printed.err
+        return {"error": printed.err} if fails else json.loads(printed.out)
+
+    return run_here
 
 
 READER = [
@@ -188,10 +197,17 @@ READER = [
 
 
 @pytest.mark.slow
-def test_evaluate_command_end_to_end(tmp_path: Path) -> None:
+def test_evaluate_command_end_to_end(run: Run, tmp_path: Path) -> None:
     methods = "oracle,csattention,csattention+dropped,csattention-paper"
-    everything = [*READER, "--methods", methods, "--store", str(tmp_path / "store")]
-    results = evaluated("--out", str(tmp_path / "a"), *everything)
+    arguments = [*READER, "--methods", methods, "--store", str(tmp_path / "store"), "--format", "json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "decode_engine", "evaluate", "--out", str(tmp_path / "a"), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
     scores = [Score(**row) for row in results["scores"]]
     assert [(score.context_length, score.task, score.method, score.keep) for score in scores] == [
         (1024, "all", "full", None),
@@ -222,21 +238,19 @@ def test_evaluate_command_end_to_end(tmp_path: Path) -> None:
     assert len(stored) == 2
 
     few = [*READER, "--methods", "csattention", "--index-for", "csattention-paper"]
-    again = evaluated("--out", str(tmp_path / "b"), *few, "--store", str(tmp_path / "store"), "--no-picture")
+    few += ["--store", str(tmp_path / "store"), "--no-picture"]
+    again = run("evaluate", "--out", str(tmp_path / "b"), *few)
     assert sorted(path.name for path in (tmp_path / "store" / "contexts").iterdir()) == stored
     repeated = [Score(**row) for row in again["scores"]]
     before = [score.kl for score in scores if score.method in {"full", "csattention"}]
     assert [score.kl for score in repeated] == pytest.approx(before, abs=1e-5)
-    done = run_command(
-        "evaluate-merge", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "c")
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["scores"] == results["scores"]
+    merged = run("evaluate-merge", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "c"))
+    assert merged["scores"] == results["scores"]
     assert (tmp_path / "c" / "quality.png").exists()
 
 
 @pytest.mark.slow
-def test_a_folder_of_ones_own_is_evaluated_with_ones_own_texts(tmp_path: Path) -> None:
+def test_a_folder_of_ones_own_is_evaluated_with_ones_own_texts(run: Run, tmp_path: Path) -> None:
     model = write_model_folder(tmp_path / "model", "qwen3", add_begin=True)
     novels = held_out_text()
     for number in range(2):
@@ -246,7 +260,7 @@ def test_a_folder_of_ones_own_is_evaluated_with_ones_own_texts(tmp_path: Path) -
     arguments += ["--tasks", "chain,words", "--questions", "2", "--facts", "1", "--text-tokens", "16"]
     arguments += ["--methods", "tactic,squeezed,oracle@lag,multipole", "--keep", "0.05", "--mass", "0.8"]
     arguments += ["--dense-layers", "none", "--index", "key_clusters:keys_per_cluster=32"]
-    results = evaluated(*arguments, "--no-picture")
+    results = run("evaluate", *arguments, "--no-picture")
     for context in Store(tmp_path / "out" / "store").list():
         assert [entry.parameters["keys_per_cluster"] for entry in context.indexes] == [32]
     scores = [Score(**row) for row in results["scores"]]
@@ -264,25 +278,19 @@ def test_a_folder_of_ones_own_is_evaluated_with_ones_own_texts(tmp_path: Path) -
     ]
     assert all(score.method == "full" or 0.0 < (score.captured_mass or 0.0) <= 1.0 for score in scores)
     without = write_model_folder(tmp_path / "plain", chat_template=None)
-    refused = run_command("evaluate", "--model", str(without), "--chat", "--out", str(tmp_path / "x"))
-    assert refused.returncode == 1
-    assert "has no chat template" in refused.stderr
+    arguments = ["--model", str(without), "--chat", "--out", str(tmp_path / "x")]
+    assert "has no chat template" in run("evaluate", *arguments, fails=True)["error"]
 
 
-@pytest.mark.slow
-def test_make_document_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "decode_engine", "make-document", "--tokens", "2000", "--facts", "5"]
-    command += ["--out", str(tmp_path / "doc.txt"), "--questions", str(tmp_path / "q.jsonl")]
-    done = subprocess.run([*command, "--format", "json"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["tokens"] == 2000
+def test_make_document_command(run: Run, tmp_path: Path) -> None:
+    arguments = ["make-document", "--tokens", "2000", "--facts", "5"]
+    arguments += ["--out", str(tmp_path / "doc.txt"), "--questions", str(tmp_path / "q.jsonl")]
+    assert run(*arguments)["tokens"] == 2000
     questions = [json.loads(line) for line in (tmp_path / "q.jsonl").read_text().splitlines()]
     text = (tmp_path / "doc.txt").read_text()
     assert len(questions) == 5
     assert all(f" is {question['answer']}." in text for question in questions)
-    short = subprocess.run(
-        [*command, "--text", str(tmp_path / "q.jsonl")], capture_output=True, text=True, check=False
+    (message,) = (
+        run(*arguments, "--text", str(tmp_path / "q.jsonl"), fails=True)["error"].strip().splitlines()
     )
-    assert short.returncode == 1
-    assert short.stderr.startswith("error: the text has")
-    assert len(short.stderr.strip().splitlines()) == 1
+    assert message.startswith("error: the text has")
