@@ -69,16 +69,14 @@ def serve_arguments(library: Library) -> list[str]:
 
 
 @pytest.mark.slow
-def test_serve_ask_and_stop(library: Library, lamp: str) -> None:
+def test_serve_ask_and_stop(run: Run, library: Library, lamp: str) -> None:
     arguments = [*serve_arguments(library), "--memory", "64MiB", "--threads", "1", "--format", "json"]
     with serving(*arguments) as (process, line):
         ready = json.loads(line)
         assert ready["event"] == "serving"
         address = ready["address"]
         asking = ["ask", "Who?", "--context", "lamp", "--max-tokens", "7", "--format", "json"]
-        answer = subprocess.run(
-            [*COMMAND, *asking, "--server", address], capture_output=True, text=True, timeout=60, check=False
-        )
+        answer = run(*asking, "--server", address)
         assert answer.returncode == 0, answer.stderr
         report = json.loads(answer.stdout)
         assert report["context"] == lamp

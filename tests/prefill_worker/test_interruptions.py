@@ -23,7 +23,7 @@ from prefill_worker.job import run_job
 from prefill_worker.progress import reporter_for
 
 MakeConfig = Callable[..., PrefillConfig]
-KILLS = 20
+KILLS = 12
 
 
 @pytest.fixture(scope="module")
