@@ -126,7 +126,7 @@ def step_counts(session: Session) -> Mapping[int, int]:
     are all attended exactly.
     """
     method, keys = session.effective_method, session.context.manifest.token_count
-    counts = {records.KEYS: keys, records.TAIL_KEYS: session.position + 1 - keys}
+    counts = {records.KEYS: keys, records.TAIL_KEYS: session.position + 1 - keys, records.STEP: 0}
     if method.budget is None:
         return counts | {records.FIRST: 0, records.END: 0, records.KEEP: 0}
     first, end = method.searched_range(session.position, keys)

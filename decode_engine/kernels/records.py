@@ -21,7 +21,9 @@ TAIL, TAIL_HEAD = 2, 3
 """Address of keys and values [H, capacity, 2, d] of the session's own tokens; bytes from one KV head to the next."""
 KEYS, FIRST, END, TAIL_KEYS, KEEP = 4, 5, 6, 7, 8
 """Counts, see above. They are the same in all layers, and change from step to step."""
-STEP_FIELDS = (KEYS, KEEP + 1)
+STEP = 9
+"""Number of the step in a mailbox shared with the host (`host.mailbox`), from 1 on; 0 where nothing is searched there."""
+STEP_FIELDS = (KEYS, STEP + 1)
 
 TABLES, TABLE_ROW, CENTROIDS, SCALES = 10, 11, 12, 13
 """Query tables [H, S, A] int8, bytes from one row to the next, centroids [H, m, C, d/m] and scales [H, m] float32."""

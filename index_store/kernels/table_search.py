@@ -19,7 +19,7 @@ from torch import Tensor
 from index_store.kernels.launch import launch, on_host
 
 # Keys per tile: runs of table rows long enough to be prefetched, sums that stay in the second-level cache.
-_TILE = 16_384
+TILE = 16_384
 _TILES_PER_TASK = 1
 _WAVE_BYTES = 4 * 2**20  # exponentials held at a time: more would travel to memory and back
 _LOG2E = np.float32(1.4426950408889634)
@@ -92,7 +92,7 @@ def softmax_sum_rows(reads: TableReads) -> Tensor:
     out = torch.empty(heads, positions, columns, device="cpu")
     if out.numel() > 0:
         wave = min(heads * positions, max(1, _WAVE_BYTES // (group * columns * 4)))
-        tiles = -(-columns // _TILE)
+        tiles = -(-columns // TILE)
         launch(
             _softmax_sum_rows,
             *reads.arrays(),
@@ -111,7 +111,7 @@ def softmax_sum_rows_reference(reads: TableReads) -> Tensor:
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
-def _add_rows(
+def add_rows(
     table: NDArray[np.int8],
     rows: NDArray[np.int32],
     weights: NDArray[np.float32],
@@ -154,13 +154,13 @@ def _add_tile(
     low: int,
     acc: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
-    """`_add_rows` over a tile that may lie in the context's table, in the appended one, or across their border."""
+    """`add_rows` over a tile that may lie in the context's table, in the appended one, or across their border."""
     keys = table.shape[1]
     inside = min(max(keys - low, 0), acc.shape[0])
     if inside > 0:
-        _add_rows(table, rows, weights, low, acc[:inside])
+        add_rows(table, rows, weights, low, acc[:inside])
     if inside < acc.shape[0]:
-        _add_rows(appended, rows, weights, low + inside - keys, acc[inside:])
+        add_rows(appended, rows, weights, low + inside - keys, acc[inside:])
 
 
 @njit(cache=True, nogil=True, parallel=True)
@@ -173,13 +173,13 @@ def _sum_rows(
     out: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
     heads, positions, group, columns = out.shape
-    span = _TILE * _TILES_PER_TASK
+    span = TILE * _TILES_PER_TASK
     spans = (columns + span - 1) // span
     for task in prange(heads * positions * group * spans):
         query, part = task // spans, task % spans
         h, t, g = query // (positions * group), (query // group) % positions, query % group
-        for low in range(part * span, min((part + 1) * span, columns), _TILE):
-            acc = out[h, t, g, low : min(low + _TILE, columns)]
+        for low in range(part * span, min((part + 1) * span, columns), TILE):
+            acc = out[h, t, g, low : min(low + TILE, columns)]
             _add_tile(tables[h], appended[h], rows[h, t, g], weights[h, t, g], first + low, acc)
 
 
@@ -224,8 +224,18 @@ def _peak(x: NDArray[np.float32], scratch: NDArray[np.float32]) -> float:  # pra
     return float(peak)
 
 
+@njit(cache=True, nogil=True)
+def exponentiate_tile(
+    x: NDArray[np.float32], octave: NDArray[np.int32], scratch: NDArray[np.float32]
+) -> tuple[np.float32, np.float32]:  # pragma: no cover - compiled
+    """Overwrites x by exp(x - its maximum); the maximum, and the sum. octave: [TILE], scratch: [TILE / 2]."""
+    peak = np.float32(_peak(x, scratch))
+    octave = octave[: x.shape[0]]
+    return peak, np.float32(_exp_tile(x, peak, octave, octave.view(np.float32)))
+
+
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
-def _combine_tile(
+def combine_tile(
     exponentials: NDArray[np.float32], shares: NDArray[np.float32], out: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
     """out[i] = sum over g of shares[g] * exponentials[g, i]."""
@@ -250,17 +260,14 @@ def _exponentiate(
 ) -> None:  # pragma: no cover - compiled
     """One task of one position: its tiles' sums, exponentiated, with every tile's peak and total."""
     group, columns = exponentials.shape
-    octave = np.empty(_TILE, np.int32)
-    factor = octave.view(np.float32)
-    scratch = np.empty(_TILE // 2, np.float32)
+    octave = np.empty(TILE, np.int32)
+    scratch = np.empty(TILE // 2, np.float32)
     for tile in range(part * _TILES_PER_TASK, min((part + 1) * _TILES_PER_TASK, peaks.shape[1])):
-        low = tile * _TILE
+        low = tile * TILE
         for g in range(group):
-            acc = exponentials[g, low : min(low + _TILE, columns)]
+            acc = exponentials[g, low : min(low + TILE, columns)]
             _add_tile(table, appended, rows[g], weights[g], first + low, acc)
-            peak = np.float32(_peak(acc, scratch))
-            peaks[g, tile] = peak
-            totals[g, tile] = _exp_tile(acc, peak, octave[: acc.shape[0]], factor[: acc.shape[0]])
+            peaks[g, tile], totals[g, tile] = exponentiate_tile(acc, octave, scratch)
 
 
 @njit(cache=True, nogil=True)
@@ -285,9 +292,9 @@ def _combine(
     shares = np.empty(factors.shape[0], np.float32)
     for tile in range(part * _TILES_PER_TASK, min((part + 1) * _TILES_PER_TASK, factors.shape[1])):
         shares[:] = factors[:, tile]
-        low = tile * _TILE
-        high = min(low + _TILE, out.shape[0])
-        _combine_tile(exponentials[:, low:high], shares, out[low:high])
+        low = tile * TILE
+        high = min(low + TILE, out.shape[0])
+        combine_tile(exponentials[:, low:high], shares, out[low:high])
 
 
 @njit(cache=True, nogil=True, parallel=True)

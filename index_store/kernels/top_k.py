@@ -52,7 +52,7 @@ def top_k_reference(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
 
 
 @njit(cache=True, nogil=True)
-def _sortable(bits: np.uint32) -> np.uint32:  # pragma: no cover - compiled
+def sortable(bits: np.uint32) -> np.uint32:  # pragma: no cover - compiled
     """Maps float32 bits to unsigned integers of the same order, without branches; -0.0 and 0.0 are equal."""
     negative = np.uint32(np.int32(bits) >> np.int32(31))
     key = np.uint32(bits ^ (negative | np.uint32(0x80000000)))
@@ -70,7 +70,7 @@ def _kth_largest(bits: NDArray[np.uint32], count: int, k: int) -> np.uint32:  # 
         histogram[:] = 0
         low = np.uint32((1 << width) - 1)
         for i in range(count):
-            key = _sortable(bits[i])
+            key = sortable(bits[i])
             if (key & mask) == prefix:
                 histogram[(key >> np.uint32(shift)) & low] += 1
         digit = (1 << width) - 1
@@ -109,7 +109,7 @@ def _columns_reaching(
     hit_count = 0
     for j in range(blocks):
         hits[hit_count] = j
-        hit_count += int(_sortable(bits[j]) >= bound)
+        hit_count += int(sortable(bits[j]) >= bound)
     columns = row.shape[0]
     parts = (columns + blocks - 1) // blocks
     reached = np.empty(hit_count * parts + 1, np.int32)
@@ -120,7 +120,7 @@ def _columns_reaching(
             i = part * blocks + hits[h]
             if i < columns:
                 reached[found] = i
-                found += int((_sortable(row_bits[i]) >= bound) & (row[i] != -np.inf))
+                found += int((sortable(row_bits[i]) >= bound) & (row[i] != -np.inf))
     return reached[:found]
 
 
@@ -138,11 +138,11 @@ def _top_k_row(row: NDArray[np.float32], ids: NDArray[np.int32]) -> int:  # prag
     threshold = _kth_largest(bits, found, keep)
     ties = keep
     for c in range(found):
-        if _sortable(bits[c]) > threshold:
+        if sortable(bits[c]) > threshold:
             ties -= 1
     kept = 0
     for c in range(found):
-        key = _sortable(bits[c])
+        key = sortable(bits[c])
         if key > threshold or (key == threshold and ties > 0):
             if key == threshold:
                 ties -= 1

@@ -1,0 +1,210 @@
+"""Attention on a GPU to contexts whose keys, values and query tables lie in host memory: threads search there.
+
+Tails, and the clusters that make the remainder, are in the device's memory. The step is one graph as elsewhere: a
+launch asks for a layer's lists, another one waits for them, and the remainder attends to all clusters meanwhile, on a
+stream of its own.
+
+Shape legend: L layers, B rows (sessions) of a batch, H KV heads, G query heads per KV head, d head dim, F fields of a
+record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from decode_engine.dense_layer import DenseLayer
+from decode_engine.device.hybrid_steps import HybridSteps, slot_cache
+from decode_engine.device.key_selection import KeySelection
+from decode_engine.device.step_attention import StepPlan
+from decode_engine.device.step_batch import step_counts
+from decode_engine.host.mailbox import LIST_SHARE, Mailbox, SearchedRow, SearchPlan
+from decode_engine.kernels import records
+from decode_engine.kernels.key_lists import KeyLists
+from decode_engine.kernels.mailbox import await_lists, post_queries
+from decode_engine.session import Session
+from index_store.budgets.ratio import Ratio, TokenCount
+from index_store.context import ResidentContext
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
+from index_store.indexes.query_tables import QueryTables
+from index_store.indexes.table_parameters import TableParameters, TableSearch
+from index_store.manifest import Manifest
+from index_store.methods import Method
+
+_LIMIT_NS = 2_000_000_000
+
+
+class HostTableSelection(KeySelection):
+    """Search of dense query tables in host memory, by the threads of the plan's lane.
+
+    Lists are those of the general path for the same queries, key by key.
+    """
+
+    def __init__(self, plan: StepPlan, limit_ns: int = _LIMIT_NS) -> None:
+        """limit_ns: how long the device waits for a list before it gives the step up.
+
+        Raises InvalidArgumentError for a plan without threads.
+        """
+        super().__init__(plan)
+        if plan.searching is None:
+            raise InvalidArgumentError("a search on the host needs threads, the plan has none")
+        parameters, search = _table_options(plan.method)
+        self._lane = plan.searching
+        self._limit_ns = limit_ns
+        self.mailbox = Mailbox(
+            SearchPlan(
+                plan.size,
+                plan.model.kv_heads,
+                plan.group,
+                plan.model.head_dim,
+                parameters.subspaces,
+                parameters.centroids,
+                search.group == "pooled",
+                parameters.split == "strided",
+                plan.model.layers,
+                plan.max_keys,
+            ),
+            page_locked=plan.device.type == "cuda",
+        )
+        self._lists = KeyLists.allocate(plan.rows, 1, self.mailbox.plan.width, plan.device)
+        self._gave_up_1 = torch.zeros(1, dtype=torch.int32, device=plan.device)
+        self._places: WeakKeyDictionary[Session, _Places] = WeakKeyDictionary()
+        self._in_flight = False
+
+    @classmethod
+    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
+        if method.index is None or method.index.kind != QueryTables.kind:
+            return "it searches no query tables, and threads on the host search nothing else"
+        parameters, search = _table_options(method)
+        if parameters.layout != "dense":
+            return f"its query tables are {parameters.layout}; threads on the host read dense ones"
+        if search.weights != "projection":
+            return f"its tables are weighted {search.weights}; threads on the host weigh by projection"
+        budget = method.budget
+        if not isinstance(budget, Ratio | TokenCount):
+            return f"its budget is a {type(budget).__name__.lower()}; threads on the host keep a ratio or a number"
+        if budget.group != "average":
+            return f"its budget's group rule is {budget.group!r}; threads on the host average"
+        if isinstance(budget, Ratio) and budget.keep > 0.5 / LIST_SHARE:
+            return f"it keeps {budget.keep:.1%} of the keys; lists of the host have room for {0.5 / LIST_SHARE:.2%}"
+        return None
+
+    @classmethod
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        """Nothing: the device does not see the tables."""
+        return {}
+
+    def begin(self, sessions: Mapping[int, Session]) -> int:
+        """See `StepAttention.begin`."""
+        rows, order = [], []
+        for row, session in sessions.items():
+            places = self._places.get(session)
+            if places is None:
+                places = self._places[session] = _Places.of(session)
+            order = places.layers
+            counts = step_counts(session)
+            length = session.context.manifest.token_count
+            first, end, keep = (counts[field] for field in (records.FIRST, records.END, records.KEEP))
+            rows.append(SearchedRow(row, first, end, keep, length, places.addresses_S3))
+        if not order:
+            return 0
+        step = self.mailbox.begin(rows, order)
+        self._in_flight = True
+        self._lane.workers.begin(self._lane.number, self.mailbox)
+        return step
+
+    def end(self) -> int:
+        """See `StepAttention.end`."""
+        if not self._in_flight:
+            return 0
+        self._in_flight = False
+        self._lane.workers.end(self._lane.number)
+        if self.mailbox.gave_up:
+            self._gave_up_1.zero_()
+            raise SparseKVError(
+                f"the device waited {self._limit_ns / 1e9:.1f} s for a search on the host and gave up; "
+                "the search threads may have too few cores (--search-threads)"
+            )
+        if self.mailbox.stopped:
+            raise SparseKVError("the search on the host was cancelled")
+        return self.mailbox.waited_ns()
+
+    def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
+        post_queries(q_BHGD.flatten(1), records_BF, self.mailbox.shared, layer)
+        await_lists(records_BF, self.mailbox.shared, self._lists, self._gave_up_1, layer, self._limit_ns)
+        return self._lists
+
+
+class HostSteps(HybridSteps):
+    """`HybridSteps` whose tables are searched on the host: the same results for the same lists."""
+
+    selection_types: ClassVar[Mapping[str, type[KeySelection]]] = MappingProxyType(
+        {QueryTables.kind: HostTableSelection}
+    )
+
+    def own_fields(self, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        """Slots of a lane's own, since steps of several lanes run at once; the first lane has the usual ones."""
+        lane = 0 if self.plan.searching is None else self.plan.searching.number
+        return slot_cache(context, method, layer, lane).fields(layer) if lane else {}
+
+    def begin(self, sessions: Mapping[int, Session]) -> int:
+        return self._searching.begin(sessions)
+
+    def end(self) -> int:
+        return self._searching.end()
+
+    @property
+    def _searching(self) -> HostTableSelection:
+        if not isinstance(self.selection, HostTableSelection):
+            raise TypeError(f"{type(self.selection).__name__} does not search on the host")
+        return self.selection
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where a session's tables are: layers that are searched, and addresses [S, 3] int64 of their arrays.
+
+    tensors: the arrays themselves, so that they stay as long as this does.
+    """
+
+    layers: list[int]
+    addresses_S3: NDArray[np.int64]
+    tensors: list[Tensor]
+
+    @classmethod
+    def of(cls, session: Session) -> _Places:
+        """Raises InvalidArgumentError for tables in other memory than threads can search."""
+        context, method = session.context, session.effective_method
+        layers = [layer for layer, each in enumerate(session.layers) if not isinstance(each, DenseLayer)]
+        addresses, tensors = [], []
+        for layer in layers:
+            if method.index is None:
+                raise MethodUnsupportedError(f"method {method.name!r} searches nothing", method=method.name)
+            arrays = context.index(method.index.name, layer).arrays()
+            found = [arrays[name] for name in ("scores", "centroids", "scales")]
+            for tensor in found:
+                if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                    raise InvalidArgumentError(
+                        f"query tables of layer {layer} of context {context.manifest.id[:12]} are on {tensor.device} "
+                        "with padding or without; threads on the host search them in host memory, in one piece"
+                    )
+            tensors += found
+            addresses.append([tensor.data_ptr() for tensor in found])
+        return cls(layers, np.array(addresses, np.int64), tensors)
+
+
+def _table_options(method: Method) -> tuple[TableParameters, TableSearch]:
+    """What the method's tables are made with and searched by."""
+    if method.index is None or method.index.kind != QueryTables.kind:
+        raise MethodUnsupportedError(
+            f"method {method.name!r} has no query tables to search", method=method.name
+        )
+    return TableParameters.parse(method.index.parameters), TableSearch.parse(method.search)

@@ -1,0 +1,161 @@
+"""What a thread that searches runs for as long as it lives, compiled, without the interpreter's lock.
+
+Steps of several *lanes* may be in flight at once, each with a job of its own (`shared_search`). A thread goes round
+them: where the next search of a step has been asked for it takes part, and while nothing is in flight it sleeps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from index_store.kernels.shared_search import (
+    ANSWERS,
+    COUNT_BITS,
+    HEADS,
+    JOB_FIELDS,
+    LINE,
+    POSTED,
+    QUERIES,
+    ROW,
+    ROW_FIELDS,
+    ROWS,
+    SEARCHES,
+    STOP,
+    TILES,
+    USED,
+    is_posted,
+    number_of,
+    serve_search,
+)
+from index_store.kernels.shared_words import (
+    add_to_word,
+    int64_rows,
+    let_others_run,
+    load_word,
+    relax,
+    store_word,
+    wait_for_post,
+)
+from index_store.kernels.table_search import TILE
+
+EPOCH, JOB, INSIDE = 0, LINE, 2 * LINE
+LANE_WORDS = 3 * LINE
+"""Of a lane: the number of the step in flight or 0, the address of its job, and how many threads are inside."""
+
+_SPINS = 64
+
+
+@njit(cache=True, nogil=True)
+def take_part(
+    lanes_address: int, lanes: int, semaphore: int, end: int
+) -> None:  # pragma: no cover - compiled
+    """Takes part in the searches of all lanes' steps until told to end."""
+    words = int64_rows(lanes_address, lanes, LANE_WORDS)
+    served = np.zeros(lanes, np.int64)
+    searched = np.zeros(lanes, np.int64)
+    inside = np.zeros(lanes, np.bool_)
+    held = np.zeros((1, 3), np.int64)
+    buffers = np.empty(1, np.float32)
+    marks = np.empty(TILE, np.uint8)
+    bins = np.empty(TILE, np.int32)
+    spins = 0
+    while load_word(end) == 0:
+        busy = False
+        for lane in range(lanes):
+            base = words[lane].ctypes.data
+            if not inside[lane]:
+                inside[lane] = _enter(base, served[lane])
+                if not inside[lane]:
+                    continue
+                served[lane], searched[lane] = load_word(base + 8 * EPOCH), 0
+            busy = True
+            job = int64_rows(load_word(base + 8 * JOB), 1, JOB_FIELDS)[0]
+            leaving = searched[lane] == job[SEARCHES] or load_word(job[STOP]) != 0
+            if not leaving and is_posted(job, searched[lane]):
+                width = (job[QUERIES] + 1) * TILE
+                if held.shape[0] < job[TILES] or buffers.shape[0] < job[TILES] * width:
+                    held, buffers = (
+                        np.zeros((job[TILES], 3), np.int64),
+                        np.empty(job[TILES] * width, np.float32),
+                    )
+                own = buffers[: job[TILES] * width].reshape(job[TILES], width)
+                leaving = not serve_search(job, searched[lane], held[: job[TILES]], own, marks, bins)
+                searched[lane] += 1
+            if leaving:
+                inside[lane] = False
+                add_to_word(base + 8 * INSIDE, -1)
+        if busy:
+            spins += 1
+            relax()
+            if spins % _SPINS == 0:
+                let_others_run()
+        else:
+            wait_for_post(semaphore)
+    _leave(words, inside)
+
+
+@njit(cache=True, nogil=True)
+def _leave(words: NDArray[np.int64], inside: NDArray[np.bool_]) -> None:  # pragma: no cover - compiled
+    """Leaves every lane's step."""
+    for lane in range(inside.shape[0]):
+        if inside[lane]:
+            add_to_word(words[lane].ctypes.data + 8 * INSIDE, -1)
+
+
+@njit(cache=True, nogil=True)
+def _enter(base: int, served: int) -> bool:  # pragma: no cover - compiled
+    """Whether this thread is inside of a step now: one that it has not served yet, and that has not ended."""
+    epoch = load_word(base + 8 * EPOCH)
+    if epoch in (0, served):
+        return False
+    # First counted, then looked at again: who ends a step waits for those who are counted.
+    add_to_word(base + 8 * INSIDE, 1)
+    if load_word(base + 8 * EPOCH) == 0:
+        add_to_word(base + 8 * INSIDE, -1)
+        return False
+    return True
+
+
+@njit(cache=True, nogil=True)
+def search_all(
+    job: NDArray[np.int64],
+    held: NDArray[np.int64],
+    buffers: NDArray[np.float32],
+    marks: NDArray[np.uint8],
+    bins: NDArray[np.int32],
+) -> None:  # pragma: no cover - compiled
+    """Plays the device: asks for all of a step's searches, one after the other, and takes part in each.
+
+    Queries are those that are there. The other arguments as `serve_search` takes them.
+    """
+    rows = int64_rows(job[ROWS], job[USED], ROW_FIELDS)
+    for search in range(job[SEARCHES]):
+        number = number_of(job, search)
+        for a in range(job[USED]):
+            store_word(job[POSTED] + rows[a, ROW] * LINE * 8, number)
+        serve_search(job, search, held, buffers, marks, bins)
+        for index in range(job[USED] * job[HEADS]):
+            answered = rows[index // job[HEADS], ROW] * job[HEADS] + index % job[HEADS]
+            while load_word(job[ANSWERS] + answered * LINE * 8) >> COUNT_BITS < number:
+                relax()
+
+
+@njit(cache=True, nogil=True)
+def read_shares(
+    data: NDArray[np.int64], share: int, turns: int, threads: int, number: int, words: NDArray[np.int64]
+) -> int:  # pragma: no cover - compiled
+    """One of several threads that read `turns` times `threads` shares together, beginning each turn together.
+
+    words: [LINE], zeros before. Every turn reads other data. Returns the sum of what this thread has read.
+    """
+    total = 0
+    for turn in range(turns):
+        add_to_word(words.ctypes.data, 1)
+        while load_word(words.ctypes.data) < (turn + 1) * threads:
+            relax()
+        begin = (turn * threads + number) * share % (data.shape[0] - share)
+        for i in range(begin, begin + share):
+            total += data[i]
+    return total

@@ -1,0 +1,376 @@
+"""Searches of query tables that several threads share: the layers of a decode step, one after another.
+
+A *job* says where everything of one batch lies and how long it is, as a vector of int64: a compiled function that runs
+for a whole step finds all it needs there. Whoever asks for a search writes the queries of a row, and then the search's
+number into the row's word; whoever searches writes the ids of a list, and then number and count into the list's word.
+
+The work of one search is cut into tickets, which threads draw from a counter: first one for every list, which picks
+its table rows, then one for every tile of every list, which scores the tile (`table_lists`). A thread holds on to the
+tiles that it scored, in its own buffers, until the list's other tiles have been scored too, and then lists the keys of
+its tiles that reach the list's bound; who comes last finds the best of them and answers. So nobody waits while there
+are tickets left, lists end one after another while others are still read, and scores never leave a core's cache.
+Tickets are drawn in the order of the lists and a thread can hold all tiles of one list, so that of all threads
+that wait some can go on.
+
+Shape legend: B rows of a batch, H KV heads, R = B * H lists, G query heads per KV head, L searched queries of a list (1
+when pooled, else G), D head dim, m subspaces, P tiles of the longest list, N keys of the longest context, W room of a
+list, S searches of a step, A rows that are in use.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from index_store.kernels.shared_words import (
+    add_to_word,
+    float32_rows,
+    int8_rows,
+    int32_rows,
+    int64_rows,
+    let_others_run,
+    load_word,
+    relax,
+    store_word,
+)
+from index_store.kernels.table_lists import (
+    BINS,
+    best_listed,
+    combine,
+    count_blocks,
+    exponentiate,
+    fold_of,
+    list_reaching,
+    lower_bound,
+    pick_rows,
+    score_tile,
+)
+from index_store.kernels.table_search import TILE
+
+JOB_FIELDS = 32
+USED, HEADS, GROUP, DIM, SUBSPACES, CENTROIDS, QUERIES, STRIDED, SEARCHES, TILES, KEYS, WIDTH, BASE, STOP = (
+    range(14)
+)
+"""Sizes: A, H, G, D, m, C, L, whether dimensions of subspaces are strided, S, P, N, W. BASE: what is added to a layer
+to get the number of its search. STOP: address of a word that is not 0 when searching is to end."""
+Q, POSTED, ANSWERS, IDS, BOARD, PLACES, ROWS, PICKS, WEIGHTS, BOUNDS, HISTOGRAMS, PEAKS, TOTALS = range(
+    14, 27
+)
+CANDIDATES, SCORES, COUNTS, ORDER = range(27, 31)
+"""Addresses: queries [B, H*G*D] float32, unscaled; words of rows and of lists, LINE apart; ids [R, W] int32; the board
+[S, 1 + R, LINE] int64, all zeros before a step; PLACES_FIELDS int64 of every search and row; ROW_FIELDS of every used
+row; then what threads leave each other: picked rows [R, L*m] int32 and weights [R, L*m], bounds [R, 2] float32,
+histograms [R*P, BINS] int32, peaks and totals [R*P, L] float32, candidates [R, N] int32 and their scores float32, and
+counts [R, P] int64; and the layers that are searched, [S] int64, ascending."""
+PLACES_FIELDS = 3
+TABLES, CENTROID_ROWS, SCALES = range(PLACES_FIELDS)
+"""Of a context's layer: tables [H, S, N] int8, centroids [H, m*C, W] and scales [H, m] float32."""
+ROW_FIELDS = 5
+ROW, FIRST, END, KEEP, LENGTH = range(ROW_FIELDS)
+"""Of a used row: its number, the searched range, how many keys are kept, and the keys of its context."""
+LINE = 8
+"""Words of a cache line: words that different threads write are so far apart."""
+COUNT_BITS = 24
+"""An answer is (number of the search << COUNT_BITS) | ids of the list."""
+FAILED = -1
+"""An answer that ends the wait without a list."""
+
+_PICKED, _SCORED, _COUNTED, _BOUNDED, _LISTED = range(5)
+_FREE, _TO_COMBINE, _TO_LIST = 0, 1, 2
+_SPINS = 64
+
+
+@njit(cache=True, nogil=True)
+def tiles_of(first: int, end: int, keep: int) -> int:  # pragma: no cover - compiled
+    """Tiles of a list; none when all keys are kept, or none are searched."""
+    if end - first <= keep:
+        return 0
+    return (end - first + TILE - 1) // TILE
+
+
+@njit(cache=True, nogil=True)
+def number_of(job: NDArray[np.int64], search: int) -> int:  # pragma: no cover - compiled
+    """What words say about the step's search of that place in the order."""
+    return job[BASE] + int64_rows(job[ORDER], 1, job[SEARCHES])[0, search]  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def serve_search(
+    job: NDArray[np.int64],
+    search: int,
+    held: NDArray[np.int64],
+    buffers: NDArray[np.float32],
+    marks: NDArray[np.uint8],
+    bins: NDArray[np.int32],
+) -> bool:  # pragma: no cover - compiled
+    """Takes part in one search until all of its tickets are drawn and what this thread holds is done.
+
+    held [P, 3], buffers [P, (L + 1) * TILE], marks and bins [TILE]: this thread's own. False when told to stop.
+    """
+    lists = job[USED] * job[HEADS]
+    total = lists * (1 + job[TILES])
+    counter = _board(job, search, 0)
+    room = held.shape[0]
+    held[:, 0] = _FREE
+    holding, spins, more = 0, 0, True
+    while True:
+        done = _go_on(job, search, held, buffers, marks, bins) if holding > 0 else 0
+        holding -= done
+        if more and holding < room:
+            ticket = add_to_word(counter, 1)
+            if ticket >= total:
+                more = False
+            elif ticket < lists:
+                if not _pick(job, search, ticket):
+                    return False
+            else:
+                taken = _score(job, search, ticket - lists, held, buffers, bins)
+                if taken < 0:
+                    return False
+                holding += taken
+        elif holding == 0:
+            return True
+        elif done == 0:
+            spins += 1
+            if not _may_wait(job, spins):
+                return False
+
+
+@njit(cache=True, nogil=True)
+def _board(job: NDArray[np.int64], search: int, line: int) -> int:  # pragma: no cover - compiled
+    """Address of a line of the board: 0 for the counter of tickets, 1 + i for the i-th used list."""
+    lines = job[USED] * job[HEADS] + 1
+    return job[BOARD] + (search * lines + line) * LINE * 8  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def _may_wait(job: NDArray[np.int64], spins: int) -> bool:  # pragma: no cover - compiled
+    """One turn of waiting for other threads or for queries; False when told to stop."""
+    relax()
+    if spins % _SPINS == 0:
+        let_others_run()
+    return load_word(job[STOP]) == 0  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def _wait_for_word(job: NDArray[np.int64], address: int, value: int) -> bool:  # pragma: no cover - compiled
+    """Waits until the word is at least `value`; False when told to stop."""
+    spins = 0
+    while load_word(address) < value:
+        spins += 1
+        if not _may_wait(job, spins):
+            return False
+    return True
+
+
+@njit(cache=True, nogil=True)
+def is_posted(job: NDArray[np.int64], search: int) -> bool:  # pragma: no cover - compiled
+    """Whether the first row's queries of a search are there."""
+    row = int64_rows(job[ROWS], job[USED], ROW_FIELDS)[0, ROW]
+    return load_word(job[POSTED] + row * LINE * 8) >= number_of(job, search)  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def _answer(
+    job: NDArray[np.int64], search: int, number: int, count: int
+) -> None:  # pragma: no cover - compiled
+    store_word(job[ANSWERS] + number * LINE * 8, (number_of(job, search) << COUNT_BITS) | count)
+
+
+@njit(cache=True, nogil=True)
+def _pick(job: NDArray[np.int64], search: int, index: int) -> bool:  # pragma: no cover - compiled
+    """Picks the table rows of a list when its queries are there; answers a list that has no tiles."""
+    heads = job[HEADS]
+    row = int64_rows(job[ROWS], job[USED], ROW_FIELDS)[index // heads]
+    h = index % heads
+    number = row[ROW] * heads + h
+    if not _wait_for_word(job, job[POSTED] + row[ROW] * LINE * 8, number_of(job, search)):
+        return False
+    if tiles_of(row[FIRST], row[END], row[KEEP]) == 0:
+        count = min(max(row[END] - row[FIRST], 0), job[WIDTH])
+        ids = int32_rows(job[IDS] + 4 * number * job[WIDTH], 1, job[WIDTH])[0]
+        for i in range(count):
+            ids[i] = row[FIRST] + i
+        _answer(job, search, number, count)
+        return True
+    queries, subspaces, group, dim = job[QUERIES], job[SUBSPACES], job[GROUP], job[DIM]
+    places = int64_rows(
+        job[PLACES] + 8 * PLACES_FIELDS * (search * job[USED] + index // heads), 1, PLACES_FIELDS
+    )[0]
+    centroids = subspaces * job[CENTROIDS]
+    width = dim // subspaces
+    weights = float32_rows(job[WEIGHTS] + 4 * number * queries * subspaces, queries, subspaces)
+    pick_rows(
+        float32_rows(job[Q] + 4 * number * group * dim, group, dim),
+        np.float32(dim**-0.5),
+        float32_rows(places[CENTROID_ROWS] + 4 * h * centroids * width, centroids, width),
+        float32_rows(places[SCALES] + 4 * h * subspaces, 1, subspaces)[0],
+        job[STRIDED] != 0,
+        int32_rows(job[PICKS] + 4 * number * queries * subspaces, queries, subspaces),
+        weights,
+    )
+    bounds = float32_rows(job[BOUNDS] + 8 * number, 1, 2)[0]
+    # A reach of 0 is for sums of softmaxes; a query of zeros reaches nothing.
+    bounds[1] = np.float32(127) * weights.sum() + np.float32(1e-30) if queries == 1 else np.float32(0)
+    store_word(_board(job, search, 1 + index) + 8 * _PICKED, 1)
+    return True
+
+
+@njit(cache=True, nogil=True)
+def _score(
+    job: NDArray[np.int64],
+    search: int,
+    place: int,
+    held: NDArray[np.int64],
+    buffers: NDArray[np.float32],
+    bins: NDArray[np.int32],
+) -> int:  # pragma: no cover - compiled
+    """Scores a tile; 1 when it is held now, 0 when the list has no such tile, -1 when told to stop."""
+    heads, tiles = job[HEADS], job[TILES]
+    index, tile = place // tiles, place % tiles
+    row = int64_rows(job[ROWS], job[USED], ROW_FIELDS)[index // heads]
+    count = tiles_of(row[FIRST], row[END], row[KEEP])
+    if tile >= count:
+        return 0
+    h = index % heads
+    number = row[ROW] * heads + h
+    board = _board(job, search, 1 + index)
+    if not _wait_for_word(job, board + 8 * _PICKED, 1):
+        return -1
+    slot = 0
+    while held[slot, 0] != _FREE:
+        slot += 1
+    queries, subspaces = job[QUERIES], job[SUBSPACES]
+    places = int64_rows(
+        job[PLACES] + 8 * PLACES_FIELDS * (search * job[USED] + index // heads), 1, PLACES_FIELDS
+    )[0]
+    table_rows = subspaces * job[CENTROIDS]
+    low = row[FIRST] + tile * TILE
+    keys = min(TILE, row[END] - low)
+    scores_LX = buffers[slot, : queries * TILE].reshape(queries, TILE)[:, :keys]
+    score_tile(
+        int8_rows(places[TABLES] + h * table_rows * row[LENGTH], table_rows, row[LENGTH]),
+        int32_rows(job[PICKS] + 4 * number * queries * subspaces, queries, subspaces),
+        float32_rows(job[WEIGHTS] + 4 * number * queries * subspaces, queries, subspaces),
+        low,
+        scores_LX,
+    )
+    held[slot, 1], held[slot, 2] = index, tile
+    if queries == 1:
+        held[slot, 0] = _TO_LIST
+        _count(job, search, index, tile, scores_LX[0], bins)
+        return 1
+    held[slot, 0] = _TO_COMBINE
+    peaks, totals = _softmax_parts(job, number, tile)
+    exponentiate(scores_LX, peaks[0], totals[0], bins, buffers[slot, queries * TILE :])
+    add_to_word(board + 8 * _SCORED, 1)
+    return 1
+
+
+@njit(cache=True, nogil=True)
+def _softmax_parts(
+    job: NDArray[np.int64], number: int, tile: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:  # pragma: no cover - compiled
+    """Peaks and totals of a list's tiles from `tile` on, [P - tile, L]."""
+    tiles, queries = job[TILES], job[QUERIES]
+    offset = 4 * (number * tiles + tile) * queries
+    return (
+        float32_rows(job[PEAKS] + offset, tiles - tile, queries),
+        float32_rows(job[TOTALS] + offset, tiles - tile, queries),
+    )
+
+
+@njit(cache=True, nogil=True)
+def _count(
+    job: NDArray[np.int64],
+    search: int,
+    index: int,
+    tile: int,
+    scores_X: NDArray[np.float32],
+    bins: NDArray[np.int32],
+) -> None:  # pragma: no cover - compiled
+    """Adds a tile to the list's histograms; the last one finds the list's bound."""
+    heads = job[HEADS]
+    row = int64_rows(job[ROWS], job[USED], ROW_FIELDS)[index // heads]
+    number = row[ROW] * heads + index % heads
+    bounds = float32_rows(job[BOUNDS] + 8 * number, 1, 2)[0]
+    tiles = job[TILES]
+    histograms = int32_rows(job[HISTOGRAMS] + 4 * BINS * number * tiles, tiles, BINS)
+    fold = fold_of(row[END] - row[FIRST], row[KEEP])
+    count_blocks(scores_X, fold, bounds[1], bins, histograms[tile])
+    board = _board(job, search, 1 + index)
+    count = tiles_of(row[FIRST], row[END], row[KEEP])
+    if add_to_word(board + 8 * _COUNTED, 1) == count - 1:
+        bounds[0] = lower_bound(histograms[:count], row[KEEP], bounds[1])
+        store_word(board + 8 * _BOUNDED, 1)
+
+
+@njit(cache=True, nogil=True)
+def _go_on(
+    job: NDArray[np.int64],
+    search: int,
+    held: NDArray[np.int64],
+    buffers: NDArray[np.float32],
+    marks: NDArray[np.uint8],
+    bins: NDArray[np.int32],
+) -> int:  # pragma: no cover - compiled
+    """Goes on with the tiles that this thread holds, as far as others let it; how many it holds no more."""
+    heads, queries = job[HEADS], job[QUERIES]
+    done = 0
+    for slot in range(held.shape[0]):
+        if held[slot, 0] == _FREE:
+            continue
+        index, tile = held[slot, 1], held[slot, 2]
+        board = _board(job, search, 1 + index)
+        row = int64_rows(job[ROWS], job[USED], ROW_FIELDS)[index // heads]
+        count = tiles_of(row[FIRST], row[END], row[KEEP])
+        keys = min(TILE, row[END] - row[FIRST] - tile * TILE)
+        number = row[ROW] * heads + index % heads
+        # Weights lie behind the exponentials that they were combined from, pooled scores at the beginning.
+        weights_X = buffers[slot, (queries * TILE if queries > 1 else 0) :][:keys]
+        if held[slot, 0] == _TO_COMBINE and load_word(board + 8 * _SCORED) == count:
+            peaks, totals = _softmax_parts(job, number, 0)
+            exponentials_LX = buffers[slot, : queries * TILE].reshape(queries, TILE)[:, :keys]
+            combine(exponentials_LX, tile, peaks[:count], totals[:count], weights_X)
+            held[slot, 0] = _TO_LIST
+            _count(job, search, index, tile, weights_X, bins)
+        if held[slot, 0] == _TO_LIST and load_word(board + 8 * _BOUNDED) == 1:
+            _list(job, search, index, tile, weights_X, marks)
+            held[slot, 0] = _FREE
+            done += 1
+    return done
+
+
+@njit(cache=True, nogil=True)
+def _list(
+    job: NDArray[np.int64],
+    search: int,
+    index: int,
+    tile: int,
+    scores_X: NDArray[np.float32],
+    marks: NDArray[np.uint8],
+) -> None:  # pragma: no cover - compiled
+    """Lists a tile's keys that reach the bound; the last one finds the best of all and answers."""
+    heads, tiles, room = job[HEADS], job[TILES], job[KEYS]
+    row = int64_rows(job[ROWS], job[USED], ROW_FIELDS)[index // heads]
+    number = row[ROW] * heads + index % heads
+    candidates = int32_rows(job[CANDIDATES] + 4 * number * room, 1, room)[0]
+    scores = float32_rows(job[SCORES] + 4 * number * room, 1, room)[0]
+    counts = int64_rows(job[COUNTS] + 8 * number * tiles, 1, tiles)[0]
+    keys = scores_X.shape[0]
+    begin = tile * TILE
+    bound = float32_rows(job[BOUNDS] + 8 * number, 1, 2)[0, 0]
+    counts[tile] = list_reaching(
+        scores_X,
+        bound,
+        row[FIRST] + begin,
+        marks,
+        candidates[begin : begin + keys],
+        scores[begin : begin + keys],
+    )
+    count = tiles_of(row[FIRST], row[END], row[KEEP])
+    if add_to_word(_board(job, search, 1 + index) + 8 * _LISTED, 1) == count - 1:
+        ids = int32_rows(job[IDS] + 4 * number * job[WIDTH], 1, job[WIDTH])[0]
+        kept = best_listed(candidates, scores, counts[:count], row[KEEP], ids)
+        _answer(job, search, number, kept)

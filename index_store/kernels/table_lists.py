@@ -1,0 +1,273 @@
+"""From a query to a list of the best keys by dense query tables, tile by tile, without sorting what is not kept.
+
+Parts of a search that several threads share (`shared_search`); one after another they give what `table_search` and
+`top_k` give (CSAttention section 3.3). What makes the list exact without another pass over all scores: a tile's scores
+are folded into blocks, and only the blocks' maxima go into a histogram. If `keep` blocks have a maximum of at least x,
+then so many keys have such a score, and the keys below x are not needed. About 1.2 times `keep` keys are left of each
+list, and of these the best are found exactly; ties go to lower ids.
+
+Shape legend: L searched queries of a KV head (1 when pooled, else one for each head of the group), m subspaces, C
+centroids, W dimensions of a subspace, D head dim, S table rows, N keys of the context, P tiles of a list.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from index_store.kernels.table_search import TILE, add_rows, combine_tile, exponentiate_tile
+from index_store.kernels.top_k import sortable
+
+BINS = 1024
+"""Of a histogram. Few enough to be cleared and merged for every tile, and a few per cent of the keys that are kept."""
+_BLOCKS_PER_KEPT = 3
+_MAX_FOLD = 64
+_LOG_SHIFT = np.uint32(18)
+_LOG_FIRST = (127 - 29) << 5
+"""Weights between 2^-29 and 2^3 fall into bins of a 32nd of an octave: the upper 14 bits of their float32."""
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+def pick_rows(
+    q_GD: NDArray[np.float32],
+    scale: np.float32,
+    centroids_SW: NDArray[np.float32],
+    scales_M: NDArray[np.float32],
+    strided: bool,
+    rows_LM: NDArray[np.int32],
+    weights_LM: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """Sets the table row that each query reads of every subspace, and its weight in units of the stored integers.
+
+    q_GD: unscaled. centroids_SW: row b * C + c is centroid c of subspace b, of unit length.
+    """
+    group, dim = q_GD.shape
+    queries, subspaces = rows_LM.shape
+    width = centroids_SW.shape[1]
+    centroids = centroids_SW.shape[0] // subspaces
+    query = np.empty(dim, np.float32)
+    slice_W = np.empty(width, np.float32)
+    for number in range(queries):
+        if queries == group:
+            query[:] = q_GD[number] * scale
+        else:
+            query[:] = q_GD[0] * scale
+            for g in range(1, group):
+                query += q_GD[g] * scale
+            query /= np.float32(group)
+        for b in range(subspaces):
+            slice_W[:] = query[b::subspaces] if strided else query[b * width : (b + 1) * width]
+            best, highest = 0, np.float32(-np.inf)
+            for c in range(centroids):
+                product = np.float32(0)
+                for w in range(width):
+                    product += slice_W[w] * centroids_SW[b * centroids + c, w]
+                if product > highest:
+                    best, highest = c, product
+            rows_LM[number, b] = b * centroids + best
+            weights_LM[number, b] = max(highest, np.float32(0)) * scales_M[b]
+
+
+@njit(cache=True, nogil=True)
+def score_tile(
+    table_SN: NDArray[np.int8],
+    rows_LM: NDArray[np.int32],
+    weights_LM: NDArray[np.float32],
+    low: int,
+    scores_LX: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """scores_LX: set to the sums of every query's rows, for keys low, low + 1, ..."""
+    for number in range(rows_LM.shape[0]):
+        add_rows(table_SN, rows_LM[number], weights_LM[number], low, scores_LX[number])
+
+
+@njit(cache=True, nogil=True)
+def exponentiate(
+    scores_LX: NDArray[np.float32],
+    peaks_L: NDArray[np.float32],
+    totals_L: NDArray[np.float32],
+    octaves_X: NDArray[np.int32],
+    scratch_X: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """Overwrites a tile's scores by exp(score - peak), with every query's own peak, and notes peaks and sums.
+
+    octaves_X, scratch_X: scratch, [TILE].
+    """
+    for number in range(scores_LX.shape[0]):
+        peaks_L[number], totals_L[number] = exponentiate_tile(scores_LX[number], octaves_X, scratch_X)
+
+
+@njit(cache=True, nogil=True)
+def combine(
+    exponentials_LX: NDArray[np.float32],
+    tile: int,
+    peaks_PL: NDArray[np.float32],
+    totals_PL: NDArray[np.float32],
+    out_X: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """out_X: set to the sum over queries of a tile's softmaxes, which all tiles' peaks and totals make."""
+    tiles, queries = peaks_PL.shape
+    shares_L = np.empty(queries, np.float32)
+    for number in range(queries):
+        highest = peaks_PL[:, number].max()
+        mass = 0.0
+        for other in range(tiles):
+            mass += totals_PL[other, number] * np.exp(peaks_PL[other, number] - highest)
+        shares_L[number] = np.exp(peaks_PL[tile, number] - highest) / mass
+    combine_tile(exponentials_LX, shares_L, out_X)
+
+
+@njit(cache=True, nogil=True)
+def fold_of(keys: int, keep: int) -> int:  # pragma: no cover - compiled
+    """Keys of a block, so that there are a few blocks for every key that is kept."""
+    return max(1, min(_MAX_FOLD, keys // (_BLOCKS_PER_KEPT * keep)))
+
+
+@njit(cache=True, nogil=True)
+def count_blocks(
+    scores_X: NDArray[np.float32],
+    fold: int,
+    reach: np.float32,
+    bins_X: NDArray[np.int32],
+    histogram: NDArray[np.int32],
+) -> None:  # pragma: no cover - compiled
+    """Counts the maxima of a tile's blocks, each of `fold` keys or fewer, by bin.
+
+    reach: no score is further from 0; 0 for weights, which are counted by their logarithms. bins_X: scratch.
+    """
+    keys = scores_X.shape[0]
+    blocks = (keys + fold - 1) // fold
+    maxima = scores_X[:blocks].copy()
+    for start in range(blocks, keys, blocks):
+        part = scores_X[start : start + blocks]
+        for j in range(part.shape[0]):
+            maxima[j] = part[j] if part[j] > maxima[j] else maxima[j]
+    if reach > 0:
+        factor = np.float32(BINS) / (np.float32(2) * reach)
+        for j in range(blocks):
+            bins_X[j] = np.int32((maxima[j] + reach) * factor)
+    else:
+        bits = maxima.view(np.int32)
+        for j in range(blocks):
+            bins_X[j] = (bits[j] >> np.int32(_LOG_SHIFT)) - np.int32(_LOG_FIRST)
+    for j in range(blocks):
+        bins_X[j] = min(max(bins_X[j], np.int32(0)), np.int32(BINS - 1))
+    histogram[:] = 0
+    for j in range(blocks):
+        histogram[bins_X[j]] += 1
+
+
+@njit(cache=True, nogil=True)
+def lower_bound(
+    histograms_PB: NDArray[np.int32], keep: int, reach: np.float32
+) -> np.float32:  # pragma: no cover - compiled
+    """A score that at least `keep` keys reach; -inf where the histograms name none."""
+    counts = histograms_PB[0].copy()
+    for other in range(1, histograms_PB.shape[0]):
+        counts += histograms_PB[other]
+    above, border = 0, BINS
+    while border > 0 and above < keep:
+        border -= 1
+        above += counts[border]
+    if border == 0:
+        return np.float32(-np.inf)
+    if reach > 0:
+        # A hundredth of a bin lower, since numbers were rounded on their way into bins.
+        return np.float32((border - 0.01) * (2.0 * reach / BINS) - reach)
+    bits = np.empty(1, np.uint32)
+    bits[0] = np.uint32(border + _LOG_FIRST) << _LOG_SHIFT
+    return bits.view(np.float32)[0]  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def list_reaching(
+    scores_X: NDArray[np.float32],
+    bound: np.float32,
+    first_id: int,
+    marks_X: NDArray[np.uint8],
+    ids_X: NDArray[np.int32],
+    listed_X: NDArray[np.float32],
+) -> int:  # pragma: no cover - compiled
+    """Lists the keys of a tile whose scores reach the bound, ascending, with their scores; how many they are.
+
+    marks_X: scratch, [TILE]. ids_X, listed_X: of the tile's size.
+    """
+    keys = scores_X.shape[0]
+    for j in range(keys):
+        marks_X[j] = scores_X[j] >= bound
+    words = (keys + 7) // 8
+    marks_X[keys : words * 8] = 0
+    eights = marks_X.view(np.uint64)
+    found = 0
+    for word in range(words):
+        if eights[word] != np.uint64(0):
+            for key in range(8 * word, min(8 * word + 8, keys)):
+                # Written first, and kept on a hit: a mispredicted branch costs more.
+                ids_X[found] = first_id + key
+                listed_X[found] = scores_X[key]
+                found += marks_X[key]
+    return found
+
+
+@njit(cache=True, nogil=True)
+def kth_largest_key(keys_X: NDArray[np.uint32], k: int) -> np.uint32:  # pragma: no cover - compiled
+    """The k-th largest, bit by bit: counting all keys once for every bit is vectorised, sorting into bins is not."""
+    differing = np.uint32(0)
+    for j in range(keys_X.shape[0]):
+        differing |= keys_X[j] ^ keys_X[0]
+    bit = np.uint32(1)
+    while differing > np.uint32(1):
+        differing >>= np.uint32(1)
+        bit <<= np.uint32(1)
+    found = keys_X[0] & ~((bit << np.uint32(1)) - np.uint32(1))
+    while bit > 0:
+        tried = np.uint32(found | bit)
+        count = np.uint32(0)
+        for j in range(keys_X.shape[0]):
+            count += np.uint32(keys_X[j] >= tried)
+        if count >= k:
+            found = tried
+        bit >>= np.uint32(1)
+    return found  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def best_listed(
+    ids_X: NDArray[np.int32],
+    scores_X: NDArray[np.float32],
+    counts_P: NDArray[np.int64],
+    keep: int,
+    out: NDArray[np.int32],
+) -> int:  # pragma: no cover - compiled
+    """The ids with the `keep` highest scores, in their order; how many they are.
+
+    Tile p lists counts_P[p] ids and scores from its first key on, p * TILE.
+    """
+    total = counts_P.sum()
+    listed = np.empty(total, np.int32)
+    keys = np.empty(total, np.uint32)
+    place = 0
+    for tile in range(counts_P.shape[0]):
+        first, count = tile * TILE, counts_P[tile]
+        bits = scores_X[first : first + count].view(np.uint32)
+        listed[place : place + count] = ids_X[first : first + count]
+        for j in range(count):
+            keys[place + j] = sortable(bits[j])
+        place += count
+    keep = min(keep, total, out.shape[0])
+    if keep == 0:
+        return 0
+    threshold = kth_largest_key(keys, keep)
+    ties = keep
+    for j in range(total):
+        ties -= keys[j] > threshold
+    kept = 0
+    for j in range(total):
+        # Written first, and kept on a hit.
+        listed[kept] = listed[j]
+        equal = keys[j] == threshold
+        kept += (keys[j] > threshold) | (equal & (ties > 0))
+        ties -= equal
+    out[:kept] = listed[:kept]
+    return kept
