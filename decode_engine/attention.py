@@ -29,12 +29,14 @@ ATTENTION_NAME = "sparsekv_decode"
 class DecodeStep:
     """The sessions of one batched forward, one per batch row.
 
-    exact: every layer attends to everything, whatever the sessions' methods. predicted: queries by layer, filled while
-    the forward runs (`layer_ahead.predicted_queries`); empty when no session asks for them.
+    exact: every layer attends to everything, whatever the sessions' methods. shared: the positions of a session share
+    one selection in every layer. predicted: queries by layer, filled while the forward runs
+    (`layer_ahead.predicted_queries`); empty when no session asks for them.
     """
 
     sessions: Sequence[Session]
     exact: bool = False
+    shared: bool = False
     predicted: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -88,7 +90,8 @@ def decode_attention(
             sharing.setdefault(attention.context, []).append((row, attention))
         else:
             foretold = None if predicted_BHTGD is None else predicted_BHTGD[row]
-            outs[row] = attention.attend(q_BHTGD[row], key[row], value[row], session.position, foretold)
+            new = (q_BHTGD[row], key[row], value[row])
+            outs[row] = attention.attend(*new, session.position, foretold, shared=decode_step.shared)
     for members in sharing.values():
         calls = [
             (attention, q_BHTGD[row], key[row], value[row], decode_step.sessions[row].position)

@@ -20,10 +20,11 @@ from decode_engine.config import (
     DEFAULT_LISTEN,
     AskConfig,
     Compilation,
+    Prompts,
     ServeConfig,
     available_cores,
 )
-from decode_engine.device_option import DeviceOption, PlacementOption
+from decode_engine.device_option import DeviceOption, PlacementOption, PromptsOption
 from index_store.console import FormatOption, OutputFormat, StoreOption, print_json
 from index_store.entry import INTERRUPTED
 from index_store.memory_sizes import parse_size
@@ -116,6 +117,7 @@ def serve(
             help="Prompt tokens per step, of all prompts; answers pause for that long. 0: 256 on a CPU, 512 on a GPU.",
         ),
     ] = 0,
+    prompts: PromptsOption = Prompts.AUTO,
     threads: Annotated[
         int, typer.Option(help="Threads of searches and matrix products; 0 means all cores.")
     ] = 0,
@@ -149,6 +151,7 @@ def serve(
         max_sessions=max_sessions,
         max_waiting=max_waiting,
         prompt_chunk=prompt_chunk or None,
+        prompts=prompts,
         threads=threads or available_cores(),
         device=device,
         compilation=compilation,

@@ -93,6 +93,20 @@ def check_compilation(compilation: Compilation, device: str) -> None:
         )
 
 
+class Prompts(Enum):
+    """What the tokens of a prompt attend to.
+
+    EXACT: all of the context, whatever the method. SPARSE: what one search selects for all tokens of a piece of the
+    prompt together. EACH: every token to what a search of its own selects, like the tokens of an answer. AUTO: exact on
+    a GPU, each on a CPU.
+    """
+
+    AUTO = "auto"
+    EXACT = "exact"
+    SPARSE = "sparse"
+    EACH = "each"
+
+
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     """`decode-engine serve`.
@@ -100,8 +114,9 @@ class ServeConfig:
     memory, device_memory: byte budgets of contexts in memory of the host and of a GPU, None for their defaults
     (`devices.memory_budget`). placement: what of a context goes where (`Placement`), auto for as it fits.
     max_sessions: requests in progress at once; max_waiting: requests beyond those. prompt_chunk: prompt tokens per
-    step, None for the device's default. threads: of searches and matrix products. compilation: of the model around the
-    attention, on a GPU. grace: seconds that running requests get when the server is told to stop.
+    step, None for the device's default. prompts: what they attend to. threads: of searches and matrix products.
+    compilation: of the model around the attention, on a GPU. grace: seconds that running requests get when the server
+    is told to stop.
     """
 
     store: Path
@@ -114,6 +129,7 @@ class ServeConfig:
     max_sessions: int = 16
     max_waiting: int = 64
     prompt_chunk: int | None = None
+    prompts: Prompts = Prompts.AUTO
     threads: int = field(default_factory=available_cores)
     device: str = "auto"
     compilation: Compilation = Compilation.OFF

@@ -40,10 +40,13 @@ class LayerAttention(Protocol):
         values_HTD: Tensor,
         position: int,
         predicted_HTGD: Tensor | None = None,
+        *,
+        shared: bool = False,
     ) -> Tensor:
         """Adds T new keys at `position`.. and returns attention out [H, T, G, d] float32 for their queries.
 
         Queries are float32 and scaled by 1/sqrt(d). predicted_HTGD: the same queries as the layer before foretold them.
+        shared: of a prompt, whose positions share one selection.
         """
         ...
 
@@ -89,6 +92,8 @@ class DenseLayer:
         values_HTD: Tensor,
         position: int,
         predicted_HTGD: Tensor | None = None,
+        *,
+        shared: bool = False,
     ) -> Tensor:
         return attend_dense_together([(self, q_HTGD, keys_HTD, values_HTD, position)])[0]
 

@@ -1,10 +1,12 @@
-"""The flags `--device` and `--placement`, which several commands share."""
+"""The flags `--device`, `--placement` and `--prompts`, which several commands share."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from decode_engine.config import Prompts
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +21,14 @@ PlacementOption = Annotated[
         metavar="PLACEMENT",
         help="Where contexts are beside a GPU: device (all in its memory), hybrid (keys and values in host memory, "
         "indexes in the GPU's), or auto (device for what fits there, else hybrid).",
+    ),
+]
+
+PromptsOption = Annotated[
+    Prompts,
+    typer.Option(
+        help="What the tokens of a prompt attend to: all of the context (exact), what one search selects for all of "
+        "them together (sparse), what a search for each selects (each). auto: exact on a GPU, each on a CPU."
     ),
 ]
 

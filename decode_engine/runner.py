@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.attention import ATTENTION_NAME, DecodeStep, register_attention
-from decode_engine.config import Compilation
+from decode_engine.config import Compilation, Prompts
 from decode_engine.device.step_model import step_model
 from decode_engine.device.stepper import Stepper
 from decode_engine.layer_ahead import predicted_queries
@@ -30,9 +30,8 @@ class ModelRunner:
 
     folder: the model. device: where it computes, and where the contexts of its sessions must be. dtype: name of the
     dtype in which served contexts store keys and values, `auto` for the checkpoint's own. compilation: of the model in
-    decode steps on a GPU. exact_prompts: prompts attend to everything, whatever the method; by default on a GPU, where
-    that takes less time than searching for every token of a prompt. Not thread-safe: one thread calls the methods that
-    feed tokens.
+    decode steps on a GPU. prompts: what they attend to; by default on a GPU everything, which takes less time there
+    than searching for every token of a prompt. Not thread-safe: one thread calls the methods that feed tokens.
     """
 
     def __init__(
@@ -41,11 +40,12 @@ class ModelRunner:
         device: str | torch.device = "cpu",
         dtype: str = "auto",
         compilation: Compilation = Compilation.OFF,
-        exact_prompts: bool | None = None,
+        prompts: Prompts = Prompts.AUTO,
     ) -> None:
         register_attention()
         self.device = torch.device(device)
-        self._exact_prompts = self.device.type == "cuda" if exact_prompts is None else exact_prompts
+        default = Prompts.EXACT if self.device.type == "cuda" else Prompts.EACH
+        self.prompts = default if prompts is Prompts.AUTO else prompts
         loaded = load_model(folder, ATTENTION_NAME, device=self.device)
         self.model = loaded.model
         self.identity = loaded.identity
@@ -81,9 +81,12 @@ class ModelRunner:
         require_dtype(context.manifest, self.kv_dtype)
         return Session(context, method)
 
-    def read(self, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
-        """`forward` of prompts, with exact attention where the runner reads prompts so."""
-        return self.forward(sessions, token_ids, exact=self._exact_prompts)
+    def read(
+        self, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]], *, all_logits: bool = False
+    ) -> list[Tensor]:
+        """`forward` of prompts, which attend to the context as the runner has them (`Prompts`)."""
+        exact, shared = self.prompts is Prompts.EXACT, self.prompts is Prompts.SPARSE
+        return self.forward(sessions, token_ids, all_logits=all_logits, exact=exact, shared=shared)
 
     def forward(
         self,
@@ -92,8 +95,11 @@ class ModelRunner:
         *,
         all_logits: bool = False,
         exact: bool = False,
+        shared: bool = False,
     ) -> list[Tensor]:
-        """Feeds each session its new tokens in one batched call. exact: they attend to everything.
+        """Feeds each session its new tokens in one batched call.
+
+        exact: they attend to everything. shared: a session's new tokens share one selection in every layer.
 
         All sessions get the same number T >= 1 of tokens. Returns per session float32 logits [1, vocab] after the
         last token, or [T, vocab] with `all_logits`, on the runner's device. Session positions advance only when the
@@ -113,7 +119,7 @@ class ModelRunner:
             )
         count = tokens.shape[1]
         starts = torch.tensor([session.position for session in sessions], device=self.device)
-        step = DecodeStep(sessions, exact)
+        step = DecodeStep(sessions, exact, shared)
         ahead = not exact and any(session.method.schedule.ahead for session in sessions)
         predicting = predicted_queries(self.model, step.predicted) if ahead else nullcontext()
         with torch.inference_mode(), predicting:

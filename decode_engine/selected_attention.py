@@ -85,14 +85,17 @@ def attend_selection(
 ) -> AttentionState:
     """Attends to the selected rows, and approximately to those that are left out.
 
-    Works in blocks of bounded size over KV heads and positions. Counts rows and time.
+    Works in blocks of bounded size over KV heads and positions. A selection [H, 1, K] is one for all positions. Counts
+    rows and time.
     """
-    heads, positions, _, head_dim = q_HTGD.shape
+    heads, positions, group, head_dim = q_HTGD.shape
     width = max(1, selection.ids_HTK.shape[2])
     row_bytes = 2 * head_dim * 4
     most = _gather_bytes(q_HTGD)
     heads_step = max(1, min(heads, most // (width * row_bytes)))
-    positions_step = max(1, most // (heads_step * width * row_bytes))
+    shared = selection.ids_HTK.shape[1] == 1
+    # What grows with the positions: logits where all of them attend to the same rows, otherwise the rows themselves.
+    positions_step = max(1, most // (heads_step * width * (4 * group if shared else row_bytes)))
     states = [
         [
             _attend_block(

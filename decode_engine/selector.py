@@ -23,10 +23,10 @@ from time import perf_counter_ns
 import torch
 from torch import Tensor
 
-from decode_engine.dense_layer import DenseLayer, visible_keys
+from decode_engine.dense_layer import DenseLayer
+from decode_engine.exact_part import ExactPart
 from decode_engine.figures import Figures
-from decode_engine.host_rows import copy_rows
-from decode_engine.partial_attention import attend_shared
+from decode_engine.prompt_selection import PromptWeights
 from decode_engine.selected_attention import KeyRows, LeftOut, attend_selection
 from decode_engine.tail import Tail
 from index_store.attention_state import AttentionState
@@ -39,6 +39,9 @@ from index_store.ranking import Ranking
 from index_store.remainders import ExactKeys
 
 _SCORE_BYTES = 16 * 2**20  # scores of one search; a longer prompt is searched in several passes
+_KEYS_PER_CLUSTER = (
+    16  # at least, about: how many clusters there are, where that decides how much is done at a time
+)
 _DEVICE_SCORE_BYTES = 128 * 2**20
 """The same on a GPU, where small passes leave most of it idle; not for budgets whose passes share a selection."""
 
@@ -115,14 +118,13 @@ class SparseLayer:
         self._figures = figures
         self._appended: dict[LayerIndex, AppendedKeys] = {}
         self._choices: list[_Choice] = []  # the newest two that later steps may use
-        self._sinks_clustered: bool | None = None
         self._vectors_read, self._bytes_read = 0.0, 0.0
-        self._on_host = device is not None
-        self._device = kv_HN2D.device if device is None else device
-        on_cpu = self._device.type == "cpu"
+        place = kv_HN2D.device if device is None else device
+        on_cpu = place.type == "cpu"
         self._score_bytes = _SCORE_BYTES if on_cpu or self._budget.per_prompt else _DEVICE_SCORE_BYTES
-        self.tail = Tail(heads, head_dim, kv_HN2D.dtype, self._device)
+        self.tail = Tail(heads, head_dim, kv_HN2D.dtype, place)
         self._exact = DenseLayer(kv_HN2D, figures, device, self.tail)
+        self._always = ExactPart(kv_HN2D, self.tail, self._sinks, figures, device is not None)
         self.observer: Callable[[Observation], None] | None = None
 
     @property
@@ -140,9 +142,13 @@ class SparseLayer:
         values_HTD: Tensor,
         position: int,
         predicted_HTGD: Tensor | None = None,
+        *,
+        shared: bool = False,
     ) -> Tensor:
         """See `LayerAttention.attend`. predicted_HTGD: the queries as foretold by the layer before, if they were."""
         self.tail.write(position - self._kv_HN2D.shape[1], keys_HTD, values_HTD)
+        if shared and q_HTGD.shape[1] > 1:
+            return self._attend_shared(q_HTGD, position)
         return self._attend_all(q_HTGD, position, predicted_HTGD, q_HTGD.shape[1] == 1)
 
     def replay(self, q_HTGD: Tensor, position: int) -> Tensor:
@@ -182,17 +188,59 @@ class SparseLayer:
         """Attention of positions that share a search_end, the first of which is `position`."""
         search_end = self._search_end(position)
         if search_end == self._sinks:
-            self._count_exact(position, q_HTGD.shape[1], search_end)
-            return self._attend_exact(q_HTGD, position, search_end).out
+            self._always.count(position, q_HTGD.shape[1], search_end)
+            return self._always.attend(q_HTGD, position, search_end).out
         self._append_until(search_end)
-        heads, positions, group, _ = q_HTGD.shape
-        step = max(1, self._score_bytes // (heads * (search_end - self._sinks) * 4 * (group + 1)))
         outs: list[Tensor] = []
-        for first in range(0, positions, step):
-            part = slice(first, first + step)
+        for part in self._passes(q_HTGD, search_end - self._sinks):
+            first = part.start
             predicted = None if predicted_HTGD is None else predicted_HTGD[:, part]
             outs.append(self._attend_some(q_HTGD[:, part], position + first, predicted, is_step))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+    def _passes(self, q_HTGD: Tensor, scored: int) -> list[slice]:
+        """Positions that are searched at a time, where every one has so many items scored."""
+        heads, positions, group, _ = q_HTGD.shape
+        step = max(1, self._score_bytes // (heads * max(1, scored) * 4 * (group + 1)))
+        return [slice(first, min(first + step, positions)) for first in range(0, positions, step)]
+
+    def _attend_shared(self, q_HTGD: Tensor, position: int) -> Tensor:
+        """Attention of positions that share one selection, made from the keys that the first of them searches."""
+        search_end = self._search_end(position)
+        exact = self._always.attend(q_HTGD, position, search_end)
+        self._always.count(position, q_HTGD.shape[1], search_end)
+        if search_end == self._sinks:
+            return exact.out
+        self._append_until(search_end)
+        self._vectors_read = self._bytes_read = 0.0
+        rows = KeyRows(self._kv_HN2D, self.tail.rows)
+        selection = self._select_together(q_HTGD, position, search_end, exact.lse, rows)
+        outs: list[Tensor] = []
+        for part in self._passes(q_HTGD, (search_end - self._sinks) // _KEYS_PER_CLUSTER):
+            queries, first = q_HTGD[:, part], position + part.start
+            pieces = self._pieces(queries, first, None)
+            left = LeftOut(self._method.remainder, pieces, self._elsewhere(queries, search_end, pieces))
+            state = attend_selection(queries, rows, selection, left, self._figures)
+            outs.append(state.merge(AttentionState(exact.out[:, part], exact.lse[:, part])).out)
+            self._observe(queries, first, search_end, selection, rows, outs[-1])
+        return torch.cat(outs, dim=1)
+
+    def _select_together(
+        self, q_HTGD: Tensor, position: int, search_end: int, exact_lse_HTG: Tensor, rows: KeyRows
+    ) -> Selection:
+        """One selection [H, 1, K] for all positions."""
+        begin = perf_counter_ns()
+        weights = PromptWeights()
+        for part in self._passes(q_HTGD, search_end - self._sinks):
+            ranking = self._rank(q_HTGD[:, part], position + part.start, search_end)
+            weights.add(ranking)
+        length = search_end + self._method.recent
+        selection = weights.cut(self._budget, q_HTGD, exact_lse_HTG, rows, length, self._thresholds)
+        average = weights.ranking()
+        self._vectors_read, self._bytes_read = average.vectors_read, average.bytes_read
+        self._figures.searches += 1
+        self._figures.search_ns += perf_counter_ns() - begin
+        return selection
 
     def _attend_some(
         self, q_HTGD: Tensor, position: int, predicted_HTGD: Tensor | None, is_step: bool
@@ -200,7 +248,7 @@ class SparseLayer:
         search_end = self._search_end(position)
         self._vectors_read = self._bytes_read = 0.0
         earlier = self._earlier(position) if is_step else None
-        exact = self._attend_exact(q_HTGD, position, earlier.search_end if earlier else search_end)
+        exact = self._always.attend(q_HTGD, position, earlier.search_end if earlier else search_end)
         if self._method.schedule.ahead and predicted_HTGD is not None:
             _, earlier = self._search(predicted_HTGD, position, search_end, exact.lse)
         if earlier is None:
@@ -212,24 +260,26 @@ class SparseLayer:
         left = LeftOut(self._method.remainder, pieces, self._elsewhere(q_HTGD, choice.search_end, pieces))
         state = attend_selection(q_HTGD, rows, choice.selection, left, self._figures)
         out = state.merge(exact).out
-        self._count_exact(position, q_HTGD.shape[1], choice.search_end)
+        self._always.count(position, q_HTGD.shape[1], choice.search_end)
         if is_step:
             self._leave(q_HTGD, position, exact.lse, choice)
-        if self.observer is not None:
-            self.observer(
-                Observation(
-                    q_HTGD,
-                    position,
-                    self._sinks,
-                    choice.search_end,
-                    choice.selection,
-                    rows,
-                    out,
-                    self._vectors_read,
-                    self._bytes_read,
-                )
-            )
+        self._observe(q_HTGD, position, choice.search_end, choice.selection, rows, out)
         return out
+
+    def _observe(
+        self,
+        q_HTGD: Tensor,
+        position: int,
+        search_end: int,
+        selection: Selection,
+        rows: KeyRows,
+        out_HTGD: Tensor,
+    ) -> None:
+        if self.observer is not None:
+            read = (self._vectors_read, self._bytes_read)
+            self.observer(
+                Observation(q_HTGD, position, self._sinks, search_end, selection, rows, out_HTGD, *read)
+            )
 
     def _earlier(self, position: int) -> _Choice | None:
         """The selection of an earlier step that the schedule lets this step use."""
@@ -291,19 +341,16 @@ class SparseLayer:
                 self._appended.pop(index, None)
         self._figures.append_ns += perf_counter_ns() - begin
 
+    def _rank(self, q_HTGD: Tensor, position: int, search_end: int) -> Ranking:
+        appended, search = self._appended.get(self._index), self._method.search
+        return self._index.rank(q_HTGD, self._sinks, search_end, appended, search, position)
+
     def _search(
         self, q_HTGD: Tensor, position: int, search_end: int, exact_lse_HTG: Tensor
     ) -> tuple[Ranking, _Choice]:
         begin = perf_counter_ns()
         rows = KeyRows(self._kv_HN2D, self.tail.rows)
-        ranking = self._index.rank(
-            q_HTGD,
-            self._sinks,
-            search_end,
-            self._appended.get(self._index),
-            self._method.search,
-            position,
-        )
+        ranking = self._rank(q_HTGD, position, search_end)
         step = Step(
             search_end + self._method.recent,
             self._thresholds,
@@ -317,6 +364,11 @@ class SparseLayer:
         self._figures.search_ns += perf_counter_ns() - begin
         return ranking, _Choice(selection, q_HTGD, position, search_end)
 
+    def _elsewhere(self, q_HTGD: Tensor, search_end: int, pieces: Sequence[Piece]) -> ExactKeys | None:
+        appended = self._appended.get(self._indexes[-1])
+        held = self._kv_HN2D.shape[1] + (appended.count if appended else 0)
+        return self._always.elsewhere(q_HTGD, search_end, held, pieces)
+
     def _pieces(self, q_HTGD: Tensor, position: int, ranking: Ranking | None) -> tuple[Piece, ...]:
         """The clusters that the remainder is computed over, scored; none when it is dropped."""
         if self._method.drops_remainder:
@@ -328,59 +380,6 @@ class SparseLayer:
         pieces = index.pieces(q_HTGD, self._appended.get(index), position)
         self._figures.search_ns += perf_counter_ns() - begin
         return pieces
-
-    def _attend_exact(self, q_HTGD: Tensor, position: int, search_end: int) -> AttentionState:
-        """Attention to sinks, recent context and the tail up to the last query's own key."""
-        begin = perf_counter_ns()
-        count, end = self._kv_HN2D.shape[1], position + q_HTGD.shape[1]
-        tail = self.tail.rows[:, max(search_end - count, 0) : max(end - count, 0)]
-        recent = self._context_rows(min(search_end, count), min(end, count))
-        sinks = self._context_rows(0, self._sinks)
-        state = attend_shared(q_HTGD, torch.cat([sinks, recent, tail], dim=1), causal=True)
-        self._figures.attend_ns += perf_counter_ns() - begin
-        return state
-
-    def _context_rows(self, start: int, end: int) -> Tensor:
-        """Rows start..end-1 of the context on the device of the queries, copied only where they are not there."""
-        if self._on_host:
-            return copy_rows(self._kv_HN2D, start, end, self._device)
-        return self._kv_HN2D[:, start:end]
-
-    def _elsewhere(self, q_HTGD: Tensor, search_end: int, pieces: Sequence[Piece]) -> ExactKeys | None:
-        """Keys outside of the searched range that are in the pieces' clusters; None when there are none.
-
-        Sinks may be. Keys from search_end on are: those of the context, and those of the tail that were appended after
-        an earlier selection was made that is used again.
-        """
-        if not pieces:
-            return None
-        begin = perf_counter_ns()
-        heads, count, device = *self._kv_HN2D.shape[:2], self._device
-        appended = self._appended.get(self._indexes[-1])
-        held = count + (appended.count if appended else 0)
-        if self._sinks_clustered is None:
-            ids_HS = torch.arange(self._sinks, device=device).expand(heads, -1)
-            self._sinks_clustered = any(
-                bool((piece.clusters.cluster_of(ids_HS) >= 0).any()) for piece in pieces
-            )
-        sinks = self._sinks if self._sinks_clustered else 0
-        context = self._context_rows(min(search_end, count), count)
-        tail = self.tail.rows[:, max(search_end - count, 0) : held - count]
-        ids_S = torch.cat([torch.arange(sinks, device=device), torch.arange(search_end, held, device=device)])
-        if not len(ids_S):
-            return None
-        kv_HS2D = torch.cat([self._context_rows(0, sinks), context, tail], dim=1).float()
-        ids = ids_S.to(torch.int32).expand(heads, 1, -1)
-        logits = torch.einsum("htgd,hsd->htgs", q_HTGD, kv_HS2D[:, :, 0])
-        self._figures.attend_ns += perf_counter_ns() - begin
-        return ExactKeys(ids, torch.ones_like(ids, dtype=torch.bool), logits, kv_HS2D[:, None, :, 1])
-
-    def _count_exact(self, position: int, positions: int, search_end: int) -> None:
-        """Counts the keys that are always attended, and all there are."""
-        heads = self._kv_HN2D.shape[0]
-        available = heads * visible_keys(position, positions)
-        skipped = heads * positions * (search_end - self._sinks)
-        self._figures.count_exact(available - skipped, available)
 
 
 def _merge_selections(wrong_HT: Tensor, fresh: Selection, earlier: Selection) -> Selection:

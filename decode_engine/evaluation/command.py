@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from decode_engine.config import AUTO
-from decode_engine.device_option import DeviceOption, PlacementOption, say_device
+from decode_engine.config import AUTO, Prompts
+from decode_engine.device_option import DeviceOption, PlacementOption, PromptsOption, say_device
 from decode_engine.evaluation.evaluate import evaluate
 from decode_engine.evaluation.pictures import check_pictures, draw_pictures
 from decode_engine.evaluation.progress import show_progress
@@ -82,6 +82,7 @@ def evaluate_command(
     seed: Annotated[int, typer.Option(help="Decides facts, depths and parts of the text.")] = 0,
     device: DeviceOption = AUTO,
     placement: PlacementOption = AUTO,
+    prompts: PromptsOption = Prompts.AUTO,
     picture: PictureOption = True,
     output_format: FormatOption = OutputFormat.TEXT,
 ) -> None:
@@ -112,6 +113,7 @@ def evaluate_command(
         seed=seed,
         device=device,
         placement=placement,
+        prompts=prompts,
     )
     if picture:
         check_pictures()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from decode_engine.config import Prompts
 from decode_engine.context_arena import arena_for
 from decode_engine.evaluation.machine import describe_machine, return_free_memory
 from decode_engine.evaluation.prefill_command import PrefillCommand
@@ -45,7 +46,8 @@ def evaluate(config: EvaluationConfig, start_stage: StartStage) -> Results:
     """Runs the evaluation; writes the results so far after every context; returns what was written last."""
     folder = resolve_model(config.model)
     config.out.mkdir(parents=True, exist_ok=True)
-    runner = ModelRunner(folder, device=pick_device(config.device))
+    prompts = Prompts.EACH if config.prompts is Prompts.AUTO else config.prompts
+    runner = ModelRunner(folder, device=pick_device(config.device), prompts=prompts)
     if config.chat:
         runner.tokenizer.format_question("")  # raises before any long work when there is no template
     text = source_text(config.text)
@@ -59,7 +61,7 @@ def _setting(config: EvaluationConfig, runner: ModelRunner, text: str) -> dict[s
     settings: dict[str, Any] = {}
     for name, value in asdict(config).items():
         many = isinstance(value, tuple)
-        plain = [str(v) if isinstance(v, Path) else v for v in (value if many else (value,))]
+        plain = [_plain(v) for v in (value if many else (value,))]
         settings[name] = plain if many else plain[0]
     return {
         "settings": settings,
@@ -67,6 +69,13 @@ def _setting(config: EvaluationConfig, runner: ModelRunner, text: str) -> dict[s
         "machine": {**describe_machine(), "computed_on": describe_device(runner.device)},
         "model": asdict(runner.identity),
     }
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON has it."""
+    if isinstance(value, Prompts):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
 
 
 @dataclass

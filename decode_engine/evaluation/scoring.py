@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decode_engine.config import Prompts
 from decode_engine.evaluation.probe import LayerSample, Probe
 from decode_engine.runner import ModelRunner
 from decode_engine.session import Session
@@ -104,7 +105,8 @@ def score_segment(
     state carries the errors of all earlier rows and layers, so this equals decoding the same tokens one by one.
     Where it does not (`Method.one_pass`), and where decode steps run in graphs with kernels of their own, the prompt is
     fed at once and everything after it token by token, as it is served. Observed texts go in one pass even then:
-    graphs cannot be looked into.
+    graphs cannot be looked into. A question whose tokens attend to something else than a search for each selects
+    (`ModelRunner.prompts`) is fed at once before the rest.
     """
     log_probs_TV, touched, samples = _predict(runner, context, method, segment)
     kl_T = torch.sum(reference_TV.exp() * (reference_TV - log_probs_TV), dim=-1).clamp_(min=0.0)
@@ -163,8 +165,13 @@ def _feed(runner: ModelRunner, session: Session, segment: Segment, method: Metho
     inputs = segment.inputs
     # What serves is what is judged: kernels of captured steps take their thresholds from samples.
     one_pass = method.one_pass and (segment.observed or not runner.has_graph(session))
-    at_once = len(inputs) if one_pass else (segment.answer_start or 1)
-    logits = runner.forward([session], [inputs[:at_once]], all_logits=True)
+    logits: list[Tensor] = []
+    if segment.answer_start is not None and runner.prompts is not Prompts.EACH:
+        logits += runner.read([session], [inputs[: segment.answer_start]], all_logits=True)
+        inputs = inputs[segment.answer_start :]
+    at_once = len(inputs) if one_pass else (0 if logits else segment.answer_start or 1)
+    if at_once:
+        logits += runner.forward([session], [inputs[:at_once]], all_logits=True)
     logits += [runner.feed(session, token) for token in inputs[at_once:]]
     return torch.cat(logits).cpu()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from decode_engine.config import check_device, check_placement
+from decode_engine.config import Prompts, check_device, check_placement
 from decode_engine.evaluation.scoring import WARM_UP_STEPS
 from decode_engine.evaluation.tasks import Part, get_family
 from index_store.budgets.mass import Mass
@@ -46,6 +46,7 @@ class EvaluationConfig:
     text_tokens: length of the plain text scored after every context. chat: ask through the model's chat template.
     index: indexes with other parameters than the methods' own, each as `prefill-worker run --index` takes it.
     index_for: methods whose indexes the contexts get besides, so that runs of different methods can share contexts.
+    prompts: what a question's tokens attend to; auto is each what a search for it selects, on any device.
     """
 
     model: str
@@ -69,6 +70,7 @@ class EvaluationConfig:
     seed: int = 0
     device: str = "auto"
     placement: str = "auto"
+    prompts: Prompts = Prompts.AUTO
 
     def __post_init__(self) -> None:
         check_device(self.device)

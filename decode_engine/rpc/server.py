@@ -118,7 +118,7 @@ class DecodeServer:
         self._set_threads()
         config = self._config
         device = pick_device(config.device)
-        runner = ModelRunner(self._folder, device, config.dtype, config.compilation)
+        runner = ModelRunner(self._folder, device, config.dtype, config.compilation, config.prompts)
         loaded = time.monotonic()
         free_host = free_memory(torch.device("cpu"))
         budget = memory_budget(device, config.memory, config.device_memory, free_host)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from decode_engine.config import Prompts
 from decode_engine.runner import ModelRunner
 from decode_engine.session import Session
 from index_store.budgets.ratio import Ratio
@@ -25,6 +26,7 @@ from index_store.methods import METHODS, Method, get_method
 from index_store.models.loading import resolve_model
 from index_store.schedules import Schedule
 from tests.decode_engine.served import PROMPT, TEXT, Served, serve
+from tests.support_layers import with_budget, with_everything
 from tests.support_models import write_model_folder
 
 
@@ -231,7 +233,7 @@ def test_a_batch_that_failed_midway_can_be_repeated_one_by_one(llama: Served) ->
 
 @pytest.mark.parametrize("name", ["csattention", "csattention+dropped", "multipole-tree"])
 def test_prompts_may_be_read_with_exact_attention(llama: Served, name: str) -> None:
-    runner = ModelRunner(resolve_model(str(llama.folder)), exact_prompts=True)
+    runner = ModelRunner(resolve_model(str(llama.folder)), prompts=Prompts.EXACT)
     prompt = runner.tokenizer.encode(PROMPT)
     full = runner.start(llama.context, METHODS["full"])
     sparse = runner.start(llama.context, get_method(name, 0.05))
@@ -246,3 +248,21 @@ def test_prompts_may_be_read_with_exact_attention(llama: Served, name: str) -> N
     runner.forward([sparse], [[7]])
     assert 0 < sparse.figures.sparse_fraction < 0.9
     assert twin.figures.sparse_available > 0  # on a CPU prompts are searched for by default
+
+
+@pytest.mark.parametrize("name", ["csattention", "multipole-tree", "full"])
+def test_the_tokens_of_a_prompt_may_share_a_selection(llama: Served, name: str) -> None:
+    runner = ModelRunner(resolve_model(str(llama.folder)), prompts=Prompts.SPARSE)
+    prompt = runner.tokenizer.encode(PROMPT)
+    method = METHODS[name]
+    full = runner.start(llama.context, METHODS["full"])
+    whole = runner.start(llama.context, with_everything(method) if method.sparse else method)
+    (expected,) = runner.forward([full], [prompt])
+    (got,) = runner.read([whole], [prompt])
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+    if method.sparse:
+        few, each = (runner.start(llama.context, with_budget(method, 0.05)) for _ in range(2))
+        (shared,), (alone,) = runner.read([few], [prompt]), runner.forward([each], [prompt])
+        assert few.figures.fraction < 1.0
+        assert few.figures.searches < each.figures.searches
+        assert not torch.equal(shared, alone)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decode_engine.config import Prompts
 from decode_engine.evaluation.scoring import (
     Segment,
     reference_log_probs,
@@ -60,8 +61,10 @@ class FakeRunner:
 
     device = torch.device("cpu")
 
-    def __init__(self, graphs: bool = False) -> None:
+    def __init__(self, graphs: bool = False, prompts: Prompts = Prompts.EACH) -> None:
         self.graphs = graphs
+        self.prompts = prompts
+        self.read_tokens: list[list[int]] = []
         self.sessions: list[FakeSession] = []
         self.fed: list[list[int]] = []
 
@@ -79,6 +82,12 @@ class FakeRunner:
             wrong = sparse and token == 3
             logits[row, (token + (2 if wrong else 1)) % VOCABULARY] = 2.0 if sparse else 4.0
         return [logits if all_logits else logits[-1:]]
+
+    def read(
+        self, sessions: Sequence[FakeSession], token_ids: Sequence[Sequence[int]], all_logits: bool = False
+    ) -> list[Tensor]:
+        self.read_tokens.append(list(token_ids[0]))
+        return self.forward(sessions, token_ids, all_logits)
 
     def has_graph(self, session: FakeSession) -> bool:
         return self.graphs
@@ -112,6 +121,22 @@ def test_steps_that_run_in_graphs_are_scored_as_they_are_served() -> None:
     log_probs = reference_log_probs(cast(ModelRunner, runner), CONTEXT, FULL, segment)
     assert runner.fed == [[0, 1], [2]]
     assert log_probs.shape == (3, VOCABULARY)
+
+
+@pytest.mark.parametrize("method", [SPARSE, STEPWISE])
+def test_questions_that_share_a_selection_are_read_apart(method: Method) -> None:
+    runner = FakeRunner(prompts=Prompts.SPARSE)
+    question, text = Segment((0, 1, 2, 3, 4), answer_start=2), Segment((0, 1, 2, 3))
+    reference = reference_log_probs(cast(ModelRunner, runner), CONTEXT, FULL, question)
+    assert (runner.read_tokens, runner.fed) == ([[0, 1]], [[0, 1], [2, 3]])
+    assert reference.shape == (4, VOCABULARY)
+    reference_log_probs(cast(ModelRunner, runner), CONTEXT, FULL, text)
+    reference_log_probs(cast(ModelRunner, runner), CONTEXT, FULL, Segment((0, 1, 2), answer_start=2))
+    assert runner.read_tokens == [[0, 1], [0, 1]]
+    assert runner.fed[2:] == [[0, 1, 2], [0, 1]]
+    runner.fed.clear()
+    score_segment(cast(ModelRunner, runner), CONTEXT, method, question, reference)
+    assert runner.fed == ([[0, 1], [2, 3]] if method is SPARSE else [[0, 1], [2], [3]])
 
 
 @pytest.mark.parametrize(
