@@ -1,4 +1,6 @@
-"""The attention that prefill gives the model: exact, causal, and it keeps keys, values and a sample of queries.
+"""The attention that prefill gives the model: causal, and it keeps keys, values and a sample of queries.
+
+It is exact, or attends to the past through clusters (`prefill_worker.muse.ranges`).
 
 A `Capture` is handed to the model as a keyword argument, travels through transformers unchanged and arrives at
 `capture_attention`, registered under the name ATTENTION. There is no cache object and no state outside the Capture.
@@ -11,16 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
 from index_store.calibration import CALIBRATION_QUERIES
-from index_store.indexes.base import QuerySample
+from index_store.indexes.base import ClusterStarts, QuerySample
 from index_store.manifest import ModelIdentity
 from prefill_worker.causal_attention import attend_causally
 from prefill_worker.kept_layers import DeviceLayers, HostLayers, KeptLayers
+from prefill_worker.muse.ranges import RangeAttention
 
 ATTENTION = "sparsekv_capture"
 ALWAYS_SAMPLED = CALIBRATION_QUERIES
@@ -73,10 +77,12 @@ class Capture:
         plan: SamplePlan,
         device: torch.device | str = "cpu",
         block_tokens: int | None = None,
+        approximation: RangeAttention | None = None,
     ) -> None:
         """block_tokens: keys and values are kept in host memory and read in blocks of so many tokens, at most.
 
-        By default they stay on the device. Raises MemoryBudgetError when the machine refuses the host memory.
+        By default they stay on the device. approximation: attends to the context's past in place of exact attention;
+        a pass is then one of its blocks. Raises MemoryBudgetError when the machine refuses the host memory.
         """
         self.identity = identity
         self.token_count = token_count
@@ -84,6 +90,7 @@ class Capture:
         self.device = torch.device(device)
         self._plan = plan
         self._when_passed: Callable[[int], None] | None = None
+        self._approximation = approximation
         heads, dim = identity.kv_heads, identity.head_dim
         shape = (heads, token_count, 2, dim)
         self._kept: KeptLayers = (
@@ -137,16 +144,26 @@ class Capture:
         pasts = [self._kept.past(layer, min(self._start, self.token_count))]
         if self._start < self.token_count:
             chunk = self._kept.write(layer, self._start, key_HTD, value_HTD)
-            if self._start + count == self.token_count and self._when_passed is not None:
-                self.settle()
-                self._when_passed(layer)
+            if self._approximation is None:
+                self._tell(layer, count)
         else:
             chunk = torch.stack([key_HTD, value_HTD], dim=2).to(self.kv_dtype)
             earlier = self._prompt_kv[layer]
             pasts += [] if earlier is None else [earlier]
             self._prompt_kv[layer] = chunk if earlier is None else torch.cat([earlier, chunk], dim=1)
-        out_HGTD = attend_causally(query_HGTD, pasts, chunk)
+        if self._approximation is not None and self._start < self.token_count:
+            out_HGTD = self._approximation.attend(
+                layer, query_HGTD, self._start, chunk, partial(self._kept.part, layer)
+            )
+            self._tell(layer, count)  # only now are the clusters found that indexes start from
+        else:
+            out_HGTD = attend_causally(query_HGTD, pasts, chunk)
         return out_HGTD.flatten(0, 1).transpose(0, 1)
+
+    def _tell(self, layer: int, count: int) -> None:
+        if self._start + count == self.token_count and self._when_passed is not None:
+            self.settle()
+            self._when_passed(layer)
 
     def kv(self, layer: int) -> Tensor:
         """Keys and values of a layer where they are kept, [H, N, 2, d] in the stored dtype.
@@ -176,6 +193,12 @@ class Capture:
         order = self._positions.argsort(stable=True)
         return QuerySample(queries.float()[:, order.to(self.device)], self._positions[order])
 
+    def cluster_starts(self, layer: int) -> ClusterStarts | None:
+        """Clusters that approximate attention found in a layer, on the capture's device; None without it."""
+        if self._approximation is None:
+            return None
+        return self._approximation.starts(layer, self.identity.kv_heads, self.token_count)
+
     @property
     def _positions(self) -> Tensor:
         prompts = (kept + self.token_count for kept in self._plan.prompts)
@@ -184,6 +207,8 @@ class Capture:
     def release(self, layer: int) -> None:
         """Frees what is kept of a layer."""
         self._kept.release(layer)
+        if self._approximation is not None:
+            self._approximation.release(layer)
         self._queries[layer] = self._prompt_kv[layer] = None
 
     def close(self) -> None:

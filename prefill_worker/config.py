@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 from index_store.dtypes import KV_DTYPES
 from index_store.errors import InvalidArgumentError
 from index_store.methods import DEFAULT_METHOD
+from prefill_worker.muse.settings import PREFILL_MUSE, MuseSettings
 
 _TTL = re.compile(r"0+|([0-9]+)([smhd])")
 _TTL_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -28,6 +29,8 @@ class PrefillConfig:
         centroids, split: build parameters of query tables, None for the index's own. dense_layers: "auto", "none" or
         layer numbers ("0,1").
     dtype: how K and V are stored, "auto" for the checkpoint's dtype. chunk: tokens per forward pass.
+    attention: "exact", or "muse" for what attends to the past through clusters: clusters, exact blocks and the rest of
+        it are the muse_ settings (`prefill_worker.muse.settings`), and a pass carries one block, whatever chunk says.
     query_sample: queries per layer and KV head that indexes are built from (tokens times group).
     ttl: time to live ("30m", "12h", "7d"), None for ever. salt: keeps equal documents of different owners apart.
     device_memory: bytes of the device's memory that the job may use beside the model's weights, None for what is free.
@@ -47,6 +50,12 @@ class PrefillConfig:
     dense_layers: str = "auto"
     dtype: str = "auto"
     chunk: int = 2048
+    attention: str = "exact"
+    muse_block: int = PREFILL_MUSE.block
+    muse_clusters: int = PREFILL_MUSE.clusters
+    muse_cap: float = PREFILL_MUSE.cap
+    muse_iterations: int = PREFILL_MUSE.iterations
+    muse_dipole: bool = PREFILL_MUSE.dipole
     query_sample: int = 8192
     ttl: str | None = None
     salt: str = ""
@@ -73,6 +82,11 @@ class PrefillConfig:
             raise InvalidArgumentError(
                 f"--dtype is {self.dtype!r}, expected auto or one of {', '.join(KV_DTYPES)}"
             )
+        if self.attention not in ("exact", "muse"):
+            raise InvalidArgumentError(f"--attention is {self.attention!r}, expected exact or muse")
+        given = replace(self._muse_given, seed=0)  # raises for what is out of range
+        if self.attention == "exact" and given != PREFILL_MUSE:
+            raise InvalidArgumentError("--muse-... settings shape --attention muse, which was not asked for")
         if self.device not in ("auto", "cpu", "cuda"):
             raise InvalidArgumentError(f"--device is {self.device!r}, expected auto, cpu or cuda")
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -83,6 +97,27 @@ class PrefillConfig:
             )
         parse_ttl(self.ttl)
         parse_dense_layers(self.dense_layers)
+
+    @property
+    def muse(self) -> MuseSettings | None:
+        """The settings of approximate attention; None where attention is exact."""
+        return self._muse_given if self.attention == "muse" else None
+
+    @property
+    def _muse_given(self) -> MuseSettings:
+        return MuseSettings(
+            clusters=self.muse_clusters,
+            cap=self.muse_cap,
+            iterations=self.muse_iterations,
+            block=self.muse_block,
+            dipole=self.muse_dipole,
+            seed=self.seed,
+        )
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens per forward pass."""
+        return self.muse_block if self.attention == "muse" else self.chunk
 
     @property
     def torch_device(self) -> torch.device:

@@ -16,6 +16,13 @@ class TableLayout(StrEnum):
     LISTS = "lists"
 
 
+class AttentionKind(StrEnum):
+    """How the model attends while it reads."""
+
+    EXACT = "exact"
+    MUSE = "muse"
+
+
 class DimensionSplit(StrEnum):
     """Which dimensions form a subspace."""
 
@@ -45,7 +52,15 @@ Split = Annotated[DimensionSplit | None, Option(help="How slices are formed; def
 Calibration = Annotated[Path | None, Option(help="Example prompts: one question per line, or .jsonl.")]
 DenseLayers = Annotated[str, Option(help="auto, none, or layers such as 0,1.")]
 Dtype = Annotated[str, Option(help="Of stored keys and values: auto, float32, float16, bfloat16.")]
-Chunk = Annotated[int, Option(help="Tokens per forward pass.")]
+Chunk = Annotated[int, Option(help="Tokens per forward pass; with --attention muse, passes are its blocks.")]
+Attention = Annotated[
+    AttentionKind, Option(help="exact, or muse: the past approximated by clusters, for very long contexts.")
+]
+MuseBlock = Annotated[int, Option(help="Tokens of a block that MuSe attends exactly.")]
+MuseClusters = Annotated[int, Option(help="MuSe's clusters of queries and of keys.")]
+MuseCap = Annotated[float, Option(help="MuSe's largest cluster, in multiples of the mean one.")]
+MuseIterations = Annotated[int, Option(help="MuSe's iterations of k-means.")]
+MuseDipole = Annotated[bool, Option(help="MuSe with dipole terms.")]
 QuerySample = Annotated[int, Option(help="Queries per KV head that indexes are built from.")]
 Ttl = Annotated[str | None, Option(help="Time to live, for example 30m, 12h, 7d; default: for ever.")]
 Salt = Annotated[str, Option(help="Keeps equal documents of different owners apart.")]

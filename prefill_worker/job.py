@@ -49,6 +49,7 @@ from prefill_worker.memory_plan import (
     plan_memory,
     weight_bytes,
 )
+from prefill_worker.muse.ranges import RangeAttention
 from prefill_worker.prefill import run_context, run_prompts
 from prefill_worker.progress import Reporter, Update
 from prefill_worker.stages import Clock
@@ -99,6 +100,7 @@ class _Job:
             "query_sample": self.config.query_sample,
             "seed": self.config.seed,
             "calibration": fingerprint_prompts(self.prompts),
+            **({} if self.config.muse is None else {"attention": self.config.muse.describe()}),
         }
 
     @property
@@ -121,7 +123,7 @@ class _Job:
         return JobSizes(
             self.identity,
             tokens=len(self.token_ids),
-            chunk=self.config.chunk,
+            chunk=self.config.pass_tokens,
             sampled=self.sample_plan().rows,
             feed_forward=int(getattr(model.config, "intermediate_size", 4 * model.config.hidden_size)),
             kv_dtype=stored_dtype(self.dtype).torch_dtype,
@@ -287,6 +289,7 @@ def _read_and_build(
         job.sample_plan(),
         config.torch_device,
         block_tokens=plan.block_tokens,
+        approximation=None if config.muse is None else RangeAttention(config.muse, identity.layers),
     )
     with closing(capture), LayerWriting(writer, capture, frequencies, config.seed, clock) as writing:
         early = capture.device.type == "cuda" and not job.prompts and job.layers_are_known
@@ -294,7 +297,7 @@ def _read_and_build(
             _begin(job, writing, None)
             capture.when_passed(writing.add)
         with clock("prefill"), reporter.phase("prefill", "tokens") as update:
-            run_context(loaded.model, capture, job.token_ids, config.chunk, update)
+            run_context(loaded.model, capture, job.token_ids, config.pass_tokens, update)
         if job.prompts:
             with clock("calibration"), reporter.phase("calibration", "prompts") as update:
                 run_prompts(loaded.model, capture, job.prompts, config.chunk, update)
@@ -332,7 +335,9 @@ def _manifest(
     now = utc_now()
     ttl = parse_ttl(config.ttl)
     prefill: dict[str, Scalar] = {
-        "chunk": config.chunk,
+        "chunk": config.pass_tokens,
+        "attention": config.attention,
+        **({} if config.muse is None else config.muse.describe()),
         "query_sample": config.query_sample,
         "seed": config.seed,
         "calibration_prompts": len(job.prompts),

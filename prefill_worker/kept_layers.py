@@ -36,6 +36,10 @@ class KeptLayers(Protocol):
         """The first `count` tokens of a layer, for attention."""
         ...
 
+    def part(self, layer: int, start: int, end: int) -> Tensor:
+        """Tokens start..end-1 of a layer on the device: those that are kept, or a copy."""
+        ...
+
     def settle(self) -> None:
         """Has the caller's stream wait until all that was written is where it is kept."""
         ...
@@ -75,6 +79,9 @@ class DeviceLayers:
 
     def past(self, layer: int, count: int) -> Tensor:
         return self.kept(layer)[:, :count]
+
+    def part(self, layer: int, start: int, end: int) -> Tensor:
+        return self.kept(layer)[:, start:end]
 
     def settle(self) -> None:
         """Nothing to wait for."""
@@ -141,6 +148,14 @@ class HostLayers:
 
     def past(self, layer: int, count: int) -> Past:
         return _HostPast(self, layer, count)
+
+    def part(self, layer: int, start: int, end: int) -> Tensor:
+        self.settle()
+        kept = self.kept(layer)[:, start:end]
+        copy = torch.empty(kept.shape, dtype=kept.dtype, device=self._device)
+        for own, head in zip(copy, kept, strict=True):  # in one piece each
+            own.copy_(head, non_blocking=True)
+        return copy
 
     def read(self, layer: int, ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
         """Blocks [H, n, 2, d] of a layer on the device, each good until the next one is asked for.

@@ -169,7 +169,8 @@ class LayerWriting:
             check_finite(kv_HN2D, layer)
             sample = self._capture.query_sample(layer)
             stored_HPGD = sample.queries_HPGD[:, self._rows_P]
-        source = LayerSource(kv_HN2D, sample, self._frequencies)
+            starts = self._capture.cluster_starts(layer)
+        source = LayerSource(kv_HN2D, sample, self._frequencies, starts)
         for head, head_kv_N2D in enumerate(self._capture.kv(layer)):
             writes.append(self._chunks.submit(self._kv.path, (layer, head), head_kv_N2D))
         for head, head_PGD in enumerate(stored_HPGD):

@@ -40,7 +40,16 @@ class MuseSettings:
             if not least <= value <= most:
                 raise InvalidArgumentError(f"MuSe's {name} is {value}, expected {least} to {most}")
 
+    def describe(self) -> dict[str, int | float | bool]:
+        """What decides the result, for a context's id and manifest."""
+        names = ("block", "clusters", "cap", "iterations", "dipole")
+        return {f"muse_{name}": getattr(self, name) for name in names}
+
     @property
     def clusters_of_queries(self) -> int:
         """How many clusters queries get."""
         return self.clusters if self.query_clusters is None else self.query_clusters
+
+
+PREFILL_MUSE = MuseSettings(dipole=False)
+"""The defaults of prefill; docs/muse.md has the measurements behind them."""

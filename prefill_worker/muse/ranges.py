@@ -1,0 +1,143 @@
+"""MuSe while a model reads a context block by block: the past is attended through clusters, the block itself exactly.
+
+A pass carries one block of tokens. Its queries are clustered once, and attend to the ranges of the causal tree before
+it (`tree.earlier_ranges`), each of a power of two of blocks. A range's keys are clustered when its first query comes,
+and the clusters are kept until the last one has passed. (In `attention.attend_forward`, which has all queries at once,
+those of a whole range are clustered together.)
+
+Shape legend: E KV heads, G query heads per KV head, H = E*G, T queries of a block, N tokens of the context, X means of
+queries, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from index_store.errors import InvalidArgumentError
+from index_store.indexes.base import ClusterStarts
+from prefill_worker.muse.backend import KERNEL_DIMS, backend_for
+from prefill_worker.muse.clusters import Clusters
+from prefill_worker.muse.exact import attend_block
+from prefill_worker.muse.reference import Moments
+from prefill_worker.muse.settings import MuseSettings
+from prefill_worker.muse.tree import earlier_ranges
+
+ReadRange = Callable[[int, int], Tensor]
+"""Keys and values [E, n, 2, D] of tokens first..end-1, on the device."""
+
+KEPT_BLOCKS = 8
+"""Blocks, the newest ones, whose query means are kept for building indexes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Clusters of the keys of one range, and their covariances where the dipole counts."""
+
+    clusters: Clusters
+    moments: Moments | None
+
+
+class RangeAttention:
+    """Approximate attention to the past of every layer of one context."""
+
+    def __init__(self, settings: MuseSettings, layers: int) -> None:
+        self.settings = settings
+        self._ranges: list[dict[tuple[int, int], _Range]] = [{} for _ in range(layers)]
+        self._query_means: list[list[Tensor]] = [[] for _ in range(layers)]
+
+    def attend(
+        self, layer: int, queries_EGTD: Tensor, start: int, chunk_ET2D: Tensor, read: ReadRange
+    ) -> Tensor:
+        """Attention of a block's queries to all earlier tokens and, causally, to themselves: [E, G, T, D].
+
+        queries: after RoPE, not scaled. start: position of the first, a multiple of the settings' block. chunk: their
+        own keys and values, as stored. Raises ValueError for a pass that is not one block, and InvalidArgumentError
+        on a device for heads that the kernels do not take.
+        """
+        block = self.settings.block
+        kv_heads, group, count, dim = queries_EGTD.shape
+        if start % block or count > block:
+            raise ValueError(f"a pass of {count} tokens from {start} on is not one block of {block}")
+        if queries_EGTD.is_cuda and dim not in KERNEL_DIMS:
+            raise InvalidArgumentError(
+                f"the model's heads have {dim} dimensions; --attention muse takes {KERNEL_DIMS} on a GPU"
+            )
+        dtype, scale = queries_EGTD.dtype, 1 / math.sqrt(dim)
+        query = queries_EGTD.reshape(1, kv_heads * group, count, dim)
+        own = chunk_ET2D.to(dtype).repeat_interleave(group, dim=0)
+        out, lse = attend_block(query, own[None, :, :, 0], own[None, :, :, 1], scale)
+        ranges = earlier_ranges(start // block)
+        if ranges:
+            lse = lse.to(torch.promote_types(lse.dtype, torch.float32)).contiguous()
+            self._attend_ranges(layer, query, ranges, read, out, lse)
+        return out.reshape(kv_heads, group, count, dim)
+
+    def _attend_ranges(
+        self,
+        layer: int,
+        query: Tensor,
+        ranges: list[tuple[int, int]],
+        read: ReadRange,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        settings, backend = self.settings, backend_for(query)
+        queries = query.unsqueeze(2)
+        cap, iterations, seed = settings.cap, settings.iterations, settings.seed
+        own = backend.find_clusters(queries, settings.clusters_of_queries, cap, iterations, seed + 1)
+        kept = self._query_means[layer]
+        kept.append(own.centroids)
+        del kept[:-KEPT_BLOCKS]
+        known = self._ranges[layer]
+        scale = 1 / math.sqrt(query.shape[-1])
+        for first, blocks in ranges:
+            kv = read(first * settings.block, (first + blocks) * settings.block).to(query.dtype)
+            keys, values = (kv[None, :, :, part].unsqueeze(2) for part in (0, 1))
+            group = query.shape[1] // keys.shape[1]
+            if (first, blocks) not in known:
+                clusters = backend.find_clusters(keys, settings.clusters, cap, iterations, seed)
+                moments = backend.covary_members(keys, values, clusters) if settings.dipole else None
+                known[first, blocks] = _Range(clusters, moments)
+            of_range = known[first, blocks]
+            summaries = backend.summarise_keys(own.centroids, keys, values, of_range.clusters, scale, group)
+            dipoles = None
+            if of_range.moments is not None:
+                dipoles = backend.mix_dipoles(summaries.logits, of_range.moments.covariances, group, 1)
+            into = out.unsqueeze(2), lse.unsqueeze(2)
+            backend.attend_summaries(queries, own, summaries, dipoles, scale, *into, True)
+        for key in known.keys() - set(ranges):
+            del known[key]
+
+    def starts(self, layer: int, kv_heads: int, token_count: int) -> ClusterStarts | None:
+        """The means and clusters that were found in a layer, to build indexes from; None for a context of one block."""
+        means, ranges = self._query_means[layer], self._ranges[layer]
+        if not means:
+            return None
+        queries_EXD = torch.cat([own.view(kv_heads, -1, own.shape[-1]) for own in means], dim=1)
+        clusters_EN = torch.full((kv_heads, token_count), -1, dtype=torch.int32, device=means[0].device)
+        for (first, blocks), own in ranges.items():
+            begin = first * self.settings.block
+            end = (first + blocks) * self.settings.block
+            clusters_EN[:, begin:end] = label_points(own.clusters, end - begin)
+        return ClusterStarts(queries_EXD.float(), clusters_EN)
+
+    def release(self, layer: int) -> None:
+        """Forgets a layer."""
+        self._query_means[layer].clear()
+        self._ranges[layer].clear()
+
+
+def label_points(clusters: Clusters, count: int) -> Tensor:
+    """The cluster of every point, [Y, N] int32."""
+    problems, number, room = clusters.members.shape
+    own = torch.arange(number, dtype=torch.int32, device=clusters.counts.device)
+    labels = torch.empty(problems, count + 1, dtype=torch.int32, device=own.device)
+    # Places that are free write behind the last point.
+    place = torch.where(clusters.filled, clusters.members, count).long().flatten(1)
+    labels.scatter_(1, place, own[:, None].expand(problems, -1, room).flatten(1))
+    return labels[:, :count]
