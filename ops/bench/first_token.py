@@ -1,0 +1,349 @@
+"""Time to first token on a GPU: from a cold store, from a warm arena, and for a second request on the same context.
+
+usage: python ops/bench/first_token.py [--tokens 32768,131072] [--methods pq:0.01,squeezed:0.05] [--folder DIR]
+
+The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16; contexts are random,
+written as files by the store's own writer, with the indexes of all methods. A request is what the engine makes of one:
+a lease on the context, a session, the prompt in pieces, the likeliest token on the host. Everything has run once
+before, on another context, so that no kernel is compiled while it is timed.
+
+- `cold`: the store's files are not in the page cache, the arena is empty; the prompt runs behind the loading, as in
+  `serve` when nobody else is served. `cached` is the same with the files in the page cache. `page_cache` is the share
+  of the files that was in it before, as the system tells: 0 where dropping them is allowed.
+- `load_s`: all layers into an empty arena, files in the page cache; then `warm`, the first request after that, and
+  `second`, the median of further ones.
+- `stream`: decode steps of full attention with keys and values in host memory, which every step reads all.
+
+`exact` prompts attend to everything, `sparse` ones to what one search selects for each piece of the prompt. Before a
+time is reported, exact prompts in both placements, and sparse ones with a budget of all keys, are compared with exact
+attention in device memory. One JSON line per figure; the exit code is 1 when a check fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+
+# isort: split
+import torch
+import typer
+from decode_gpu import CheckFailedError, make_model
+from page_cache import cached_share, drop_from_page_cache, files_below, read_into_page_cache
+from torch import Tensor
+
+from decode_engine.attention import DecodeStep
+from decode_engine.config import Prompts
+from decode_engine.session import Session
+from decode_engine.warm_up import made_up_context
+from index_store.arena import Arena
+from index_store.budgets.ratio import Ratio
+from index_store.catalog import Store
+from index_store.context import ResidentContext
+from index_store.devices import finish
+from index_store.manifest import Manifest, ModelIdentity
+from index_store.methods import Method, get_method
+from index_store.placement import MemoryBytes, Placement
+
+DTYPE = "bfloat16"
+DEVICE = torch.device("cuda")
+PLACEMENTS = (Placement.DEVICE, Placement.HYBRID)
+DISTINCT = 2
+"""Layers with contents of their own; the others repeat them, which no cache is large enough to profit from."""
+PIECE = 512
+"""Prompt tokens of one pass, as `serve` has them on a GPU."""
+WRITERS = 8
+TURNS = 5
+STEPS = 6
+CHECKED_PROMPT = 24
+TOLERANCE = 0.1
+"""Root mean square of the difference of logits, relative to their spread: rounding in 32 random layers."""
+
+
+def parse_method(text: str) -> Method:
+    """NAME[:KEEP]."""
+    name, _, keep = text.partition(":")
+    return get_method(name, float(keep) if keep else None)
+
+
+def write_context(store: Store, made: ResidentContext, id_: str) -> Manifest:
+    """Writes a made-up context into the store, several chunks at a time."""
+    manifest = replace(made.manifest, id=id_)
+    entries = {entry.path: entry for entry in manifest.arrays}
+    with store.writer(id_) as writer, ThreadPoolExecutor(WRITERS) as pool:
+        writer.write_tokens(made.tokens())
+        for entry in entries.values():
+            if entry.path != "tokens":
+                writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+        for layer in range(manifest.model.layers):
+            arrays = {"kv": made.kv(layer)} | {
+                f"index/{index.name}/{name}": array
+                for index in manifest.indexes
+                for name, array in made.index(index.name, layer).arrays().items()
+            }
+            chunks = [
+                (path, head, chunk.cpu())
+                for path, array in arrays.items()
+                for head, chunk in enumerate(array)
+            ]
+            done = [pool.submit(writer.write_chunk, path, (layer, head), data) for path, head, data in chunks]
+            for each in done:
+                each.result()
+        return writer.publish(manifest)
+
+
+class Requests:
+    """Requests on one context, in one placement."""
+
+    def __init__(self, model: Any, store: Store, manifest: Manifest, placement: Placement) -> None:
+        self._model = model
+        self._store = store
+        self._id = manifest.id
+        room = MemoryBytes(2**40, 2**40)
+        self.arena = Arena(room, device=DEVICE, placement=placement)
+
+    def first_token(self, method: Method, ids: Sequence[int], prompts: Prompts, early: bool = False) -> float:
+        """Seconds from the request to its first token on the host."""
+        begin = time.perf_counter()
+        with self.arena.acquire(self._store, self._id, early=early) as context:
+            session = Session(context, method)
+            int(self.read(session, ids, prompts).argmax())
+            taken = time.perf_counter() - begin
+            session.close()
+        return taken
+
+    def logits(self, method: Method, ids: Sequence[int], prompts: Prompts) -> Tensor:
+        """After the prompt, [V] float32."""
+        with self.arena.acquire(self._store, self._id) as context:
+            session = Session(context, method)
+            found = self.read(session, ids, prompts)
+            session.close()
+        return found
+
+    def step_seconds(self, method: Method, ids: Sequence[int]) -> float:
+        """Median seconds of a decode step after a prompt, by the general path."""
+        with self.arena.acquire(self._store, self._id) as context:
+            session = Session(context, method)
+            token, times = int(self.read(session, ids, Prompts.EXACT).argmax()), []
+            for _ in range(STEPS):
+                begin = time.perf_counter()
+                token = int(self.read(session, [token], Prompts.EXACT).argmax())
+                times.append(time.perf_counter() - begin)
+            session.close()
+        return statistics.median(times[1:])
+
+    @torch.inference_mode()
+    def read(self, session: Session, ids: Sequence[int], prompts: Prompts) -> Tensor:
+        """Logits [V] float32 after the tokens, which are fed in pieces like the engine's."""
+        logits = torch.empty(0)
+        for start in range(0, len(ids), PIECE):
+            part = torch.tensor([ids[start : start + PIECE]], device=DEVICE)
+            positions = session.position + torch.arange(part.shape[1], device=DEVICE)
+            step = DecodeStep([session], prompts is Prompts.EXACT, prompts is Prompts.SPARSE)
+            out = self._model(
+                input_ids=part,
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=1,
+                decode_step=step,
+            )
+            session.position += part.shape[1]
+            logits = out.logits[0, -1].float()
+        return logits
+
+
+def compare(found: Tensor, expected: Tensor, what: str) -> float:
+    """Difference of logits relative to their spread. Raises CheckFailedError when it is too large."""
+    difference = float((found - expected).square().mean().sqrt() / expected.std())
+    if not difference < TOLERANCE:
+        raise CheckFailedError(
+            f"logits of {what} differ by {difference:.3f} of their spread, limit {TOLERANCE}"
+        )
+    return round(difference, 4)
+
+
+def check(model: Any, store: Store, manifest: Manifest, methods: Sequence[Method]) -> dict[str, float]:
+    """Differences of prompts in both placements from exact attention in device memory."""
+    ids = prompt_of(CHECKED_PROMPT)
+    full = get_method("full")
+    beside = Requests(model, store, manifest, Placement.DEVICE)
+    expected = beside.logits(full, ids, Prompts.EXACT)
+    found = {}
+    for placement in PLACEMENTS:
+        here = beside if placement is Placement.DEVICE else Requests(model, store, manifest, placement)
+        found[f"{placement.value}_exact"] = compare(
+            here.logits(full, ids, Prompts.EXACT), expected, f"exact prompts, {placement.value}"
+        )
+        for method in methods:
+            whole = method if not isinstance(method.budget, Ratio) else replace(method, budget=Ratio(1.0))
+            if whole is not method:
+                label = f"{placement.value}_sparse_{method.name}"
+                found[label] = compare(here.logits(whole, ids, Prompts.SPARSE), expected, label)
+        here.arena.clear()
+    return found
+
+
+def prompt_of(count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(count)
+    ids: list[int] = torch.randint(0, 128_000, (count,), generator=generator).tolist()
+    return ids
+
+
+def cold_figures(
+    model: Any,
+    store: Store,
+    manifest: Manifest,
+    placement: Placement,
+    methods: Sequence[Method],
+    ids: list[int],
+) -> Iterator[dict[str, Any]]:
+    """The first request after a start: files read from the disk, and from the page cache."""
+    files = files_below(store.path / "contexts")
+    for method in methods:
+        for prompts in (Prompts.EXACT, Prompts.SPARSE):
+            row: dict[str, Any] = {"figure": "cold", "method": method.name, "prompts": prompts.value}
+            for label, prepare in (("cold", drop_from_page_cache), ("cached", read_into_page_cache)):
+                if label == "cold" and (method is not methods[0] or prompts is not Prompts.EXACT):
+                    continue  # the disk decides; once is enough
+                requests = Requests(model, store, manifest, placement)
+                prepare(files)
+                row[f"{label}_page_cache"] = cached_share(files)
+                row[f"{label}_s"] = requests.first_token(method, ids, prompts, early=True)
+                requests.arena.clear()
+            yield row
+
+
+def warm_figures(
+    requests: Requests, methods: Sequence[Method], lengths: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Requests on a context that is in the arena: the first one of a kind and length, and the median of later ones."""
+    for method in methods:
+        for prompts in (Prompts.EXACT, Prompts.SPARSE):
+            for length in lengths:
+                ids = prompt_of(length)
+                times = [requests.first_token(method, ids, prompts) for _ in range(1 + TURNS)]
+                yield {
+                    "figure": "warm",
+                    "method": method.name,
+                    "budget": "" if method.budget is None else method.budget.label,
+                    "prompts": prompts.value,
+                    "prompt_tokens": length,
+                    "warm_s": times[0],
+                    "second_s": statistics.median(times[1:]),
+                }
+
+
+def figures(
+    model: Any,
+    identity: ModelIdentity,
+    tokens: int,
+    methods: Sequence[Method],
+    lengths: Sequence[int],
+    folder: Path | None,
+) -> Iterator[dict[str, Any]]:
+    """All figures of one length."""
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        store = Store(Path(temporary) / "store", create=True)
+        first, *others = methods
+        made = made_up_context(
+            identity, DTYPE, first, tokens, also=others, distinct=DISTINCT, device=DEVICE, seed=tokens
+        )
+        begin = time.perf_counter()
+        manifest = write_context(store, made, "0" * 64)
+        written_s = time.perf_counter() - begin
+        made.release()
+        del made
+        torch.cuda.empty_cache()
+        nbytes = sum(path.stat().st_size for path in files_below(store.path / "contexts"))
+        yield {"figure": "written", "written_s": written_s, "gb": nbytes / 1e9}
+        yield {"figure": "check", **check(model, store, manifest, methods)}
+        for placement in PLACEMENTS:
+            where = {"placement": placement.value}
+            for row in cold_figures(model, store, manifest, placement, methods, prompt_of(lengths[0])):
+                yield {**where, **row}
+            requests = Requests(model, store, manifest, placement)
+            load_s = seconds(lambda requests=requests: load(requests, store, manifest))  # type: ignore[misc]
+            stats = requests.arena.stats()
+            yield {
+                **where,
+                "figure": "load",
+                "load_s": load_s,
+                "host_gb": stats.used.host / 1e9,
+                "device_gb": stats.used.device / 1e9,
+                "page_locked_gb": stats.page_locked_bytes / 1e9,
+            }
+            for row in warm_figures(requests, methods, lengths):
+                yield {**where, **row}
+            if placement is Placement.HYBRID:
+                step_s = requests.step_seconds(get_method("full"), prompt_of(lengths[0]))
+                read = manifest.kv_bytes / 1e9
+                yield {
+                    **where,
+                    "figure": "stream",
+                    "method": "full",
+                    "step_s": step_s,
+                    "tokens_per_s": 1.0 / step_s,
+                    "gb_per_s": read / step_s,
+                }
+            requests.arena.clear()
+
+
+def load(requests: Requests, store: Store, manifest: Manifest) -> None:
+    """Brings the whole context into the arena."""
+    with requests.arena.acquire(store, manifest.id):
+        pass
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    finish(DEVICE)
+    return time.perf_counter() - begin
+
+
+def emit(row: dict[str, Any]) -> None:
+    rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+    machine = f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    typer.echo(json.dumps({"bench": "first_token", **rounded, "machine": machine}))
+    sys.stdout.flush()
+
+
+def main(
+    tokens: Annotated[str, typer.Option(help="Lengths of contexts, comma-separated.")] = "32768,131072",
+    methods: Annotated[str, typer.Option(help="NAME[:KEEP], comma-separated.")] = "pq:0.01,squeezed:0.05",
+    prompt_tokens: Annotated[str, typer.Option(help="Lengths of prompts, comma-separated.")] = "64,512",
+    layers: Annotated[int, typer.Option(help="Of the model.")] = 32,
+    folder: Annotated[Path | None, typer.Option(help="Where contexts are written.")] = None,
+) -> None:
+    """Times first tokens; one JSON line per figure."""
+    if not torch.cuda.is_available():
+        typer.echo("error: this benchmark needs a CUDA device", err=True)
+        raise typer.Exit(1)
+    parsed = [parse_method(text) for text in methods.split(",")]
+    lengths = [int(part) for part in prompt_tokens.split(",")]
+    model, identity = make_model(layers)
+    try:
+        # The first one compiles kernels and is not reported.
+        for number, length in enumerate((4096, *(int(part) for part in tokens.split(",")))):
+            for row in figures(model, identity, length, parsed, lengths, folder):
+                if number:
+                    emit({"tokens": length, "layers": layers, **row})
+    except CheckFailedError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,99 @@
+"""The benchmark of first tokens: its whole path over a tiny model on a CPU, and nothing is timed when a check fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from decode_engine.attention import ATTENTION_NAME, register_attention
+from decode_engine.config import Prompts
+from index_store.manifest import ModelIdentity
+from index_store.methods import get_method
+from tests.ops.scripts import load_script
+
+BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "first_token.py"
+IDENTITY = ModelIdentity("tiny", "llama", "0" * 64, "0" * 64, 3, 4, 2, 32, 300, 2**16)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Everything in host memory."""
+    found = load_script(BENCH)
+    monkeypatch.setattr(found, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(found, "TURNS", 1)
+    monkeypatch.setattr(found, "prompt_of", lambda count: [token % 300 for token in range(count)])
+    return found
+
+
+def make_model() -> Any:
+    register_attention()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2**16,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    return model.eval().requires_grad_(False)
+
+
+def test_without_a_device_it_says_so() -> None:
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, BENCH], capture_output=True, text=True, check=False, env=hidden)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: this benchmark needs a CUDA device\n"
+
+
+def test_every_figure_is_there(bench: ModuleType, tmp_path: Path) -> None:
+    rows = list(bench.figures(make_model(), IDENTITY, 300, [get_method("quest", 0.05)], [5, 9], tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    kinds = [row["figure"] for row in rows]
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "written": 1,
+        "check": 1,
+        "cold": 4,
+        "load": 2,
+        "warm": 8,
+        "stream": 1,
+    }
+    check = rows[1]
+    assert {"device_exact", "hybrid_exact", "device_sparse_quest", "hybrid_sparse_quest"} <= set(check)
+    assert all(value < 0.1 for name, value in check.items() if name != "figure")
+    assert all(row["cached_page_cache"] in (None, 1.0) for row in rows if "cached_page_cache" in row)
+    warm = [row for row in rows if row["figure"] == "warm"]
+    assert {(row["placement"], row["prompts"], row["prompt_tokens"]) for row in warm} == {
+        (placement, prompts, length)
+        for placement in ("device", "hybrid")
+        for prompts in ("exact", "sparse")
+        for length in (5, 9)
+    }
+    assert all(value > 0 for row in rows for name, value in row.items() if name.endswith("_s"))
+
+
+def test_wrong_logits_are_not_timed(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = bench.Requests.read
+
+    def spoiled(self: Any, session: Any, ids: Any, prompts: Prompts) -> torch.Tensor:
+        logits: torch.Tensor = original(self, session, ids, prompts)
+        return logits.flip(0) if prompts is Prompts.SPARSE else logits
+
+    monkeypatch.setattr(bench.Requests, "read", spoiled)
+    rows = bench.figures(make_model(), IDENTITY, 300, [get_method("quest", 0.05)], [5], tmp_path)
+    assert next(rows)["figure"] == "written"
+    with pytest.raises(bench.CheckFailedError, match="device_sparse_quest"):
+        next(rows)
