@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from decode_engine.kernels import gather_rows
+from decode_engine.kernels.gather_rows import RowCopies
 from index_store.host_blocks import BlockReader
 
 STREAM_BYTES = 32 * 2**20
@@ -43,19 +45,38 @@ def copy_rows(kv_HN2D: Tensor, start: int, end: int, device: torch.device) -> Te
 def pick_rows(kv_HN2D: Tensor, ids_HTK: Tensor) -> Tensor:
     """Rows [H*T*K, 2*d] at the ids of every head, in the stored dtype, on the ids' device.
 
-    They are picked where they are, and copied once if the ids are elsewhere.
+    A GPU reads them from host memory itself where that is page-locked. Otherwise they are picked where they are, and
+    copied once if the ids are elsewhere.
     """
     device = ids_HTK.device
     heads = kv_HN2D.shape[0]
     # Rows between heads; more than N where a buffer has slack.
     stride = kv_HN2D.stride(0) // kv_HN2D.stride(1)
     width = kv_HN2D.shape[2] * kv_HN2D.shape[3]
+    row_bytes = width * kv_HN2D.element_size()
+    fetched = kv_HN2D.device.type == "cpu" and device.type == "cuda"
+    read = fetched and row_bytes >= 16 and row_bytes & (row_bytes - 1) == 0 and kv_HN2D.is_pinned()
+    place = device if read else kv_HN2D.device
+    offsets = (torch.arange(heads, device=place) * stride)[:, None, None]
+    rows = (ids_HTK.to(place).long() + offsets).flatten()
+    if read:
+        return _read_rows(kv_HN2D, rows, width)
     table = kv_HN2D.as_strided(
         ((heads - 1) * stride + kv_HN2D.shape[1], width), (width, 1), kv_HN2D.storage_offset()
     )
-    offsets = (torch.arange(heads, device=kv_HN2D.device) * stride)[:, None, None]
-    rows = (ids_HTK.to(kv_HN2D.device).long() + offsets).flatten()
-    fetched = kv_HN2D.device.type == "cpu" and device.type == "cuda"
     picked = torch.empty(len(rows), width, dtype=kv_HN2D.dtype, device=kv_HN2D.device, pin_memory=fetched)
     torch.index_select(table, 0, rows, out=picked)
     return picked.to(device, non_blocking=fetched)
+
+
+def _read_rows(kv_HN2D: Tensor, rows_R: Tensor, width: int) -> Tensor:
+    """Rows of page-locked memory, by a kernel that reads them from there."""
+    out = torch.empty(len(rows_R), width, dtype=kv_HN2D.dtype, device=rows_R.device)
+    row_bytes = width * kv_HN2D.element_size()
+    copies = RowCopies(
+        rows_R * row_bytes + kv_HN2D.data_ptr(),
+        torch.arange(len(rows_R), device=rows_R.device) * row_bytes + out.data_ptr(),
+        torch.full((1,), len(rows_R), dtype=torch.int32, device=rows_R.device),
+    )
+    gather_rows.copy_rows(copies, row_bytes)
+    return out

@@ -125,6 +125,18 @@ def test_rows_are_picked_and_copied(device: torch.device) -> None:
     assert copy_rows(kv, 5, 3, device).shape == (HEADS, 0, 2, DIM)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [16, 24])
+def test_rows_of_page_locked_memory(dim: int) -> None:
+    """Read by a kernel where rows are powers of two, and otherwise picked on the host."""
+    kv = torch.randn(HEADS, COUNT, 2, dim, dtype=torch.float16).pin_memory()
+    ids = torch.randint(0, COUNT, (HEADS, 3, 11), dtype=torch.int32)
+    heads = torch.arange(HEADS)[:, None, None]
+    for part in (slice(None), slice(1, None)):
+        picked = pick_rows(kv[part], ids[part].to("cuda"))
+        assert torch.equal(picked.cpu().view(*ids[part].shape, 2, dim), kv[heads, ids.long()][part])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_dense_layers(device: torch.device) -> None:
     kv = make_kv()
