@@ -27,7 +27,7 @@ from decode_engine.kernels.list_entries import (
     located,
     share_of,
 )
-from decode_engine.kernels.partials import Partials, chained, wait_for_launch
+from decode_engine.kernels.partials import Partials, chained, let_next_begin, wait_alone
 from decode_engine.kernels.records import (
     ASSIGNMENT,
     KEYS,
@@ -172,7 +172,7 @@ def correct_kernel(
     peaks = tl.full([16], float("-inf"), tl.float32)
     totals = tl.zeros([16], tl.float32)
     sums = tl.zeros([16, DIM], tl.float32)
-    wait_for_launch(CHAINED)
+    wait_alone(CHAINED)
     counts = listed_keys(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
     listed = tl.minimum(tl.sum(counts, 0), room)
     begin, stop = share_of(listed + always, TILE)
@@ -184,7 +184,8 @@ def correct_kernel(
         # A head's rows span less than 2^31 elements up to 2^22 keys.
         where = ids * (2 * DIM)
         place = row.to(tl.int64) * room + entry
-        where = located(where, locations_ptr, place, entry < stop, to_slots, LOCATED, DIM)
+        known = entry < tl.minimum(stop, room)
+        where = located(where, locations_ptr, place, known, to_slots, LOCATED, DIM)
         where = where[:, None] + DIM + dims[None, :]
         values = tl.load(rows_ptr + where, mask=member[:, None], other=0.0)
         where = cluster[:, None] * DIM + dims[None, :]
@@ -203,5 +204,18 @@ def correct_kernel(
         whole = (now - before) * sizes[None, :] * share
         sums = add_weighted(sums, whole, value_means, True, PRECISION)
         peaks = higher
-    slot = first_slot + tl.program_id(0)
-    store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, slot, peaks, totals, sums, GROUP, DIM, 16)
+    store_partial(
+        sums_ptr,
+        peaks_ptr,
+        totals_ptr,
+        row,
+        slots,
+        first_slot + tl.program_id(0),
+        peaks,
+        totals,
+        sums,
+        GROUP,
+        DIM,
+        16,
+    )
+    let_next_begin(CHAINED)

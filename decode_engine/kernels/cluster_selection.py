@@ -1,9 +1,8 @@
 """Selection of clusters up to a token budget, as lists of their keys.
 
 A cluster's weight is the mean over the group's heads of S = exp(q.c) / sum_j N_j exp(q.c_j) (Squeezed Attention eq. 1,
-Multipole Attention section 3.2). The threshold is found by dividing a range again and again, so a budget is never
-exceeded and nothing is sorted; by how little it is missed is a matter of the last cluster. Where the heaviest cluster
-alone exceeds it, none is selected.
+Multipole Attention section 3.2). The threshold is bisected, so a budget is never exceeded and nothing is sorted; by how
+little it is missed is a matter of the last cluster. Where the heaviest cluster alone exceeds it, none is selected.
 
 A row's programs all find the same threshold, each on its own: that takes less time than to wait for one that does.
 Then each lists the members of its share of the clusters, at a place that follows from those before it.
@@ -47,11 +46,11 @@ _SIZES = tl.constexpr(SIZES)
 RANGE = 24
 """Distance from the heaviest cluster, in units of log2, beyond which clusters are not told apart: what is lighter by
 2^-24 would not change a float32 sum. A budget that reaches down there, but not to all clusters, is left unused."""
-TURNS = 11
-"""Of the search for the threshold, each in a third of the range before: it tells apart weights 2^-17 of it apart."""
-_PROGRAMS = 64
-"""Of all rows together, where rows are few."""
-_LISTED_AT_ONCE = 64
+TURNS = 16
+"""Of the bisection: weights are told apart up to a 2^-16 of that range."""
+_WEIGHED_AT_ONCE = 8192
+"""Clusters that a program weighs at once; more take more registers than it has."""
+_LISTED_AT_ONCE = 128
 """Clusters whose members a program lists at once."""
 _AT_ONCE = 16384
 """Clusters of a row that a program holds in registers; of more, weights are read again in every turn."""
@@ -68,7 +67,7 @@ class SelectionBuffers:
 
     @staticmethod
     def allocate(rows: int, width: int, device: torch.device | str) -> SelectionBuffers:
-        programs = max(1, min(8, _PROGRAMS // rows, triton.cdiv(width, 16)))
+        programs = max(1, min(8, 64 // rows, triton.cdiv(width, 16)))
         own = max(16, int(triton.next_power_of_2(triton.cdiv(width, programs * 16))) * 16)
         return SelectionBuffers(
             torch.empty(rows, programs, own, dtype=torch.int32, device=device),
@@ -114,7 +113,7 @@ def select_clusters(
         BLOCK=block,
         SINGLE=width <= block,
         OWN=own,
-        CHUNK=min(block, 2048),
+        CHUNK=block if width <= block <= _WEIGHED_AT_ONCE else min(block, 2048),
         AT_ONCE=_LISTED_AT_ONCE,
         AT_MEMBER=32,
         RANGE=RANGE,
@@ -165,13 +164,38 @@ def weigh(
 
 
 @triton.jit
-def count_twice(
-    weights: tl.tensor, sizes: tl.tensor, lower: tl.tensor, upper: tl.tensor, counted: tl.tensor
+def weigh_all(
+    logits_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    normaliser: tl.tensor,
+    clusters: tl.tensor,
+    GROUP: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """Keys of clusters whose weight reaches lower, plus 2^32 times those of clusters that reach upper."""
-    low = tl.where(counted & (weights >= lower), sizes, 0)
-    high = tl.where(counted & (weights >= upper), sizes, 0)
-    return low.to(tl.int64) | (high.to(tl.int64) << 32)
+    """Writes the weights of a row's clusters; returns those of the first BLOCK, and the largest of all.
+
+    All programs of a row write the same numbers.
+    """
+    at = tl.arange(0, BLOCK)
+    if SINGLE and CHUNK == BLOCK:
+        weights = weigh(logits_ptr, normaliser, at, clusters, GROUP, HEADS_TILE)
+        tl.store(weights_ptr + at, weights, mask=at < clusters)
+        heaviest = tl.max(weights, 0)
+        tl.debug_barrier()
+    else:
+        highest = tl.zeros([CHUNK], tl.int32)
+        for start in range(0, clusters, CHUNK):
+            some = start + tl.arange(0, CHUNK)
+            weighed = weigh(logits_ptr, normaliser, some, clusters, GROUP, HEADS_TILE)
+            tl.store(weights_ptr + some, weighed, mask=some < clusters)
+            highest = tl.maximum(highest, weighed)
+        tl.debug_barrier()
+        heaviest = tl.max(highest, 0)
+        weights = tl.load(weights_ptr + at, mask=at < clusters, other=0)
+    return weights, heaviest
 
 
 @triton.jit
@@ -181,28 +205,29 @@ def keys_from(
     weights_ptr: tl.tensor,
     sizes_ptr: tl.tensor,
     clusters: tl.tensor,
-    lower: tl.tensor,
-    upper: tl.tensor,
+    threshold: tl.tensor,
     program: tl.tensor,
     programs: tl.tensor,
     BLOCK: tl.constexpr,
     SINGLE: tl.constexpr,
     EVERY: tl.constexpr,
 ) -> tl.tensor:
-    """Keys of the clusters whose weight reaches either threshold; without EVERY of those that earlier programs own."""
+    """Keys of the clusters whose weight reaches the threshold; without EVERY of those that earlier programs own."""
     at = tl.arange(0, BLOCK)
     if SINGLE:
-        counted = (at < clusters) if EVERY else ((at // 16) % programs < program)
-        both = tl.sum(count_twice(weights, sizes, lower, upper, counted), 0)
-    else:
-        totals = tl.zeros([BLOCK], tl.int64)
-        for start in range(0, clusters, BLOCK):
-            some = tl.load(weights_ptr + start + at, mask=start + at < clusters, other=0)
-            number = tl.load(sizes_ptr + start + at, mask=start + at < clusters, other=0)
-            counted = (start + at < clusters) if EVERY else (((start + at) // 16) % programs < program)
-            totals += count_twice(some, number, lower, upper, counted)
-        both = tl.sum(totals, 0)
-    return (both & 0xFFFFFFFF).to(tl.int32), (both >> 32).to(tl.int32)
+        counted = weights >= threshold
+        if not EVERY:
+            counted = counted & ((at // 16) % programs < program)
+        return tl.sum(tl.where(counted, sizes, 0), 0)
+    total = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, clusters, BLOCK):
+        some = tl.load(weights_ptr + start + at, mask=start + at < clusters, other=0)
+        number = tl.load(sizes_ptr + start + at, mask=start + at < clusters, other=0)
+        counted = some >= threshold
+        if not EVERY:
+            counted = counted & (((start + at) // 16) % programs < program)
+        total += tl.where(counted, number, 0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -247,53 +272,20 @@ def cut(
     above = heaviest + 1
     below = tl.maximum(above - (RANGE << 23), 0)
     lowest = below * 0
-    every, _ = keys_from(
-        weights,
-        sizes,
-        weights_ptr,
-        sizes_ptr,
-        clusters,
-        lowest,
-        lowest,
-        program,
-        programs,
-        BLOCK,
-        SINGLE,
-        True,
+    every = keys_from(
+        weights, sizes, weights_ptr, sizes_ptr, clusters, lowest, program, programs, BLOCK, SINGLE, True
     )
     for _ in range(TURNS):
-        third = (above - below) // 3
-        lower, upper = below + third, above - third
-        of_lower, of_upper = keys_from(
-            weights,
-            sizes,
-            weights_ptr,
-            sizes_ptr,
-            clusters,
-            lower,
-            upper,
-            program,
-            programs,
-            BLOCK,
-            SINGLE,
-            True,
+        middle = below + (above - below) // 2
+        number = keys_from(
+            weights, sizes, weights_ptr, sizes_ptr, clusters, middle, program, programs, BLOCK, SINGLE, True
         )
-        below = tl.where(of_upper > keep, upper, tl.where(of_lower > keep, lower, below))
-        above = tl.where(of_upper > keep, above, tl.where(of_lower > keep, upper, lower))
+        over = number > keep
+        below = tl.where(over, middle, below)
+        above = tl.where(over, above, middle)
     threshold = tl.where(every <= keep, lowest, above)
-    before, _ = keys_from(
-        weights,
-        sizes,
-        weights_ptr,
-        sizes_ptr,
-        clusters,
-        threshold,
-        threshold,
-        program,
-        programs,
-        BLOCK,
-        SINGLE,
-        False,
+    before = keys_from(
+        weights, sizes, weights_ptr, sizes_ptr, clusters, threshold, program, programs, BLOCK, SINGLE, False
     )
     return threshold, before
 
@@ -372,16 +364,9 @@ def select_kernel(
     logits_row = logits_ptr + row.to(tl.int64) * width * GROUP
     weights_row = weights_ptr + row.to(tl.int64) * width
     normaliser = normalisers(peaks_ptr, totals_ptr, row, slots, splits, GROUP, HEADS_TILE, SPLITS)
-    highest = tl.zeros([CHUNK], tl.int32)
-    for start in range(0, clusters, CHUNK):
-        some = start + tl.arange(0, CHUNK)
-        weights = weigh(logits_row, normaliser, some, clusters, GROUP, HEADS_TILE)
-        # Every program of the row writes the same numbers.
-        tl.store(weights_row + some, weights, mask=some < clusters)
-        highest = tl.maximum(highest, weights)
-    tl.debug_barrier()
-    heaviest = tl.max(highest, 0)
-    weights = tl.load(weights_row + at, mask=at < clusters, other=0)
+    weights, heaviest = weigh_all(
+        logits_row, weights_row, normaliser, clusters, GROUP, HEADS_TILE, BLOCK, SINGLE, CHUNK
+    )
     threshold, before = cut(
         weights, sizes, weights_row, sizes_ptr, clusters, heaviest, keep, program, programs,
         BLOCK, SINGLE, RANGE, TURNS,

@@ -21,6 +21,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = 1.0 / math.log(2.0)
+_AT_ONCE = 8192
+"""Numbers that a merging program holds: half of its registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ def merge_partials(partials: Partials, dtype: torch.dtype = torch.float32) -> tu
     lse = torch.empty(rows, group, dtype=torch.float32, device=device)
     # Few rows leave most of the device idle, so that each is merged by several programs.
     width = head_dim if rows * group >= 256 else 32
+    padded = triton.next_power_of_2(slots)
     merge_kernel[(rows * group, head_dim // width)](
         partials.sums_RSGD,
         partials.peaks_RSG,
@@ -74,8 +77,9 @@ def merge_partials(partials: Partials, dtype: torch.dtype = torch.float32) -> tu
         GROUP=group,
         DIM=head_dim,
         WIDTH=width,
-        SLOTS=triton.next_power_of_2(slots),
-        TILE=min(64, triton.next_power_of_2(slots)),
+        SLOTS=padded,
+        TILE=min(64, padded),
+        AT_ONCE=padded * width <= _AT_ONCE,
         num_warps=4,
         **chained(device),
     )
@@ -99,10 +103,43 @@ def merge_partials_reference(partials: Partials, dtype: torch.dtype = torch.floa
 
 @triton.jit
 def wait_for_launch(CHAINED: tl.constexpr) -> None:
-    """Waits for the results of the launch before, and lets the next one begin to wait for this one's."""
+    """Waits for the results of the launch before, and lets the next one begin to wait for this one's.
+
+    For short launches. From long ones the next one's programs would take places, and end up later than they came: those
+    let it begin when they end.
+    """
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait_alone(CHAINED: tl.constexpr) -> None:
+    """Waits for the results of the launch before; the next one begins with `let_next_begin`."""
+    if CHAINED:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_begin(CHAINED: tl.constexpr) -> None:
+    """Lets the next launch begin, if all programs of this one have come here."""
+    if CHAINED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def load_sums(
+    sums_ptr: tl.tensor, at: tl.tensor, there: tl.tensor, dims: tl.tensor, DIM: tl.constexpr
+) -> tl.tensor:
+    """Sums of slots [slots, dims]; of those without keys whatever they hold: to wait for peaks first takes longer."""
+    return tl.load(sums_ptr + at[:, None] * DIM + dims[None, :], mask=there[:, None], other=0.0)
+
+
+@triton.jit
+def weighted(sums: tl.tensor, peaks: tl.tensor, base: tl.tensor) -> tl.tensor:
+    """Sums of slots, added up relative to a common peak; slots without keys are left out."""
+    present = (peaks != float("-inf"))[:, None]
+    return tl.sum(tl.where(present, tl.exp2(peaks - base)[:, None] * sums, 0.0), 0)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -118,6 +155,7 @@ def merge_kernel(
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
     TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (row, group head, WIDTH of the values' dimensions)."""
@@ -128,22 +166,24 @@ def merge_kernel(
     head = row_head % GROUP
     first = row * slots * GROUP + head
     every = tl.arange(0, SLOTS)
+    dims = part * WIDTH + tl.arange(0, WIDTH)
+    early = tl.zeros([SLOTS, WIDTH], tl.float32)
+    if AT_ONCE:  # on their way while the peaks are compared
+        early = load_sums(sums_ptr, first + every * GROUP, every < slots, dims, DIM)
     peaks = tl.load(peaks_ptr + first + every * GROUP, mask=every < slots, other=float("-inf"))
     totals = tl.load(totals_ptr + first + every * GROUP, mask=every < slots, other=0.0)
     highest = tl.max(peaks, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(tl.where(peaks == float("-inf"), 0.0, totals * tl.exp2(peaks - base)), 0)
-    dims = part * WIDTH + tl.arange(0, WIDTH)
-    merged = tl.zeros([WIDTH], tl.float32)
-    for tile in tl.static_range(SLOTS // TILE):
-        slot = tile * TILE + tl.arange(0, TILE)
-        at = first + slot * GROUP
-        peak = tl.load(peaks_ptr + at, mask=slot < slots, other=float("-inf"))
-        # What a slot without keys holds is loaded and ignored: waiting for its peak first would take longer.
-        places = at[:, None] * DIM + dims[None, :]
-        sums = tl.load(sums_ptr + places, mask=(slot < slots)[:, None], other=0.0)
-        present = (peak != float("-inf"))[:, None]
-        merged += tl.sum(tl.where(present, tl.exp2(peak - base)[:, None] * sums, 0.0), 0)
+    if AT_ONCE:
+        merged = weighted(early, peaks, base)
+    else:
+        merged = tl.zeros([WIDTH], tl.float32)
+        for tile in tl.static_range(SLOTS // TILE):
+            slot = tile * TILE + tl.arange(0, TILE)
+            at = first + slot * GROUP
+            peak = tl.load(peaks_ptr + at, mask=slot < slots, other=float("-inf"))
+            merged += weighted(load_sums(sums_ptr, at, slot < slots, dims, DIM), peak, base)
     empty = total <= 0
     merged = tl.where(empty, 0.0, merged / tl.where(empty, 1.0, total))
     tl.store(out_ptr + row_head.to(tl.int64) * DIM + dims, merged.to(out_ptr.dtype.element_ty))

@@ -37,7 +37,7 @@ from decode_engine.kernels.list_entries import (
     places,
     share_of,
 )
-from decode_engine.kernels.partials import LOG2E, Partials, chained, wait_for_launch
+from decode_engine.kernels.partials import LOG2E, Partials, chained, let_next_begin, wait_alone
 from decode_engine.kernels.records import ASSIGNMENT, KEYS, KV, SLOTS, TAIL, TAIL_KEYS, field
 from index_store.errors import InvalidArgumentError
 
@@ -56,8 +56,8 @@ _STAGES = 5  # A tile's ids are loaded before its keys, so that half of them are
 _CHUNK = tl.constexpr(128)
 
 
-_PROGRAMS = 768
-"""Of all rows together: one or two rounds of what a large device holds at a time."""
+_PROGRAMS = 384
+"""Of all rows together: about one round of what a large device holds at a time."""
 
 
 def list_programs(rows: int, lists: KeyLists) -> int:
@@ -307,7 +307,7 @@ def attend_kernel(
     ids_ptr += row.to(tl.int64) * SEGMENTS * width
     joined_ptr += row.to(tl.int64) * room
     dims = tl.arange(0, DIM)
-    wait_for_launch(CHAINED)
+    wait_alone(CHAINED)
     counts = listed_keys(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
     listed = tl.minimum(tl.sum(counts, 0), room)
     in_context = listed + always
@@ -326,7 +326,10 @@ def attend_kernel(
         attended += ((ids >= first) & (ids < end)).to(tl.int32)
         valid, where = places(ids, entry, in_context, stop, to_tail, DIM)
         place = row.to(tl.int64) * room + entry
-        where = located(where, locations_ptr, place, entry < in_context, to_slots, LOCATED, DIM)
+        # Lists that hold entries of -1 may be so long that not all that follows them was located.
+        where = located(
+            where, locations_ptr, place, entry < tl.minimum(in_context, room), to_slots, LOCATED, DIM
+        )
         where = where[:, None] + dims[None, :]
         tile_keys = tl.load(rows_ptr + where, mask=valid[:, None], other=0.0)
         values = tl.load(rows_ptr + DIM + where, mask=valid[:, None], other=0.0)
@@ -340,5 +343,18 @@ def attend_kernel(
         sums = add_weighted(sums * shrink[:, None], weights, values, False, PRECISION)
     if KEPT:
         tl.store(kept_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(attended, 0))
-    slot = first_slot + tl.program_id(0)
-    store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, slot, peaks, totals, sums, GROUP, DIM, 16)
+    store_partial(
+        sums_ptr,
+        peaks_ptr,
+        totals_ptr,
+        row,
+        slots,
+        first_slot + tl.program_id(0),
+        peaks,
+        totals,
+        sums,
+        GROUP,
+        DIM,
+        16,
+    )
+    let_next_begin(CHAINED)

@@ -147,8 +147,6 @@ def attend_kernel(
     )  # fmt: skip
     tl.store(counts_ptr + bh * P + tile, count, mask=tile >= 0)
     tl.debug_barrier()
-    if CHAINED:  # not sooner: programs that come early only take the place of those that still have work
-        gdc_launch_dependents()
     peak, mass, acc = attend_rows(
         q_ptr + bh * (G * D), records_ptr, tile_ids_ptr, b, bh % H, count, scale_log2,
         EXACT, G, D, BN, BG, PRECISION,
@@ -159,6 +157,8 @@ def attend_kernel(
     tl.store(sums_ptrs, acc, mask=(g < G)[:, None] & (mass > 0.0)[:, None])
     tl.store(out_peaks_ptr + place, peak, mask=g < G)
     tl.store(out_totals_ptr + place, mass, mask=g < G)
+    if CHAINED:  # not sooner: programs that come early take the place of those that still have work
+        gdc_launch_dependents()
 
 
 def attend(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace, counts_BHP: Tensor) -> None:
