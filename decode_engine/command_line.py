@@ -27,7 +27,7 @@ def _evaluate_merge() -> Callable[..., None]:
 
 
 def _make_document() -> Callable[..., None]:
-    from decode_engine.evaluation.command import make_document_command
+    from decode_engine.evaluation.document_command import make_document_command
 
     return make_document_command
 

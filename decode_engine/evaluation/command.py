@@ -1,4 +1,4 @@
-"""The commands `decode-engine evaluate` and `decode-engine make-document`."""
+"""The command `decode-engine evaluate`."""
 
 from __future__ import annotations
 
@@ -11,41 +11,21 @@ from rich.console import Console
 
 from decode_engine.config import AUTO, Prompts
 from decode_engine.device_option import DeviceOption, PlacementOption, PromptsOption, say_device
+from decode_engine.evaluation.document_command import DistractorsOption, ModelOption, TextOption
 from decode_engine.evaluation.evaluate import evaluate
 from decode_engine.evaluation.pictures import check_pictures, draw_pictures
 from decode_engine.evaluation.progress import show_progress
 from decode_engine.evaluation.report import results_table, tasks_table
 from decode_engine.evaluation.results import FILES, Results
 from decode_engine.evaluation.settings import EvaluationConfig
-from decode_engine.evaluation.tasks import (
-    FAMILIES,
-    make_document,
-    parse_length,
-    source_text,
-    write_questions,
-)
+from decode_engine.evaluation.tasks import FAMILIES, parse_length
 from index_store.console import FormatOption, OutputFormat, on_terminal, print_json
 from index_store.errors import InvalidArgumentError
 from index_store.method_expressions import EXPRESSION_HELP
 from index_store.methods import METHODS
-from index_store.models.loading import load_tokenizer, resolve_model
-
-ModelOption = Annotated[
-    str, typer.Option("--model", help="Packaged model (reader) or path of a Hugging Face folder.")
-]
 
 LengthsOption = Annotated[
     str, typer.Option("--context-length", help="Context lengths in tokens, comma-separated.")
-]
-DistractorsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--distractors", help="Further statements that resemble an asked one; by task if not given."
-    ),
-]
-TextOption = Annotated[
-    list[Path] | None,
-    typer.Option("--text", help="Text to make contexts of, may be repeated; packaged novels by default."),
 ]
 PictureOption = Annotated[bool, typer.Option(help="Draw quality and captured mass (needs matplotlib).")]
 
@@ -137,49 +117,6 @@ def show_results(results: Results, out: Path, *, picture: bool, output_format: O
     if by_task is not None:
         terminal.print(by_task)
     terminal.print(f"Written to {out}: {', '.join(files)}")
-
-
-def make_document_command(
-    out: Annotated[Path, typer.Option(help="Where to write the text.")],
-    questions: Annotated[Path, typer.Option(help="Where to write the questions, one JSON object per line.")],
-    tokens: Annotated[int, typer.Option(help="Exact length of the text in the model's tokens.")] = 32768,
-    facts: Annotated[int, typer.Option(help="Facts to put into the text.")] = 24,
-    ask: Annotated[int | None, typer.Option(help="Questions to write; one per fact by default.")] = None,
-    distractors: DistractorsOption = None,
-    task: Annotated[str, typer.Option(help=f"One of {', '.join(FAMILIES)}.")] = "single",
-    seed: Annotated[int, typer.Option(help="Decides facts and depths.")] = 0,
-    text: TextOption = None,
-    model: ModelOption = "reader",
-    output_format: FormatOption = OutputFormat.TEXT,
-) -> None:
-    """Writes a long real text with facts at known depths, and questions about them."""
-    tokenizer = load_tokenizer(resolve_model(model))
-    document = make_document(
-        tokenizer,
-        source_text(text or ()),
-        tokens - len(tokenizer.prefix_ids),
-        facts=facts,
-        seed=seed,
-        questions=ask,
-        distractors=distractors,
-        family=task,
-    )
-    out.write_text(document.text, encoding="utf-8")
-    write_questions(questions, document.questions)
-    if output_format is OutputFormat.JSON:
-        report = {
-            "out": str(out),
-            "questions": str(questions),
-            "tokens": tokens,
-            "task": task,
-            "facts": facts,
-            "seed": seed,
-        }
-        print_json(report)
-        return
-    Console().print(
-        f"{out}: {tokens:,} tokens with {facts} facts; {questions}: {len(document.questions)} questions"
-    )
 
 
 def _split(text: str) -> tuple[str, ...]:
