@@ -14,6 +14,10 @@ class Figures:
     window and tail, `available` is what full attention would have read. `searches` counts pairs of layer and query
     position that were searched, `corrected` those of layer, KV head and position whose earlier selection was replaced,
     of `correctable` compared. The `sparse_` figures leave out layers that attend to everything.
+
+    Of captured steps over keys and values in host memory: `host_bytes_read` of them by the device, `rows_reused` found
+    in slots on the device, one for each token and KV head, and `device_wait_for_host_ns` in which the device stood
+    still because the host was not done.
     """
 
     search_ns: int = 0
@@ -28,6 +32,9 @@ class Figures:
     sparse_available: int = 0
     attended: int = 0
     available: int = 0
+    device_wait_for_host_ns: int = 0
+    host_bytes_read: int = 0
+    rows_reused: int = 0
 
     @property
     def sparse_fraction(self) -> float:

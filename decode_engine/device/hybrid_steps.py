@@ -3,13 +3,15 @@
 Indexes, clusters and tails are in the device's memory. Between search and attention, the rows that the step attends to
 in the context are brought into a slot cache (`kernels.slot_fetch`).
 
-Shape legend: B rows of a batch, H KV heads, R = B * H, N keys of the longest context, F fields of a record.
+Shape legend: L layers, B rows of a batch, H KV heads, R = B * H, N keys of the longest context, F fields of a record,
+X programs that look keys up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from decode_engine.device.listed_steps import ListedSteps
@@ -24,8 +26,6 @@ from index_store.errors import InvalidArgumentError
 from index_store.manifest import Manifest
 from index_store.methods import Method
 
-_MISSES = 16384
-
 
 class HybridSteps(ListedSteps):
     """`ListedSteps` over contexts in host memory: the same results, bit for bit.
@@ -39,8 +39,9 @@ class HybridSteps(ListedSteps):
 
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
-        misses = min(plan.max_keys, _MISSES)
-        self._fetch = FetchBuffers.allocate(plan.rows, plan.max_keys, misses, plan.device)
+        self._fetch = FetchBuffers.allocate(plan.rows, plan.max_keys, plan.device)
+        found = (plan.model.layers, *self._fetch.segments_RX2.shape)
+        self._found_LRX2 = torch.zeros(found, dtype=torch.int32, device=plan.device)
         self._row_bytes = 2 * plan.model.head_dim * plan.dtype.itemsize
 
     @classmethod
@@ -54,8 +55,20 @@ class HybridSteps(ListedSteps):
             )
         return {**super().fields(context, method, layer), **slot_cache(context, method, layer).fields(layer)}
 
-    def locate(self, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor) -> Tensor | None:
-        return fetch_rows(records_BF, lists, joined_RN, self._fetch, self._row_bytes, self.copy_shape)
+    def locate(self, layer: int, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor) -> Tensor | None:
+        return fetch_rows(
+            records_BF,
+            lists,
+            joined_RN,
+            self._fetch,
+            self._row_bytes,
+            self.copy_shape,
+            found_RX2=self._found_LRX2[layer],
+        )
+
+    def fetched_B2(self) -> Tensor:
+        layers, _, programs, two = self._found_LRX2.shape
+        return self._found_LRX2.view(layers, self.plan.size, -1, programs, two).sum((0, 2, 3))
 
 
 def slot_cache(context: ResidentContext, method: Method, layer: int) -> SlotCache:

@@ -104,7 +104,7 @@ class ListedSteps(StepAttention):
                 self._remainder.look_up(q_RGD, records_BF, self._made.partials)
         lists = self.selection.select(layer, q_BHGD, records_BF)
         made = self._buffers(lists)
-        locations_RN = self.locate(records_BF, lists, made.joined_RN)
+        locations_RN = self.locate(layer, records_BF, lists, made.joined_RN)
         if beside is not None:
             torch.cuda.current_stream(self.plan.device).wait_stream(beside)
         elif self._remainder is not None:
@@ -126,7 +126,7 @@ class ListedSteps(StepAttention):
             self._remainder.correct(q_RGD, records_BF, lists, made, locations_RN)
         return merge_partials(made.partials, q_BHGD.dtype)[0].view_as(q_BHGD)
 
-    def locate(self, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor) -> Tensor | None:
+    def locate(self, layer: int, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor) -> Tensor | None:
         """Where the rows to attend to lie, [R, N] int32 (`slot_fetch.fetch_rows`); None: all where the context is."""
         return None
 

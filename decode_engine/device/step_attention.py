@@ -82,3 +82,11 @@ class StepAttention(ABC):
     @abstractmethod
     def kept_B(self) -> Tensor:
         """Selected keys that the last step attended exactly, all layers and KV heads together: [B] int64."""
+
+    def fetched_B2(self) -> Tensor | None:
+        """Rows of contexts in host memory that the last step read there, and that it found in slots on the device.
+
+        A row is the key and the value of one token for one KV head; all searching layers together: [B, 2] int64. None
+        where nothing is in host memory.
+        """
+        return None

@@ -113,6 +113,11 @@ class StepBatch:
             total = total + attention.kept_B()
         return total
 
+    def fetched_B2(self) -> Tensor | None:
+        """See `StepAttention.fetched_B2`, over all layers; on the device."""
+        found = [fetched for attention in self._attentions if (fetched := attention.fetched_B2()) is not None]
+        return sum(found[1:], start=found[0]) if found else None
+
 
 def _tail_place(session: Session) -> tuple[int, ...]:
     """Another one after tails have moved, also if they came back to an address where they lay before."""

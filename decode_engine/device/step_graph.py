@@ -50,10 +50,15 @@ class Choice(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What a step yields for one session. token: -1 where the logits were not finite. kept: see `StepBatch.kept_B`."""
+    """What a step yields for one session. token: -1 where the logits were not finite. kept: see `StepBatch.kept_B`.
+
+    host_rows, rows_reused: see `StepBatch.fetched_B2`.
+    """
 
     token: int
     kept: int
+    host_rows: int
+    rows_reused: int
 
 
 class Captures:
@@ -82,8 +87,8 @@ class StepGraph:
         self._host_draws_BX = torch.zeros(plan.size, 3, pin_memory=on_gpu)
         self._draws = self._host_draws_BX.numpy()
         self._draws_BX = torch.zeros(plan.size, 3, device=plan.device)
-        self._host_result_BX = torch.zeros(plan.size, 2, dtype=torch.int64, pin_memory=on_gpu)
-        self._result_BX = torch.zeros(plan.size, 2, dtype=torch.int64, device=plan.device)
+        self._host_result_BX = torch.zeros(plan.size, 4, dtype=torch.int64, pin_memory=on_gpu)
+        self._result_BX = torch.zeros(plan.size, 4, dtype=torch.int64, device=plan.device)
         self._logits_BV: dict[Choice, Tensor] = {}
         self._graphs: dict[Choice, torch.cuda.CUDAGraph] = {}
         self._captures_left = dict.fromkeys(Choice, _CAPTURES if on_gpu else 0)
@@ -162,6 +167,9 @@ class StepGraph:
             filtered = self._choice is Choice.FILTERED
             self._result_BX[:, 0] = choose_tokens(logits_BV, draws, filtered=filtered)
         self._result_BX[:, 1] = self.batch.kept_B()
+        fetched_B2 = self.batch.fetched_B2()
+        if fetched_B2 is not None:
+            self._result_BX[:, 2:] = fetched_B2
         self._logits_BV[self._choice] = logits_BV
 
     def _capture(self) -> None:

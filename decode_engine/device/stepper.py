@@ -17,7 +17,7 @@ from decode_engine.device.dense_steps import DenseSteps
 from decode_engine.device.registry import step_attention_for
 from decode_engine.device.step_attention import StepAttention, StepPlan
 from decode_engine.device.step_batch import StepBatch, step_counts
-from decode_engine.device.step_graph import Captures, Choice, StepGraph, StepModel
+from decode_engine.device.step_graph import Captures, Choice, StepGraph, StepModel, Stepped
 from decode_engine.kernels import records
 from decode_engine.sampler import Sampler, SamplingParameters
 from decode_engine.session import Session, is_dense
@@ -207,7 +207,7 @@ class Stepper:
         for number, stepped in zip(rows, steps, strict=True):
             result = results[number] = advance(samplers[number], stepped.token)
             if not isinstance(result, Exception):
-                _count(sessions[number], stepped.kept)
+                _count(sessions[number], stepped)
                 sessions[number].advance()
         return results
 
@@ -285,14 +285,21 @@ def _seat(batch: StepBatch, sessions: Sequence[Session]) -> list[int | Exception
     return seats
 
 
-def _count(session: Session, kept: int) -> None:
+def _count(session: Session, stepped: Stepped) -> None:
     """Notes what the step touched in all layers."""
-    heads, available, figures = session.context.manifest.model.kv_heads, session.position + 1, session.figures
+    manifest, available, figures = session.context.manifest, session.position + 1, session.figures
+    heads = manifest.model.kv_heads
     searching = sum(not isinstance(layer, DenseLayer) for layer in session.layers)
-    figures.count_dense(heads * available * (len(session.layers) - searching))
+    dense = len(session.layers) - searching
+    figures.count_dense(heads * available * dense)
+    if session.context.placement is not Placement.DEVICE:
+        row_bytes = 2 * manifest.model.head_dim * stored_dtype(manifest.dtype).torch_dtype.itemsize
+        rows = stepped.host_rows + dense * heads * manifest.token_count
+        figures.host_bytes_read += rows * row_bytes
+        figures.rows_reused += stepped.rows_reused
     if searching:
         counts = step_counts(session)
         searched = counts[records.END] - counts[records.FIRST]
         figures.count_exact(heads * searching * (available - searched), heads * searching * available)
-        figures.count_kept(kept)
+        figures.count_kept(stepped.kept)
         figures.searches += searching if searched else 0

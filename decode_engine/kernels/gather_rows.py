@@ -74,38 +74,34 @@ class RowCopies:
         )
 
 
-def copy_rows(
-    copies: RowCopies,
-    row_bytes: int,
-    shape: CopyShape | None = None,
-    *,
-    cleared: Tensor | None = None,
-) -> None:
+def copy_rows(copies: RowCopies, row_bytes: int, shape: CopyShape | None = None) -> None:
     """Makes the copies. The sources may be page-locked host memory, the targets are on the device.
 
-    row_bytes: of every row, a power of two of at least 16. cleared: int32 counters that the launch sets to 0.
+    row_bytes: of every row, a power of two of at least 16.
     Raises InvalidArgumentError for another row size or shape of the launch.
     """
     shape = shape or CopyShape()
+    check_shape(row_bytes, shape)
+    copy_kernel[(shape.programs,)](
+        copies.sources_C,
+        copies.targets_C,
+        copies.count_1,
+        len(copies.sources_C),
+        WORDS=row_bytes // _WORD,
+        TILE=shape.tile,
+        num_warps=shape.warps,
+        **chained(copies.sources_C.device),
+    )
+
+
+def check_shape(row_bytes: int, shape: CopyShape) -> None:
+    """Raises InvalidArgumentError for rows or a launch that kernels cannot copy."""
     sizes = (row_bytes, shape.tile, shape.warps)
     if any(size < 1 or size & (size - 1) for size in sizes) or row_bytes < _ALIGNMENT or shape.programs < 1:
         raise InvalidArgumentError(
             f"rows of {row_bytes} bytes copied by {shape}, expected powers of two, rows of at least {_ALIGNMENT} "
             "bytes and a positive number of programs"
         )
-    copy_kernel[(shape.programs,)](
-        copies.sources_C,
-        copies.targets_C,
-        copies.count_1,
-        cleared,
-        len(copies.sources_C),
-        0 if cleared is None else cleared.numel(),
-        WORDS=row_bytes // _WORD,
-        TILE=shape.tile,
-        CLEARED_TILE=0 if cleared is None else triton.next_power_of_2(cleared.numel()),
-        num_warps=shape.warps,
-        **chained(copies.sources_C.device),
-    )
 
 
 @triton.jit
@@ -116,17 +112,14 @@ def row_words(addresses: tl.tensor, WORDS: tl.constexpr) -> tl.tensor:
     return rows[:, None] + tl.arange(0, WORDS)[None, :]
 
 
-@triton.jit(do_not_specialize=["room", "cleared"])
+@triton.jit(do_not_specialize=["room"])
 def copy_kernel(
     sources_ptr: tl.tensor,
     targets_ptr: tl.tensor,
     count_ptr: tl.tensor,
-    cleared_ptr: tl.tensor,
     room: tl.tensor,
-    cleared: tl.tensor,
     WORDS: tl.constexpr,
     TILE: tl.constexpr,
-    CLEARED_TILE: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Every program copies TILE rows in every round."""
@@ -134,10 +127,6 @@ def copy_kernel(
     count = tl.minimum(tl.load(count_ptr), room)
     step = tl.num_programs(0) * TILE
     first = tl.program_id(0) * TILE
-    if CLEARED_TILE > 0:
-        counter = tl.arange(0, CLEARED_TILE)
-        mask = (counter < cleared) & (first == 0)
-        tl.store(cleared_ptr + counter, tl.zeros([CLEARED_TILE], tl.int32), mask=mask)
     entry = first + tl.arange(0, TILE)
     sources = tl.load(sources_ptr + entry, mask=entry < count, other=0)
     targets = tl.load(targets_ptr + entry, mask=entry < count, other=0)

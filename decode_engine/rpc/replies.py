@@ -111,7 +111,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Wall-clock times of a generation in nanoseconds; sparsekv/v1/generation.proto says what each covers."""
+    """Wall-clock times of a generation in nanoseconds, and counts; see sparsekv/v1/generation.proto."""
 
     load_ns: int
     queue_ns: int
@@ -124,6 +124,9 @@ class Timings:
     decode_steps: int
     decode_ns: int
     total_ns: int
+    device_wait_for_host_ns: int = 0
+    host_bytes_read: int = 0
+    rows_reused: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -326,6 +326,9 @@ def _summarise(plan: _Plan, end: Finished, load_ns: int, before_ns: int) -> gene
             decode_steps=times.decode_steps,
             decode_ns=times.decode_ns,
             total_ns=before_ns + times.total_ns,
+            device_wait_for_host_ns=figures.device_wait_for_host_ns,
+            host_bytes_read=figures.host_bytes_read,
+            rows_reused=figures.rows_reused,
         ),
         selection=generation_pb2.SelectionFigures(
             searches=figures.searches,

@@ -255,7 +255,7 @@ class HybridBench:
         joined = torch.empty(KV_HEADS, self.plan.max_keys, dtype=torch.int32, device=DEVICE)
 
         def fetch(turn: int, layer: int) -> None:
-            self.hybrid.locate(self.cached[layer], self.lists[layer][turn], joined)
+            self.hybrid.locate(layer, self.cached[layer], self.lists[layer][turn], joined)
 
         found["fetch_us"] = graph_us(self.all_steps(fetch))
         return found

@@ -67,7 +67,6 @@ class Steps:
         *,
         heads: int = 2,
         keys: int = 512,
-        misses: int = 512,
         segments: int = 3,
         shape: CopyShape | None = None,
         device: str = "cpu",
@@ -76,8 +75,10 @@ class Steps:
         rows = size * heads
         self.segments = segments
         self.joined_RN = torch.full((rows, keys), 2**30, dtype=torch.int32, device=device)
-        self.buffers = FetchBuffers.allocate(rows, keys, misses, device)
+        self.buffers = FetchBuffers.allocate(rows, keys, device)
         self.buffers.locations_RN.fill_(2**30)
+        self.buffers.segments_RX2.fill_(2**30)
+        self.found_RX2 = torch.full_like(self.buffers.segments_RX2, -1)
 
     def records(self, sessions: Sequence[CachedSequence | None]) -> Tensor:
         found = records_of([None if s is None else s.sequence for s in sessions], "cpu")
@@ -110,7 +111,13 @@ class Steps:
         row_bytes = _row_bytes(sessions)
         lists = self.lists(wanted)
         found = fetch_rows(
-            self.records(sessions), lists, self.joined_RN, self.buffers, row_bytes, self.shape
+            self.records(sessions),
+            lists,
+            self.joined_RN,
+            self.buffers,
+            row_bytes,
+            self.shape,
+            found_RX2=self.found_RX2,
         ).cpu()
         joined, located = self.joined_RN.cpu(), []
         for b, session in enumerate(sessions):
@@ -123,7 +130,6 @@ class Steps:
                 assert sorted(id_ for id_ in ids if id_ >= 0) == sorted([*wanted[b][head], *always])
                 assert all(place == -1 for id_, place in zip(ids, places, strict=True) if id_ < 0)
                 located[b].append({id_: place for id_, place in zip(ids, places, strict=True) if id_ >= 0})
-        assert (self.buffers.missed_R == 0).all()
         return located
 
     def check(
@@ -133,9 +139,11 @@ class Steps:
         cached = [session for session in sessions if session is not None and session.cache is not None]
         before = {id(session): (*session.state(), session.cache.counts()) for session in cached}
         located = self.fetch(sessions, wanted)
+        found_B2 = self.found_RX2.view(self.size, -1, 2).sum(1).tolist()
         counted = []
-        for session, places in zip(sessions, located, strict=True):
+        for session, places, found in zip(sessions, located, found_B2, strict=True):
             if session is None or session.cache is None:
+                assert found == [sum(len(of_head) for of_head in places), 0]
                 assert all(place == -1 for of_head in places for place in of_head.values())
                 counted.append(RowCounts(0, 0, 0))
                 continue
@@ -145,6 +153,7 @@ class Steps:
                 expected = add(expected, check_head(session, head, of_head, tags[head], stamps[head]))
             after = session.cache.counts()
             assert after == add(counts, expected)
+            assert found == [expected.wanted - expected.reused, expected.reused]
             counted.append(expected)
         return counted
 
@@ -170,10 +179,13 @@ def check_head(
     for of_set in range(sets):
         missing = [key for key in places if key not in held and set_of(key, sets) == of_set]
         own = [slot for slot in range(of_set * WAYS, (of_set + 1) * WAYS) if slot not in in_use]
-        own.sort(key=lambda slot: (int(stamps[slot]), slot))
         installed = {places[key]: key for key in missing if places[key] >= 0}
         count = min(len(missing), len(own))
-        assert sorted(installed) == sorted(own[:count])
+        assert len(installed) == count
+        assert installed.keys() <= set(own)
+        # Among those used equally long ago, any.
+        oldest = sorted(int(stamps[slot]) for slot in own)[:count]
+        assert sorted(int(stamps[slot]) for slot in installed) == oldest
         assert sum(places[key] >= 0 for key in missing) == count
         fetched += count
         expected_tags |= {slot: key + 1 for slot, key in installed.items()}

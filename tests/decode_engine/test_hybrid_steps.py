@@ -112,7 +112,9 @@ def test_a_cache_changes_no_bit(expression: str, slots: int) -> None:
 
     The sums that `csattention` takes out of clusters are added in any order on a GPU.
     """
-    problem = make_problem([90, 0, 33], tails=(5, 0, 40), dtype=DTYPE, device=DEVICE, recent=10)
+    problem = make_problem(
+        [90, 0, 33], per_cluster=16, tails=(5, 0, 40), dtype=DTYPE, device=DEVICE, recent=10
+    )
     caches = [
         SlotCache.make((0, 1), problem.heads, slots, 64, DTYPE, DEVICE) if b != 2 else None for b in range(3)
     ]

@@ -135,29 +135,8 @@ def test_keys_of_one_set_compete() -> None:
     assert second.bypassed == 30 - (WAYS - 10 - others)
 
 
-def test_misses_without_room_are_read_from_host_memory() -> None:
-    session = cached_sequence(400, 512, device=DEVICE)
-    steps = Steps(1, misses=20, device=DEVICE)
-    wanted = next_wanted(session, 2, 60, 0.0, generator(1))
-    reached = 0
-    for turn in range(1, 4):
-        located = steps.fetch([session], [wanted])
-        assert session.cache is not None
-        counts = session.cache.counts()
-        assert counts.wanted == turn * 2 * 72
-        found = [place for of_head in located[0] for place in of_head.values() if place >= 0]
-        assert len(found) == min(2 * 72, turn * 2 * 20)
-        reached += len(found)
-        assert reached == counts.wanted - counts.bypassed
-        for head, of_head in enumerate(located[0]):
-            for key, place in of_head.items():
-                if place >= 0:
-                    row = session.cache.rows_LHS2D[1, head, place].cpu()
-                    assert torch.equal(row, session.sequence.kv_HN2D[head, key])
-
-
 def test_sessions_that_share_a_cache() -> None:
-    """Both read the right rows, even in one step."""
+    """Both read the right rows, even in one step, where some find no slot."""
     one = cached_sequence(300, 64, device=DEVICE)
     steps = Steps(2, device=DEVICE)
     for turn in range(3):
@@ -173,6 +152,7 @@ def test_sessions_that_share_a_cache() -> None:
     counts = one.cache.counts()
     assert counts.reused > 0
     assert counts.fetched > 0
+    assert counts.bypassed > 0
 
 
 def test_size_and_fields() -> None:
@@ -203,14 +183,12 @@ def test_copies_between_addresses(count: int, shape: CopyShape) -> None:
     copies = RowCopies(
         sources.to(DEVICE), targets.to(DEVICE), torch.tensor([count], dtype=torch.int32, device=DEVICE)
     )
-    counters = torch.arange(1, 6, dtype=torch.int32, device=DEVICE)
-    copy_rows(copies, 128, shape, cleared=counters[:3])
+    copy_rows(copies, 128, shape)
     expected = torch.zeros(120, 64, dtype=torch.float16)
     for at in range(count):
         if at != 7:
             expected[order[at]] = host[at]
     assert torch.equal(device.cpu(), expected)
-    assert counters.tolist() == [0, 0, 0, 4, 5]
 
 
 def test_unusable_shapes_are_refused() -> None:
@@ -233,6 +211,6 @@ def test_unusable_shapes_are_refused() -> None:
             steps.records([None, None]),
             steps.lists([[[], []], [[], []]]),
             steps.joined_RN,
-            FetchBuffers.allocate(4, 100, 10, DEVICE),
+            FetchBuffers.allocate(4, 100, DEVICE),
             256,
         )

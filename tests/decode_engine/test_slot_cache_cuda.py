@@ -35,7 +35,7 @@ pytestmark = [
 @pytest.mark.parametrize("shape", [CopyShape(), CopyShape(132, 32, 4)])
 def test_many_programs_claim_slots_at_once(slots: int, shape: CopyShape) -> None:
     sessions = [cached_sequence(20000, slots, heads=4, head_dim=128, seed=b, device="cuda") for b in range(3)]
-    steps = Steps(3, heads=4, keys=32768, misses=8192, shape=shape, device="cuda")
+    steps = Steps(3, heads=4, keys=32768, shape=shape, device="cuda")
     last = None
     for turn in range(4):
         generator = torch.Generator().manual_seed(turn)

@@ -5,6 +5,7 @@ Without a CUDA device the kernels run in Triton's interpreter, and no graph is c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from decode_engine.sampler import Sampler, SamplingParameters
 from decode_engine.session import Session
 from decode_engine.warm_up import made_up_context
 from index_store.errors import InvalidArgumentError
-from index_store.methods import METHODS
+from index_store.methods import METHODS, get_method
 from index_store.models.folder import resolve_model
 from index_store.placement import Placement
 from tests.support_models import write_model_folder
@@ -280,6 +281,44 @@ def test_one_batch_serves_all_ways_to_choose(runner: ModelRunner) -> None:
     for parameters in (GREEDY, SamplingParameters(1.0, seed=1), SamplingParameters(1.0, 0.5, 3, seed=1)):
         assert stepper.step([session], [6], [Sampler(parameters)]) == [7]
         assert stepper.graph([session]) is graph
+
+
+def test_steps_over_host_memory_equal_the_general_path(
+    runner: ModelRunner, stepper: Stepper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sessions of one context and one of another, in one batch; they share slots, and not all rows find one.
+
+    They attend to all keys: with fewer, the two paths keep others near the border.
+    """
+    monkeypatch.setattr("decode_engine.device.stepper._LEAST_KEYS", 128)
+    monkeypatch.setattr("decode_engine.kernels.slot_fetch._FIND_PROGRAMS", 12)
+    monkeypatch.setattr("decode_engine.kernels.sparse_attention._PROGRAMS", 12)
+    method = replace(get_method("multipole+dropped", 1.0), recent=20)
+    made = [
+        made_up_context(runner.identity, runner.kv_dtype, method, length, placement=Placement.HYBRID)
+        for length in (120, 70)
+    ]
+    for context in made:
+        context.manifest = replace(context.manifest, dense_layers=(0,))
+    prompts, contexts = [[5, 9], [7], [1, 2, 3]], [made[0], made[0], made[1]]
+
+    def sessions() -> list[Session]:
+        begun = [runner.start(context, method) for context in contexts]
+        for session, prompt in zip(begun, prompts, strict=True):
+            runner.forward([session], [prompt])
+        return begun
+
+    expected = [by_forward(runner, session, 3, Sampler(GREEDY), 2) for session in sessions()]
+    batch = sessions()
+    before = [(session.figures.attended, session.position) for session in batch]
+    assert by_steps(stepper, batch, [3] * 3, [Sampler(GREEDY)] * 3, 2) == expected
+    for session, (attended, position) in zip(batch, before, strict=True):
+        figures, model = session.figures, session.context.manifest.model
+        assert figures.rows_reused > 0
+        # Every row of the context that was attended to was read, or found; the tails are on the device.
+        tail = sum(position + step + 1 - session.context.manifest.token_count for step in range(2))
+        rows = figures.attended - attended - model.layers * model.kv_heads * tail
+        assert figures.host_bytes_read == (rows - figures.rows_reused) * 2 * model.head_dim * 4
 
 
 def test_placements_are_batches_of_their_own(runner: ModelRunner) -> None:

@@ -100,7 +100,7 @@ class Usage(_message.Message):
     def __init__(self, context_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("load_ns", "queue_ns", "prompt_ns", "first_token_ns", "search_ns", "gather_ns", "attend_ns", "append_ns", "decode_steps", "decode_ns", "total_ns")
+    __slots__ = ("load_ns", "queue_ns", "prompt_ns", "first_token_ns", "search_ns", "gather_ns", "attend_ns", "append_ns", "decode_steps", "decode_ns", "total_ns", "device_wait_for_host_ns", "host_bytes_read", "rows_reused")
     LOAD_NS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_NS_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +112,9 @@ class Timings(_message.Message):
     DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
     DECODE_NS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_WAIT_FOR_HOST_NS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    ROWS_REUSED_FIELD_NUMBER: _ClassVar[int]
     load_ns: int
     queue_ns: int
     prompt_ns: int
@@ -123,7 +126,10 @@ class Timings(_message.Message):
     decode_steps: int
     decode_ns: int
     total_ns: int
-    def __init__(self, load_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prompt_ns: _Optional[int] = ..., first_token_ns: _Optional[int] = ..., search_ns: _Optional[int] = ..., gather_ns: _Optional[int] = ..., attend_ns: _Optional[int] = ..., append_ns: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ...) -> None: ...
+    device_wait_for_host_ns: int
+    host_bytes_read: int
+    rows_reused: int
+    def __init__(self, load_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prompt_ns: _Optional[int] = ..., first_token_ns: _Optional[int] = ..., search_ns: _Optional[int] = ..., gather_ns: _Optional[int] = ..., attend_ns: _Optional[int] = ..., append_ns: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., device_wait_for_host_ns: _Optional[int] = ..., host_bytes_read: _Optional[int] = ..., rows_reused: _Optional[int] = ...) -> None: ...
 
 class SelectionFigures(_message.Message):
     __slots__ = ("searches", "keys_kept", "keys_attended", "keys_available", "fraction_sparse", "fraction_all")
