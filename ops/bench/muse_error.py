@@ -51,18 +51,14 @@ class Layer:
         )
 
     def muse(self, settings: MuseSettings, causal: bool) -> Tensor:
-        return muse_attention(
-            self.query, self.key, self.value, causal, enable_gqa=True, settings=settings
-        )
+        return muse_attention(self.query, self.key, self.value, causal, enable_gqa=True, settings=settings)
 
 
 def capture_layers(model_name: str, tokens: int, device: torch.device) -> list[Layer]:
     """Runs the model over a text with facts, and keeps what its attention was given."""
     folder = resolve_model(model_name)
     tokenizer = load_tokenizer(folder)
-    document = make_document(
-        tokenizer, source_text(()), tokens - len(tokenizer.prefix_ids), facts=24, seed=0
-    )
+    document = make_document(tokenizer, source_text(()), tokens - len(tokenizer.prefix_ids), facts=24, seed=0)
     ids = [*tokenizer.prefix_ids, *tokenizer.encode(document.text)]
     loaded = load_model(folder, register_attention(), torch.float32, device)
     plan = plan_sample(len(ids), [], len(ids), 0)
@@ -105,19 +101,20 @@ def ablation_rows(layers: list[Layer], settings: MuseSettings) -> Iterator[dict[
     }
     for name, variant in variants.items():
         errors = [
-            squared_error(layer.muse(variant, False), out)
-            for layer, out in zip(layers, exact, strict=True)
+            squared_error(layer.muse(variant, False), out) for layer, out in zip(layers, exact, strict=True)
         ]
         yield {"figure": "ablation", "terms": name, **by_layer(errors)}
     errors = []
     for layer, out in zip(layers, exact, strict=True):
         backend = backend_for(layer.query)
-        inputs = [x.unsqueeze(2) for x in (layer.query, layer.key, layer.value)]
+        query, key, value = (x.unsqueeze(2) for x in (layer.query, layer.key, layer.value))
         of_keys, of_queries = (
             backend.find_clusters(x, settings.clusters, settings.cap, settings.iterations, seed)
-            for seed, x in enumerate((inputs[1], inputs[0]))
+            for seed, x in enumerate((key, query))
         )
-        found = attend_reference(*inputs, of_queries, of_keys, out.shape[-1] ** -0.5, monopole=False)[0]
+        found = attend_reference(
+            query, key, value, of_queries, of_keys, out.shape[-1] ** -0.5, monopole=False
+        )[0]
         errors.append(squared_error(found.squeeze(2), out))
     yield {"figure": "ablation", "terms": "without monopole", **by_layer(errors)}
 

@@ -42,6 +42,8 @@ CHECKS = (
 )
 """Dtypes and widths that are checked, and the largest relative error of each."""
 
+CHECK_NAMES = tuple(f"{str(dtype).removeprefix('torch.')} {dim}" for dtype, dim, _ in CHECKS)
+
 LONGEST_SLOW_MS = 400.0
 """Beyond this, a backend is timed once and at longer lengths no more."""
 
@@ -117,12 +119,14 @@ def by_autograd(
     )
 
 
-def check_figure(clusters: int) -> dict[str, Any]:
+def check_figure(clusters: int, dtypes: list[str]) -> dict[str, Any]:
     """Relative errors of output and gradients at 4,096 tokens with grouped heads, and how many points cluster alike."""
     row: dict[str, Any] = {"bench": "muse_gpu", "figure": "check"}
     settings = MuseSettings(clusters=clusters, block=512)
     for dtype, dim, most in CHECKS:
         name = f"{str(dtype).removeprefix('torch.')} {dim}"
+        if name not in dtypes:
+            continue
         inputs = make_inputs(1, 4, 2, 4096, dim, dtype)
         for causal in (False, True):
             errors = check_gradients(inputs, causal, settings)
@@ -172,7 +176,8 @@ def clustered_alike(points: Tensor, clusters: int) -> float:
 
 
 def steps_ms(step: Callable[[], object], turns: int = 10) -> float:
-    """Median milliseconds of a step on the device."""
+    """Median milliseconds of a step on the device, once kernels are compiled and clocks have settled."""
+    step()
     first = event_ms(step)
     if first > LONGEST_SLOW_MS:
         return first
@@ -267,6 +272,7 @@ def emit(row: dict[str, Any]) -> None:
 
 def main(
     figures: Annotated[str, typer.Option(help="Comma-separated.")] = "check,training,prefill,kernels",
+    checks: Annotated[str, typer.Option(help="Dtypes and widths to check.")] = ",".join(CHECK_NAMES),
     tokens: Annotated[int, typer.Option(help="Times heads, of the training figures.")] = 2**20,
     clusters: Annotated[int, typer.Option(help="Of queries and of keys.")] = 64,
     iterations: Annotated[int, typer.Option(help="Of k-means.")] = 1,
@@ -282,7 +288,7 @@ def main(
     wanted = figures.split(",")
     try:
         if "check" in wanted:
-            emit(check_figure(clusters))
+            emit(check_figure(clusters, checks.split(",")))
         if "kernels" in wanted:
             emit(kernel_figure(tokens, settings))
         if "training" in wanted:

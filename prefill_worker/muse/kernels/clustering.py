@@ -144,7 +144,7 @@ def average_members(points_BHRND: Tensor, members_YCU: Tensor, counts_YC: Tensor
     return means
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "ranges", "count", "stretches", "clusters"])
 def move_kernel(
     points_ptr: tl.tensor,
     centroids_ptr: tl.tensor,
@@ -197,7 +197,7 @@ def move_kernel(
     tl.store(sizes_ptr + row, sizes, mask=own < clusters)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stretches", "clusters"])
 def mean_kernel(
     sums_ptr: tl.tensor,
     sizes_ptr: tl.tensor,
@@ -226,7 +226,7 @@ def mean_kernel(
     tl.store(moved_ptr + at, tl.where(sizes[:, None] > 0.0, means, old), mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "ranges", "count", "stretches", "clusters", "room"])
 def place_kernel(
     points_ptr: tl.tensor,
     centroids_ptr: tl.tensor,
@@ -289,7 +289,7 @@ def place_kernel(
     tl.store(taken_ptr + row, taken, mask=own < clusters)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "stretches", "clusters", "room"])
 def list_kernel(
     places_ptr: tl.tensor,
     taken_ptr: tl.tensor,
@@ -329,7 +329,7 @@ def list_kernel(
         tl.store(members_ptr + into, at, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "ranges", "clusters", "room"])
 def average_kernel(
     points_ptr: tl.tensor,
     members_ptr: tl.tensor,

@@ -129,7 +129,7 @@ def problems_per_batch(problems: int, key_problems: int, group: int, ranges: int
     return problems // ranges
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "ranges", "clusters", "room"])
 def covary_kernel(
     keys_ptr: tl.tensor,
     values_ptr: tl.tensor,
@@ -216,7 +216,7 @@ def softmax_rows(
     return weights / tl.where(total > 0.0, total, 1.0)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "group", "ranges", "query_clusters", "key_clusters"])
 def mix_kernel(
     logits_ptr: tl.tensor,
     covariances_ptr: tl.tensor,
@@ -254,7 +254,7 @@ def mix_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "group", "ranges", "query_clusters", "key_clusters"])
 def mix_backward_kernel(
     logits_ptr: tl.tensor,
     covariances_ptr: tl.tensor,

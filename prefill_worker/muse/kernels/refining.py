@@ -84,7 +84,7 @@ def load_summaries(
     return keys, values, tl.load(logits_ptr + row, mask=exists, other=float("-inf")) * _LOG2E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "ranges", "query_clusters", "key_clusters", "room"])
 def attend_kernel(
     queries_ptr: tl.tensor,
     members_ptr: tl.tensor,

@@ -113,7 +113,7 @@ def finish_queries(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "ranges", "query_clusters", "key_clusters", "room"])
 def attend_backward_kernel(
     queries_ptr: tl.tensor,
     members_ptr: tl.tensor,
@@ -310,7 +310,7 @@ def logit_grads(
     return shares * (moved - level[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "ranges", "clusters", "room"])
 def finish_kernel(
     grad_queries_ptr: tl.tensor,
     members_ptr: tl.tensor,

@@ -134,7 +134,7 @@ def summarise_keys_backward(
     return grad_keys, grad_values, grad_means.sum(1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "group", "ranges", "query_clusters", "key_clusters", "room"])
 def summarise_kernel(
     means_ptr: tl.tensor,
     keys_ptr: tl.tensor,
@@ -236,7 +236,9 @@ def less_mean(rows: tl.tensor, mean: tl.tensor) -> tl.tensor:
     return (rows.to(tl.float32) - mean.to(tl.float32)[None, :]).to(rows.dtype)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["heads", "group", "ranges", "keys_count", "query_clusters", "key_clusters", "room"]
+)
 def summarise_backward_kernel(
     means_ptr: tl.tensor,
     keys_ptr: tl.tensor,
