@@ -20,18 +20,18 @@ from decode_engine.kernels.gather_rows import CopyShape
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.slot_cache import SlotCache
 from decode_engine.kernels.slot_fetch import FetchBuffers, fetch_rows
-from index_store.budgets.ratio import Ratio, TokenCount
 from index_store.context import ResidentContext
 from index_store.errors import InvalidArgumentError
-from index_store.manifest import Manifest
 from index_store.methods import Method
+from index_store.slot_memory import slots_per_head
 
 
 class HybridSteps(ListedSteps):
     """`ListedSteps` over contexts in host memory: the same results, bit for bit.
 
     The sessions of a context share a slot cache per layer, which lives as long as the context: what one has fetched
-    the others find. Contexts in the device's memory may be among those of a batch; they get one as well.
+    the others find, also sessions of other methods, whose steps run in other graphs. Its size is the context's
+    (`index_store.slot_memory`): steps that attend to more read the rest from host memory.
     """
 
     copy_shape: CopyShape | None = None
@@ -53,7 +53,7 @@ class HybridSteps(ListedSteps):
                 f"keys and values of layer {layer} of context {context.manifest.id[:12]} are in host memory that is "
                 "not page-locked, which the device cannot read"
             )
-        return {**super().fields(context, method, layer), **slot_cache(context, method, layer).fields(layer)}
+        return {**super().fields(context, method, layer), **slot_cache(context, layer).fields(layer)}
 
     def locate(self, layer: int, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor) -> Tensor | None:
         return fetch_rows(
@@ -71,24 +71,12 @@ class HybridSteps(ListedSteps):
         return self._found_LRX2.view(layers, self.plan.size, -1, programs, two).sum((0, 2, 3))
 
 
-def slot_cache(context: ResidentContext, method: Method, layer: int) -> SlotCache:
-    """A layer's slot cache of the context, made at first use."""
-    manifest = context.manifest
-    slots = slots_for(method, manifest)
+def slot_cache(context: ResidentContext, layer: int, lane: int = 0) -> SlotCache:
+    """A layer's slot cache of the context, made at first use. lane: steps of one lane run one after another."""
+    model, keys = context.manifest.model, context.manifest.token_count
 
     def make() -> SlotCache:
-        kv_heads, head_dim = manifest.model.kv_heads, manifest.model.head_dim
-        return SlotCache.make((layer,), kv_heads, slots, head_dim, context.kv(layer).dtype, context.device)
+        slots, dtype = slots_per_head(keys), context.kv(layer).dtype
+        return SlotCache.make((layer,), model.kv_heads, slots, model.head_dim, dtype, context.device)
 
-    return context.derived(("slot_cache", slots, layer), make)
-
-
-def slots_for(method: Method, manifest: Manifest) -> int:
-    """Slots of a KV head that hold twice what a step of the method attends to, or the whole context."""
-    keys, budget = manifest.token_count, method.budget
-    kept = keys
-    if isinstance(budget, Ratio):
-        kept = round(budget.keep * keys)
-    elif isinstance(budget, TokenCount):
-        kept = budget.tokens
-    return min(keys, 2 * (kept + method.sinks + method.recent + method.append_block))
+    return context.derived(("slot_cache", layer, lane), make)

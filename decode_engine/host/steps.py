@@ -153,7 +153,7 @@ class HostSteps(HybridSteps):
     def own_fields(self, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
         """Slots of a lane's own, since steps of several lanes run at once; the first lane has the usual ones."""
         lane = 0 if self.plan.searching is None else self.plan.searching.number
-        return slot_cache(context, method, layer, lane).fields(layer) if lane else {}
+        return slot_cache(context, layer, lane).fields(layer) if lane else {}
 
     def begin(self, sessions: Mapping[int, Session]) -> int:
         return self._searching.begin(sessions)

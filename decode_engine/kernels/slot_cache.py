@@ -1,6 +1,6 @@
 """A bounded cache on the device of rows whose keys and values lie in host memory.
 
-A row is the key and the value of one token for one KV head. The cache of a layer, session and KV head is
+A row is the key and the value of one token for one KV head. The cache of a context, layer and KV head is
 set-associative: a key may be in one of the `WAYS` slots of the set that its id hashes to. A slot has a tag, the id of
 its key plus 1 (0 when empty), and a stamp, the number of the last step that used it. Everything lies in device memory
 and is found through records; `slot_fetch` reads and changes it.
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from decode_engine.kernels import records
 from index_store.errors import InvalidArgumentError
+from index_store.slot_memory import SET
 
-WAYS = 16
+WAYS = SET
 """Slots of a set; their tags are 64 bytes."""
 TALLIES = 8
 DONE, CURRENT, WANTED, REUSED, BYPASSED = range(5)
@@ -45,7 +46,7 @@ class RowCounts:
 
 @dataclass(frozen=True, slots=True)
 class SlotCache:
-    """The cache of one session. Made by `make`.
+    """The cache of a context, for all of its sessions. Made by `make`.
 
     layers: of the model, those that have one. rows_LHS2D: in the dtype of the keys. tags_LHS, stamps_LHS: int32.
     tallies_LHC: int64.

@@ -56,7 +56,7 @@ from decode_engine.kernels import records
 from decode_engine.kernels.gather_rows import CopyShape, check_shape, row_words
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.list_entries import context_entries, entry_ids, join, listed_keys, share_of
-from decode_engine.kernels.partials import chained, wait_for_launch
+from decode_engine.kernels.partials import chained, let_next_begin, wait_alone, wait_for_launch
 from decode_engine.kernels.records import field
 from decode_engine.kernels.slot_cache import BYPASSED, CURRENT, DONE, REUSED, TALLIES, WANTED, WAYS
 from index_store.errors import InvalidArgumentError
@@ -359,7 +359,7 @@ def fetch_kernel(
 ) -> None:
     """Programs take turns over the misses of all rows, row after row."""
     every = tl.arange(0, SEGMENTS_TILE)
-    wait_for_launch(CHAINED)
+    wait_alone(CHAINED)
     counts = tl.load(segments_ptr + every * 2, mask=every < rows * PROGRAMS, other=0)
     ends = tl.cumsum(counts, 0)
     total = tl.sum(counts, 0)
@@ -393,6 +393,7 @@ def fetch_kernel(
         tl.store(row_words(target + slot.to(tl.int64) * ROW_BYTES, WORDS), words, mask=owner[:, None])
         one = tl.full([TILE], 1, tl.int64)
         tl.atomic_add(tallies_ptr + _BYPASSED, one, mask=inside & (way < 0), sem="relaxed")
+    let_next_begin(CHAINED)
 
 
 @triton.jit

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from decode_engine.runner import ModelRunner
 from index_store.arena import Arena
 from index_store.catalog import Store
@@ -32,9 +34,14 @@ class Served:
 
 
 def serve(
-    path: Path, family: str, methods: tuple[str, ...] = ("csattention", "csattention-paper", "multipole-tree")
+    path: Path,
+    family: str,
+    methods: tuple[str, ...] = ("csattention", "csattention-paper", "multipole-tree"),
+    *,
+    head_dim: int = 32,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[Served]:
-    folder = write_model_folder(path / "model", family, layers=3, head_dim=32)
+    folder = write_model_folder(path / "model", family, layers=3, head_dim=head_dim, dtype=dtype)
     document = path / "document.txt"
     document.write_text(TEXT)
     report = run_job(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_engine.device.hybrid_steps import HybridSteps, slots_for
+from decode_engine.device.hybrid_steps import HybridSteps, slot_cache
 from decode_engine.device.key_selection import KeySelection
 from decode_engine.device.listed_steps import ListedSteps
 from decode_engine.device.registry import step_attention_for
@@ -23,11 +23,12 @@ from decode_engine.kernels.cluster_reference import attend_lists_reference
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.slot_cache import SlotCache
 from decode_engine.warm_up import made_up_context
-from index_store.budgets.ratio import Ratio, TokenCount
+from index_store.budgets.ratio import TokenCount
 from index_store.context import ResidentContext
 from index_store.manifest import Manifest, ModelIdentity
 from index_store.methods import Method, get_method
 from index_store.placement import Placement
+from index_store.slot_memory import slot_bytes
 from tests.decode_engine.cluster_problems import Problem, make_problem, random_lists
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -177,13 +178,15 @@ def test_methods_over_host_memory(method: Method, expected: str) -> None:
     assert expected in (found if isinstance(found, str) else found.__name__)
 
 
-def test_slots_are_for_two_steps() -> None:
+@pytest.mark.parametrize("tokens", [40, 400, 1000])
+def test_slots_are_a_share_of_the_context(tokens: int) -> None:
+    """As many bytes as memory was counted for."""
     identity = ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, 4, 2, 64, 2, 4096)
-    method = replace(get_method("csattention+dropped"), budget=Ratio(0.1), recent=10, append_block=16)
-    manifest = made_up_context(identity, "float32", method, 1000).manifest
-    assert slots_for(method, manifest) == 2 * (100 + method.sinks + 10 + 16)
-    assert slots_for(replace(method, budget=TokenCount(60)), manifest) == 2 * (60 + method.sinks + 10 + 16)
-    assert slots_for(replace(method, budget=TokenCount(900)), manifest) == 1000
+    context = made_up_context(identity, "bfloat16", get_method("full"), tokens)
+    caches = [slot_cache(context, layer) for layer in range(2)]
+    assert slot_cache(context, 1) is caches[1]
+    assert {cache.tags_LHS.shape[2] for cache in caches} == {max(16, -(-tokens // 256) * 16)}
+    assert sum(cache.nbytes for cache in caches) == slot_bytes(context.manifest)
 
 
 def test_sessions_of_a_context_share_its_cache() -> None:
