@@ -35,16 +35,17 @@ def check_device(device: str) -> None:
 
 def check_placement(placement: str, device: str, device_memory: int | None = None) -> None:
     """Raises InvalidArgumentError for an unknown placement, and for one or a budget that needs a GPU without one."""
-    from index_store.placement import Placement, parse_placement
+    from index_store.placement import parse_placement
 
-    hybrid = parse_placement(placement) is Placement.HYBRID
-    if hybrid or device_memory is not None:
+    chosen = parse_placement(placement)
+    beside = chosen is not None and chosen.kv_on_host
+    if beside or device_memory is not None:
         from index_store.devices import pick_device
 
         if pick_device(device).type == "cpu":
             flag, use = (
-                ("--placement is hybrid", "--placement auto")
-                if hybrid
+                (f"--placement is {placement}", "--placement auto")
+                if beside
                 else ("--device-memory is given", "--memory")
             )
             raise InvalidArgumentError(

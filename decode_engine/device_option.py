@@ -20,7 +20,8 @@ PlacementOption = Annotated[
     typer.Option(
         metavar="PLACEMENT",
         help="Where contexts are beside a GPU: device (all in its memory), hybrid (keys and values in host memory, "
-        "indexes in the GPU's), or auto (device for what fits there, else hybrid).",
+        "indexes in the GPU's), host (query tables in host memory too, searched by the CPU), or auto (device for what "
+        "fits there, else hybrid, host for indexes that do not fit either).",
     ),
 ]
 

@@ -21,7 +21,6 @@ from index_store.indexes.base import LayerIndex, Scalar
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.manifest import Manifest
 from index_store.methods import Method
-from index_store.placement import Placement
 from index_store.threshold_curve import ThresholdCurve
 
 NO_OPTIONS: Mapping[str, Scalar] = MappingProxyType({})
@@ -115,7 +114,7 @@ class Session:
 def _make_layer(context: ResidentContext, method: Method, figures: Figures, layer: int) -> LayerAttention:
     """A layer of a session. Waits until the context has it in memory."""
     kv = context.kv(layer)
-    beside = context.device if context.placement is Placement.HYBRID else None
+    beside = context.device if context.placement.kv_on_host else None
     if method.index is None or is_dense(context.manifest, method, layer):
         return DenseLayer(kv, figures, beside)
     partition = None if method.drops_remainder else method.partition

@@ -112,8 +112,7 @@ def made_up_context(
     """A context of random keys and values with the indexes that the method needs.
 
     also: methods whose indexes it has too. distinct: layers with keys, values and indexes of their own, which the
-    model's layers use in turn. placement: unless all is on the device, keys and values are in host memory, page-locked
-    beside a GPU.
+    model's layers use in turn. placement: keys and values in host memory are page-locked beside a GPU.
     Raises InvalidArgumentError when an index cannot be built for the model's head dim.
     """
     generator = torch.Generator(device).manual_seed(seed)
@@ -134,8 +133,13 @@ def made_up_context(
         source = LayerSource(kv[layer], QuerySample(queries_HPGD, positions), frequencies)
         for spec in specs:
             built[spec.name, layer] = INDEX_KINDS[spec.kind].build(spec.parameters, source, seed)
-        if placement is not Placement.DEVICE:
+        if placement.kv_on_host:
             kv[layer] = _to_host(kv[layer])
+    arrays = {
+        (spec.name, layer): _place_arrays(built[spec.name, layer], placement)
+        for spec in specs
+        for layer in layers[:distinct]
+    }
     entries = [_index_entry(spec, built[spec.name, 0], tuple(layers), tokens) for spec in specs]
     manifest = Manifest(
         id="0" * 64,
@@ -159,14 +163,16 @@ def made_up_context(
         manifest,
         torch.zeros(tokens, dtype=torch.int64),
         {layer: kv[layer % distinct] for layer in layers},
-        {
-            (spec.name, layer): built[spec.name, layer % distinct].arrays()
-            for spec in specs
-            for layer in layers
-        },
+        {(spec.name, layer): arrays[spec.name, layer % distinct] for spec in specs for layer in layers},
         placement=placement,
         device=torch.device(device),
     )
+
+
+def _place_arrays(index: LayerIndex, placement: Placement) -> dict[str, torch.Tensor]:
+    """The index's arrays where the placement has them."""
+    on_host = placement.index_on_host(index.kind)
+    return {name: array.cpu() if on_host else array for name, array in index.arrays().items()}
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ import torch
 from index_store.arena_stats import ArenaStats
 from index_store.catalog import Store
 from index_store.context import IndexKinds, ResidentContext
-from index_store.context_loading import LoadedContext, placed_bytes, start_loading
+from index_store.context_loading import LoadedContext, choose_placement, placed_bytes, start_loading
 from index_store.errors import (
     ContextExpiredError,
     ContextNotFoundError,
@@ -86,15 +86,17 @@ class Arena:
 
         budget: bytes of host and device memory; a number is the budget of the memory that the device computes in.
         device: what computes, where that is not the CPU; None for the CPU, in whose memory everything is then.
-        placement: of every context; None for in device memory what fits into its budget, else hybrid.
+        placement: of every context; None for in device memory what fits into its budget, else hybrid, and host what has
+            indexes that fit only without those which the host can search.
         """
         if isinstance(budget, int):
             budget = MemoryBytes(host=budget) if device is None else MemoryBytes(device=budget)
         if min(budget.host, budget.device) < 0 or budget.total == 0:
             raise InvalidArgumentError(f"the memory budget must be positive, got {budget.total} bytes")
-        if placement is Placement.HYBRID and device is None:
+        if placement is not None and placement.kv_on_host and device is None:
             raise InvalidArgumentError(
-                "placement hybrid keeps indexes in memory of a GPU, and the CPU computes here; use auto or device",
+                f"placement {placement.value} keeps indexes in memory of a GPU, and the CPU computes here; use auto or "
+                "device",
                 field="placement",
             )
         self._budget = budget
@@ -217,11 +219,7 @@ class Arena:
         if self._device is None:
             placement, why = Placement.DEVICE, "the CPU computes"
         elif placement is None:
-            needed = placed_bytes(manifest, self._device).device
-            fits = needed <= self._budget.device
-            placement = Placement.DEVICE if fits else Placement.HYBRID
-            relation = "fit" if fits else "do not fit"
-            why = f"its {needed} bytes {relation} into the device budget of {self._budget.device}"
+            placement, why = choose_placement(manifest, self._device, self._budget.device)
         return placement, placed_bytes(manifest, self._device, placement), why
 
     def _enter(

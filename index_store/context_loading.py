@@ -78,18 +78,33 @@ def placed_bytes(
     In memory of a device (see `start_loading`) with the padding of rows that some arrays have there.
     """
     tokens = aligned(manifest.token_count * torch.int64.itemsize)
-    kv, indexes = 0, 0
+    host, shared = (tokens, 0) if placement.kv_on_host else (0, tokens)
     for name, _, entry in _parts(manifest):
-        if name is not None:
-            indexes += aligned(_layer_bytes(entry, device))
-        elif placement is Placement.HYBRID:
-            kv += paged(_layer_bytes(entry, None))
+        if _on_host(manifest, name, placement):
+            host += paged(_layer_bytes(entry, None))
         else:
-            kv += aligned(_layer_bytes(entry, device))
-    if placement is Placement.HYBRID:
-        return MemoryBytes(host=kv + tokens, device=indexes)
-    total = kv + indexes + tokens
-    return MemoryBytes(host=total) if device is None else MemoryBytes(device=total)
+            shared += aligned(_layer_bytes(entry, device))
+    return MemoryBytes(host=host + shared) if device is None else MemoryBytes(host=host, device=shared)
+
+
+def choose_placement(manifest: Manifest, device: torch.device, room: int) -> tuple[Placement, str]:
+    """Where a context goes beside a device with so many bytes for contexts, and why.
+
+    All of it there if it fits, else its indexes, else those that the host does not search.
+    """
+    budget = f"the device budget of {room}"
+    whole = placed_bytes(manifest, device).device
+    if whole <= room:
+        return Placement.DEVICE, f"its {whole} bytes fit into {budget}"
+    why = f"its {whole} bytes do not fit into {budget}"
+    indexes = placed_bytes(manifest, device, Placement.HYBRID).device
+    rest = placed_bytes(manifest, device, Placement.HOST).device
+    if indexes <= room or rest == indexes:
+        return Placement.HYBRID, why
+    return (
+        Placement.HOST,
+        f"{why}, nor do its indexes' {indexes}, without those that the host searches {rest}",
+    )
 
 
 def resident_bytes(manifest: Manifest, device: torch.device | None = None) -> int:
@@ -133,13 +148,13 @@ def start_loading(
     must stay open until loading has ended.
 
     device: into whose memory, through a few staging buffers, with rows padded as `device_memory` says; None for host
-    memory, which is then page-locked by `locker`. placement: HYBRID puts keys and values into host memory in any case,
-    one range per layer, each locked when it has been read; it needs a device.
+    memory, which is then page-locked by `locker`. placement: all but DEVICE need a device, and put keys and values into
+    host memory, one range per layer, each locked when it has been read; HOST also indexes that the host searches.
     on_end: called by the thread that loads, at its end, with the error if there was one, before those who wait get it.
     """
     manifest = context.manifest
-    if placement is Placement.HYBRID and device is None:
-        raise InvalidArgumentError("placement hybrid needs a device beside the host; use device")
+    if placement.kv_on_host and device is None:
+        raise InvalidArgumentError(f"placement {placement.value} needs a device beside the host; use device")
     memory = _Memory.reserve(manifest, locker, device, placement)
     try:
         memory.tokens.copy_(context.tokens())
@@ -184,31 +199,35 @@ class _Memory:
     def reserve(
         cls, manifest: Manifest, locker: PageLocker | None, device: torch.device | None, placement: Placement
     ) -> _Memory:
-        hybrid = placement is Placement.HYBRID
+        beside = placement.kv_on_host
         needed = placed_bytes(manifest, device, placement)
         tokens_shape, last = (manifest.token_count,), manifest.model.layers - 1
         shared: HostBlock | DeviceBlock
         shared = HostBlock(needed.host, locker) if device is None else DeviceBlock(needed.device, device)
         tokens = (
             torch.empty(tokens_shape, dtype=torch.int64, device="cpu")
-            if hybrid
+            if beside
             else shared.take(tokens_shape, torch.int64)
         )
         memory = cls(tokens, blocks=[shared])
-        if not hybrid:
+        if not beside:
             memory.full[last] = shared
         try:
             for index, layer, entry in _parts(manifest):
                 shape, dtype = entry.shape[1:], STORED_DTYPES[entry.dtype].torch_dtype
-                if index is not None:
-                    memory.arrays[index, layer][entry.path.rpartition("/")[2]] = shared.take(shape, dtype)
-                elif hybrid:
-                    own = HostBlock(_layer_bytes(entry, None), locker, own_pages=True)
-                    memory.blocks.append(own)
-                    memory.full[layer] = own
-                    memory.kv[layer] = own.take(shape, dtype)
+                block = shared
+                if _on_host(manifest, index, placement):
+                    # Of indexes there only cores of the host read: their pages need not be locked.
+                    locked = locker if index is None else None
+                    block = HostBlock(_layer_bytes(entry, None), locked, own_pages=True)
+                    memory.blocks.append(block)
+                    if index is None:
+                        memory.full[layer] = block
+                array = block.take(shape, dtype)
+                if index is None:
+                    memory.kv[layer] = array
                 else:
-                    memory.kv[layer] = shared.take(shape, dtype)
+                    memory.arrays[index, layer][entry.path.rpartition("/")[2]] = array
         except BaseException:
             for block in memory.blocks:
                 block.release()
@@ -233,7 +252,7 @@ def _plan_reads(
     for index, layer, entry in _parts(context.manifest):
         name = entry.path.rpartition("/")[2]
         array = memory.kv[layer] if index is None else memory.arrays[index, layer][name]
-        to_host = staged is None or (index is None and placement is Placement.HYBRID)
+        to_host = staged is None or _on_host(context.manifest, index, placement)
         read_head = context.read_head if to_host or staged is None else staged.read
         reads[layer] += [
             partial(read_head, entry.path, layer, head, array[head]) for head in range(entry.shape[1])
@@ -315,6 +334,13 @@ def _parts(manifest: Manifest) -> Iterator[tuple[str | None, int, ArrayEntry]]:
         for index in manifest.indexes:
             if layer in index.layers:
                 yield from ((index.name, layer, array) for array in index.arrays)
+
+
+def _on_host(manifest: Manifest, index: str | None, placement: Placement) -> bool:
+    """Whether an index, or keys and values (None), are in host memory beside a device."""
+    if index is None:
+        return placement.kv_on_host
+    return any(entry.name == index and placement.index_on_host(entry.kind) for entry in manifest.indexes)
 
 
 def _layer_bytes(entry: ArrayEntry, device: torch.device | None) -> int:

@@ -12,11 +12,26 @@ class Placement(Enum):
     """Which memory holds what of a context.
 
     DEVICE: everything is in memory of the device that computes; where that is the CPU, in the host's. HYBRID: keys and
-    values are in host memory, page-locked, and only what is searched is in memory of the device.
+    values are in host memory, page-locked, and all indexes in memory of the device. HOST: so are those indexes that the
+    host's own cores search (`HOST_SEARCHED`); others stay in memory of the device.
     """
 
     DEVICE = "device"
     HYBRID = "hybrid"
+    HOST = "host"
+
+    @property
+    def kv_on_host(self) -> bool:
+        """Whether keys and values are in host memory beside a device."""
+        return self is not Placement.DEVICE
+
+    def index_on_host(self, kind: str) -> bool:
+        """Whether indexes of that kind are in host memory beside a device."""
+        return self is Placement.HOST and kind in HOST_SEARCHED
+
+
+HOST_SEARCHED = frozenset({"query_tables"})
+"""Kinds of indexes that are searched on the host where they are in its memory."""
 
 
 def parse_placement(text: str) -> Placement | None:

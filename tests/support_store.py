@@ -137,6 +137,7 @@ def synthetic_context(
     ttl: timedelta | None = None,
     index_dtypes: tuple[str, ...] = ("int8", "float16", "int32", "float32"),
     query_rows: int = 3,
+    index_kind: str = RecordedIndex.kind,
 ) -> SyntheticContext:
     """A context of `tokens` random tokens: layer 0 dense, one index over the others with an array per dtype."""
     generator = torch.Generator().manual_seed(seed)
@@ -167,7 +168,7 @@ def synthetic_context(
         selection_errors=tuple(0.25 / 10**layer for layer in range(model.layers)),
         tokens=tokens_entry(tokens),
         kv=kv_entry(model, tokens, dtype),
-        indexes=(IndexEntry("tables", RecordedIndex.kind, PARAMETERS, layers, tuple(entries), THRESHOLDS),),
+        indexes=(IndexEntry("tables", index_kind, PARAMETERS, layers, tuple(entries), THRESHOLDS),),
         prefill={"chunk": 2048, "calibration": False},
         seconds={"forward": 1.5, "index": 0.25},
         queries=sample,

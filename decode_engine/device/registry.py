@@ -11,6 +11,7 @@ from decode_engine.device.hybrid_steps import HybridSteps
 from decode_engine.device.listed_steps import ListedSteps
 from decode_engine.device.step_attention import StepAttention
 from decode_engine.device.table_steps import TableSteps
+from decode_engine.host.steps import HostSteps
 from decode_engine.kernels.key_values import HEAD_DIMS, MAX_GROUP
 from index_store.budgets.ratio import Ratio, TokenCount
 from index_store.manifest import Manifest
@@ -21,6 +22,7 @@ _CLASSES: Mapping[Placement, tuple[type[StepAttention], ...]] = MappingProxyType
     {
         Placement.DEVICE: (TableSteps, ClusterSteps, ListedSteps),
         Placement.HYBRID: (HybridSteps,),
+        Placement.HOST: (HostSteps,),
     }
 )
 """Of methods that search, the one with fewer launches first. The last one knows most methods, and why not others."""

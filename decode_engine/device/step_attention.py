@@ -8,13 +8,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from decode_engine.host.workers import SearchLane
 from index_store.context import ResidentContext
 from index_store.manifest import Manifest, ModelIdentity
 from index_store.methods import Method
+
+if TYPE_CHECKING:
+    from decode_engine.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,8 @@ class StepPlan:
 
     model: layers, heads and head dimension. method: as it runs over the contexts (`session.fit_method`), without what
     differs between requests: how much the budget keeps comes with the records. size: rows B of the batch. max_keys:
-    no context is longer; a power of two. dtype: of keys, values and queries, float16 or bfloat16.
+    no context is longer; a power of two. dtype: of keys, values and queries, float16 or bfloat16. searching: threads of
+    the host that search for this batch, where it is searched there.
     """
 
     model: ModelIdentity
@@ -32,6 +38,7 @@ class StepPlan:
     max_keys: int
     dtype: torch.dtype
     device: torch.device
+    searching: SearchLane | None = None
 
     @property
     def group(self) -> int:
@@ -82,6 +89,25 @@ class StepAttention(ABC):
     @abstractmethod
     def kept_B(self) -> Tensor:
         """Selected keys that the last step attended exactly, all layers and KV heads together: [B] int64."""
+
+    def begin(self, sessions: Mapping[int, Session]) -> int:
+        """Makes ready for a step of these sessions, by row, before it is launched: what their records get as STEP.
+
+        When it raises, there is nothing to end.
+        """
+        return 0
+
+    def end(self) -> int:
+        """Ends the step when the device is done with it, or will not come to it any more.
+
+        Returns the nanoseconds in which the device waited for the host. Raises SparseKVError when what it has computed
+        must not be used.
+        """
+        return 0
+
+    def own_fields(self, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        """What besides `fields` a layer's record says, and depends on the plan."""
+        return {}
 
     def fetched_B2(self) -> Tensor | None:
         """Rows of contexts in host memory that the last step read there, and that it found in slots on the device.

@@ -62,8 +62,9 @@ class StepBatch:
                 values = self._host_LBF[layer, row]
                 values[records.KV] = kv.data_ptr()
                 values[records.KV_HEAD] = kv.stride(0) * kv.element_size()
-                for field, value in attention.fields(context, method, layer).items():
-                    values[field] = value
+                for fields in (attention.fields, attention.own_fields):
+                    for field, value in fields(context, method, layer).items():
+                        values[field] = value
         except Exception:
             self.clear(row)
             raise
@@ -89,6 +90,19 @@ class StepBatch:
             self._host_LBF[layer, row, records.TAIL] = attention.tail.address
             self._host_LBF[layer, row, records.TAIL_HEAD] = attention.tail.head_bytes
         self._changed = True
+
+    def begin(self, rows: Sequence[int]) -> int:
+        """Makes ready for a step of these rows, before it is launched; what their records get as STEP."""
+        sessions = {row: session for row in rows if (session := self.sessions[row]) is not None}
+        try:
+            return max(attention.begin(sessions) for attention in self._attentions)
+        except Exception:
+            self.end()
+            raise
+
+    def end(self) -> int:
+        """Ends the step: see `StepAttention.end`."""
+        return sum(attention.end() for attention in self._attentions)
 
     def send(self) -> None:
         """Copies changed addresses to the device, in stream order. The device must have read the last ones."""

@@ -9,7 +9,8 @@ Shape legend: B rows, V vocabulary, C counts of a record, X columns of the input
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -21,6 +22,7 @@ from decode_engine.device.step_batch import STEP_COUNTS, StepBatch, step_counts
 from decode_engine.kernels import records
 from decode_engine.sampler import Draws, Sampler, any_filters, choose_greedy, choose_tokens
 from decode_engine.session import Session
+from index_store.errors import SparseKVError
 
 logger = logging.getLogger(__name__)
 
@@ -52,21 +54,31 @@ class Choice(Enum):
 class Stepped:
     """What a step yields for one session. token: -1 where the logits were not finite. kept: see `StepBatch.kept_B`.
 
-    host_rows, rows_reused: see `StepBatch.fetched_B2`.
+    host_rows, rows_reused: see `StepBatch.fetched_B2`. waited_ns: how long the device waited for the host, with all
+    sessions of the step.
     """
 
     token: int
     kept: int
     host_rows: int
     rows_reused: int
+    waited_ns: int
 
 
 class Captures:
-    """What the graphs of a device share: memory, since only one of them runs at a time, and a stream to warm up on."""
+    """What graphs share of which only one runs at a time: memory, a stream to warm up on, and one for a second lane."""
 
     def __init__(self, device: torch.device) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._lane = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """A stream for steps that run beside those on the current stream, after what that was given before."""
+        self._lane.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._lane):
+            yield
 
 
 class StepGraph:
@@ -116,7 +128,45 @@ class StepGraph:
 
     def step(self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler]) -> list[Stepped]:
         """Feeds the sessions in `rows` a token each and returns what came out. Positions do not advance here."""
-        self._fill(rows, tokens, samplers)
+        self.launch(rows, tokens, samplers)
+        return self.collect(rows)
+
+    def launch(self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler]) -> None:
+        """Starts a step on the current stream; `collect` must follow unless this raises."""
+        number = self.batch.begin(rows)
+        try:
+            self._launch(rows, tokens, samplers, number)
+        except Exception:
+            self._end_failed()
+            raise
+
+    def collect(self, rows: Sequence[int]) -> list[Stepped]:
+        """Waits on the current stream for the step that `launch` started, and returns what came out."""
+        try:
+            if self._result_BX.is_cuda:
+                torch.cuda.current_stream().synchronize()
+        except Exception:
+            self._end_failed()
+            raise
+        waited_ns = self.batch.end()
+        results = self._host_result_BX.tolist()
+        stepped = []
+        for row in rows:
+            token, kept, host_rows, rows_reused = results[row]
+            stepped.append(Stepped(token, kept, host_rows, rows_reused, waited_ns))
+        return stepped
+
+    def _end_failed(self) -> None:
+        """Ends a step whose error is on its way already."""
+        try:
+            self.batch.end()
+        except SparseKVError as error:
+            logger.info("a step that failed has ended: %s", error)
+
+    def _launch(
+        self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler], number: int
+    ) -> None:
+        self._fill(rows, tokens, samplers, number)
         self.batch.follow_tails()
         self.batch.send()
         self.prepare(Choice.of(samplers))
@@ -125,10 +175,6 @@ class StepGraph:
             self._draws_BX.copy_(self._host_draws_BX, non_blocking=True)
         self.run()
         self._host_result_BX.copy_(self._result_BX, non_blocking=True)
-        if self._result_BX.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        results = self._host_result_BX.tolist()
-        return [Stepped(*results[row]) for row in rows]
 
     def run(self) -> None:
         """The step itself, over whatever was copied to the device last."""
@@ -138,13 +184,15 @@ class StepGraph:
         else:
             graph.replay()
 
-    def _fill(self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler]) -> None:
+    def _fill(
+        self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler], number: int
+    ) -> None:
         self._inputs[:] = 0
         for row, token, sampler in zip(rows, tokens, samplers, strict=True):
             session = self.batch.sessions[row]
             if session is None:
                 raise RuntimeError(f"row {row} of a batch holds no session")
-            self._inputs[row] = _inputs(session, token, sampler)
+            self._inputs[row] = _inputs(session, token, sampler, number)
             given = sampler.parameters
             self._draws[row] = given.temperature, given.top_p, sampler.draw()
 
@@ -204,8 +252,8 @@ class StepGraph:
             self._graphs[self._choice] = graph
 
 
-def _inputs(session: Session, token: int, sampler: Sampler) -> list[int]:
-    counts = step_counts(session)
+def _inputs(session: Session, token: int, sampler: Sampler, number: int) -> list[int]:
+    counts = {**step_counts(session), records.STEP: number}
     first, end = records.STEP_FIELDS
     top_k = sampler.parameters.top_k
     return [token, session.position, top_k, *(counts[field] for field in range(first, end))]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +19,8 @@ from decode_engine.device.registry import step_attention_for
 from decode_engine.device.step_attention import StepAttention, StepPlan
 from decode_engine.device.step_batch import StepBatch, step_counts
 from decode_engine.device.step_graph import Captures, Choice, StepGraph, StepModel, Stepped
+from decode_engine.host.steps import HostSteps
+from decode_engine.host.workers import SearchThreads
 from decode_engine.kernels import records
 from decode_engine.sampler import Sampler, SamplingParameters
 from decode_engine.session import Session, is_dense
@@ -50,6 +53,18 @@ class _Batchable:
     max_keys: int
 
 
+@dataclass(slots=True)
+class _Launched:
+    """One lane's part of a step. numbers: of its sessions among the caller's. rows: by place among its sessions."""
+
+    numbers: Sequence[int]
+    sessions: Sequence[Session]
+    samplers: Sequence[Sampler]
+    lane: int
+    rows: dict[int, int] = field(default_factory=dict)
+    graph: StepGraph | None = None
+
+
 class Stepper:
     """Runs decode steps through captured graphs. One thread uses it.
 
@@ -65,14 +80,23 @@ class Stepper:
         device: torch.device,
         *,
         dense: type[StepAttention] = DenseSteps,
+        searching: SearchThreads | None = None,
     ) -> None:
-        """dtype: in which the model computes. dense: attends to everything; a benchmark may put in something else."""
+        """dtype: in which the model computes. dense: attends to everything; a benchmark may put in something else.
+
+        searching: threads for contexts that are searched on the host, and lanes that their batches are split into, so
+        that one lane is searched for while the device computes for the other; one thread and lane by default.
+        """
         self._model = model
         self._dense = dense
         self._identity = identity
         self._dtype = dtype
         self._device = device
-        self._captures = Captures(device) if device.type == "cuda" else None
+        self._searching = searching or SearchThreads(1)
+        # Lanes run at once: each has graphs, memory and a stream of its own.
+        self._captures = [
+            Captures(device) if device.type == "cuda" else None for _ in range(self._searching.lanes)
+        ]
         self._graphs: OrderedDict[Hashable, StepGraph] = OrderedDict()
         self._sorted: WeakKeyDictionary[Session, _Batchable | str] = WeakKeyDictionary()
         self._refused: set[tuple[str, str]] = set()
@@ -108,21 +132,35 @@ class Stepper:
             groups.setdefault(self._required(session).key, []).append(number)
         for numbers in groups.values():
             for first in range(0, len(numbers), MAX_ROWS):
-                part = numbers[first : first + MAX_ROWS]
-                chosen: Sequence[int | Exception]
-                try:
-                    chosen = self._step_together(
-                        [sessions[i] for i in part],
-                        [tokens[i] for i in part],
-                        [samplers[i] for i in part],
-                        first // MAX_ROWS,
-                    )
-                except Exception as error:  # other batches may have advanced: it is these sessions' own
-                    logger.exception("a batch of %d sessions failed", len(part))
-                    chosen = [error] * len(part)
-                for number, result in zip(part, chosen, strict=True):
-                    results[number] = result
+                batch = numbers[first : first + MAX_ROWS]
+                launched: list[_Launched] = []
+                for lane, part in enumerate(self._split(sessions, batch)):
+                    step = _Launched(part, [sessions[i] for i in part], [samplers[i] for i in part], lane)
+                    with self._guarded(step, results):
+                        self._launch(step, [tokens[i] for i in part], first // MAX_ROWS, results)
+                        launched.append(step)
+                for step in launched:
+                    with self._guarded(step, results):
+                        self._collect(step, results)
         return results
+
+    def _split(self, sessions: Sequence[Session], batch: Sequence[int]) -> list[Sequence[int]]:
+        """The batch by lane: as equal as can be, and one lane for all where nothing is searched on the host."""
+        lanes = self._searching.lanes if HostSteps in self._required(sessions[batch[0]]).layers else 1
+        share = -(-len(batch) // lanes)
+        return [batch[first : first + share] for first in range(0, len(batch), share)]
+
+    @contextmanager
+    def _guarded(self, step: _Launched, results: list[int | Exception]) -> Iterator[None]:
+        """On the lane's stream. What is raised becomes the result of its sessions alone: others may have advanced."""
+        captures = self._captures[step.lane]
+        try:
+            with nullcontext() if captures is None or step.lane == 0 else captures.beside():
+                yield
+        except Exception as error:
+            logger.exception("a batch of %d sessions failed", len(step.sessions))
+            for number in step.numbers:
+                results[number] = error
 
     def feed(self, session: Session, token: int) -> Tensor:
         """One step of one session such as `takes` says yes to, whatever comes next: float32 logits [1, V]."""
@@ -132,15 +170,15 @@ class Stepper:
             raise result
         return self.graph([session]).logits_BV[:1].float().clone()
 
-    def graph(self, sessions: Sequence[Session], part: int = 0) -> StepGraph:
+    def graph(self, sessions: Sequence[Session], part: int = 0, lane: int = 0) -> StepGraph:
         """What steps of these sessions, which agree in kind, run in.
 
         part: of the sessions of a kind, where they are too many for one batch. Every part has its own, so that its
-        sessions keep their rows.
+        sessions keep their rows. lane: that runs the step.
         """
         kind = self._required(sessions[0])
         max_keys = max(self._required(session).max_keys for session in sessions)
-        return self._graph(kind, sessions[0].effective_method, _size(len(sessions)), max_keys, part)
+        return self._graph(kind, sessions[0].effective_method, _size(len(sessions)), max_keys, part, lane)
 
     def _required(self, session: Session) -> _Batchable:
         """The kind of batch that the session goes into. Raises SparseKVError when it cannot run in any."""
@@ -193,33 +231,45 @@ class Stepper:
             self._refused.add((method, reason))
             logger.info("method %s decodes step by step without a graph: %s", method, reason)
 
-    def _step_together(
-        self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler], part: int
-    ) -> list[int | Exception]:
-        """One replay. part: of the sessions of a kind, where they are too many for one batch."""
-        graph = self.graph(sessions, part)
-        seats = _seat(graph.batch, sessions)
-        results: list[int | Exception] = [seat if isinstance(seat, Exception) else -1 for seat in seats]
-        rows = {number: seat for number, seat in enumerate(seats) if isinstance(seat, int)}
-        if not rows:
-            return results
-        steps = graph.step(list(rows.values()), [tokens[i] for i in rows], [samplers[i] for i in rows])
-        for number, stepped in zip(rows, steps, strict=True):
-            result = results[number] = advance(samplers[number], stepped.token)
-            if not isinstance(result, Exception):
-                _count(sessions[number], stepped)
-                sessions[number].advance()
-        return results
+    def _launch(
+        self, step: _Launched, tokens: Sequence[int], part: int, results: list[int | Exception]
+    ) -> None:
+        """Seats the sessions and starts a replay. part: of a kind's sessions, where they are too many for one batch."""
+        graph = self.graph(step.sessions, part, step.lane)
+        seats = _seat(graph.batch, step.sessions)
+        for place, (number, seat) in enumerate(zip(step.numbers, seats, strict=True)):
+            if isinstance(seat, Exception):
+                results[number] = seat
+            else:
+                step.rows[place] = seat
+        if step.rows:
+            samplers = [step.samplers[place] for place in step.rows]
+            graph.launch(list(step.rows.values()), [tokens[place] for place in step.rows], samplers)
+            step.graph = graph
 
-    def _graph(self, kind: _Batchable, method: Method, size: int, max_keys: int, part: int) -> StepGraph:
-        key = (kind.key, size, max_keys, part)
+    def _collect(self, step: _Launched, results: list[int | Exception]) -> None:
+        """Waits for the replay, and advances the sessions."""
+        if step.graph is None:
+            return
+        found = step.graph.collect(list(step.rows.values()))
+        for place, stepped in zip(step.rows, found, strict=True):
+            result = results[step.numbers[place]] = advance(step.samplers[place], stepped.token)
+            if not isinstance(result, Exception):
+                _count(step.sessions[place], stepped)
+                step.sessions[place].advance()
+
+    def _graph(
+        self, kind: _Batchable, method: Method, size: int, max_keys: int, part: int, lane: int = 0
+    ) -> StepGraph:
+        key = (kind.key, size, max_keys, part, lane)
         graph = self._graphs.pop(key, None)
         if graph is None:
             while len(self._graphs) >= _GRAPHS:
                 self._graphs.popitem(last=False)
-            plan = StepPlan(self._identity, method, size, max_keys, self._dtype, self._device)
+            searching = self._searching.lane(lane) if HostSteps in kind.layers else None
+            plan = StepPlan(self._identity, method, size, max_keys, self._dtype, self._device, searching)
             begin = time.perf_counter()
-            graph = StepGraph(self._model, StepBatch(plan, kind.layers), self._captures)
+            graph = StepGraph(self._model, StepBatch(plan, kind.layers), self._captures[lane])
             graph.prepare(Choice.GREEDY)
             logger.info(
                 "steps of %d sessions of method %s on up to %d tokens are ready, in %.1f s",
@@ -297,6 +347,7 @@ def _count(session: Session, stepped: Stepped) -> None:
         rows = stepped.host_rows + dense * heads * manifest.token_count
         figures.host_bytes_read += rows * row_bytes
         figures.rows_reused += stepped.rows_reused
+        figures.device_wait_for_host_ns += stepped.waited_ns
     if searching:
         counts = step_counts(session)
         searched = counts[records.END] - counts[records.FIRST]

@@ -38,15 +38,35 @@ class SearchLane:
     number: int
 
 
+class SearchThreads:
+    """Threads that are started when a lane is first asked for."""
+
+    def __init__(self, threads: int, lanes: int = 1) -> None:
+        """Raises InvalidArgumentError unless there is a thread and a lane."""
+        _check_numbers(threads, lanes)
+        self.threads, self.lanes = threads, lanes
+        self._workers: SearchWorkers | None = None
+
+    def lane(self, number: int) -> SearchLane:
+        """One of the lanes, from 0 on."""
+        if self._workers is None:
+            self._workers = SearchWorkers(self.threads, self.lanes)
+            logger.info("%d threads search on the host for %d lanes", self.threads, self.lanes)
+        return SearchLane(self._workers, number)
+
+    def close(self) -> None:
+        """Ends the threads, if there are any."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+
 class SearchWorkers:
     """Threads shared by the lanes: up to `lanes` steps are in flight at once, each with a mailbox of its own."""
 
     def __init__(self, threads: int, lanes: int, body: Body | None = None) -> None:
         """body: what a thread runs, for tests. Raises InvalidArgumentError unless there is a thread and a lane."""
-        if threads < 1 or lanes < 1:
-            raise InvalidArgumentError(
-                f"{threads} search threads for {lanes} lanes, expected at least one each"
-            )
+        _check_numbers(threads, lanes)
         self._body = take_part if body is None else body
         self._lanes = np.zeros((lanes, LANE_WORDS), np.int64)
         self._mailboxes: list[Mailbox | None] = [None] * lanes
@@ -130,3 +150,8 @@ class SearchWorkers:
             for mailbox in self._mailboxes:
                 if mailbox is not None:
                     mailbox.cancel()
+
+
+def _check_numbers(threads: int, lanes: int) -> None:
+    if threads < 1 or lanes < 1:
+        raise InvalidArgumentError(f"{threads} search threads for {lanes} lanes, expected at least one each")

@@ -40,8 +40,8 @@ class _KeyScorer:
     cosine: bool
 
     def score(self, keys_HTD: Tensor, limit: int) -> Tensor:
-        """[H, T, S] float32 whole numbers, clamped to +-limit."""
-        slices = keys_HTD.float()[..., self.dims_MB]
+        """[H, T, S] float32 whole numbers, clamped to +-limit, where the centroids are."""
+        slices = keys_HTD.to(self.centroids_HMCB.device).float()[..., self.dims_MB]
         if self.cosine:
             slices = torch.nn.functional.normalize(slices, dim=-1)
         scores = torch.einsum("htmb,hmcb->htmc", slices, self.centroids_HMCB)
@@ -196,19 +196,22 @@ class QueryTables(LayerIndex):
         position: int | None = None,
     ) -> Ranking:
         options = TableSearch.parse(search)
+        # Tables in host memory are searched there, also for queries on a device.
+        device = queries_HTGD.device
+        queries_HTGD = queries_HTGD.to(self._scores_HSN.device)
         if options.group == "pooled":
             queries_HTGD = queries_HTGD.mean(2, keepdim=True)
         rows, weights = self._nearest(queries_HTGD, options)
         items = Items(first_key, end_key)
         if self._parameters.layout == "lists":
-            return Ranking(self._score_lists(rows, weights, items, appended, options), items)
+            return Ranking(self._score_lists(rows, weights, items, appended, options).to(device), items)
         extension = self._nothing_appended if appended is None else appended
         if not isinstance(extension, AppendedDense) or end_key > self.key_count + extension.count:
             raise InvalidArgumentError(
                 f"keys up to {end_key} were asked for, the index holds {self.key_count}"
             )
         return _TableRanking(
-            TableReads(self._scores_HSN, extension.rows_HSN, rows, weights, first_key, end_key), items
+            TableReads(self._scores_HSN, extension.rows_HSN, rows, weights, first_key, end_key), items, device
         )
 
     def _score_lists(
@@ -264,18 +267,19 @@ class QueryTables(LayerIndex):
 
 
 class _TableRanking(Ranking):
-    """Scores of a table, added up only in the form that a budget asks for."""
+    """Scores of a table, added up only in the form that a budget asks for, and then brought to the device."""
 
-    def __init__(self, reads: TableReads, items: Items) -> None:
+    def __init__(self, reads: TableReads, items: Items, device: torch.device) -> None:
         rows = float(reads.rows_HTGJ.shape[2:].numel())
         super().__init__(reads.weights_HTGJ, items, bytes_read=rows * (items.end_key - items.first_key))
         self._reads = reads
+        self._device = device
 
     @property
     def logits_HTGM(self) -> Tensor:
-        return sum_rows(self._reads)
+        return sum_rows(self._reads).to(self._device)
 
     def scores(self, rule: str) -> Tensor:
         if rule == "average" and self._reads.rows_HTGJ.shape[2] > 1:
-            return softmax_sum_rows(self._reads)
+            return softmax_sum_rows(self._reads).to(self._device)
         return super().scores(rule)

@@ -35,6 +35,7 @@ from index_store.kernels.shared_words import (
     let_others_run,
     load_word,
     relax,
+    sleep_us,
     store_word,
     wait_for_post,
 )
@@ -45,6 +46,8 @@ LANE_WORDS = 3 * LINE
 """Of a lane: the number of the step in flight or 0, the address of its job, and how many threads are inside."""
 
 _SPINS = 64
+_PATIENCE, _NAP_US = 50_000, 50
+"""Turns of waiting, a few milliseconds, after which a thread naps between looks."""
 
 
 @njit(cache=True, nogil=True)
@@ -62,7 +65,7 @@ def take_part(
     bins = np.empty(TILE, np.int32)
     spins = 0
     while load_word(end) == 0:
-        busy = False
+        busy = worked = False
         for lane in range(lanes):
             base = words[lane].ctypes.data
             if not inside[lane]:
@@ -83,17 +86,28 @@ def take_part(
                 own = buffers[: job[TILES] * width].reshape(job[TILES], width)
                 leaving = not serve_search(job, searched[lane], held[: job[TILES]], own, marks, bins)
                 searched[lane] += 1
+                worked = True
             if leaving:
                 inside[lane] = False
                 add_to_word(base + 8 * INSIDE, -1)
-        if busy:
-            spins += 1
-            relax()
-            if spins % _SPINS == 0:
-                let_others_run()
-        else:
+        if not busy:
             wait_for_post(semaphore)
+        elif worked:
+            spins = 0
+        else:
+            spins += 1
+            _spin(spins)
     _leave(words, inside)
+
+
+@njit(cache=True, nogil=True)
+def _spin(spins: int) -> None:  # pragma: no cover - compiled
+    """One turn of waiting for a device: it asks again within a fraction of a millisecond, unless it is held up."""
+    relax()
+    if spins > _PATIENCE:
+        sleep_us(_NAP_US)
+    elif spins % _SPINS == 0:
+        let_others_run()
 
 
 @njit(cache=True, nogil=True)

@@ -85,6 +85,20 @@ def let_others_run(typing: Any) -> _Generated:
 
 
 @intrinsic
+def sleep_us(typing: Any, microseconds: Any) -> _Generated:
+    """sleep_us(microseconds): this thread sleeps for about that long."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        number = ir.IntType(32)
+        function = ir.FunctionType(number, [number])
+        called = cgutils.get_or_insert_function(builder.module, function, "usleep")
+        builder.call(called, [builder.trunc(values[0], number)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
 def _sem_wait(typing: Any, address: Any) -> _Generated:
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return _call(builder, "sem_wait", values[0])

@@ -128,7 +128,7 @@ def test_serve_as_text_ends_well_on_interrupt(library: Library, lamp: str) -> No
         ({"--store": "nowhere"}, 1, "nowhere"),
         ({"--model": "nothing"}, 1, "nothing"),
         ({"--memory": "much"}, 1, "8GiB"),
-        ({"--placement": "host"}, 1, "expected auto, device, hybrid"),
+        ({"--placement": "disk"}, 1, "expected auto, device, hybrid, host"),
         ({"--placement": "hybrid", "--device": "cpu"}, 1, "use --placement auto"),
         ({"--device-memory": "1GiB", "--device": "cpu"}, 1, "use --memory"),
         ({"--listen": "here"}, 1, "HOST:PORT"),

@@ -88,7 +88,7 @@ def test_placement_and_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_budget(cuda, 7, 9, 2**40) == MemoryBytes(7, 9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InvalidArgumentError, match="expected auto, device, hybrid"):
-        ServeConfig(Path(), "reader", placement="host")
+        ServeConfig(Path(), "reader", placement="disk")
     with pytest.raises(InvalidArgumentError, match="--placement is hybrid, but the CPU computes"):
         ServeConfig(Path(), "reader", placement="hybrid")
     with pytest.raises(InvalidArgumentError, match="--device-memory is given, but the CPU computes"):

@@ -22,7 +22,7 @@ from torch import Tensor
 from index_store.arena import Arena
 from index_store.catalog import Store
 from index_store.context import Context
-from index_store.context_loading import load_context, placed_bytes, resident_bytes
+from index_store.context_loading import choose_placement, load_context, placed_bytes, resident_bytes
 from index_store.dtypes import STORED_DTYPES
 from index_store.errors import ChecksumError, InvalidArgumentError, MemoryBudgetError
 from index_store.layer_gate import LayerGate
@@ -98,6 +98,50 @@ def test_contents(store: Store, device: torch.device, tokens: int) -> None:
     assert locker.locked == []
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["query_tables", "key_clusters"])
+def test_what_the_host_searches_is_there(store: Store, device: torch.device, kind: str) -> None:
+    """Its pages are not locked, since no device reads them; other indexes stay on the device."""
+    context = synthetic_context(tokens=300, index_kind=kind)
+    context.write(store)
+    needed = placed_bytes(context.manifest, device, Placement.HOST)
+    locker, kinds = RecordingLocker(), {kind: KINDS[RecordedIndex.kind]}
+    arena = Arena(needed, locker, kinds, device, Placement.HOST)
+    with arena.acquire(store, context.id) as resident:
+        assert arena.stats().used == needed
+        assert (resident.placement, resident.kv_device) == (Placement.HOST, CPU)
+        assert len(locker.locked) == 3
+        for row, layer in enumerate((1, 2)):
+            assert same(resident.kv(layer), context.kv[layer])
+            index = resident.index("tables", layer)
+            assert isinstance(index, RecordedIndex)
+            for entry, data in context.entries():
+                stored = index.stored[entry.path.rpartition("/")[2]]
+                assert same(stored, data[row])
+                assert stored.is_contiguous() == (kind == "query_tables" or stored.dtype != torch.int8)
+                assert stored.device.type == ("cpu" if kind == "query_tables" else device.type)
+    hybrid = placed_bytes(context.manifest, device, Placement.HYBRID)
+    assert (needed.device < hybrid.device) == (kind == "query_tables")
+
+
+@pytest.mark.parametrize(
+    ("kind", "spared", "placement"),
+    [
+        ("query_tables", 0, Placement.HYBRID),
+        ("query_tables", 1, Placement.HOST),
+        ("recorded", 1, Placement.HYBRID),
+    ],
+)
+def test_indexes_that_do_not_fit_are_searched_on_the_host(
+    kind: str, spared: int, placement: Placement
+) -> None:
+    manifest = synthetic_context(tokens=400, index_kind=kind).manifest
+    room = placed_bytes(manifest, CPU, Placement.HYBRID).device - spared
+    chosen, why = choose_placement(manifest, CPU, room)
+    assert chosen is placement
+    assert ("nor do its indexes'" in why) == (placement is Placement.HOST)
+
+
 def test_sizes() -> None:
     manifest = synthetic_context().manifest
     kv = manifest.kv_bytes // manifest.model.layers
@@ -116,9 +160,9 @@ def test_hybrid_needs_a_device(stored: Store, context: SyntheticContext) -> None
 
 
 def test_names() -> None:
-    assert [parse_placement(name) for name in ("auto", "device", "hybrid")] == [None, *Placement]
-    with pytest.raises(InvalidArgumentError, match="expected auto, device, hybrid"):
-        parse_placement("host")
+    assert [parse_placement(name) for name in ("auto", "device", "hybrid", "host")] == [None, *Placement]
+    with pytest.raises(InvalidArgumentError, match="expected auto, device, hybrid, host"):
+        parse_placement("disk")
 
 
 def test_which_placements_are_possible() -> None:
