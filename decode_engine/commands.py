@@ -23,6 +23,7 @@ from decode_engine.config import (
     Prompts,
     ServeConfig,
     available_cores,
+    search_cores,
 )
 from decode_engine.device_option import DeviceOption, PlacementOption, PromptsOption
 from index_store.console import FormatOption, OutputFormat, StoreOption, print_json
@@ -121,6 +122,21 @@ def serve(
     threads: Annotated[
         int, typer.Option(help="Threads of searches and matrix products; 0 means all cores.")
     ] = 0,
+    search_threads: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Threads that search on the CPU beside a GPU, for contexts of placement host; each takes a core "
+            "while a step runs. 0: all cores but two.",
+        ),
+    ] = 0,
+    lanes: Annotated[
+        int,
+        typer.Option(
+            help="Parts of a batch of placement host that run at once, so that one is searched for while the GPU "
+            "computes another. Each reads the model's weights for itself."
+        ),
+    ] = 1,
     device: DeviceOption = AUTO,
     compilation: Annotated[
         Compilation,
@@ -153,6 +169,8 @@ def serve(
         prompt_chunk=prompt_chunk or None,
         prompts=prompts,
         threads=threads or available_cores(),
+        search_threads=search_threads or search_cores(),
+        lanes=lanes,
         device=device,
         compilation=compilation,
         dtype=dtype,

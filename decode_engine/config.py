@@ -13,6 +13,7 @@ from index_store.errors import InvalidArgumentError
 DEFAULT_LISTEN = "127.0.0.1:50051"
 
 AUTO = "auto"
+MAX_LANES = 4
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):(\d{1,5})")
 
@@ -31,6 +32,11 @@ def check_device(device: str) -> None:
         from index_store.devices import pick_device
 
         pick_device(device)
+
+
+def search_cores() -> int:
+    """Threads that search on the host beside a GPU: two cores stay for the engine and whatever else runs."""
+    return max(1, available_cores() - 2)
 
 
 def check_placement(placement: str, device: str, device_memory: int | None = None) -> None:
@@ -116,6 +122,7 @@ class ServeConfig:
     (`devices.memory_budget`). placement: what of a context goes where (`Placement`), auto for as it fits.
     max_sessions: requests in progress at once; max_waiting: requests beyond those. prompt_chunk: prompt tokens per
     step, None for the device's default. prompts: what they attend to. threads: of searches and matrix products.
+    search_threads: that search beside a GPU for contexts of placement host. lanes: that their batches are split into.
     compilation: of the model around the attention, on a GPU. grace: seconds that running requests get when the server
     is told to stop.
     """
@@ -132,6 +139,8 @@ class ServeConfig:
     prompt_chunk: int | None = None
     prompts: Prompts = Prompts.AUTO
     threads: int = field(default_factory=available_cores)
+    search_threads: int = field(default_factory=search_cores)
+    lanes: int = 1
     device: str = "auto"
     compilation: Compilation = Compilation.OFF
     dtype: str = "auto"
@@ -150,6 +159,8 @@ class ServeConfig:
             ("max-waiting", self.max_waiting, 0),
             ("prompt-chunk", 1 if self.prompt_chunk is None else self.prompt_chunk, 1),
             ("threads", self.threads, 1),
+            ("search-threads", self.search_threads, 1),
+            ("lanes", self.lanes, 1),
             ("grace", self.grace, 0),
         ):
             if value < least:
@@ -158,6 +169,11 @@ class ServeConfig:
         if self.threads > cores:
             raise InvalidArgumentError(
                 f"--threads is {self.threads}, expected at most {cores}, the cores of this machine; 0 uses all of them"
+            )
+        if self.search_threads > cores or self.lanes > MAX_LANES:
+            raise InvalidArgumentError(
+                f"--search-threads is {self.search_threads} and --lanes {self.lanes}, expected at most {cores}, the "
+                f"cores of this machine, and {MAX_LANES}"
             )
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from decode_engine.attention import ATTENTION_NAME, DecodeStep, register_attention
-from decode_engine.config import Compilation, Prompts
+from decode_engine.config import Compilation, Prompts, search_cores
 from decode_engine.device.step_model import step_model
 from decode_engine.device.stepper import Stepper
+from decode_engine.host.workers import SearchThreads
 from decode_engine.layer_ahead import predicted_queries
 from decode_engine.sampler import Sampler
 from decode_engine.session import Session, fit_method, require_index
@@ -41,7 +42,9 @@ class ModelRunner:
         dtype: str = "auto",
         compilation: Compilation = Compilation.OFF,
         prompts: Prompts = Prompts.AUTO,
+        searching: SearchThreads | None = None,
     ) -> None:
+        """searching: threads and lanes for contexts that are searched on the host; by default most cores, one lane."""
         register_attention()
         self.device = torch.device(device)
         default = Prompts.EXACT if self.device.type == "cuda" else Prompts.EACH
@@ -52,10 +55,17 @@ class ModelRunner:
         self.kv_dtype = loaded.kv_dtype if dtype == "auto" else dtype
         self.tokenizer = load_tokenizer(folder)
         self._stepper: Stepper | None = None
+        self._searching = searching or SearchThreads(search_cores())
         if self.device.type == "cuda":
             weights = next(loaded.model.parameters())
             model = step_model(loaded.model, compilation)
-            self._stepper = Stepper(model, self.identity, weights.dtype, weights.device)
+            self._stepper = Stepper(
+                model, self.identity, weights.dtype, weights.device, searching=self._searching
+            )
+
+    def close(self) -> None:
+        """Ends the threads that search on the host. No step may be in progress, and none may follow."""
+        self._searching.close()
 
     def prepare(
         self, manifest: Manifest, method: Method, sessions: int, placement: Placement = Placement.DEVICE

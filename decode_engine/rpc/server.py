@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from decode_engine.config import ServeConfig, is_loopback
 from decode_engine.engine import Engine
 from decode_engine.errors import AddressError
+from decode_engine.host.workers import SearchThreads
 from decode_engine.rpc.service import Backend, BackendSlot, ContextService, GenerationService
 from decode_engine.rpc.status import StatusInterceptor
 from decode_engine.runner import ModelRunner
@@ -118,7 +119,14 @@ class DecodeServer:
         self._set_threads()
         config = self._config
         device = pick_device(config.device)
-        runner = ModelRunner(self._folder, device, config.dtype, config.compilation, config.prompts)
+        runner = ModelRunner(
+            self._folder,
+            device,
+            config.dtype,
+            config.compilation,
+            config.prompts,
+            SearchThreads(config.search_threads, config.lanes),
+        )
         loaded = time.monotonic()
         free_host = free_memory(torch.device("cpu"))
         budget = memory_budget(device, config.memory, config.device_memory, free_host)
@@ -174,6 +182,7 @@ class DecodeServer:
         stopped.wait()
         if self._backend is not None:
             self._backend.arena.clear()
+            self._backend.runner.close()
 
     def _set_threads(self) -> None:
         """Sets the threads of kernels and matrix products; numba keeps the number per calling thread."""
