@@ -2,17 +2,22 @@
 
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16. Contexts are random and
 lie in the GPU's memory; several layers' worth of keys, values and indexes take turns over the model's layers, and
-every sequence of a batch has a context of its own, so that nothing is found in the second-level cache. All methods
-run through the same code: one operator for attention, the same compilation, one CUDA graph a step, greedy sampling.
+every sequence of a batch has a context of its own, so that nothing is found in the second-level cache. With
+`--placement hybrid` keys and values are in page-locked host memory instead, every layer's in a range of its own. All
+methods run through the same code: one operator for attention, the same compilation, one CUDA graph a step, greedy
+sampling.
 
 - `none`: a stand-in for attention that reads nothing: what is left is the rest of the model.
 - `full`: attention to every key by the engine's own kernel, which is checked against torch's fastest; see
   `attention_gpu.py` for how they compare.
+- `streamed`: attention to every key by the general path, which streams them from host memory; no graph.
 - methods: as in `decode-engine methods`; `NAME:KEEP` gives the share of keys that is kept, `/m8` and `/pooled` variants
   of query tables.
 
 `step_ms` is one step with everything around it (median, wall clock), `graph_ms` the replay alone, `eager_ms` the same
-launched from Python; `tokens_per_s` follows from `step_ms`. `split_us` is the time of a replay by what its kernels do.
+launched from Python; `p99_ms` is the slowest of a hundred steps, `tokens_per_s` follows from `step_ms`. In `hybrid`,
+`host_mb` were read from host memory in a step, and `reused` is the share of rows that were found in slots on the device
+instead. `split_us` is the time of a replay by what its kernels do.
 Before a time is reported the logits of the same graph with a budget of all keys are compared with those of full
 attention by the general path; what selections cost in answers is the evaluation's business.
 
@@ -27,7 +32,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,10 +45,10 @@ import index_store  # noqa: F401 - sets up OpenMP, which has to happen before to
 import torch
 import typer
 from gpu_timing import copy_bandwidth, event_ms
+from random_model import make_contexts, make_model, read_bytes
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from decode_engine.attention import ATTENTION_NAME, DecodeStep, register_attention
+from decode_engine.attention import DecodeStep
 from decode_engine.config import Compilation
 from decode_engine.device.dense_steps import DenseSteps
 from decode_engine.device.step_attention import StepAttention
@@ -52,25 +57,24 @@ from decode_engine.device.step_model import step_model
 from decode_engine.device.stepper import Stepper
 from decode_engine.sampler import Sampler, SamplingParameters
 from decode_engine.session import Session
-from decode_engine.warm_up import made_up_context
 from index_store.budgets.ratio import Ratio
 from index_store.context import ResidentContext
-from index_store.manifest import Manifest, ModelIdentity
+from index_store.manifest import Manifest
 from index_store.methods import Method, get_method
+from index_store.placement import Placement
 
 DTYPE = "bfloat16"
 PROMPT = 4
 TURNS, WARM_UP = 25, 5
-DISTINCT = 8
-"""Layers' worth of keys and indexes of a single sequence; fewer for larger batches."""
 TOLERANCE = 0.1
 """Root mean square of the difference of logits, relative to their standard deviation: rounding to bfloat16 in 32 random
 layers makes about 0.05."""
+MOVED = ("host_bytes_read", "rows_reused")
 REST_BAR, SPEEDUP_BARS = 1.35, {1: 1.7, 4: 2.5}
 
 KINDS = {
     "search": r"(pick|sample|sample_pooled|score|combine|select|tables|keep|join|lookup)_kernel",
-    "fetch": r"(find|claim|copy)_kernel",
+    "fetch": r"(find|fetch|copy)_kernel",
     "host": r"(post|await)_kernel",
     "remainder": r"(correct|remainder)_kernel",
     "attend": r"(attend|dense|tail_write|merge)_kernel",
@@ -99,39 +103,6 @@ class NothingSteps(StepAttention):
 
     def kept_B(self) -> Tensor:
         return torch.zeros(self.plan.size, dtype=torch.int64, device=self.plan.device)
-
-
-def make_model(layers: int) -> tuple[Any, ModelIdentity]:
-    """A Llama-3.1-8B of random weights, or its first layers."""
-    register_attention()
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=2**21,
-        rope_theta=500000.0,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
-        )
-    model.eval().requires_grad_(False)
-    identity = ModelIdentity(
-        "random-8b", "LlamaForCausalLM", "0" * 64, "0" * 64, layers, 32, 8, 128, 128256, 2**21
-    )
-    return model, identity
-
-
-def read_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the weights that a step reads: all but the embeddings, of which it reads a row."""
-    skipped: Any = model.get_input_embeddings()  # type: ignore[operator]
-    return sum(p.numel() * p.element_size() for p in model.parameters()) - int(skipped.weight.nbytes)
 
 
 def parse_method(text: str) -> Method:
@@ -184,7 +155,7 @@ def start_sessions(model: Any, contexts: list[ResidentContext], method: Method) 
 
 
 def measure(
-    model: Any, stepper: Stepper, contexts: list[ResidentContext], method: Method, checked: bool
+    model: Any, stepper: Stepper, contexts: list[ResidentContext], method: Method, checked: bool, turns: int
 ) -> dict[str, Any]:
     """Times of one method's steps, after the logits of the same graph with a budget of all keys were compared."""
     batch = len(contexts)
@@ -206,15 +177,17 @@ def measure(
     chosen = stepper.step(sessions, tokens, samplers)
     ready_s = time.perf_counter() - begin
     graph = stepper.graph(sessions)
-    times = []
-    for _ in range(TURNS + WARM_UP):
+    times, moved = [], []
+    for _ in range(turns + WARM_UP):
         begin = time.perf_counter()
         chosen = stepper.step(sessions, [int(token) for token in chosen], samplers)  # type: ignore[arg-type]
         times.append(time.perf_counter() - begin)
+        moved.append([sum(getattr(session.figures, name) for session in sessions) for name in MOVED])
     step_s = statistics.median(times[WARM_UP:])
     figures = sessions[0].figures
     return {
         "step_ms": round(step_s * 1e3, 3),
+        "p99_ms": round(sorted(times[WARM_UP:])[-1 - turns // 100] * 1e3, 3),
         "graph_ms": round(statistics.median(event_ms(graph.run) for _ in range(TURNS)), 3),
         "eager_ms": round(eager_ms(graph), 3),
         "tokens_per_s": round(batch / step_s, 1),
@@ -223,7 +196,34 @@ def measure(
         "logits_difference": round(difference, 4),
         "attended": round(figures.sparse_fraction if method.sparse else 1.0, 4),
         "split_us": split_us(graph),
+    } | moved_figures(contexts[0], moved[-1 - turns], moved[-1], turns)
+
+
+def moved_figures(
+    context: ResidentContext, before: list[int], after: list[int], turns: int
+) -> dict[str, float]:
+    """What steps moved and found, of contexts in host memory."""
+    if context.placement is Placement.DEVICE:
+        return {}
+    read, reused = (int(end - begin) for begin, end in zip(before, after, strict=True))
+    rows = read // (2 * context.manifest.model.head_dim * 2)
+    return {
+        "host_mb": round(read / turns * 1e-6, 3),
+        "reused": round(reused / max(1, rows + reused), 4),
     }
+
+
+def measure_streamed(model: Any, contexts: list[ResidentContext]) -> dict[str, Any]:
+    """Times of steps by the general path."""
+    sessions = start_sessions(model, contexts, get_method("full"))
+    times = []
+    for _ in range(8):
+        begin = time.perf_counter()
+        tokens = forward(model, sessions, [7] * len(sessions)).argmax(-1)
+        tokens.tolist()
+        times.append(time.perf_counter() - begin)
+    step_s = statistics.median(times[3:])
+    return {"step_ms": round(step_s * 1e3, 3), "tokens_per_s": round(len(sessions) / step_s, 1)}
 
 
 def compare(got_BV: Tensor, expected_BV: Tensor) -> float:
@@ -273,20 +273,6 @@ def split_us(graph: StepGraph) -> dict[str, float]:
     return {name: round(total, 1) for name, total in totals.items()}
 
 
-def make_contexts(
-    identity: ModelIdentity, methods: Sequence[Method], length: int, batch: int
-) -> list[ResidentContext]:
-    """A context for each session, with the indexes of all methods."""
-    distinct = min(identity.layers, max(2, DISTINCT // batch))
-    first, *others = methods
-    return [
-        made_up_context(
-            identity, DTYPE, first, length, also=others, distinct=distinct, device="cuda", seed=row
-        )
-        for row in range(batch)
-    ]
-
-
 def main(
     methods: Annotated[str, typer.Option(help="Comma-separated; NAME:KEEP.")] = (
         "none,full,csattention+dropped:0.01/m8/pooled,csattention+dropped:0.01,csattention:0.01,csattention:0.05,"
@@ -297,7 +283,11 @@ def main(
     ] = "131072x1,131072x4,32768x16",
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
     compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.DEFAULT,
-    bars: Annotated[bool, typer.Option(help="Fail when a figure misses its bar.")] = False,
+    placement: Annotated[Placement, typer.Option(help="Of the contexts.")] = Placement.DEVICE,
+    turns: Annotated[int, typer.Option(help="Steps that are timed, of every method.")] = TURNS,
+    bars: Annotated[
+        bool, typer.Option(help="Fail when a figure misses its bar; bars are for contexts in GPU memory.")
+    ] = False,
 ) -> None:
     """Times decode steps of a whole model."""
     if not torch.cuda.is_available():
@@ -311,18 +301,24 @@ def main(
     for shape in shapes.split(","):
         length, batch = (int(part) for part in shape.split("x"))
         full_ms: float | None = None
-        listed = {label: parse_method("full" if label == "none" else label) for label in methods.split(",")}
-        contexts = make_contexts(identity, tuple(listed.values()), length, batch)
+        listed = {
+            label: parse_method("full" if label in ("none", "streamed") else label)
+            for label in methods.split(",")
+        }
+        contexts = make_contexts(identity, tuple(listed.values()), length, batch, placement)
         for label, method in listed.items():
             nothing = label == "none"
             line: dict[str, Any] = {
-                "figure": "decode", "method": label, "tokens": length, "batch": batch, "layers": layers,
-                "compilation": compilation.value, "weights_ms": round(weights_ms, 3),
+                "figure": "decode", "method": label, "placement": placement.value, "tokens": length, "batch": batch,
+                "layers": layers, "compilation": compilation.value, "weights_ms": round(weights_ms, 3),
             }  # fmt: skip
             dense = NothingSteps if nothing else DenseSteps
             stepper = Stepper(run, identity, torch.bfloat16, device, dense=dense)
             try:
-                line |= measure(model, stepper, contexts, method, checked=not nothing)
+                if label == "streamed":
+                    line |= measure_streamed(model, contexts)
+                else:
+                    line |= measure(model, stepper, contexts, method, not nothing, turns)
             except (CheckFailedError, torch.cuda.OutOfMemoryError) as error:
                 line["error"] = str(error)[:300]
                 failed = True

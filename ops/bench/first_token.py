@@ -40,8 +40,9 @@ import index_store  # noqa: F401 - sets up OpenMP, which has to happen before to
 # isort: split
 import torch
 import typer
-from decode_gpu import CheckFailedError, make_model
+from decode_gpu import CheckFailedError
 from page_cache import cached_share, drop_from_page_cache, files_below, read_into_page_cache
+from random_model import make_model
 from torch import Tensor
 
 from decode_engine.attention import DecodeStep
