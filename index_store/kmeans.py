@@ -13,11 +13,14 @@ METRICS = ("cosine", "euclidean")
 """What k-means of keys compares: directions only, or the vectors as they are."""
 
 
-def spherical_kmeans(points_PD: Tensor, clusters: int, iterations: int, seed: int) -> Tensor:
+def spherical_kmeans(
+    points_PD: Tensor, clusters: int, iterations: int, seed: int, starts_XD: Tensor | None = None
+) -> Tensor:
     """Unit-length centroids [clusters, D] float32 of the directions of P points [P, D].
 
     k-means++ seeds, all points used (faiss would subsample to 256 a centroid). Zero vectors have no direction
     and are left out. With fewer points than clusters every point is a centroid and the last one repeats.
+    starts: means of clusters of such points; they are clustered, and k-means starts from what is found.
     Raises InvalidArgumentError when no point is left, one is not finite, or a parameter is below 1.
     """
     _check(points_PD, clusters, iterations)
@@ -36,18 +39,33 @@ def spherical_kmeans(points_PD: Tensor, clusters: int, iterations: int, seed: in
     parameters = _parameters(count, iterations, seed, spherical=True)
     parameters.init_method = faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS
     clustering = faiss.Clustering(dim, clusters, parameters)
+    if starts_XD is not None and len(starts_XD) > clusters:
+        begin_at(clustering, spherical_kmeans(starts_XD, clusters, iterations, seed))
     clustering.train(directions.numpy(), faiss.IndexFlatIP(dim))
     centroids = faiss.vector_to_array(clustering.centroids).reshape(clusters, dim).astype(np.float32)
     return torch.nn.functional.normalize(torch.from_numpy(centroids), dim=-1)
 
 
-def assign_clusters(points_PD: Tensor, clusters: int, iterations: int, seed: int, metric: str) -> Tensor:
+def begin_at(clustering: faiss.Clustering, centroids_CD: Tensor) -> None:
+    """Has faiss start from these centroids."""
+    faiss.copy_array_to_vector(centroids_CD.float().contiguous().numpy().ravel(), clustering.centroids)
+
+
+def assign_clusters(
+    points_PD: Tensor,
+    clusters: int,
+    iterations: int,
+    seed: int,
+    metric: str,
+    order_P: Tensor | None = None,
+) -> Tensor:
     """The cluster, [P] int64 from 0 to clusters - 1, that k-means puts each of P points [P, D] into.
 
     Random seeds, all points used. `cosine` clusters the points' directions (a zero vector, which has none, lands in
-    any cluster), `euclidean` the points themselves. Some clusters may stay empty; with no more points than clusters,
-    every point has its own. Raises InvalidArgumentError when a point is not finite, a parameter is below 1 or the
-    metric is unknown.
+    any cluster), `euclidean` the points themselves. order: the points by coarser clusters; one out of every stretch of
+    it is a seed then, so that each of those gets seeds in proportion to its size. Some clusters may stay empty; with
+    no more points than clusters, every point has its own. Raises InvalidArgumentError when a point is not finite, a
+    parameter is below 1 or the metric is unknown.
     """
     _check(points_PD, clusters, iterations)
     if metric not in METRICS:
@@ -63,6 +81,9 @@ def assign_clusters(points_PD: Tensor, clusters: int, iterations: int, seed: int
         points = torch.nn.functional.normalize(points, dim=-1)
     vectors = points.contiguous().numpy()
     clustering = faiss.Clustering(dim, clusters, _parameters(count, iterations, seed, spherical=cosine))
+    if order_P is not None:
+        places_C = (torch.arange(clusters) + 0.5) * (count / clusters)
+        begin_at(clustering, points[order_P[places_C.long()]])
     nearest = faiss.IndexFlatIP(dim) if cosine else faiss.IndexFlatL2(dim)
     clustering.train(vectors, nearest)
     return torch.from_numpy(nearest.search(vectors, 1)[1][:, 0])

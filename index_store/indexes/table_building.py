@@ -7,6 +7,7 @@ capacity.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +34,18 @@ def build_tables(parameters: TableParameters, source: LayerSource, seed: int) ->
     keys_HND = source.keys_HND
     dims_MB = parameters.dims(keys_HND.shape[2])
     sample_HPD = source.queries.queries_HPGD.flatten(1, 2)
+    starts_HXD = _starts(parameters, source)
     capacity = _capacity(parameters, keys_HND.shape[1])
     collected: dict[str, list[list[Tensor]]] = {"centroids": [], "scales": [], "scores": [], "ids": []}
-    for keys_ND, sample_PD in zip(keys_HND, sample_HPD, strict=True):
+    for head, (keys_ND, sample_PD) in enumerate(zip(keys_HND, sample_HPD, strict=True)):
         per_head: dict[str, list[Tensor]] = {name: [] for name in collected}
         for subspace, dims in enumerate(dims_MB):
             centroids = spherical_kmeans(
-                sample_PD[:, dims], parameters.centroids, parameters.iterations, seed + subspace
+                sample_PD[:, dims],
+                parameters.centroids,
+                parameters.iterations,
+                seed + subspace,
+                None if starts_HXD is None else starts_HXD[head][:, dims],
             )
             slices = keys_ND[:, dims].float()
             if parameters.scores == "cosine":
@@ -65,7 +71,12 @@ def build_tables_on_device(parameters: TableParameters, source: LayerSource, see
     sample_HPD = source.queries.queries_HPGD.flatten(1, 2).to(keys_HND.device)
     _check_sample(sample_HPD, dims_MB)
     cosine = parameters.scores == "cosine"
-    numbers = {"centroids": parameters.centroids, "iterations": parameters.iterations, "seed": seed}
+    numbers: dict[str, Any] = {
+        "centroids": parameters.centroids,
+        "iterations": parameters.iterations,
+        "seed": seed,
+        "starts_HXD": _starts(parameters, source),
+    }
     if parameters.layout == "dense":
         return build_device_tables(keys_HND, sample_HPD, dims_MB, **numbers, cosine=cosine)
     capacity = _capacity(parameters, keys_HND.shape[1])
@@ -79,6 +90,12 @@ def _check_sample(sample_HPD: Tensor, dims_MB: Tensor) -> None:
     largest_HMB = sample_HPD.abs().amax(1)[:, dims_MB.to(sample_HPD.device)]
     if not bool((largest_HMB.amax(-1) > 0).all()):
         raise InvalidArgumentError("k-means got no point with a direction: all are zero")
+
+
+def _starts(parameters: TableParameters, source: LayerSource) -> Tensor | None:
+    """Means of queries that k-means starts from, where prefill has found enough of them."""
+    starts = source.starts
+    return starts.queries_HXD if starts and starts.queries_HXD.shape[1] > parameters.centroids else None
 
 
 def _capacity(parameters: TableParameters, count: int) -> int:

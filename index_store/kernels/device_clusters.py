@@ -25,20 +25,21 @@ def build_device_clusters(
     moments: str,
     seed: int,
     compared_HND: Tensor | None = None,
+    order_HN: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """The arrays of `cluster_building.build_clusters`, on the device of the keys, without `frequencies`.
 
     kv_HN2D: [H, N, 2, d] keys and values. blocks: keys first..end-1 and their clusters, as `cluster_building.divide`
     has them; keys in none (the sinks) are in no cluster. compared_HND: what means and variances are of and, rounded to
     the keys' dtype, what is clustered, where that is not the keys as stored (windowed RoPE). moments: none, diagonal
-    or full.
+    or full. order_HN: see `device_kmeans.find_clusters`.
 
     Does not look at the values of its arguments, so that the host never waits; keys must be finite.
     """
     if moments not in ("none", "diagonal", "full"):
         raise InvalidArgumentError(f"moments are {moments!r}, expected none, diagonal or full")
     keys_HND = kv_HN2D[:, :, 0] if compared_HND is None else compared_HND
-    assignment = cluster_blocks(keys_HND.to(kv_HN2D.dtype), blocks, iterations, metric, seed)
+    assignment = cluster_blocks(keys_HND.to(kv_HN2D.dtype), blocks, iterations, metric, seed, order_HN)
     offsets, members = list_device_members(assignment, blocks[-1][3])
     arrays = measure_members(keys_HND, kv_HN2D[:, :, 1], offsets, members, moments != "none")
     if moments == "full":

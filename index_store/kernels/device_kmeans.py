@@ -47,19 +47,32 @@ def fill_rows(rows: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def cluster_blocks(vectors_HND: Tensor, blocks: Blocks, iterations: int, metric: str, seed: int) -> Tensor:
+def cluster_blocks(
+    vectors_HND: Tensor,
+    blocks: Blocks,
+    iterations: int,
+    metric: str,
+    seed: int,
+    order_HN: Tensor | None = None,
+) -> Tensor:
     """The cluster of every vector, [H, N] int32; -1 for vectors in no block. Otherwise as `find_clusters`."""
-    return find_clusters(vectors_HND, blocks, iterations, metric, seed)[0]
+    return find_clusters(vectors_HND, blocks, iterations, metric, seed, order_HN)[0]
 
 
 def find_clusters(
-    vectors_HND: Tensor, blocks: Blocks, iterations: int, metric: str, seed: int
+    vectors_HND: Tensor,
+    blocks: Blocks,
+    iterations: int,
+    metric: str,
+    seed: int,
+    order_HN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The cluster of every vector, [H, N] int32, and the centroids [H, C, D] in the vectors' dtype.
 
     vectors_HND: bfloat16, float16 or float32. blocks: in ascending order, clusters numbered through; vectors in no
     block have cluster -1. `cosine` compares directions (a zero vector lands in any cluster), `euclidean` the vectors.
-    Seeds are spread over the block at random; a cluster that loses all its vectors keeps its centroid. With no more
+    Seeds are spread over the block at random; with `order`, the vectors of every block in another order (by coarser
+    clusters), over that. A cluster that loses all its vectors keeps its centroid. With no more
     vectors than clusters, every vector has its own, and the last one's repeats.
 
     Raises InvalidArgumentError for an unknown metric, no iteration, no block, or more than 256 dimensions.
@@ -80,7 +93,7 @@ def find_clusters(
         norms_HN = torch.linalg.vector_norm(vectors_HND, dim=-1, dtype=torch.float32)
         scales_HN = norms_HN.clamp_(min=1e-20).reciprocal_()
     table = torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
-    centroids = _first_centroids(vectors_HND, table, blocks, seed)
+    centroids = _first_centroids(vectors_HND, table, blocks, seed, order_HN)
     if metric == "cosine":
         centroids = torch.nn.functional.normalize(centroids, dim=-1)
     rounded = centroids.to(vectors_HND.dtype)
@@ -93,7 +106,9 @@ def find_clusters(
     return assignment, rounded[..., :width]
 
 
-def _first_centroids(vectors_HND: Tensor, table_TX: Tensor, blocks: Blocks, seed: int) -> Tensor:
+def _first_centroids(
+    vectors_HND: Tensor, table_TX: Tensor, blocks: Blocks, seed: int, order_HN: Tensor | None = None
+) -> Tensor:
     """[H, C, D] float32: one vector out of every stretch of a block, at random."""
     clusters = blocks[-1][3]
     sizes_T = table_TX[:, 3] - table_TX[:, 2]
@@ -108,6 +123,8 @@ def _first_centroids(vectors_HND: Tensor, table_TX: Tensor, blocks: Blocks, seed
     # As many clusters as vectors: each vector once.
     places_HC = first_C + torch.where(size_C > own_C, spread_HC, torch.minimum(number_C, size_C - 1))
     places_HC = places_HC.long().clamp_(min=0, max=max(0, vectors_HND.shape[1] - 1))
+    if order_HN is not None:
+        places_HC = order_HN.gather(1, places_HC)
     return vectors_HND.gather(1, places_HC[..., None].expand(-1, -1, vectors_HND.shape[2])).float()
 
 

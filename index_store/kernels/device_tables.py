@@ -34,15 +34,17 @@ def build_device_tables(
     iterations: int,
     seed: int,
     cosine: bool = False,
+    starts_HXD: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Arrays of dense query tables on the device of the keys: `centroids`, `scales` and `scores`.
 
     keys_HND: [H, N, d] with contiguous rows. sample_HPD: [H, P, d] sampled queries of each KV head's whole group.
-    dims_MB: [m, B] dimensions of each subspace. cosine: scores of normalised key slices.
+    dims_MB: [m, B] dimensions of each subspace. cosine: scores of normalised key slices. starts_HXD: means of clusters
+    of such queries, of which k-means takes its seeds.
 
     centroids [H, m, C, B] float32 of unit length, scales [H, m] float32, scores [H, m, C, N] int8.
     """
-    found = cluster_queries(sample_HPD, dims_MB, centroids, iterations, seed)
+    found = cluster_queries(sample_HPD, dims_MB, centroids, iterations, seed, starts_HXD)
     dims = dims_MB.to(keys_HND.device, non_blocking=True)
     if cosine:
         slices = normalize(keys_HND[..., dims].float(), dim=-1)
@@ -64,12 +66,13 @@ def build_device_lists(
     seed: int,
     capacity: int,
     cosine: bool = False,
+    starts_HXD: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Arrays of Top-L lists of the best L = capacity keys of every centroid, best first; otherwise as dense tables.
 
     centroids [H, m, C, B] float32 of unit length, scales [H, m] float32, scores [H, m, C, L] int16, ids int32.
     """
-    found = cluster_queries(sample_HPD, dims_MB, centroids, iterations, seed)
+    found = cluster_queries(sample_HPD, dims_MB, centroids, iterations, seed, starts_HXD)
     dims = dims_MB.to(keys_HND.device, non_blocking=True)
     heads, count, _ = keys_HND.shape
     subspaces = len(dims)
@@ -94,22 +97,38 @@ def build_device_lists(
 
 
 def cluster_queries(
-    sample_HPD: Tensor, dims_MB: Tensor, centroids: int, iterations: int, seed: int
+    sample_HPD: Tensor,
+    dims_MB: Tensor,
+    centroids: int,
+    iterations: int,
+    seed: int,
+    starts_HXD: Tensor | None = None,
 ) -> Tensor:
     """Unit-length centroids [H, m, C, B] float32 of the sampled queries' slices."""
     heads = len(sample_HPD)
     dims = dims_MB.to(sample_HPD.device, non_blocking=True)
     subspaces, width = dims.shape
-    slices_YPB = sample_HPD[..., dims].permute(0, 2, 1, 3).reshape(heads * subspaces, -1, width)
-    found = spherical_kmeans_batch(slices_YPB, centroids, iterations, seed)
+
+    def slices(rows_HXD: Tensor) -> Tensor:
+        return rows_HXD[..., dims].permute(0, 2, 1, 3).reshape(heads * subspaces, -1, width)
+
+    starts_YXB = None if starts_HXD is None else slices(starts_HXD)
+    found = spherical_kmeans_batch(slices(sample_HPD), centroids, iterations, seed, starts_YXB)
     return found.view(heads, subspaces, centroids, width)
 
 
-def spherical_kmeans_batch(points_YPB: Tensor, clusters: int, iterations: int, seed: int) -> Tensor:
+def spherical_kmeans_batch(
+    points_YPB: Tensor,
+    clusters: int,
+    iterations: int,
+    seed: int,
+    starts_YXB: Tensor | None = None,
+) -> Tensor:
     """Unit-length centroids [Y, C, B] float32 of the directions of Y sets of points [Y, P, B].
 
-    k-means++ seeds. Zero vectors have no direction and count for nothing. With fewer points than clusters centroids
-    repeat. A cluster that loses all its points keeps its centroid.
+    k-means++ seeds, of the points or of `starts`, which are means of clusters of such points. Zero vectors have no
+    direction and count for nothing. With fewer points than clusters centroids repeat. A cluster that loses all its
+    points keeps its centroid.
     """
     if clusters < 1 or iterations < 1 or points_YPB.shape[1] == 0:
         raise InvalidArgumentError(
@@ -118,7 +137,10 @@ def spherical_kmeans_batch(points_YPB: Tensor, clusters: int, iterations: int, s
         )
     problems, count, width = points_YPB.shape
     points = fill_rows(normalize(points_YPB.float(), dim=-1).to(torch.float16))
-    centroids = spread_seeds(points, clusters, seed)
+    source = points
+    if starts_YXB is not None:
+        source = fill_rows(normalize(starts_YXB.float(), dim=-1).to(torch.float16))
+    centroids = spread_seeds(source, clusters, seed)
     blocks = [(0, count, 0, clusters)]
     table = torch.tensor(blocks, dtype=torch.int32).to(points.device, non_blocking=True)
     halves = torch.zeros(problems, clusters, device=points.device)

@@ -1,12 +1,13 @@
 """MuSe's error on queries, keys and values of the reader: by clusters, iterations and caps, by terms, by layer.
 
-usage: python ops/bench/muse_error.py [--tokens 8192] [--device cpu] [--parts settings,ablations,causal]
+usage: python ops/bench/muse_error.py [--tokens 8192] [--device cpu] [--parts settings,ablations,causal,starts]
 
 The reader reads a text with facts in it, in float32, and queries, keys and values of all layers are kept. `settings`:
 acausal relative squared error (|found - exact|^2 / |exact|^2) for the settings of the paper's tables 1 and 5.
 `ablations`: without the dipole, without the two stages (one query cluster), without the monopole (table 3), by layer.
 `causal`: with exact blocks of 512, 1,024 and 2,048 tokens, with and without the dipole, by layer, and of the queries
-after the first block alone. One JSON line per row.
+after the first block alone. `starts`: how tight the clusters of indexes become that start from MuSe's clusters, and
+those that start anew, after how many iterations. One JSON line per row.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from decode_engine.evaluation.tasks import make_document, source_text
+from index_store.index_specs import INDEX_SPECS
+from index_store.indexes.base import LayerSource, QuerySample
+from index_store.indexes.registry import INDEX_KINDS
 from index_store.models.loading import load_model, load_tokenizer, resolve_model
 from prefill_worker.capture import Capture, plan_sample, register_attention
 from prefill_worker.muse.attention import muse_attention
 from prefill_worker.muse.backend import EAGER, backend_for
+from prefill_worker.muse.ranges import RangeAttention
 from prefill_worker.muse.reference import attend_reference
 from prefill_worker.muse.settings import MuseSettings
 from prefill_worker.prefill import run_context
@@ -134,6 +139,64 @@ def causal_rows(layers: list[Layer], settings: MuseSettings) -> Iterator[dict[st
             yield {**row, "after the first block": sum(late) / len(late)}
 
 
+def starts_rows(layers: list[Layer], settings: MuseSettings) -> Iterator[dict[str, Any]]:
+    """Of all keys: variance within clusters (cosine: 1 - cosine) relative to that after 10 iterations from scratch.
+
+    Of queries: mean cosine to the nearest of 32 centroids in every of 16 subspaces.
+    """
+    keys, queries = INDEX_SPECS["key_clusters"], INDEX_SPECS["query_tables"]
+    for started, iterations in ((False, 10), (False, 5), (False, 2), (True, 10), (True, 5), (True, 2)):
+        apart, near = [], []
+        for number, layer in enumerate(layers):
+            source = layer_source(layer, settings, number, started)
+            # Of keys, k-means takes a quarter of its iterations where it starts from clusters.
+            own = {"iterations": 4 * iterations if started else iterations}
+            arrays = INDEX_KINDS[keys.kind].build({**keys.parameters, **own}, source, 0).arrays()
+            apart.append(spread_of_directions(source.keys_HND, arrays["assignment"]))
+            own = {"iterations": iterations}
+            tables = INDEX_KINDS[queries.kind].build({**queries.parameters, **own}, source, 0).arrays()
+            near.append(nearness(source, tables["centroids"]))
+        row = {"figure": "starts", "started": started, "iterations": iterations}
+        yield {**row, **by_layer(apart), "query_cosine": [round(x, 5) for x in near]}
+
+
+def layer_source(layer: Layer, settings: MuseSettings, number: int, started: bool) -> LayerSource:
+    """The layer as prefill leaves it, with the clusters that blocks of 2,048 tokens found or without."""
+    kv_HN2D = torch.stack([layer.key[0], layer.value[0]], dim=2)
+    heads, count = kv_HN2D.shape[:2]
+    starts = None
+    queries_HGND = layer.query[0].view(heads, -1, *layer.query.shape[2:])
+    if started:
+        block = 2048
+        attention = RangeAttention(replace(settings, block=block, dipole=False), 1)
+        for first in range(0, count, block):
+            some = slice(first, min(first + block, count))
+            attention.attend(
+                0, queries_HGND[:, :, some], first, kv_HN2D[:, some], lambda a, b: kv_HN2D[:, a:b]
+            )
+        starts = attention.starts(0, heads, count)
+    positions = torch.randperm(count, generator=torch.Generator().manual_seed(number))[:4096].sort().values
+    sample = queries_HGND[:, :, positions].transpose(1, 2).contiguous()
+    return LayerSource(kv_HN2D, QuerySample(sample, positions), None, starts)
+
+
+def spread_of_directions(keys_HND: Tensor, assignment_HN: Tensor) -> float:
+    """Mean of 1 - cosine of every key and the mean direction of its cluster."""
+    directions = torch.nn.functional.normalize(keys_HND.float(), dim=-1)
+    own_HN1 = assignment_HN.long().clamp(min=0)[..., None].expand_as(directions)
+    sums = torch.zeros_like(directions).scatter_add_(1, own_HN1, directions)
+    centres = torch.nn.functional.normalize(sums, dim=-1).gather(1, own_HN1)
+    return float((1 - (directions * centres).sum(-1))[assignment_HN >= 0].mean())
+
+
+def nearness(source: LayerSource, centroids_HMCB: Tensor) -> float:
+    subspaces = centroids_HMCB.shape[1]
+    rows_HPD = source.queries.queries_HPGD.flatten(1, 2)
+    slices = torch.stack([rows_HPD[..., number::subspaces] for number in range(subspaces)], dim=1)
+    slices = torch.nn.functional.normalize(slices, dim=-1)
+    return float((slices @ centroids_HMCB.transpose(2, 3)).amax(-1).mean())
+
+
 def by_layer(errors: list[float]) -> dict[str, Any]:
     return {"error": sum(errors) / len(errors), "layers": [round(error, 5) for error in errors]}
 
@@ -150,7 +213,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Of the text.")] = 8192,
     model: Annotated[str, typer.Option(help="reader, or a Hugging Face folder.")] = "reader",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    parts: Annotated[str, typer.Option(help="Comma-separated.")] = "settings,ablations,causal",
+    parts: Annotated[str, typer.Option(help="Comma-separated.")] = "settings,ablations,causal,starts",
 ) -> None:
     """Prints one JSON line per row of the tables."""
     on = torch.device(device)
@@ -160,6 +223,7 @@ def main(
         "settings": lambda: settings_rows(layers),
         "ablations": lambda: ablation_rows(layers, settings),
         "causal": lambda: causal_rows(layers, settings),
+        "starts": lambda: starts_rows(layers, settings),
     }
     for part in parts.split(","):
         for row in rows[part]():

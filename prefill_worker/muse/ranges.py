@@ -120,10 +120,11 @@ class RangeAttention:
             return None
         queries_EXD = torch.cat([own.view(kv_heads, -1, own.shape[-1]) for own in means], dim=1)
         clusters_EN = torch.full((kv_heads, token_count), -1, dtype=torch.int32, device=means[0].device)
-        for (first, blocks), own in ranges.items():
+        for number, ((first, blocks), own) in enumerate(ranges.items()):
             begin = first * self.settings.block
             end = (first + blocks) * self.settings.block
-            clusters_EN[:, begin:end] = label_points(own.clusters, end - begin)
+            labels = label_points(own.clusters, end - begin)
+            clusters_EN[:, begin:end] = labels + number * self.settings.clusters
         return ClusterStarts(queries_EXD.float(), clusters_EN)
 
     def release(self, layer: int) -> None:
