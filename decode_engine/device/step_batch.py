@@ -45,6 +45,11 @@ class StepBatch:
         self.sessions: list[Session | None] = [None] * plan.size
         self._tails: list[tuple[int, ...]] = [()] * plan.size
 
+    @property
+    def attentions(self) -> Sequence[StepAttention]:
+        """One for each kind of layer."""
+        return self._attentions
+
     def place(self, row: int, session: Session) -> None:
         """Puts a session into a row. Its tails must have room for the next token (`Session.reserve_tail`).
 

@@ -155,6 +155,11 @@ class HostSteps(HybridSteps):
         lane = 0 if self.plan.searching is None else self.plan.searching.number
         return slot_cache(context, layer, lane).fields(layer) if lane else {}
 
+    @property
+    def mailbox(self) -> Mailbox:
+        """What threads and device share."""
+        return self._searching.mailbox
+
     def begin(self, sessions: Mapping[int, Session]) -> int:
         return self._searching.begin(sessions)
 

@@ -208,7 +208,7 @@ def await_kernel(
         word = tl.load(answer_ptr, volatile=True)
         now = clock(turns, ON_DEVICE)
     fence(ON_DEVICE)
-    answered = waiting & (word >= 0) & ((word >> _COUNT_BITS) == wanted)
+    answered = waiting & (word >= 0) & ((word >> _COUNT_BITS) >= wanted)
     if waiting:
         waited_ptr = waited_address.to(tl.int64).to(tl.pointer_type(tl.int64))
         tl.store(waited_ptr + layer.to(tl.int64) * tl.num_programs(0) + row, now - begin)
