@@ -25,6 +25,7 @@ from index_store.host_memory import HostBlock, PageLocker, aligned, paged
 from index_store.layer_gate import LayerGate
 from index_store.manifest import ArrayEntry, Manifest
 from index_store.placement import MemoryBytes, Placement
+from index_store.slot_memory import slot_bytes
 
 _MAX_THREADS = 4
 
@@ -75,8 +76,15 @@ def placed_bytes(
 ) -> MemoryBytes:
     """Bytes that a context takes in each memory: every array, aligned, and its token ids as int64.
 
-    In memory of a device (see `start_loading`) with the padding of rows that some arrays have there.
+    In memory of a device (see `start_loading`) with the padding of rows that some arrays have there, and with slots
+    (`slot_memory`) where keys and values are in the host's.
     """
+    arrays = _array_bytes(manifest, device, placement)
+    return arrays + MemoryBytes(device=slot_bytes(manifest)) if placement.kv_on_host else arrays
+
+
+def _array_bytes(manifest: Manifest, device: torch.device | None, placement: Placement) -> MemoryBytes:
+    """What is reserved when loading begins."""
     tokens = aligned(manifest.token_count * torch.int64.itemsize)
     host, shared = (tokens, 0) if placement.kv_on_host else (0, tokens)
     for name, _, entry in _parts(manifest):
@@ -200,7 +208,7 @@ class _Memory:
         cls, manifest: Manifest, locker: PageLocker | None, device: torch.device | None, placement: Placement
     ) -> _Memory:
         beside = placement.kv_on_host
-        needed = placed_bytes(manifest, device, placement)
+        needed = _array_bytes(manifest, device, placement)
         tokens_shape, last = (manifest.token_count,), manifest.model.layers - 1
         shared: HostBlock | DeviceBlock
         shared = HostBlock(needed.host, locker) if device is None else DeviceBlock(needed.device, device)

@@ -27,6 +27,7 @@ from index_store.dtypes import STORED_DTYPES
 from index_store.errors import ChecksumError, InvalidArgumentError, MemoryBudgetError
 from index_store.layer_gate import LayerGate
 from index_store.placement import MemoryBytes, Placement, parse_placement, possible_placements
+from index_store.slot_memory import slot_bytes
 from index_store.zarr_io import chunk_path
 from tests.support_store import KINDS, RecordedIndex, RecordingLocker, SyntheticContext, synthetic_context
 
@@ -147,7 +148,8 @@ def test_sizes() -> None:
     kv = manifest.kv_bytes // manifest.model.layers
     pages = -(-kv // mmap.PAGESIZE) * mmap.PAGESIZE
     assert NEEDED.host == manifest.model.layers * pages + 512
-    assert 0 < NEEDED.device < resident_bytes(manifest, CPU) - manifest.kv_bytes
+    slots = slot_bytes(manifest)
+    assert 0 < slots < NEEDED.device < resident_bytes(manifest, CPU) - manifest.kv_bytes + slots
     assert placed_bytes(manifest) == MemoryBytes(host=resident_bytes(manifest))
     assert placed_bytes(manifest, CPU) == MemoryBytes(device=resident_bytes(manifest, CPU))
 
