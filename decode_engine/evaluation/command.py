@@ -27,6 +27,13 @@ from index_store.methods import METHODS
 LengthsOption = Annotated[
     str, typer.Option("--context-length", help="Context lengths in tokens, comma-separated.")
 ]
+AttentionOption = Annotated[
+    str,
+    typer.Option(
+        help="muse, or muse:block=1024,clusters=64,dipole: prefill every context with approximate attention as well, "
+        "and compare what it answers with full attention to the exact one."
+    ),
+]
 PictureOption = Annotated[bool, typer.Option(help="Draw quality and captured mass (needs matplotlib).")]
 
 
@@ -63,6 +70,7 @@ def evaluate_command(
     device: DeviceOption = AUTO,
     placement: PlacementOption = AUTO,
     prompts: PromptsOption = Prompts.AUTO,
+    attention: AttentionOption = "exact",
     picture: PictureOption = True,
     output_format: FormatOption = OutputFormat.TEXT,
 ) -> None:
@@ -94,6 +102,7 @@ def evaluate_command(
         device=device,
         placement=placement,
         prompts=prompts,
+        attention=attention,
     )
     if picture:
         check_pictures()

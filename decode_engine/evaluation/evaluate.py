@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from decode_engine.config import Prompts
 from decode_engine.context_arena import arena_for
@@ -102,18 +103,24 @@ class _Evaluation:
         )
         device = self.runner.device
         store, contexts = _prefill_all(config, documents, length, device, start_stage)
+        variants, approximated = config.variants(), config.approximated()
+        twins: list[Manifest] = []
+        if approximated:
+            _, twins = _prefill_all(config, documents, length, device, start_stage, config.attention)
         segments = [self._segments(*each) for each in share_questions(config, documents)]
-        variants = config.variants()
-        tallies = [Tally() for _ in variants]
-        arena = arena_for(contexts, device, config.placement)
+        tallies, later = [Tally() for _ in variants], [Tally() for _ in approximated]
+        arena = arena_for([*contexts, *twins], device, config.placement)
         # A piece is a text scored with every method, so that pieces cost about the same and the time left is known
         # also when methods differ; timing the steps of a context costs about as much as one.
-        pieces = sum(map(len, segments)) + len(contexts)
+        pieces = (sum(map(len, segments)) + len(contexts)) * (2 if approximated else 1)
         advance = start_stage(f"asking after {length:,} tokens", pieces)
-        for manifest, texts in zip(contexts, segments, strict=True):
+        for number, (manifest, texts) in enumerate(zip(contexts, segments, strict=True)):
             with arena.acquire(store, manifest.id) as context:
-                self._score_context(context, variants, texts, tallies, advance)
-            self._summarise(length, variants, tallies, contexts)
+                references = self._score_context(context, variants, texts, tallies, advance)
+            if approximated:
+                with arena.acquire(store, twins[number].id) as context:
+                    self._score_context(context, approximated, texts, later, advance, references)
+            self._summarise(length, [*variants, *approximated], [*tallies, *later], contexts)
             self.write(complete=False)
 
     def _segments(self, document: Document, questions: Sequence[Question]) -> list[Segment]:
@@ -133,10 +140,15 @@ class _Evaluation:
         segments: Sequence[Segment],
         tallies: Sequence[Tally],
         advance: Advance,
-    ) -> None:
+        references: Sequence[Tensor] = (),
+    ) -> list[Tensor]:
+        """Adds to the tallies; returns what full attention predicted, unless another context's are the references."""
         runner = self.runner
-        for segment in segments:
-            reference_TV = reference_log_probs(runner, context, variants[0].method, segment)
+        found = list(references)
+        for number, segment in enumerate(segments):
+            if not references:
+                found.append(reference_log_probs(runner, context, variants[0].method, segment))
+            reference_TV = found[number]
             for variant, tally in zip(variants, tallies, strict=True):
                 tally.scores.append(score_segment(runner, context, variant.method, segment, reference_TV))
             return_free_memory()
@@ -145,6 +157,7 @@ class _Evaluation:
         for variant, tally in zip(variants, tallies, strict=True):
             tally.seconds.append(seconds_per_token(runner, context, variant.method, steps))
         advance()
+        return found
 
     def _summarise(
         self,
@@ -201,6 +214,7 @@ def _prefill_all(
     length: int,
     device: torch.device,
     start_stage: StartStage,
+    attention: str = "exact",
 ) -> tuple[Store, list[Manifest]]:
     """Contexts of all documents, in order; those that the store has already are only looked up."""
     store_path = config.out / "store" if config.store is None else config.store
@@ -214,14 +228,16 @@ def _prefill_all(
         config.calibration,
         device.type,
         config.index,
+        attention,
     )
-    advance = start_stage(f"prefilling {length:,} tokens", len(documents))
+    how = "" if attention == "exact" else f"-{attention}"
+    advance = start_stage(f"prefilling {length:,} tokens{how}", len(documents))
     ids = []
     for number, document in enumerate(documents):
         digest = hashlib.sha256(document.text.encode()).hexdigest()[:12]
         file = texts / f"{length}-{digest}.txt"
         file.write_text(document.text, encoding="utf-8")
-        report = command.run(file, f"evaluate-{length}-{number}")
+        report = command.run(file, f"evaluate-{length}-{number}{how}")
         if report["tokens"] != length:
             raise InvalidArgumentError(
                 f"the prefill worker made {report['tokens']} tokens of {file}, expected {length}: the tokenizer does "

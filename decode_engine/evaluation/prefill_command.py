@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from index_store.errors import SparseKVError
+from index_store.errors import InvalidArgumentError, SparseKVError
+
+MUSE_SETTINGS = ("block", "clusters", "cap", "iterations")
+"""What follows `muse:` as name=number; `dipole` stands for itself."""
 
 
 class PrefillFailedError(SparseKVError):
@@ -23,8 +26,8 @@ class PrefillFailedError(SparseKVError):
 class PrefillCommand:
     """The arguments that all contexts of one evaluation share.
 
-    methods: those whose indexes are built. dense_layers, calibration, device, index: as `prefill-worker run` takes
-    them.
+    attention: of the prefill, see `attention_flags`. methods: those whose indexes are built. dense_layers,
+    calibration, device, index: as `prefill-worker run` takes them.
     """
 
     model: str
@@ -34,6 +37,7 @@ class PrefillCommand:
     calibration: Path | None = None
     device: str = "auto"
     index: Sequence[str] = ()
+    attention: str = "exact"
 
     def run(self, document: Path, name: str) -> dict[str, Any]:
         """Prefills the document unless the store has it already; returns the command's report.
@@ -45,6 +49,7 @@ class PrefillCommand:
         command += [part for method in self.methods or ["full"] for part in ("--method", method)]
         command += [part for index in self.index for part in ("--index", index)]
         command += ["--dense-layers", self.dense_layers, "--device", self.device, "--format", "json"]
+        command += attention_flags(self.attention)
         if self.calibration is not None:
             command += ["--calibration", str(self.calibration)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -53,3 +58,26 @@ class PrefillCommand:
             raise PrefillFailedError(f"prefill-worker could not prefill {document}: {lines[-1]}")
         report: dict[str, Any] = json.loads(done.stdout)
         return report
+
+
+def attention_flags(expression: str) -> list[str]:
+    """The flags of `prefill-worker run` for "exact", "muse", or "muse:block=1024,clusters=64,dipole".
+
+    Raises InvalidArgumentError for anything else; what numbers are in range, the command says.
+    """
+    name, separator, listed = expression.partition(":")
+    if name not in ("exact", "muse") or (separator and name == "exact"):
+        raise InvalidArgumentError(f"attention is {expression!r}, expected exact or muse:NAME=NUMBER,...")
+    flags = [] if name == "exact" else ["--attention", name]
+    for setting in listed.split(",") if separator else ():
+        key, _, value = setting.strip().partition("=")
+        if setting.strip() == "dipole":
+            flags.append("--muse-dipole")
+        elif key in MUSE_SETTINGS and value:
+            flags += [f"--muse-{key}", value]
+        else:
+            raise InvalidArgumentError(
+                f"attention is {expression!r}: cannot read {setting!r}, expected "
+                f"{', '.join(f'{known}=NUMBER' for known in MUSE_SETTINGS)} or dipole"
+            )
+    return flags

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from decode_engine.config import Prompts, check_device, check_placement
+from decode_engine.evaluation.prefill_command import attention_flags
 from decode_engine.evaluation.scoring import WARM_UP_STEPS
 from decode_engine.evaluation.tasks import Part, get_family
 from index_store.budgets.mass import Mass
@@ -20,12 +21,19 @@ class Variant:
     """A method at one budget.
 
     expression: what names the method. keep, mass: whichever the budget is made from; both None for full attention.
+    after: how contexts were prefilled, where that is not exact attention.
     """
 
     expression: str
     method: Method
     keep: float | None = None
     mass: float | None = None
+    after: str | None = None
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return self.expression if self.after is None else f"{self.expression} after {self.after}"
 
     @property
     def budget(self) -> str:
@@ -45,7 +53,9 @@ class EvaluationConfig:
     methods that follow attention mass. text: sources of the contexts, joined; the packaged novels when empty.
     text_tokens: length of the plain text scored after every context. chat: ask through the model's chat template.
     index: indexes with other parameters than the methods' own, each as `prefill-worker run --index` takes it.
-    index_for: methods whose indexes the contexts get besides, so that runs of different methods can share contexts.
+    attention: "exact", or how a second set of contexts is prefilled, which is compared with the first
+    (`attention_flags`). index_for: methods whose indexes the contexts get besides, so that runs of different methods
+    can share contexts.
     prompts: what a question's tokens attend to; auto is each what a search for it selects, on any device.
     """
 
@@ -65,6 +75,7 @@ class EvaluationConfig:
     dense_layers: str = "auto"
     calibration: Path | None = None
     index: tuple[str, ...] = ()
+    attention: str = "exact"
     index_for: tuple[str, ...] = ()
     store: Path | None = None
     seed: int = 0
@@ -93,6 +104,7 @@ class EvaluationConfig:
             get_family(task)
         for name in self.index_for:
             get_method(name)
+        attention_flags(self.attention)
         self.variants()
 
     def variants(self) -> list[Variant]:
@@ -110,6 +122,12 @@ class EvaluationConfig:
             else:
                 found += [Variant(name, get_method(name, keep), keep=keep) for keep in self.keep]
         return found
+
+    def approximated(self) -> list[Variant]:
+        """The same variants over contexts that were prefilled with approximate attention; none where it is exact."""
+        if self.attention == "exact":
+            return []
+        return [replace(variant, after=self.attention) for variant in self.variants()]
 
     def indexed(self) -> list[str]:
         """Expressions to prefill contexts for, in an order that does not depend on which of them are measured."""

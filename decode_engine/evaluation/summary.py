@@ -124,7 +124,7 @@ class Tally:
         return Score(
             context_length=context_length,
             task=task,
-            method=variant.expression,
+            method=variant.name,
             budget=variant.budget,
             keep=variant.keep,
             mass=variant.mass,
@@ -170,7 +170,7 @@ class Tally:
         means = [torch.cat(by_layer[layer]).mean(0) for layer in layers]
         captured = tuple(tuple(round(value, 6) for value in mean.tolist()) for mean in means)
         return MassMap(
-            context_length, variant.expression, variant.budget, variant.keep, variant.mass, layers, captured
+            context_length, variant.name, variant.budget, variant.keep, variant.mass, layers, captured
         )
 
     @property

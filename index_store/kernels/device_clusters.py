@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.kernels.device_kmeans import Blocks, cluster_blocks
+from index_store.kernels.device_kmeans import cluster_blocks
+from index_store.kernels.first_centroids import Blocks
 
 
 def build_device_clusters(

@@ -10,7 +10,6 @@ Shape legend: H heads, N vectors, T blocks, C clusters, D dimensions, S stretche
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,11 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
+from index_store.kernels.first_centroids import Blocks, first_centroids
 
 METRICS = ("cosine", "euclidean")
-
-Blocks = Sequence[tuple[int, int, int, int]]
-"""Vectors first..end-1 and their clusters first..end-1, per block."""
 
 LONGEST_ROW = 256
 """Dimensions that the kernels take."""
@@ -93,7 +90,7 @@ def find_clusters(
         norms_HN = torch.linalg.vector_norm(vectors_HND, dim=-1, dtype=torch.float32)
         scales_HN = norms_HN.clamp_(min=1e-20).reciprocal_()
     table = torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
-    centroids = _first_centroids(vectors_HND, table, blocks, seed, order_HN)
+    centroids = first_centroids(vectors_HND, table, blocks, seed, order_HN)
     if metric == "cosine":
         centroids = torch.nn.functional.normalize(centroids, dim=-1)
     rounded = centroids.to(vectors_HND.dtype)
@@ -104,28 +101,6 @@ def find_clusters(
         move_centroids(vectors_HND, scales_HN, assignment, table, blocks, rounded, halves)
     assign_vectors(vectors_HND, rounded, halves, table, blocks, assignment)
     return assignment, rounded[..., :width]
-
-
-def _first_centroids(
-    vectors_HND: Tensor, table_TX: Tensor, blocks: Blocks, seed: int, order_HN: Tensor | None = None
-) -> Tensor:
-    """[H, C, D] float32: one vector out of every stretch of a block, at random."""
-    clusters = blocks[-1][3]
-    sizes_T = table_TX[:, 3] - table_TX[:, 2]
-    own_CX = table_TX.repeat_interleave(sizes_T, dim=0, output_size=clusters).double()
-    first_C, end_C, begin_C, stop_C = own_CX.unbind(1)
-    generator = torch.Generator(table_TX.device).manual_seed(seed)
-    shape = (len(vectors_HND), clusters)
-    drawn_HC = torch.rand(shape, generator=generator, dtype=torch.float64, device=table_TX.device)
-    number_C = torch.arange(clusters, device=table_TX.device) - begin_C
-    size_C, own_C = end_C - first_C, stop_C - begin_C
-    spread_HC = (number_C + drawn_HC) * size_C / own_C
-    # As many clusters as vectors: each vector once.
-    places_HC = first_C + torch.where(size_C > own_C, spread_HC, torch.minimum(number_C, size_C - 1))
-    places_HC = places_HC.long().clamp_(min=0, max=max(0, vectors_HND.shape[1] - 1))
-    if order_HN is not None:
-        places_HC = order_HN.gather(1, places_HC)
-    return vectors_HND.gather(1, places_HC[..., None].expand(-1, -1, vectors_HND.shape[2])).float()
 
 
 def _half_squares(centroids_HCD: Tensor, metric: str) -> Tensor:

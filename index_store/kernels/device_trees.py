@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from index_store.kernels.device_clusters import list_device_members, measure_members
-from index_store.kernels.device_kmeans import Blocks, cluster_blocks
+from index_store.kernels.device_kmeans import cluster_blocks
+from index_store.kernels.first_centroids import Blocks
 
 
 def build_device_tree(
