@@ -22,10 +22,11 @@ _CLASSES: Mapping[Placement, tuple[type[StepAttention], ...]] = MappingProxyType
     {
         Placement.DEVICE: (TableSteps, ClusterSteps, ListedSteps),
         Placement.HYBRID: (HybridSteps,),
-        Placement.HOST: (HostSteps,),
+        Placement.HOST: (HybridSteps,),
     }
 )
-"""Of methods that search, the one with fewer launches first. The last one knows most methods, and why not others."""
+"""Of methods that search an index in the device's memory, the one with fewer launches first. The last one knows most
+methods, and why not others."""
 
 
 def step_attention_for(
@@ -47,7 +48,8 @@ def step_attention_for(
     reason = _refusal(method, manifest)
     if reason is not None:
         return reason
-    for attention in _CLASSES[placement]:
+    searched_there = method.index is not None and placement.index_on_host(method.index.kind)
+    for attention in (HostSteps,) if searched_there else _CLASSES[placement]:
         reason = attention.refusal(method, manifest)
         if reason is None:
             return attention

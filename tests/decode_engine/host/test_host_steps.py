@@ -5,6 +5,7 @@ Without a CUDA device the kernels run in Triton's interpreter, and no graph is c
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +14,22 @@ import pytest
 import torch
 
 from decode_engine.config import Compilation
+from decode_engine.device.hybrid_steps import HybridSteps
 from decode_engine.device.registry import step_attention_for
+from decode_engine.device.step_attention import StepPlan
 from decode_engine.device.step_model import step_model
 from decode_engine.device.stepper import Stepper
-from decode_engine.host.steps import HostSteps
+from decode_engine.host.steps import HostSteps, HostTableSelection
 from decode_engine.host.workers import SearchThreads
 from decode_engine.runner import ModelRunner
 from decode_engine.sampler import Sampler, SamplingParameters
 from decode_engine.session import Session
 from decode_engine.warm_up import made_up_context
+from index_store.errors import SparseKVError
 from index_store.methods import Method, get_method
 from index_store.models.folder import resolve_model
 from index_store.placement import Placement
+from tests.decode_engine.host.searches import FakeDevice
 from tests.support_models import write_model_folder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,14 +108,89 @@ def by_forward(runner: ModelRunner, sessions: list[Session]) -> list[list[int]]:
     return history
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_general_path(runner: ModelRunner, threads: SearchThreads) -> None:
-    """In two lanes, the first with two sessions."""
-    method = small("csattention")
-    sessions = start(runner, method, Placement.HOST)
+    """In two lanes."""
+    method = small("csattention+dropped")
+    sessions = start(runner, method, Placement.HOST)[1:]
     assert step_attention_for(method, sessions[0].context.manifest, Placement.HOST) is HostSteps
     expected = by_forward(runner, sessions)
-    sessions = start(runner, method, Placement.HOST)
+    sessions = start(runner, method, Placement.HOST)[1:]
     assert decode(make_stepper(runner, threads), sessions) == expected
     for session in sessions:
         assert session.figures.searches >= STEPS * runner.identity.layers
         assert DEVICE == "cpu" or session.figures.device_wait_for_host_ns > 0
+
+
+def test_a_context_that_is_released_stays_until_its_step_has_ended(
+    runner: ModelRunner, threads: SearchThreads
+) -> None:
+    method = small("csattention+dropped@group=pooled")
+    (session, *_), layers = start(runner, method, Placement.HOST), range(runner.identity.layers)
+    context = session.context
+    plan = StepPlan(runner.identity, method, 1, 256, torch.float32, torch.device("cpu"), threads.lane(0))
+    selection = HostTableSelection(plan)
+    q_LBX = torch.randn(len(layers), 1, runner.identity.query_heads * runner.identity.head_dim)
+    lists = []
+    for released in (False, True):
+        assert selection.begin({0: session}) > 0
+        if released:
+            context.release()
+            gc.collect()
+        device = FakeDevice(selection.mailbox, q_LBX)
+        device.join()
+        selection.end()
+        lists.append(device.lists)
+    assert all(
+        torch.equal(one, other)
+        for layer in layers
+        for one, other in zip(lists[0][layer], lists[1][layer], strict=True)
+    )
+
+
+def test_a_step_that_the_device_gave_up_is_an_error(runner: ModelRunner, threads: SearchThreads) -> None:
+    method = small("csattention+dropped@group=pooled")
+    session = start(runner, method, Placement.HOST)[0]
+    plan = StepPlan(runner.identity, method, 1, 256, torch.float32, torch.device("cpu"), threads.lane(0))
+    selection = HostTableSelection(plan)
+    selection.begin({0: session})
+    selection.mailbox.shared.trouble_X[0] = 1
+    with pytest.raises(SparseKVError, match="gave up"):
+        selection.end()
+    selection.begin({0: session})
+    with pytest.raises(SparseKVError, match="cancelled"):
+        selection.end()
+
+
+def test_sessions_whose_search_dies_fail_alone(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*addresses: int) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr("decode_engine.host.workers.take_part", die)
+    threads = SearchThreads(1)
+    stepper = make_stepper(runner, threads)
+    searched = start(runner, small("csattention+dropped"), Placement.HOST)[:1]
+    other = start(runner, get_method("full"), Placement.DEVICE)[:1]
+    results = stepper.step([*searched, *other], [3, 3], [Sampler(SamplingParameters())] * 2)
+    assert isinstance(results[0], SparseKVError)
+    assert isinstance(results[1], int)
+    assert searched[0].position == LENGTHS[0] + len(PROMPTS[0])
+    threads.close()
+
+
+def test_methods_that_threads_cannot_search_are_named(runner: ModelRunner) -> None:
+    context = made_up_context(
+        runner.identity, "float32", get_method("pq"), 64, also=[get_method("csattention")]
+    )
+    for expression, reason in (
+        ("csattention-paper", "its query tables are lists"),
+        ("csattention@weights=uniform", "weighted uniform"),
+    ):
+        found = step_attention_for(get_method(expression), context.manifest, Placement.HOST)
+        assert isinstance(found, str)
+        assert reason in found
+    # Codes are on the device, where they are searched.
+    assert step_attention_for(get_method("pq"), context.manifest, Placement.HOST) is HybridSteps
+    large = step_attention_for(get_method("csattention", keep=0.2), context.manifest, Placement.HOST)
+    assert isinstance(large, str)
+    assert "lists of the host have room for" in large
