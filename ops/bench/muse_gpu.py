@@ -1,12 +1,13 @@
 """MuSe on a GPU: its kernels against their eager references, and its time against torch's attention.
 
-usage: python ops/bench/muse_gpu.py [--figures check,training,prefill,kernels] [--tokens 1048576] [--clusters 64]
+usage: python ops/bench/muse_gpu.py [--figures check,training,prefill,reader,kernels] [--tokens 1048576] [--clusters 64]
 
 `check` compares kernels with references in float32 and bfloat16, and gradients at 4,096 tokens with those of autograd
 through the eager reference; no time is reported when it fails. `training` takes forward and backward, acausal, of so
 many tokens times heads in sequences of 1K to 64K, 64 dimensions, bfloat16, beside every backend of
 scaled_dot_product_attention. `prefill` takes the causal forward of 32 query and 8 KV heads of 128 dimensions over 32K
-to 256K tokens. `kernels` are the mean times of the kernels at 8K. One JSON line per figure.
+to 256K tokens. `reader` is the whole prefill of 128K and 256K tokens by the reader. `kernels` are the mean times of the
+kernels at 8K. One JSON line per figure.
 
 Queries and keys lie around 100 centres per head, which is milder than real ones and no matter to the time.
 """
@@ -14,10 +15,14 @@ Queries and keys lie around 100 centres per head, which is milder than real ones
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -27,11 +32,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from decode_engine.evaluation.tasks import source_text
+from index_store.models.loading import LoadedModel, load_model, load_tokenizer, resolve_model
+from prefill_worker.capture import Capture, plan_sample, register_attention
 from prefill_worker.muse.attention import muse_attention
 from prefill_worker.muse.backend import EAGER, Backend, kernels
 from prefill_worker.muse.clusters import Clusters
+from prefill_worker.muse.ranges import RangeAttention
 from prefill_worker.muse.reference import attend_reference
 from prefill_worker.muse.settings import MuseSettings
+from prefill_worker.prefill import run_context
 
 CENTRES = 100
 CHECKS = (
@@ -250,6 +260,47 @@ def prefill_figure(length: int, settings: MuseSettings) -> dict[str, Any]:
     return {**row, **times, "speedup": min(times.values()) / row["muse"]}
 
 
+def reader_model(positions: int) -> LoadedModel:
+    """The packaged reader with as many positions as are asked for, which only its configuration limits."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "reader"
+        shutil.copytree(resolve_model("reader").path, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
+        return load_model(resolve_model(str(folder)), register_attention(), device="cuda")
+
+
+def reader_figure(
+    loaded: LoadedModel, length: int, settings: MuseSettings | None, chunk: int
+) -> dict[str, Any]:
+    """Seconds that the reader takes over so many tokens of the packaged novels, repeated."""
+    tokenizer = load_tokenizer(resolve_model("reader"))
+    ids = tokenizer.encode(source_text(())[: 5 * length])
+    ids = (ids * (length // len(ids) + 1))[:length]
+
+    def read(count: int) -> Capture:
+        approximation = None if settings is None else RangeAttention(settings, loaded.identity.layers)
+        plan = plan_sample(count, [], 4096, 0)
+        capture = Capture(loaded.identity, count, torch.bfloat16, plan, "cuda", approximation=approximation)
+        run_context(loaded.model, capture, ids[:count], chunk if settings is None else settings.block)
+        return capture
+
+    # Of a length with all kinds of ranges, so that every kernel is there.
+    warm_up = 4 * settings.block if settings is not None else 16 * chunk
+    read(min(length, warm_up))
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        capture = read(length)
+        times.append(time.perf_counter() - begin)
+    last = capture.kv(loaded.identity.layers - 1).float()
+    row: dict[str, Any] = {"bench": "muse_gpu", "figure": "reader", "length": length, "chunk": chunk}
+    row["attention"] = "exact" if settings is None else f"muse, block {settings.block}"
+    return {**row, "seconds": min(times), "checksum": float(last.abs().mean())}
+
+
 def kernel_figure(tokens: int, settings: MuseSettings, length: int = 8192) -> dict[str, Any]:
     inputs = make_inputs(tokens // length // 8, 8, 8, length, 64, torch.bfloat16)
     step = training_step(
@@ -271,7 +322,7 @@ def emit(row: dict[str, Any]) -> None:
 
 
 def main(
-    figures: Annotated[str, typer.Option(help="Comma-separated.")] = "check,training,prefill,kernels",
+    figures: Annotated[str, typer.Option(help="Comma-separated.")] = "check,training,prefill,reader,kernels",
     checks: Annotated[str, typer.Option(help="Dtypes and widths to check.")] = ",".join(CHECK_NAMES),
     tokens: Annotated[int, typer.Option(help="Times heads, of the training figures.")] = 2**20,
     clusters: Annotated[int, typer.Option(help="Of queries and of keys.")] = 64,
@@ -295,6 +346,13 @@ def main(
             too_slow: set[SDPBackend] = set()
             for power in range(10, 17):
                 emit(training_figure(2**power, tokens, settings, too_slow))
+        if "reader" in wanted:
+            loaded = reader_model(2**19)
+            for length in (2**17, 2**18):
+                for chunk in (2048, block):
+                    emit(reader_figure(loaded, length, None, chunk))
+                for own in (block // 4, block):
+                    emit(reader_figure(loaded, length, replace(settings, block=own, dipole=False), own))
         if "prefill" in wanted:
             for part in lengths.split(","):
                 emit(prefill_figure(int(part), settings))
