@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import index_store  # noqa: F401 - before torch: it says that idle OpenMP threads sleep, and tests import torch first
+
 # Triton reads this once, when it is imported first: without a device its kernels run in its interpreter.
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
 
 # Tests that run side by side share the cores, as do the processes that they start. Libraries read this when they load.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:

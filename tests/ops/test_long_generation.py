@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -25,15 +23,14 @@ def bench() -> ModuleType:
 
 
 @pytest.mark.slow
-def test_a_line_per_stretch_and_one_per_method(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCH), "--out", str(tmp_path), "--context-length", "1k"]
-    command += ["--tokens", "200", "--stretch", "100", "--observe", "20", "--keep", "0.3"]
-    command += ["--methods", "pq,multipole", "--no-picture"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+def test_a_line_per_stretch_and_one_per_method(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    settings = {"tokens": 160, "stretch": 80, "observe": 20, "keep": 0.3, "picture": False}
+    bench.main(tmp_path, "pq,multipole", "1k", **settings)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["method"], row["from"], row["to"]) for row in rows] == [
-        (name, *span) for name in ("pq", "multipole") for span in ((0, 100), (100, 200), (0, 200))
+        (name, *span) for name in ("pq", "multipole") for span in ((0, 80), (80, 160), (0, 160))
     ]
     for row in rows:
         assert row["context"] == 1024
