@@ -380,10 +380,12 @@ class Engine(Generic[SessionT]):
 
     def _release(self, job: Job[SessionT]) -> None:
         """Takes the job out of the queues and gives back all it held, before its reader learns of its end."""
+        session, job.session = job.session, None
         with self._changed:
             self._queues.remove(job)
+            if session is not None:
+                self._stats = self._stats.after_session(session.figures)
             self._changed.notify_all()
-        session, job.session = job.session, None
         closes = [] if session is None else [session.close]
         _call_all(*closes, job.request.on_close, job.place.release)
 

@@ -141,6 +141,7 @@ class EngineStats:
     steps: turns of the scheduler. prompt_tokens: fed in them.
     decode_steps: turns in which somebody decoded. decode_tokens: tokens fed by these, so that their quotient is the
     mean batch. decode_batch: sessions that decoded in the latest turn.
+    host_bytes_read, rows_reused, device_wait_for_host_ns: see `Figures`; of sessions that have ended.
     """
 
     waiting: int = 0
@@ -154,6 +155,9 @@ class EngineStats:
     decode_steps: int = 0
     decode_tokens: int = 0
     decode_batch: int = 0
+    host_bytes_read: int = 0
+    rows_reused: int = 0
+    device_wait_for_host_ns: int = 0
 
     def after_turn(self, prompt_tokens: int, batch: int) -> EngineStats:
         """With one more turn of the scheduler counted: prompt tokens that it fed, and how many decoded in it."""
@@ -164,6 +168,15 @@ class EngineStats:
             decode_steps=self.decode_steps + (batch > 0),
             decode_tokens=self.decode_tokens + batch,
             decode_batch=batch,
+        )
+
+    def after_session(self, figures: Figures) -> EngineStats:
+        """With what a session moved counted, at its end."""
+        return replace(
+            self,
+            host_bytes_read=self.host_bytes_read + figures.host_bytes_read,
+            rows_reused=self.rows_reused + figures.rows_reused,
+            device_wait_for_host_ns=self.device_wait_for_host_ns + figures.device_wait_for_host_ns,
         )
 
 

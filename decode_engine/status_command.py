@@ -31,6 +31,12 @@ def describe_status(found: ServerStatus) -> list[str]:
             f"; of these {_mebibytes(found.context_device_bytes)} of "
             f"{_mebibytes(found.context_device_limit_bytes)} MiB in device memory"
         )
+    moved = []
+    if found.host_bytes_read or found.rows_reused:
+        moved = [
+            f"of contexts in host memory: {_mebibytes(found.host_bytes_read)} MiB read by the device, which waited "
+            f"{found.device_wait_for_host_ns / 1e6:.0f} ms for the host, {found.rows_reused} rows found on it"
+        ]
     loading = found.requests - found.waiting - found.prompting - found.decoding
     return [
         f"requests: {found.decoding} decoding, {found.prompting} reading their prompts, {found.waiting} waiting, "
@@ -42,6 +48,7 @@ def describe_status(found: ServerStatus) -> list[str]:
         f"{found.mean_batch:.1f} (latest {found.decode_batch}), {found.steps} steps",
         f"contexts since the start: {found.context_loads} loaded, {found.context_hits} found in memory, "
         f"{found.context_evictions} dropped for others",
+        *moved,
     ]
 
 

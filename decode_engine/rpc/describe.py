@@ -109,6 +109,9 @@ def describe_status(engine: EngineStats, arena: ArenaStats) -> generation_pb2.Se
         context_device_bytes=arena.used.device,
         context_device_used_bytes=arena.leased.device,
         context_device_limit_bytes=arena.budget.device,
+        host_bytes_read=engine.host_bytes_read,
+        rows_reused=engine.rows_reused,
+        device_wait_for_host_ns=engine.device_wait_for_host_ns,
     )
 
 

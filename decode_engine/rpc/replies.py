@@ -185,6 +185,9 @@ class ServerStatus:
     context_device_bytes: int
     context_device_used_bytes: int
     context_device_limit_bytes: int
+    host_bytes_read: int
+    rows_reused: int
+    device_wait_for_host_ns: int
 
     @property
     def mean_batch(self) -> float:

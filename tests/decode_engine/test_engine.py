@@ -12,12 +12,14 @@ from decode_engine.errors import (
     DeadlineExceededError,
     TooManyRequestsError,
 )
+from decode_engine.figures import Figures
 from decode_engine.requests import Finished, FinishReason, Token
 from decode_engine.sampler import SamplingParameters
 from index_store.errors import InvalidArgumentError
 from tests.decode_engine.fake_runner import (
     FakeEngine,
     FakeRunner,
+    FakeSession,
     LetterSink,
     failure,
     make_client,
@@ -201,3 +203,15 @@ def test_a_request_whose_sampler_cannot_be_made_is_closed(engine: FakeEngine) ->
 def test_limits_out_of_range_are_refused(runner: FakeRunner, limit: dict[str, int]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(limit))):
         Engine(runner, **limit)  # type: ignore[arg-type]
+
+
+def test_what_sessions_moved_is_counted_when_they_end(engine: FakeEngine) -> None:
+    moved = Figures(host_bytes_read=5, rows_reused=3, device_wait_for_host_ns=7)
+    well = submit(engine, make_client("a", session=FakeSession("a", figures=moved), max_tokens=2))
+    ill = submit(engine, make_client("b", session=FakeSession("b", fails_at=0, figures=moved)))
+    assert engine.stats().host_bytes_read == 0
+    run(engine, 3)
+    assert results(well)[1].figures is moved
+    failure(ill)
+    stats = engine.stats()
+    assert (stats.host_bytes_read, stats.rows_reused, stats.device_wait_for_host_ns) == (10, 6, 14)

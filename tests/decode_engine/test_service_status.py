@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +13,7 @@ from decode_engine.command_line import app
 from decode_engine.errors import SessionMemoryError
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.session_memory import session_bytes
+from decode_engine.status_command import describe_status
 from index_store.methods import get_method
 from tests.decode_engine.conftest import Library
 from tests.decode_engine.service_support import LONG, wait_until
@@ -35,6 +36,7 @@ def test_status_tells_what_runs_and_counts_what_was_fed(
     assert after.decode_tokens - before.decode_tokens == after.decode_steps - before.decode_steps == 19
     assert after.steps - before.steps >= 19
     assert (after.waiting, after.prompting, after.decoding, after.session_bytes) == (0, 0, 0, 0)
+    assert (after.host_bytes_read, after.rows_reused, after.device_wait_for_host_ns) == (0, 0, 0)
     assert after.contexts >= 1
     assert after.context_loads >= 1
     assert 0 < after.context_bytes <= after.context_limit_bytes == 2**28
@@ -83,3 +85,9 @@ def test_the_command_tells_what_the_server_tells(server: DecodeServer, client: C
     text = CliRunner().invoke(app, arguments).stdout
     assert "requests: 0 decoding, 0 reading their prompts, 0 waiting, 0 loading" in text
     assert f"{told.prompt_tokens} prompt tokens, {told.decode_tokens} decoded" in text
+
+
+def test_what_was_moved_is_told_where_something_was(client: Client) -> None:
+    status = replace(client.server_status(), host_bytes_read=3 * 2**20, rows_reused=17)
+    assert "3 MiB read by the device, which waited 0 ms for the host, 17 rows" in describe_status(status)[-1]
+    assert "contexts since the start" in describe_status(client.server_status())[-1]
