@@ -109,16 +109,21 @@ def test_writer_killed_at_random_moments(store: Store, processes: Processes) -> 
         duration = time.monotonic() - began
         expected.add(synthetic_context(tokens=400, seed=seed).id)
     killed = 0
-    for seed in range(1, 21):
+    for seed in range(1, 61):
         pid = processes.start(store, seed=seed)
         time.sleep(chooser.uniform(0, duration))
         with suppress(ProcessLookupError):
             os.kill(pid, 9)
-        killed += processes.wait(pid) == -9
+        if processes.wait(pid) == -9:
+            killed += 1
+        else:  # it was done before the blow: the machine has less to do than when the duration was taken
+            duration *= 0.9
         visible = {manifest.id for manifest in store.list()}
         assert expected <= visible <= expected | {synthetic_context(tokens=400, seed=seed).id}
         expected = visible
-    assert killed >= 5
+        if killed == 8:
+            break
+    assert killed == 8
     for id_ in expected:
         assert store.verify(id_) == []
     store.gc()
