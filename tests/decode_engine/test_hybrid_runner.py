@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from decode_engine.device.hybrid_steps import slot_cache
+from decode_engine.kernels import records
 from decode_engine.runner import ModelRunner
 from decode_engine.session import Session
 from decode_engine.stepping import forward_each
@@ -164,3 +167,29 @@ def test_loading_stops_when_told_to(served: Served) -> None:
         assert "released while it was being loaded" in str(running.exception(SOON))
     assert arena.stats().used == MemoryBytes()
     assert locker.locked == []
+
+
+def test_1000_sessions_leave_no_locked_memory_and_no_slots(served: Served) -> None:
+    """Every tenth lease is the last one, after which the context is dropped and loaded anew."""
+    locker = RecordingLocker()
+    arena, id_ = hybrid(locker), served.context.manifest.id
+    method = get_method("csattention+dropped")
+    slots: list[weakref.ref[torch.Tensor]] = []
+    for turn in range(1000):
+        with arena.acquire(served.store, id_) as context:
+            session = served.runner.start(context, method)
+            for layer in range(1, 3):
+                assert slot_cache(context, layer).fields(layer)[records.SLOTS]
+            if turn % 10 == 0:
+                served.runner.forward([session], [[7]])
+                slots.append(weakref.ref(slot_cache(context, 1).rows_LHS2D))
+            session.close()
+            assert len(locker.locked) == 3
+        del context
+        assert slots[-1]() is not None
+        if turn % 10 == 9:
+            assert arena.drop(id_)
+            assert locker.locked == []
+            assert slots[-1]() is None
+    assert len(slots) == 100
+    assert arena.stats().used == MemoryBytes()
