@@ -6,8 +6,8 @@ The reader reads a text with facts in it, in float32, and queries, keys and valu
 acausal relative squared error (|found - exact|^2 / |exact|^2) for the settings of the paper's tables 1 and 5.
 `ablations`: without the dipole, without the two stages (one query cluster), without the monopole (table 3), by layer.
 `causal`: with exact blocks of 512, 1,024 and 2,048 tokens, with and without the dipole, by layer, and of the queries
-after the first block alone. `starts`: how tight the clusters of indexes become that start from MuSe's clusters, and
-those that start anew, after how many iterations. One JSON line per row.
+after the first block alone; and as prefill computes it, block by block. `starts`: how tight the clusters of indexes
+become that start from MuSe's clusters, and those that start anew, after how many iterations. One JSON line per row.
 """
 
 from __future__ import annotations
@@ -137,6 +137,23 @@ def causal_rows(layers: list[Layer], settings: MuseSettings) -> Iterator[dict[st
             ]
             row = {"figure": "causal", "block": block, "dipole": dipole, **by_layer(errors)}
             yield {**row, "after the first block": sum(late) / len(late)}
+            blocks = [read_in_blocks(layer, variant)[0] for layer in layers]
+            errors = [squared_error(one, out) for one, out in zip(blocks, exact, strict=True)]
+            yield {"figure": "prefill", "block": block, "dipole": dipole, **by_layer(errors)}
+
+
+def read_in_blocks(layer: Layer, settings: MuseSettings) -> tuple[Tensor, RangeAttention]:
+    """Causal output [1, Hq, N, d] as prefill computes it, block by block, and what it has found on the way."""
+    kv_HN2D = torch.stack([layer.key[0], layer.value[0]], dim=2)
+    heads, count = kv_HN2D.shape[:2]
+    queries_HGND = layer.query[0].view(heads, -1, *layer.query.shape[2:])
+    attention = RangeAttention(settings, 1)
+    outs = []
+    for first in range(0, count, settings.block):
+        some = slice(first, min(first + settings.block, count))
+        own = kv_HN2D[:, some]
+        outs.append(attention.attend(0, queries_HGND[:, :, some], first, own, lambda a, b: kv_HN2D[:, a:b]))
+    return torch.cat(outs, dim=2).flatten(0, 1)[None], attention
 
 
 def starts_rows(layers: list[Layer], settings: MuseSettings) -> Iterator[dict[str, Any]]:
@@ -167,13 +184,7 @@ def layer_source(layer: Layer, settings: MuseSettings, number: int, started: boo
     starts = None
     queries_HGND = layer.query[0].view(heads, -1, *layer.query.shape[2:])
     if started:
-        block = 2048
-        attention = RangeAttention(replace(settings, block=block, dipole=False), 1)
-        for first in range(0, count, block):
-            some = slice(first, min(first + block, count))
-            attention.attend(
-                0, queries_HGND[:, :, some], first, kv_HN2D[:, some], lambda a, b: kv_HN2D[:, a:b]
-            )
+        attention = read_in_blocks(layer, replace(settings, block=2048, dipole=False))[1]
         starts = attention.starts(0, heads, count)
     positions = torch.randperm(count, generator=torch.Generator().manual_seed(number))[:4096].sort().values
     sample = queries_HGND[:, :, positions].transpose(1, 2).contiguous()

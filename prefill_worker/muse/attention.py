@@ -163,7 +163,7 @@ class _Gradients:
         self._out, self._lse, self._grad, self._scale = out, lse, grad, scale
         self._group = query.shape[1] // key.shape[1]
         self.query, self.key, self.value = (
-            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
         )
 
     def add_blocks(self, block: int) -> None:
@@ -187,9 +187,6 @@ class _Gradients:
         query, key, value = self._inputs
         pairs, scale, group = part.pairs, self._scale, self._group
         keys, values = ((pairs.keys(x) if is_causal else x.unsqueeze(2)) for x in (key, value))
-        of_keys, of_values = (
-            (pairs.keys(x) if is_causal else x.unsqueeze(2)) for x in (self.key, self.value)
-        )
         grads = backend.attend_summaries_backward(
             pairs.of_queries(query),
             part.query_clusters,
@@ -221,9 +218,13 @@ class _Gradients:
             by_covariance,
         )
         backend.finish_queries(grads.queries, part.query_clusters, by_mean, grads.sums)
+        by_key, by_value = _gather_heads(by_key, group), _gather_heads(by_value, group)
+        if not is_causal:  # the only part
+            self.query, self.key, self.value = (x.squeeze(2) for x in (grads.queries, by_key, by_value))
+            return
         pairs.of_queries(self.query).add_(grads.queries)
-        of_keys.add_(_gather_heads(by_key, group))
-        of_values.add_(_gather_heads(by_value, group))
+        pairs.keys(self.key).add_(by_key)
+        pairs.keys(self.value).add_(by_value)
 
 
 def _blocks(count: int, block: int) -> list[slice]:

@@ -55,17 +55,27 @@ def places_in_stretch(count: int, clusters: int, cap: float) -> int:
     return min(stretch, math.ceil(cap * stretch / clusters))
 
 
-def draw_seeds(points_BHRND: Tensor, clusters: int, seed: int) -> Tensor:
+def draw_seeds_reference(points_BHRND: Tensor, clusters: int, seed: int) -> Tensor:
     """Different points [Y, C, D], drawn with a probability in proportion to their squared norm.
 
     The least of exponential waiting times is at each point with a probability proportional to its rate. Points of no
     length are drawn only when no others are left.
     """
-    generator = torch.Generator(points_BHRND.device).manual_seed(seed)
     rates = torch.linalg.vector_norm(points_BHRND, dim=-1, dtype=_wide(points_BHRND)).square_()
-    waits = torch.empty(rates.shape, device=rates.device).exponential_(generator=generator)
-    drawn = (rates / waits).topk(clusters, dim=-1, sorted=False).indices
-    index = drawn[..., None].expand(*drawn.shape, points_BHRND.shape[-1])
+    return take_best(points_BHRND, rates / draw_waits(points_BHRND, seed), clusters)
+
+
+def draw_waits(points_BHRND: Tensor, seed: int) -> Tensor:
+    """Exponential waiting times [B, H, R, N] float32."""
+    generator = torch.Generator(points_BHRND.device).manual_seed(seed)
+    waits = torch.empty(points_BHRND.shape[:-1], device=points_BHRND.device)
+    return waits.exponential_(generator=generator)
+
+
+def take_best(points_BHRND: Tensor, scores_BHRN: Tensor, count: int) -> Tensor:
+    """So many points [Y, C, D] of every problem with the largest scores, in any order."""
+    best = scores_BHRN.topk(count, dim=-1, sorted=False).indices
+    index = best[..., None].expand(*best.shape, points_BHRND.shape[-1])
     return points_BHRND.gather(3, index).flatten(0, 2)
 
 
@@ -78,7 +88,7 @@ def find_clusters_reference(
     """
     points_YND = points_BHRND.detach().flatten(0, 2)
     clusters = min(clusters, points_YND.shape[1])
-    centroids = draw_seeds(points_BHRND.detach(), clusters, seed)
+    centroids = draw_seeds_reference(points_BHRND.detach(), clusters, seed)
     for _ in range(iterations):
         centroids = move_centroids_reference(points_BHRND.detach(), centroids)
     members, counts = place_points_reference(points_BHRND.detach(), centroids, cap)

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from prefill_worker.muse import MuseSettings, muse_attention
 from prefill_worker.muse.backend import EAGER, kernels
-from prefill_worker.muse.clusters import STRETCH, Clusters, draw_seeds
+from prefill_worker.muse.clusters import STRETCH, Clusters
+from prefill_worker.muse.clusters import draw_seeds_reference as seeds_reference
 from prefill_worker.muse.clusters import move_centroids_reference as move_reference
 from prefill_worker.muse.clusters import place_points_reference as place_reference
 from prefill_worker.muse.kernels.clustering import move_centroids, place_points
+from prefill_worker.muse.kernels.seeds import draw_seeds
 from prefill_worker.muse.reference import Moments, QueryGrads, Summaries
 from tests.prefill_worker.muse_points import error, make_points
 
@@ -179,6 +181,8 @@ def test_clusters(count: int, clusters: int, cap: float) -> None:
     # Few centres, so that many points find their cluster full and choose again.
     points = make_points(1, 2, count, 16, spread=0.3, centres=3).to(DEVICE).unsqueeze(2)
     seeds = draw_seeds(points, clusters, 0)
+    reference = seeds_reference(points, clusters, 0)  # in any order
+    assert torch.equal(seeds.sort(1).values, reference.sort(1).values)
     moved = move_centroids(points, seeds)
     assert_alike(moved, move_reference(points, seeds), 1e-5)
     members, counts = place_points(points, moved, cap)

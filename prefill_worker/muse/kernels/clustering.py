@@ -16,11 +16,11 @@ from torch import Tensor
 from prefill_worker.muse.clusters import (
     TILE,
     Clusters,
-    draw_seeds,
     places_in_stretch,
     stretches_of,
 )
 from prefill_worker.muse.kernels.layout import padded, precision, problem_offset, rows_at_a_time, strides
+from prefill_worker.muse.kernels.seeds import draw_seeds
 
 _MOVED = 1024  # points that one program of an iteration adds up, at least
 

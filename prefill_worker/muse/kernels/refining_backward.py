@@ -80,7 +80,7 @@ def attend_summaries_backward(
             scale,
             DIM=dim,
             SUMMARIES=padded(key_clusters),
-            TILE=rows_at_a_time(room, 32 if wide else 64),
+            TILE=rows_at_a_time(room, 32),
             DIPOLE=dipole,
             SUMS=sums,
             PRECISION=precision(queries_BHRND),

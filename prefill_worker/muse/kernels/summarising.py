@@ -128,7 +128,7 @@ def summarise_keys_backward(
         TILE=rows_at_a_time(room, most),
         DIPOLE=dipole,
         PRECISION=precision(keys_BERMD),
-        num_warps=4 if dim <= 64 and width <= 64 else 8,
+        num_warps=8,
         num_stages=1 if dim > 64 or width > 64 else 2,
     )
     return grad_keys, grad_values, grad_means.sum(1)
