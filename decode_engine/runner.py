@@ -154,7 +154,7 @@ class ModelRunner:
         if self._stepper is None:
             return decode_by_forward(self.forward, sessions, last_tokens, samplers)
         results: dict[int, int | Exception] = {}
-        taken = [self._stepper.takes(session) for session in sessions]
+        taken = self._stepper.taken(sessions)
         for step, captured in ((self._stepper.step, True), (partial(decode_by_forward, self.forward), False)):
             rows = [row for row, takes in enumerate(taken) if takes is captured]
             if rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -117,6 +117,18 @@ class Stepper:
     def takes(self, session: Session) -> bool:
         """Whether the session's steps can run here; a reason why not is logged once per method."""
         return isinstance(self._kind(session), _Batchable)
+
+    def taken(self, sessions: Sequence[Session]) -> list[bool]:
+        """Which of the sessions that step together are to step here.
+
+        Those that attend to all of a context in host memory, several to the same, share one read of it on the general
+        path; here each would read all of it.
+        """
+        readers = Counter(id(session.context) for session in sessions if _reads_host_wholly(session))
+        return [
+            self.takes(session) and not (_reads_host_wholly(session) and readers[id(session.context)] > 1)
+            for session in sessions
+        ]
 
     def step(
         self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler]
@@ -302,6 +314,10 @@ def unreadable(context: ResidentContext, device: torch.device) -> str | None:
         if not context.kv(layer).is_pinned():
             return f"keys and values of layer {layer} are in host memory that is not page-locked"
     return None
+
+
+def _reads_host_wholly(session: Session) -> bool:
+    return session.context.placement.kv_on_host and not session.effective_method.sparse
 
 
 def _spec_key(spec: IndexSpec | None) -> Hashable:

@@ -328,3 +328,15 @@ def test_placements_are_batches_of_their_own(runner: ModelRunner) -> None:
     assert stepper.graph([one]) is not stepper.graph([other])
     stepper.prepare(METHODS["full"], other.context.manifest, 1, Placement.HYBRID)
     assert len(stepper._graphs) == 2
+
+
+def test_sessions_that_read_one_context_wholly_share_the_read_elsewhere(runner: ModelRunner) -> None:
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    one = start(runner, [5], placement=Placement.HYBRID)
+    again = runner.start(one.context, METHODS["full"])
+    other = start(runner, [5], placement=Placement.HYBRID)
+    here = [start(runner, [5]), start(runner, [5])]
+    assert stepper.taken([one, again, other, *here]) == [False, False, True, True, True]
+    assert stepper.taken([one, other]) == [True, True]
+    sparse = start(runner, [5], name="multipole", placement=Placement.HYBRID)
+    assert stepper.taken([sparse, runner.start(sparse.context, METHODS["multipole"])]) == [True, True]
