@@ -22,7 +22,7 @@ TAIL, TAIL_HEAD = 2, 3
 KEYS, FIRST, END, TAIL_KEYS, KEEP = 4, 5, 6, 7, 8
 """Counts, see above. They are the same in all layers, and change from step to step."""
 STEP = 9
-"""Number of the step in a mailbox shared with the host (`host.mailbox`), from 1 on; 0 where nothing is searched there."""
+"""Number of the step in a mailbox shared with the host (`host.mailbox`), from 1 on; 0 where nothing is searched."""
 STEP_FIELDS = (KEYS, STEP + 1)
 
 TABLES, TABLE_ROW, CENTROIDS, SCALES = 10, 11, 12, 13
