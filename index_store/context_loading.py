@@ -226,8 +226,8 @@ class _Memory:
                 block = shared
                 if _on_host(manifest, index, placement):
                     # Of indexes there only cores of the host read: their pages need not be locked.
-                    locked = locker if index is None else None
-                    block = HostBlock(_layer_bytes(entry, None), locked, own_pages=True)
+                    locked, size = locker if index is None else None, _layer_bytes(entry, None)
+                    block = HostBlock(size, locked, own_pages=True, huge_pages=index is not None)
                     memory.blocks.append(block)
                     if index is None:
                         memory.full[layer] = block

@@ -152,8 +152,10 @@ def search_all(
         serve_search(job, search, held, buffers, marks, bins)
         for index in range(job[USED] * job[HEADS]):
             answered = rows[index // job[HEADS], ROW] * job[HEADS] + index % job[HEADS]
+            spins = 0
             while load_word(job[ANSWERS] + answered * LINE * 8) >> COUNT_BITS < number:
-                relax()
+                spins += 1
+                _spin(spins)
 
 
 @njit(cache=True, nogil=True)
@@ -167,8 +169,10 @@ def read_shares(
     total = 0
     for turn in range(turns):
         add_to_word(words.ctypes.data, 1)
+        spins = 0
         while load_word(words.ctypes.data) < (turn + 1) * threads:
-            relax()
+            spins += 1
+            _spin(spins)
         begin = (turn * threads + number) * share % (data.shape[0] - share)
         for i in range(begin, begin + share):
             total += data[i]

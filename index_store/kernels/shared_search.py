@@ -248,7 +248,8 @@ def _score(
     table_rows = subspaces * job[CENTROIDS]
     low = row[FIRST] + tile * TILE
     keys = min(TILE, row[END] - low)
-    scores_LX = buffers[slot, : queries * TILE].reshape(queries, TILE)[:, :keys]
+    # One piece, whatever the tile's size: loops over views of any other layout are not vectorised.
+    scores_LX = buffers[slot][: queries * keys].reshape(queries, keys)
     score_tile(
         int8_rows(places[TABLES] + h * table_rows * row[LENGTH], table_rows, row[LENGTH]),
         int32_rows(job[PICKS] + 4 * number * queries * subspaces, queries, subspaces),
@@ -263,7 +264,7 @@ def _score(
         return 1
     held[slot, 0] = _TO_COMBINE
     peaks, totals = _softmax_parts(job, number, tile)
-    exponentiate(scores_LX, peaks[0], totals[0], bins, buffers[slot, queries * TILE :])
+    exponentiate(scores_LX, peaks[0], totals[0], bins, buffers[slot][queries * TILE :])
     add_to_word(board + 8 * _SCORED, 1)
     return 1
 
@@ -328,10 +329,11 @@ def _go_on(
         keys = min(TILE, row[END] - row[FIRST] - tile * TILE)
         number = row[ROW] * heads + index % heads
         # Weights lie behind the exponentials that they were combined from, pooled scores at the beginning.
-        weights_X = buffers[slot, (queries * TILE if queries > 1 else 0) :][:keys]
+        begin = queries * TILE if queries > 1 else 0
+        weights_X = buffers[slot][begin : begin + keys]
         if held[slot, 0] == _TO_COMBINE and load_word(board + 8 * _SCORED) == count:
             peaks, totals = _softmax_parts(job, number, 0)
-            exponentials_LX = buffers[slot, : queries * TILE].reshape(queries, TILE)[:, :keys]
+            exponentials_LX = buffers[slot][: queries * keys].reshape(queries, keys)
             combine(exponentials_LX, tile, peaks[:count], totals[:count], weights_X)
             held[slot, 0] = _TO_LIST
             _count(job, search, index, tile, weights_X, bins)

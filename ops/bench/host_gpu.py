@@ -58,6 +58,7 @@ from index_store.placement import Placement
 
 TURNS, WARM_UP = 25, 5
 WAIT_BAR, BAR_SHAPE = 0.1, (32768, 4)
+_READ_BYTES = 2**22
 ANSWERED = 1 << (62 - COUNT_BITS)
 """A number that no search comes to."""
 
@@ -159,9 +160,8 @@ def table_bytes(sessions: Sequence[Session], method: Method) -> int:
 def read_bandwidth(contexts: list[ResidentContext], method: Method, threads: int) -> float:
     """GB/s at which so many threads read tables."""
     name = "" if method.index is None else method.index.name
-    data = contexts[0].index(name, 0).arrays()["scores"].view(-1).numpy().view("int64")
-    size = 2**23 * 4
-    return size / read_us(data, size, threads) / 1e3
+    tables = [context.index(name, 0).arrays()["scores"] for context in contexts]
+    return _READ_BYTES / read_us(tables, _READ_BYTES, threads) / 1e3
 
 
 def measure(

@@ -1,9 +1,10 @@
 """The search that placement `host` runs beside a GPU, on the CPU alone: query tables, several threads.
 
-Regime: one layer of one decode step, 8 KV heads, 4 query heads each, head dimension 128: tables of random scores in
-memory, those of several layers in turn (time depends on their number, not on what they mean). One thread plays
-the device: it asks for a search, takes part in it, and asks for the next one when all lists are there. So a time is
-from queries to lists, with everything in between: picking rows, sums, threshold, exact lists.
+Regime: one layer of one decode step, 8 KV heads, 4 query heads each, head dimension 128: tables of random scores (time
+depends on their number, not on what they mean), those of several layers in turn, and other rows in every search, so
+that little is found in the processor's caches. One thread plays the device: it asks for a search, takes part in it, and
+asks for the next one when all lists are there. So a time is from queries to lists, with everything in between: picking
+rows, sums, threshold, exact lists.
 
 `read` is the bandwidth that the same threads reach in the same run when all they do is add up as many bytes as a search
 reads, beginning together every time, and `of_read` the search's share of it. Before times are reported, the lists are
@@ -23,6 +24,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +37,6 @@ import index_store  # noqa: F401 - sets up OpenMP, which has to happen before to
 import numpy as np
 import torch
 import typer
-from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_engine.evaluation.machine import describe_machine
@@ -44,6 +45,7 @@ from decode_engine.host.mailbox import Mailbox, SearchedRow, SearchPlan
 from decode_engine.host.workers import SearchWorkers
 from index_store.budgets.base import best_keys
 from index_store.errors import SparseKVError
+from index_store.host_memory import HostBlock
 from index_store.index_specs import INDEX_SPECS
 from index_store.indexes.query_tables import QueryTables
 from index_store.kernels.search_threads import read_shares, search_all
@@ -64,41 +66,51 @@ class CheckFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Tables of several layers over the same centroids, and an index over those that the last search reads."""
+    """Tables of several layers, centroids of every search, and an index over what the last search reads.
+
+    With centroids of its own every search of a step reads other rows, for one and the same query.
+    """
 
     scores: list[Tensor]
-    centroids: Tensor
+    centroids: list[Tensor]
     scales: Tensor
     index: QueryTables
 
     @classmethod
-    def random(cls, length: int, subspaces: int, layers: int) -> Tables:
+    def random(cls, length: int, subspaces: int, layers: int, huge_pages: bool) -> Tables:
         rows = 512 // subspaces
         generator = torch.Generator().manual_seed(0)
         shape = (HEADS, subspaces, rows, length)
-        scores = [
-            torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator) for _ in range(layers)
+        scores = []
+        for _ in range(layers):
+            block = HostBlock(HEADS * 512 * length, own_pages=True, huge_pages=huge_pages)
+            scores.append(block.take(shape, torch.int8).random_(-127, 128, generator=generator))
+        centroids = [
+            torch.nn.functional.normalize(
+                torch.randn(HEADS, subspaces, rows, HEAD_DIM // subspaces, generator=generator), dim=-1
+            )
+            for _ in range(SEARCHES)
         ]
-        centroids = torch.randn(HEADS, subspaces, rows, HEAD_DIM // subspaces, generator=generator)
-        centroids = torch.nn.functional.normalize(centroids, dim=-1)
         scales = 0.01 + 0.05 * torch.rand(HEADS, subspaces, generator=generator)
         parameters = {**INDEX_SPECS["query_tables"].parameters, "subspaces": subspaces, "centroids": rows}
-        arrays = {"scores": scores[(SEARCHES - 1) % layers], "centroids": centroids, "scales": scales}
+        arrays = {"scores": scores[(SEARCHES - 1) % layers], "centroids": centroids[-1], "scales": scales}
         kv = torch.zeros(HEADS, 1, 2, HEAD_DIM).expand(-1, length, -1, -1)
         return cls(scores, centroids, scales, QueryTables.from_arrays(parameters, arrays, kv))
 
     def places(self, layer: int) -> list[int]:
         scores = self.scores[layer % len(self.scores)]
-        return [scores.data_ptr(), self.centroids.data_ptr(), self.scales.data_ptr()]
+        return [scores.data_ptr(), self.centroids[layer].data_ptr(), self.scales.data_ptr()]
 
 
 class Search:
     """Searches of one shape, by so many threads of which the caller is one."""
 
-    def __init__(self, length: int, subspaces: int, *, pooled: bool, keep: float, threads: int) -> None:
+    def __init__(
+        self, length: int, subspaces: int, *, pooled: bool, keep: float, threads: int, huge_pages: bool
+    ) -> None:
         self.length, self.subspaces, self.pooled, self.threads = length, subspaces, pooled, threads
         layers = max(2, min(4, 2**30 // (512 * HEADS * length)))
-        self.tables = Tables.random(length, subspaces, layers)
+        self.tables = Tables.random(length, subspaces, layers, huge_pages)
         self.plan = SearchPlan(
             1, HEADS, GROUP, HEAD_DIM, subspaces, 512 // subspaces, pooled, True, SEARCHES, length
         )
@@ -159,11 +171,12 @@ class Search:
             self.workers.close()
 
 
-def read_us(data: NDArray[np.int64], size: int, threads: int) -> float:
-    """Microseconds in which threads add up `size` bytes together: median of several runs."""
+def read_us(tables: Sequence[Tensor], size: int, threads: int) -> float:
+    """Microseconds in which threads add up `size` bytes of tables together: median of several runs."""
     share = size // 8 // threads
     results = []
-    for _ in range(TURNS):
+    for turn in range(TURNS):
+        data = tables[turn % len(tables)].view(-1).numpy().view(np.int64)
         words = np.zeros(LINE, np.int64)
         readers = [
             threading.Thread(target=read_shares, args=(data, share, SEARCHES, threads, number, words))
@@ -180,13 +193,11 @@ def read_us(data: NDArray[np.int64], size: int, threads: int) -> float:
     return statistics.median(results)
 
 
-def measure(search: Search, keep: float) -> dict[str, Any]:
+def measure(search: Search, keep: float, huge_pages: bool) -> dict[str, Any]:
     """The figures of one shape."""
     search.check()
     times = search.times()
-    reading = read_us(
-        search.tables.scores[0].view(-1).numpy().view(np.int64), search.bytes_read, search.threads
-    )
+    reading = read_us(search.tables.scores, search.bytes_read, search.threads)
     median = statistics.median(times)
     return {
         "bench": "search_cpu",
@@ -195,6 +206,7 @@ def measure(search: Search, keep: float) -> dict[str, Any]:
         "group": "pooled" if search.pooled else "per_head",
         "keep": keep,
         "threads": search.threads,
+        "huge_pages": huge_pages,
         "search_us": round(median, 1),
         "search_best_us": round(min(times), 1),
         "read_us": round(reading, 1),
@@ -227,6 +239,7 @@ def main(
     per_head: Annotated[
         bool, typer.Option(help="Also the search for each head, not only the pooled one.")
     ] = True,
+    huge_pages: Annotated[bool, typer.Option(help="Large pages for tables, as loaded contexts have.")] = True,
     bars: Annotated[bool, typer.Option(help="Fail when a figure misses its bar.")] = False,
 ) -> None:
     """Times searches on the CPU."""
@@ -236,10 +249,15 @@ def main(
             for number in (int(text) for text in subspaces.split(",")):
                 for pooled in (True, False) if per_head else (True,):
                     search = Search(
-                        length, number, pooled=pooled, keep=keep, threads=threads or os.cpu_count() or 1
+                        length,
+                        number,
+                        pooled=pooled,
+                        keep=keep,
+                        threads=threads or os.cpu_count() or 1,
+                        huge_pages=huge_pages,
                     )
                     try:
-                        row = measure(search, keep)
+                        row = measure(search, keep, huge_pages)
                     finally:
                         search.close()
                     typer.echo(json.dumps(row))
