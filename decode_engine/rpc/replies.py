@@ -26,8 +26,8 @@ class ContextInfo:
     """A stored context. state: "ready", "expired", "corrupt" or "unsupported"; state_message says why not ready.
 
     default_method, default_budget: of a request that says neither; the budget is text for people, "" for everything.
-    tuned: whether they were chosen by tuning. placement: where it is in memory or would be, "device" or "hybrid"; ""
-    where a server does not say.
+    tuned: whether they were chosen by tuning. placement: where it is in memory or would be, "device", "hybrid" or
+    "host"; "" where a server does not say.
     """
 
     name: str
