@@ -36,6 +36,11 @@ class PromptWeights:
         """How many positions were added."""
         return sum(totals.shape[1] for totals in self._totals)
 
+    @property
+    def items(self) -> int:
+        """How many items are ranked; 0 before anything was added."""
+        return 0 if self._sum_H1GM is None else self._sum_H1GM.shape[-1]
+
     def add(self, ranking: Ranking) -> None:
         """Adds the next positions. All rankings are of the same items."""
         logits = ranking.logits_HTGM

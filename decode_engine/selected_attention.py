@@ -67,6 +67,25 @@ class KeyRows:
         """The same for some KV heads."""
         return KeyRows(self.context_HN2D[part], self.tail_Ht2D[part])
 
+    def hold(self, selection: Selection) -> HeldRows:
+        """The rows of a selection that serves several calls."""
+        return HeldRows(self.gather(selection.ids_HTK[..., : max(1, int(selection.counts_HT.max()))]))
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRows:
+    """Rows [H, T, K, 2, d] float32 of one selection, gathered before."""
+
+    rows_HTK2D: Tensor
+
+    def gather(self, ids_HTK: Tensor) -> Tensor:
+        """The first of them, as many as there are ids."""
+        return self.rows_HTK2D[:, :, : ids_HTK.shape[2]]
+
+    def heads(self, part: slice) -> HeldRows:
+        """The same for some KV heads."""
+        return HeldRows(self.rows_HTK2D[part])
+
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
@@ -81,7 +100,7 @@ class LeftOut:
 
 
 def attend_selection(
-    q_HTGD: Tensor, rows: KeyRows, selection: Selection, left: LeftOut, figures: Figures
+    q_HTGD: Tensor, rows: KeyRows | HeldRows, selection: Selection, left: LeftOut, figures: Figures
 ) -> AttentionState:
     """Attends to the selected rows, and approximately to those that are left out.
 
@@ -162,7 +181,12 @@ class _Block:
 
 
 def _attend_block(
-    block: _Block, q_HTGD: Tensor, rows: KeyRows, selection: Selection, left: LeftOut, figures: Figures
+    block: _Block,
+    q_HTGD: Tensor,
+    rows: KeyRows | HeldRows,
+    selection: Selection,
+    left: LeftOut,
+    figures: Figures,
 ) -> AttentionState:
     begin = perf_counter_ns()
     queries = block.of(q_HTGD)
@@ -174,9 +198,13 @@ def _attend_block(
     gathered_at = perf_counter_ns()
     figures.gather_ns += gathered_at - begin
     keys, values = gathered[:, :, :, 0], gathered[:, :, :, 1]
-    logits = queries @ keys.transpose(-1, -2)
+    # Positions that share their rows are as good as more heads of the group.
+    together = queries if gathered.shape[1] > 1 else queries.flatten(1, 2).unsqueeze(1)
+    logits = together @ keys.transpose(-1, -2)
     valid = torch.arange(kept, device=counts.device) < counts.unsqueeze(-1)
     state = attend_logits(logits.masked_fill(~valid[:, :, None], -torch.inf), values)
+    state = AttentionState(state.out.view(queries.shape), state.lse.view(queries.shape[:-1]))
+    logits = logits.view(*queries.shape[:-1], kept)
     exact = [ExactKeys(ids, valid, logits, values)]
     if left.elsewhere is not None:
         exact.append(block.of_keys(left.elsewhere))

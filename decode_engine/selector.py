@@ -122,6 +122,7 @@ class SparseLayer:
         place = kv_HN2D.device if device is None else device
         on_cpu = place.type == "cpu"
         self._score_bytes = _SCORE_BYTES if on_cpu or self._budget.per_prompt else _DEVICE_SCORE_BYTES
+        self._prompt_score_bytes = _SCORE_BYTES if on_cpu else _DEVICE_SCORE_BYTES
         self.tail = Tail(heads, head_dim, kv_HN2D.dtype, place)
         self._exact = DenseLayer(kv_HN2D, figures, device, self.tail)
         self._always = ExactPart(kv_HN2D, self.tail, self._sinks, figures, device is not None)
@@ -192,16 +193,16 @@ class SparseLayer:
             return self._always.attend(q_HTGD, position, search_end).out
         self._append_until(search_end)
         outs: list[Tensor] = []
-        for part in self._passes(q_HTGD, search_end - self._sinks):
+        for part in self._passes(q_HTGD, search_end - self._sinks, self._score_bytes):
             first = part.start
             predicted = None if predicted_HTGD is None else predicted_HTGD[:, part]
             outs.append(self._attend_some(q_HTGD[:, part], position + first, predicted, is_step))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
-    def _passes(self, q_HTGD: Tensor, scored: int) -> list[slice]:
+    def _passes(self, q_HTGD: Tensor, scored: int, score_bytes: int) -> list[slice]:
         """Positions that are searched at a time, where every one has so many items scored."""
         heads, positions, group, _ = q_HTGD.shape
-        step = max(1, self._score_bytes // (heads * max(1, scored) * 4 * (group + 1)))
+        step = max(1, score_bytes // (heads * max(1, scored) * 4 * (group + 1)))
         return [slice(first, min(first + step, positions)) for first in range(0, positions, step)]
 
     def _attend_shared(self, q_HTGD: Tensor, position: int) -> Tensor:
@@ -215,12 +216,15 @@ class SparseLayer:
         self._vectors_read = self._bytes_read = 0.0
         rows = KeyRows(self._kv_HN2D, self.tail.rows)
         selection = self._select_together(q_HTGD, position, search_end, exact.lse, rows)
+        held = rows.hold(selection)
+        # Without clusters there is nothing to score but the rows themselves.
+        clusters = 0 if self._method.drops_remainder else (search_end - self._sinks) // _KEYS_PER_CLUSTER
         outs: list[Tensor] = []
-        for part in self._passes(q_HTGD, (search_end - self._sinks) // _KEYS_PER_CLUSTER):
+        for part in self._passes(q_HTGD, clusters, self._prompt_score_bytes):
             queries, first = q_HTGD[:, part], position + part.start
             pieces = self._pieces(queries, first, None)
             left = LeftOut(self._method.remainder, pieces, self._elsewhere(queries, search_end, pieces))
-            state = attend_selection(queries, rows, selection, left, self._figures)
+            state = attend_selection(queries, held, selection, left, self._figures)
             outs.append(state.merge(AttentionState(exact.out[:, part], exact.lse[:, part])).out)
             self._observe(queries, first, search_end, selection, rows, outs[-1])
         return torch.cat(outs, dim=1)
@@ -231,9 +235,10 @@ class SparseLayer:
         """One selection [H, 1, K] for all positions."""
         begin = perf_counter_ns()
         weights = PromptWeights()
-        for part in self._passes(q_HTGD, search_end - self._sinks):
-            ranking = self._rank(q_HTGD[:, part], position + part.start, search_end)
-            weights.add(ranking)
+        weights.add(self._rank(q_HTGD[:, :1], position, search_end))
+        # Now it is known how many items are scored.
+        for part in self._passes(q_HTGD[:, 1:], weights.items, self._prompt_score_bytes):
+            weights.add(self._rank(q_HTGD[:, 1:][:, part], position + 1 + part.start, search_end))
         length = search_end + self._method.recent
         selection = weights.cut(self._budget, q_HTGD, exact_lse_HTG, rows, length, self._thresholds)
         average = weights.ranking()

@@ -77,7 +77,8 @@ class HostBlock:
         """Reserves `nbytes`. Raises MemoryBudgetError when the machine refuses them.
 
         own_pages: the range shares no page with anything else, as ranges must that are locked one by one. huge_pages:
-        of its own, and large ones where the system has them, for memory that cores read in short runs.
+        of its own, and large ones where the system has them, for memory that cores read in short runs or that is to be
+        touched and locked at once.
         """
         try:
             self._raw = (
@@ -136,9 +137,6 @@ def _map_pages(nbytes: int, huge: bool) -> Tensor:
     pages = mmap.mmap(-1, paged(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):  # not everywhere
         with suppress(OSError):  # a system without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a system without huge pages; with them touching and locking take a fraction
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 

@@ -106,7 +106,9 @@ class ClusterRemainder(Remainder):
         for keys, (cluster_HTK, inside_HTK) in zip(exact, left.places, strict=True):
             index = cluster_HTK[:, :, None].expand(-1, -1, weights_HTGC.shape[2], -1)
             taken = weights_HTGC.gather(-1, index) * inside_HTK[:, :, None]
-            numerator -= taken @ keys.values_HTKD
+            if keys.values_HTKD.shape[1] == 1:  # the same for all positions, which are as good as more heads
+                taken = taken.flatten(1, 2).unsqueeze(1)
+            numerator -= (taken @ keys.values_HTKD).view(numerator.shape)
         empty = total <= 0
         out = numerator / torch.where(empty, torch.ones_like(total), total).unsqueeze(-1)
         lse = base.squeeze(-1) + total.log()

@@ -22,6 +22,7 @@ from index_store.errors import (
     StoreFullError,
 )
 from index_store.indexes.base import Scalar
+from index_store.indexes.registry import INDEX_KINDS
 from index_store.manifest import ArrayEntry, Manifest, ModelIdentity, kv_entry
 from index_store.models.loading import (
     ModelFolder,
@@ -120,12 +121,17 @@ class _Job:
 
     def sizes(self, model: Any) -> JobSizes:
         """What decides how much memory the job needs with this model."""
+        index_row = sum(
+            INDEX_KINDS[spec.kind].bytes_per_token(spec.parameters, self.identity.head_dim)
+            for spec in self.plan.specs
+        )
         return JobSizes(
             self.identity,
             tokens=len(self.token_ids),
             chunk=self.config.pass_tokens,
             sampled=self.sample_plan().rows,
             feed_forward=int(getattr(model.config, "intermediate_size", 4 * model.config.hidden_size)),
+            index_bytes=int(len(self.token_ids) * self.identity.kv_heads * index_row),
             kv_dtype=stored_dtype(self.dtype).torch_dtype,
             compute_dtype=next(model.parameters()).dtype,
         )

@@ -22,7 +22,7 @@ from index_store.host_memory import HostBlock, default_page_locker
 from prefill_worker.causal_attention import Past
 
 _LOCKERS = 4
-"""Threads that lock pages: the system fills them with zeros first, each thread at a few GB/s."""
+"""Threads that fill layers with zeros and lock their pages, layer after layer."""
 
 
 class KeptLayers(Protocol):
@@ -102,8 +102,8 @@ class DeviceLayers:
 class HostLayers:
     """All layers in host memory, read by the device in blocks of at most `block_tokens` tokens.
 
-    Pages are locked in the background; copies from and to those that are not yet, or cannot be, are slower. Raises
-    MemoryBudgetError when the machine refuses the memory.
+    Pages are locked in the background, before a layer is first written to; copies from and to those that cannot be
+    locked are slower. Raises MemoryBudgetError when the machine refuses the memory.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class HostLayers:
         on_gpu = device.type == "cuda"
         locker = default_page_locker() if on_gpu else None
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        self._blocks = [HostBlock(nbytes, locker, own_pages=True) for _ in range(layers)]
+        self._blocks = [HostBlock(nbytes, locker, huge_pages=True) for _ in range(layers)]
         self._kv: list[Tensor | None] = [block.take(shape, dtype) for block in self._blocks]
         heads, count, two, head_dim = shape
         largest = (heads, min(block_tokens, count), two, head_dim)
@@ -134,6 +134,8 @@ class HostLayers:
 
     def write(self, layer: int, start: int, key_HTD: Tensor, value_HTD: Tensor) -> Tensor:
         kept = self.kept(layer)
+        if self._locked:
+            self._locked[layer].result()
         chunk = torch.stack([key_HTD, value_HTD], dim=2).to(kept.dtype)
         place = kept[:, start : start + chunk.shape[1]]
         if self._writes is None:
@@ -199,6 +201,9 @@ class HostLayers:
                 yield self.kept(later)[:, start:end]
 
     def _lock(self, layer: int) -> None:
+        # The system hands out pages when they are first touched. That is faster in all cores than while they are
+        # locked, which holds up whoever asks the device for something meanwhile.
+        self.kept(layer).zero_()
         if not self._refused:  # what was refused once would be refused again, and is logged
             self._blocks[layer].lock()
             self._refused = not self._blocks[layer].locked

@@ -20,8 +20,8 @@ FREE_SHARE = 0.9
 SMALLEST_BLOCK = 1024
 """Tokens of a block of keys and values that comes from host memory; smaller ones cost more launches than bytes."""
 
-BUILDING = 6
-"""Memory that indexes are built in and wait for the disk in, in units of one layer's keys and values."""
+INDEX_COPIES = 3
+"""Of what one layer's indexes take: one is built, what it is made of is as large, and one waits for the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class JobSizes:
     """What decides how much memory a job needs.
 
     tokens: of the context. chunk: tokens of a pass. sampled: query positions that are kept. feed_forward: width of the
-    model's widest layer. kv_dtype, compute_dtype: of what is stored, and of what the model computes in.
+    model's widest layer. index_bytes: of all indexes of one layer. kv_dtype, compute_dtype: of what is stored, and of
+    what the model computes in.
     """
 
     identity: ModelIdentity
@@ -37,6 +38,7 @@ class JobSizes:
     chunk: int
     sampled: int
     feed_forward: int
+    index_bytes: int
     kv_dtype: torch.dtype
     compute_dtype: torch.dtype
 
@@ -56,11 +58,12 @@ class JobSizes:
 
     @property
     def fixed_bytes(self) -> int:
-        """Whatever is where: the query sample, one pass, and one layer's indexes."""
+        """Wherever keys and values are: the query sample, one pass, and what building one layer's indexes takes."""
         model, item = self.identity, self.compute_dtype.itemsize
         query = model.query_heads * model.head_dim * item
         one_pass = min(self.chunk, self.tokens) * (8 * query + 3 * self.feed_forward * item)
-        return model.layers * self.sampled * query + one_pass + BUILDING * self.layer_bytes
+        building = INDEX_COPIES * self.index_bytes + self.tokens * self.row_bytes(torch.float32)
+        return model.layers * self.sampled * query + one_pass + building
 
     def block_bytes(self, tokens: int, buffers: int) -> int:
         """So many blocks of so many tokens, and one of them in the dtype that the model computes in."""

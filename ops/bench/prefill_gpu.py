@@ -1,12 +1,15 @@
 """Prefill on a GPU: tokens per second against the bare forward pass, and building and writing beside each other.
 
-usage: python ops/bench/prefill_gpu.py [--tokens 32768,131072] [--layers 32] [--written-layers 8] [--chunk 2048]
+usage: python ops/bench/prefill_gpu.py [--figures forward,beyond,written,build] [--tokens 32768,131072] [--layers 32]
+           [--written-layers 8] [--chunk 2048]
 
 A model of Llama-3.1-8B's shape with random weights, bfloat16. First it is checked, on two layers, that keys and values
 read chunk by chunk are those of one pass with torch's own attention, and that clusters built on the device are as
-tight as faiss's. Then the same tokens are read by the bare decoder in one pass and by the capture in chunks. At last a
-context of fewer layers is prefilled into a store, without overlap and with it, and every index of one layer is built
-by itself. One JSON line per figure.
+tight as faiss's, and that keys and values that stay in host memory are those that stay on the device, bit for bit.
+Then the same tokens are read by the bare decoder in one pass and by the capture in chunks (forward), and with keys and
+values in host memory, in several chunks and blocks (beyond). A context of fewer layers is prefilled into a store,
+without overlap, with it, and with keys and values in host memory (written). At last every index of one layer is built
+by itself (build). One JSON line per figure.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +35,9 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.manifest import ModelIdentity
 from prefill_worker.build import check_build
 from prefill_worker.capture import Capture, plan_sample, register_attention
+from prefill_worker.causal_attention import PAST_BLOCK
 from prefill_worker.layer_writing import LayerWriting
+from prefill_worker.memory_plan import DeviceMeter
 from prefill_worker.prefill import run_context
 from prefill_worker.stages import Clock
 
@@ -49,6 +55,11 @@ SHAPE: dict[str, Any] = {
 }
 CHECKED_TOKENS = 6000
 CHECKED_LAYERS = 2
+BEYOND_TOKENS = 90_000  # more than one of the largest blocks
+BEYOND = ((2048, None), (2048, 65_536), (8192, None), (8192, 65_536), (8192, 16_384))
+"""Chunks, and the blocks in which keys and values come from host memory; None where they are on the device."""
+WRITINGS = ((False, None), (True, None), (True, 65_536))
+"""Whether layers are written beside others, and in which blocks keys and values are read that are in host memory."""
 SAMPLE = 8192
 
 
@@ -66,11 +77,11 @@ def make_model(layers: int, attention: str) -> Any:
         ).eval()
 
 
-def make_capture(layers: int, tokens: int) -> Capture:
-    """What `prefill-worker run` uses for such a model."""
+def make_capture(layers: int, tokens: int, block: int | None = None) -> Capture:
+    """What `prefill-worker run` uses for such a model; with a block, keys and values are in host memory."""
     identity = ModelIdentity("random", "llama", "0", "0", layers, 32, 8, 128, VOCABULARY, 2**20)
     plan = plan_sample(tokens, [], SAMPLE // 4, 0)
-    return Capture(identity, tokens, torch.bfloat16, plan, "cuda")
+    return Capture(identity, tokens, torch.bfloat16, plan, "cuda", block_tokens=block)
 
 
 def tokens_of(count: int) -> list[int]:
@@ -101,6 +112,15 @@ def check_capture(chunk: int) -> dict[str, float]:
     error = float((found.float() - expected.float()).norm() / expected.float().norm())
     if not error < 0.02:
         raise CheckFailedError(f"keys and values read in chunks are off by {error:.3f}")
+    beyond = make_capture(CHECKED_LAYERS, BEYOND_TOKENS, PAST_BLOCK)
+    beside = make_capture(CHECKED_LAYERS, BEYOND_TOKENS)
+    model = make_model(CHECKED_LAYERS, register_attention())
+    for each in (beyond, beside):
+        run_context(model, each, tokens_of(BEYOND_TOKENS), chunk)
+    for layer in range(CHECKED_LAYERS):
+        if not torch.equal(beyond.kv(layer), beside.kv(layer).cpu()):
+            raise CheckFailedError(f"keys and values of layer {layer} differ between host and device memory")
+    beyond.close()
     return {"kv_error": round(error, 5), "spread_ratio": round(check_clusters(capture), 4)}
 
 
@@ -154,12 +174,43 @@ def forward_figure(tokens: int, layers: int, chunk: int) -> dict[str, Any]:
     return row
 
 
-def written_figure(tokens: int, layers: int, chunk: int, folder: Path, overlap: bool) -> dict[str, Any]:
+@torch.inference_mode()
+def beyond_figure(model: Any, tokens: int, chunk: int, block: int | None) -> dict[str, Any]:
+    """Tokens per second with keys and values in host memory, and what the device held beside the weights."""
+    layers, ids = len(model.model.layers), tokens_of(tokens)
+    meter = DeviceMeter(torch.device("cuda"))
+    begin = time.perf_counter()
+    capture = make_capture(layers, tokens, block)
+    run_context(model, capture, ids, chunk)
+    taken = time.perf_counter() - begin
+    nbytes = sum(capture.kv(layer).nbytes for layer in range(layers))
+    passes = range(0, tokens, chunk)
+    capture.close()
+    return {
+        "bench": "prefill_gpu",
+        "figure": "beyond",
+        "tokens": tokens,
+        "layers": layers,
+        "chunk": chunk,
+        "block": block,
+        "beyond_s": taken,
+        "tokens_per_s": tokens / taken,
+        "kv_gb": nbytes / 1e9,
+        "device_peak_gb": (meter.peak() or 0) / 1e9,
+        "read_gb": sum(passes) / tokens * nbytes / 1e9,
+        "read_gb_per_s": sum(passes) / tokens * nbytes / 1e9 / taken,
+    }
+
+
+def written_figure(
+    tokens: int, layers: int, chunk: int, folder: Path, overlap: bool, block: int | None = None
+) -> dict[str, Any]:
     """Seconds from the first token to the last byte written, and of the stages."""
     ids = tokens_of(tokens)
     model = make_model(layers, register_attention())
     frequencies = model.model.rotary_emb.inv_freq.float().cpu()
-    capture = make_capture(layers, tokens)
+    meter = DeviceMeter(torch.device("cuda"))
+    capture = make_capture(layers, tokens, block)
     store = Store(folder, create=True)
     clock = Clock()
     indexes = [(INDEX_SPECS[name], range(layers)) for name in ("query_tables", "remainder_clusters")]
@@ -167,6 +218,7 @@ def written_figure(tokens: int, layers: int, chunk: int, folder: Path, overlap: 
         check_build(spec, capture.identity, frequencies, torch.bfloat16, "cuda")
     begin = time.perf_counter()
     with (
+        closing(capture),
         store.writer("0" * 64) as writer,
         LayerWriting(writer, capture, frequencies, 0, clock, overlap) as writing,
     ):
@@ -189,7 +241,10 @@ def written_figure(tokens: int, layers: int, chunk: int, folder: Path, overlap: 
         "layers": layers,
         "chunk": chunk,
         "overlap": overlap,
+        "block": block,
         "total_s": total,
+        "device_peak_gb": (meter.peak() or 0) / 1e9,
+        "kv_layer_gb": 4096 * tokens / 1e9,
         **{f"{phase}_s": value for phase, value in clock.seconds.items()},
         "index_ms_per_layer": 1e3 * clock.seconds["index"] / layers,
         "written_gb": nbytes / 1e9,
@@ -236,10 +291,38 @@ def emit(row: dict[str, Any]) -> None:
     torch.cuda.empty_cache()
 
 
+def figures_of(
+    wanted: set[str], lengths: list[int], layers: int, written_layers: int, chunk: int, folder: Path | None
+) -> Iterator[dict[str, Any]]:
+    """The figures that were asked for, in order."""
+    for length in lengths if "forward" in wanted else ():
+        yield forward_figure(length, layers, chunk)
+    if "beyond" in wanted:
+        model = make_model(layers, register_attention())
+        beyond_figure(model, 18 * 2048, 2048, 16_384)  # long enough for all kernels to be there
+        for length in lengths:
+            for each, block in BEYOND:
+                yield beyond_figure(model, length, each, block)
+        del model
+    # The first one compiles kernels and is not reported.
+    writings: list[tuple[int, bool, int | None]] = [
+        (8 * chunk, False, None),
+        *((length, overlap, block) for length in lengths for overlap, block in WRITINGS),
+    ]
+    for number, (length, overlap, block) in enumerate(writings if "written" in wanted else ()):
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            row = written_figure(length, written_layers, chunk, Path(temporary), overlap, block)
+        if number:
+            yield row
+    if "build" in wanted:
+        yield from build_figures(lengths[-1])
+
+
 def main(
+    figures: Annotated[str, typer.Option(help="Which, comma-separated.")] = "forward,beyond,written,build",
     tokens: Annotated[str, typer.Option(help="Contexts, comma-separated.")] = "32768,131072",
     layers: Annotated[int, typer.Option(help="Of the model whose forward pass is timed.")] = 32,
-    written_layers: Annotated[int, typer.Option(help="Of the context that is written; 0 writes none.")] = 8,
+    written_layers: Annotated[int, typer.Option(help="Of the context that is written.")] = 8,
     chunk: Annotated[int, typer.Option(help="Tokens per pass.")] = 2048,
     folder: Annotated[Path | None, typer.Option(help="Where the context is written.")] = None,
 ) -> None:
@@ -250,19 +333,7 @@ def main(
     try:
         emit({"bench": "prefill_gpu", "figure": "check", **check_capture(chunk)})
         lengths = [int(part) for part in tokens.split(",") if part]
-        for length in lengths:
-            emit(forward_figure(length, layers, chunk))
-        # The first one compiles kernels and is not reported.
-        writings = [
-            (8 * chunk, False),
-            *((length, overlap) for length in lengths for overlap in (False, True)),
-        ]
-        for number, (length, overlap) in enumerate(writings if written_layers else ()):
-            with tempfile.TemporaryDirectory(dir=folder) as temporary:
-                row = written_figure(length, written_layers, chunk, Path(temporary), overlap)
-            if number:
-                emit(row)
-        for row in build_figures(lengths[-1]):
+        for row in figures_of(set(figures.split(",")), lengths, layers, written_layers, chunk, folder):
             emit(row)
     except CheckFailedError as error:
         typer.echo(f"error: {error}", err=True)

@@ -27,7 +27,8 @@ MakeConfig = Callable[..., PrefillConfig]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOKENS = 157
 LLAMA = ModelIdentity("8b", "llama", "0", "0", 32, 32, 8, 128, 128_256, 2**20)
-SIZES = JobSizes(LLAMA, 131_072, 2048, 2048, 14_336, torch.bfloat16, torch.bfloat16)
+INDEX_BYTES = 131_072 * 8 * 570  # of query tables and clusters
+SIZES = JobSizes(LLAMA, 131_072, 2048, 2048, 14_336, INDEX_BYTES, torch.bfloat16, torch.bfloat16)
 GB = 10**9
 
 
@@ -85,7 +86,6 @@ def test_other_blocks_differ_by_rounding_alone(folder: Path) -> None:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "SMALLEST_BLOCK", 32)
-    monkeypatch.setattr(memory_plan, "BUILDING", 0)
 
 
 def least_memory(config: PrefillConfig) -> int:
