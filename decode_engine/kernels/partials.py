@@ -105,8 +105,7 @@ def merge_partials_reference(partials: Partials, dtype: torch.dtype = torch.floa
 def wait_for_launch(CHAINED: tl.constexpr) -> None:
     """Waits for the results of the launch before, and lets the next one begin to wait for this one's.
 
-    For short launches. From long ones the next one's programs would take places, and end up later than they came: those
-    let it begin when they end.
+    Where that pays, which is a matter of trying: programs that come early take places of those that still work.
     """
     if CHAINED:
         gdc_wait()

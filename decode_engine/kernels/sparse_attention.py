@@ -37,7 +37,7 @@ from decode_engine.kernels.list_entries import (
     places,
     share_of,
 )
-from decode_engine.kernels.partials import LOG2E, Partials, chained, let_next_begin, wait_alone
+from decode_engine.kernels.partials import LOG2E, Partials, chained, wait_for_launch
 from decode_engine.kernels.records import ASSIGNMENT, KEYS, KV, SLOTS, TAIL, TAIL_KEYS, field
 from index_store.errors import InvalidArgumentError
 
@@ -307,7 +307,7 @@ def attend_kernel(
     ids_ptr += row.to(tl.int64) * SEGMENTS * width
     joined_ptr += row.to(tl.int64) * room
     dims = tl.arange(0, DIM)
-    wait_alone(CHAINED)
+    wait_for_launch(CHAINED)
     counts = listed_keys(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
     listed = tl.minimum(tl.sum(counts, 0), room)
     in_context = listed + always
@@ -357,4 +357,3 @@ def attend_kernel(
         DIM,
         16,
     )
-    let_next_begin(CHAINED)
