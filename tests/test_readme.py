@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from index_store.methods import METHODS, get_method
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 ADDRESS = "127.0.0.1:50051"
@@ -108,6 +110,30 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
         shown = set(re.findall(rf"^(?:\S*/)?{command} ([a-z-]+)", text, re.MULTILINE))
         shown |= set(re.findall(rf"`{command} ([a-z-]+)", text))
         assert shown <= subcommands
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/methods.md"])
+def test_the_tables_of_methods_list_all_of_them(document: str) -> None:
+    table = (ROOT / document).read_text().split("\n| method | ", 1)[1].split("\n\n")[0]
+    names = [name for row in table.splitlines()[2:] for name in re.findall(r"`([a-z-]+)`", row.split("|")[1])]
+    assert sorted(names) == sorted(METHODS)
+    for row in table.splitlines()[2:]:
+        keeps = re.search(r"(\d+) % ?(of the attention weight)?", row)
+        for name in re.findall(r"`([a-z-]+)`", row.split("|")[1]):
+            budget = METHODS[name].budget
+            stated = None if keeps is None else int(keeps[1]) / 100
+            assert stated == (
+                None if budget is None else getattr(budget, "mass" if keeps and keeps[2] else "keep")
+            )
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_expressions_in_the_documents_mean_something(document: Path) -> None:
+    """Methods with another remainder or options, in text and in commands."""
+    presets = "|".join(sorted(METHODS, key=len, reverse=True))
+    shown = re.findall(rf"(?<![\w-])(?:{presets})(?:[+@][a-z_]+(?:=[\w.]+)?)+", document.read_text())
+    for expression in shown:
+        assert get_method(expression).name == expression
 
 
 def free_address() -> str:
