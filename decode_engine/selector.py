@@ -122,7 +122,7 @@ class SparseLayer:
         place = kv_HN2D.device if device is None else device
         on_cpu = place.type == "cpu"
         self._score_bytes = _SCORE_BYTES if on_cpu or self._budget.per_prompt else _DEVICE_SCORE_BYTES
-        self._prompt_score_bytes = _SCORE_BYTES if on_cpu else _DEVICE_SCORE_BYTES
+        self._prompt_score_bytes = _SCORE_BYTES if on_cpu else 4 * _DEVICE_SCORE_BYTES
         self.tail = Tail(heads, head_dim, kv_HN2D.dtype, place)
         self._exact = DenseLayer(kv_HN2D, figures, device, self.tail)
         self._always = ExactPart(kv_HN2D, self.tail, self._sinks, figures, device is not None)
@@ -202,7 +202,8 @@ class SparseLayer:
     def _passes(self, q_HTGD: Tensor, scored: int, score_bytes: int) -> list[slice]:
         """Positions that are searched at a time, where every one has so many items scored."""
         heads, positions, group, _ = q_HTGD.shape
-        step = max(1, score_bytes // (heads * max(1, scored) * 4 * (group + 1)))
+        passes = -(-positions // max(1, score_bytes // (heads * max(1, scored) * 4 * (group + 1))))
+        step = -(-positions // passes)  # about as many in each
         return [slice(first, min(first + step, positions)) for first in range(0, positions, step)]
 
     def _attend_shared(self, q_HTGD: Tensor, position: int) -> Tensor:

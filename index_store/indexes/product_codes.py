@@ -22,6 +22,7 @@ from index_store.indexes.base import AppendedKeys, LayerIndex, LayerSource, Scal
 from index_store.indexes.subspaces import subspace_dims
 from index_store.indexes.typed_parameters import typed_parameters
 from index_store.kernels.code_search import CodeReads, score_codes
+from index_store.kernels.many_queries import are_many, score_codes_by_products
 from index_store.kmeans import euclidean_kmeans
 from index_store.ranking import Items, Ranking
 
@@ -153,12 +154,17 @@ class ProductCodes(LayerIndex):
         held = self.key_count + own.count
         if end_key > held:
             raise InvalidArgumentError(f"keys up to {end_key} were asked for, the index holds {held}")
-        tables = torch.einsum("htgsb,hswb->htgsw", queries_HTGD[..., self._dims_SB], self._codebooks_HSWB)
-        reads = CodeReads(self._codes_HNS, own.codes.buffer, tables, first_key, end_key)
+        slices = queries_HTGD[..., self._dims_SB]
+        codes = (self._codes_HNS, own.codes.buffer)
+        if are_many(slices):
+            logits = score_codes_by_products(codes, slices, self._codebooks_HSWB, first_key, end_key)
+        else:
+            tables = torch.einsum("htgsb,hswb->htgsw", slices, self._codebooks_HSWB)
+            logits = score_codes(CodeReads(*codes, tables, first_key, end_key))
         _, subspaces, codewords, width = self._codebooks_HSWB.shape
         codebook_bytes = subspaces * codewords * width * self._codebooks_HSWB.element_size()
         return Ranking(
-            score_codes(reads),
+            logits,
             Items(first_key, end_key),
             vectors_read=float(codewords),
             bytes_read=float((end_key - first_key) * subspaces + codebook_bytes),

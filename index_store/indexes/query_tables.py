@@ -26,6 +26,7 @@ from index_store.indexes.base import AppendedKeys, LayerIndex, LayerSource, Scal
 from index_store.indexes.table_building import INT8_MAX, INT16_MAX, build_tables
 from index_store.indexes.table_parameters import TableParameters, TableSearch
 from index_store.kernels.list_search import Lists, insert_keys, score_lists
+from index_store.kernels.many_queries import are_many, sum_rows_by_products
 from index_store.kernels.table_search import TableReads, softmax_sum_rows, sum_rows
 from index_store.ranking import Items, Ranking
 
@@ -277,7 +278,8 @@ class _TableRanking(Ranking):
 
     @property
     def logits_HTGM(self) -> Tensor:
-        return sum_rows(self._reads).to(self._device)
+        many = are_many(self._reads.rows_HTGJ)
+        return (sum_rows_by_products if many else sum_rows)(self._reads).to(self._device)
 
     def scores(self, rule: str) -> Tensor:
         if rule == "average" and self._reads.rows_HTGJ.shape[2] > 1:
