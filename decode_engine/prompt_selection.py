@@ -41,6 +41,11 @@ class PromptWeights:
         """How many items are ranked; 0 before anything was added."""
         return 0 if self._sum_H1GM is None else self._sum_H1GM.shape[-1]
 
+    @property
+    def read(self) -> tuple[float, float]:
+        """Vectors of the index compared, and bytes of it read, per position on average."""
+        return self._vectors_read / self.positions, self._bytes_read / self.positions
+
     def add(self, ranking: Ranking) -> None:
         """Adds the next positions. All rankings are of the same items."""
         logits = ranking.logits_HTGM
@@ -76,11 +81,7 @@ class PromptWeights:
         """The average as a ranking of one position. Raises ValueError when nothing was added."""
         if self._sum_H1GM is None:
             raise ValueError("no position was added")
-        logits = (self._sum_H1GM / self.positions).log_()
-        per_position = 1.0 / self.positions
-        return Ranking(
-            logits, self._items, (), self._vectors_read * per_position, self._bytes_read * per_position
-        )
+        return Ranking((self._sum_H1GM / self.positions).log_(), self._items, (), *self.read)
 
 
 def _average_logits(q_HTGD: Tensor, totals_HTG: Tensor, rows: KeyRows, ids_H1GK: Tensor) -> Tensor:

@@ -242,8 +242,7 @@ class SparseLayer:
             weights.add(self._rank(q_HTGD[:, 1:][:, part], position + 1 + part.start, search_end))
         length = search_end + self._method.recent
         selection = weights.cut(self._budget, q_HTGD, exact_lse_HTG, rows, length, self._thresholds)
-        average = weights.ranking()
-        self._vectors_read, self._bytes_read = average.vectors_read, average.bytes_read
+        self._vectors_read, self._bytes_read = weights.read
         self._figures.searches += 1
         self._figures.search_ns += perf_counter_ns() - begin
         return selection
