@@ -84,12 +84,13 @@ class CheckFailedError(Exception):
 class Memory:
     """Keys and values of several layers, [H, N, 2, d] each, in both memories."""
 
-    def __init__(self, length: int, layers: int) -> None:
-        self.length, self.layers = length, layers
+    def __init__(self, length: int, layers: int, huge: bool) -> None:
+        self.length, self.layers, self.huge = length, layers, huge
         shape = (layers, 1, KV_HEADS, length, 2, HEAD_DIM)
         self.device_kv = torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_()
         locker = default_page_locker()
-        self.blocks = [HostBlock(self.device_kv[0].nbytes, locker, own_pages=True) for _ in range(layers)]
+        size = self.device_kv[0].nbytes
+        self.blocks = [HostBlock(size, locker, own_pages=True, huge_pages=huge) for _ in range(layers)]
         self.host_kv = [block.take(shape[2:], DTYPE) for block in self.blocks]
         for block, host, device in zip(self.blocks, self.host_kv, self.device_kv, strict=True):
             host.copy_(device[0])
@@ -117,7 +118,7 @@ class PreparedLists(KeySelection):
     """Searches product codes, and lists keys that were chosen before."""
 
     lists: KeyLists
-    searching = True
+    searching: ClassVar[bool] = True
 
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
@@ -242,11 +243,9 @@ class HybridBench:
     def times(self) -> dict[str, float]:
         steps = self.all_steps(partial(self.step, self.hybrid, self.cached))
         found = {"step_us": graph_us(steps)}
-        selection = self.hybrid.selection
-        if isinstance(selection, PreparedLists):
-            selection.searching = False
-            found["rows_us"] = graph_us(steps)
-            selection.searching = True
+        PreparedLists.searching = False
+        found["rows_us"] = graph_us(steps)
+        PreparedLists.searching = True
         few = min(4, len(self.lists[0]))
         found["device_us"] = graph_us(self.all_steps(partial(self.step, self.device, self.on_device), few))
         found["direct_us"] = graph_us(self.all_steps(partial(self.step, self.device, self.direct), few))
@@ -339,23 +338,18 @@ def missed_bars(rows: list[dict[str, Any]]) -> list[str]:
     return missed
 
 
-def run(
-    length: int,
-    layers: int,
-    cases: list[tuple[float, float]],
-    shape: CopyShape | None,
-) -> list[dict[str, Any]]:
+def run(memory: Memory, cases: list[tuple[float, float]], shape: CopyShape | None) -> list[dict[str, Any]]:
     """All figures, each written when it is there."""
     rows: list[dict[str, Any]] = []
 
     def report(row: dict[str, Any]) -> None:
         rows.append(row)
         line = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-        more = {"context": length, "layers": layers, "machine": machine()}
+        more: dict[str, Any] = {"context": memory.length, "layers": memory.layers, "huge_pages": memory.huge}
+        more |= {"machine": machine()}
         sys.stdout.write(json.dumps({"bench": "gather_gpu", **line, **more}) + "\n")
         sys.stdout.flush()
 
-    memory = Memory(length, layers)
     report(copy_figure(memory))
     for keep in (0.01, 0.05):
         report(gather_figure(memory, keep, shape or CopyShape(), wide=False))
@@ -381,6 +375,7 @@ def main(
     shape: Annotated[
         str, typer.Option(help="programs:tile:warps of launches that read host memory; theirs by default.")
     ] = "",
+    huge_pages: Annotated[bool, typer.Option(help="Large pages of host memory, as the arena has.")] = True,
     bars: Annotated[bool, typer.Option("--bars", help="Fail when a bar is missed.")] = False,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
@@ -389,7 +384,7 @@ def main(
     chosen = CopyShape(*(int(part) for part in shape.split(":"))) if shape else None
     wanted = [(float(keep), float(reuse)) for keep, reuse in (c.split(":") for c in cases.split(",") if c)]
     try:
-        rows = run(length, layers, wanted, chosen)
+        rows = run(Memory(length, layers, huge_pages), wanted, chosen)
     except CheckFailedError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

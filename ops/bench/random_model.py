@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from decode_engine.attention import ATTENTION_NAME, register_attention
 from decode_engine.warm_up import made_up_context
 from index_store.context import ResidentContext
+from index_store.host_memory import HostBlock, default_page_locker
 from index_store.manifest import ModelIdentity
 from index_store.methods import Method
 from index_store.placement import Placement
@@ -66,19 +67,31 @@ def make_contexts(
         )
         for row in range(batch)
     )  # fmt: skip
-    return [context if placement is Placement.DEVICE else spread(context, distinct) for context in contexts]
+    return [context if placement is Placement.DEVICE else spread(context) for context in contexts]
 
 
-def spread(context: ResidentContext, distinct: int) -> ResidentContext:
-    """The context with memory of its own for keys and values of every layer."""
-    manifest = context.manifest
-    kv = {layer: context.kv(layer) for layer in range(manifest.model.layers)}
-    for layer in range(distinct, len(kv)):
-        kv[layer] = torch.empty(kv[layer].shape, dtype=kv[layer].dtype, pin_memory=True).copy_(kv[layer])
+class SpreadContext(ResidentContext):
+    """One whose keys and values are in these blocks."""
+
+    blocks: list[HostBlock]
+
+
+def spread(context: ResidentContext) -> SpreadContext:
+    """The context with memory of its own for keys and values of every layer, made as the arena makes it."""
+    manifest, locker = context.manifest, default_page_locker()
+    kv, blocks = {}, []
+    for layer in range(manifest.model.layers):
+        source = context.kv(layer)
+        block = HostBlock(source.nbytes, locker, own_pages=True, huge_pages=True)
+        kv[layer] = block.take(tuple(source.shape), source.dtype).copy_(source)
+        block.lock()
+        blocks.append(block)
     arrays = {
         (entry.name, layer): context.index(entry.name, layer).arrays()
         for entry in manifest.indexes
         for layer in entry.layers
     }
     place = {"placement": context.placement, "device": context.device}
-    return ResidentContext(manifest, context.tokens(), kv, arrays, **place)  # type: ignore[arg-type]
+    found = SpreadContext(manifest, context.tokens(), kv, arrays, **place)  # type: ignore[arg-type]
+    found.blocks = blocks
+    return found
