@@ -20,9 +20,11 @@ TOKENS, BLOCK = 333, 32
 SMALL = MuseSettings(clusters=12, block=BLOCK, iterations=2)
 
 
-def read_in_blocks(settings: MuseSettings) -> tuple[Tensor, Tensor, RangeAttention]:
+def read_in_blocks(
+    settings: MuseSettings, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, RangeAttention]:
     """What a context's queries get, what they get exactly, and the attention."""
-    query, key, value = make_inputs(1, 4, 2, TOKENS, 16, torch.float32)
+    query, key, value = (x.to(device) for x in make_inputs(1, 4, 2, TOKENS, 16, dtype))
     kv_EN2D = torch.stack([key[0], value[0]], dim=2)
     attention = RangeAttention(settings, 1)
     outs = []
@@ -42,6 +44,19 @@ def test_blocks_attend_to_all_before_them() -> None:
     assert 1e-4 < error(coarse, exact) < 0.15
     plain, _, _ = read_in_blocks(MuseSettings(clusters=12, block=BLOCK, iterations=2, dipole=False))
     assert error(coarse, exact) < error(plain, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_read_in_blocks(dtype: torch.dtype) -> None:
+    found, exact, attention = read_in_blocks(MuseSettings(clusters=128, block=BLOCK, cap=8.0), "cuda", dtype)
+    assert error(found, exact) < (1e-4 if dtype == torch.float32 else 0.02)
+    coarse, _, _ = read_in_blocks(SMALL, "cuda", dtype)
+    assert error(coarse, exact) < 0.15
+    starts = attention.starts(0, 2, TOKENS)
+    assert starts is not None
+    assert starts.clusters_HN.is_cuda
 
 
 def test_clusters_are_handed_over() -> None:
