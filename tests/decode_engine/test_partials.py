@@ -9,9 +9,8 @@ from decode_engine.kernels.partials import Partials, merge_partials, merge_parti
 from tests.decode_engine.table_problems import DEVICE
 
 
-@pytest.mark.parametrize("slots", [1, 3, 66, 258])
-@pytest.mark.parametrize("rows", [2, 90])
-def test_states_merge(slots: int, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "slots"), [(2, 1), (90, 3), (3, 66), (2, 258)])
+def test_states_merge(rows: int, slots: int) -> None:
     torch.manual_seed(slots)
     partials = Partials.allocate(rows, slots, 3, 64, DEVICE)
     partials.sums_RSGD.normal_()
