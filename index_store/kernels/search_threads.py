@@ -2,6 +2,9 @@
 
 Steps of several *lanes* may be in flight at once, each with a job of its own (`shared_search`). A thread goes round
 them: where the next search of a step has been asked for it takes part, and while nothing is in flight it sleeps.
+
+numba's cache notices changes of this file, and not of those that it calls: who changes `shared_search` or `table_lists`
+removes what is in `__pycache__` here.
 """
 
 from __future__ import annotations

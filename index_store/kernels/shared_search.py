@@ -175,7 +175,10 @@ def is_posted(job: NDArray[np.int64], search: int) -> bool:  # pragma: no cover 
 def _answer(
     job: NDArray[np.int64], search: int, number: int, count: int
 ) -> None:  # pragma: no cover - compiled
-    store_word(job[ANSWERS] + number * LINE * 8, (number_of(job, search) << COUNT_BITS) | count)
+    address = job[ANSWERS] + number * LINE * 8
+    store_word(address, (number_of(job, search) << COUNT_BITS) | count)
+    if load_word(job[STOP]) != 0:  # who told to stop may have written before this answer
+        store_word(address, FAILED)
 
 
 @njit(cache=True, nogil=True)

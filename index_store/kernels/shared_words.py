@@ -1,8 +1,8 @@
 """Words of memory that threads and devices share: atomic access, waiting, and views of memory by its address.
 
-For functions that numba compiles. Every word is an int64 at an address that is a multiple of 8. A load acquires: what
-was written before the word was stored is seen after it. A store releases. Compilers move neither across other accesses,
-and neither is left out of a loop.
+For functions that numba compiles. Every word is an int64 at an address that is a multiple of 8. Accesses to words are
+sequentially consistent: what was written before a word was stored is seen after it was loaded, and of two threads
+that each store one word and then load the other's, one sees the other's. Compilers leave none of them out of a loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def load_word(typing: Any, address: Any) -> _Generated:
     """load_word(address) -> int64."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(values[0], _WORD.as_pointer()), "acquire", _BYTES)
+        return builder.load_atomic(builder.inttoptr(values[0], _WORD.as_pointer()), "seq_cst", _BYTES)
 
     return types.int64(types.int64), generate
 
