@@ -1,6 +1,7 @@
 """Time to first token on a GPU: from a cold store, from a warm arena, and for a second request on the same context.
 
 usage: python ops/bench/first_token.py [--tokens 32768,131072] [--methods pq:0.01,squeezed:0.05] [--folder DIR]
+           [--no-cold]
 
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16; contexts are random,
 written as files by the store's own writer, with the indexes of all methods. A request is what the engine makes of one:
@@ -243,6 +244,7 @@ def figures(
     methods: Sequence[Method],
     lengths: Sequence[int],
     folder: Path | None,
+    cold: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """All figures of one length."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
@@ -280,7 +282,8 @@ def figures(
             if placement is Placement.HYBRID:
                 yield {**where, **stream_figure(requests, manifest, lengths[0])}
             requests.arena.clear()
-            yield {**where, **cold_figure(requests, methods[0], prompt_of(lengths[0]), files)}
+            if cold:
+                yield {**where, **cold_figure(requests, methods[0], prompt_of(lengths[0]), files)}
 
 
 def stream_figure(requests: Requests, manifest: Manifest, prompt: int) -> dict[str, Any]:
@@ -321,6 +324,7 @@ def main(
     prompt_tokens: Annotated[str, typer.Option(help="Lengths of prompts, comma-separated.")] = "64,512",
     layers: Annotated[int, typer.Option(help="Of the model.")] = 32,
     folder: Annotated[Path | None, typer.Option(help="Where contexts are written.")] = None,
+    cold: Annotated[bool, typer.Option(help="Also time requests that wait for files to be read.")] = True,
 ) -> None:
     """Times first tokens; one JSON line per figure."""
     if not torch.cuda.is_available():
@@ -332,7 +336,7 @@ def main(
     try:
         # The first one compiles kernels and is not reported.
         for number, length in enumerate((4096, *(int(part) for part in tokens.split(",")))):
-            for row in figures(model, identity, length, parsed, lengths, folder):
+            for row in figures(model, identity, length, parsed, lengths, folder, cold and number > 0):
                 if number:
                     emit({"tokens": length, "layers": layers, **row})
     except CheckFailedError as error:

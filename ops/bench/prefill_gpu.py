@@ -1,7 +1,8 @@
 """Prefill on a GPU: tokens per second against the bare forward pass, and building and writing beside each other.
 
 usage: python ops/bench/prefill_gpu.py [--figures forward,beyond,written,build] [--tokens 32768,131072] [--layers 32]
-           [--written-layers 8] [--chunk 2048]
+           [--written-layers 8] [--chunk 2048] [--passes 2048,2048:65536,8192,8192:65536]
+           [--writings plain,overlap,host]
 
 A model of Llama-3.1-8B's shape with random weights, bfloat16. First it is checked, on two layers, that keys and values
 read chunk by chunk are those of one pass with torch's own attention, and that clusters built on the device are as
@@ -56,10 +57,8 @@ SHAPE: dict[str, Any] = {
 CHECKED_TOKENS = 6000
 CHECKED_LAYERS = 2
 BEYOND_TOKENS = 90_000  # more than one of the largest blocks
-BEYOND = ((2048, None), (2048, 65_536), (8192, None), (8192, 65_536), (8192, 16_384))
-"""Chunks, and the blocks in which keys and values come from host memory; None where they are on the device."""
-WRITINGS = ((False, None), (True, None), (True, 65_536))
-"""Whether layers are written beside others, and in which blocks keys and values are read that are in host memory."""
+WRITINGS = {"plain": (False, None), "overlap": (True, None), "host": (True, PAST_BLOCK)}
+"""Whether layers are written beside others, and the blocks in which keys and values are read from host memory."""
 SAMPLE = 8192
 
 
@@ -291,31 +290,34 @@ def emit(row: dict[str, Any]) -> None:
     torch.cuda.empty_cache()
 
 
-def figures_of(
-    wanted: set[str], lengths: list[int], layers: int, written_layers: int, chunk: int, folder: Path | None
+def parse_pass(text: str) -> tuple[int, int | None]:
+    """CHUNK[:BLOCK]; without a block keys and values are on the device."""
+    chunk, _, block = text.partition(":")
+    return int(chunk), int(block) if block else None
+
+
+def beyond_figures(layers: int, lengths: list[int], passes: str) -> Iterator[dict[str, Any]]:
+    """The same contexts with keys and values on the device and in host memory."""
+    model = make_model(layers, register_attention())
+    beyond_figure(model, 18 * 2048, 2048, 16_384)  # long enough for all kernels to be there
+    for length in lengths:
+        for each in passes.split(","):
+            yield beyond_figure(model, length, *parse_pass(each))
+
+
+def written_figures(
+    layers: int, lengths: list[int], chunk: int, names: str, folder: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """The figures that were asked for, in order."""
-    for length in lengths if "forward" in wanted else ():
-        yield forward_figure(length, layers, chunk)
-    if "beyond" in wanted:
-        model = make_model(layers, register_attention())
-        beyond_figure(model, 18 * 2048, 2048, 16_384)  # long enough for all kernels to be there
-        for length in lengths:
-            for each, block in BEYOND:
-                yield beyond_figure(model, length, each, block)
-        del model
-    # The first one compiles kernels and is not reported.
+    """Contexts written in several ways. The first one compiles kernels and is not reported."""
     writings: list[tuple[int, bool, int | None]] = [
         (8 * chunk, False, None),
-        *((length, overlap, block) for length in lengths for overlap, block in WRITINGS),
+        *((length, *WRITINGS[name]) for length in lengths for name in names.split(",")),
     ]
-    for number, (length, overlap, block) in enumerate(writings if "written" in wanted else ()):
+    for number, (length, overlap, block) in enumerate(writings):
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            row = written_figure(length, written_layers, chunk, Path(temporary), overlap, block)
+            row = written_figure(length, layers, chunk, Path(temporary), overlap, block)
         if number:
             yield row
-    if "build" in wanted:
-        yield from build_figures(lengths[-1])
 
 
 def main(
@@ -324,6 +326,10 @@ def main(
     layers: Annotated[int, typer.Option(help="Of the model whose forward pass is timed.")] = 32,
     written_layers: Annotated[int, typer.Option(help="Of the context that is written.")] = 8,
     chunk: Annotated[int, typer.Option(help="Tokens per pass.")] = 2048,
+    passes: Annotated[
+        str, typer.Option(help="CHUNK, or CHUNK:BLOCK with keys and values in host memory.")
+    ] = "2048,2048:65536,8192,8192:65536",
+    writings: Annotated[str, typer.Option(help=f"Of {', '.join(WRITINGS)}.")] = ",".join(WRITINGS),
     folder: Annotated[Path | None, typer.Option(help="Where the context is written.")] = None,
 ) -> None:
     """Checks and times prefill; one JSON line per figure."""
@@ -333,7 +339,15 @@ def main(
     try:
         emit({"bench": "prefill_gpu", "figure": "check", **check_capture(chunk)})
         lengths = [int(part) for part in tokens.split(",") if part]
-        for row in figures_of(set(figures.split(",")), lengths, layers, written_layers, chunk, folder):
+        wanted = figures.split(",")
+        for length in lengths if "forward" in wanted else ():
+            emit(forward_figure(length, layers, chunk))
+        for row in beyond_figures(layers, lengths, passes) if "beyond" in wanted else ():
+            emit(row)
+        written = written_figures(written_layers, lengths, chunk, writings, folder)
+        for row in written if "written" in wanted else ():
+            emit(row)
+        for row in build_figures(lengths[-1]) if "build" in wanted else ():
             emit(row)
     except CheckFailedError as error:
         typer.echo(f"error: {error}", err=True)
