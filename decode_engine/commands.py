@@ -328,6 +328,12 @@ def describe_summary(summary: Summary) -> list[str]:
         "append": times.append_ns,
     }
     rest = max(0, times.total_ns - sum(parts.values()))
+    moved = []
+    if times.host_bytes_read or times.rows_reused:
+        moved = [
+            f"keys and values: {times.host_bytes_read / 2**20:.1f} MiB read from host memory in steps, "
+            f"{times.rows_reused} rows found on the device, which waited {times.device_wait_for_host_ns / 1e6:.1f} ms for the host"
+        ]
     listed = ", ".join(f"{name} {spent / 1e6:.1f}" for name, spent in parts.items())
     return [
         f"method {summary.method}{budget}: {sparse}, {keys.fraction_all:.2%} over all layers",
@@ -335,5 +341,6 @@ def describe_summary(summary: Summary) -> list[str]:
         f"{summary.completion_tokens} answer ({summary.finish_reason})",
         f"time: {times.total_ns / 1e6:.1f} ms, first token after {times.first_token_ns / 1e6:.1f} ms, "
         f"{per_token:.1f} ms per token",
+        *moved,
         f"of it, in sum over all layers and steps: {listed}, the rest of the model and waiting {rest / 1e6:.1f} ms",
     ]

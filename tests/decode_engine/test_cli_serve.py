@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -246,6 +246,10 @@ def test_the_parts_of_the_time_add_up() -> None:
     )
     assert last.startswith("of it, in sum over all layers and steps: load 1.0, queue 2.0, search 3.0,")
     assert last.endswith("the rest of the model and waiting 19.0 ms")
+    assert len(describe_summary(summary)) == 4
+    moved = replace(times, host_bytes_read=3 * 2**20, rows_reused=5, device_wait_for_host_ns=2 * 10**6)
+    line = describe_summary(replace(summary, timings=moved))[-2]
+    assert "3.0 MiB read from host memory in steps, 5 rows found on the device, which waited 2.0 ms" in line
 
 
 def test_methods_of_program_and_server_agree(run: Run, library: Library, server: DecodeServer) -> None:
