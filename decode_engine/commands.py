@@ -332,7 +332,8 @@ def describe_summary(summary: Summary) -> list[str]:
     if times.host_bytes_read or times.rows_reused:
         moved = [
             f"keys and values: {times.host_bytes_read / 2**20:.1f} MiB read from host memory in steps, "
-            f"{times.rows_reused} rows found on the device, which waited {times.device_wait_for_host_ns / 1e6:.1f} ms for the host"
+            f"{times.rows_reused} rows found on the device, which waited {times.device_wait_for_host_ns / 1e6:.1f} ms "
+            "for the host"
         ]
     listed = ", ".join(f"{name} {spent / 1e6:.1f}" for name, spent in parts.items())
     return [
