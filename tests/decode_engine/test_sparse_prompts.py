@@ -11,13 +11,22 @@ from torch import Tensor
 from decode_engine.figures import Figures
 from decode_engine.prompt_selection import PromptWeights
 from decode_engine.selected_attention import KeyRows
-from decode_engine.selector import Observation, SparseLayer
+from decode_engine.selector import LayerSearch, Observation, SparseLayer
 from index_store.budgets.base import Step
 from index_store.budgets.ratio import Ratio
+from index_store.index_specs import IndexSpec
+from index_store.indexes.base import LayerIndex
 from index_store.methods import get_method
 from index_store.ranking import Items, Ranking
 from tests.decode_engine.test_host_rows import CPU, DIM, GROUP, HEADS, host_only, make_kv, small_windows
-from tests.support_layers import ALL_METHODS, build_index, build_search, with_budget, with_everything
+from tests.support_layers import (
+    ALL_METHODS,
+    build_index,
+    build_search,
+    small_spec,
+    with_budget,
+    with_everything,
+)
 
 COUNT, PROMPT = 300, 37
 
@@ -137,3 +146,32 @@ def test_keys_that_no_token_retrieved_are_not_taken() -> None:
     assert found.ids_HTK[0, 0, : int(found.counts_HT[0, 0])].tolist() == [11, 14]
     with pytest.raises(ValueError, match="no position"):
         PromptWeights().ranking()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["csattention", "pq+dropped", "squeezed", "multipole", "tactic"])
+def test_on_a_device_wherever_keys_and_values_are(name: str) -> None:
+    method, device = small_windows(get_method(name)), torch.device("cuda")
+    kv = make_kv().pin_memory()
+    assert method.index is not None
+
+    def moved(index: LayerIndex, spec: IndexSpec) -> LayerIndex:
+        arrays = {key: array.to(device) for key, array in index.arrays().items()}
+        return type(index).from_arrays(small_spec(spec).parameters, arrays, kv)
+
+    built = build_search(method, kv, GROUP)
+    partition = None
+    if built.partition is not None:
+        assert method.partition is not None
+        partition = moved(built.partition, method.partition)
+    search = LayerSearch(moved(built.index, method.index), partition)
+    new = [part.to(device) for part in tokens(PROMPT)]
+    outs = [
+        SparseLayer(keys, search, method, Figures(), beside).attend(*new, COUNT, shared=True)
+        for keys, beside in ((kv, device), (kv.to(device), None))
+    ]
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-5)
+    whole = with_everything(method)
+    exact = SparseLayer(kv, search, whole, Figures(), device)
+    found = SparseLayer(kv, search, whole, Figures(), device).attend(*new, COUNT, shared=True)
+    torch.testing.assert_close(found, exact.exact.attend(*new, COUNT), rtol=1e-3, atol=1e-3)
