@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from index_store.catalog import Store
-from index_store.errors import InvalidArgumentError
+from index_store.errors import InvalidArgumentError, MemoryBudgetError
 from prefill_worker.__main__ import main
 from prefill_worker.command_line import app
 from tests.prefill_worker.conftest import DOCUMENT
@@ -50,6 +50,7 @@ def test_json_is_one_object(tiny_model: Path, document: Path, tmp_path: Path) ->
     assert f"prefill: {len(DOCUMENT)} of {len(DOCUMENT)} tokens" in done.stderr
 
     assert report["not_applied"] == []
+    assert report["memory"] == {"keys_and_values": "device", "device_limit": None, "device_peak": None}
 
     again = CliRunner().invoke(app, [*command[:-1], "9d"])
     assert json.loads(again.stdout)["not_applied"] == ["ttl"]
@@ -110,9 +111,23 @@ def test_wrong_usage_is_exit_code_two(flags: list[str]) -> None:
     assert CliRunner().invoke(app, ["run", *flags]).exit_code == 2
 
 
-def test_bad_values_are_errors_of_ours(tiny_model: Path, document: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, arguments(tiny_model, document, tmp_path / "store", "--ttl", "soon"))
+@pytest.mark.parametrize("flags", [("--ttl", "soon"), ("--device-memory", "much")])
+def test_bad_values_are_errors_of_ours(
+    flags: tuple[str, str], tiny_model: Path, document: Path, tmp_path: Path
+) -> None:
+    done = CliRunner().invoke(app, arguments(tiny_model, document, tmp_path / "store", *flags))
     assert isinstance(done.exception, InvalidArgumentError)
+
+
+def test_too_little_device_memory_is_refused_with_what_would_do(
+    tiny_model: Path, document: Path, tmp_path: Path
+) -> None:
+    command = arguments(
+        tiny_model, document, tmp_path / "store", "--device-memory", "1KB", "--format", "json"
+    )
+    refused = CliRunner().invoke(app, command)
+    assert isinstance(refused.exception, MemoryBudgetError)
+    assert "--device-memory is 1000 bytes" in refused.exception.message
 
 
 @pytest.fixture
