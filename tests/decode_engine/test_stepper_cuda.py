@@ -82,7 +82,9 @@ def test_a_captured_batch_equals_the_general_path(runner: ModelRunner, name: str
         graph, got = logits_of(stepper, sessions, tokens)
         assert graph.captured
         expected = torch.stack([logits[-1] for logits in runner.forward(twins, [[t] for t in tokens])])
-        assert float((got - expected).abs().amax() / expected.std()) < 0.1
+        # All keys leave their clusters, and what clusters weighed cancels only as far as 16 bits go.
+        limit = 0.1 if sessions[0].effective_method.drops_remainder else 0.4
+        assert float((got - expected).abs().amax() / expected.std()) < limit
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])
