@@ -22,14 +22,14 @@ def script() -> ModuleType:
 
 
 def test_both_ways_train_alike(script: ModuleType) -> None:
-    shape = script.Shape(32, 3, 2, 8, window=16, context=64, batch=2, peak=0.01, warm_up=2)
+    shape = script.Shape(32, 3, 2, 8, window=16, context=64, batch=2, peak=0.02, warm_up=2)
     tokens = torch.arange(64 * 6 + 1) * 7 % 31
     settings = MuseSettings(clusters=16, block=16, cap=4.0)
     lines: list[dict[str, Any]] = []
-    summary = script.compare(tokens, tokens, shape, 12, settings, torch.device("cpu"), lines.append, 2)
+    summary = script.compare(tokens, tokens, shape, 6, settings, torch.device("cpu"), lines.append, 2)
     assert [line["attention"] for line in lines] == ["exact", "muse"]
-    assert summary["tokens"] == 12 * 2 * 64
-    assert summary["exact_loss_under_exact"] < 3.3  # log 32 is 3.47
+    assert summary["tokens"] == 6 * 2 * 64
+    assert summary["exact_loss_under_exact"] < 3.45  # log 32 is 3.47
     assert abs(summary["loss_change"]) < 0.02
     assert summary["muse_loss_under_exact"] == pytest.approx(summary["muse_loss_under_muse"], rel=0.02)
 
