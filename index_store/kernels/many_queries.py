@@ -1,8 +1,7 @@
 """Searches for many queries at once on a device, as products of matrices: what a prompt's tokens ask.
 
 Sums of table entries that are looked up query by query read every key's entries once for each query. As products of
-matrices they read them once for all queries, and a device multiplies faster than it looks up. Numbers are split into
-two of half the width, whose products are exact and are added up in float32; what is lost is below 2^-16 of a number.
+matrices they read them once for all queries, and a device multiplies faster than it looks up. All of it is float32.
 
 Shape legend: H KV heads, T query positions, G group heads, Q = T*G queries, J table rows read per query, S stored table
 rows, or subspaces of product codes, B width of a slice, N keys of the context, A appended keys, n keys of a tile.
@@ -39,7 +38,7 @@ def sum_rows_by_products(reads: TableReads) -> Tensor:
     def tile(begin: int, end: int) -> Tensor:
         count = reads.tables_HSN.shape[2]
         own = reads.appended_HSA[..., max(begin - count, 0) : max(end - count, 0)]
-        return torch.cat([reads.tables_HSN[..., begin:end], own], dim=2)
+        return torch.cat([reads.tables_HSN[..., begin:end], own], dim=2).float()
 
     found = _by_tiles(weights, tile, reads.first, reads.end, stored)
     return found.view(heads, positions, group, -1)
@@ -71,31 +70,11 @@ def score_codes_by_products(
 def _by_tiles(
     queries_HQK: Tensor, tile: Callable[[int, int], Tensor], first: int, end: int, width: int
 ) -> Tensor:
-    """[H, Q, M] float32: products of the queries with keys first..end-1, which come as tiles [H, K, n]."""
+    """[H, Q, M] float32: products of the queries with keys first..end-1, which come as tiles [H, K, n] float32."""
     heads, queries, _ = queries_HQK.shape
     out = torch.empty(heads, queries, max(0, end - first), device=queries_HQK.device)
     step = max(1, _TILE_BYTES // (heads * width * 4))
     for begin in range(first, end, step):
         stop = min(begin + step, end)
-        out[..., begin - first : stop - first] = _multiply(queries_HQK, tile(begin, stop))
+        out[..., begin - first : stop - first] = torch.bmm(queries_HQK, tile(begin, stop))
     return out
-
-
-def _multiply(a_HQK: Tensor, b_HKn: Tensor) -> Tensor:
-    """Products of float32 with float32 or int8. On a GPU each float32 factor is the sum of two of half the width."""
-    if not a_HQK.is_cuda:
-        return torch.bmm(a_HQK, b_HKn.float())
-    a_high, a_low = _split(a_HQK)
-    b_high = b_HKn.bfloat16()  # exactly, if it was int8
-    both = torch.bmm(torch.cat([a_high, a_low], dim=1), b_high, out_dtype=torch.float32)
-    queries = a_HQK.shape[1]
-    total: Tensor = both[:, :queries].add_(both[:, queries:])
-    if b_HKn.is_floating_point():
-        total.add_(torch.bmm(a_high, (b_HKn - b_high.float()).bfloat16(), out_dtype=torch.float32))
-    return total
-
-
-def _split(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Two bfloat16 matrices whose sum is the matrix, but for about 2^-17 of each number."""
-    high = matrix.bfloat16()
-    return high, (matrix - high.float()).bfloat16()
