@@ -51,7 +51,7 @@ def run(
     muse_clusters: flags.MuseClusters = 64,
     muse_cap: flags.MuseCap = 1.5,
     muse_iterations: flags.MuseIterations = 1,
-    muse_dipole: flags.MuseDipole = False,
+    muse_dipole: flags.MuseDipole = True,
     query_sample: flags.QuerySample = 8192,
     ttl: flags.Ttl = None,
     salt: flags.Salt = "",

@@ -12,7 +12,7 @@ import torch
 from index_store.dtypes import KV_DTYPES
 from index_store.errors import InvalidArgumentError
 from index_store.methods import DEFAULT_METHOD
-from prefill_worker.muse.settings import PREFILL_MUSE, MuseSettings
+from prefill_worker.muse.settings import MuseSettings
 
 _TTL = re.compile(r"0+|([0-9]+)([smhd])")
 _TTL_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -51,11 +51,11 @@ class PrefillConfig:
     dtype: str = "auto"
     chunk: int = 2048
     attention: str = "exact"
-    muse_block: int = PREFILL_MUSE.block
-    muse_clusters: int = PREFILL_MUSE.clusters
-    muse_cap: float = PREFILL_MUSE.cap
-    muse_iterations: int = PREFILL_MUSE.iterations
-    muse_dipole: bool = PREFILL_MUSE.dipole
+    muse_block: int = 8192
+    muse_clusters: int = 64
+    muse_cap: float = 1.5
+    muse_iterations: int = 1
+    muse_dipole: bool = True
     query_sample: int = 8192
     ttl: str | None = None
     salt: str = ""
@@ -85,7 +85,7 @@ class PrefillConfig:
         if self.attention not in ("exact", "muse"):
             raise InvalidArgumentError(f"--attention is {self.attention!r}, expected exact or muse")
         given = replace(self._muse_given, seed=0)  # raises for what is out of range
-        if self.attention == "exact" and given != PREFILL_MUSE:
+        if self.attention == "exact" and given != MuseSettings():
             raise InvalidArgumentError("--muse-... settings shape --attention muse, which was not asked for")
         if self.device not in ("auto", "cpu", "cuda"):
             raise InvalidArgumentError(f"--device is {self.device!r}, expected auto, cpu or cuda")

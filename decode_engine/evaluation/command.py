@@ -30,7 +30,7 @@ LengthsOption = Annotated[
 AttentionOption = Annotated[
     str,
     typer.Option(
-        help="muse, or muse:block=1024,clusters=64,dipole: prefill every context with approximate attention as well, "
+        help="muse, or muse:block=1024,clusters=64,monopole: prefill every context with approximate attention as well, "
         "and compare what it answers with full attention to the exact one."
     ),
 ]

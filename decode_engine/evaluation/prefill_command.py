@@ -13,7 +13,7 @@ from typing import Any
 from index_store.errors import InvalidArgumentError, SparseKVError
 
 MUSE_SETTINGS = ("block", "clusters", "cap", "iterations")
-"""What follows `muse:` as name=number; `dipole` stands for itself."""
+"""What follows `muse:` as name=number; `monopole` stands for itself."""
 
 
 class PrefillFailedError(SparseKVError):
@@ -61,7 +61,7 @@ class PrefillCommand:
 
 
 def attention_flags(expression: str) -> list[str]:
-    """The flags of `prefill-worker run` for "exact", "muse", or "muse:block=1024,clusters=64,dipole".
+    """The flags of `prefill-worker run` for "exact", "muse", or "muse:block=1024,clusters=64,monopole".
 
     Raises InvalidArgumentError for anything else; what numbers are in range, the command says.
     """
@@ -71,13 +71,13 @@ def attention_flags(expression: str) -> list[str]:
     flags = [] if name == "exact" else ["--attention", name]
     for setting in listed.split(",") if separator else ():
         key, _, value = setting.strip().partition("=")
-        if setting.strip() == "dipole":
-            flags.append("--muse-dipole")
+        if setting.strip() == "monopole":
+            flags.append("--no-muse-dipole")
         elif key in MUSE_SETTINGS and value:
             flags += [f"--muse-{key}", value]
         else:
             raise InvalidArgumentError(
                 f"attention is {expression!r}: cannot read {setting!r}, expected "
-                f"{', '.join(f'{known}=NUMBER' for known in MUSE_SETTINGS)} or dipole"
+                f"{', '.join(f'{known}=NUMBER' for known in MUSE_SETTINGS)} or monopole"
             )
     return flags

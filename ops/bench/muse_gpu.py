@@ -352,7 +352,7 @@ def main(
                 for chunk in (2048, block):
                     emit(reader_figure(loaded, length, None, chunk))
                 for own in (block // 4, block):
-                    emit(reader_figure(loaded, length, replace(settings, block=own, dipole=False), own))
+                    emit(reader_figure(loaded, length, replace(settings, block=own), own))
         if "prefill" in wanted:
             for part in lengths.split(","):
                 emit(prefill_figure(int(part), settings))

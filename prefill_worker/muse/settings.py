@@ -49,7 +49,3 @@ class MuseSettings:
     def clusters_of_queries(self) -> int:
         """How many clusters queries get."""
         return self.clusters if self.query_clusters is None else self.query_clusters
-
-
-PREFILL_MUSE = MuseSettings(dipole=False)
-"""The defaults of prefill; docs/muse.md has the measurements behind them."""

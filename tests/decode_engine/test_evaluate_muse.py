@@ -17,10 +17,10 @@ from tests.decode_engine.test_evaluate import Run, run  # noqa: F401 - a fixture
 def test_expressions_become_flags() -> None:
     assert attention_flags("exact") == []
     assert attention_flags("muse") == ["--attention", "muse"]
-    assert attention_flags("muse:block=1024, cap=2.0,dipole") == [
-        *("--attention", "muse", "--muse-block", "1024", "--muse-cap", "2.0", "--muse-dipole")
+    assert attention_flags("muse:block=1024, cap=2.0,monopole") == [
+        *("--attention", "muse", "--muse-block", "1024", "--muse-cap", "2.0", "--no-muse-dipole")
     ]
-    for expression in ("fast", "exact:block=3", "muse:", "muse:block", "muse:speed=2", "muse:dipole=1"):
+    for expression in ("fast", "exact:block=3", "muse:", "muse:block", "muse:speed=2", "muse:dipole"):
         with pytest.raises(InvalidArgumentError, match="attention is"):
             attention_flags(expression)
 
