@@ -18,7 +18,7 @@ from index_store.kernels.launch import on_host
 from index_store.kernels.table_search import TableReads
 
 MANY = 64
-"""Queries of a KV head from which on products are faster than lookups."""
+"""Queries of a KV head from which on tables and codes are multiplied and not looked up, on a device."""
 
 _TILE_BYTES = 256 * 2**20  # of one tile's numbers as float32
 
