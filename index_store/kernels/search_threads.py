@@ -177,6 +177,7 @@ def read_shares(
             spins += 1
             _spin(spins)
         begin = (turn * threads + number) * share % (data.shape[0] - share)
-        for i in range(begin, begin + share):
-            total += data[i]
+        part = data[begin : begin + share]
+        for i in range(share):
+            total += part[i]
     return total

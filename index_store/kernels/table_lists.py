@@ -195,18 +195,23 @@ def list_reaching(
     """
     keys = scores_X.shape[0]
     for j in range(keys):
-        marks_X[j] = scores_X[j] >= bound
+        marks_X[j] = np.uint8(scores_X[j] >= bound)
     words = (keys + 7) // 8
     marks_X[keys : words * 8] = 0
     eights = marks_X.view(np.uint64)
-    found = 0
+    # Both loops write first and advance on a hit: a mispredicted branch costs more.
+    hits = np.empty(words + 1, np.int32)
+    hit_words = 0
     for word in range(words):
-        if eights[word] != np.uint64(0):
-            for key in range(8 * word, min(8 * word + 8, keys)):
-                # Written first, and kept on a hit: a mispredicted branch costs more.
-                ids_X[found] = first_id + key
-                listed_X[found] = scores_X[key]
-                found += marks_X[key]
+        hits[hit_words] = word
+        hit_words += int(eights[word] != np.uint64(0))
+    found = 0
+    for number in range(hit_words):
+        first = 8 * hits[number]
+        for key in range(first, min(first + 8, keys)):
+            ids_X[found] = first_id + key
+            listed_X[found] = scores_X[key]
+            found += marks_X[key]
     return found
 
 
