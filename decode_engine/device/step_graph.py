@@ -66,12 +66,16 @@ class Stepped:
 
 
 class Captures:
-    """What graphs share of which only one runs at a time: memory, a stream to warm up on, and one for a second lane."""
+    """What the graphs of a lane share, of which only one runs at a time: memory, and streams to warm up and capture on.
 
-    def __init__(self, device: torch.device) -> None:
+    Matrix products keep scratch memory for the stream that they were captured on, so that lanes must not share one.
+    """
+
+    def __init__(self, device: torch.device, lane: int = 0) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._lane = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.capturing = torch.cuda.Stream(device) if lane else None  # type: ignore[no-untyped-call]
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -238,7 +242,12 @@ class StepGraph:
             # brings this thread back to its stream, which a capture that fails does not.
             with (
                 torch.cuda.stream(here),
-                torch.cuda.graph(graph, pool=self._captures.pool, capture_error_mode="thread_local"),
+                torch.cuda.graph(
+                    graph,
+                    pool=self._captures.pool,
+                    stream=self._captures.capturing,
+                    capture_error_mode="thread_local",
+                ),
             ):
                 self.compute()
         except RuntimeError as error:

@@ -95,7 +95,7 @@ class Stepper:
         self._searching = searching or SearchThreads(1)
         # Lanes run at once: each has graphs, memory and a stream of its own.
         self._captures = [
-            Captures(device) if device.type == "cuda" else None for _ in range(self._searching.lanes)
+            Captures(device, lane) if device.type == "cuda" else None for lane in range(self._searching.lanes)
         ]
         self._graphs: OrderedDict[Hashable, StepGraph] = OrderedDict()
         self._sorted: WeakKeyDictionary[Session, _Batchable | str] = WeakKeyDictionary()
