@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -111,8 +111,12 @@ class Stepper:
         """
         kind = self._sort(method, manifest, placement)
         if isinstance(kind, _Batchable):
-            for size in (2**n for n in range(_size(min(sessions, MAX_ROWS)).bit_length())):
-                self._graph(kind, method, size, kind.max_keys, 0).prepare(Choice.GREEDY)
+            lanes = self._searching.lanes if HostSteps in kind.layers else 1
+            largest = _size(-(-min(sessions, MAX_ROWS) // lanes))
+            for lane in range(lanes):
+                for size in (2**n for n in range(largest.bit_length())):
+                    with self._on_stream(lane):
+                        self._graph(kind, method, size, kind.max_keys, 0, lane).prepare(Choice.GREEDY)
 
     def takes(self, session: Session) -> bool:
         """Whether the session's steps can run here; a reason why not is logged once per method."""
@@ -162,12 +166,16 @@ class Stepper:
         share = -(-len(batch) // lanes)
         return [batch[first : first + share] for first in range(0, len(batch), share)]
 
+    def _on_stream(self, lane: int) -> AbstractContextManager[None]:
+        """The stream on which a lane's steps run."""
+        captures = self._captures[lane]
+        return nullcontext() if captures is None or lane == 0 else captures.beside()
+
     @contextmanager
     def _guarded(self, step: _Launched, results: list[int | Exception]) -> Iterator[None]:
         """On the lane's stream. What is raised becomes the result of its sessions alone: others may have advanced."""
-        captures = self._captures[step.lane]
         try:
-            with nullcontext() if captures is None or step.lane == 0 else captures.beside():
+            with self._on_stream(step.lane):
                 yield
         except Exception as error:
             logger.exception("a batch of %d sessions failed", len(step.sessions))

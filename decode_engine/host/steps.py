@@ -26,7 +26,7 @@ from decode_engine.device.hybrid_steps import HybridSteps, slot_cache
 from decode_engine.device.key_selection import KeySelection
 from decode_engine.device.step_attention import StepPlan
 from decode_engine.device.step_batch import step_counts
-from decode_engine.host.mailbox import LIST_SHARE, Mailbox, SearchedRow, SearchPlan
+from decode_engine.host.mailbox import Mailbox, SearchedRow, SearchPlan, list_width
 from decode_engine.kernels import records
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.mailbox import await_lists, post_queries
@@ -93,13 +93,16 @@ class HostTableSelection(KeySelection):
             return f"its budget is a {type(budget).__name__.lower()}; threads on the host keep a ratio or a number"
         if budget.group != "average":
             return f"its budget's group rule is {budget.group!r}; threads on the host average"
-        if isinstance(budget, Ratio) and budget.keep > 0.5 / LIST_SHARE:
-            return f"it keeps {budget.keep:.1%} of the keys; lists of the host have room for {0.5 / LIST_SHARE:.2%}"
+        keys, room = manifest.token_count, list_width(manifest.token_count)
+        kept = round(budget.keep * keys) if isinstance(budget, Ratio) else budget.tokens
+        if min(kept, keys) > room:
+            return f"it keeps {budget.label} of {keys}; lists of the host have room for {room} keys"
         return None
 
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
-        """Nothing: the device does not see the tables."""
+        """Nothing: the device does not see the tables. Raises InvalidArgumentError where threads cannot read them."""
+        _arrays(context, method, layer)
         return {}
 
     def begin(self, sessions: Mapping[int, Session]) -> int:
@@ -112,7 +115,9 @@ class HostTableSelection(KeySelection):
             order = places.layers
             counts = step_counts(session)
             length = session.context.manifest.token_count
-            first, end, keep = (counts[field] for field in (records.FIRST, records.END, records.KEEP))
+            first, end = counts[records.FIRST], counts[records.END]
+            # A share of what a long session has come to may be more than lists have room for.
+            keep = min(counts[records.KEEP], self.mailbox.plan.width)
             rows.append(SearchedRow(row, first, end, keep, length, places.addresses_S3))
         if not order:
             return 0
@@ -186,24 +191,29 @@ class _Places:
 
     @classmethod
     def of(cls, session: Session) -> _Places:
-        """Raises InvalidArgumentError for tables in other memory than threads can search."""
-        context, method = session.context, session.effective_method
+        """Raises InvalidArgumentError for tables that threads cannot read."""
         layers = [layer for layer, each in enumerate(session.layers) if not isinstance(each, DenseLayer)]
         addresses, tensors = [], []
         for layer in layers:
-            if method.index is None:
-                raise MethodUnsupportedError(f"method {method.name!r} searches nothing", method=method.name)
-            arrays = context.index(method.index.name, layer).arrays()
-            found = [arrays[name] for name in ("scores", "centroids", "scales")]
-            for tensor in found:
-                if tensor.device.type != "cpu" or not tensor.is_contiguous():
-                    raise InvalidArgumentError(
-                        f"query tables of layer {layer} of context {context.manifest.id[:12]} are on {tensor.device} "
-                        "with padding or without; threads on the host search them in host memory, in one piece"
-                    )
+            found = _arrays(session.context, session.effective_method, layer)
             tensors += found
             addresses.append([tensor.data_ptr() for tensor in found])
         return cls(layers, np.array(addresses, np.int64), tensors)
+
+
+def _arrays(context: ResidentContext, method: Method, layer: int) -> list[Tensor]:
+    """Scores, centroids and scales of a layer's tables. Raises InvalidArgumentError where threads cannot read them."""
+    if method.index is None:
+        raise MethodUnsupportedError(f"method {method.name!r} searches nothing", method=method.name)
+    arrays = context.index(method.index.name, layer).arrays()
+    found = [arrays[name] for name in ("scores", "centroids", "scales")]
+    for tensor in found:
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise InvalidArgumentError(
+                f"query tables of layer {layer} of context {context.manifest.id[:12]} are on {tensor.device} with "
+                f"strides {tensor.stride()}; threads on the host search them in host memory, in one piece"
+            )
+    return found
 
 
 def _table_options(method: Method) -> tuple[TableParameters, TableSearch]:

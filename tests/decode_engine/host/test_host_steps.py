@@ -25,7 +25,8 @@ from decode_engine.runner import ModelRunner
 from decode_engine.sampler import Sampler, SamplingParameters
 from decode_engine.session import Session
 from decode_engine.warm_up import made_up_context
-from index_store.errors import SparseKVError
+from index_store.context import ResidentContext
+from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.methods import Method, get_method
 from index_store.models.folder import resolve_model
 from index_store.placement import Placement
@@ -191,6 +192,33 @@ def test_methods_that_threads_cannot_search_are_named(runner: ModelRunner) -> No
         assert reason in found
     # Codes are on the device, where they are searched.
     assert step_attention_for(get_method("pq"), context.manifest, Placement.HOST) is HybridSteps
-    large = step_attention_for(get_method("csattention", keep=0.2), context.manifest, Placement.HOST)
-    assert isinstance(large, str)
-    assert "lists of the host have room for" in large
+    model = replace(runner.identity, max_positions=2**16)
+    manifest = replace(context.manifest, model=model, token_count=20_000)
+    for kept, fits in (
+        (get_method("csattention", keep=0.2), False),
+        (get_method("csattention", keep=0.1), True),
+    ):
+        found = step_attention_for(kept, manifest, Placement.HOST)
+        assert (found is HostSteps) == fits
+        assert fits or "lists of the host have room for 2500 keys" in str(found)
+
+
+def test_tables_that_threads_cannot_read_are_refused_where_a_session_is_placed(runner: ModelRunner) -> None:
+    method = small("csattention+dropped")
+    context = start(runner, method, Placement.HOST)[0].context
+    layers = range(runner.identity.layers)
+    assert HostTableSelection.fields(context, method, 0) == {}
+    arrays = {("query_tables", layer): context.index("query_tables", layer).arrays() for layer in layers}
+    arrays["query_tables", 1]["scores"] = torch.nn.functional.pad(
+        arrays["query_tables", 1]["scores"], (0, 8)
+    )[..., :-8]
+    padded = ResidentContext(
+        context.manifest,
+        context.tokens(),
+        {layer: context.kv(layer) for layer in layers},
+        arrays,
+        placement=Placement.HOST,
+        device=context.device,
+    )
+    with pytest.raises(InvalidArgumentError, match="in one piece"):
+        HostTableSelection.fields(padded, method, 1)
