@@ -179,7 +179,9 @@ def test_sessions_whose_search_dies_fail_alone(runner: ModelRunner, monkeypatch:
     threads.close()
 
 
-def test_methods_that_threads_cannot_search_are_named(runner: ModelRunner) -> None:
+def test_methods_that_threads_cannot_search_are_named(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context = made_up_context(
         runner.identity, "float32", get_method("pq"), 64, also=[get_method("csattention")]
     )
@@ -192,15 +194,14 @@ def test_methods_that_threads_cannot_search_are_named(runner: ModelRunner) -> No
         assert reason in found
     # Codes are on the device, where they are searched.
     assert step_attention_for(get_method("pq"), context.manifest, Placement.HOST) is HybridSteps
-    model = replace(runner.identity, max_positions=2**16)
-    manifest = replace(context.manifest, model=model, token_count=20_000)
+    monkeypatch.setattr("decode_engine.host.mailbox._LEAST_WIDTH", 4)
     for kept, fits in (
         (get_method("csattention", keep=0.2), False),
         (get_method("csattention", keep=0.1), True),
     ):
-        found = step_attention_for(kept, manifest, Placement.HOST)
+        found = step_attention_for(kept, context.manifest, Placement.HOST)
         assert (found is HostSteps) == fits
-        assert fits or "lists of the host have room for 2500 keys" in str(found)
+        assert fits or "lists of the host have room for 8 keys" in str(found)
 
 
 def test_tables_that_threads_cannot_read_are_refused_where_a_session_is_placed(runner: ModelRunner) -> None:
