@@ -227,7 +227,7 @@ class _Memory:
                 if _on_host(manifest, index, placement):
                     # Of indexes there only cores of the host read: their pages need not be locked.
                     locked, size = locker if index is None else None, _layer_bytes(entry, None)
-                    block = HostBlock(size, locked, own_pages=True, huge_pages=True)
+                    block = HostBlock(size, locked, own_pages=True, huge_pages=index is not None)
                     memory.blocks.append(block)
                     if index is None:
                         memory.full[layer] = block

@@ -77,8 +77,8 @@ class HostBlock:
         """Reserves `nbytes`. Raises MemoryBudgetError when the machine refuses them.
 
         own_pages: the range shares no page with anything else, as ranges must that are locked one by one. huge_pages:
-        of its own, and large ones where the system has them, for memory that cores or a device read in short runs, or
-        that is to be touched and locked at once.
+        of its own, and large ones where the system has them, for memory that cores read in short runs or that is to be
+        touched and locked at once.
         """
         try:
             self._raw = (

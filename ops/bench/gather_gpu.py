@@ -6,15 +6,14 @@ take turns, so that no step finds its rows in the second-level cache, nor the ad
 
 - `copy`: bandwidth of a plain copy of one layer from page-locked memory.
 - `gather`: random rows of one layer, ascending in every head, copied into device memory by the kernel that reads host
-  memory (`kernels.gather_rows`). `wide` is the same with the rows of all layers in one launch, over a range that is
-  larger than what the device can translate addresses of.
+  memory (`kernels.gather_rows`); half a million rows, again and again. `wide`: rows of all layers in one launch.
 - `hybrid`: a whole step through `HybridSteps`: search over product codes (random ones: they cost the same), the rows
   found in the slot cache or fetched, attention to them, to sinks, recent window and tail, merge. In place of what the
   search lists, prepared lists are attended, of which a known share was in the step before (`reuse`), and the rest was
   attended so long ago that it has left the cache. `reused` and `bypassed` are the cache's own counts, as shares of all
   rows; sinks and recent window are always reused. `rows_us` is the step without its search, `search_us` the search
   alone, `fetch_us` the two launches of the fetch, `device_us` search and attention with keys and values in the GPU's
-  memory, `direct_us` the step without a cache, where attention reads host memory itself.
+  memory, `direct_us` the step without a cache, where attention reads host memory itself; both over four lists only.
 
 Times are medians inside a CUDA graph of many steps. `full_us` is the fastest of torch's backends on the same keys,
 values and queries in the GPU's memory in the same run; `ratio` is the step's to it, `rows_ratio` that of the step
@@ -375,7 +374,7 @@ def main(
     shape: Annotated[
         str, typer.Option(help="programs:tile:warps of launches that read host memory; theirs by default.")
     ] = "",
-    huge_pages: Annotated[bool, typer.Option(help="Large pages of host memory, as the arena has.")] = True,
+    huge_pages: Annotated[bool, typer.Option("--huge-pages", help="Large pages of host memory.")] = False,
     bars: Annotated[bool, typer.Option("--bars", help="Fail when a bar is missed.")] = False,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:

@@ -82,7 +82,7 @@ def spread(context: ResidentContext) -> SpreadContext:
     kv, blocks = {}, []
     for layer in range(manifest.model.layers):
         source = context.kv(layer)
-        block = HostBlock(source.nbytes, locker, own_pages=True, huge_pages=True)
+        block = HostBlock(source.nbytes, locker, own_pages=True)
         kv[layer] = block.take(tuple(source.shape), source.dtype).copy_(source)
         block.lock()
         blocks.append(block)
