@@ -2,8 +2,7 @@
 
 PCIe is busy with a few programs of one warp each, and the others of a device's places stay free for whatever runs
 beside. What limits them is how many bytes are under way: every program has `CopyShape.tile` rows of its own in flight,
-16 bytes per thread. Rows should be listed in the order in which they lie, and those of one launch in a range of at
-most about 2 GB, since the device keeps only so many translations of host addresses.
+16 bytes per thread. Rows should be listed in the order in which they lie.
 
 Shape legend: C copies that there is room for.
 """

@@ -36,8 +36,8 @@ the row of its key all the same.
 
 Cost: 68 bytes of tags, 4 of ids and 8 of locations and stamps per wanted row, most of it from the second-level cache;
 besides, per missing row, 64 bytes of stamps, and the row over PCIe, which is what takes the time. PCIe is busy with few
-programs of one warp each. Rows are listed in the order in which they lie, and those under way at a time lie close
-together: the device keeps only so many translations of host addresses, and loses up to a third of the bandwidth beyond.
+programs of one warp each. Rows are fetched in the order in which they lie. How fast that goes depends on whether the
+host's memory was read there lately (docs/benchmarks.md).
 
 Shape legend: B sequences, H KV heads, R = B * H rows, N keys of the longest context, X programs that look a row's keys
 up.
