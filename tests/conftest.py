@@ -14,6 +14,10 @@ import index_store  # noqa: F401 - before torch: it says that idle OpenMP thread
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Tests start processes while clients and servers of others have run in this one. gRPC's own handling of forks ends some
+# of these processes before they have begun (it is read when gRPC is used first).
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+
 # Tests that run side by side share the cores, as do the processes that they start. Libraries read this when they load.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
