@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from decode_engine.session import Session
 from index_store.budgets.ratio import Ratio, TokenCount
 from index_store.context import ResidentContext
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
+from index_store.indexes.base import LayerIndex
 from index_store.indexes.query_tables import QueryTables
 from index_store.indexes.table_parameters import TableParameters, TableSearch
 from index_store.manifest import Manifest
@@ -77,6 +78,7 @@ class HostTableSelection(KeySelection):
         self._lists = KeyLists.allocate(plan.rows, 1, self.mailbox.plan.width, plan.device)
         self._gave_up_1 = torch.zeros(1, dtype=torch.int32, device=plan.device)
         self._places: WeakKeyDictionary[Session, _Places] = WeakKeyDictionary()
+        self._held: list[LayerIndex] = []
         self._in_flight = False
 
     @classmethod
@@ -107,12 +109,13 @@ class HostTableSelection(KeySelection):
 
     def begin(self, sessions: Mapping[int, Session]) -> int:
         """See `StepAttention.begin`."""
-        rows, order = [], []
+        rows, order, held = [], [], []
         for row, session in sessions.items():
             places = self._places.get(session)
             if places is None:
                 places = self._places[session] = _Places.of(session)
             order = places.layers
+            held += places.hold()
             counts = step_counts(session)
             length = session.context.manifest.token_count
             first, end = counts[records.FIRST], counts[records.END]
@@ -122,6 +125,7 @@ class HostTableSelection(KeySelection):
         if not order:
             return 0
         step = self.mailbox.begin(rows, order)
+        self._held = held
         self._in_flight = True
         self._lane.workers.begin(self._lane.number, self.mailbox)
         return step
@@ -132,6 +136,7 @@ class HostTableSelection(KeySelection):
             return 0
         self._in_flight = False
         self._lane.workers.end(self._lane.number)
+        self._held = []  # not where threads may still be at work, and the line above has raised
         if self.mailbox.gave_up:
             self._gave_up_1.zero_()
             raise SparseKVError(
@@ -182,30 +187,43 @@ class HostSteps(HybridSteps):
 class _Places:
     """Where a session's tables are: layers that are searched, and addresses [S, 3] int64 of their arrays.
 
-    tensors: the arrays themselves, so that they stay as long as this does.
+    indexes: the tables, which this does not keep in memory: rows of a batch remember sessions that have ended, and
+    their contexts may have been dropped for others.
     """
 
+    context: str
     layers: list[int]
     addresses_S3: NDArray[np.int64]
-    tensors: list[Tensor]
+    indexes: list[ref[LayerIndex]]
 
     @classmethod
     def of(cls, session: Session) -> _Places:
         """Raises InvalidArgumentError for tables that threads cannot read."""
         layers = [layer for layer, each in enumerate(session.layers) if not isinstance(each, DenseLayer)]
-        addresses, tensors = [], []
-        for layer in layers:
-            found = _arrays(session.context, session.effective_method, layer)
-            tensors += found
-            addresses.append([tensor.data_ptr() for tensor in found])
-        return cls(layers, np.array(addresses, np.int64), tensors)
+        context, method = session.context, session.effective_method
+        addresses = [[array.data_ptr() for array in _arrays(context, method, layer)] for layer in layers]
+        indexes = [ref(_index(context, method, layer)) for layer in layers]
+        return cls(context.manifest.id[:12], layers, np.array(addresses, np.int64), indexes)
+
+    def hold(self) -> list[LayerIndex]:
+        """The tables. Raises InvalidArgumentError when they are not in memory any more."""
+        found = [index for each in self.indexes if (index := each()) is not None]
+        if len(found) < len(self.indexes):
+            raise InvalidArgumentError(
+                f"context {self.context} has been released, threads cannot search it; start another session on it"
+            )
+        return found
+
+
+def _index(context: ResidentContext, method: Method, layer: int) -> LayerIndex:
+    if method.index is None:
+        raise MethodUnsupportedError(f"method {method.name!r} searches nothing", method=method.name)
+    return context.index(method.index.name, layer)
 
 
 def _arrays(context: ResidentContext, method: Method, layer: int) -> list[Tensor]:
     """Scores, centroids and scales of a layer's tables. Raises InvalidArgumentError where threads cannot read them."""
-    if method.index is None:
-        raise MethodUnsupportedError(f"method {method.name!r} searches nothing", method=method.name)
-    arrays = context.index(method.index.name, layer).arrays()
+    arrays = _index(context, method, layer).arrays()
     found = [arrays[name] for name in ("scores", "centroids", "scales")]
     for tensor in found:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():

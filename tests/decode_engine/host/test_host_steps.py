@@ -6,6 +6,7 @@ Without a CUDA device the kernels run in Triton's interpreter, and no graph is c
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +148,26 @@ def test_a_context_that_is_released_stays_until_its_step_has_ended(
         for layer in layers
         for one, other in zip(lists[0][layer], lists[1][layer], strict=True)
     )
+
+
+def test_tables_of_a_session_that_has_ended_do_not_stay_in_memory(
+    runner: ModelRunner, threads: SearchThreads
+) -> None:
+    """Rows of a batch remember a session until another one takes its row."""
+    method = small("csattention+dropped@group=pooled")
+    session = start(runner, method, Placement.HOST)[0]
+    plan = StepPlan(runner.identity, method, 1, 256, torch.float32, torch.device("cpu"), threads.lane(0))
+    selection = HostTableSelection(plan)
+    selection.begin({0: session})
+    with pytest.raises(SparseKVError, match="cancelled"):
+        selection.end()
+    tables = weakref.ref(session.context.index("query_tables", 0))
+    session.close()
+    session.context.release()
+    gc.collect()
+    assert tables() is None
+    with pytest.raises(InvalidArgumentError, match="has been released"):
+        selection.begin({0: session})
 
 
 def test_a_step_that_the_device_gave_up_is_an_error(runner: ModelRunner, threads: SearchThreads) -> None:
