@@ -17,7 +17,9 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "much", "-1GiB", "0", "8 GiBs", "8gib", "1e9", "GiB"])
+@pytest.mark.parametrize(
+    "text", ["", "much", "-1GiB", "0", "8 GiBs", "8gib", "1e9", "GiB", "9" * 400, "١GiB"]
+)
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="8GiB"):
         parse_size(text)
