@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from index_store.errors import InvalidArgumentError
 from prefill_worker.muse.backend import Backend, backend_for
@@ -48,7 +49,8 @@ def muse_attention(
     The convention is that of `torch.nn.functional.scaled_dot_product_attention`: scale is 1/sqrt(D) when None, and
     enable_gqa lets H be a multiple of E. Without is_causal all of it is approximated, and settings.block is ignored;
     with it, blocks on the diagonal are exact. Which points make a cluster counts as constant for the gradient; through
-    the clusters' means it flows. Nothing waits for the host. backend: for tests; None for the device's.
+    the clusters' means it flows, once: there are no second derivatives. Nothing waits for the host. backend: for tests;
+    None for the device's.
 
     Raises InvalidArgumentError for shapes or dtypes that do not go together.
     """
@@ -141,6 +143,7 @@ class _Muse(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         scale, is_causal, block, backend, parts = ctx.rest

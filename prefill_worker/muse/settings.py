@@ -31,7 +31,7 @@ class MuseSettings:
     def __post_init__(self) -> None:
         for name, value, least, most in (
             ("clusters", self.clusters, 1, MOST_CLUSTERS),
-            ("query_clusters", self.query_clusters or self.clusters, 1, MOST_CLUSTERS),
+            ("query_clusters", self.clusters_of_queries, 1, MOST_CLUSTERS),
             ("cap", self.cap, 1.0, 64.0),
             ("iterations", self.iterations, 1, 100),
             ("block", self.block, 1, 2**30),

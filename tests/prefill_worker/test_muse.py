@@ -173,6 +173,28 @@ def test_gradcheck(causal: bool, dipole: bool) -> None:
     assert torch.autograd.gradcheck(attend, inputs)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_second_derivatives_are_refused(causal: bool) -> None:
+    inputs = [x.requires_grad_() for x in make_inputs(1, 1, 1, 9, 4)]
+    out = muse_attention(*inputs, causal, settings=MuseSettings(clusters=3, block=4))
+    (grad,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_fewer_tokens_than_clusters(count: int, causal: bool) -> None:
+    """Blocks of 2: with 5 tokens the last one is not full."""
+    inputs = [x.requires_grad_() for x in make_inputs(2, 4, 2, count, 3)]
+    settings = MuseSettings(clusters=8, block=2)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return muse_attention(query, key, value, causal, enable_gqa=True, settings=settings)
+
+    assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
+
+
 @pytest.mark.parametrize("dipole", [False, True])
 def test_gradients_are_those_of_autograd(dipole: bool) -> None:
     query, key, value = (x.requires_grad_() for x in make_inputs(1, 4, 2, 300, 8))
@@ -226,6 +248,13 @@ def test_refuses_what_does_not_fit() -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=part):
             muse_attention(*arguments)
-    for name, value_ in (("clusters", 0), ("clusters", 129), ("cap", 0.9), ("iterations", 0), ("block", 0)):
-        with pytest.raises(InvalidArgumentError, match=name):
+    for name, value_ in (
+        ("clusters", 0),
+        ("clusters", 129),
+        ("query_clusters", 0),
+        ("cap", 0.9),
+        ("iterations", 0),
+        ("block", 0),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"MuSe's {name} is"):
             MuseSettings(**{name: value_})
