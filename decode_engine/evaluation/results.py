@@ -133,7 +133,7 @@ def _require_same_answers(paths: Sequence[Path], runs: Sequence[Results]) -> Non
         for score in run.scores:
             if score.budget != "all":
                 continue
-            key = (score.context_length, score.task, score.questions)
+            key = (score.method, score.context_length, score.task, score.questions)
             value, first = seen.setdefault(key, (score.exact_match, path))
             if abs(value - score.exact_match) > 1e-9:
                 raise InvalidArgumentError(

@@ -97,6 +97,24 @@ def test_runs_of_other_methods_merge(tmp_path: Path) -> None:
     assert merged(tmp_path, first, unfinished).setting["complete"] is False
 
 
+def test_runs_with_approximate_prefill_merge(tmp_path: Path) -> None:
+    """Full attention may answer worse after it than after an exact prefill, in every run alike."""
+    run = some_results(["oracle"])
+    after = [
+        replace(score, method="full after muse", exact_match=0.25)
+        for score in run.scores
+        if score.budget == "all"
+    ]
+    run = replace(run, scores=[*run.scores, *after])
+    assert after
+    assert len(merged(tmp_path, run, run).scores) == len(run.scores)
+    other = replace(
+        run, scores=[replace(score, exact_match=0.5) if score in after else score for score in run.scores]
+    )
+    with pytest.raises(InvalidArgumentError, match="not the same questions"):
+        merged(tmp_path, run, other)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
