@@ -50,7 +50,7 @@ from prefill_worker.memory_plan import (
     plan_memory,
     weight_bytes,
 )
-from prefill_worker.muse.ranges import RangeAttention
+from prefill_worker.muse.ranges import RangeAttention, planned_bytes
 from prefill_worker.prefill import run_context, run_prompts
 from prefill_worker.progress import Reporter, Update
 from prefill_worker.stages import Clock
@@ -125,15 +125,18 @@ class _Job:
             INDEX_KINDS[spec.kind].bytes_per_token(spec.parameters, self.identity.head_dim)
             for spec in self.plan.specs
         )
+        tokens, muse, compute = len(self.token_ids), self.config.muse, next(model.parameters()).dtype
         return JobSizes(
             self.identity,
-            tokens=len(self.token_ids),
+            tokens=tokens,
             chunk=self.config.pass_tokens,
             sampled=self.sample_plan().rows,
             feed_forward=int(getattr(model.config, "intermediate_size", 4 * model.config.hidden_size)),
-            index_bytes=int(len(self.token_ids) * self.identity.kv_heads * index_row),
+            index_bytes=int(tokens * self.identity.kv_heads * index_row),
             kv_dtype=stored_dtype(self.dtype).torch_dtype,
-            compute_dtype=next(model.parameters()).dtype,
+            compute_dtype=compute,
+            approximation_bytes=0 if muse is None else planned_bytes(muse, self.identity, tokens, compute),
+            pass_flag="--chunk" if muse is None else "--muse-block",
         )
 
     @property

@@ -30,7 +30,8 @@ class JobSizes:
 
     tokens: of the context. chunk: tokens of a pass. sampled: query positions that are kept. feed_forward: width of the
     model's widest layer. index_bytes: of all indexes of one layer. kv_dtype, compute_dtype: of what is stored, and of
-    what the model computes in.
+    what the model computes in. approximation_bytes: of approximate attention to the past, which reads ranges of up to
+    the whole context at a time (`muse.ranges.planned_bytes`); 0 for exact attention. pass_flag: what sets `chunk`.
     """
 
     identity: ModelIdentity
@@ -41,6 +42,8 @@ class JobSizes:
     index_bytes: int
     kv_dtype: torch.dtype
     compute_dtype: torch.dtype
+    approximation_bytes: int = 0
+    pass_flag: str = "--chunk"
 
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Keys and values of a token in one layer."""
@@ -58,12 +61,12 @@ class JobSizes:
 
     @property
     def fixed_bytes(self) -> int:
-        """Wherever keys and values are: the query sample, one pass, and what building one layer's indexes takes."""
+        """Wherever keys and values are: the query sample, one pass, clusters, and building of one layer's indexes."""
         model, item = self.identity, self.compute_dtype.itemsize
         query = model.query_heads * model.head_dim * item
         one_pass = min(self.chunk, self.tokens) * (8 * query + 3 * self.feed_forward * item)
         building = INDEX_COPIES * self.index_bytes + self.tokens * self.row_bytes(torch.float32)
-        return model.layers * self.sampled * query + one_pass + building
+        return model.layers * self.sampled * query + one_pass + self.approximation_bytes + building
 
     def block_bytes(self, tokens: int, buffers: int) -> int:
         """So many blocks of so many tokens, and one of them in the dtype that the model computes in."""
@@ -148,14 +151,17 @@ def plan_memory(sizes: JobSizes, limit: int | None) -> MemoryPlan:
 
     Raises MemoryBudgetError when the limit is too small even so, and when keys and values do not fit into host memory.
     """
-    needed = sizes.kv_bytes + sizes.fixed_bytes + sizes.block_bytes(PAST_BLOCK, 0)
+    approximate = sizes.approximation_bytes > 0
+    converted = sizes.block_bytes(sizes.tokens if approximate else PAST_BLOCK, 0)
+    needed = sizes.kv_bytes + sizes.fixed_bytes + converted
     if limit is None or needed <= limit:
         return MemoryPlan(limit, needed, None)
     least = sizes.fixed_bytes + sizes.layer_bytes + sizes.block_bytes(SMALLEST_BLOCK, 2)
+    least += sizes.block_bytes(sizes.tokens, 1) if approximate else 0
     if limit < least:
         raise MemoryBudgetError(
             f"--device-memory is {limit} bytes, reading {sizes.tokens} tokens takes at least {least} beside the "
-            f"weights, with keys and values in host memory; give more, or lower --chunk ({sizes.chunk}) or "
+            f"weights, with keys and values in host memory; give more, or lower {sizes.pass_flag} ({sizes.chunk}) or "
             "--query-sample",
             needed=least,
             budget=limit,
@@ -164,7 +170,7 @@ def plan_memory(sizes: JobSizes, limit: int | None) -> MemoryPlan:
     if sizes.kv_bytes > free:
         raise MemoryBudgetError(
             f"keys and values take {sizes.kv_bytes} bytes; with them the job would use {needed} of the {limit} bytes "
-            f"that it may of the device's memory, and of host memory {free} are free",
+            f"that it may of the device's memory, and of host memory {free} are free; free some of either",
             needed=sizes.kv_bytes,
             budget=free,
         )

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.base import ClusterStarts
+from index_store.manifest import ModelIdentity
 from prefill_worker.muse.backend import KERNEL_DIMS, backend_for
-from prefill_worker.muse.clusters import Clusters
+from prefill_worker.muse.clusters import STRETCH, Clusters
 from prefill_worker.muse.exact import attend_block
 from prefill_worker.muse.reference import Moments
 from prefill_worker.muse.settings import MuseSettings
@@ -40,6 +41,27 @@ class _Range:
 
     clusters: Clusters
     moments: Moments | None
+
+
+def planned_bytes(settings: MuseSettings, model: ModelIdentity, tokens: int, dtype: torch.dtype) -> int:
+    """Memory beside keys and values that a `RangeAttention` to so many tokens takes at most; dtype: of the queries.
+
+    Every layer keeps members and covariances of its ranges' clusters, and query means. One pass makes summaries and
+    dipoles of one range. Nothing for a context of one block, which is attended to exactly.
+    """
+    levels = ((tokens - 1) // settings.block).bit_length()  # at most so many ranges are before a block
+    if levels == 0:
+        return 0
+    item, dim, clusters = dtype.itemsize, model.head_dim, settings.clusters
+    square = dim * dim * item if settings.dipole else 0
+    places = math.ceil(settings.cap * tokens) + clusters * (
+        tokens // STRETCH + levels
+    )  # with what is rounded up
+    of_ranges = model.kv_heads * (4 * places + levels * clusters * (square + 3 * dim * item))
+    means = model.query_heads * settings.clusters_of_queries * dim * item
+    one_pass = model.query_heads * settings.clusters_of_queries * (2 * clusters * dim * item + square)
+    new_range = model.kv_heads * clusters * square
+    return model.layers * (of_ranges + KEPT_BLOCKS * means) + one_pass + new_range
 
 
 class RangeAttention:
@@ -126,6 +148,15 @@ class RangeAttention:
             labels = label_points(own.clusters, end - begin)
             clusters_EN[:, begin:end] = labels + number * self.settings.clusters
         return ClusterStarts(queries_EXD.float(), clusters_EN)
+
+    def held_bytes(self, layer: int) -> int:
+        """Memory of what is kept of a layer."""
+        held = list(self._query_means[layer])
+        for known in self._ranges[layer].values():
+            held += [known.clusters.members, known.clusters.counts, known.clusters.centroids]
+            if known.moments is not None:
+                held += [known.moments.covariances, known.moments.keys, known.moments.values]
+        return sum(tensor.nbytes for tensor in held)
 
     def release(self, layer: int) -> None:
         """Forgets a layer."""

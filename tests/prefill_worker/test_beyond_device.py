@@ -19,6 +19,8 @@ from prefill_worker.capture import Capture, plan_sample, register_attention
 from prefill_worker.config import PrefillConfig
 from prefill_worker.job import PrefillReport
 from prefill_worker.memory_plan import JobSizes, plan_memory
+from prefill_worker.muse.ranges import planned_bytes
+from prefill_worker.muse.settings import MuseSettings
 from prefill_worker.prefill import run_context, run_prompts
 from tests.prefill_worker.support_jobs import run
 from tests.support_models import write_model_folder
@@ -28,7 +30,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOKENS = 157
 LLAMA = ModelIdentity("8b", "llama", "0", "0", 32, 32, 8, 128, 128_256, 2**20)
 INDEX_BYTES = 131_072 * 8 * 570  # of query tables and clusters
-SIZES = JobSizes(LLAMA, 131_072, 2048, 2048, 14_336, INDEX_BYTES, torch.bfloat16, torch.bfloat16)
+LLAMA_TOKENS = 131_072
+SIZES = JobSizes(LLAMA, LLAMA_TOKENS, 2048, 2048, 14_336, INDEX_BYTES, torch.bfloat16, torch.bfloat16)
 GB = 10**9
 
 
@@ -147,6 +150,25 @@ def test_what_fits_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         plan_memory(SIZES, least)
     monkeypatch.setattr(memory_plan, "free_memory", lambda device: 20 * GB)
     assert plan_memory(SIZES, least).block_tokens == 1024
+
+
+def test_clusters_of_approximate_attention_count() -> None:
+    """Of 131,072 tokens 4 ranges are kept a layer: 2.1 GB of covariances with the 8 KV heads of 128 dimensions."""
+    held = planned_bytes(MuseSettings(), LLAMA, LLAMA_TOKENS, torch.bfloat16)
+    covariances = 32 * 4 * 8 * 64 * 128 * 128 * 2
+    assert covariances < held < 1.4 * covariances
+    assert planned_bytes(MuseSettings(dipole=False), LLAMA, LLAMA_TOKENS, torch.bfloat16) < held / 3
+    assert planned_bytes(MuseSettings(), LLAMA, 8192, torch.bfloat16) == 0
+    sizes = replace(SIZES, approximation_bytes=held, pass_flag="--muse-block")
+    exact = plan_memory(SIZES, None).needed
+    assert plan_memory(sizes, exact).block_tokens is not None
+    assert plan_memory(sizes, exact + held).block_tokens is None
+    with pytest.raises(MemoryBudgetError, match="lower --muse-block") as refused:
+        plan_memory(sizes, 1)
+    with pytest.raises(MemoryBudgetError) as refused_exact:
+        plan_memory(SIZES, 1)
+    more = int(refused.value.metadata["needed"]) - int(refused_exact.value.metadata["needed"])
+    assert more == held + sizes.layer_bytes
 
 
 def test_a_limit_below_one_byte_is_refused(make_config: MakeConfig) -> None:

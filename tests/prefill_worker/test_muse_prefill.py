@@ -11,7 +11,7 @@ from index_store.catalog import Store
 from index_store.errors import InvalidArgumentError
 from index_store.manifest import ModelIdentity
 from prefill_worker.capture import Capture, plan_sample
-from prefill_worker.muse.ranges import RangeAttention, label_points
+from prefill_worker.muse.ranges import RangeAttention, label_points, planned_bytes
 from prefill_worker.muse.settings import MuseSettings
 from tests.prefill_worker.muse_points import error, make_inputs
 from tests.prefill_worker.support_jobs import MakeConfig, run
@@ -72,6 +72,24 @@ def test_clusters_are_handed_over() -> None:
     assert len(set(labels[0, : 10 * BLOCK].tolist())) == 24  # clusters of two ranges
     attention.release(0)
     assert attention.starts(0, 2, TOKENS) is None
+
+
+@pytest.mark.parametrize("settings", [SMALL, MuseSettings(clusters=5, block=16, dipole=False)])
+def test_what_a_layer_keeps_was_planned(settings: MuseSettings) -> None:
+    """333 tokens end with two ranges of blocks of 32, and with two of 16 (20 blocks before the last)."""
+    model = ModelIdentity("m", "llama", "0", "0", 1, 4, 2, 16, 100, 1000)
+    query, key, value = make_inputs(1, 4, 2, TOKENS, 16, torch.float32)
+    kv = torch.stack([key[0], value[0]], dim=2)
+    attention = RangeAttention(settings, 1)
+    most = 0
+    for start in range(0, TOKENS, settings.block):
+        block = slice(start, start + settings.block)
+        attention.attend(
+            0, query[0, :, block].unflatten(0, (2, 2)), start, kv[:, block], lambda a, b: kv[:, a:b]
+        )
+        most = max(most, attention.held_bytes(0))
+    planned = planned_bytes(settings, model, TOKENS, torch.float32)
+    assert 0 < most <= planned < 4 * most
 
 
 def test_labels_name_the_members() -> None:
