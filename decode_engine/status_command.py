@@ -34,8 +34,9 @@ def describe_status(found: ServerStatus) -> list[str]:
     moved = []
     if found.host_bytes_read or found.rows_reused:
         moved = [
-            f"of contexts in host memory: {_mebibytes(found.host_bytes_read)} MiB read by the device, which waited "
-            f"{found.device_wait_for_host_ns / 1e6:.0f} ms for the host, {found.rows_reused} rows found on it"
+            f"of contexts in host memory: {_mebibytes(found.host_bytes_read)} MiB read by the device, "
+            f"{found.rows_reused} rows found on it; requests waited {found.device_wait_for_host_ns / 1e6:.0f} ms "
+            "for the host in sum, each of a batch as long as the batch"
         ]
     loading = found.requests - found.waiting - found.prompting - found.decoding
     return [

@@ -109,6 +109,7 @@ class HostTableSelection(KeySelection):
 
     def begin(self, sessions: Mapping[int, Session]) -> int:
         """See `StepAttention.begin`."""
+        self._lane.workers.check()  # before what threads may still read is written to, or let go of
         rows, order, held = [], [], []
         for row, session in sessions.items():
             places = self._places.get(session)

@@ -86,13 +86,20 @@ class SearchWorkers:
         """Threads that live."""
         return sum(thread.is_alive() for thread in self._threads)
 
+    def check(self) -> None:
+        """Raises SparseKVError when a thread has died or does not end: mailboxes are then as threads may use them."""
+        if self._error is not None:
+            raise SparseKVError(
+                f"searching on the host has failed: {self._error}; restart the server, or serve such contexts with "
+                "--placement hybrid"
+            ) from self._error
+
     def begin(self, lane: int, mailbox: Mailbox) -> None:
         """Lets the threads search for a step that the mailbox has begun. The lane's step before must have ended.
 
         Raises SparseKVError when a thread has died.
         """
-        if self._error is not None:
-            raise SparseKVError(f"searching on the host has failed: {self._error}") from self._error
+        self.check()
         if self._mailboxes[lane] is not None:
             raise RuntimeError(f"lane {lane} has a step in flight")
         self._mailboxes[lane] = mailbox
@@ -121,8 +128,7 @@ class SearchWorkers:
                 self._error = self._error or SparseKVError("search threads do not end")
                 break
             time.sleep(0)
-        if self._error is not None:  # what threads may still write to stays where it is
-            raise SparseKVError(f"searching on the host has failed: {self._error}") from self._error
+        self.check()  # what threads may still write to stays where it is
         self._mailboxes[lane] = None
 
     def close(self) -> None:

@@ -1,16 +1,15 @@
 """Finds the rows that a step attends to in its slot caches, and fetches those that are missing from host memory.
 
-Of the rows that a step attends to in the context, those that searches listed, the sinks and the recent window, many
-were attended in the step before. Which ones are there is found on the device, in two launches of fixed shape, so that a
-captured graph serves any step:
+Many rows that a step attends to in the context (listed by searches, sinks, recent window) were attended in the step
+before. Which ones are there is found on the device, in two launches of fixed shape, for a graph that serves any step:
 
 1. find: joins the segments of every row's list, looks every key up, stamps the slots of those that are there with the
    step's number, and lists the others.
 2. fetch: every missing key claims a slot of its set that this step does not use, the one used longest ago first, and
    its row is read from host memory into it.
 
-Then every entry has a location, a slot or -1 for "read it at its own address". The latter is what is left for keys
-that find no slot. Either way attention reads the same bytes, so that its result is the same bit for bit.
+Then every entry has a location: a slot, or -1 for "read it at its own address" where no slot was found. Either way
+attention reads the same bytes, so that its result is the same bit for bit.
 
 Why this is right. The cache of a context, layer and KV head is set-associative (`slot_cache`). Steps are counted from
 1 per cache, layer and KV head, so every stamp is at most the step's number s, and equal to it exactly if the step uses
@@ -30,14 +29,12 @@ the slot.
 - What one launch reads and changes at once is kept twice: the number of the step (find writes CURRENT and reads DONE,
   fetch the other way round).
 
-Several rows of a batch may share a cache, as sessions of one context do. They count one step together, and a key that
-both miss is copied twice, into slots of which the second is found no more and leaves in its turn; every location holds
-the row of its key all the same.
+Rows of a batch may share a cache, as sessions of one context do. They count one step together, and a key that both
+miss is copied twice, into slots of which the second is found no more and leaves in its turn.
 
-Cost: 68 bytes of tags, 4 of ids and 8 of locations and stamps per wanted row, most of it from the second-level cache;
-besides, per missing row, 64 bytes of stamps, and the row over PCIe, which is what takes the time. PCIe is busy with few
-programs of one warp each. Rows are fetched in the order in which they lie. How fast that goes depends on whether the
-host's memory was read there lately (docs/benchmarks.md).
+Cost: 80 bytes per wanted row, most of it tags and from the second-level cache; per missing row 64 bytes of stamps, and
+the row over PCIe, which takes the time and is busy with few programs of one warp each. Rows are fetched in the order in
+which they lie; how fast depends on whether the host's memory was read there lately (docs/benchmarks.md).
 
 Shape legend: B sequences, H KV heads, R = B * H rows, N keys of the longest context, X programs that look a row's keys
 up.
@@ -191,11 +188,7 @@ def first_slots(ids: tl.tensor, sets: tl.tensor, WAYS: tl.constexpr) -> tl.tenso
 
 @triton.jit
 def head_pointer(
-    records_ptr: tl.tensor,
-    b: tl.tensor,
-    offset: tl.tensor,
-    ADDRESS: tl.constexpr,
-    ELEMENT: tl.constexpr,
+    records_ptr: tl.tensor, b: tl.tensor, offset: tl.tensor, ADDRESS: tl.constexpr, ELEMENT: tl.constexpr
 ) -> tl.tensor:
     """Pointer to what lies `offset` elements behind an address of the record, one or several."""
     return field(records_ptr, b, ADDRESS).to(tl.pointer_type(ELEMENT)) + offset
@@ -299,10 +292,7 @@ def claim_slots(
     TILE: tl.constexpr,
     WAYS: tl.constexpr,
 ) -> tl.tensor:
-    """The way that each pending key now owns, of the set whose stamps begin at its pointer, or -1.
-
-    step: the number of every key's step.
-    """
+    """The way that each pending key, in a step of that number, now owns of the set whose stamps begin there, or -1."""
     ways = tl.arange(0, WAYS)
     from_ptr = stamps_ptr[:, None] + ways[None, :]
     stamps = tl.load(from_ptr, mask=pending[:, None], other=0, cache_modifier=".cg")

@@ -89,5 +89,7 @@ def test_the_command_tells_what_the_server_tells(server: DecodeServer, client: C
 
 def test_what_was_moved_is_told_where_something_was(client: Client) -> None:
     status = replace(client.server_status(), host_bytes_read=3 * 2**20, rows_reused=17)
-    assert "3 MiB read by the device, which waited 0 ms for the host, 17 rows" in describe_status(status)[-1]
+    assert (
+        "3 MiB read by the device, 17 rows found on it; requests waited 0 ms" in describe_status(status)[-1]
+    )
     assert "contexts since the start" in describe_status(client.server_status())[-1]

@@ -25,7 +25,6 @@ from index_store.context import Context
 from index_store.context_loading import choose_placement, load_context, placed_bytes, resident_bytes
 from index_store.dtypes import STORED_DTYPES
 from index_store.errors import ChecksumError, InvalidArgumentError, MemoryBudgetError
-from index_store.layer_gate import LayerGate
 from index_store.placement import MemoryBytes, Placement, parse_placement, possible_placements
 from index_store.slot_memory import slot_bytes
 from index_store.zarr_io import chunk_path
@@ -390,20 +389,3 @@ def test_many_threads_under_both_budgets(many: tuple[Store, list[SyntheticContex
     assert arena.stats().leases == 0
     arena.clear()
     assert locker.locked == []
-
-
-def test_gate() -> None:
-    gate = LayerGate(2)
-    with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(gate.wait, layer) for layer in (0, 1, 1)]
-        gate.open_next()
-        waiting[0].result(SOON)
-        assert not gate.complete
-        gate.fail(ValueError("first"))
-        gate.fail(ValueError("second"))
-        errors = [future.exception(SOON) for future in waiting[1:]]
-    assert [str(error) for error in errors] == ["first", "first"]
-    assert errors[0] is not errors[1]
-    gate.wait(0)
-    with pytest.raises(ValueError, match="first"):
-        gate.wait_for_all()

@@ -6,6 +6,7 @@ Without a CUDA device the kernels run in Triton's interpreter, and no graph is c
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,6 +33,7 @@ from index_store.methods import Method, get_method
 from index_store.models.folder import resolve_model
 from index_store.placement import Placement
 from tests.decode_engine.host.searches import FakeDevice
+from tests.decode_engine.service_support import wait_until
 from tests.support_models import write_model_folder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -197,6 +199,37 @@ def test_sessions_whose_search_dies_fail_alone(runner: ModelRunner, monkeypatch:
     assert isinstance(results[0], SparseKVError)
     assert isinstance(results[1], int)
     assert searched[0].position == LENGTHS[0] + len(PROMPTS[0])
+    threads.close()
+
+
+def test_nothing_is_changed_that_threads_of_a_failed_step_may_use(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+
+    def die(*addresses: int) -> None:
+        begun.wait(20)
+        raise MemoryError("no more")
+
+    monkeypatch.setattr("decode_engine.host.workers.take_part", die)
+    threads, method = SearchThreads(1), small("csattention+dropped@group=pooled")
+    session = start(runner, method, Placement.HOST)[0]
+    plan = StepPlan(runner.identity, method, 1, 256, torch.float32, torch.device("cpu"), threads.lane(0))
+    selection = HostTableSelection(plan)
+    selection.begin({0: session})
+    tables = weakref.ref(session.context.index("query_tables", 0))
+    begun.set()
+    wait_until(lambda: threads.lane(0).workers.alive == 0)
+    with pytest.raises(SparseKVError, match="no more; restart the server"):
+        selection.end()
+    mailbox = selection.mailbox
+    with pytest.raises(SparseKVError, match="no more"):
+        selection.begin({0: session})
+    assert (mailbox.steps, mailbox.stopped) == (1, True)
+    session.close()
+    session.context.release()
+    gc.collect()
+    assert tables() is not None
     threads.close()
 
 
