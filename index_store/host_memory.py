@@ -88,7 +88,7 @@ class HostBlock:
             )
         except (RuntimeError, OSError, OverflowError) as error:
             raise MemoryBudgetError(
-                f"the machine refused {nbytes} bytes of host memory; lower --memory or free some",
+                f"the machine refused {nbytes} bytes of host memory; free some, or ask for less (--memory of a server)",
                 needed=nbytes,
             ) from error
         self._locker = locker

@@ -159,12 +159,6 @@ def write_word(address: int, value: int) -> None:  # pragma: no cover - compiled
 
 
 @njit(cache=True, nogil=True)
-def add_word(address: int, value: int) -> int:  # pragma: no cover - compiled
-    """`add_to_word` for code that is not compiled."""
-    return add_to_word(address, value)  # type: ignore[no-any-return]
-
-
-@njit(cache=True, nogil=True)
 def int8_rows(address: int, rows: int, width: int) -> NDArray[np.int8]:  # pragma: no cover - compiled
     """[rows, width] int8 at an address."""
     return carray(_pointer(address), (rows, width), np.int8)  # type: ignore[no-any-return]
