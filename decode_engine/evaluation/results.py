@@ -19,6 +19,8 @@ from decode_engine.evaluation.summary import ALL_TASKS, MassMap, Score
 from index_store.errors import InvalidArgumentError
 
 FILES = ("results.json", "results.csv", "results.md")
+_LATER_SETTINGS = {"index": [], "attention": "exact", "prompts": "auto", "placement": "auto"}
+"""What settings were before there was a choice: older runs do not name them."""
 _FREE_SETTINGS = frozenset({"out", "store", "methods", "keep", "mass", "index_for"})
 """Settings in which merged runs may differ; `text` is compared by its content, the model by its fingerprint."""
 
@@ -144,12 +146,11 @@ def _require_same_answers(paths: Sequence[Path], runs: Sequence[Results]) -> Non
 
 
 def _require_same(first: Path, one: Results, second: Path, other: Results) -> None:
+    settings = [{**_LATER_SETTINGS, **run.setting["settings"]} for run in (one, other)]
     differing = [
-        (name, one.setting["settings"].get(name), other.setting["settings"].get(name))
-        for name in sorted(
-            {*one.setting["settings"], *other.setting["settings"]} - _FREE_SETTINGS - {"text", "model"}
-        )
-        if one.setting["settings"].get(name) != other.setting["settings"].get(name)
+        (name, *(own.get(name) for own in settings))
+        for name in sorted({*settings[0], *settings[1]} - _FREE_SETTINGS - {"text", "model"})
+        if settings[0].get(name) != settings[1].get(name)
     ]
     models = [run.setting["model"]["fingerprint"] for run in (one, other)]
     if models[0] != models[1]:

@@ -97,6 +97,15 @@ def test_runs_of_other_methods_merge(tmp_path: Path) -> None:
     assert merged(tmp_path, first, unfinished).setting["complete"] is False
 
 
+def test_runs_from_before_a_setting_was_there_merge(tmp_path: Path) -> None:
+    old = some_results(["oracle"])
+    new = some_results(["pq"], attention="exact", index=[], prompts="auto")
+    assert {score.method for score in merged(tmp_path, old, new).scores} == {"full", "oracle", "pq"}
+    other = some_results(["pq"], attention="muse")
+    with pytest.raises(InvalidArgumentError, match="attention is 'exact' in one and 'muse' in the other"):
+        merged(tmp_path, old, other)
+
+
 def test_runs_with_approximate_prefill_merge(tmp_path: Path) -> None:
     """Full attention may answer worse after it than after an exact prefill, in every run alike."""
     run = some_results(["oracle"])
