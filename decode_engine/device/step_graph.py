@@ -78,9 +78,15 @@ class Captures:
         self.capturing = torch.cuda.Stream(device) if lane else None  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """A stream for steps that run beside those on the current stream, after what that was given before."""
-        self._lane.wait_stream(torch.cuda.current_stream())
+    def beside(self, begun: torch.cuda.Event | None = None) -> Iterator[None]:
+        """A stream for steps that run beside those on the current stream.
+
+        They follow what the current stream was given before `begun` was recorded there, or before now.
+        """
+        if begun is None:
+            self._lane.wait_stream(torch.cuda.current_stream())
+        else:
+            self._lane.wait_event(begun)
         with torch.cuda.stream(self._lane):
             yield
 

@@ -149,14 +149,19 @@ class Stepper:
         for numbers in groups.values():
             for first in range(0, len(numbers), MAX_ROWS):
                 batch = numbers[first : first + MAX_ROWS]
-                launched: list[_Launched] = []
-                for lane, part in enumerate(self._split(sessions, batch)):
-                    step = _Launched(part, [sessions[i] for i in part], [samplers[i] for i in part], lane)
+                steps = [
+                    _Launched(part, [sessions[i] for i in part], [samplers[i] for i in part], lane)
+                    for lane, part in enumerate(self._split(sessions, batch))
+                ]
+                for step in steps:
                     with self._guarded(step, results):
-                        self._launch(step, [tokens[i] for i in part], first // MAX_ROWS, results)
-                        launched.append(step)
-                for step in launched:
-                    with self._guarded(step, results):
+                        self._take_seats(step, first // MAX_ROWS, results)
+                begun = self._mark() if len(steps) > 1 else None
+                for step in steps:
+                    with self._guarded(step, results), self._on_stream(step.lane, begun):
+                        self._launch(step, [tokens[i] for i in step.numbers])
+                for step in steps:
+                    with self._guarded(step, results), self._on_stream(step.lane, begun):
                         self._collect(step, results)
         return results
 
@@ -166,17 +171,20 @@ class Stepper:
         share = -(-len(batch) // lanes)
         return [batch[first : first + share] for first in range(0, len(batch), share)]
 
-    def _on_stream(self, lane: int) -> AbstractContextManager[None]:
-        """The stream on which a lane's steps run."""
+    def _mark(self) -> torch.cuda.Event | None:
+        """What the current stream has been given until now."""
+        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+
+    def _on_stream(self, lane: int, begun: torch.cuda.Event | None = None) -> AbstractContextManager[None]:
+        """The stream on which a lane's steps run; see `Captures.beside`."""
         captures = self._captures[lane]
-        return nullcontext() if captures is None or lane == 0 else captures.beside()
+        return nullcontext() if captures is None or lane == 0 else captures.beside(begun)
 
     @contextmanager
     def _guarded(self, step: _Launched, results: list[int | Exception]) -> Iterator[None]:
-        """On the lane's stream. What is raised becomes the result of its sessions alone: others may have advanced."""
+        """What is raised becomes the result of the lane's sessions alone: others may have advanced."""
         try:
-            with self._on_stream(step.lane):
-                yield
+            yield
         except Exception as error:
             logger.exception("a batch of %d sessions failed", len(step.sessions))
             for number in step.numbers:
@@ -251,21 +259,28 @@ class Stepper:
             self._refused.add((method, reason))
             logger.info("method %s decodes step by step without a graph: %s", method, reason)
 
-    def _launch(
-        self, step: _Launched, tokens: Sequence[int], part: int, results: list[int | Exception]
-    ) -> None:
-        """Seats the sessions and starts a replay. part: of a kind's sessions, where they are too many for one batch."""
-        graph = self.graph(step.sessions, part, step.lane)
+    def _take_seats(self, step: _Launched, part: int, results: list[int | Exception]) -> None:
+        """Finds the graph and seats the sessions. part: of a kind's sessions, where they are too many for one batch.
+
+        Tails grow here, on the current stream, before any lane runs: no lane then writes where another one still reads.
+        """
+        with self._on_stream(step.lane):
+            graph = self.graph(step.sessions, part, step.lane)
         seats = _seat(graph.batch, step.sessions)
         for place, (number, seat) in enumerate(zip(step.numbers, seats, strict=True)):
             if isinstance(seat, Exception):
                 results[number] = seat
             else:
                 step.rows[place] = seat
-        if step.rows:
+        step.graph = graph if step.rows else None
+
+    def _launch(self, step: _Launched, tokens: Sequence[int]) -> None:
+        """Starts a replay."""
+        graph, step.graph = step.graph, None
+        if graph is not None:
             samplers = [step.samplers[place] for place in step.rows]
             graph.launch(list(step.rows.values()), [tokens[place] for place in step.rows], samplers)
-            step.graph = graph
+            step.graph = graph  # not where that raised
 
     def _collect(self, step: _Launched, results: list[int | Exception]) -> None:
         """Waits for the replay, and advances the sessions."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from decode_engine.config import Compilation
 from decode_engine.device.hybrid_steps import HybridSteps
 from decode_engine.device.registry import step_attention_for
 from decode_engine.device.step_attention import StepPlan
+from decode_engine.device.step_graph import StepGraph, Stepped
 from decode_engine.device.step_model import step_model
 from decode_engine.device.stepper import Stepper
 from decode_engine.host.steps import HostSteps, HostTableSelection
@@ -124,6 +126,31 @@ def test_tokens_are_those_of_the_general_path(runner: ModelRunner, threads: Sear
     for session in sessions:
         assert session.figures.searches >= STEPS * runner.identity.layers
         assert DEVICE == "cpu" or session.figures.device_wait_for_host_ns > 0
+
+
+def test_lanes_follow_what_was_there_before_any_of_them(
+    runner: ModelRunner, threads: SearchThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not each other: one that waited for what is on the current stream would wait for the first lane."""
+    said: list[str] = []
+
+    def say(word: str, result: Any = None) -> Callable[..., Any]:
+        def called(*given: Any) -> Any:
+            said.append(word)
+            return result
+
+        return called
+
+    monkeypatch.setattr("decode_engine.device.stepper._seat", say("seat", [0]))
+    monkeypatch.setattr(Stepper, "_mark", say("mark"))
+    monkeypatch.setattr(StepGraph, "launch", say("launch"))
+    monkeypatch.setattr(StepGraph, "collect", say("collect", [Stepped(4, 0, 0, 0, 0)]))
+    sessions = start(runner, small("csattention+dropped"), Placement.HOST)[:2]
+    results = make_stepper(runner, threads).step(
+        sessions, [3, 3], [Sampler(SamplingParameters()) for _ in sessions]
+    )
+    assert results == [4, 4]
+    assert said == ["seat", "seat", "mark", "launch", "launch", "collect", "collect"]
 
 
 def test_a_context_that_is_released_stays_until_its_step_has_ended(
