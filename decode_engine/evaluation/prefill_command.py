@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from index_store.errors import InvalidArgumentError, SparseKVError
 
-MUSE_SETTINGS = ("block", "clusters", "cap", "iterations")
+MUSE_SETTINGS: Mapping[str, type[int] | type[float]] = {
+    "block": int,
+    "clusters": int,
+    "cap": float,
+    "iterations": int,
+}
 """What follows `muse:` as name=number; `monopole` stands for itself."""
+_FRAME = " │╭╰╮╯─"
+"""What usage errors are framed with."""
 
 
 class PrefillFailedError(SparseKVError):
@@ -54,8 +61,9 @@ class PrefillCommand:
             command += ["--calibration", str(self.calibration)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            lines = done.stderr.strip().splitlines() or [f"no message, exit code {done.returncode}"]
-            raise PrefillFailedError(f"prefill-worker could not prefill {document}: {lines[-1]}")
+            lines = [line.strip(_FRAME) for line in done.stderr.splitlines()]
+            said = [line for line in lines if line] or [f"no message, exit code {done.returncode}"]
+            raise PrefillFailedError(f"prefill-worker could not prefill {document}: {said[-1]}")
         report: dict[str, Any] = json.loads(done.stdout)
         return report
 
@@ -73,7 +81,7 @@ def attention_flags(expression: str) -> list[str]:
         key, _, value = setting.strip().partition("=")
         if setting.strip() == "monopole":
             flags.append("--no-muse-dipole")
-        elif key in MUSE_SETTINGS and value:
+        elif key in MUSE_SETTINGS and _is_number(value, MUSE_SETTINGS[key]):
             flags += [f"--muse-{key}", value]
         else:
             raise InvalidArgumentError(
@@ -81,3 +89,12 @@ def attention_flags(expression: str) -> list[str]:
                 f"{', '.join(f'{known}=NUMBER' for known in MUSE_SETTINGS)} or monopole"
             )
     return flags
+
+
+def _is_number(text: str, kind: type[int] | type[float]) -> bool:
+    """Whether the text is an integer, or a number where `kind` is float."""
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from decode_engine.evaluation.prefill_command import attention_flags
+from decode_engine.evaluation.prefill_command import PrefillCommand, PrefillFailedError, attention_flags
 from decode_engine.evaluation.settings import EvaluationConfig
 from index_store.catalog import Store
 from index_store.errors import InvalidArgumentError
@@ -20,9 +21,26 @@ def test_expressions_become_flags() -> None:
     assert attention_flags("muse:block=1024, cap=2.0,monopole") == [
         *("--attention", "muse", "--muse-block", "1024", "--muse-cap", "2.0", "--no-muse-dipole")
     ]
-    for expression in ("fast", "exact:block=3", "muse:", "muse:block", "muse:speed=2", "muse:dipole"):
+    for expression in (
+        "fast",
+        "exact:block=3",
+        "muse:",
+        "muse:block",
+        "muse:speed=2",
+        "muse:dipole",
+        "muse:block=x",
+        "muse:block=1.5",
+    ):
         with pytest.raises(InvalidArgumentError, match="attention is"):
             attention_flags(expression)
+
+
+def test_what_a_usage_error_says_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    framed = "Usage: prefill-worker run\n╭─ Error ──╮\n│ Invalid value for '--chunk'. │\n╰──────────╯\n"
+    done = subprocess.CompletedProcess([], 2, stdout="", stderr=framed)
+    monkeypatch.setattr("decode_engine.evaluation.prefill_command.subprocess.run", lambda *_, **__: done)
+    with pytest.raises(PrefillFailedError, match=r"text: Invalid value for '--chunk'\.$"):
+        PrefillCommand("reader", tmp_path, ["full"]).run(tmp_path / "text", "name")
 
 
 def test_variants_are_there_twice() -> None:
