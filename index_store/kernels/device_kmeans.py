@@ -19,8 +19,7 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.kernels.first_centroids import Blocks, first_centroids
-
-METRICS = ("cosine", "euclidean")
+from index_store.kmeans import METRICS
 
 LONGEST_ROW = 256
 """Dimensions that the kernels take."""
