@@ -80,10 +80,22 @@ def test_the_module_table_is_up_to_date() -> None:
     assert {"index_store/zarr_io.py", "prefill_worker/job.py", "decode_engine/selector.py"} <= set(listed)
 
 
+def anchors(document: Path) -> set[str]:
+    """Names of the headings, as links spell them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
     targets = re.findall(r"\]\(([^)#:]+)\)", document.read_text())
     assert [target for target in targets if not (document.parent / target).exists()] == []
+    linked = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text())
+    assert [
+        (page, anchor)
+        for page, anchor in linked
+        if anchor not in anchors(document.parent / page if page else document)
+    ] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

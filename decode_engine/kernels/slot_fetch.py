@@ -34,7 +34,7 @@ miss is copied twice, into slots of which the second is found no more and leaves
 
 Cost: 80 bytes per wanted row, most of it tags and from the second-level cache; per missing row 64 bytes of stamps, and
 the row over PCIe, which takes the time and is busy with few programs of one warp each. Rows are fetched in the order in
-which they lie; how fast depends on whether the host's memory was read there lately (docs/benchmarks.md).
+which they lie; how fast depends on whether the host's memory was read there lately (docs/offload.md).
 
 Shape legend: B sequences, H KV heads, R = B * H rows, N keys of the longest context, X programs that look a row's keys
 up.
