@@ -13,6 +13,7 @@ import torch
 
 from decode_engine.runner import ModelRunner
 from decode_engine.sampler import Sampler, SamplingParameters
+from index_store.calibration import ThresholdCalibrator
 from index_store.context import ResidentContext
 from index_store.dtypes import dtype_name, stored_dtype
 from index_store.errors import InvalidArgumentError, SparseKVError
@@ -34,6 +35,7 @@ from index_store.threshold_curve import KEEP_GRID
 _TOKENS = 512
 _DECODE_STEPS = 2
 _SAMPLE = 1024
+_CALIBRATED = 16
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +110,13 @@ def made_up_context(
     device: torch.device | str = "cpu",
     seed: int = 0,
     placement: Placement = Placement.DEVICE,
+    calibrated_for: float | None = None,
 ) -> ResidentContext:
     """A context of random keys and values with the indexes that the method needs.
 
     also: methods whose indexes it has too. distinct: layers with keys, values and indexes of their own, which the
-    model's layers use in turn. placement: keys and values in host memory are page-locked beside a GPU.
+    model's layers use in turn. placement: keys and values in host memory are page-locked beside a GPU. calibrated_for:
+    standard deviation of the queries that thresholds are calibrated for; None where any threshold will do.
     Raises InvalidArgumentError when an index cannot be built for the model's head dim.
     """
     generator = torch.Generator(device).manual_seed(seed)
@@ -123,6 +127,7 @@ def made_up_context(
     specs = {spec.name: spec for each in (method, *also) for spec in each.index_specs()}.values()
     kv: dict[int, torch.Tensor] = {}
     built: dict[tuple[str, int], LayerIndex] = {}
+    calibrators = {spec.name: ThresholdCalibrator() for spec in specs if INDEX_KINDS[spec.kind].partitions}
     for layer in layers[:distinct]:
         shape = (heads, tokens, 2, head_dim)
         kv[layer] = torch.randn(
@@ -132,7 +137,12 @@ def made_up_context(
         frequencies = torch.ones(head_dim // 2, device=device)
         source = LayerSource(kv[layer], QuerySample(queries_HPGD, positions), frequencies)
         for spec in specs:
-            built[spec.name, layer] = INDEX_KINDS[spec.kind].build(spec.parameters, source, seed)
+            index = built[spec.name, layer] = INDEX_KINDS[spec.kind].build(spec.parameters, source, seed)
+            if calibrated_for is not None and spec.name in calibrators:
+                late_HTGD = queries_HPGD[:, -_CALIBRATED:] * (calibrated_for * head_dim**-0.5)
+                sinks = min(int(spec.parameters.get("sinks", 0)), tokens)
+                position = tokens - late_HTGD.shape[1]
+                calibrators[spec.name].add(index.rank(late_HTGD, sinks, tokens, None, {}, position=position))
         if placement.kv_on_host:
             kv[layer] = _to_host(kv[layer])
     arrays = {
@@ -140,7 +150,14 @@ def made_up_context(
         for spec in specs
         for layer in layers[:distinct]
     }
-    entries = [_index_entry(spec, built[spec.name, 0], tuple(layers), tokens) for spec in specs]
+    # Thresholds that nothing was calibrated for will do to warm up, which needs some that can be read.
+    thresholds = {
+        name: found.thresholds or (1.0 / tokens,) * len(KEEP_GRID) for name, found in calibrators.items()
+    }
+    entries = [
+        _index_entry(spec, built[spec.name, 0], tuple(layers), thresholds.get(spec.name, ()))
+        for spec in specs
+    ]
     manifest = Manifest(
         id="0" * 64,
         name="warm-up",
@@ -181,11 +198,11 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_gpu).copy_(tensor)
 
 
-def _index_entry(spec: IndexSpec, index: LayerIndex, layers: tuple[int, ...], tokens: int) -> IndexEntry:
+def _index_entry(
+    spec: IndexSpec, index: LayerIndex, layers: tuple[int, ...], thresholds: tuple[float, ...]
+) -> IndexEntry:
     arrays = tuple(
         index_array_entry(spec.name, array, len(layers), tensor.shape, dtype_name(tensor.dtype))
         for array, tensor in index.arrays().items()
     )
-    # A threshold that nothing was calibrated for; warming up needs one that can be read.
-    thresholds = (1.0 / tokens,) * len(KEEP_GRID) if INDEX_KINDS[spec.kind].partitions else ()
     return IndexEntry(spec.name, spec.kind, spec.parameters, layers, arrays, thresholds)

@@ -12,14 +12,17 @@ sampling.
   `attention_gpu.py` for how they compare.
 - `streamed`: attention to every key by the general path, which streams them from host memory; no graph.
 - methods: as in `decode-engine methods`; `NAME:KEEP` gives the share of keys that is kept, `/m8` and `/pooled` variants
-  of query tables.
+  of query tables. Those without kernels run on the general path, as they do when they are served (`captured` is false).
 
-`step_ms` is one step with everything around it (median, wall clock), `graph_ms` the replay alone, `eager_ms` the same
-launched from Python; `p99_ms` is the slowest of a hundred steps, `tokens_per_s` follows from `step_ms`. In `hybrid`,
+`step_ms` is one step with everything around it (median, wall clock), `p99_ms` the 99th percentile (of fewer than a
+hundred steps, the slowest), `steps` how many were timed: `--turns`, on the general path fewer where these would take
+longer than ten seconds. `graph_ms` is the replay alone, `eager_ms` the same launched from Python. `tokens_per_s`
+follows from `step_ms`. In `hybrid`,
 `host_mb` were read from host memory in a step, and `reused` is the share of rows that were found in slots on the device
 instead. `split_us` is the time of a replay by what its kernels do.
 Before a time is reported the logits of the same graph with a budget of all keys are compared with those of full
-attention by the general path; what selections cost in answers is the evaluation's business.
+attention by the general path; so are those of methods on the general path whose search can yield all keys. What
+selections cost in answers is the evaluation's business.
 
 One JSON line per figure; the exit code is 1 when a check fails, or when --bars is given and a figure misses its bar.
 """
@@ -44,11 +47,20 @@ import index_store  # noqa: F401 - sets up OpenMP, which has to happen before to
 # isort: split
 import torch
 import typer
+from general_steps import (
+    WARM_UP,
+    CheckFailedError,
+    compare,
+    forward,
+    measure_general,
+    parse_method,
+    start_sessions,
+    step_figures,
+)
 from gpu_timing import copy_bandwidth, event_ms
 from random_model import make_contexts, make_model, read_bytes
 from torch import Tensor
 
-from decode_engine.attention import DecodeStep
 from decode_engine.config import Compilation
 from decode_engine.device.dense_steps import DenseSteps
 from decode_engine.device.step_attention import StepAttention
@@ -64,11 +76,7 @@ from index_store.methods import Method, get_method
 from index_store.placement import Placement
 
 DTYPE = "bfloat16"
-PROMPT = 4
-TURNS, WARM_UP = 25, 5
-TOLERANCE = 0.1
-"""Root mean square of the difference of logits, relative to their standard deviation: rounding to bfloat16 in 32 random
-layers makes about 0.05."""
+TURNS = 25
 MOVED = ("host_bytes_read", "rows_reused")
 REST_BAR, SPEEDUP_BARS = 1.35, {1: 1.7, 4: 2.5}
 
@@ -81,10 +89,6 @@ KINDS = {
 }
 """What kernels do, by their whole name; all others are the rest of the model. A lookup scores clusters, which
 is for the search or for the remainder."""
-
-
-class CheckFailedError(Exception):
-    """A result is wrong, so its time means nothing."""
 
 
 class NothingSteps(StepAttention):
@@ -105,55 +109,6 @@ class NothingSteps(StepAttention):
         return torch.zeros(self.plan.size, dtype=torch.int64, device=self.plan.device)
 
 
-def parse_method(text: str) -> Method:
-    """NAME[:KEEP][/m8][/pooled]: m8 are tables of 8 subspaces with 64 centroids, pooled searches once for a group."""
-    expression, *variants = text.split("/")
-    name, _, keep = expression.partition(":")
-    method = get_method(name, float(keep) if keep else None)
-    for variant in variants:
-        if variant == "m8" and method.index is not None:
-            parameters = {**method.index.parameters, "subspaces": 8, "centroids": 64}
-            method = replace(method, index=replace(method.index, name="m8_tables", parameters=parameters))
-        elif variant == "pooled":
-            method = replace(method, search={**method.search, "group": "pooled"})
-        else:
-            raise typer.BadParameter(f"variant is {variant!r}, expected m8 or pooled")
-    return method
-
-
-def forward(model: Any, sessions: list[Session], tokens: list[int]) -> Tensor:
-    """Logits [B, V] by the general path, which advances the sessions."""
-    positions = torch.tensor([[session.position] for session in sessions], device="cuda")
-    with torch.inference_mode():
-        logits: Tensor = model(
-            input_ids=torch.tensor(tokens, device="cuda")[:, None],
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=1,
-            decode_step=DecodeStep(sessions),
-        ).logits[:, -1]
-    for session in sessions:
-        session.position += 1
-    return logits.float()
-
-
-def start_sessions(model: Any, contexts: list[ResidentContext], method: Method) -> list[Session]:
-    """Sessions that have read a few tokens."""
-    sessions = [Session(context, method) for context in contexts]
-    ids = torch.arange(PROMPT, device="cuda").expand(len(sessions), -1)
-    with torch.inference_mode():
-        model(
-            input_ids=ids,
-            position_ids=sessions[0].position + ids,
-            use_cache=False,
-            logits_to_keep=1,
-            decode_step=DecodeStep(sessions),
-        )
-    for session in sessions:
-        session.position += PROMPT
-    return sessions
-
-
 def measure(
     model: Any, stepper: Stepper, contexts: list[ResidentContext], method: Method, checked: bool, turns: int
 ) -> dict[str, Any]:
@@ -171,8 +126,6 @@ def measure(
         difference = compare(got_BV, forward(model, exact, tokens))
         del checking, exact
     sessions = start_sessions(model, contexts, method)
-    if not all(stepper.takes(session) for session in sessions):
-        raise CheckFailedError("the method does not run in a graph")
     begin = time.perf_counter()
     chosen = stepper.step(sessions, tokens, samplers)
     ready_s = time.perf_counter() - begin
@@ -183,20 +136,20 @@ def measure(
         chosen = stepper.step(sessions, [int(token) for token in chosen], samplers)  # type: ignore[arg-type]
         times.append(time.perf_counter() - begin)
         moved.append([sum(getattr(session.figures, name) for session in sessions) for name in MOVED])
-    step_s = statistics.median(times[WARM_UP:])
     figures = sessions[0].figures
-    return {
-        "step_ms": round(step_s * 1e3, 3),
-        "p99_ms": round(sorted(times[WARM_UP:])[-1 - turns // 100] * 1e3, 3),
-        "graph_ms": round(statistics.median(event_ms(graph.run) for _ in range(TURNS)), 3),
-        "eager_ms": round(eager_ms(graph), 3),
-        "tokens_per_s": round(batch / step_s, 1),
-        "captured": graph.captured,
-        "first_step_s": round(ready_s, 1),
-        "logits_difference": round(difference, 4),
-        "attended": round(figures.sparse_fraction if method.sparse else 1.0, 4),
-        "split_us": split_us(graph),
-    } | moved_figures(contexts[0], moved[-1 - turns], moved[-1], turns)
+    return (
+        step_figures(times[WARM_UP:], batch)
+        | {
+            "graph_ms": round(statistics.median(event_ms(graph.run) for _ in range(TURNS)), 3),
+            "eager_ms": round(eager_ms(graph), 3),
+            "captured": graph.captured,
+            "first_step_s": round(ready_s, 1),
+            "logits_difference": round(difference, 4),
+            "attended": round(figures.sparse_fraction if method.sparse else 1.0, 4),
+            "split_us": split_us(graph),
+        }
+        | moved_figures(contexts[0], moved[-1 - turns], moved[-1], turns)
+    )
 
 
 def moved_figures(
@@ -211,27 +164,6 @@ def moved_figures(
         "host_mb": round(read / turns * 1e-6, 3),
         "reused": round(reused / max(1, rows + reused), 4),
     }
-
-
-def measure_streamed(model: Any, contexts: list[ResidentContext]) -> dict[str, Any]:
-    """Times of steps by the general path."""
-    sessions = start_sessions(model, contexts, get_method("full"))
-    times = []
-    for _ in range(8):
-        begin = time.perf_counter()
-        tokens = forward(model, sessions, [7] * len(sessions)).argmax(-1)
-        tokens.tolist()
-        times.append(time.perf_counter() - begin)
-    step_s = statistics.median(times[3:])
-    return {"step_ms": round(step_s * 1e3, 3), "tokens_per_s": round(len(sessions) / step_s, 1)}
-
-
-def compare(got_BV: Tensor, expected_BV: Tensor) -> float:
-    """Difference of logits relative to their spread. Raises CheckFailedError when it is too large."""
-    difference = float((got_BV - expected_BV).square().mean().sqrt() / expected_BV.std())
-    if not difference < TOLERANCE:
-        raise CheckFailedError(f"logits differ by {difference:.3f} of their spread, limit {TOLERANCE}")
-    return difference
 
 
 def eager_ms(graph: StepGraph) -> float:
@@ -315,8 +247,8 @@ def main(
             dense = NothingSteps if nothing else DenseSteps
             stepper = Stepper(run, identity, torch.bfloat16, device, dense=dense)
             try:
-                if label == "streamed":
-                    line |= measure_streamed(model, contexts)
+                if label == "streamed" or not stepper.takes(Session(contexts[0], method)):
+                    line |= measure_general(model, contexts, method, turns)
                 else:
                     line |= measure(model, stepper, contexts, method, not nothing, turns)
             except (CheckFailedError, torch.cuda.OutOfMemoryError) as error:

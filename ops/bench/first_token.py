@@ -41,9 +41,9 @@ import index_store  # noqa: F401 - sets up OpenMP, which has to happen before to
 # isort: split
 import torch
 import typer
-from decode_gpu import CheckFailedError
+from general_steps import CheckFailedError
 from page_cache import cached_share, drop_from_page_cache, files_below, read_into_page_cache
-from random_model import make_model
+from random_model import QUERY_STD, make_model
 from torch import Tensor
 
 from decode_engine.attention import DecodeStep
@@ -251,8 +251,9 @@ def figures(
         store = Store(Path(temporary) / "store", create=True)
         first, *others = methods
         made = made_up_context(
-            identity, DTYPE, first, tokens, also=others, distinct=DISTINCT, device=DEVICE, seed=tokens
-        )
+            identity, DTYPE, first, tokens, also=others, distinct=DISTINCT, device=DEVICE, seed=tokens,
+            calibrated_for=QUERY_STD,
+        )  # fmt: skip
         begin = time.perf_counter()
         manifest = write_context(store, made, "0" * 64)
         written_s = time.perf_counter() - begin

@@ -38,7 +38,7 @@ import index_store  # noqa: F401 - sets up OpenMP, which has to happen before to
 # isort: split
 import torch
 import typer
-from decode_gpu import CheckFailedError, forward, parse_method, start_sessions
+from general_steps import CheckFailedError, forward, parse_method, start_sessions
 from random_model import make_contexts, make_model
 from search_cpu import read_us
 from torch import Tensor

@@ -17,6 +17,8 @@ from index_store.methods import Method
 from index_store.placement import Placement
 
 DTYPE = "bfloat16"
+QUERY_STD = 1.28
+"""Of the model's queries: weights of standard deviation .02 times the root of the hidden size."""
 DISTINCT = 8
 """Layers' worth of keys and indexes of a single sequence; fewer for larger batches."""
 
@@ -55,15 +57,20 @@ def read_bytes(model: torch.nn.Module) -> int:
 
 
 def make_contexts(
-    identity: ModelIdentity, methods: Sequence[Method], length: int, batch: int, placement: Placement
+    identity: ModelIdentity,
+    methods: Sequence[Method],
+    length: int,
+    batch: int,
+    placement: Placement,
+    device: str = "cuda",
 ) -> list[ResidentContext]:
     """A context for each session, with the indexes of all methods."""
     distinct = min(identity.layers, max(2, DISTINCT // batch))
     first, *others = methods
     contexts = (
         made_up_context(
-            identity, DTYPE, first, length, also=others, distinct=distinct, device="cuda", seed=row,
-            placement=placement,
+            identity, DTYPE, first, length, also=others, distinct=distinct, device=device, seed=row,
+            placement=placement, calibrated_for=QUERY_STD,
         )
         for row in range(batch)
     )  # fmt: skip

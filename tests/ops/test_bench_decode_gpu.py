@@ -42,15 +42,6 @@ def test_every_kernel_has_a_kind(bench: ModuleType) -> None:
     assert {name: found for name, found in kinds.items() if len(found) != 1} == {}
 
 
-def test_methods_with_variants(bench: ModuleType) -> None:
-    method = bench.parse_method("csattention+dropped:0.01/m8/pooled")
-    assert (method.budget.keep, method.search["group"]) == (0.01, "pooled")
-    assert (method.index.parameters["subspaces"], method.index.parameters["centroids"]) == (8, 64)
-    assert bench.parse_method("full").index is None
-    with pytest.raises(bench.typer.BadParameter):
-        bench.parse_method("csattention:0.01/m9")
-
-
 def test_bars(bench: ModuleType) -> None:
     rest = {"method": "none", "batch": 1}
     assert not bench.misses(rest | {"rest_over_weights": 1.3})

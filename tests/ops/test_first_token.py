@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from decode_engine.attention import ATTENTION_NAME, register_attention
 from decode_engine.config import Prompts
-from index_store.manifest import ModelIdentity
 from index_store.methods import get_method
 from tests.ops.scripts import load_script
+from tests.ops.tiny_model import IDENTITY, make_model
 
 BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "first_token.py"
-IDENTITY = ModelIdentity("tiny", "llama", "0" * 64, "0" * 64, 3, 4, 2, 32, 300, 2**16)
 
 
 @pytest.fixture
@@ -31,23 +28,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(found, "TURNS", 1)
     monkeypatch.setattr(found, "prompt_of", lambda count: [token % 300 for token in range(count)])
     return found
-
-
-def make_model() -> Any:
-    register_attention()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2**16,
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
-    return model.eval().requires_grad_(False)
 
 
 def test_without_a_device_it_says_so() -> None:

@@ -1,0 +1,140 @@
+"""Sessions for benchmarks of whole-model decode steps, and their steps by the general path, which any method can go."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import typer
+from torch import Tensor
+
+from decode_engine.attention import DecodeStep
+from decode_engine.session import Session
+from index_store.budgets.ratio import Ratio
+from index_store.context import ResidentContext
+from index_store.methods import Method, get_method
+
+PROMPT = 4
+WARM_UP = 5
+LEAST_TURNS, GENERAL_SECONDS = 10, 10.0
+TOLERANCE = 0.1
+"""Root mean square of the difference of logits, relative to their standard deviation: rounding to bfloat16 in 32 random
+layers makes about 0.05."""
+
+
+class CheckFailedError(Exception):
+    """A result is wrong, so its time means nothing."""
+
+
+def parse_method(text: str) -> Method:
+    """NAME[:KEEP][/m8][/pooled]: m8 are tables of 8 subspaces with 64 centroids, pooled searches once for a group."""
+    expression, *variants = text.split("/")
+    name, _, keep = expression.partition(":")
+    method = get_method(name, float(keep) if keep else None)
+    for variant in variants:
+        if variant == "m8" and method.index is not None:
+            parameters = {**method.index.parameters, "subspaces": 8, "centroids": 64}
+            method = replace(method, index=replace(method.index, name="m8_tables", parameters=parameters))
+        elif variant == "pooled":
+            method = replace(method, search={**method.search, "group": "pooled"})
+        else:
+            raise typer.BadParameter(f"variant is {variant!r}, expected m8 or pooled")
+    return method
+
+
+def forward(model: Any, sessions: list[Session], tokens: list[int]) -> Tensor:
+    """Logits [B, V] by the general path, which advances the sessions."""
+    device = sessions[0].device
+    positions = torch.tensor([[session.position] for session in sessions], device=device)
+    with torch.inference_mode():
+        logits: Tensor = model(
+            input_ids=torch.tensor(tokens, device=device)[:, None],
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=1,
+            decode_step=DecodeStep(sessions),
+        ).logits[:, -1]
+    for session in sessions:
+        session.position += 1
+    return logits.float()
+
+
+def start_sessions(model: Any, contexts: list[ResidentContext], method: Method) -> list[Session]:
+    """Sessions that have read a few tokens."""
+    sessions = [Session(context, method) for context in contexts]
+    ids = torch.arange(PROMPT, device=sessions[0].device).expand(len(sessions), -1)
+    with torch.inference_mode():
+        model(
+            input_ids=ids,
+            position_ids=sessions[0].position + ids,
+            use_cache=False,
+            logits_to_keep=1,
+            decode_step=DecodeStep(sessions),
+        )
+    for session in sessions:
+        session.position += PROMPT
+    return sessions
+
+
+def step_figures(seconds: Sequence[float], batch: int) -> dict[str, float]:
+    """What the times of a batch's steps say."""
+    step_s = statistics.median(seconds)
+    return {
+        "step_ms": round(step_s * 1e3, 3),
+        "p99_ms": round(percentile(seconds, 0.99) * 1e3, 3),
+        "steps": len(seconds),
+        "tokens_per_s": round(batch / step_s, 1),
+    }
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least of the values that so many of them, a share from 0 to 1, do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def measure_general(
+    model: Any, contexts: list[ResidentContext], method: Method, turns: int, warm_up: int = WARM_UP
+) -> dict[str, Any]:
+    """Times of steps by the general path, which any method can go."""
+    tokens = list(range(7, 7 + len(contexts)))
+    difference = general_difference(model, contexts, method, tokens) if method.sparse else None
+    sessions = start_sessions(model, contexts, method)
+    times: list[float] = []
+    while len(times) < warm_up + turns:
+        if len(times) >= warm_up + LEAST_TURNS and sum(times[warm_up:]) > GENERAL_SECONDS:
+            break
+        begin = time.perf_counter()
+        tokens = forward(model, sessions, tokens).argmax(-1).tolist()
+        times.append(time.perf_counter() - begin)
+    return step_figures(times[warm_up:], len(sessions)) | {
+        "captured": False,
+        "logits_difference": None if difference is None else round(difference, 4),
+        "attended": round(sessions[0].figures.sparse_fraction if method.sparse else 1.0, 4),
+    }
+
+
+def general_difference(
+    model: Any, contexts: list[ResidentContext], method: Method, tokens: list[int]
+) -> float | None:
+    """`compare` of the method with a budget of all keys and full attention, both by the general path.
+
+    None for a search that does not list all keys whatever the budget: lists of the best, trees that are pruned.
+    """
+    whole = start_sessions(model, contexts, replace(method, budget=Ratio(1.0)))
+    got_BV = forward(model, whole, tokens)
+    if whole[0].figures.sparse_fraction < 1.0:
+        return None
+    return compare(got_BV, forward(model, start_sessions(model, contexts, get_method("full")), tokens))
+
+
+def compare(got_BV: Tensor, expected_BV: Tensor) -> float:
+    """Difference of logits relative to their spread. Raises CheckFailedError when it is too large."""
+    difference = float((got_BV - expected_BV).square().mean().sqrt() / expected_BV.std())
+    if not difference < TOLERANCE:
+        raise CheckFailedError(f"logits differ by {difference:.3f} of their spread, limit {TOLERANCE}")
+    return difference

@@ -1,0 +1,31 @@
+"""A Llama of three small layers with random weights, for tests of benchmarks that run a whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from decode_engine.attention import ATTENTION_NAME, register_attention
+from index_store.manifest import ModelIdentity
+
+IDENTITY = ModelIdentity("tiny", "llama", "0" * 64, "0" * 64, 3, 4, 2, 32, 300, 2**16)
+
+
+def make_model(head_dim: int = IDENTITY.head_dim) -> Any:
+    """In float32, on the CPU."""
+    register_attention()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=IDENTITY.vocab_size,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=IDENTITY.layers,
+        num_attention_heads=IDENTITY.query_heads,
+        num_key_value_heads=IDENTITY.kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=IDENTITY.max_positions,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    return model.eval().requires_grad_(False)
