@@ -64,8 +64,8 @@ def take_part(
     inside = np.zeros(lanes, np.bool_)
     held = np.zeros((1, 3), np.int64)
     buffers = np.empty(1, np.float32)
-    marks = np.empty(TILE, np.uint8)
-    bins = np.empty(TILE, np.int32)
+    tile_words = np.empty(TILE // 32 + 2, np.uint64)
+    bins = np.empty(2 * TILE, np.int32)
     spins = 0
     while load_word(end) == 0:
         busy = worked = False
@@ -87,7 +87,7 @@ def take_part(
                         np.empty(job[TILES] * width, np.float32),
                     )
                 own = buffers[: job[TILES] * width].reshape(job[TILES], width)
-                leaving = not serve_search(job, searched[lane], held[: job[TILES]], own, marks, bins)
+                leaving = not serve_search(job, searched[lane], held[: job[TILES]], own, tile_words, bins)
                 searched[lane] += 1
                 worked = True
             if leaving:
@@ -140,7 +140,7 @@ def search_all(
     job: NDArray[np.int64],
     held: NDArray[np.int64],
     buffers: NDArray[np.float32],
-    marks: NDArray[np.uint8],
+    words: NDArray[np.uint64],
     bins: NDArray[np.int32],
 ) -> None:  # pragma: no cover - compiled
     """Plays the device: asks for all of a step's searches, one after the other, and takes part in each.
@@ -152,7 +152,7 @@ def search_all(
         number = number_of(job, search)
         for a in range(job[USED]):
             store_word(job[POSTED] + rows[a, ROW] * LINE * 8, number)
-        serve_search(job, search, held, buffers, marks, bins)
+        serve_search(job, search, held, buffers, words, bins)
         for index in range(job[USED] * job[HEADS]):
             answered = rows[index // job[HEADS], ROW] * job[HEADS] + index % job[HEADS]
             spins = 0
@@ -167,17 +167,19 @@ def read_shares(
 ) -> int:  # pragma: no cover - compiled
     """One of several threads that read `turns` times `threads` shares together, beginning each turn together.
 
-    words: [LINE], zeros before. Every turn reads other data. Returns the sum of what this thread has read.
+    words: [LINE], zeros before; the first one counts who has come to a turn. Every turn reads other data. Returns
+    when all have read, the sum of what this thread has.
     """
     total = 0
-    for turn in range(turns):
+    for turn in range(turns + 1):
         add_to_word(words.ctypes.data, 1)
         spins = 0
         while load_word(words.ctypes.data) < (turn + 1) * threads:
             spins += 1
             _spin(spins)
-        begin = (turn * threads + number) * share % (data.shape[0] - share)
-        part = data[begin : begin + share]
-        for i in range(share):
-            total += part[i]
+        if turn < turns:
+            begin = (turn * threads + number) * share % (data.shape[0] - share)
+            part = data[begin : begin + share]
+            for i in range(share):
+                total += part[i]
     return total

@@ -101,12 +101,13 @@ def serve_search(
     search: int,
     held: NDArray[np.int64],
     buffers: NDArray[np.float32],
-    marks: NDArray[np.uint8],
+    words: NDArray[np.uint64],
     bins: NDArray[np.int32],
 ) -> bool:  # pragma: no cover - compiled
     """Takes part in one search until all of its tickets are drawn and what this thread holds is done.
 
-    held [P, 3], buffers [P, (L + 1) * TILE], marks and bins [TILE]: this thread's own. False when told to stop.
+    held [P, 3], buffers [P, (L + 1) * TILE], words [TILE / 32 + 2] and bins [2 * TILE]: this thread's own. False when
+    told to stop.
     """
     lists = job[USED] * job[HEADS]
     total = lists * (1 + job[TILES])
@@ -115,7 +116,7 @@ def serve_search(
     held[:, 0] = _FREE
     holding, spins, more = 0, 0, True
     while True:
-        done = _go_on(job, search, held, buffers, marks, bins) if holding > 0 else 0
+        done = _go_on(job, search, held, buffers, words, bins) if holding > 0 else 0
         holding -= done
         if more and holding < room:
             ticket = add_to_word(counter, 1)
@@ -316,7 +317,7 @@ def _go_on(
     search: int,
     held: NDArray[np.int64],
     buffers: NDArray[np.float32],
-    marks: NDArray[np.uint8],
+    words: NDArray[np.uint64],
     bins: NDArray[np.int32],
 ) -> int:  # pragma: no cover - compiled
     """Goes on with the tiles that this thread holds, as far as others let it; how many it holds no more."""
@@ -341,7 +342,7 @@ def _go_on(
             held[slot, 0] = _TO_LIST
             _count(job, search, index, tile, weights_X, bins)
         if held[slot, 0] == _TO_LIST and load_word(board + 8 * _BOUNDED) == 1:
-            _list(job, search, index, tile, weights_X, marks)
+            _list(job, search, index, tile, weights_X, words)
             held[slot, 0] = _FREE
             done += 1
     return done
@@ -354,7 +355,7 @@ def _list(
     index: int,
     tile: int,
     scores_X: NDArray[np.float32],
-    marks: NDArray[np.uint8],
+    words: NDArray[np.uint64],
 ) -> None:  # pragma: no cover - compiled
     """Lists a tile's keys that reach the bound; the last one finds the best of all and answers."""
     heads, tiles, room = job[HEADS], job[TILES], job[KEYS]
@@ -370,7 +371,7 @@ def _list(
         scores_X,
         bound,
         row[FIRST] + begin,
-        marks,
+        words,
         candidates[begin : begin + keys],
         scores[begin : begin + keys],
     )

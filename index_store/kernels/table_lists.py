@@ -16,6 +16,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from index_store.kernels.bit_words import BITS, lowest_bit, reaching_bits
 from index_store.kernels.table_search import TILE, add_rows, combine_tile, exponentiate_tile
 from index_store.kernels.top_k import sortable
 
@@ -23,6 +24,7 @@ BINS = 1024
 """Of a histogram. Few enough to be cleared and merged for every tile, and a few per cent of the keys that are kept."""
 _BLOCKS_PER_KEPT = 3
 _MAX_FOLD = 64
+_BINS_READ = 32
 _LOG_SHIFT = np.uint32(18)
 _LOG_FIRST = (127 - 29) << 5
 """Weights between 2^-29 and 2^3 fall into bins of a 32nd of an octave: the upper 14 bits of their float32."""
@@ -120,8 +122,48 @@ def combine(
 
 @njit(cache=True, nogil=True)
 def fold_of(keys: int, keep: int) -> int:  # pragma: no cover - compiled
-    """Keys of a block, so that there are a few blocks for every key that is kept."""
-    return max(1, min(_MAX_FOLD, keys // (_BLOCKS_PER_KEPT * keep)))
+    """Keys of a block, a power of two, so that there are a few blocks for every key that is kept."""
+    fold = 1
+    while 2 * fold <= min(_MAX_FOLD, keys // (_BLOCKS_PER_KEPT * keep)):
+        fold *= 2
+    return fold
+
+
+@njit(cache=True, nogil=True)
+def _fold(
+    scores_X: NDArray[np.float32], fold: int, scratch_X: NDArray[np.float32]
+) -> NDArray[np.float32]:  # pragma: no cover - compiled
+    """The maxima of blocks of `fold` scores or fewer.
+
+    Which scores make a block does not matter, so each pass lays parts of what is left onto each other: four, or two
+    where the number does not go. scratch_X: as long, for what passes leave. Each writes elsewhere than it reads, or the
+    loops are not vectorised.
+    """
+    source, used = scores_X, 0
+    while fold > 1:
+        keys = source.shape[0]
+        if fold >= 4 and keys % 4 == 0:
+            part = keys // 4
+            out = scratch_X[used : used + part]
+            for j in range(part):
+                one = source[j] if source[j] > source[part + j] else source[part + j]
+                other = (
+                    source[2 * part + j]
+                    if source[2 * part + j] > source[3 * part + j]
+                    else source[3 * part + j]
+                )
+                out[j] = one if one > other else other
+            fold //= 4
+        else:
+            part = (keys + 1) // 2
+            out = scratch_X[used : used + part]
+            for j in range(keys - part):
+                out[j] = source[j] if source[j] > source[part + j] else source[part + j]
+            if 2 * part > keys:
+                out[part - 1] = source[part - 1]
+            fold //= 2
+        source, used = out, used + part
+    return source
 
 
 @njit(cache=True, nogil=True)
@@ -134,15 +176,11 @@ def count_blocks(
 ) -> None:  # pragma: no cover - compiled
     """Counts the maxima of a tile's blocks, each of `fold` keys or fewer, by bin.
 
-    reach: no score is further from 0; 0 for weights, which are counted by their logarithms. bins_X: scratch.
+    fold: a power of two. reach: no score is further from 0; 0 for weights, which are counted by their logarithms.
+    bins_X: scratch, [2 * TILE].
     """
-    keys = scores_X.shape[0]
-    blocks = (keys + fold - 1) // fold
-    maxima = scores_X[:blocks].copy()
-    for start in range(blocks, keys, blocks):
-        part = scores_X[start : start + blocks]
-        for j in range(part.shape[0]):
-            maxima[j] = part[j] if part[j] > maxima[j] else maxima[j]
+    maxima = _fold(scores_X, fold, bins_X[TILE:].view(np.float32))
+    blocks = maxima.shape[0]
     if reach > 0:
         factor = np.float32(BINS) / (np.float32(2) * reach)
         for j in range(blocks):
@@ -162,14 +200,26 @@ def count_blocks(
 def lower_bound(
     histograms_PB: NDArray[np.int32], keep: int, reach: np.float32
 ) -> np.float32:  # pragma: no cover - compiled
-    """A score that at least `keep` keys reach; -inf where the histograms name none."""
-    counts = histograms_PB[0].copy()
-    for other in range(1, histograms_PB.shape[0]):
-        counts += histograms_PB[other]
+    """A score that at least `keep` keys reach; -inf where the histograms name none.
+
+    Histograms lie in other cores' caches, so only the upper bins are read, as far down as it takes.
+    """
+    counts = np.empty(_BINS_READ, np.int32)
     above, border = 0, BINS
     while border > 0 and above < keep:
-        border -= 1
-        above += counts[border]
+        border -= _BINS_READ
+        counts[:] = histograms_PB[0, border : border + _BINS_READ]
+        for other in range(1, histograms_PB.shape[0]):
+            counts += histograms_PB[other, border : border + _BINS_READ]
+        total = int(counts.sum())
+        if above + total < keep:
+            above += total
+            continue
+        place = _BINS_READ
+        while above < keep:
+            place -= 1
+            above += counts[place]
+        border += place
     if border == 0:
         return np.float32(-np.inf)
     if reach > 0:
@@ -185,33 +235,39 @@ def list_reaching(
     scores_X: NDArray[np.float32],
     bound: np.float32,
     first_id: int,
-    marks_X: NDArray[np.uint8],
+    words_X: NDArray[np.uint64],
     ids_X: NDArray[np.int32],
     listed_X: NDArray[np.float32],
 ) -> int:  # pragma: no cover - compiled
     """Lists the keys of a tile whose scores reach the bound, ascending, with their scores; how many they are.
 
-    marks_X: scratch, [TILE]. ids_X, listed_X: of the tile's size.
+    words_X: scratch, [TILE / 32 + 2]. ids_X, listed_X: of the tile's size.
     """
     keys = scores_X.shape[0]
-    for j in range(keys):
-        marks_X[j] = np.uint8(scores_X[j] >= bound)
-    words = (keys + 7) // 8
-    marks_X[keys : words * 8] = 0
-    eights = marks_X.view(np.uint64)
+    whole = keys // BITS
+    bits_X, begins_X = words_X[: whole + 1], words_X[whole + 1 : 2 * whole + 2]
     # Both loops write first and advance on a hit: a mispredicted branch costs more.
-    hits = np.empty(words + 1, np.int32)
     hit_words = 0
-    for word in range(words):
-        hits[hit_words] = word
-        hit_words += int(eights[word] != np.uint64(0))
-    found = 0
-    for number in range(hit_words):
-        first = 8 * hits[number]
-        for key in range(first, min(first + 8, keys)):
-            ids_X[found] = first_id + key
-            listed_X[found] = scores_X[key]
-            found += marks_X[key]
+    for word in range(whole):
+        bits = reaching_bits(scores_X.ctypes.data + 4 * BITS * word, bound)
+        bits_X[hit_words] = bits
+        begins_X[hit_words] = np.uint64(BITS * word)
+        hit_words += int(bits != np.uint64(0))
+    bits_X[hit_words] = np.uint64(0)
+    found = word = 0
+    bits = bits_X[0]
+    while word < hit_words:
+        hit = np.int64(begins_X[word] + lowest_bit(bits))
+        ids_X[found] = first_id + hit
+        listed_X[found] = scores_X[hit]
+        found += 1
+        bits &= bits - np.uint64(1)
+        word += int(bits == np.uint64(0))
+        bits = bits_X[word] if bits == np.uint64(0) else bits
+    for key in range(BITS * whole, keys):
+        ids_X[found] = first_id + key
+        listed_X[found] = scores_X[key]
+        found += int(scores_X[key] >= bound)
     return found
 
 

@@ -50,6 +50,7 @@ from index_store.index_specs import INDEX_SPECS
 from index_store.indexes.query_tables import QueryTables
 from index_store.kernels.search_threads import read_shares, search_all
 from index_store.kernels.shared_search import LINE
+from index_store.kernels.shared_words import read_word
 from index_store.kernels.table_search import TILE
 
 HEADS, GROUP, HEAD_DIM = 8, 4, 128
@@ -122,8 +123,8 @@ class Search:
         self._own = (
             np.zeros((self.plan.tiles, 3), np.int64),
             np.empty((self.plan.tiles, width), np.float32),
-            np.empty(TILE, np.uint8),
-            np.empty(TILE, np.int32),
+            np.empty(TILE // 32 + 2, np.uint64),
+            np.empty(2 * TILE, np.int32),
         )
 
     @property
@@ -184,12 +185,13 @@ def read_us(tables: Sequence[Tensor], size: int, threads: int) -> float:
         ]
         for reader in readers:
             reader.start()
-        time.sleep(0.002)
+        while read_word(words.ctypes.data) < threads - 1:
+            time.sleep(0.0001)
         begin = time.perf_counter()
         read_shares(data, share, SEARCHES, threads, 0, words)
-        for reader in readers:
-            reader.join()
         results.append((time.perf_counter() - begin) / SEARCHES * 1e6)
+        for reader in readers:  # takes longer than reading does
+            reader.join()
     return statistics.median(results)
 
 

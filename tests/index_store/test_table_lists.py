@@ -33,7 +33,7 @@ def test_a_bound_leaves_the_keys_that_are_kept_and_few_others(case: str) -> None
         keep = keys // 2
     parts = [scores[first : first + TILE] for first in range(0, keys, TILE)]
     histograms = np.empty((len(parts), BINS), np.int32)
-    bins = np.empty(TILE, np.int32)
+    bins = np.empty(2 * TILE, np.int32)
     for part, histogram in zip(parts, histograms, strict=True):
         count_blocks(part, fold_of(keys, keep), reach, bins, histogram)
     bound = lower_bound(histograms, keep, reach)
@@ -42,12 +42,12 @@ def test_a_bound_leaves_the_keys_that_are_kept_and_few_others(case: str) -> None
     if case != "equal":
         assert reaching < 1.4 * keep
     ids, listed = np.empty(3 * TILE, np.int32), np.empty(3 * TILE, np.float32)
-    marks = np.empty(TILE, np.uint8)
+    words = np.empty(TILE // 32 + 2, np.uint64)
     counts = np.zeros(len(parts), np.int64)
     for number, part in enumerate(parts):
         first = number * TILE
         own = slice(first, first + len(part))
-        counts[number] = list_reaching(part, bound, first, marks, ids[own], listed[own])
+        counts[number] = list_reaching(part, bound, first, words, ids[own], listed[own])
     out = np.empty(keys, np.int32)
     kept = best_listed(ids, listed, counts, keep, out)
     # A stable sort gives ties to lower ids.
