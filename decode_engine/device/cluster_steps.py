@@ -132,7 +132,8 @@ def device_clusters(context: ResidentContext, spec: IndexSpec, layer: int) -> De
     dtype = context.kv(layer).dtype
 
     def make() -> DeviceClusters:
-        return DeviceClusters.of(context.index(spec.name, layer).arrays(), dtype, context.device)
+        sinks = ClusterParameters.parse(spec.parameters).sinks
+        return DeviceClusters.of(context.index(spec.name, layer).arrays(), sinks, dtype, context.device)
 
     return context.derived(("device_clusters", spec.name, layer), make)
 

@@ -96,7 +96,10 @@ def cluster_logits(q_GD: Tensor, clusters: DeviceClusters, head: int, scale: flo
 
 
 def select_clusters_reference(q_GD: Tensor, sequence: ListedSequence, head: int, scale: float) -> Tensor:
-    """The selected clusters of a row, ascending, [count] int64: whole ones from the heaviest on up to the budget."""
+    """The selected clusters of a row, ascending, [count] int64: whole ones from the heaviest on up to the budget.
+
+    Only keys of the searched range count.
+    """
     clusters = sequence.clusters
     if clusters is None:
         return torch.empty(0, dtype=torch.int64)
@@ -104,7 +107,10 @@ def select_clusters_reference(q_GD: Tensor, sequence: ListedSequence, head: int,
     sizes = clusters.sizes_HC[head].long()
     weights = ((logits + sizes.log()).softmax(-1) / sizes.clamp(min=1)).mean(0).log2()
     order = weights.argsort(descending=True)
-    reached = sizes[order].cumsum(0)
+    ids = torch.arange(clusters.assignment_HN.shape[1], device=sizes.device)
+    outside = clusters.assignment_HN[head, (ids < sequence.first) | (ids >= sequence.end)].long()
+    counted = sizes - outside[outside >= 0].bincount(minlength=len(sizes))
+    reached = counted[order].cumsum(0)
     if int(reached[-1]) <= sequence.keep:
         chosen = order
     else:

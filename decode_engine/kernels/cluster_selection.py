@@ -3,11 +3,13 @@
 A cluster's weight is the mean over the group's heads of S = exp(q.c) / sum_j N_j exp(q.c_j) (Squeezed Attention eq. 1,
 Multipole Attention section 3.2). The threshold is bisected, so a budget is never exceeded and nothing is sorted; by how
 little it is missed is a matter of the last cluster. Where the heaviest cluster alone exceeds it, none is selected.
+Only searched keys count: of clusters that also hold recent ones, fewer than are listed (`cluster_budget`).
 
 A row's programs all find the same threshold, each on its own: that takes less time than to wait for one that does.
 Then each lists the members of its share of the clusters, at a place that follows from those before it.
 
-Shape legend: B sequences, H KV heads, R = B * H rows, G group heads, C clusters, P programs per row, W keys of a list.
+Shape legend: B sequences, H KV heads, R = B * H rows, G group heads, C clusters, P programs per row, W keys of a list,
+O clusters that a program owns.
 """
 
 from __future__ import annotations
@@ -19,20 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from decode_engine.kernels.cluster_budget import any_outside, count_searched
 from decode_engine.kernels.cluster_tables import ClusterScores
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.partials import Partials, chained, wait_for_launch
-from decode_engine.kernels.records import (
-    CLUSTERS,
-    END,
-    FIRST,
-    KEEP,
-    KEYS,
-    MEMBERS,
-    OFFSETS,
-    SIZES,
-    field,
-)
+from decode_engine.kernels.records import CLUSTERS, END, FIRST, KEEP, KEYS, MEMBERS, OFFSETS, SIZES, field
 
 _CLUSTERS = tl.constexpr(CLUSTERS)
 _END = tl.constexpr(END)
@@ -58,12 +51,14 @@ _AT_ONCE = 16384
 
 @dataclass(frozen=True, slots=True)
 class SelectionBuffers:
-    """What programs of a row leave for themselves. chosen_RPO, places_RPO: [R, P, owned clusters] int32, selected
-    clusters and where their members go. weights_RC: [R, C] int32, the bits of float32 weights, in the same order."""
+    """What programs of a row leave for themselves. chosen_RPO, places_RPO: [R, P, O] int32, selected clusters and where
+    their members go. weights_RC: [R, C] int32, the bits of float32 weights, in the same order. searched_RPC: [R, P, C]
+    int32, searched keys of every cluster, used while there are others."""
 
     chosen_RPO: Tensor
     places_RPO: Tensor
     weights_RC: Tensor
+    searched_RPC: Tensor
 
     @staticmethod
     def allocate(rows: int, width: int, device: torch.device | str) -> SelectionBuffers:
@@ -73,6 +68,7 @@ class SelectionBuffers:
             torch.empty(rows, programs, own, dtype=torch.int32, device=device),
             torch.empty(rows, programs, own, dtype=torch.int32, device=device),
             torch.empty(rows, width, dtype=torch.int32, device=device),
+            torch.empty(rows, programs, width, dtype=torch.int32, device=device),
         )
 
 
@@ -87,7 +83,7 @@ def select_clusters(
     """Fills `lists`, one segment a row, with the members of selected clusters.
 
     partials: the first `splits` slots are those of the lookup that filled `scores`. Members outside the searched range
-    are -1; they count for the budget.
+    are -1, and do not count for the budget.
     """
     rows, width, group = scores.logits_RCG.shape
     _, programs, own = buffers.chosen_RPO.shape
@@ -100,6 +96,7 @@ def select_clusters(
         buffers.weights_RC,
         buffers.chosen_RPO,
         buffers.places_RPO,
+        buffers.searched_RPC,
         lists.ids_RPW,
         lists.counts_RP,
         width,
@@ -268,7 +265,7 @@ def cut(
     RANGE: tl.constexpr,
     TURNS: tl.constexpr,
 ) -> tl.tensor:
-    """The weight from which on clusters are selected, and the keys of selected clusters of programs before this one."""
+    """The weight from which on clusters are selected."""
     above = heaviest + 1
     below = tl.maximum(above - (RANGE << 23), 0)
     lowest = below * 0
@@ -283,11 +280,7 @@ def cut(
         over = number > keep
         below = tl.where(over, middle, below)
         above = tl.where(over, above, middle)
-    threshold = tl.where(every <= keep, lowest, above)
-    before = keys_from(
-        weights, sizes, weights_ptr, sizes_ptr, clusters, threshold, program, programs, BLOCK, SINGLE, False
-    )
-    return threshold, before
+    return tl.where(every <= keep, lowest, above)
 
 
 @triton.jit
@@ -324,6 +317,7 @@ def select_kernel(
     weights_ptr: tl.tensor,
     chosen_ptr: tl.tensor,
     places_ptr: tl.tensor,
+    searched_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     width: tl.tensor,
@@ -358,8 +352,14 @@ def select_kernel(
     sizes_ptr = field(records_ptr, b, _SIZES).to(tl.pointer_type(tl.int32)) + head * clusters
     offsets_ptr = field(records_ptr, b, _OFFSETS).to(tl.pointer_type(tl.int32)) + head * (clusters + 1)
     members_ptr = field(records_ptr, b, _MEMBERS).to(tl.pointer_type(tl.int32)) + head * keys
+    counted_ptr = searched_ptr + (row.to(tl.int64) * programs + program) * width
+    differ = any_outside(records_ptr, b)
+    if differ:
+        count_searched(records_ptr, b, head, sizes_ptr, counted_ptr, clusters, AT_ONCE)
+    else:
+        counted_ptr = sizes_ptr
     at = tl.arange(0, BLOCK)
-    sizes = tl.load(sizes_ptr + at, mask=at < clusters, other=0)
+    sizes = tl.load(counted_ptr + at, mask=at < clusters, other=0)
     wait_for_launch(CHAINED)
     logits_row = logits_ptr + row.to(tl.int64) * width * GROUP
     weights_row = weights_ptr + row.to(tl.int64) * width
@@ -367,10 +367,16 @@ def select_kernel(
     weights, heaviest = weigh_all(
         logits_row, weights_row, normaliser, clusters, GROUP, HEADS_TILE, BLOCK, SINGLE, CHUNK
     )
-    threshold, before = cut(
-        weights, sizes, weights_row, sizes_ptr, clusters, heaviest, keep, program, programs,
+    threshold = cut(
+        weights, sizes, weights_row, counted_ptr, clusters, heaviest, keep, program, programs,
         BLOCK, SINGLE, RANGE, TURNS,
     )  # fmt: skip
+    if differ:
+        sizes = tl.load(sizes_ptr + at, mask=at < clusters, other=0)
+    # What programs before this one list.
+    before = keys_from(
+        weights, sizes, weights_row, sizes_ptr, clusters, threshold, program, programs, BLOCK, SINGLE, False
+    )
     lane = tl.arange(0, OWN)
     owned = ((lane // 16) * programs + program) * 16 + lane % 16
     own_weights = tl.load(weights_row + owned, mask=owned < clusters, other=0)

@@ -25,7 +25,8 @@ class DeviceClusters:
     sizes_HC: [H, C] int32. offsets_HC: [H, C + 1] and members_HN: [H, N] int32, the keys of each cluster.
     assignment_HN: [H, N] int32, the cluster of every key, -1 for keys in none. variances: bytes, [H, C, d] int8
     followed by the units [H, C] float32 that they count; None without. A byte per number is enough, since the sum over
-    the dimensions weighs large variances most and these are the most precise: it is off by about 1e-3.
+    the dimensions weighs large variances most and these are the most precise: it is off by about 1e-3. unclustered: so
+    many of the first keys are in no cluster.
     """
 
     means_HCD: Tensor
@@ -34,11 +35,17 @@ class DeviceClusters:
     offsets_HC: Tensor
     members_HN: Tensor
     assignment_HN: Tensor
-    variances: Tensor | None = None
+    variances: Tensor | None
+    unclustered: int
 
     @staticmethod
-    def of(arrays: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str) -> DeviceClusters:
-        """Of the arrays of an index of kind `key_clusters`; vectors are rounded to `dtype`."""
+    def of(
+        arrays: Mapping[str, Tensor], sinks: int, dtype: torch.dtype, device: torch.device | str
+    ) -> DeviceClusters:
+        """Of the arrays of an index of kind `key_clusters`, which left so many sinks out.
+
+        Vectors are rounded to `dtype`.
+        """
         counts = arrays["counts"].to(device)
         variances = arrays.get("variances")
         return DeviceClusters(
@@ -49,6 +56,7 @@ class DeviceClusters:
             arrays["members"].to(device).contiguous(),
             arrays["assignment"].to(device).contiguous(),
             None if variances is None else _in_bytes(variances.to(device)),
+            sinks,
         )
 
     def fields(self) -> dict[int, int]:
@@ -62,6 +70,7 @@ class DeviceClusters:
             records.ASSIGNMENT: self.assignment_HN.data_ptr(),
             records.VARIANCES: 0 if self.variances is None else self.variances.data_ptr(),
             records.CLUSTERS: self.sizes_HC.shape[1],
+            records.UNCLUSTERED: self.unclustered,
         }
 
     def variances_HCD(self) -> Tensor | None:

@@ -30,7 +30,9 @@ TABLES, TABLE_ROW, CENTROIDS, SCALES = 10, 11, 12, 13
 CODES, CODEBOOKS = 14, 15
 """Product codes [H, N, m] uint8, codebooks [H, m, W, d/m] float32."""
 MEANS, VALUE_MEANS, SIZES, OFFSETS, MEMBERS, ASSIGNMENT, VARIANCES, CLUSTERS = range(16, 24)
-"""Clusters of keys: see `cluster_tables.DeviceClusters`; CLUSTERS is their number."""
+UNCLUSTERED = 30
+"""Clusters of keys: see `cluster_tables.DeviceClusters`; CLUSTERS is their number. Keys before UNCLUSTERED are in
+none."""
 SLOTS, SLOT_HEAD, TAGS, STAMPS, TALLIES, SETS = range(24, 30)
 """A session's slot cache of the layer (`slot_cache.SlotCache`): address of its rows [H, slots, 2, d], bytes from one KV
 head to the next, addresses of tags and stamps [H, slots] int32 and of tallies [H, 8] int64, and its number of sets. All

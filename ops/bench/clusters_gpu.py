@@ -119,7 +119,7 @@ class Bench:
             arrays = build_device_clusters(
                 kv, blocks, metric="cosine", iterations=10, moments="diagonal", seed=0
             )
-            made = DeviceClusters.of(arrays, DTYPE, "cuda")
+            made = DeviceClusters.of(arrays, SINKS, DTYPE, "cuda")
         return ListedSequence(kv, self.tail[b], TAIL, SINKS, self.length - RECENT, self.budget, made)
 
     def _random_list(self) -> KeyLists:

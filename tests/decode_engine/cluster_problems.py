@@ -87,7 +87,7 @@ def make_problem(
                 min(SINKS, length),
                 max(min(SINKS, length), length - recent),
                 budget,
-                DeviceClusters.of(made, dtype, device),
+                DeviceClusters.of(made, SINKS, dtype, device),
             )
         )
     q = sharpness * torch.randn(heads * len(lengths), group, head_dim, generator=generator)

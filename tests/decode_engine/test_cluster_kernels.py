@@ -5,6 +5,8 @@ Without a CUDA device they run in Triton's interpreter.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from decode_engine.kernels.cluster_lookup import look_up, lookup_slots
 from decode_engine.kernels.cluster_reference import (
     attend_lists_reference,
     cluster_logits,
+    records_of,
     remainder_reference,
     select_clusters_reference,
 )
@@ -23,12 +26,15 @@ from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.partials import LOG2E, Partials, merge_partials
 from decode_engine.kernels.sparse_attention import MONOPOLE, SUMS, TakeOut, attend_lists, list_programs
 from index_store.attention_state import AttentionState
+from index_store.budgets.base import best_keys
 from index_store.clusters import Clusters, Piece
 from index_store.errors import InvalidArgumentError
+from index_store.index_specs import INDEX_SPECS
 from index_store.indexes.cluster_building import divide
 from index_store.indexes.cluster_parameters import ClusterParameters
+from index_store.indexes.key_clusters import KeyClusters
 from index_store.remainders import REMAINDERS, ExactKeys
-from tests.decode_engine.cluster_problems import Problem, make_problem, random_lists, relative_error
+from tests.decode_engine.cluster_problems import SINKS, Problem, make_problem, random_lists, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = [
@@ -204,12 +210,47 @@ def test_selection(budget: int, per_cluster: int) -> None:
         chosen = select_clusters_reference(problem.q_RGD[row], sequence, head, problem.scale)
         assignment = sequence.clusters.assignment_HN[head]
         members = torch.isin(assignment, chosen.int()).nonzero()[:, 0].cpu()
-        assert int(lists.counts_RP[row]) == len(members) <= max(budget, 0)
+        assert int(lists.counts_RP[row]) == len(members)
         searched = members[(members >= sequence.first) & (members < sequence.end)]
+        assert len(searched) <= budget
         assert lists.of_row(row).cpu().sort().values.tolist() == searched.tolist()
         listed += len(searched)
     if budget > 100 or (budget == 100 and per_cluster == 7):
         assert listed > 150
+
+
+@pytest.mark.parametrize(("recent", "first"), [(100, SINKS), (0, 90), (40, 40), (0, SINKS)])
+@pytest.mark.parametrize("budget", [40, 77, 1000])
+def test_only_searched_keys_use_up_the_budget(
+    budget: int, recent: int, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The selected clusters are those of the general path, which cuts one more where the budget ends."""
+    problem = make_problem([230, 160], group=3, recent=recent, budget=budget, sharpness=3.0, device=DEVICE)
+    sequences = [replace(sequence, first=first) for sequence in problem.sequences if sequence is not None]
+    problem = replace(problem, sequences=tuple(sequences), records_BF=records_of(sequences, DEVICE))
+    lists = select(problem)
+    monkeypatch.setattr("decode_engine.kernels.cluster_selection._AT_ONCE", 16)
+    in_parts = select(problem)
+    parameters = ClusterParameters.parse(INDEX_SPECS["key_clusters"].parameters)
+    for row in range(problem.rows):
+        sequence, head = sequences[row // problem.heads], row % problem.heads
+        arrays = {
+            name: array[head : head + 1] for name, array in problem.arrays[row // problem.heads].items()
+        }
+        queries = problem.q_RGD[row].float().cpu()[None, None] * problem.scale
+        ranking = KeyClusters(parameters, arrays).rank(queries, first, sequence.end, None, {})
+        selection = best_keys(ranking, budget, "average")
+        wanted = set(selection.ids_HTK[0, 0, : int(selection.counts_HT[0, 0])].tolist())
+        found = set(lists.of_row(row).tolist())
+        assert found <= wanted
+        left = [int(arrays["assignment"][0, key]) for key in wanted - found]
+        assert len(set(left)) <= 1
+        for cluster in set(left):
+            members = (arrays["assignment"][0] == cluster).nonzero()[:, 0]
+            searched = int(((members >= first) & (members < sequence.end)).sum())
+            assert len(found) + searched > budget
+        assert sorted(found) == in_parts.of_row(row).sort().values.tolist()
+        assert len(found) > min(budget, 60) - 20
 
 
 def test_a_selection_among_more_clusters_than_a_program_holds(monkeypatch: pytest.MonkeyPatch) -> None:

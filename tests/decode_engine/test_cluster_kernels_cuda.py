@@ -132,7 +132,7 @@ def test_contexts_of_a_million_tokens_and_more(length: int) -> None:
         kv, divide_keys(length, 16, 8192, 8), metric="cosine", iterations=1, moments="diagonal", seed=0
     )
     tail = torch.randn(heads, 3000, 2, D, device="cuda").to(torch.bfloat16)
-    clusters = DeviceClusters.of(arrays, torch.bfloat16, "cuda")
+    clusters = DeviceClusters.of(arrays, 8, torch.bfloat16, "cuda")
     sequence = ListedSequence(kv, tail, 3000, 8, length - 100, 5000, clusters)
     records = records_of([sequence], "cuda")
     q = 2 * torch.randn(1, heads, G, D, device="cuda").to(torch.bfloat16)
