@@ -120,7 +120,8 @@ class HostLayers:
         locker = default_page_locker() if on_gpu else None
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         self._blocks = [HostBlock(nbytes, locker, huge_pages=True) for _ in range(layers)]
-        self._kv: list[Tensor | None] = [block.take(shape, dtype) for block in self._blocks]
+        with torch.inference_mode(False):  # other threads write to what is made here, in any mode
+            self._kv: list[Tensor | None] = [block.take(shape, dtype) for block in self._blocks]
         heads, count, two, head_dim = shape
         largest = (heads, min(block_tokens, count), two, head_dim)
         self._reader = BlockReader(largest, dtype, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +78,22 @@ def test_blocks_of_host_memory_give_the_same_bits_as_the_same_blocks_on_the_devi
     expected = captured(folder, device, None)
     for ours, theirs in zip(found, expected, strict=True):
         assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_capture_made_in_inference_mode_is_written_to_by_other_threads(device: str) -> None:
+    with torch.inference_mode():
+        capture = Capture(
+            replace(LLAMA, layers=2), TOKENS, torch.float16, plan_sample(TOKENS, [], 9, 0), device, 16
+        )
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(capture.kv(1).zero_).result()
+        capture.begin_context_chunk(0, 5)
+        heads = (torch.ones(count, 5, 128, device=device) for count in (32, 8, 8))
+        capture.attend(1, *heads)
+        capture.settle()
+        assert bool((capture.kv_on_device(1)[:, :5] == 1).all())
+    capture.close()
 
 
 def test_other_blocks_differ_by_rounding_alone(folder: Path) -> None:
