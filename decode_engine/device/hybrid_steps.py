@@ -19,7 +19,7 @@ from decode_engine.device.step_attention import StepPlan
 from decode_engine.kernels.gather_rows import CopyShape
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.slot_cache import SlotCache
-from decode_engine.kernels.slot_fetch import FetchBuffers, fetch_rows
+from decode_engine.kernels.slot_fetch import FetchBuffers, fetch_rows, find_programs
 from index_store.context import ResidentContext
 from index_store.errors import InvalidArgumentError
 from index_store.methods import Method
@@ -40,7 +40,7 @@ class HybridSteps(ListedSteps):
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
         self._fetch = FetchBuffers.allocate(plan.rows, plan.max_keys, plan.device)
-        found = (plan.model.layers, *self._fetch.segments_RX2.shape)
+        found = (plan.model.layers, plan.rows, find_programs(plan.rows, plan.max_keys), 2)
         self._found_LRX2 = torch.zeros(found, dtype=torch.int32, device=plan.device)
         self._row_bytes = 2 * plan.model.head_dim * plan.dtype.itemsize
 

@@ -1,12 +1,13 @@
 """Finds the rows that a step attends to in its slot caches, and fetches those that are missing from host memory.
 
 Many rows that a step attends to in the context (listed by searches, sinks, recent window) were attended in the step
-before. Which ones are there is found on the device, in two launches of fixed shape, for a graph that serves any step:
+before. Which ones are there is found on the device, in three launches of fixed shape, for a graph that serves any step:
 
-1. find: joins the segments of every row's list, looks every key up, stamps the slots of those that are there with the
-   step's number, and lists the others.
-2. fetch: every missing key claims a slot of its set that this step does not use, the one used longest ago first, and
-   its row is read from host memory into it.
+1. find: joins the segments of every row's list, looks every key up, and stamps the slots of those that are there with
+   the step's number.
+2. claim: every other key claims a slot of its set that this step does not use, the one used longest ago first, and its
+   row is put on one list of copies.
+3. copy: the rows are read from host memory (`gather_rows`).
 
 Then every entry has a location: a slot, or -1 for "read it at its own address" where no slot was found. Either way
 attention reads the same bytes, so that its result is the same bit for bit.
@@ -17,27 +18,27 @@ the slot.
 
 - Programs of find only read tags, and write s into stamps. Several entries may stamp a slot, always with s, so the
   order does not matter.
-- fetch begins when find has ended: all slots that hold a wanted row carry s and cannot be evicted. A claim is an atomic
+- claim begins when find has ended: all slots that hold a wanted row carry s and cannot be evicted. A claim is an atomic
   maximum of the stamp and s; whoever is told a number below s owns the slot for this step, and everyone else is told s
   and tries another way. So every slot has at most one new owner, whichever programs, or threads of one program, claim
   slots of one set at once. Stamps that were read a moment ago may be outdated in one direction only: a slot that seemed
-  free is taken. A key gives up when all ways of its set are taken. Only owners write tags, rows and locations, each row
-  once. So of m missing keys of a set with f ways that are not in use, min(m, f) are copied, into the ways used longest
-  ago; which keys these are depends on the race when f < m, the numbers and the result do not. Among ways used equally
-  long ago every key begins at another one, so that few claims fail.
-- Attention begins when fetch has ended.
+  free is taken. A key gives up when all ways of its set are taken. Only owners write tags and locations, and put their
+  row on the list, each row once. So of m missing keys of a set with f ways that are not in use, min(m, f) are copied,
+  into the ways used longest ago; which keys these are depends on the race when f < m, the numbers and the result do
+  not. Among ways used equally long ago every key begins at another one, so that few claims fail.
+- Attention begins when copy has ended.
 - What one launch reads and changes at once is kept twice: the number of the step (find writes CURRENT and reads DONE,
-  fetch the other way round).
+  claim the other way round).
 
 Rows of a batch may share a cache, as sessions of one context do. They count one step together, and a key that both
 miss is copied twice, into slots of which the second is found no more and leaves in its turn.
 
 Cost: 80 bytes per wanted row, most of it tags and from the second-level cache; per missing row 64 bytes of stamps, and
-the row over PCIe, which takes the time and is busy with few programs of one warp each. Rows are fetched in the order in
-which they lie; how fast depends on whether the host's memory was read there lately (docs/offload.md).
+the row over PCIe, which takes the time. That is why copies have a launch of their own, which does nothing else: PCIe
+idles while a program that is to copy still claims. Copies are listed ascending inside a program of claim.
 
 Shape legend: B sequences, H KV heads, R = B * H rows, N keys of the longest context, X programs that look a row's keys
-up.
+up, C copies that there is room for.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ import triton.language as tl
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.gather_rows import CopyShape, check_shape, row_words
+from decode_engine.kernels.gather_rows import CopyShape, RowCopies, check_shape, copy_rows
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.list_entries import context_entries, entry_ids, join, listed_keys, share_of
-from decode_engine.kernels.partials import chained, let_next_begin, wait_alone, wait_for_launch
+from decode_engine.kernels.partials import chained, wait_for_launch
 from decode_engine.kernels.records import field
 from decode_engine.kernels.slot_cache import BYPASSED, CURRENT, DONE, REUSED, TALLIES, WANTED, WAYS
 from index_store.errors import InvalidArgumentError
+from index_store.slot_memory import slots_per_head
 
 _KV = tl.constexpr(records.KV)
 _SLOTS = tl.constexpr(records.SLOTS)
@@ -73,10 +75,11 @@ _BYPASSED = tl.constexpr(BYPASSED)
 _WAYS = tl.constexpr(WAYS)
 _CHUNK = tl.constexpr(128)
 _TILE = 64
-_WORD = 4
 _FIND_PROGRAMS = 512
 """Of all rows together."""
 _FETCH = CopyShape(programs=132)
+_LEAST_COPIES = 4096
+"""Of a row that there is room for, unless it has fewer keys: caches of short contexts may be larger than usual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +87,18 @@ class FetchBuffers:
     """What the launches leave each other, shared by all layers.
 
     locations_RN: [R, N] int32, one for every entry of a row, the listed keys and then those always attended: a slot, or
-    -1. misses_RN: [R, N] int32, entries that were not in the cache. segments_RX2: [R, X, 2] int32, how many of these
-    each program has listed, and where the first one stands.
+    -1. copies: of missing rows, at most C.
     """
 
     locations_RN: Tensor
-    misses_RN: Tensor
-    segments_RX2: Tensor
+    copies: RowCopies
 
     @staticmethod
     def allocate(rows: int, keys: int, device: torch.device | str) -> FetchBuffers:
-        """keys: of the longest context."""
+        """keys: of the longest context. There is room for copies into as many slots as its caches have."""
+        room = rows * min(keys, max(_LEAST_COPIES, slots_per_head(keys)))
         return FetchBuffers(
-            torch.empty(rows, keys, dtype=torch.int32, device=device),
-            torch.empty(rows, keys, dtype=torch.int32, device=device),
-            torch.zeros(rows, find_programs(rows, keys), 2, dtype=torch.int32, device=device),
+            torch.empty(rows, keys, dtype=torch.int32, device=device), RowCopies.allocate(room, device)
         )
 
 
@@ -116,20 +116,20 @@ def fetch_rows(
 
     joined_RN: [R, N] int32, set to every row's listed keys and then those always attended; locations belong to these.
     row_bytes: of keys and values of one token and KV head. shape: of the launch that reads host memory. Rows of
-    sessions without a cache stay where they are. found_RX2: [R, X, 2] int32, set to how many of a row's keys each of
-    the X `find_programs` found in no slot, and in one. Fixed launches, which never wait for the device.
+    sessions without a cache stay where they are, and so do missing rows beyond the room for copies. found_RX2: [R, X,
+    2] int32, set to how many of a row's keys each of the X `find_programs` found in no slot, and in one. Fixed
+    launches, which never wait for the device.
     Raises InvalidArgumentError for shapes that do not fit.
     """
     rows, segments, width = lists.ids_RPW.shape
-    if not joined_RN.shape == buffers.locations_RN.shape == buffers.misses_RN.shape or len(joined_RN) != rows:
+    if joined_RN.shape != buffers.locations_RN.shape or len(joined_RN) != rows:
         raise InvalidArgumentError(
             f"lists of {rows} rows are joined into {tuple(joined_RN.shape)} and located in "
             f"{tuple(buffers.locations_RN.shape)}"
         )
-    programs, heads = buffers.segments_RX2.shape[1], rows // len(records_BF)
-    if found_RX2 is not None and (
-        found_RX2.shape != buffers.segments_RX2.shape or not found_RX2.is_contiguous()
-    ):
+    room = joined_RN.shape[1]
+    programs, heads = find_programs(rows, room), rows // len(records_BF)
+    if found_RX2 is not None and (found_RX2.shape != (rows, programs, 2) or not found_RX2.is_contiguous()):
         raise InvalidArgumentError(
             f"counts of found keys have shape {tuple(found_RX2.shape)}, expected [{rows}, {programs}, 2] in one piece"
         )
@@ -141,11 +141,10 @@ def fetch_rows(
         lists.counts_RP,
         joined_RN,
         buffers.locations_RN,
-        buffers.misses_RN,
-        buffers.segments_RX2,
+        buffers.copies.count_1,
         found_RX2,
         width,
-        joined_RN.shape[1],
+        room,
         HEADS=heads,
         SEGMENTS=segments,
         SEGMENTS_TILE=triton.next_power_of_2(segments),
@@ -153,24 +152,26 @@ def fetch_rows(
         num_warps=4,
         **chained(records_BF.device),
     )
-    fetch_kernel[(shape.programs,)](
+    claim_kernel[(programs, rows)](
         records_BF,
+        lists.counts_RP,
         joined_RN,
         buffers.locations_RN,
-        buffers.misses_RN,
-        buffers.segments_RX2,
-        joined_RN.shape[1],
-        rows,
+        buffers.copies.sources_C,
+        buffers.copies.targets_C,
+        buffers.copies.count_1,
+        len(buffers.copies.sources_C),
+        width,
+        room,
         HEADS=heads,
-        PROGRAMS=programs,
-        SEGMENTS_TILE=triton.next_power_of_2(rows * programs),
-        ROWS_TILE=triton.next_power_of_2(rows),
+        SEGMENTS=segments,
+        SEGMENTS_TILE=triton.next_power_of_2(segments),
         ROW_BYTES=row_bytes,
-        WORDS=row_bytes // _WORD,
-        TILE=shape.tile,
-        num_warps=shape.warps,
+        TILE=_TILE,
+        num_warps=4,
         **chained(records_BF.device),
     )
+    copy_rows(buffers.copies, row_bytes, shape)
     return buffers.locations_RN
 
 
@@ -218,8 +219,7 @@ def find_kernel(
     counts_ptr: tl.tensor,
     joined_ptr: tl.tensor,
     locations_ptr: tl.tensor,
-    misses_ptr: tl.tensor,
-    segments_ptr: tl.tensor,
+    copies_ptr: tl.tensor,
     found_ptr: tl.tensor,
     width: tl.tensor,
     room: tl.tensor,
@@ -241,7 +241,6 @@ def find_kernel(
     ids_ptr += row.to(tl.int64) * SEGMENTS * width
     joined_ptr += row.to(tl.int64) * room
     locations_ptr += row.to(tl.int64) * room
-    misses_ptr += row.to(tl.int64) * room
     ways = tl.arange(0, _WAYS)
     wait_for_launch(CHAINED)
     counts = listed_keys(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
@@ -256,7 +255,8 @@ def find_kernel(
         tl.store(tallies_ptr + _CURRENT, step.to(tl.int64), mask=cached)
     keys = tl.zeros([TILE], tl.int32)
     reused = tl.zeros([TILE], tl.int32)
-    missed = begin * 0
+    if (tl.program_id(0) == 0) & (row == 0):
+        tl.store(copies_ptr, 0)
     for at in range(begin, stop, TILE):
         entry = at + tl.arange(0, TILE)
         ids = entry_ids(joined_ptr, entry, listed, entries, first, end)
@@ -270,12 +270,8 @@ def find_kernel(
         slot = set_slots + way
         tl.store(stamps_ptr + slot, tl.zeros([TILE], tl.int32) + step, mask=there)
         tl.store(locations_ptr + entry, tl.where(there, slot, -1), mask=entry < stop)
-        missing = (sought & (way == _WAYS)).to(tl.int32)
-        tl.store(misses_ptr + begin + missed + tl.cumsum(missing, 0) - missing, entry, mask=missing > 0)
-        missed += tl.sum(missing, 0)
         keys += (ids >= 0).to(tl.int32)
         reused += there.to(tl.int32)
-    store_pair(segments_ptr, row, missed, begin)
     if found_ptr is not None:
         # Behind entries of -1 there may be no room for all keys: attention reads the others from host memory.
         beyond = tl.where(tl.program_id(0) == 0, listed + always - entries, 0)
@@ -312,86 +308,67 @@ def claim_slots(
     return owned
 
 
-@triton.jit
-def missed_entries(
-    segments_ptr: tl.tensor,
-    counts: tl.tensor,
-    ends: tl.tensor,
-    item: tl.tensor,
-    inside: tl.tensor,
-    PROGRAMS: tl.constexpr,
-) -> tl.tensor:
-    """Row and place in its list of misses of every item; counts and their running sum are all segments'."""
-    passed = item[:, None] >= ends[None, :]
-    segment = tl.where(inside, tl.sum(passed.to(tl.int32), 1), 0)
-    ahead = tl.sum(tl.where(passed, counts[None, :], 0), 1)
-    begin = tl.load(segments_ptr + segment * 2 + 1, mask=inside, other=0)
-    return segment // PROGRAMS, begin + item - ahead
-
-
-@triton.jit(do_not_specialize=["room", "rows"])
-def fetch_kernel(
+@triton.jit(do_not_specialize=["copies_room", "width", "room"])
+def claim_kernel(
     records_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
     joined_ptr: tl.tensor,
     locations_ptr: tl.tensor,
-    misses_ptr: tl.tensor,
-    segments_ptr: tl.tensor,
+    sources_ptr: tl.tensor,
+    targets_ptr: tl.tensor,
+    copies_ptr: tl.tensor,
+    copies_room: tl.tensor,
+    width: tl.tensor,
     room: tl.tensor,
-    rows: tl.tensor,
     HEADS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     SEGMENTS_TILE: tl.constexpr,
-    ROWS_TILE: tl.constexpr,
     ROW_BYTES: tl.constexpr,
-    WORDS: tl.constexpr,
     TILE: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Programs take turns over the misses of all rows, row after row."""
-    every = tl.arange(0, SEGMENTS_TILE)
-    wait_alone(CHAINED)
-    counts = tl.load(segments_ptr + every * 2, mask=every < rows * PROGRAMS, other=0)
-    ends = tl.cumsum(counts, 0)
-    total = tl.sum(counts, 0)
-    if tl.program_id(0) == 0:
-        row = tl.arange(0, ROWS_TILE)
-        end_steps(records_ptr, row, row < rows, HEADS)
-    for at in range(tl.program_id(0) * TILE, total, tl.num_programs(0) * TILE):
-        item = at + tl.arange(0, TILE)
-        inside = item < total
-        row, place = missed_entries(segments_ptr, counts, ends, item, inside, PROGRAMS)
-        before = row.to(tl.int64) * room
-        at_entry = before + tl.load(misses_ptr + before + place, mask=inside, other=0)
-        ids = tl.load(joined_ptr + at_entry, mask=inside, other=0)
-        b = row // HEADS
-        head = (row % HEADS).to(tl.int64)
-        source = field(records_ptr, b, _KV) + head * field(records_ptr, b, _KV + 1)
-        target = field(records_ptr, b, _SLOTS) + head * field(records_ptr, b, _SLOTS + 1)
-        sets = field(records_ptr, b, _SETS)
-        set_slots = first_slots(ids, sets, _WAYS)
-        slots = head * sets * _WAYS
-        tallies_ptr = head_pointer(records_ptr, b, head * _TALLY, _TALLIES, tl.int64)
-        step = tl.load(tallies_ptr + _CURRENT, mask=inside, other=0).to(tl.int32)
-        stamps_ptr = head_pointer(records_ptr, b, slots + set_slots, _STAMPS, tl.int32)
-        way = claim_slots(tl.multiple_of(stamps_ptr, 16), ids, inside, step, TILE, _WAYS)
-        owner = way >= 0
-        slot = set_slots + way
-        from_ptr = row_words(source + ids.to(tl.int64) * ROW_BYTES, WORDS)
-        words = tl.load(from_ptr, mask=owner[:, None], other=0)
-        tl.store(head_pointer(records_ptr, b, slots + slot, _TAGS, tl.int32), ids + 1, mask=owner)
-        tl.store(locations_ptr + at_entry, slot, mask=owner)
-        tl.store(row_words(target + slot.to(tl.int64) * ROW_BYTES, WORDS), words, mask=owner[:, None])
-        one = tl.full([TILE], 1, tl.int64)
-        tl.atomic_add(tallies_ptr + _BYPASSED, one, mask=inside & (way < 0), sem="relaxed")
-    let_next_begin(CHAINED)
-
-
-@triton.jit
-def end_steps(records_ptr: tl.tensor, row: tl.tensor, present: tl.tensor, HEADS: tl.constexpr) -> None:
-    """Counts the step of every row that has a cache as done."""
-    row = tl.where(present, row, 0)
+    """One program per (share of a row's entries but the tail, row)."""
+    row = tl.program_id(1)
     b = row // HEADS
-    tallies_ptr = head_pointer(records_ptr, b, (row % HEADS).to(tl.int64) * _TALLY, _TALLIES, tl.int64)
-    cached = present & (field(records_ptr, b, _SETS) > 0)
-    current = tl.load(tallies_ptr + _CURRENT, mask=cached, other=0)
-    tl.store(tallies_ptr + _DONE, current, mask=cached)
+    head = (row % HEADS).to(tl.int64)
+    always = context_entries(records_ptr, b)[2]
+    sets = field(records_ptr, b, _SETS)
+    slots = head * sets * _WAYS
+    tags_ptr = head_pointer(records_ptr, b, slots, _TAGS, tl.int32)
+    stamps_ptr = tl.multiple_of(head_pointer(records_ptr, b, slots, _STAMPS, tl.int32), 16)
+    tallies_ptr = head_pointer(records_ptr, b, head * _TALLY, _TALLIES, tl.int64)
+    source = field(records_ptr, b, _KV) + head * field(records_ptr, b, _KV + 1)
+    target = field(records_ptr, b, _SLOTS) + head * field(records_ptr, b, _SLOTS + 1)
+    joined_ptr += row.to(tl.int64) * room
+    locations_ptr += row.to(tl.int64) * room
+    wait_for_launch(CHAINED)
+    counts = listed_keys(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
+    entries = tl.minimum(tl.minimum(tl.sum(counts, 0), room) + always, room)
+    begin, stop = share_of(entries, TILE)
+    cached = sets > 0
+    step = tl.load(tallies_ptr + _CURRENT, mask=cached, other=0)
+    if tl.program_id(0) == 0:
+        tl.store(tallies_ptr + _DONE, step, mask=cached)
+    bypassed = tl.zeros([TILE], tl.int32)
+    stop = tl.where(cached, stop, begin)
+    for at in range(begin, stop, TILE):
+        entry = at + tl.arange(0, TILE)
+        location = tl.load(locations_ptr + entry, mask=entry < stop, other=0)
+        ids = tl.load(joined_ptr + entry, mask=entry < stop, other=-1)
+        missing = (location < 0) & (ids >= 0)
+        if tl.max(missing.to(tl.int32), 0) > 0:
+            set_slots = first_slots(ids, sets, _WAYS)
+            way = claim_slots(stamps_ptr + set_slots, ids, missing, step.to(tl.int32), TILE, _WAYS)
+            owned = (way >= 0).to(tl.int32)
+            first = tl.atomic_add(copies_ptr, tl.sum(owned, 0), sem="relaxed")
+            place = first + tl.cumsum(owned, 0) - owned
+            # Where the list is full, the slot keeps the row that it has.
+            owner = (way >= 0) & (place < copies_room)
+            slot = set_slots + way
+            tl.store(sources_ptr + place, source + ids.to(tl.int64) * ROW_BYTES, mask=owner)
+            tl.store(targets_ptr + place, target + slot.to(tl.int64) * ROW_BYTES, mask=owner)
+            tl.store(tags_ptr + slot, ids + 1, mask=owner)
+            tl.store(locations_ptr + entry, slot, mask=owner)
+            bypassed += (missing & (owner == 0)).to(tl.int32)
+    number = tl.sum(bypassed, 0).to(tl.int64)
+    tl.atomic_add(tallies_ptr + _BYPASSED, number, mask=cached & (number > 0), sem="relaxed")

@@ -12,7 +12,7 @@ take turns, so that no step finds its rows in the second-level cache, nor the ad
   search lists, prepared lists are attended, of which a known share was in the step before (`reuse`), and the rest was
   attended so long ago that it has left the cache. `reused` and `bypassed` are the cache's own counts, as shares of all
   rows; sinks and recent window are always reused. `rows_us` is the step without its search, `search_us` the search
-  alone, `fetch_us` the two launches of the fetch, `device_us` search and attention with keys and values in the GPU's
+  alone, `fetch_us` the three launches of the fetch, `device_us` search and attention with keys and values in the GPU's
   memory, `direct_us` the step without a cache, where attention reads host memory itself; both over four lists only.
 
 Times are medians inside a CUDA graph of many steps. `full_us` is the fastest of torch's backends on the same keys,

@@ -12,7 +12,7 @@ from decode_engine.kernels.cluster_reference import ListedSequence, records_of
 from decode_engine.kernels.gather_rows import CopyShape
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.slot_cache import DONE, WAYS, RowCounts, SlotCache
-from decode_engine.kernels.slot_fetch import FetchBuffers, fetch_rows
+from decode_engine.kernels.slot_fetch import FetchBuffers, fetch_rows, find_programs
 
 LAYER = 5
 """Of the model; the caches' second."""
@@ -77,8 +77,9 @@ class Steps:
         self.joined_RN = torch.full((rows, keys), 2**30, dtype=torch.int32, device=device)
         self.buffers = FetchBuffers.allocate(rows, keys, device)
         self.buffers.locations_RN.fill_(2**30)
-        self.buffers.segments_RX2.fill_(2**30)
-        self.found_RX2 = torch.full_like(self.buffers.segments_RX2, -1)
+        self.buffers.copies.count_1.fill_(2**30)
+        found = (rows, find_programs(rows, keys), 2)
+        self.found_RX2 = torch.full(found, -1, dtype=torch.int32, device=device)
 
     def records(self, sessions: Sequence[CachedSequence | None]) -> Tensor:
         found = records_of([None if s is None else s.sequence for s in sessions], "cpu")

@@ -5,6 +5,8 @@ Without a CUDA device the kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -133,6 +135,33 @@ def test_keys_of_one_set_compete() -> None:
     second = steps.check([session], [[crowd[:40]]])[0]
     assert second.reused == 10 + 12
     assert second.bypassed == 30 - (WAYS - 10 - others)
+
+
+def test_more_copies_than_there_is_room_for() -> None:
+    """Those that find no room stay where they are, and slots without a copy keep their rows."""
+    session = cached_sequence(300, 300, device=DEVICE)
+    assert session.cache is not None
+    steps = Steps(1, device=DEVICE)
+    room = steps.buffers.copies
+    wanted = [next_wanted(session, 2, 50, 0.0, generator(turn)) for turn in range(2)]
+    steps.check([session], [wanted[0]])
+    few = RowCopies(room.sources_C[:30].contiguous(), room.targets_C[:30].contiguous(), room.count_1)
+    steps.buffers = replace(steps.buffers, copies=few)
+    before = session.cache.counts()
+    located = steps.fetch([session], [wanted[1]])[0]
+    after = session.cache.counts()
+    assert after.fetched - before.fetched == 30
+    assert (
+        after.bypassed - before.bypassed == sum(list(of_head.values()).count(-1) for of_head in located) > 0
+    )
+    assert after.reused - before.reused + 30 == sum(
+        place >= 0 for of_head in located for place in of_head.values()
+    )
+    tags = session.cache.tags_LHS[1].cpu()
+    for head in range(2):
+        for slot in tags[head].nonzero().flatten().tolist():
+            row = session.cache.rows_LHS2D[1, head, slot].cpu()
+            assert torch.equal(row, session.sequence.kv_HN2D[head, int(tags[head, slot]) - 1])
 
 
 def test_sessions_that_share_a_cache() -> None:
