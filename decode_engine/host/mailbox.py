@@ -124,7 +124,7 @@ class Mailbox:
         self._between: dict[int, NDArray[Any]] = {
             jobs.PICKS: np.empty((lists, queries * plan.subspaces), np.int32),
             jobs.WEIGHTS: np.empty((lists, queries * plan.subspaces), np.float32),
-            jobs.BOUNDS: np.empty((lists, 2), np.float32),
+            jobs.BOUNDS: np.empty((lists, LINE), np.float32),
             jobs.HISTOGRAMS: np.empty((lists * tiles, BINS), np.int32),
             jobs.PEAKS: np.empty((lists * tiles, queries), np.float32),
             jobs.TOTALS: np.empty((lists * tiles, queries), np.float32),

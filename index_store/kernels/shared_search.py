@@ -44,6 +44,7 @@ from index_store.kernels.table_lists import (
     list_reaching,
     lower_bound,
     pick_rows,
+    reach_of,
     score_tile,
 )
 from index_store.kernels.table_search import TILE
@@ -60,7 +61,7 @@ Q, POSTED, ANSWERS, IDS, BOARD, PLACES, ROWS, PICKS, WEIGHTS, BOUNDS, HISTOGRAMS
 CANDIDATES, SCORES, COUNTS, ORDER = range(27, 31)
 """Addresses: queries [B, H*G*D] float32, unscaled; words of rows and of lists, LINE apart; ids [R, W] int32; the board
 [S, 1 + R, LINE] int64, all zeros before a step; PLACES_FIELDS int64 of every search and row; ROW_FIELDS of every used
-row; then what threads leave each other: picked rows [R, L*m] int32 and weights [R, L*m], bounds [R, 2] float32,
+row; then what threads leave each other: picked rows [R, L*m] int32 and weights [R, L*m], bounds [R, LINE] float32,
 histograms [R*P, BINS] int32, peaks and totals [R*P, L] float32, candidates [R, N] int32 and their scores float32, and
 counts [R, P] int64; and the layers that are searched, [S] int64, ascending."""
 PLACES_FIELDS = 3
@@ -79,6 +80,7 @@ FAILED = -1
 _PICKED, _SCORED, _COUNTED, _BOUNDED, _LISTED = range(5)
 _FREE, _TO_COMBINE, _TO_LIST = 0, 1, 2
 _SPINS = 64
+_PICKS = 16
 
 
 @njit(cache=True, nogil=True)
@@ -110,7 +112,8 @@ def serve_search(
     told to stop.
     """
     lists = job[USED] * job[HEADS]
-    total = lists * (1 + job[TILES])
+    picks = lists * _pick_parts(job)
+    total = picks + lists * job[TILES]
     counter = _board(job, search, 0)
     room = held.shape[0]
     held[:, 0] = _FREE
@@ -122,11 +125,11 @@ def serve_search(
             ticket = add_to_word(counter, 1)
             if ticket >= total:
                 more = False
-            elif ticket < lists:
+            elif ticket < picks:
                 if not _pick(job, search, ticket):
                     return False
             else:
-                taken = _score(job, search, ticket - lists, held, buffers, bins)
+                taken = _score(job, search, ticket - picks, held, buffers, bins)
                 if taken < 0:
                     return False
                 holding += taken
@@ -136,6 +139,18 @@ def serve_search(
             spins += 1
             if not _may_wait(job, spins):
                 return False
+
+
+@njit(cache=True, nogil=True)
+def _list_of(
+    job: NDArray[np.int64], index: int
+) -> tuple[NDArray[np.int64], int, int]:  # pragma: no cover - compiled
+    """Of the index-th used list: its row's ROW_FIELDS, the row's place among the used ones, and its KV head.
+
+    All rows of a head come before those of the next, so that the first heads of all rows are answered first.
+    """
+    place = index % job[USED]
+    return int64_rows(job[ROWS], job[USED], ROW_FIELDS)[place], place, index // job[USED]
 
 
 @njit(cache=True, nogil=True)
@@ -183,15 +198,23 @@ def _answer(
 
 
 @njit(cache=True, nogil=True)
-def _pick(job: NDArray[np.int64], search: int, index: int) -> bool:  # pragma: no cover - compiled
-    """Picks the table rows of a list when its queries are there; answers a list that has no tiles."""
-    heads = job[HEADS]
-    row = int64_rows(job[ROWS], job[USED], ROW_FIELDS)[index // heads]
-    h = index % heads
-    number = row[ROW] * heads + h
+def _pick_parts(job: NDArray[np.int64]) -> int:  # pragma: no cover - compiled
+    """Parts in which a list's table rows are picked, so that with few lists as well there is one for most threads."""
+    return max(1, min(job[SUBSPACES], _PICKS // (job[USED] * job[HEADS])))  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def _pick(job: NDArray[np.int64], search: int, ticket: int) -> bool:  # pragma: no cover - compiled
+    """Picks a part of a list's table rows when its queries are there; the first one answers a list without tiles."""
+    parts = _pick_parts(job)
+    index, part = ticket // parts, ticket % parts
+    row, place, h = _list_of(job, index)
+    number = row[ROW] * job[HEADS] + h
     if not _wait_for_word(job, job[POSTED] + row[ROW] * LINE * 8, number_of(job, search)):
         return False
     if tiles_of(row[FIRST], row[END], row[KEEP]) == 0:
+        if part > 0:
+            return True
         count = min(max(row[END] - row[FIRST], 0), job[WIDTH])
         ids = int32_rows(job[IDS] + 4 * number * job[WIDTH], 1, job[WIDTH])[0]
         for i in range(count):
@@ -199,25 +222,21 @@ def _pick(job: NDArray[np.int64], search: int, index: int) -> bool:  # pragma: n
         _answer(job, search, number, count)
         return True
     queries, subspaces, group, dim = job[QUERIES], job[SUBSPACES], job[GROUP], job[DIM]
-    places = int64_rows(
-        job[PLACES] + 8 * PLACES_FIELDS * (search * job[USED] + index // heads), 1, PLACES_FIELDS
-    )[0]
+    places = int64_rows(job[PLACES] + 8 * PLACES_FIELDS * (search * job[USED] + place), 1, PLACES_FIELDS)[0]
     centroids = subspaces * job[CENTROIDS]
     width = dim // subspaces
-    weights = float32_rows(job[WEIGHTS] + 4 * number * queries * subspaces, queries, subspaces)
     pick_rows(
         float32_rows(job[Q] + 4 * number * group * dim, group, dim),
         np.float32(dim**-0.5),
         float32_rows(places[CENTROID_ROWS] + 4 * h * centroids * width, centroids, width),
         float32_rows(places[SCALES] + 4 * h * subspaces, 1, subspaces)[0],
         job[STRIDED] != 0,
+        subspaces * part // parts,
+        subspaces * (part + 1) // parts,
         int32_rows(job[PICKS] + 4 * number * queries * subspaces, queries, subspaces),
-        weights,
+        float32_rows(job[WEIGHTS] + 4 * number * queries * subspaces, queries, subspaces),
     )
-    bounds = float32_rows(job[BOUNDS] + 8 * number, 1, 2)[0]
-    # A reach of 0 is for sums of softmaxes; a query of zeros reaches nothing.
-    bounds[1] = np.float32(127) * weights.sum() + np.float32(1e-30) if queries == 1 else np.float32(0)
-    store_word(_board(job, search, 1 + index) + 8 * _PICKED, 1)
+    add_to_word(_board(job, search, 1 + index) + 8 * _PICKED, 1)
     return True
 
 
@@ -225,30 +244,26 @@ def _pick(job: NDArray[np.int64], search: int, index: int) -> bool:  # pragma: n
 def _score(
     job: NDArray[np.int64],
     search: int,
-    place: int,
+    ticket: int,
     held: NDArray[np.int64],
     buffers: NDArray[np.float32],
     bins: NDArray[np.int32],
 ) -> int:  # pragma: no cover - compiled
     """Scores a tile; 1 when it is held now, 0 when the list has no such tile, -1 when told to stop."""
-    heads, tiles = job[HEADS], job[TILES]
-    index, tile = place // tiles, place % tiles
-    row = int64_rows(job[ROWS], job[USED], ROW_FIELDS)[index // heads]
+    index, tile = ticket // job[TILES], ticket % job[TILES]
+    row, place, h = _list_of(job, index)
     count = tiles_of(row[FIRST], row[END], row[KEEP])
     if tile >= count:
         return 0
-    h = index % heads
-    number = row[ROW] * heads + h
+    number = row[ROW] * job[HEADS] + h
     board = _board(job, search, 1 + index)
-    if not _wait_for_word(job, board + 8 * _PICKED, 1):
+    if not _wait_for_word(job, board + 8 * _PICKED, _pick_parts(job)):
         return -1
     slot = 0
     while held[slot, 0] != _FREE:
         slot += 1
     queries, subspaces = job[QUERIES], job[SUBSPACES]
-    places = int64_rows(
-        job[PLACES] + 8 * PLACES_FIELDS * (search * job[USED] + index // heads), 1, PLACES_FIELDS
-    )[0]
+    places = int64_rows(job[PLACES] + 8 * PLACES_FIELDS * (search * job[USED] + place), 1, PLACES_FIELDS)[0]
     table_rows = subspaces * job[CENTROIDS]
     low = row[FIRST] + tile * TILE
     keys = min(TILE, row[END] - low)
@@ -296,18 +311,19 @@ def _count(
     bins: NDArray[np.int32],
 ) -> None:  # pragma: no cover - compiled
     """Adds a tile to the list's histograms; the last one finds the list's bound."""
-    heads = job[HEADS]
-    row = int64_rows(job[ROWS], job[USED], ROW_FIELDS)[index // heads]
-    number = row[ROW] * heads + index % heads
-    bounds = float32_rows(job[BOUNDS] + 8 * number, 1, 2)[0]
+    row, _, h = _list_of(job, index)
+    number = row[ROW] * job[HEADS] + h
+    queries, subspaces = job[QUERIES], job[SUBSPACES]
+    reach = reach_of(float32_rows(job[WEIGHTS] + 4 * number * queries * subspaces, queries, subspaces))
     tiles = job[TILES]
     histograms = int32_rows(job[HISTOGRAMS] + 4 * BINS * number * tiles, tiles, BINS)
     fold = fold_of(row[END] - row[FIRST], row[KEEP])
-    count_blocks(scores_X, fold, bounds[1], bins, histograms[tile])
+    count_blocks(scores_X, fold, reach, bins, histograms[tile])
     board = _board(job, search, 1 + index)
     count = tiles_of(row[FIRST], row[END], row[KEEP])
     if add_to_word(board + 8 * _COUNTED, 1) == count - 1:
-        bounds[0] = lower_bound(histograms[:count], row[KEEP], bounds[1])
+        bounds = float32_rows(job[BOUNDS] + 4 * LINE * number, 1, 1)[0]
+        bounds[0] = lower_bound(histograms[:count], row[KEEP], reach)
         store_word(board + 8 * _BOUNDED, 1)
 
 
@@ -321,17 +337,17 @@ def _go_on(
     bins: NDArray[np.int32],
 ) -> int:  # pragma: no cover - compiled
     """Goes on with the tiles that this thread holds, as far as others let it; how many it holds no more."""
-    heads, queries = job[HEADS], job[QUERIES]
+    queries = job[QUERIES]
     done = 0
     for slot in range(held.shape[0]):
         if held[slot, 0] == _FREE:
             continue
         index, tile = held[slot, 1], held[slot, 2]
         board = _board(job, search, 1 + index)
-        row = int64_rows(job[ROWS], job[USED], ROW_FIELDS)[index // heads]
+        row, _, h = _list_of(job, index)
         count = tiles_of(row[FIRST], row[END], row[KEEP])
         keys = min(TILE, row[END] - row[FIRST] - tile * TILE)
-        number = row[ROW] * heads + index % heads
+        number = row[ROW] * job[HEADS] + h
         # Weights lie behind the exponentials that they were combined from, pooled scores at the beginning.
         begin = queries * TILE if queries > 1 else 0
         weights_X = buffers[slot][begin : begin + keys]
@@ -358,15 +374,15 @@ def _list(
     words: NDArray[np.uint64],
 ) -> None:  # pragma: no cover - compiled
     """Lists a tile's keys that reach the bound; the last one finds the best of all and answers."""
-    heads, tiles, room = job[HEADS], job[TILES], job[KEYS]
-    row = int64_rows(job[ROWS], job[USED], ROW_FIELDS)[index // heads]
-    number = row[ROW] * heads + index % heads
+    tiles, room = job[TILES], job[KEYS]
+    row, _, h = _list_of(job, index)
+    number = row[ROW] * job[HEADS] + h
     candidates = int32_rows(job[CANDIDATES] + 4 * number * room, 1, room)[0]
     scores = float32_rows(job[SCORES] + 4 * number * room, 1, room)[0]
     counts = int64_rows(job[COUNTS] + 8 * number * tiles, 1, tiles)[0]
     keys = scores_X.shape[0]
     begin = tile * TILE
-    bound = float32_rows(job[BOUNDS] + 8 * number, 1, 2)[0, 0]
+    bound = float32_rows(job[BOUNDS] + 4 * LINE * number, 1, 1)[0, 0]
     counts[tile] = list_reaching(
         scores_X,
         bound,

@@ -37,10 +37,12 @@ def pick_rows(
     centroids_SW: NDArray[np.float32],
     scales_M: NDArray[np.float32],
     strided: bool,
+    begin: int,
+    end: int,
     rows_LM: NDArray[np.int32],
     weights_LM: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
-    """Sets the table row that each query reads of every subspace, and its weight in units of the stored integers.
+    """Sets the table rows that queries read of subspaces begin..end-1, and their weights in units of stored integers.
 
     q_GD: unscaled. centroids_SW: row b * C + c is centroid c of subspace b, of unit length.
     """
@@ -58,7 +60,7 @@ def pick_rows(
             for g in range(1, group):
                 query += q_GD[g] * scale
             query /= np.float32(group)
-        for b in range(subspaces):
+        for b in range(begin, end):
             slice_W[:] = query[b::subspaces] if strided else query[b * width : (b + 1) * width]
             best, highest = 0, np.float32(-np.inf)
             for c in range(centroids):
@@ -69,6 +71,17 @@ def pick_rows(
                     best, highest = c, product
             rows_LM[number, b] = b * centroids + best
             weights_LM[number, b] = max(highest, np.float32(0)) * scales_M[b]
+
+
+@njit(cache=True, nogil=True)
+def reach_of(weights_LM: NDArray[np.float32]) -> np.float32:  # pragma: no cover - compiled
+    """No score of a list is further from 0, for rows of such weights; 0 for sums of several queries' softmaxes."""
+    if weights_LM.shape[0] > 1:
+        return np.float32(0)
+    total = np.float32(1e-30)  # a query of zeros reaches nothing
+    for b in range(weights_LM.shape[1]):
+        total += np.float32(127) * weights_LM[0, b]
+    return total
 
 
 @njit(cache=True, nogil=True)

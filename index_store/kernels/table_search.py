@@ -20,6 +20,7 @@ from index_store.kernels.launch import launch, on_host
 
 # Keys per tile: runs of table rows long enough to be prefetched, sums that stay in the second-level cache.
 TILE = 16_384
+_PIECE = 4096
 _TILES_PER_TASK = 1
 _WAVE_BYTES = 4 * 2**20  # exponentials held at a time: more would travel to memory and back
 _LOG2E = np.float32(1.4426950408889634)
@@ -112,13 +113,31 @@ def softmax_sum_rows_reference(reads: TableReads) -> Tensor:
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
 def _add_eight(
-    table: NDArray[np.int8], rows: NDArray[np.int32], weights: NDArray[np.float32], acc: NDArray[np.float32]
+    table: NDArray[np.int8],
+    rows: NDArray[np.int32],
+    weights: NDArray[np.float32],
+    afresh: bool,
+    acc: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
-    """Adds eight weighted rows of a table as wide as acc: in one pass, acc is read and written once."""
+    """Adds eight weighted rows of a table as wide as acc, in one pass; afresh: to nothing, whatever acc holds."""
     row0, row1, row2, row3 = table[rows[0]], table[rows[1]], table[rows[2]], table[rows[3]]
     row4, row5, row6, row7 = table[rows[4]], table[rows[5]], table[rows[6]], table[rows[7]]
     w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
     w4, w5, w6, w7 = weights[4], weights[5], weights[6], weights[7]
+    if afresh:
+        for i in range(acc.shape[0]):
+            acc[i] = (
+                w0 * np.float32(row0[i])
+                + w1 * np.float32(row1[i])
+                + w2 * np.float32(row2[i])
+                + w3 * np.float32(row3[i])
+            ) + (
+                w4 * np.float32(row4[i])
+                + w5 * np.float32(row5[i])
+                + w6 * np.float32(row6[i])
+                + w7 * np.float32(row7[i])
+            )
+        return
     for i in range(acc.shape[0]):
         acc[i] += (
             w0 * np.float32(row0[i])
@@ -133,7 +152,7 @@ def _add_eight(
         )
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(cache=True, nogil=True)
 def add_rows(
     table: NDArray[np.int8],
     rows: NDArray[np.int32],
@@ -142,12 +161,28 @@ def add_rows(
     acc: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
     """acc[i] = sum over j of weights[j] * table[rows[j], low + i]."""
+    # Piece by piece, so that sums stay in the first-level cache from one pass to the next.
+    for begin in range(0, acc.shape[0], _PIECE):
+        _add_piece(table, rows, weights, low + begin, acc[begin : begin + _PIECE])
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+def _add_piece(
+    table: NDArray[np.int8],
+    rows: NDArray[np.int32],
+    weights: NDArray[np.float32],
+    low: int,
+    acc: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """`add_rows` for a few keys."""
     count = acc.shape[0]
     picks = rows.shape[0]
-    acc[:] = np.float32(0)
     pick = 0
+    if picks < 8:
+        acc[:] = np.float32(0)
     while pick + 8 <= picks:
-        _add_eight(table[:, low : low + count], rows[pick : pick + 8], weights[pick : pick + 8], acc)
+        part = table[:, low : low + count]
+        _add_eight(part, rows[pick : pick + 8], weights[pick : pick + 8], pick == 0, acc)
         pick += 8
     while pick + 4 <= picks:
         row0 = table[rows[pick], low : low + count]
