@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +47,7 @@ def parse_method(text: str) -> Method:
     return method
 
 
-def forward(model: Any, sessions: list[Session], tokens: list[int]) -> Tensor:
+def forward(model: Any, sessions: Sequence[Session], tokens: Sequence[int]) -> Tensor:
     """Logits [B, V] by the general path, which advances the sessions."""
     device = sessions[0].device
     positions = torch.tensor([[session.position] for session in sessions], device=device)
@@ -57,7 +57,7 @@ def forward(model: Any, sessions: list[Session], tokens: list[int]) -> Tensor:
             position_ids=positions,
             use_cache=False,
             logits_to_keep=1,
-            decode_step=DecodeStep(sessions),
+            decode_step=DecodeStep(list(sessions)),
         ).logits[:, -1]
     for session in sessions:
         session.position += 1
@@ -74,7 +74,7 @@ def start_sessions(model: Any, contexts: list[ResidentContext], method: Method) 
             position_ids=sessions[0].position + ids,
             use_cache=False,
             logits_to_keep=1,
-            decode_step=DecodeStep(sessions),
+            decode_step=DecodeStep(list(sessions)),
         )
     for session in sessions:
         session.position += PROMPT
@@ -92,6 +92,18 @@ def step_figures(seconds: Sequence[float], batch: int) -> dict[str, float]:
     }
 
 
+def time_steps(
+    step: Callable[[Sequence[int]], list[int]], tokens: list[int], turns: int, limit_s: float
+) -> tuple[list[float], list[int]]:
+    """Seconds of each step and the last tokens; LEAST_TURNS at least, and no more behind the time limit."""
+    times: list[float] = []
+    while len(times) < turns and (len(times) < LEAST_TURNS or sum(times) < limit_s):
+        begin = time.perf_counter()
+        tokens = step(tokens)
+        times.append(time.perf_counter() - begin)
+    return times, tokens
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """The least of the values that so many of them, a share from 0 to 1, do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
@@ -104,14 +116,14 @@ def measure_general(
     tokens = list(range(7, 7 + len(contexts)))
     difference = general_difference(model, contexts, method, tokens) if method.sparse else None
     sessions = start_sessions(model, contexts, method)
-    times: list[float] = []
-    while len(times) < warm_up + turns:
-        if len(times) >= warm_up + LEAST_TURNS and sum(times[warm_up:]) > GENERAL_SECONDS:
-            break
-        begin = time.perf_counter()
-        tokens = forward(model, sessions, tokens).argmax(-1).tolist()
-        times.append(time.perf_counter() - begin)
-    return step_figures(times[warm_up:], len(sessions)) | {
+
+    def step(tokens: Sequence[int]) -> list[int]:
+        chosen: list[int] = forward(model, sessions, tokens).argmax(-1).tolist()
+        return chosen
+
+    tokens = time_steps(step, tokens, warm_up, GENERAL_SECONDS)[1]
+    times, _ = time_steps(step, tokens, turns, GENERAL_SECONDS)
+    return step_figures(times, len(sessions)) | {
         "captured": False,
         "logits_difference": None if difference is None else round(difference, 4),
         "attended": round(sessions[0].figures.sparse_fraction if method.sparse else 1.0, 4),
@@ -132,9 +144,9 @@ def general_difference(
     return compare(got_BV, forward(model, start_sessions(model, contexts, get_method("full")), tokens))
 
 
-def compare(got_BV: Tensor, expected_BV: Tensor) -> float:
+def compare(got_BV: Tensor, expected_BV: Tensor, tolerance: float = TOLERANCE) -> float:
     """Difference of logits relative to their spread. Raises CheckFailedError when it is too large."""
     difference = float((got_BV - expected_BV).square().mean().sqrt() / expected_BV.std())
-    if not difference < TOLERANCE:
-        raise CheckFailedError(f"logits differ by {difference:.3f} of their spread, limit {TOLERANCE}")
+    if not difference < tolerance:
+        raise CheckFailedError(f"logits differ by {difference:.3f} of their spread, limit {tolerance}")
     return difference

@@ -4,7 +4,7 @@ The model is transformers' Llama in the shape of Llama-3.1-8B with random weight
 random context of its own, as in `decode_gpu.py`; keys and values are in page-locked host memory, tables in the host's.
 Steps run through the engine's own graphs, mailboxes and threads, a batch in one lane or split into several.
 
-`step_ms` is a step with everything around it (median, wall clock), `p99_ms` the slowest of a hundred. `device_ms` is
+`step_ms` is a step with everything around it (median, wall clock), `p99_ms` the 99th percentile. `device_ms` is
 the same replays with all lists there before they are asked for: what the GPU has to do. So `wait` is the share of the
 step in which the GPU stood still for the host, and `lane_wait_ms` what the launches that wait counted in a lane, where
 the other lane computes meanwhile. `table_mb` are read by the search of a step, `read_gb_s` is what the same threads
@@ -22,6 +22,7 @@ One JSON line per figure; the exit code is 1 when a check fails, or when --bars 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import sys
@@ -38,7 +39,16 @@ import index_store  # noqa: F401 - sets up OpenMP, which has to happen before to
 # isort: split
 import torch
 import typer
-from general_steps import CheckFailedError, forward, parse_method, start_sessions
+from general_steps import (
+    WARM_UP,
+    CheckFailedError,
+    compare,
+    forward,
+    parse_method,
+    start_sessions,
+    step_figures,
+    time_steps,
+)
 from random_model import make_contexts, make_model
 from search_cpu import read_us
 from torch import Tensor
@@ -61,7 +71,7 @@ from index_store.kernels.shared_search import COUNT_BITS
 from index_store.methods import Method
 from index_store.placement import Placement
 
-TURNS, WARM_UP = 25, 5
+TURNS = 25
 TOLERANCE = 0.35
 """Root mean square of the difference of logits, relative to their spread."""
 WAIT_BAR, BAR_SHAPE = 0.1, (32768, 4)
@@ -76,15 +86,19 @@ class Lanes:
     def __init__(
         self, run: Any, model: Any, contexts: list[ResidentContext], method: Method, threads: SearchThreads
     ):
+        identity, weights = contexts[0].manifest.model, next(model.parameters())
+        self.stepper = Stepper(run, identity, weights.dtype, weights.device, searching=threads)
+        self._lanes = threads.lanes if contexts[0].placement is Placement.HOST else 1
+        self.samplers = [Sampler(SamplingParameters())] * len(contexts)
+        self.start(model, contexts, method)
+
+    def start(self, model: Any, contexts: list[ResidentContext], method: Method) -> None:
+        """New sessions in place of those that there are."""
         self.sessions = start_sessions(model, contexts, method)
-        identity, device = contexts[0].manifest.model, next(model.parameters()).device
-        self.stepper = Stepper(run, identity, torch.bfloat16, device, searching=threads)
         if not all(self.stepper.takes(session) for session in self.sessions):
             raise CheckFailedError("the method does not run in a graph")
-        lanes = threads.lanes if contexts[0].placement is Placement.HOST else 1
-        share = -(-len(contexts) // lanes)
+        share = -(-len(contexts) // self._lanes)
         self.parts = [self.sessions[first : first + share] for first in range(0, len(contexts), share)]
-        self.samplers = [Sampler(SamplingParameters())] * len(contexts)
 
     def step(self, tokens: Sequence[int]) -> list[int]:
         results = self.stepper.step(self.sessions, tokens, self.samplers)
@@ -135,20 +149,11 @@ class Lanes:
 def times_of(lanes: Lanes, turns: int) -> dict[str, float]:
     """Wall clock and waits of steps."""
     tokens = lanes.step(range(7, 7 + len(lanes.sessions)))
-    times, before = [], 0.0
-    for turn in range(turns + WARM_UP):
-        if turn == WARM_UP:
-            before = lanes.waited_ms()
-        begin = time.perf_counter()
-        tokens = lanes.step(tokens)
-        times.append((time.perf_counter() - begin) * 1e3)
-    step_ms = statistics.median(times[WARM_UP:])
-    return {
-        "step_ms": round(step_ms, 3),
-        "p99_ms": round(sorted(times[WARM_UP:])[-1 - turns // 100], 3),
-        "tokens_per_s": round(len(lanes.sessions) / step_ms * 1e3, 1),
-        "lane_wait_ms": round((lanes.waited_ms() - before) / turns, 3),
-    }
+    _, tokens = time_steps(lanes.step, tokens, WARM_UP, math.inf)
+    before = lanes.waited_ms()
+    times, _ = time_steps(lanes.step, tokens, turns, math.inf)
+    waited_ms = (lanes.waited_ms() - before) / len(times)
+    return step_figures(times, len(lanes.sessions)) | {"lane_wait_ms": round(waited_ms, 3)}
 
 
 def check_lists(lanes: Lanes, method: Method) -> None:
@@ -194,14 +199,6 @@ def table_bytes(sessions: Sequence[Session], method: Method) -> int:
     return total
 
 
-def distance(got_BV: Tensor, expected_BV: Tensor) -> float:
-    """Difference of logits relative to their spread. Raises CheckFailedError when it is too large."""
-    difference = float((got_BV - expected_BV).square().mean().sqrt() / expected_BV.std())
-    if not difference < TOLERANCE:
-        raise CheckFailedError(f"logits differ by {difference:.3f} of their spread, limit {TOLERANCE}")
-    return difference
-
-
 def read_bandwidth(contexts: list[ResidentContext], method: Method, threads: int) -> float:
     """GB/s at which so many threads read tables."""
     name = "" if method.index is None else method.index.name
@@ -229,7 +226,7 @@ def measure(
             first = Lanes(run, model, contexts, method, searching)
             first.step(tokens)
             check_lists(first, method)
-            difference = distance(first.logits(), expected)
+            difference = compare(first.logits(), expected, TOLERANCE)
             row: dict[str, Any] = {"lanes": count} | times_of(first, turns)
             device_ms = first.device_ms()
             search_ms = table_bytes(first.sessions, method) / bandwidth * 1e-6

@@ -23,8 +23,8 @@ DISTINCT = 8
 """Layers' worth of keys and indexes of a single sequence; fewer for larger batches."""
 
 
-def make_model(layers: int) -> tuple[Any, ModelIdentity]:
-    """A Llama-3.1-8B of random weights, or its first layers."""
+def make_model(layers: int, device: str = "cuda") -> tuple[Any, ModelIdentity]:
+    """A Llama-3.1-8B of random weights, or its first layers; on the device `meta` it takes no memory."""
     register_attention()
     config = LlamaConfig(
         vocab_size=128256,
@@ -39,7 +39,7 @@ def make_model(layers: int) -> tuple[Any, ModelIdentity]:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(device):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
         )
@@ -50,10 +50,15 @@ def make_model(layers: int) -> tuple[Any, ModelIdentity]:
     return model, identity
 
 
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all weights."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
 def read_bytes(model: torch.nn.Module) -> int:
     """Bytes of the weights that a step reads: all but the embeddings, of which it reads a row."""
     skipped: Any = model.get_input_embeddings()  # type: ignore[operator]
-    return sum(p.numel() * p.element_size() for p in model.parameters()) - int(skipped.weight.nbytes)
+    return weight_bytes(model) - int(skipped.weight.nbytes)
 
 
 def make_contexts(
