@@ -38,7 +38,8 @@ def list_width(max_keys: int) -> int:
 class SearchPlan:
     """What a mailbox is sized for.
 
-    rows: B. layers: of the model, all of which may be searched. max_keys: N.
+    rows: B. layers: of the model, all of which may be searched. max_keys: N. waves: in how many parts the device waits
+    for the lists of a layer, by KV heads; at most one for every head.
     """
 
     rows: int
@@ -51,6 +52,13 @@ class SearchPlan:
     strided: bool
     layers: int
     max_keys: int
+    waves: int = 1
+
+    @property
+    def wave_heads(self) -> list[range]:
+        """KV heads of every wave."""
+        waves = min(self.waves, self.heads)
+        return [range(self.heads * wave // waves, self.heads * (wave + 1) // waves) for wave in range(waves)]
 
     @property
     def queries(self) -> int:
@@ -210,9 +218,12 @@ class Mailbox:
         return self.shared.ids_RW[number, : word & ((1 << jobs.COUNT_BITS) - 1)]
 
     def waited_ns(self) -> int:
-        """Nanoseconds that the device waited in the last step: for every search until its last list was there."""
-        lists = [row * self.plan.heads + h for row in self.used for h in range(self.plan.heads)]
-        return int(self.shared.waited_LR[self.order][:, lists].amax(1).sum()) if lists else 0
+        """Nanoseconds that the device waited in the last step: in each wave of a search until its last list came."""
+        if not self.used:
+            return 0
+        waited_SBH = self.shared.waited_LR[self.order].view(-1, self.plan.rows, self.plan.heads)[:, self.used]
+        waves = self.plan.wave_heads
+        return sum(int(waited_SBH[:, :, wave.start : wave.stop].amax((1, 2)).sum()) for wave in waves)
 
     def _describe(self) -> NDArray[np.int64]:
         plan = self.plan

@@ -30,6 +30,7 @@ from decode_engine.host.mailbox import Mailbox, SearchedRow, SearchPlan, list_wi
 from decode_engine.kernels import records
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.mailbox import await_lists, post_queries
+from decode_engine.kernels.slot_fetch import fetch_rows
 from decode_engine.session import Session
 from index_store.budgets.ratio import Ratio, TokenCount
 from index_store.context import ResidentContext
@@ -72,6 +73,7 @@ class HostTableSelection(KeySelection):
                 parameters.split == "strided",
                 plan.model.layers,
                 plan.max_keys,
+                plan.searching.waves,
             ),
             page_locked=plan.device.type == "cuda",
         )
@@ -149,9 +151,16 @@ class HostTableSelection(KeySelection):
         return self.mailbox.waited_ns()
 
     def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
+        """Lists of the first wave's KV heads; those of the others are there when they have been awaited."""
         post_queries(q_BHGD.flatten(1), records_BF, self.mailbox.shared, layer)
-        await_lists(records_BF, self.mailbox.shared, self._lists, self._gave_up_1, layer, self._limit_ns)
+        self.await_heads(layer, records_BF, self.mailbox.plan.wave_heads[0])
         return self._lists
+
+    def await_heads(self, layer: int, records_BF: Tensor, heads: range) -> None:
+        """Waits for the lists of a wave's KV heads, after those of the waves before."""
+        await_lists(
+            records_BF, self.mailbox.shared, self._lists, self._gave_up_1, layer, self._limit_ns, heads
+        )
 
 
 class HostSteps(HybridSteps):
@@ -165,6 +174,24 @@ class HostSteps(HybridSteps):
         """Slots of a lane's own, since steps of several lanes run at once; the first lane has the usual ones."""
         lane = 0 if self.plan.searching is None else self.plan.searching.number
         return slot_cache(context, layer, lane).fields(layer) if lane else {}
+
+    def locate(self, layer: int, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor) -> Tensor | None:
+        """Wave by wave: rows of one come from host memory while threads search for the next."""
+        locations_RN = None
+        for number, heads in enumerate(self.mailbox.plan.wave_heads):
+            if number > 0:
+                self._searching.await_heads(layer, records_BF, heads)
+            locations_RN = fetch_rows(
+                records_BF,
+                lists,
+                joined_RN,
+                self._fetch,
+                self._row_bytes,
+                self.copy_shape,
+                found_RX2=self._found_LRX2[layer],
+                heads=heads,
+            )
+        return locations_RN
 
     @property
     def mailbox(self) -> Mailbox:

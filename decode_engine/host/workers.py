@@ -32,19 +32,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SearchLane:
-    """A lane's place among the threads."""
+    """A lane's place among the threads.
+
+    waves: in how many parts the lists of a layer are waited for, by KV heads: rows of one part are brought to the
+    device while threads search for the next.
+    """
 
     workers: SearchWorkers
     number: int
+    waves: int = 1
 
 
 class SearchThreads:
     """Threads that are started when a lane is first asked for."""
 
-    def __init__(self, threads: int, lanes: int = 1) -> None:
-        """Raises InvalidArgumentError unless there is a thread and a lane."""
+    def __init__(self, threads: int, lanes: int = 1, waves: int = 1) -> None:
+        """waves: see `SearchLane`. Raises InvalidArgumentError unless there is a thread, a lane and a wave."""
         _check_numbers(threads, lanes)
-        self.threads, self.lanes = threads, lanes
+        if waves < 1:
+            raise InvalidArgumentError(f"lists are waited for in {waves} waves, expected at least one")
+        self.threads, self.lanes, self.waves = threads, lanes, waves
         self._workers: SearchWorkers | None = None
 
     def lane(self, number: int) -> SearchLane:
@@ -52,7 +59,7 @@ class SearchThreads:
         if self._workers is None:
             self._workers = SearchWorkers(self.threads, self.lanes)
             logger.info("%d threads search on the host for %d lanes", self.threads, self.lanes)
-        return SearchLane(self._workers, number)
+        return SearchLane(self._workers, number, self.waves)
 
     def close(self) -> None:
         """Ends the threads, if there are any."""

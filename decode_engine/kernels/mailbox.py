@@ -26,6 +26,7 @@ from decode_engine.kernels import records
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.partials import chained, wait_for_launch
 from decode_engine.kernels.records import field
+from decode_engine.kernels.slot_fetch import row_of
 from index_store.kernels.shared_search import COUNT_BITS, LINE
 
 _STEP = tl.constexpr(records.STEP)
@@ -74,14 +75,23 @@ def post_queries(q_BX: Tensor, records_BF: Tensor, shared: SharedWords, layer: i
 
 
 def await_lists(
-    records_BF: Tensor, shared: SharedWords, lists: KeyLists, gave_up_1: Tensor, layer: int, limit_ns: int
+    records_BF: Tensor,
+    shared: SharedWords,
+    lists: KeyLists,
+    gave_up_1: Tensor,
+    layer: int,
+    limit_ns: int,
+    heads: range | None = None,
 ) -> None:
     """Waits for the lists of a layer, and copies them into `lists` [R, 1, W]; empty ones for rows of step 0.
 
-    gave_up_1: [1] int32, set when a wait took more than limit_ns; while it is set nothing is waited for.
+    gave_up_1: [1] int32, set when a wait took more than limit_ns; while it is set nothing is waited for. heads: of KV
+    heads, those whose lists are waited for and copied, all by default.
     """
     count, _, width = lists.ids_RPW.shape
-    await_kernel[(count,)](
+    all_heads = count // len(records_BF)
+    some = range(all_heads) if heads is None else heads
+    await_kernel[(len(records_BF) * len(some),)](
         records_BF,
         shared.answers_RX.data_ptr(),
         shared.ids_RW.data_ptr(),
@@ -94,7 +104,10 @@ def await_lists(
         len(shared.waited_LR),
         width,
         limit_ns,
-        HEADS=count // len(records_BF),
+        count,
+        HEADS=all_heads,
+        FIRST_HEAD=some.start,
+        SOME_HEADS=len(some),
         CHUNK=min(_CHUNK, triton.next_power_of_2(width)),
         ON_DEVICE=records_BF.is_cuda,
         num_warps=1,
@@ -168,6 +181,7 @@ def post_kernel(
         "layers",
         "width",
         "limit_ns",
+        "lists",
     ]
 )
 def await_kernel(
@@ -183,13 +197,16 @@ def await_kernel(
     layers: tl.tensor,
     width: tl.tensor,
     limit_ns: tl.tensor,
+    lists: tl.tensor,
     HEADS: tl.constexpr,
+    FIRST_HEAD: tl.constexpr,
+    SOME_HEADS: tl.constexpr,
     CHUNK: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per list."""
-    row = tl.program_id(0)
+    row = row_of(tl.program_id(0), HEADS, FIRST_HEAD, SOME_HEADS)
     if CHAINED:
         gdc_wait()
     step = field(records_ptr, row // HEADS, _STEP)
@@ -211,7 +228,7 @@ def await_kernel(
     answered = waiting & (word >= 0) & ((word >> _COUNT_BITS) >= wanted)
     if waiting:
         waited_ptr = waited_address.to(tl.int64).to(tl.pointer_type(tl.int64))
-        tl.store(waited_ptr + layer.to(tl.int64) * tl.num_programs(0) + row, now - begin)
+        tl.store(waited_ptr + layer.to(tl.int64) * lists + row, now - begin)
         if (answered == 0) & (word >= 0):
             tl.store(gave_up_ptr, 1)
             tl.store(trouble_address.to(tl.int64).to(tl.pointer_type(tl.int64)), turns * 0 + 1)

@@ -111,14 +111,16 @@ def fetch_rows(
     shape: CopyShape | None = None,
     *,
     found_RX2: Tensor | None = None,
+    heads: range | None = None,
 ) -> Tensor:
     """Brings rows that are attended into the slots of every session's cache; their locations, [R, N] int32.
 
     joined_RN: [R, N] int32, set to every row's listed keys and then those always attended; locations belong to these.
     row_bytes: of keys and values of one token and KV head. shape: of the launch that reads host memory. Rows of
     sessions without a cache stay where they are, and so do missing rows beyond the room for copies. found_RX2: [R, X,
-    2] int32, set to how many of a row's keys each of the X `find_programs` found in no slot, and in one. Fixed
-    launches, which never wait for the device.
+    2] int32, set to how many of a row's keys each of the X `find_programs` found in no slot, and in one. heads: of KV
+    heads, those whose rows are brought, all by default; of the others nothing is read or set. Fixed launches, which
+    never wait for the device.
     Raises InvalidArgumentError for shapes that do not fit.
     """
     rows, segments, width = lists.ids_RPW.shape
@@ -128,14 +130,16 @@ def fetch_rows(
             f"{tuple(buffers.locations_RN.shape)}"
         )
     room = joined_RN.shape[1]
-    programs, heads = find_programs(rows, room), rows // len(records_BF)
+    programs, all_heads = find_programs(rows, room), rows // len(records_BF)
+    some = range(all_heads) if heads is None else heads
+    grid = (programs, len(records_BF) * len(some))
     if found_RX2 is not None and (found_RX2.shape != (rows, programs, 2) or not found_RX2.is_contiguous()):
         raise InvalidArgumentError(
             f"counts of found keys have shape {tuple(found_RX2.shape)}, expected [{rows}, {programs}, 2] in one piece"
         )
     shape = shape or _FETCH
     check_shape(row_bytes, shape)
-    find_kernel[(programs, rows)](
+    find_kernel[grid](
         records_BF,
         lists.ids_RPW,
         lists.counts_RP,
@@ -145,14 +149,16 @@ def fetch_rows(
         found_RX2,
         width,
         room,
-        HEADS=heads,
+        HEADS=all_heads,
+        FIRST_HEAD=some.start,
+        SOME_HEADS=len(some),
         SEGMENTS=segments,
         SEGMENTS_TILE=triton.next_power_of_2(segments),
         TILE=_TILE,
         num_warps=4,
         **chained(records_BF.device),
     )
-    claim_kernel[(programs, rows)](
+    claim_kernel[grid](
         records_BF,
         lists.counts_RP,
         joined_RN,
@@ -163,7 +169,9 @@ def fetch_rows(
         len(buffers.copies.sources_C),
         width,
         room,
-        HEADS=heads,
+        HEADS=all_heads,
+        FIRST_HEAD=some.start,
+        SOME_HEADS=len(some),
         SEGMENTS=segments,
         SEGMENTS_TILE=triton.next_power_of_2(segments),
         ROW_BYTES=row_bytes,
@@ -178,6 +186,14 @@ def fetch_rows(
 def find_programs(rows: int, keys: int) -> int:
     """Programs that look up the keys of each of so many rows. keys: of the longest context."""
     return max(2, min(-(-keys // _TILE), _FIND_PROGRAMS // rows))
+
+
+@triton.jit
+def row_of(
+    place: tl.tensor, HEADS: tl.constexpr, FIRST_HEAD: tl.constexpr, SOME_HEADS: tl.constexpr
+) -> tl.tensor:
+    """The place-th row of those whose KV heads are FIRST_HEAD .. FIRST_HEAD + SOME_HEADS - 1 of HEADS."""
+    return place // SOME_HEADS * HEADS + FIRST_HEAD + place % SOME_HEADS
 
 
 @triton.jit
@@ -224,13 +240,15 @@ def find_kernel(
     width: tl.tensor,
     room: tl.tensor,
     HEADS: tl.constexpr,
+    FIRST_HEAD: tl.constexpr,
+    SOME_HEADS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SEGMENTS_TILE: tl.constexpr,
     TILE: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (share of a row's entries but the tail, row)."""
-    row = tl.program_id(1)
+    row = row_of(tl.program_id(1), HEADS, FIRST_HEAD, SOME_HEADS)
     b = row // HEADS
     head = (row % HEADS).to(tl.int64)
     first, end, always = context_entries(records_ptr, b)
@@ -255,7 +273,7 @@ def find_kernel(
         tl.store(tallies_ptr + _CURRENT, step.to(tl.int64), mask=cached)
     keys = tl.zeros([TILE], tl.int32)
     reused = tl.zeros([TILE], tl.int32)
-    if (tl.program_id(0) == 0) & (row == 0):
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(copies_ptr, 0)
     for at in range(begin, stop, TILE):
         entry = at + tl.arange(0, TILE)
@@ -321,6 +339,8 @@ def claim_kernel(
     width: tl.tensor,
     room: tl.tensor,
     HEADS: tl.constexpr,
+    FIRST_HEAD: tl.constexpr,
+    SOME_HEADS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SEGMENTS_TILE: tl.constexpr,
     ROW_BYTES: tl.constexpr,
@@ -328,7 +348,7 @@ def claim_kernel(
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (share of a row's entries but the tail, row)."""
-    row = tl.program_id(1)
+    row = row_of(tl.program_id(1), HEADS, FIRST_HEAD, SOME_HEADS)
     b = row // HEADS
     head = (row % HEADS).to(tl.int64)
     always = context_entries(records_ptr, b)[2]

@@ -214,6 +214,7 @@ def measure(
     threads: int,
     lane_counts: Sequence[int],
     turns: int,
+    waves: int,
 ) -> list[dict[str, Any]]:
     """The figures of one method, one for each number of lanes."""
     tokens = list(range(7, 7 + len(contexts)))
@@ -221,7 +222,7 @@ def measure(
     bandwidth = read_bandwidth(contexts, method, threads)
     rows = []
     for count in lane_counts:
-        searching = SearchThreads(threads, count)
+        searching = SearchThreads(threads, count, waves)
         try:
             first = Lanes(run, model, contexts, method, searching)
             first.step(tokens)
@@ -257,6 +258,7 @@ def main(
     threads: Annotated[int, typer.Option(help="Threads that search, 0 for all cores but two.")] = 0,
     compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.DEFAULT,
     turns: Annotated[int, typer.Option(help="Steps that are timed.")] = TURNS,
+    waves: Annotated[int, typer.Option(help="Parts in which lists of a layer are waited for.")] = 1,
     bars: Annotated[bool, typer.Option(help="Fail when a figure misses its bar.")] = False,
 ) -> None:
     """Times decode steps that are searched for on the host."""
@@ -275,11 +277,11 @@ def main(
         for label, method in listed.items():
             line: dict[str, Any] = {
                 "figure": "host", "method": label, "tokens": length, "batch": batch, "layers": layers,
-                "threads": threads, "compilation": compilation.value,
+                "threads": threads, "waves": waves, "compilation": compilation.value,
             }  # fmt: skip
             fitting = [count for count in counts if count <= batch]
             try:
-                rows = measure(run, model, contexts, method, threads, fitting, turns)
+                rows = measure(run, model, contexts, method, threads, fitting, turns, waves)
             except (CheckFailedError, torch.cuda.OutOfMemoryError) as error:
                 rows, failed = [{"error": str(error)[:300]}], True
             for row in rows:
