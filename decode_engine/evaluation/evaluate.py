@@ -49,13 +49,16 @@ def evaluate(config: EvaluationConfig, start_stage: StartStage) -> Results:
     config.out.mkdir(parents=True, exist_ok=True)
     prompts = Prompts.EACH if config.prompts is Prompts.AUTO else config.prompts
     runner = ModelRunner(folder, device=pick_device(config.device), prompts=prompts)
-    if config.chat:
-        runner.tokenizer.format_question("")  # raises before any long work when there is no template
-    text = source_text(config.text)
-    evaluation = _Evaluation(config, runner, text, _setting(config, runner, text))
-    for length in config.context_lengths:
-        evaluation.run(length, start_stage)
-    return evaluation.write(complete=True)
+    try:
+        if config.chat:
+            runner.tokenizer.format_question("")  # raises before any long work when there is no template
+        text = source_text(config.text)
+        evaluation = _Evaluation(config, runner, text, _setting(config, runner, text))
+        for length in config.context_lengths:
+            evaluation.run(length, start_stage)
+        return evaluation.write(complete=True)
+    finally:
+        runner.close()
 
 
 def _setting(config: EvaluationConfig, runner: ModelRunner, text: str) -> dict[str, Any]:

@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from decode_engine.__main__ import main
-from decode_engine.evaluation.evaluate import question_segment, share_questions
+from decode_engine.evaluation.evaluate import evaluate, question_segment, share_questions
 from decode_engine.evaluation.prefill_command import PrefillCommand, PrefillFailedError
 from decode_engine.evaluation.progress import show_progress
 from decode_engine.evaluation.settings import EvaluationConfig
 from decode_engine.evaluation.summary import Score
 from decode_engine.evaluation.tasks import Document, Part, Question, held_out_text
+from index_store.arena import Arena
 from index_store.catalog import Store
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.models.loading import Tokenizer
+from index_store.placement import MemoryBytes, Placement
 from tests.decode_engine.evaluation_samples import (
     FULL,
 )
@@ -132,6 +135,9 @@ def test_a_context_with_too_many_questions_is_asked_at_every_depth() -> None:
         ({"questions": 0}, InvalidArgumentError),
         ({"context_lengths": ()}, InvalidArgumentError),
         ({"text_tokens": 3}, InvalidArgumentError),
+        ({"placement": "disk"}, InvalidArgumentError),
+        ({"placement": "hybrid", "device": "cpu"}, InvalidArgumentError),
+        ({"placement": "host", "device": "cpu"}, InvalidArgumentError),
     ],
 )
 def test_a_wrong_configuration_is_refused_before_any_work(
@@ -247,6 +253,41 @@ def test_evaluate_command_end_to_end(run: Run, tmp_path: Path) -> None:
     merged = run("evaluate-merge", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "c"))
     assert merged["scores"] == results["scores"]
     assert (tmp_path / "c" / "quality.png").exists()
+
+
+@pytest.mark.slow
+def test_scores_do_not_depend_on_the_placement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the CPU for a device, whose host is itself."""
+    config = EvaluationConfig(
+        "reader",
+        tmp_path / "device",
+        context_lengths=(1024,),
+        questions=3,
+        facts=3,
+        methods=("csattention", "oracle"),
+        keep=(0.05,),
+        text_tokens=20,
+        store=tmp_path / "store",
+        device="cpu",
+    )
+    found, on_host = [], []
+    for placement in Placement:
+        arena = Arena(MemoryBytes(2**30, 2**30), device=torch.device("cpu"), placement=placement)
+        monkeypatch.setattr("decode_engine.evaluation.evaluate.arena_for", lambda *_, arena=arena: arena)
+        with show_progress(io.StringIO()) as start_stage:
+            found.append(evaluate(replace(config, out=tmp_path / placement.value), start_stage))
+        on_host.append(arena.stats().used.host)
+    assert 0 == on_host[0] < on_host[1] < on_host[2]
+    first, *others = found
+    for other in others:
+        for one, same in zip(first.scores, other.scores, strict=True):
+            assert (one.method, one.exact_match, one.touched_all) == (
+                same.method,
+                same.exact_match,
+                same.touched_all,
+            )
+            assert (one.kl, one.kl_text) == pytest.approx((same.kl, same.kl_text), abs=1e-5)
+    assert first.setting["settings"]["placement"] == "auto"
 
 
 @pytest.mark.slow
