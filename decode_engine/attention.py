@@ -55,12 +55,14 @@ def decode_attention(
     dropout: float = 0.0,
     decode_step: DecodeStep | None = None,
     step_batch: Tensor | None = None,
+    foretold: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of all batch rows: query [B, Hq, T, d], key and value [B, H, T, d] -> out [B, T, Hq, d].
 
     decode_step: the sessions of the rows. step_batch: instead of them the number of a live batch
-    (`operator.register_batch`), T is 1 then. Raises InvalidArgumentError without either or with a mask (rows are never
+    (`operator.register_batch`), T is 1 then. foretold: with it, the next layer's queries, about, shaped like query
+    (`layer_ahead.foretell_queries`). Raises InvalidArgumentError without either or with a mask (rows are never
     padded).
     """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -68,7 +70,8 @@ def decode_attention(
         usual = query.shape[-1] ** -0.5
         if scaling is not None and scaling != usual:
             query = query * (scaling / usual)
-        return attend_step(query, key, value, step_batch, layer), None
+            foretold = None if foretold is None else foretold * (scaling / usual)
+        return attend_step(query, key, value, step_batch, layer, foretold), None
     if decode_step is None or attention_mask is not None:
         raise InvalidArgumentError(
             f"attention {ATTENTION_NAME!r} needs decode_step= or step_batch= in the model's forward and no "

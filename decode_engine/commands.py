@@ -145,6 +145,14 @@ def serve(
             help="Compile the model around the attention, on a GPU: faster steps for a start that takes minutes.",
         ),
     ] = Compilation.OFF,
+    prefetch: Annotated[
+        bool,
+        typer.Option(
+            "--prefetch",
+            help="Fetch rows of contexts of placement hybrid a layer ahead, for queries that are foretold from the "
+            "layer before; on a GPU.",
+        ),
+    ] = False,
     dtype: Annotated[
         str, typer.Option(help="Stored dtype of the contexts to serve; auto: the model's.")
     ] = "auto",
@@ -173,6 +181,7 @@ def serve(
         lanes=lanes,
         device=device,
         compilation=compilation,
+        prefetch=prefetch,
         dtype=dtype,
         grace=grace,
     )

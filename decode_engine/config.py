@@ -100,6 +100,19 @@ def check_compilation(compilation: Compilation, device: str) -> None:
         )
 
 
+def check_prefetch(prefetch: bool, device: str) -> None:
+    """Raises InvalidArgumentError where rows are to be fetched ahead and nothing is fetched: on a CPU."""
+    if not prefetch:
+        return
+    from index_store.devices import pick_device
+
+    if pick_device(device).type == "cpu":
+        raise InvalidArgumentError(
+            "--prefetch is given, but the CPU computes here and reads keys and values where they are; leave it out",
+            field="prefetch",
+        )
+
+
 class Prompts(Enum):
     """What the tokens of a prompt attend to.
 
@@ -123,7 +136,8 @@ class ServeConfig:
     max_sessions: requests in progress at once; max_waiting: requests beyond those. prompt_chunk: prompt tokens per
     step, None for the device's default. prompts: what they attend to. threads: of searches and matrix products.
     search_threads: that search beside a GPU for contexts of placement host. lanes: that their batches are split into.
-    compilation: of the model around the attention, on a GPU. grace: seconds that running requests get when the server
+    compilation: of the model around the attention, on a GPU. prefetch: rows of contexts in host memory are fetched a
+    layer ahead. grace: seconds that running requests get when the server
     is told to stop.
     """
 
@@ -143,6 +157,7 @@ class ServeConfig:
     lanes: int = 1
     device: str = "auto"
     compilation: Compilation = Compilation.OFF
+    prefetch: bool = False
     dtype: str = "auto"
     grace: float = 10.0
 
@@ -151,6 +166,7 @@ class ServeConfig:
         check_device(self.device)
         check_placement(self.placement, self.device, self.device_memory)
         check_compilation(self.compilation, self.device)
+        check_prefetch(self.prefetch, self.device)
         for name, value, least in (
             ("memory", 1 if self.memory is None else self.memory, 1),
             ("device-memory", 1 if self.device_memory is None else self.device_memory, 1),

@@ -12,11 +12,14 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from index_store.errors import MethodUnsupportedError
+
+_foretelling: WeakSet[nn.Module] = WeakSet()
 
 
 @contextmanager
@@ -38,6 +41,33 @@ def predicted_queries(model: nn.Module, store: dict[int, Tensor]) -> Iterator[No
             hook.remove()
 
 
+def foretell_queries(model: nn.Module) -> None:
+    """From now on, a forward of the model that is given `foretell=True` gives every layer's attention `foretold`.
+
+    These are the next layer's predicted queries, as in `predicted_queries`; the last layer gets none. Other forwards
+    stay as they are. A second call changes nothing. Raises MethodUnsupportedError as `predicted_queries` does.
+    """
+    if model in _foretelling:
+        return
+    for layer, following in itertools.pairwise(_decoder_layers(model)):
+        layer.register_forward_pre_hook(_Foreteller(following), with_kwargs=True)
+    _foretelling.add(model)
+
+
+class _Foreteller:
+    """Pre-forward hook of one layer, which may be compiled."""
+
+    def __init__(self, following: nn.Module) -> None:
+        self._following = following
+
+    def __call__(
+        self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not keywords.get("foretell", False):
+            return None
+        return arguments, {**keywords, "foretold": _predict(self._following, arguments, keywords)}
+
+
 class _Predictor:
     """Pre-forward hook of one layer."""
 
@@ -45,15 +75,20 @@ class _Predictor:
         self._following, self._number, self._store = following, number, store
 
     def __call__(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        hidden_BTE = arguments[0] if arguments else keywords["hidden_states"]
-        cos, sin = keywords["position_embeddings"]
-        attention: Any = self._following.self_attn
-        normed = self._following.input_layernorm(hidden_BTE)  # type: ignore[operator]
-        query = attention.q_proj(normed).unflatten(-1, (-1, attention.head_dim))
-        norm = getattr(attention, "q_norm", None)
-        if norm is not None:
-            query = norm(query)
-        self._store[self._number] = _rotate(query.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1))
+        self._store[self._number] = _predict(self._following, arguments, keywords)
+
+
+def _predict(following: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
+    """Queries [B, Hq, T, d] of the layer `following`, from what a layer before it is called with."""
+    hidden_BTE = arguments[0] if arguments else keywords["hidden_states"]
+    cos, sin = keywords["position_embeddings"]
+    attention: Any = following.self_attn
+    normed = following.input_layernorm(hidden_BTE)  # type: ignore[operator]
+    query = attention.q_proj(normed).unflatten(-1, (-1, attention.head_dim))
+    norm = getattr(attention, "q_norm", None)
+    if norm is not None:
+        query = norm(query)
+    return _rotate(query.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1))
 
 
 def _rotate(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -43,8 +43,13 @@ class ModelRunner:
         compilation: Compilation = Compilation.OFF,
         prompts: Prompts = Prompts.AUTO,
         searching: SearchThreads | None = None,
+        prefetch: bool = False,
     ) -> None:
-        """searching: threads and lanes for contexts that are searched on the host; by default most cores, one lane."""
+        """searching: threads and lanes for contexts that are searched on the host; by default most cores, one lane.
+
+        prefetch: decode steps on a GPU fetch rows from host memory a layer ahead. Raises MethodUnsupportedError for a
+        model whose queries cannot be foretold.
+        """
         register_attention()
         self.device = torch.device(device)
         default = Prompts.EXACT if self.device.type == "cuda" else Prompts.EACH
@@ -58,7 +63,7 @@ class ModelRunner:
         self._searching = searching or SearchThreads(search_cores())
         if self.device.type == "cuda":
             weights = next(loaded.model.parameters())
-            model = step_model(loaded.model, compilation)
+            model = step_model(loaded.model, compilation, prefetch)
             self._stepper = Stepper(
                 model, self.identity, weights.dtype, weights.device, searching=self._searching
             )

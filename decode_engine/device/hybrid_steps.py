@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from decode_engine.device.fetch_ahead import FetchAhead
 from decode_engine.device.listed_steps import ListedSteps
 from decode_engine.device.step_attention import StepPlan
 from decode_engine.kernels.gather_rows import CopyShape
@@ -32,6 +33,8 @@ class HybridSteps(ListedSteps):
     The sessions of a context share a slot cache per layer, which lives as long as the context: what one has fetched
     the others find, also sessions of other methods, whose steps run in other graphs. Its size is the context's
     (`index_store.slot_memory`): steps that attend to more read the rest from host memory.
+
+    A layer whose queries are foretold gets rows before its turn (`fetch_ahead`).
     """
 
     copy_shape: CopyShape | None = None
@@ -43,6 +46,7 @@ class HybridSteps(ListedSteps):
         found = (plan.model.layers, plan.rows, find_programs(plan.rows, plan.max_keys), 2)
         self._found_LRX2 = torch.zeros(found, dtype=torch.int32, device=plan.device)
         self._row_bytes = 2 * plan.model.head_dim * plan.dtype.itemsize
+        self._ahead: FetchAhead | None = None
 
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
@@ -55,8 +59,21 @@ class HybridSteps(ListedSteps):
             )
         return {**super().fields(context, method, layer), **slot_cache(context, layer).fields(layer)}
 
+    @property
+    def foresees(self) -> bool:
+        return self.plan.searching is None  # threads of the host search for one layer at a time
+
+    def foresee(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> None:
+        if self._ahead is None:
+            selection = self._selection_type(self.plan.method)(self.plan)
+            self._ahead = FetchAhead(self.plan, selection, self._row_bytes)
+        self._ahead.expect(layer, q_BHGD, records_BF)
+
     def locate(self, layer: int, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor) -> Tensor | None:
-        return fetch_rows(
+        if self._ahead is not None:
+            self._ahead.wait()
+            self._ahead.search()
+        locations_RN = fetch_rows(
             records_BF,
             lists,
             joined_RN,
@@ -65,10 +82,21 @@ class HybridSteps(ListedSteps):
             self.copy_shape,
             found_RX2=self._found_LRX2[layer],
         )
+        if self._ahead is not None:
+            self._ahead.fetch()
+        return locations_RN
 
     def fetched_B2(self) -> Tensor:
-        layers, _, programs, two = self._found_LRX2.shape
-        return self._found_LRX2.view(layers, self.plan.size, -1, programs, two).sum((0, 2, 3))
+        found_B2 = self._of_rows(self._found_LRX2)
+        if self._ahead is not None:
+            # Those that found no slot are counted, too, though they were not read: few, if any.
+            found_B2[:, 0] += self._of_rows(self._ahead.found_LRX2)[:, 0]
+        return found_B2
+
+    def _of_rows(self, found_LRX2: Tensor) -> Tensor:
+        """Sums over layers, KV heads and programs, [B, 2]."""
+        layers, _, programs, two = found_LRX2.shape
+        return found_LRX2.view(layers, self.plan.size, -1, programs, two).sum((0, 2, 3))
 
 
 def slot_cache(context: ResidentContext, layer: int, lane: int = 0) -> SlotCache:

@@ -126,6 +126,7 @@ class DecodeServer:
             config.compilation,
             config.prompts,
             SearchThreads(config.search_threads, config.lanes),
+            prefetch=config.prefetch,
         )
         loaded = time.monotonic()
         free_host = free_memory(torch.device("cpu"))

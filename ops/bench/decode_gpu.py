@@ -216,6 +216,9 @@ def main(
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
     compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.DEFAULT,
     placement: Annotated[Placement, typer.Option(help="Of the contexts.")] = Placement.DEVICE,
+    prefetch: Annotated[
+        bool, typer.Option("--prefetch", help="Fetch rows a layer ahead, for queries foretold.")
+    ] = False,
     turns: Annotated[int, typer.Option(help="Steps that are timed, of every method.")] = TURNS,
     bars: Annotated[
         bool, typer.Option(help="Fail when a figure misses its bar; bars are for contexts in GPU memory.")
@@ -228,7 +231,7 @@ def main(
     model, identity = make_model(layers)
     weights_ms = read_bytes(model) / copy_bandwidth() * 1e3
     torch.cuda.empty_cache()
-    run, device = step_model(model, compilation), next(model.parameters()).device
+    run, device = step_model(model, compilation, prefetch), next(model.parameters()).device
     failed = False
     for shape in shapes.split(","):
         length, batch = (int(part) for part in shape.split("x"))
@@ -242,7 +245,8 @@ def main(
             nothing = label == "none"
             line: dict[str, Any] = {
                 "figure": "decode", "method": label, "placement": placement.value, "tokens": length, "batch": batch,
-                "layers": layers, "compilation": compilation.value, "weights_ms": round(weights_ms, 3),
+                "layers": layers, "compilation": compilation.value, "prefetch": prefetch,
+                "weights_ms": round(weights_ms, 3),
             }  # fmt: skip
             dense = NothingSteps if nothing else DenseSteps
             stepper = Stepper(run, identity, torch.bfloat16, device, dense=dense)

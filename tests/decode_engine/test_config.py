@@ -101,3 +101,5 @@ def test_a_cpu_compiles_no_steps() -> None:
     ServeConfig(store=Path("store"), model="reader", device="cpu")
     with pytest.raises(InvalidArgumentError, match="--compile is default, but the CPU computes here"):
         ServeConfig(store=Path("store"), model="reader", device="cpu", compilation=Compilation.DEFAULT)
+    with pytest.raises(InvalidArgumentError, match="--prefetch is given, but the CPU computes here"):
+        ServeConfig(store=Path("store"), model="reader", device="cpu", prefetch=True)
