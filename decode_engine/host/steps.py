@@ -10,6 +10,7 @@ record.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -98,7 +99,7 @@ class HostTableSelection(KeySelection):
         if budget.group != "average":
             return f"its budget's group rule is {budget.group!r}; threads on the host average"
         keys, room = manifest.token_count, list_width(manifest.token_count)
-        kept = round(budget.keep * keys) if isinstance(budget, Ratio) else budget.tokens
+        kept = math.ceil(budget.keep * keys) if isinstance(budget, Ratio) else budget.tokens
         if min(kept, keys) > room:
             return f"it keeps {budget.label} of {keys}; lists of the host have room for {room} keys"
         return None

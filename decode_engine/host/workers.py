@@ -129,9 +129,12 @@ class SearchWorkers:
         write_word(self._address(lane, EPOCH), 0)
         if not mailbox.finished:
             mailbox.cancel()
-        limit = time.monotonic() + (_DEAD_SECONDS if self._error is not None else _END_SECONDS)
+        limit = time.monotonic() + _END_SECONDS
         while read_word(self._address(lane, INSIDE)):
-            if time.monotonic() > limit:
+            now = time.monotonic()
+            if self._error is not None:  # also a thread that dies only now: it leaves no step any more
+                limit = min(limit, now + _DEAD_SECONDS)
+            if now > limit:
                 self._error = self._error or SparseKVError("search threads do not end")
                 break
             time.sleep(0)

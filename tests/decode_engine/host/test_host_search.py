@@ -15,6 +15,8 @@ import torch
 from decode_engine.host.mailbox import Mailbox, SearchedRow
 from decode_engine.host.workers import SearchWorkers
 from index_store.errors import InvalidArgumentError, SparseKVError
+from index_store.kernels.search_threads import INSIDE
+from index_store.kernels.shared_words import write_word
 from index_store.kernels.table_search import TILE
 from tests.decode_engine.host.searches import DIM, GROUP, HEADS, FakeDevice, Layer, make_plan, searched
 
@@ -164,6 +166,29 @@ def test_a_thread_that_dies_ends_the_wait(layers: list[Layer]) -> None:
         workers.begin(0, mailbox)
     workers.close()
     assert workers.alive == 0
+
+
+def test_a_thread_that_dies_inside_of_a_step_that_is_ended_is_not_waited_for_long(
+    layers: list[Layer],
+) -> None:
+    ended = threading.Event()
+
+    def die(lanes: int, count: int, semaphore: int, end: int) -> None:
+        write_word(lanes + 8 * INSIDE, 1)
+        ended.wait(10)
+        time.sleep(0.2)
+        raise MemoryError("no more")
+
+    workers = SearchWorkers(1, 1, die)
+    mailbox = Mailbox(make_plan(1), page_locked=False)
+    mailbox.begin([searched(0, layers, 8, LONG, 100)], range(3))
+    workers.begin(0, mailbox)
+    begin = time.monotonic()
+    ended.set()
+    with pytest.raises(SparseKVError, match="no more"):
+        workers.end(0)
+    assert time.monotonic() - begin < 5
+    workers.close()
 
 
 def test_closing_leaves_no_thread_even_in_the_middle_of_a_step(layers: list[Layer]) -> None:
