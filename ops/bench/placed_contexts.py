@@ -25,10 +25,10 @@ from index_store.placement import Placement
 class HostRange:
     """Host memory, page-locked where there is a GPU, that is filled from its front and then used anew."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, huge_pages: bool = False) -> None:
         """Raises RuntimeError where there is a GPU and the pages cannot be locked."""
         locker = default_page_locker()
-        self._block = HostBlock(nbytes, locker, huge_pages=True)
+        self._block = HostBlock(nbytes, locker, own_pages=True, huge_pages=huge_pages)
         self._raw = self._block.take(
             (nbytes,), torch.uint8
         ).zero_()  # by all cores; locking would do it with one
@@ -131,7 +131,10 @@ class PlacedContexts:
         return self._tables[row, name, own]
 
 
-def make_ranges(gigabytes: float) -> tuple[HostRange, HostRange]:
-    """Ranges for keys and values and for query tables, which take as much at most, and little more for centroids."""
+def make_ranges(gigabytes: float, huge_pages: bool) -> tuple[HostRange, HostRange]:
+    """Ranges for keys and values and for query tables, which take as much at most, and little more for centroids.
+
+    huge_pages: for keys and values; tables have them, as those of a loaded context.
+    """
     nbytes = math.ceil(gigabytes * 1e9)
-    return HostRange(nbytes), HostRange(nbytes + nbytes // 16)
+    return HostRange(nbytes, huge_pages), HostRange(nbytes + nbytes // 16, huge_pages=True)

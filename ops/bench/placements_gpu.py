@@ -219,6 +219,9 @@ def main(
     host_gb: Annotated[
         float, typer.Option(help="Page-locked for keys and values, and again for tables.")
     ] = 17.2,
+    huge_pages: Annotated[
+        bool, typer.Option("--huge-pages", help="For keys and values; a loaded context has small ones.")
+    ] = False,
 ) -> None:
     """Times decode steps of a whole model in all placements; one JSON line per case."""
     if not torch.cuda.is_available():
@@ -227,7 +230,7 @@ def main(
     listed = [Case.parse(text) for text in cases.split(",")]
     begun = time.perf_counter()
     model, identity = make_model(layers)
-    ranges = make_ranges(host_gb)
+    ranges = make_ranges(host_gb, huge_pages)
     threads = threads or search_cores()
     bench = Bench(model, step_model(model, compilation), threads, turns, seconds)
     typer.echo(f"model and host memory are ready after {time.perf_counter() - begun:.0f} s", err=True)
@@ -239,7 +242,7 @@ def main(
         placed = PlacedContexts(identity, methods, length, batch, ranges)
         line: dict[str, Any] = {
             "bench": "placements", "tokens": length, "batch": batch, "layers": layers, "distinct": placed.distinct,
-            "compilation": compilation.value, "threads": threads,
+            "compilation": compilation.value, "threads": threads, "huge_pages": huge_pages,
             "machine": f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores, torch {torch.__version__}",
         }  # fmt: skip
         for row in shape_figures(bench, placed, fitting):
