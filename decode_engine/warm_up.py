@@ -29,7 +29,7 @@ from index_store.manifest import (
     tokens_entry,
 )
 from index_store.methods import METHODS, Method
-from index_store.placement import Placement
+from index_store.placement import HOST_SEARCHED, Placement
 from index_store.threshold_curve import KEEP_GRID
 
 _TOKENS = 512
@@ -62,7 +62,7 @@ def _warm_up_method(
     if _TOKENS + prompt + _DECODE_STEPS > runner.identity.max_positions:
         logger.info("method %s is not warmed up: the model has too few positions", method.name)
         return False
-    for placement in placements:
+    for placement in placements_of(method, placements):
         try:
             context = made_up_context(
                 runner.identity, runner.kv_dtype, method, device=runner.device, placement=placement
@@ -78,6 +78,16 @@ def _warm_up_method(
         runner.prepare(context.manifest, method, 1 if method.sparse else sessions, placement)
         context.release()  # captured steps remember the session until another one takes its row
     return True
+
+
+def placements_of(method: Method, placements: Sequence[Placement]) -> list[Placement]:
+    """Those that differ for the method: what the host does not search lies in `host` as in `hybrid`."""
+    searched = method.index is not None and method.index.kind in HOST_SEARCHED
+    return [
+        placement
+        for placement in placements
+        if searched or placement is not Placement.HOST or Placement.HYBRID not in placements
+    ]
 
 
 def prepare_for(

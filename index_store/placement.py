@@ -51,7 +51,7 @@ def possible_placements(chosen: Placement | None, on_gpu: bool) -> tuple[Placeme
     """Where contexts may come to lie. chosen: None for `auto`. on_gpu: whether a GPU computes."""
     if not on_gpu:
         return (Placement.DEVICE,)
-    return (Placement.DEVICE, Placement.HYBRID) if chosen is None else (chosen,)
+    return tuple(Placement) if chosen is None else (chosen,)
 
 
 @dataclass(frozen=True, slots=True)

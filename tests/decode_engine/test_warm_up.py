@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from decode_engine.runner import ModelRunner
-from decode_engine.warm_up import made_up_context, warm_up
+from decode_engine.warm_up import made_up_context, placements_of, warm_up
 from index_store.errors import InvalidArgumentError
-from index_store.methods import METHODS
+from index_store.methods import METHODS, get_method
 from index_store.models.loading import resolve_model
+from index_store.placement import Placement
 from tests.decode_engine.conftest import Library
 from tests.support_models import write_model_folder
 
@@ -42,3 +43,10 @@ def test_methods_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
     assert {"full", "oracle"} <= set(warmed)
     short = write_model_folder(tmp_path / "short", max_positions=256)
     assert warm_up(ModelRunner(resolve_model(str(short)))) == []
+
+
+def test_methods_that_the_host_does_not_search_are_not_warmed_up_twice() -> None:
+    every = list(Placement)
+    assert placements_of(get_method("csattention"), every) == every
+    assert placements_of(get_method("pq"), every) == [Placement.DEVICE, Placement.HYBRID]
+    assert placements_of(get_method("full"), [Placement.HOST]) == [Placement.HOST]

@@ -169,7 +169,7 @@ def test_names() -> None:
 def test_which_placements_are_possible() -> None:
     assert possible_placements(None, on_gpu=False) == (Placement.DEVICE,)
     assert possible_placements(Placement.HYBRID, on_gpu=True) == (Placement.HYBRID,)
-    assert possible_placements(None, on_gpu=True) == (Placement.DEVICE, Placement.HYBRID)
+    assert possible_placements(None, on_gpu=True) == (Placement.DEVICE, Placement.HYBRID, Placement.HOST)
 
 
 def test_what_fits_goes_to_the_device(store: Store, caplog: pytest.LogCaptureFixture) -> None:
