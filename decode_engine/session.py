@@ -48,9 +48,9 @@ class Layers(Sequence[LayerAttention]):
     def __getitem__(self, layer: int | slice) -> LayerAttention | list[LayerAttention]:
         if isinstance(layer, slice):
             return [self[number] for number in range(*layer.indices(len(self)))]
-        number = range(len(self))[layer]
-        found = self._made[number]
+        found = self._made[layer]
         if found is None:
+            number = range(len(self))[layer]
             with torch.inference_mode(False):  # what is made here is written to in any mode
                 found = self._made[number] = self._make(number)
         return found
@@ -82,33 +82,51 @@ class Session:
         self.effective_method = fit_method(context.manifest, method)
         self.device = context.device
         make = partial(_make_layer, context, self.effective_method, self.figures)
-        self.layers = Layers(context.manifest.model.layers, make)
+        self._layers = Layers(context.manifest.model.layers, make)
+        self._advanced_to: int | None = None  # tokens in the tails, where those do not know yet
+        self._room_until = 0  # a position before which all tails have room
+
+    @property
+    def layers(self) -> Layers:
+        """The layers; their tails know how many tokens they hold."""
+        if self._advanced_to is not None:
+            for layer in self._layers:
+                layer.tail.length = self._advanced_to
+            self._advanced_to = None
+        return self._layers
 
     def close(self) -> None:
         """Drops the tail and the layers' references to the context's memory; the session cannot be used afterwards."""
-        self.layers.clear()
+        self._layers.clear()
+        self._advanced_to, self._room_until = None, 0
 
     @property
     def nbytes(self) -> int:
         """Bytes that the session holds besides the shared context: its tail, and what was appended to the index."""
-        return sum(layer.nbytes for layer in self.layers.made())
+        return sum(layer.nbytes for layer in self._layers.made())
 
     def reserve_tail(self) -> None:
         """Makes room for the next token in the tails of all layers; they may move."""
-        needed = self.position + 1 - self.context.manifest.token_count
-        if needed > self.layers[-1].tail.capacity:  # the last one that grows, should memory run out between
+        if self.position < self._room_until:
+            return
+        keys, last = self.context.manifest.token_count, self._layers[-1].tail
+        needed = self.position + 1 - keys
+        if needed > last.capacity:  # the last one that grows, should memory run out between
             for layer in self.layers:
                 layer.tail.reserve(needed)
+        self._room_until = keys + last.capacity
 
-    def tail_place(self) -> tuple[int, int]:
-        """Changes whenever tails move: they grow layer by layer, the first one first and the last one last."""
-        return self.layers[0].tail.address, self.layers[-1].tail.address
+    def tail_capacities(self) -> tuple[int, int]:
+        """Change whenever tails move: they grow layer by layer, the first one first and the last one last."""
+        return self._layers[0].tail.capacity, self._layers[-1].tail.capacity
 
     def advance(self) -> None:
-        """Notes that the next token's keys and values were written into the tails of all layers."""
+        """Notes that the next token's keys and values were written into the tails of all layers.
+
+        The tails are told when somebody asks for the layers: steps that go through kernels do not, one after another.
+        """
         self.position += 1
-        for layer in self.layers:
-            layer.tail.length = self.position - self.context.manifest.token_count
+        self._advanced_to = self.position - self.context.manifest.token_count
 
 
 def _make_layer(context: ResidentContext, method: Method, figures: Figures, layer: int) -> LayerAttention:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import torch
+
 from decode_engine.device.cluster_steps import ClusterSteps
 from decode_engine.device.dense_steps import DenseSteps
 from decode_engine.device.hybrid_steps import HybridSteps
@@ -14,6 +16,7 @@ from decode_engine.device.table_steps import TableSteps
 from decode_engine.host.steps import HostSteps
 from decode_engine.kernels.key_values import HEAD_DIMS, MAX_GROUP
 from index_store.budgets.ratio import Ratio, TokenCount
+from index_store.context import ResidentContext
 from index_store.manifest import Manifest
 from index_store.methods import Method
 from index_store.placement import Placement
@@ -54,6 +57,23 @@ def step_attention_for(
         if reason is None:
             return attention
     return str(reason)
+
+
+def unreadable(context: ResidentContext, device: torch.device) -> str | None:
+    """Why kernels on the device cannot read the context, as a clause; None when they can.
+
+    Waits until all layers are in memory, and raises the error that loading raised.
+    """
+    own = context.device
+    if own.type != device.type or (None not in (own.index, device.index) and own.index != device.index):
+        return f"its context is for {own}, the model on {device}"
+    context.wait_for_layers()
+    if device.type != "cuda" or context.placement is Placement.DEVICE:
+        return None
+    for layer in range(context.manifest.model.layers):
+        if not context.kv(layer).is_pinned():
+            return f"keys and values of layer {layer} are in host memory that is not page-locked"
+    return None
 
 
 def _refusal(method: Method, manifest: Manifest) -> str | None:

@@ -5,7 +5,9 @@ Shape legend: L layers, B rows, H KV heads, G query heads per KV head, d head di
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,6 +20,8 @@ from decode_engine.session import Session
 from index_store.budgets.ratio import Ratio, TokenCount
 from index_store.errors import InvalidArgumentError
 from index_store.methods import Method
+
+logger = logging.getLogger(__name__)
 
 _FIRST_STEP_FIELD, _END_STEP_FIELD = records.STEP_FIELDS
 STEP_COUNTS = _END_STEP_FIELD - _FIRST_STEP_FIELD
@@ -43,12 +47,41 @@ class StepBatch:
         self._records_LBF = torch.zeros(shape, dtype=torch.int64, device=plan.device)
         self._changed = False
         self.sessions: list[Session | None] = [None] * plan.size
-        self._tails: list[tuple[int, ...]] = [()] * plan.size
+        self.seatings = 0
+        """Changes whenever a row gets another session."""
+        self._tails = [(0, 0)] * plan.size
 
     @property
     def attentions(self) -> Sequence[StepAttention]:
         """One for each kind of layer."""
         return self._attentions
+
+    def seat(self, sessions: Sequence[Session]) -> list[int | Exception]:
+        """Rows of the sessions: those that sit keep their row, others leave, new ones take free rows.
+
+        One that there is no memory for, or that cannot be placed, gets the error instead; that is not the others'
+        fault.
+        """
+        seated = {id(session): row for row, session in enumerate(self.sessions) if session is not None}
+        wanted = {id(session) for session in sessions}
+        if seated.keys() != wanted:
+            for left in seated.keys() - wanted:
+                self.clear(seated.pop(left))
+        free = iter([row for row, session in enumerate(self.sessions) if session is None])
+        seats: list[int | Exception] = []
+        for session in sessions:
+            row = seated[id(session)] if id(session) in seated else next(free)
+            try:
+                session.reserve_tail()
+                if id(session) not in seated:
+                    self.place(row, session)
+            except Exception as error:
+                logger.exception("a session of method %s has no place in a batch", session.method.name)
+                self.clear(row)
+                seats.append(error)
+            else:
+                seats.append(row)
+        return seats
 
     def place(self, row: int, session: Session) -> None:
         """Puts a session into a row. Its tails must have room for the next token (`Session.reserve_tail`).
@@ -74,23 +107,25 @@ class StepBatch:
             self.clear(row)
             raise
         self.sessions[row] = session
+        self.seatings += 1
         self._point_to_tail(row, session)
 
     def clear(self, row: int) -> None:
         """Makes a row idle."""
         self._host_LBF[:, row] = 0
         self.sessions[row] = None
-        self._tails[row] = ()
+        self.seatings += 1
+        self._tails[row] = (0, 0)
         self._changed = True
 
     def follow_tails(self) -> None:
         """Notices tails that moved because they grew."""
         for row, session in enumerate(self.sessions):
-            if session is not None and _tail_place(session) != self._tails[row]:
+            if session is not None and session.tail_capacities() != self._tails[row]:
                 self._point_to_tail(row, session)
 
     def _point_to_tail(self, row: int, session: Session) -> None:
-        self._tails[row] = _tail_place(session)
+        self._tails[row] = session.tail_capacities()
         for layer, attention in enumerate(session.layers):
             self._host_LBF[layer, row, records.TAIL] = attention.tail.address
             self._host_LBF[layer, row, records.TAIL_HEAD] = attention.tail.head_bytes
@@ -151,11 +186,6 @@ class StepBatch:
         return sum(found[1:], start=found[0]) if found else None
 
 
-def _tail_place(session: Session) -> tuple[int, ...]:
-    """Another one after tails have moved, also if they came back to an address where they lay before."""
-    return (*session.tail_place(), session.layers[0].tail.capacity, session.layers[-1].tail.capacity)
-
-
 def step_counts(session: Session) -> Mapping[int, int]:
     """The fields that a session's next step has in the records of all layers.
 
@@ -169,6 +199,14 @@ def step_counts(session: Session) -> Mapping[int, int]:
     first, end = method.searched_range(session.position, keys)
     keep = _keep(method, end + method.recent)
     return counts | {records.FIRST: first, records.END: min(end, keys), records.KEEP: keep}
+
+
+def counts_hold_until(session: Session) -> int:
+    """The first later position whose `step_counts` differ from the present ones in more than TAIL_KEYS, perhaps."""
+    method, position = session.effective_method, session.position
+    if method.budget is None:
+        return sys.maxsize
+    return position + method.append_block - (position - method.recent) % method.append_block
 
 
 def _keep(method: Method, length: int) -> int:

@@ -11,17 +11,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from decode_engine.device.operator import register_batch
-from decode_engine.device.step_batch import STEP_COUNTS, StepBatch, step_counts
+from decode_engine.device.step_batch import STEP_COUNTS, StepBatch, counts_hold_until, step_counts
 from decode_engine.kernels import records
 from decode_engine.sampler import Draws, Sampler, any_filters, choose_greedy, choose_tokens
-from decode_engine.session import Session
 from index_store.errors import SparseKVError
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,10 @@ StepModel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Tokens [B, 1], positions [B, 1] and the number of a live batch -> logits [B, V]."""
 
 _TOKEN, _POSITION, _TOP_K, _COUNTS = 0, 1, 2, 3
+_KEYS, _FIRST, _END, _TAIL_KEYS, _STEP = (
+    _COUNTS + field - records.STEP_FIELDS[0]
+    for field in (records.KEYS, records.FIRST, records.END, records.TAIL_KEYS, records.STEP)
+)
 _TEMPERATURE, _TOP_P, _UNIFORM = 0, 1, 2
 _WARM_UPS = 2
 _CAPTURES = 3  # tries: what other threads do with the device may spoil one
@@ -50,12 +54,11 @@ class Choice(Enum):
         return cls.GREEDY if all(sampler.greedy for sampler in samplers) else cls.DRAWN
 
 
-@dataclass(frozen=True, slots=True)
-class Stepped:
+class Stepped(NamedTuple):
     """What a step yields for one session. token: -1 where the logits were not finite. kept: see `StepBatch.kept_B`.
 
     host_rows, rows_reused: see `StepBatch.fetched_B2`. waited_ns: how long the device waited for the host, with all
-    sessions of the step.
+    sessions of the step. searched: keys of the context that the selection was made from.
     """
 
     token: int
@@ -63,6 +66,7 @@ class Stepped:
     host_rows: int
     rows_reused: int
     waited_ns: int
+    searched: int
 
 
 class Captures:
@@ -115,6 +119,10 @@ class StepGraph:
         self._graphs: dict[Choice, torch.cuda.CUDAGraph] = {}
         self._captures_left = dict.fromkeys(Choice, _CAPTURES if on_gpu else 0)
         self._choice = Choice.GREEDY
+        # Rows of the last step, and positions for which their counts in the inputs hold.
+        self._seating: tuple[int, tuple[int, ...]] = (-1, ())
+        self._rows = np.zeros(0, np.int64)
+        self._hold: list[tuple[int, int]] = []
 
     @property
     def captured(self) -> bool:
@@ -160,10 +168,11 @@ class StepGraph:
             raise
         waited_ns = self.batch.end()
         results = self._host_result_BX.tolist()
+        searched = (self._inputs[:, _END] - self._inputs[:, _FIRST]).tolist()
         stepped = []
         for row in rows:
             token, kept, host_rows, rows_reused = results[row]
-            stepped.append(Stepped(token, kept, host_rows, rows_reused, waited_ns))
+            stepped.append(Stepped(token, kept, host_rows, rows_reused, waited_ns, searched[row]))
         return stepped
 
     def _end_failed(self) -> None:
@@ -176,10 +185,13 @@ class StepGraph:
     def _launch(
         self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler], number: int
     ) -> None:
-        self._fill(rows, tokens, samplers, number)
+        choice = Choice.of(samplers)
+        self._fill(rows, tokens, number)
+        if choice is not Choice.GREEDY:
+            self._fill_draws(rows, samplers)
         self.batch.follow_tails()
         self.batch.send()
-        self.prepare(Choice.of(samplers))
+        self.prepare(choice)
         self._inputs_BX.copy_(self._host_inputs_BX, non_blocking=True)
         if self._choice is not Choice.GREEDY:
             self._draws_BX.copy_(self._host_draws_BX, non_blocking=True)
@@ -194,16 +206,35 @@ class StepGraph:
         else:
             graph.replay()
 
-    def _fill(
-        self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler], number: int
-    ) -> None:
-        self._inputs[:] = 0
-        for row, token, sampler in zip(rows, tokens, samplers, strict=True):
+    def _fill(self, rows: Sequence[int], tokens: Sequence[int], number: int) -> None:
+        """The inputs of these rows; those of others are 0. Most counts stay what they were in the step before."""
+        seating = (self.batch.seatings, tuple(rows))
+        if seating != self._seating:
+            self._inputs[:] = 0
+            self._rows = np.array(rows)
+            self._hold = [(0, 0)] * len(rows)
+            self._seating = seating
+        positions = []
+        for place, row in enumerate(rows):
             session = self.batch.sessions[row]
             if session is None:
                 raise RuntimeError(f"row {row} of a batch holds no session")
-            self._inputs[row] = _inputs(session, token, sampler, number)
+            positions.append(session.position)
+            since, until = self._hold[place]
+            if not since <= session.position < until:
+                counts = step_counts(session)
+                self._inputs[row, _COUNTS:] = [counts[field] for field in range(*records.STEP_FIELDS)]
+                self._hold[place] = (session.position, counts_hold_until(session))
+        at = self._rows
+        self._inputs[at, _TOKEN] = tokens
+        self._inputs[at, _POSITION] = positions
+        self._inputs[at, _TAIL_KEYS] = self._inputs[at, _POSITION] + 1 - self._inputs[at, _KEYS]
+        self._inputs[at, _STEP] = number
+
+    def _fill_draws(self, rows: Sequence[int], samplers: Sequence[Sampler]) -> None:
+        for row, sampler in zip(rows, samplers, strict=True):
             given = sampler.parameters
+            self._inputs[row, _TOP_K] = given.top_k
             self._draws[row] = given.temperature, given.top_p, sampler.draw()
 
     @torch.inference_mode()
@@ -265,10 +296,3 @@ class StepGraph:
             )
         else:
             self._graphs[self._choice] = graph
-
-
-def _inputs(session: Session, token: int, sampler: Sampler, number: int) -> list[int]:
-    counts = {**step_counts(session), records.STEP: number}
-    first, end = records.STEP_FIELDS
-    top_k = sampler.parameters.top_k
-    return [token, session.position, top_k, *(counts[field] for field in range(first, end))]

@@ -13,19 +13,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from decode_engine.dense_layer import DenseLayer
 from decode_engine.device.dense_steps import DenseSteps
-from decode_engine.device.registry import step_attention_for
+from decode_engine.device.registry import step_attention_for, unreadable
 from decode_engine.device.step_attention import StepAttention, StepPlan
-from decode_engine.device.step_batch import StepBatch, step_counts
+from decode_engine.device.step_batch import StepBatch
 from decode_engine.device.step_graph import Captures, Choice, StepGraph, StepModel, Stepped
 from decode_engine.host.steps import HostSteps
 from decode_engine.host.workers import SearchThreads
-from decode_engine.kernels import records
 from decode_engine.sampler import Sampler, SamplingParameters
 from decode_engine.session import Session, is_dense
 from decode_engine.stepping import advance
-from index_store.context import ResidentContext
 from index_store.dtypes import stored_dtype
 from index_store.errors import SparseKVError
 from index_store.index_specs import IndexSpec
@@ -44,23 +41,36 @@ logger = logging.getLogger(__name__)
 class _Batchable:
     """What kind of batch a session runs in.
 
-    key: equal for sessions that share one: whatever kernels depend on but the contexts' lengths. max_keys: of a batch
-    for this session alone; one for several is as long as the longest needs.
+    key: equal for sessions that share one: whatever kernels depend on but the contexts' lengths. searching: layers that
+    do not attend to everything. row_bytes: of a key and its value in host memory, 0 where they are on the device.
+    max_keys: of a batch for this session alone; one for several is as long as the longest needs.
     """
 
-    key: Hashable
+    key: int
     layers: tuple[type[StepAttention], ...]
+    searching: int
+    row_bytes: int
     max_keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Sessions that step in one graph. numbers: of theirs among the caller's. part, lane: see `Stepper.graph`."""
+
+    kind: _Batchable
+    numbers: Sequence[int]
+    sessions: Sequence[Session]
+    max_keys: int
+    part: int
+    lane: int
 
 
 @dataclass(slots=True)
 class _Launched:
-    """One lane's part of a step. numbers: of its sessions among the caller's. rows: by place among its sessions."""
+    """A step of a part. rows: by place among its sessions."""
 
-    numbers: Sequence[int]
-    sessions: Sequence[Session]
+    of: _Part
     samplers: Sequence[Sampler]
-    lane: int
     rows: dict[int, int] = field(default_factory=dict)
     graph: StepGraph | None = None
 
@@ -98,6 +108,10 @@ class Stepper:
             Captures(device, lane) if device.type == "cuda" else None for lane in range(self._searching.lanes)
         ]
         self._graphs: OrderedDict[Hashable, StepGraph] = OrderedDict()
+        self._keys: dict[Hashable, int] = {}
+        # Of the sessions that came last: most steps are of the same ones as the step before.
+        self._taken: tuple[list[Session], list[bool]] = ([], [])
+        self._divided: tuple[list[Session], list[list[_Part]]] = ([], [])
         self._sorted: WeakKeyDictionary[Session, _Batchable | str] = WeakKeyDictionary()
         self._refused: set[tuple[str, str]] = set()
 
@@ -128,11 +142,15 @@ class Stepper:
         Those that attend to all of a context in host memory, several to the same, share one read of it on the general
         path; here each would read all of it.
         """
+        if self._taken[0] == [*sessions]:
+            return self._taken[1]
         readers = Counter(id(session.context) for session in sessions if _reads_host_wholly(session))
-        return [
+        taken = [
             self.takes(session) and not (_reads_host_wholly(session) and readers[id(session.context)] > 1)
             for session in sessions
         ]
+        self._taken = ([*sessions], taken)
+        return taken
 
     def step(
         self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler]
@@ -143,33 +161,53 @@ class Stepper:
         are not finite get an error instead and do not advance.
         """
         results: list[int | Exception] = [SparseKVError("the step did not run")] * len(sessions)
-        groups: dict[Hashable, list[int]] = {}
-        for number, session in enumerate(sessions):
-            groups.setdefault(self._required(session).key, []).append(number)
-        for numbers in groups.values():
-            for first in range(0, len(numbers), MAX_ROWS):
-                batch = numbers[first : first + MAX_ROWS]
-                steps = [
-                    _Launched(part, [sessions[i] for i in part], [samplers[i] for i in part], lane)
-                    for lane, part in enumerate(self._split(sessions, batch))
-                ]
-                for step in steps:
-                    with self._guarded(step, results):
-                        self._take_seats(step, first // MAX_ROWS, results)
-                begun = self._mark() if len(steps) > 1 else None
-                for step in steps:
-                    with self._guarded(step, results), self._on_stream(step.lane, begun):
-                        self._launch(step, [tokens[i] for i in step.numbers])
-                for step in steps:
-                    with self._guarded(step, results), self._on_stream(step.lane, begun):
-                        self._collect(step, results)
+        if self._divided[0] != [*sessions]:
+            self._divided = ([*sessions], self._divide(sessions))
+        for parts in self._divided[1]:
+            steps = [_Launched(part, [samplers[i] for i in part.numbers]) for part in parts]
+            for step in steps:
+                with self._guarded(step, results):
+                    self._take_seats(step, results)
+            begun = self._mark() if len(steps) > 1 else None
+            for step in steps:
+                with self._guarded(step, results), self._on_stream(step.of.lane, begun):
+                    self._launch(step, tokens)
+            for step in steps:
+                with self._guarded(step, results), self._on_stream(step.of.lane, begun):
+                    self._collect(step, results)
         return results
 
-    def _split(self, sessions: Sequence[Session], batch: Sequence[int]) -> list[Sequence[int]]:
-        """The batch by lane: as equal as can be, and one lane for all where nothing is searched on the host."""
-        lanes = self._searching.lanes if HostSteps in self._required(sessions[batch[0]]).layers else 1
-        share = -(-len(batch) // lanes)
-        return [batch[first : first + share] for first in range(0, len(batch), share)]
+    def _divide(self, sessions: Sequence[Session]) -> list[list[_Part]]:
+        """Batches of up to MAX_ROWS sessions of a kind, each by lane: parts as equal as can be.
+
+        There is one lane for all where nothing is searched on the host.
+        """
+        kinds = [self._required(session) for session in sessions]
+        groups: dict[int, list[int]] = {}
+        for number, kind in enumerate(kinds):
+            groups.setdefault(kind.key, []).append(number)
+        batches = []
+        for numbers in groups.values():
+            kind = kinds[numbers[0]]
+            lanes = self._searching.lanes if HostSteps in kind.layers else 1
+            for first in range(0, len(numbers), MAX_ROWS):
+                batch = numbers[first : first + MAX_ROWS]
+                share = -(-len(batch) // lanes)
+                own = [batch[begin : begin + share] for begin in range(0, len(batch), share)]
+                batches.append(
+                    [
+                        _Part(
+                            kind,
+                            some,
+                            [sessions[i] for i in some],
+                            max(kinds[i].max_keys for i in some),
+                            first // MAX_ROWS,
+                            lane,
+                        )
+                        for lane, some in enumerate(own)
+                    ]
+                )
+        return batches
 
     def _mark(self) -> torch.cuda.Event | None:
         """What the current stream has been given until now."""
@@ -186,8 +224,8 @@ class Stepper:
         try:
             yield
         except Exception as error:
-            logger.exception("a batch of %d sessions failed", len(step.sessions))
-            for number in step.numbers:
+            logger.exception("a batch of %d sessions failed", len(step.of.sessions))
+            for number in step.of.numbers:
                 results[number] = error
 
     def feed(self, session: Session, token: int) -> Tensor:
@@ -245,29 +283,31 @@ class Stepper:
         if reason is not None or isinstance(searching, str):
             self._log_refusal(method.name, str(reason))
             return str(reason)
-        layers = tuple(
-            self._dense if is_dense(manifest, method, layer) else searching
-            for layer in range(manifest.model.layers)
-        )
+        dense = [is_dense(manifest, method, layer) for layer in range(manifest.model.layers)]
+        layers = tuple(self._dense if each else searching for each in dense)
         max_keys = max(_LEAST_KEYS, 1 << (manifest.token_count - 1).bit_length())
         parts = (method.remainder.name, tuple(sorted(method.search.items())))
         key = (placement, layers, _spec_key(method.index), _spec_key(method.partition), parts)
-        return _Batchable(key, layers, max_keys)
+        number = self._keys.setdefault(key, len(self._keys))
+        row_bytes = 2 * manifest.model.head_dim * self._dtype.itemsize if placement.kv_on_host else 0
+        return _Batchable(number, layers, sum(not each for each in dense), row_bytes, max_keys)
 
     def _log_refusal(self, method: str, reason: str) -> None:
         if (method, reason) not in self._refused:
             self._refused.add((method, reason))
             logger.info("method %s decodes step by step without a graph: %s", method, reason)
 
-    def _take_seats(self, step: _Launched, part: int, results: list[int | Exception]) -> None:
-        """Finds the graph and seats the sessions. part: of a kind's sessions, where they are too many for one batch.
+    def _take_seats(self, step: _Launched, results: list[int | Exception]) -> None:
+        """Finds the graph and seats the sessions.
 
         Tails grow here, on the current stream, before any lane runs: no lane then writes where another one still reads.
         """
-        with self._on_stream(step.lane):
-            graph = self.graph(step.sessions, part, step.lane)
-        seats = _seat(graph.batch, step.sessions)
-        for place, (number, seat) in enumerate(zip(step.numbers, seats, strict=True)):
+        of = step.of
+        method, size = of.sessions[0].effective_method, _size(len(of.sessions))
+        with self._on_stream(of.lane):
+            graph = self._graph(of.kind, method, size, of.max_keys, of.part, of.lane)
+        seats = graph.batch.seat(of.sessions)
+        for place, (number, seat) in enumerate(zip(of.numbers, seats, strict=True)):
             if isinstance(seat, Exception):
                 results[number] = seat
             else:
@@ -279,7 +319,8 @@ class Stepper:
         graph, step.graph = step.graph, None
         if graph is not None:
             samplers = [step.samplers[place] for place in step.rows]
-            graph.launch(list(step.rows.values()), [tokens[place] for place in step.rows], samplers)
+            own = [tokens[step.of.numbers[place]] for place in step.rows]
+            graph.launch(list(step.rows.values()), own, samplers)
             step.graph = graph  # not where that raised
 
     def _collect(self, step: _Launched, results: list[int | Exception]) -> None:
@@ -288,10 +329,11 @@ class Stepper:
             return
         found = step.graph.collect(list(step.rows.values()))
         for place, stepped in zip(step.rows, found, strict=True):
-            result = results[step.numbers[place]] = advance(step.samplers[place], stepped.token)
+            session = step.of.sessions[place]
+            result = results[step.of.numbers[place]] = advance(step.samplers[place], stepped.token)
             if not isinstance(result, Exception):
-                _count(step.sessions[place], stepped)
-                step.sessions[place].advance()
+                _count(session, step.of.kind, stepped)
+                session.advance()
 
     def _graph(
         self, kind: _Batchable, method: Method, size: int, max_keys: int, part: int, lane: int = 0
@@ -322,23 +364,6 @@ def _size(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def unreadable(context: ResidentContext, device: torch.device) -> str | None:
-    """Why kernels on the device cannot read the context, as a clause; None when they can.
-
-    Waits until all layers are in memory, and raises the error that loading raised.
-    """
-    own = context.device
-    if own.type != device.type or (None not in (own.index, device.index) and own.index != device.index):
-        return f"its context is for {own}, the model on {device}"
-    context.wait_for_layers()
-    if device.type != "cuda" or context.placement is Placement.DEVICE:
-        return None
-    for layer in range(context.manifest.model.layers):
-        if not context.kv(layer).is_pinned():
-            return f"keys and values of layer {layer} are in host memory that is not page-locked"
-    return None
-
-
 def _reads_host_wholly(session: Session) -> bool:
     return session.context.placement.kv_on_host and not session.effective_method.sparse
 
@@ -347,49 +372,19 @@ def _spec_key(spec: IndexSpec | None) -> Hashable:
     return None if spec is None else (spec.name, spec.kind, tuple(sorted(spec.parameters.items())))
 
 
-def _seat(batch: StepBatch, sessions: Sequence[Session]) -> list[int | Exception]:
-    """Rows of the sessions: those that sit keep their row, others leave, new ones take free rows.
-
-    One that there is no memory for, or that cannot be placed, gets the error instead; that is not the others' fault.
-    """
-    wanted = {id(session) for session in sessions}
-    for row, session in enumerate(batch.sessions):
-        if session is not None and id(session) not in wanted:
-            batch.clear(row)
-    seated = {id(session): row for row, session in enumerate(batch.sessions) if session is not None}
-    free = [row for row, session in enumerate(batch.sessions) if session is None]
-    seats: list[int | Exception] = []
-    for session in sessions:
-        row = seated[id(session)] if id(session) in seated else free.pop(0)
-        try:
-            session.reserve_tail()
-            if id(session) not in seated:
-                batch.place(row, session)
-        except Exception as error:
-            logger.exception("a session of method %s has no place in a batch", session.method.name)
-            batch.clear(row)
-            seats.append(error)
-        else:
-            seats.append(row)
-    return seats
-
-
-def _count(session: Session, stepped: Stepped) -> None:
+def _count(session: Session, kind: _Batchable, stepped: Stepped) -> None:
     """Notes what the step touched in all layers."""
     manifest, available, figures = session.context.manifest, session.position + 1, session.figures
-    heads = manifest.model.kv_heads
-    searching = sum(not isinstance(layer, DenseLayer) for layer in session.layers)
-    dense = len(session.layers) - searching
+    heads, searching = manifest.model.kv_heads, kind.searching
+    dense = len(kind.layers) - searching
     figures.count_dense(heads * available * dense)
-    if session.context.placement is not Placement.DEVICE:
-        row_bytes = 2 * manifest.model.head_dim * stored_dtype(manifest.dtype).torch_dtype.itemsize
+    if kind.row_bytes:
         rows = stepped.host_rows + dense * heads * manifest.token_count
-        figures.host_bytes_read += rows * row_bytes
+        figures.host_bytes_read += rows * kind.row_bytes
         figures.rows_reused += stepped.rows_reused
         figures.device_wait_for_host_ns += stepped.waited_ns
     if searching:
-        counts = step_counts(session)
-        searched = counts[records.END] - counts[records.FIRST]
-        figures.count_exact(heads * searching * (available - searched), heads * searching * available)
+        exact = available - stepped.searched
+        figures.count_exact(heads * searching * exact, heads * searching * available)
         figures.count_kept(stepped.kept)
-        figures.searches += searching if searched else 0
+        figures.searches += searching if stepped.searched else 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from decode_engine.config import Compilation
-from decode_engine.device.step_batch import StepBatch
+from decode_engine.device.step_batch import StepBatch, step_counts
 from decode_engine.device.step_model import step_model
 from decode_engine.device.stepper import Stepper
 from decode_engine.kernels import records
@@ -170,6 +170,44 @@ def test_a_session_without_a_place_is_not_the_fault_of_its_batch(runner: ModelRu
     batch = stepper.graph([ill, well]).batch
     row = 1 - batch.sessions.index(well)
     assert not batch._host_LBF[:, row].any()
+
+
+def test_counts_and_tails_are_right_at_every_step(runner: ModelRunner) -> None:
+    """Whoever joins or leaves, while search ends move, and between steps on the general path."""
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    method = replace(METHODS["multipole"], recent=40, append_block=8)
+    contexts = [made_up_context(runner.identity, runner.kv_dtype, method, n) for n in (150, 90, 200, 70)]
+    sessions = [runner.start(context, method) for context in contexts]
+    seen = set()
+    for step in range(90):
+        batch = sessions[: 3 - (step // 20) % 2] if step < 60 else sessions[1:]
+        expected = [(dict(step_counts(session)), session.position) for session in batch]
+        results = stepper.step(batch, [step % 50] * len(batch), [Sampler(GREEDY)] * len(batch))
+        assert results == [step % 50 + 1] * len(batch)
+        graph = stepper.graph(batch)
+        for session, (counts, position) in zip(batch, expected, strict=True):
+            row = graph.batch.sessions.index(session)
+            fields = [counts[field] for field in range(*records.STEP_FIELDS)]
+            assert graph._inputs[row].tolist() == [step % 50, position, 0, *fields]
+            seen.add(counts[records.END])
+            assert session.position == position + 1
+        assert not graph._inputs[[row for row, each in enumerate(graph.batch.sessions) if each is None]].any()
+        if step % 30 == 29:
+            runner.forward([batch[1]], [[3, 4]])
+        if step % 7 == 0:
+            for layer in batch[0].layers:
+                assert layer.tail.length == batch[0].position - batch[0].context.manifest.token_count
+    assert len(seen) > 6
+
+
+def test_steps_and_the_general_path_take_turns(runner: ModelRunner, stepper: Stepper) -> None:
+    prompt, sampler = list(range(125)), Sampler(GREEDY)
+    expected = by_forward(runner, start(runner, prompt), 3, sampler, 8)
+    session, tokens = start(runner, prompt), [3]
+    for _ in range(2):
+        tokens += by_steps(stepper, [session], tokens[-1:], [sampler], 2)[0]
+        tokens += by_forward(runner, session, tokens[-1], sampler, 2)
+    assert tokens[1:] == expected
 
 
 def test_one_launch_serves_contexts_of_all_lengths(runner: ModelRunner) -> None:

@@ -34,6 +34,7 @@ METHODS = (
     "csattention",
     "csattention+monopole",
     "multipole",
+    "multipole+dropped",
     "pq",
     "pq+dropped",
 )
@@ -82,9 +83,10 @@ def test_a_captured_batch_equals_the_general_path(runner: ModelRunner, name: str
         graph, got = logits_of(stepper, sessions, tokens)
         assert graph.captured
         expected = torch.stack([logits[-1] for logits in runner.forward(twins, [[t] for t in tokens])])
-        # All keys leave their clusters, and what clusters weighed cancels only as far as 16 bits go.
-        limit = 0.1 if sessions[0].effective_method.drops_remainder else 0.4
-        assert float((got - expected).abs().amax() / expected.std()) < limit
+        # Sums in 16 bits in another order: up to .04 were found, .055 where all keys leave their clusters again.
+        assert float((got - expected).abs().amax() / expected.std()) < 0.1
+    for session, twin in zip(sessions, twins, strict=True):
+        assert session.figures.kept == twin.figures.kept
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])

@@ -20,6 +20,7 @@ from decode_engine.config import Compilation
 from decode_engine.device.hybrid_steps import HybridSteps
 from decode_engine.device.registry import step_attention_for
 from decode_engine.device.step_attention import StepPlan
+from decode_engine.device.step_batch import StepBatch
 from decode_engine.device.step_graph import StepGraph, Stepped
 from decode_engine.device.step_model import step_model
 from decode_engine.device.stepper import Stepper
@@ -141,10 +142,10 @@ def test_lanes_follow_what_was_there_before_any_of_them(
 
         return called
 
-    monkeypatch.setattr("decode_engine.device.stepper._seat", say("seat", [0]))
+    monkeypatch.setattr(StepBatch, "seat", say("seat", [0]))
     monkeypatch.setattr(Stepper, "_mark", say("mark"))
     monkeypatch.setattr(StepGraph, "launch", say("launch"))
-    monkeypatch.setattr(StepGraph, "collect", say("collect", [Stepped(4, 0, 0, 0, 0)]))
+    monkeypatch.setattr(StepGraph, "collect", say("collect", [Stepped(4, 0, 0, 0, 0, 0)]))
     sessions = start(runner, small("csattention+dropped"), Placement.HOST)[:2]
     results = make_stepper(runner, threads).step(
         sessions, [3, 3], [Sampler(SamplingParameters()) for _ in sessions]
@@ -278,6 +279,7 @@ def test_methods_that_threads_cannot_search_are_named(
     monkeypatch.setattr("decode_engine.host.mailbox._LEAST_WIDTH", 4)
     for kept, fits in (
         (get_method("csattention", keep=0.2), False),
+        (get_method("csattention", keep=0.126), False),  # 8.06 of 64 keys, of which budgets keep 9
         (get_method("csattention", keep=0.1), True),
     ):
         found = step_attention_for(kept, context.manifest, Placement.HOST)
