@@ -119,13 +119,13 @@ def measure(
     difference = 0.0
     if checked:
         whole = replace(method, budget=Ratio(1.0)) if method.sparse else method
-        checking = start_sessions(model, contexts, whole)
+        checking = start_sessions(contexts, whole)
         stepper.step(checking, tokens, samplers)
         got_BV = stepper.graph(checking).logits_BV[:batch].float().clone()
-        exact = start_sessions(model, contexts, get_method("full"))
+        exact = start_sessions(contexts, get_method("full"))
         difference = compare(got_BV, forward(model, exact, tokens))
         del checking, exact
-    sessions = start_sessions(model, contexts, method)
+    sessions = start_sessions(contexts, method)
     begin = time.perf_counter()
     chosen = stepper.step(sessions, tokens, samplers)
     ready_s = time.perf_counter() - begin

@@ -90,11 +90,11 @@ class Lanes:
         self.stepper = Stepper(run, identity, weights.dtype, weights.device, searching=threads)
         self._lanes = threads.lanes if contexts[0].placement is Placement.HOST else 1
         self.samplers = [Sampler(SamplingParameters())] * len(contexts)
-        self.start(model, contexts, method)
+        self.start(contexts, method)
 
-    def start(self, model: Any, contexts: list[ResidentContext], method: Method) -> None:
+    def start(self, contexts: list[ResidentContext], method: Method) -> None:
         """New sessions in place of those that there are."""
-        self.sessions = start_sessions(model, contexts, method)
+        self.sessions = start_sessions(contexts, method)
         if not all(self.stepper.takes(session) for session in self.sessions):
             raise CheckFailedError("the method does not run in a graph")
         share = -(-len(contexts) // self._lanes)
@@ -218,7 +218,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """The figures of one method, one for each number of lanes."""
     tokens = list(range(7, 7 + len(contexts)))
-    expected = forward(model, start_sessions(model, contexts, method), tokens)
+    expected = forward(model, start_sessions(contexts, method), tokens)
     bandwidth = read_bandwidth(contexts, method, threads)
     rows = []
     for count in lane_counts:

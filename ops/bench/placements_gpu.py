@@ -124,7 +124,7 @@ class Bench:
 
     def expect(self, contexts: list[ResidentContext]) -> None:
         """Computes what full attention to these contexts gives, by the general path."""
-        sessions = start_sessions(self._model, contexts, get_method("full"))
+        sessions = start_sessions(contexts, get_method("full"))
         self._expected = forward(self._model, sessions, first_tokens(contexts))
 
     def measure(self, case: Case, contexts: list[ResidentContext]) -> dict[str, Any]:
@@ -169,14 +169,14 @@ class Bench:
         if case.placement is Placement.HOST or read > CHECKED_GB * 1e9:
             return None
         if case.method.sparse:
-            lanes.start(self._model, contexts, replace(case.method, budget=Ratio(1.0)))
+            lanes.start(contexts, replace(case.method, budget=Ratio(1.0)))
         lanes.step(first_tokens(contexts))
         difference = compare(lanes.logits(), self._expected)
-        lanes.start(self._model, contexts, case.method)
+        lanes.start(contexts, case.method)
         return round(difference, 4)
 
     def _measure_streamed(self, case: Case, contexts: list[ResidentContext]) -> dict[str, Any]:
-        sessions = start_sessions(self._model, contexts, case.method)
+        sessions = start_sessions(contexts, case.method)
         tokens = first_tokens(contexts)
         logits_BV = forward(self._model, sessions, tokens)
         difference = compare(logits_BV, self._expected)
