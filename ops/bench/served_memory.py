@@ -22,7 +22,7 @@ from index_store.placement import MemoryBytes, Placement
 from index_store.slot_memory import slot_bytes
 
 GPU = torch.device("cuda")
-STEP_BYTES = MemoryBytes(host=9, device=16)
+STEP_BYTES = MemoryBytes(host=9, device=13)
 """Of a batch, per row, KV head and token of the longest context; of the host's only where it searches."""
 
 

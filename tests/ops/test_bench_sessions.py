@@ -57,10 +57,10 @@ def test_sessions_take_what_the_engine_counts(bench: ModuleType) -> None:
         served = bench.Served(manifest, method, placement, 512)
         context = placed_bytes(manifest, GPU, placement)
         needed = served.needed(5, 2)
-        rows = 8 * 8 * 131072 * 16  # eight rows for five sessions
+        rows = 8 * 8 * 131072 * 13  # eight rows for five sessions
         assert needed.device == 2 * context.device + 5 * session_bytes(manifest, method, 512) + rows
         assert needed.host == 2 * context.host
-    assert served.batches(33).device == 33 * 8 * 131072 * 16
+    assert served.batches(33).device == 33 * 8 * 131072 * 13
 
 
 def test_buffers_of_a_search_on_the_host_count_there(bench: ModuleType) -> None:
