@@ -4,7 +4,7 @@ A *job* says where everything of one batch lies and how long it is, as a vector 
 for a whole step finds all it needs there. Whoever asks for a search writes the queries of a row, and then the search's
 number into the row's word; whoever searches writes the ids of a list, and then number and count into the list's word.
 
-The work of one search is cut into tickets, which threads draw from a counter: first one for every list, which picks
+The work of one search is cut into tickets, which threads draw from a counter: first some for every list, which pick
 its table rows, then one for every tile of every list, which scores the tile (`table_lists`). A thread holds on to the
 tiles that it scored, in its own buffers, until the list's other tiles have been scored too, and then lists the keys of
 its tiles that reach the list's bound; who comes last finds the best of them and answers. So nobody waits while there
