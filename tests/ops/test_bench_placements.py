@@ -117,11 +117,12 @@ def figures(bench: ModuleType, placed: ModuleType, cases: str, batch: int) -> li
     return list(bench.shape_figures(runs, contexts, listed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "batch"),
     [
         ("full@device,full@streamed,pq+dropped:0.05@hybrid", 1),
-        pytest.param(f"full@device,{TABLES}@host,{TABLES}@host2", 2, marks=pytest.mark.slow),
+        (f"full@device,{TABLES}@host,{TABLES}@host2", 2),
     ],
 )
 def test_every_case_has_its_figures(bench: ModuleType, placed: ModuleType, cases: str, batch: int) -> None:
