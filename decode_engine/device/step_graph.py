@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,9 +29,9 @@ StepModel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Tokens [B, 1], positions [B, 1] and the number of a live batch -> logits [B, V]."""
 
 _TOKEN, _POSITION, _TOP_K, _COUNTS = 0, 1, 2, 3
-_KEYS, _FIRST, _END, _TAIL_KEYS, _STEP = (
+_FIRST, _END, _TAIL_KEYS, _STEP = (
     _COUNTS + field - records.STEP_FIELDS[0]
-    for field in (records.KEYS, records.FIRST, records.END, records.TAIL_KEYS, records.STEP)
+    for field in (records.FIRST, records.END, records.TAIL_KEYS, records.STEP)
 )
 _TEMPERATURE, _TOP_P, _UNIFORM = 0, 1, 2
 _WARM_UPS = 2
@@ -121,7 +120,6 @@ class StepGraph:
         self._choice = Choice.GREEDY
         # Rows of the last step, and positions for which their counts in the inputs hold.
         self._seating: tuple[int, tuple[int, ...]] = (-1, ())
-        self._rows = np.zeros(0, np.int64)
         self._hold: list[tuple[int, int]] = []
 
     @property
@@ -211,25 +209,23 @@ class StepGraph:
         seating = (self.batch.seatings, tuple(rows))
         if seating != self._seating:
             self._inputs[:] = 0
-            self._rows = np.array(rows)
             self._hold = [(0, 0)] * len(rows)
             self._seating = seating
-        positions = []
-        for place, row in enumerate(rows):
+        inputs = self._inputs
+        # Single numbers are written faster than arrays of a few.
+        for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             session = self.batch.sessions[row]
             if session is None:
                 raise RuntimeError(f"row {row} of a batch holds no session")
-            positions.append(session.position)
-            since, until = self._hold[place]
-            if not since <= session.position < until:
+            position, (since, until) = session.position, self._hold[place]
+            if not since <= position < until:
                 counts = step_counts(session)
-                self._inputs[row, _COUNTS:] = [counts[field] for field in range(*records.STEP_FIELDS)]
-                self._hold[place] = (session.position, counts_hold_until(session))
-        at = self._rows
-        self._inputs[at, _TOKEN] = tokens
-        self._inputs[at, _POSITION] = positions
-        self._inputs[at, _TAIL_KEYS] = self._inputs[at, _POSITION] + 1 - self._inputs[at, _KEYS]
-        self._inputs[at, _STEP] = number
+                inputs[row, _COUNTS:] = [counts[field] for field in range(*records.STEP_FIELDS)]
+                self._hold[place] = (position, counts_hold_until(session))
+            inputs[row, _TOKEN] = token
+            inputs[row, _POSITION] = position
+            inputs[row, _TAIL_KEYS] = position + 1 - session.context.manifest.token_count
+            inputs[row, _STEP] = number
 
     def _fill_draws(self, rows: Sequence[int], samplers: Sequence[Sampler]) -> None:
         for row, sampler in zip(rows, samplers, strict=True):
