@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,8 +28,8 @@ from index_store.manifest import ModelIdentity
 from index_store.methods import Method
 from index_store.placement import MemoryBytes, Placement
 
-LAYERS, TOKENS, SESSION_TOKENS, STEPS = DISTINCT, 32768, 128, 3
-SHARE, SLACK = 1.1, 2**23
+LAYERS, TOKENS, SESSION_TOKENS, STEPS = DISTINCT, 65536, 128, 3
+SHARE, SLACK = 1.1, 2**24
 """What may be taken per byte counted, and beside it: logits and inputs of a step, rounding by the allocator."""
 
 
@@ -37,6 +38,8 @@ def check_counts(methods: Mapping[str, Method]) -> int:
     if not torch.cuda.is_available():
         typer.echo("error: --check needs a CUDA device", err=True)
         return 1
+    # Matrix products keep scratch memory for every stream, 32 MiB where this says nothing, which is no context's.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     model, identity = make_model(LAYERS)
     device = torch.device("cuda")
     rows = [
