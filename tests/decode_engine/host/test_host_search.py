@@ -171,10 +171,11 @@ def test_a_thread_that_dies_ends_the_wait(layers: list[Layer]) -> None:
 def test_a_thread_that_dies_inside_of_a_step_that_is_ended_is_not_waited_for_long(
     layers: list[Layer],
 ) -> None:
-    ended = threading.Event()
+    inside, ended = threading.Event(), threading.Event()
 
     def die(lanes: int, count: int, semaphore: int, end: int) -> None:
         write_word(lanes + 8 * INSIDE, 1)
+        inside.set()
         ended.wait(10)
         time.sleep(0.2)
         raise MemoryError("no more")
@@ -183,6 +184,7 @@ def test_a_thread_that_dies_inside_of_a_step_that_is_ended_is_not_waited_for_lon
     mailbox = Mailbox(make_plan(1), page_locked=False)
     mailbox.begin([searched(0, layers, 8, LONG, 100)], range(3))
     workers.begin(0, mailbox)
+    assert inside.wait(10)
     begin = time.monotonic()
     ended.set()
     with pytest.raises(SparseKVError, match="no more"):
