@@ -7,6 +7,7 @@ take turns, so that no step finds its rows in the second-level cache, nor the ad
 - `copy`: bandwidth of a plain copy of one layer from page-locked memory.
 - `gather`: random rows of one layer, ascending in every head, copied into device memory by the kernel that reads host
   memory (`kernels.gather_rows`); half a million rows, again and again. `wide`: rows of all layers in one launch.
+  `spread`: every launch writes elsewhere, to more than the second-level cache holds.
 - `hybrid`: a whole step through `HybridSteps`: search over product codes (random ones: they cost the same), the rows
   found in the slot cache or fetched, attention to them, to sinks, recent window and tail, merge. In place of what the
   search lists, prepared lists are attended, of which a known share was in the step before (`reuse`), and the rest was
@@ -290,14 +291,14 @@ def copy_figure(memory: Memory) -> dict[str, Any]:
     return {"figure": "copy", "gb_per_s": target.nbytes / times[len(times) // 2] * 1e-6}
 
 
-def gather_figure(memory: Memory, keep: float, shape: CopyShape, wide: bool) -> dict[str, Any]:
-    """Random rows, of one layer per launch or of all of them."""
-    budget = round(keep * memory.length)
-    searched = torch.arange(KV_HEADS)[:, None] * memory.length
+def gather_figure(memory: Memory, keep: float, shape: CopyShape, figure: str) -> dict[str, Any]:
+    """Random rows, of one layer per launch or, `wide`, of all of them."""
+    wide, spread = figure == "wide", figure == "spread"
+    budget, searched = round(keep * memory.length), torch.arange(KV_HEADS)[:, None] * memory.length
     rows = budget * KV_HEADS * (memory.layers if wide else 1)
     launches = max(2, -(-COLD_BYTES // (rows * ROW)))
-    target = torch.empty(rows, 2, HEAD_DIM, dtype=DTYPE, device=DEVICE)
-    into = (target.data_ptr() + torch.arange(rows) * ROW).to(DEVICE)
+    targets = torch.empty(launches if spread else 1, rows, 2, HEAD_DIM, dtype=DTYPE, device=DEVICE)
+    into = torch.arange(rows, device=DEVICE) * ROW
     count = torch.tensor([rows], dtype=torch.int32, device=DEVICE)
     prepared, chosen = [], []
     for launch in range(launches):
@@ -306,9 +307,10 @@ def gather_figure(memory: Memory, keep: float, shape: CopyShape, wide: bool) -> 
             ids = torch.rand(KV_HEADS, memory.length).topk(budget).indices.sort().values
             sources.append((ids + searched).flatten() * ROW + memory.host_kv[layer].data_ptr())
             picks.append((layer, ids))
-        prepared.append(RowCopies(torch.cat(sources).to(DEVICE), into, count))
+        place = targets[launch % len(targets)].data_ptr()
+        prepared.append(RowCopies(torch.cat(sources).to(DEVICE), place + into, count))
         chosen.append(picks)
-    for copies, picks in zip(prepared[:2], chosen[:2], strict=True):
+    for launch, (copies, picks) in enumerate(zip(prepared[:2], chosen[:2], strict=True)):
         copy_rows(copies, ROW, shape)
         expected = torch.cat(
             [
@@ -318,10 +320,9 @@ def gather_figure(memory: Memory, keep: float, shape: CopyShape, wide: bool) -> 
                 for layer, ids in picks
             ]
         )  # fmt: skip
-        if not torch.equal(target, expected):
+        if not torch.equal(targets[launch % len(targets)], expected):
             raise CheckFailedError(f"rows that {shape} copied are not those in host memory")
     us = graph_us([partial(copy_rows, copies, ROW, shape) for copies in prepared])
-    figure = "wide" if wide else "gather"
     return {"figure": figure, "keep": keep, "us": us, "gb_per_s": rows * ROW / us * 1e-3, **asdict(shape)}
 
 
@@ -351,8 +352,9 @@ def run(memory: Memory, cases: list[tuple[float, float]], shape: CopyShape | Non
 
     report(copy_figure(memory))
     for keep in (0.01, 0.05):
-        report(gather_figure(memory, keep, shape or CopyShape(), wide=False))
-    report(gather_figure(memory, 0.01, shape or CopyShape(), wide=True))
+        report(gather_figure(memory, keep, shape or CopyShape(), "gather"))
+    for figure in ("wide", "spread"):
+        report(gather_figure(memory, 0.01, shape or CopyShape(), figure))
     if cases:
         full = full_attention_us(memory.q.flatten(2, 3), memory.device_kv)
         for keep, reuse in cases:
