@@ -137,6 +137,13 @@ def serve(
             "computes another. Each reads the model's weights for itself."
         ),
     ] = 1,
+    waves: Annotated[
+        int,
+        typer.Option(
+            help="Parts, by KV heads, in which the lists of a layer come back in placement host: rows of one are "
+            "fetched while threads search for the next."
+        ),
+    ] = 1,
     device: DeviceOption = AUTO,
     compilation: Annotated[
         Compilation,
@@ -179,6 +186,7 @@ def serve(
         threads=threads or available_cores(),
         search_threads=search_threads or search_cores(),
         lanes=lanes,
+        waves=waves,
         device=device,
         compilation=compilation,
         prefetch=prefetch,

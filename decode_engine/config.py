@@ -136,6 +136,7 @@ class ServeConfig:
     max_sessions: requests in progress at once; max_waiting: requests beyond those. prompt_chunk: prompt tokens per
     step, None for the device's default. prompts: what they attend to. threads: of searches and matrix products.
     search_threads: that search beside a GPU for contexts of placement host. lanes: that their batches are split into.
+    waves: in which the lists of a layer come back, by KV heads.
     compilation: of the model around the attention, on a GPU. prefetch: rows of contexts in host memory are fetched a
     layer ahead. grace: seconds that running requests get when the server
     is told to stop.
@@ -155,6 +156,7 @@ class ServeConfig:
     threads: int = field(default_factory=available_cores)
     search_threads: int = field(default_factory=search_cores)
     lanes: int = 1
+    waves: int = 1
     device: str = "auto"
     compilation: Compilation = Compilation.OFF
     prefetch: bool = False
@@ -177,6 +179,7 @@ class ServeConfig:
             ("threads", self.threads, 1),
             ("search-threads", self.search_threads, 1),
             ("lanes", self.lanes, 1),
+            ("waves", self.waves, 1),
             ("grace", self.grace, 0),
         ):
             if value < least:

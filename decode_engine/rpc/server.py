@@ -125,7 +125,7 @@ class DecodeServer:
             config.dtype,
             config.compilation,
             config.prompts,
-            SearchThreads(config.search_threads, config.lanes),
+            SearchThreads(config.search_threads, config.lanes, config.waves),
             prefetch=config.prefetch,
         )
         loaded = time.monotonic()

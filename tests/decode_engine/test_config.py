@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_engine.config import AskConfig, Compilation, ServeConfig, check_address, is_loopback
+from decode_engine.config import MAX_LANES, AskConfig, Compilation, ServeConfig, check_address, is_loopback
 from index_store.devices import context_device, default_budget, memory_budget, pick_device
 from index_store.errors import InvalidArgumentError
 from index_store.placement import MemoryBytes
@@ -31,11 +31,30 @@ def test_loopback() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ["memory", "session_memory", "max_sessions", "max_waiting", "prompt_chunk", "threads", "grace"],
+    [
+        "memory",
+        "session_memory",
+        "max_sessions",
+        "max_waiting",
+        "prompt_chunk",
+        "threads",
+        "search_threads",
+        "lanes",
+        "waves",
+        "grace",
+    ],
 )
 def test_limits_are_checked_and_named_as_their_flags(field: str) -> None:
     with pytest.raises(InvalidArgumentError, match="--" + field.replace("_", "-")):
         ServeConfig(Path(), "reader", **{field: -1})
+
+
+def test_too_many_lanes_and_search_threads_are_refused() -> None:
+    for given in ({"lanes": MAX_LANES + 1}, {"search_threads": 10**6}):
+        with pytest.raises(
+            InvalidArgumentError, match="--search-threads is .* and --lanes .*, expected at most"
+        ):
+            ServeConfig(Path(), "reader", **given)
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "gpu", "CPU", ""])
