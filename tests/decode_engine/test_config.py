@@ -52,7 +52,7 @@ def test_limits_are_checked_and_named_as_their_flags(field: str) -> None:
 def test_too_many_lanes_and_search_threads_are_refused() -> None:
     for given in ({"lanes": MAX_LANES + 1}, {"search_threads": 10**6}):
         with pytest.raises(
-            InvalidArgumentError, match="--search-threads is .* and --lanes .*, expected at most"
+            InvalidArgumentError, match=r"--search-threads is .* and --lanes .*, expected at most"
         ):
             ServeConfig(Path(), "reader", **given)
 
