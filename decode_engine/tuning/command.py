@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -143,12 +143,13 @@ def _open_meter(
     prompts: Path | None,
 ) -> Iterator[Meter]:
     """Loads the context, and what the target needs."""
-    runner = None if model is None else ModelRunner(resolve_model(model), device, manifest.dtype)
-    arena = arena_for([manifest], device, placement)
-    with (
-        store.open(manifest.id) as stored,
-        arena.acquire(store, manifest.id) as resident,
-    ):
+    with ExitStack() as stack:
+        runner = None
+        if model is not None:
+            runner = ModelRunner(resolve_model(model), device, manifest.dtype)
+            stack.callback(runner.close)
+        stored = stack.enter_context(store.open(manifest.id))
+        resident = stack.enter_context(arena_for([manifest], device, placement).acquire(store, manifest.id))
         if target == "mass" or runner is None:
             yield MassMeter(stored, resident, wanted)
         else:

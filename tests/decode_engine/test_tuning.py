@@ -13,6 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from decode_engine.command_line import app
+from decode_engine.runner import ModelRunner
 from decode_engine.selector import Observation, SparseLayer
 from decode_engine.tuning.candidates import KEEPS, MASSES, Candidate, Family, find_families
 from decode_engine.tuning.meters import KlMeter, MassMeter, Measurement, continuation
@@ -225,7 +226,15 @@ def test_the_command_keeps_a_default_beside_the_context(served: Served) -> None:
     assert before == {path: path.read_bytes() for path in contexts.rglob("*") if path.is_file()}
 
 
-def test_by_kl_and_by_texts_of_ones_own(served: Served, tmp_path: Path) -> None:
+def test_by_kl_and_by_texts_of_ones_own(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[ModelRunner] = []
+
+    def close(runner: ModelRunner) -> None:
+        closed.append(runner)
+
+    monkeypatch.setattr(ModelRunner, "close", close)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Who lit the lamp?\n\nThe harbour was grey.\n")
     done = tune_toy(
@@ -237,6 +246,7 @@ def test_by_kl_and_by_texts_of_ones_own(served: Served, tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     assert {found["method"] for found in document["candidates"]} == {"quest", "csattention@period=2"}
     assert set(document["chosen"]["measured"]) == {"keys", "kl"}
+    assert len(closed) == 1  # whose search threads would stay
 
 
 def test_nothing_that_is_enough_ends_with_1_and_the_best(
