@@ -100,15 +100,25 @@ def check_compilation(compilation: Compilation, device: str) -> None:
         )
 
 
-def check_prefetch(prefetch: bool, device: str) -> None:
-    """Raises InvalidArgumentError where rows are to be fetched ahead and nothing is fetched: on a CPU."""
+def check_prefetch(prefetch: bool, device: str, placement: str) -> None:
+    """Raises InvalidArgumentError where rows are to be fetched ahead and nothing is fetched.
+
+    That is on a CPU, and where contexts lie in GPU memory.
+    """
     if not prefetch:
         return
     from index_store.devices import pick_device
+    from index_store.placement import Placement
 
     if pick_device(device).type == "cpu":
         raise InvalidArgumentError(
             "--prefetch is given, but the CPU computes here and reads keys and values where they are; leave it out",
+            field="prefetch",
+        )
+    if placement == Placement.DEVICE.value:
+        raise InvalidArgumentError(
+            f"--prefetch is given, but with --placement {placement} no keys and values are in host memory; leave it "
+            "out, or use --placement auto or hybrid",
             field="prefetch",
         )
 
@@ -136,10 +146,9 @@ class ServeConfig:
     max_sessions: requests in progress at once; max_waiting: requests beyond those. prompt_chunk: prompt tokens per
     step, None for the device's default. prompts: what they attend to. threads: of searches and matrix products.
     search_threads: that search beside a GPU for contexts of placement host. lanes: that their batches are split into.
-    waves: in which the lists of a layer come back, by KV heads.
-    compilation: of the model around the attention, on a GPU. prefetch: rows of contexts in host memory are fetched a
-    layer ahead. grace: seconds that running requests get when the server
-    is told to stop.
+    waves: in which the lists of a layer come back, by KV heads. compilation: of the model around the attention, on a
+    GPU. prefetch: rows of contexts in host memory are fetched a layer ahead. grace: seconds that running requests get
+    when the server is told to stop.
     """
 
     store: Path
@@ -168,7 +177,7 @@ class ServeConfig:
         check_device(self.device)
         check_placement(self.placement, self.device, self.device_memory)
         check_compilation(self.compilation, self.device)
-        check_prefetch(self.prefetch, self.device)
+        check_prefetch(self.prefetch, self.device, self.placement)
         for name, value, least in (
             ("memory", 1 if self.memory is None else self.memory, 1),
             ("device-memory", 1 if self.device_memory is None else self.device_memory, 1),
