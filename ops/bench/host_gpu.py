@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -53,7 +52,7 @@ from random_model import make_contexts, make_model
 from search_cpu import read_us
 from torch import Tensor
 
-from decode_engine.config import Compilation
+from decode_engine.config import Compilation, search_cores
 from decode_engine.device.step_batch import step_counts
 from decode_engine.device.step_graph import StepGraph
 from decode_engine.device.step_model import step_model
@@ -265,7 +264,7 @@ def main(
     if not torch.cuda.is_available():
         typer.echo("error: this benchmark needs a CUDA device", err=True)
         raise typer.Exit(1)
-    threads = threads or max(1, (os.cpu_count() or 1) - 2)
+    threads = threads or search_cores()
     model, identity = make_model(layers)
     torch.cuda.empty_cache()
     run, failed = step_model(model, compilation), False
