@@ -156,8 +156,8 @@ def serve(
         bool,
         typer.Option(
             "--prefetch",
-            help="Fetch rows of contexts of placement hybrid a layer ahead, for queries that are foretold from the "
-            "layer before; on a GPU.",
+            help="Fetch rows of contexts in host memory a layer ahead, for queries that are foretold from the layer "
+            "before; where a GPU searches.",
         ),
     ] = False,
     dtype: Annotated[

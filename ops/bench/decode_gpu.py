@@ -225,6 +225,8 @@ def main(
     ] = False,
 ) -> None:
     """Times decode steps of a whole model."""
+    if prefetch and placement is Placement.DEVICE:
+        raise typer.BadParameter("--prefetch is for contexts in host memory, such as --placement hybrid")
     if not torch.cuda.is_available():
         typer.echo("error: this benchmark needs a CUDA device", err=True)
         raise typer.Exit(1)

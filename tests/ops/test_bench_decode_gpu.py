@@ -31,6 +31,14 @@ def test_without_a_device_it_says_so() -> None:
     assert done.stderr == "error: this benchmark needs a CUDA device\n"
 
 
+def test_nothing_is_fetched_ahead_from_gpu_memory() -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCH), "--prefetch"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--prefetch is for contexts" in done.stderr
+
+
 def test_every_kernel_has_a_kind(bench: ModuleType) -> None:
     files = (ROOT / "decode_engine" / "kernels").glob("*.py")
     kernels = {name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M)}
