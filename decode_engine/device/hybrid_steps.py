@@ -73,7 +73,16 @@ class HybridSteps(ListedSteps):
         if self._ahead is not None:
             self._ahead.wait()
             self._ahead.search()
-        locations_RN = fetch_rows(
+        locations_RN = self.fetch(layer, records_BF, lists, joined_RN)
+        if self._ahead is not None:
+            self._ahead.fetch()
+        return locations_RN
+
+    def fetch(
+        self, layer: int, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor, heads: range | None = None
+    ) -> Tensor:
+        """Brings a layer's rows into slots: see `slot_fetch.fetch_rows`."""
+        return fetch_rows(
             records_BF,
             lists,
             joined_RN,
@@ -81,10 +90,8 @@ class HybridSteps(ListedSteps):
             self._row_bytes,
             self.copy_shape,
             found_RX2=self._found_LRX2[layer],
+            heads=heads,
         )
-        if self._ahead is not None:
-            self._ahead.fetch()
-        return locations_RN
 
     def fetched_B2(self) -> Tensor:
         found_B2 = self._of_rows(self._found_LRX2)

@@ -31,7 +31,6 @@ from decode_engine.host.mailbox import Mailbox, SearchedRow, SearchPlan, list_wi
 from decode_engine.kernels import records
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.mailbox import await_lists, post_queries
-from decode_engine.kernels.slot_fetch import fetch_rows
 from decode_engine.session import Session
 from index_store.budgets.ratio import Ratio, TokenCount
 from index_store.context import ResidentContext
@@ -182,16 +181,7 @@ class HostSteps(HybridSteps):
         for number, heads in enumerate(self.mailbox.plan.wave_heads):
             if number > 0:
                 self._searching.await_heads(layer, records_BF, heads)
-            locations_RN = fetch_rows(
-                records_BF,
-                lists,
-                joined_RN,
-                self._fetch,
-                self._row_bytes,
-                self.copy_shape,
-                found_RX2=self._found_LRX2[layer],
-                heads=heads,
-            )
+            locations_RN = self.fetch(layer, records_BF, lists, joined_RN, heads)
         return locations_RN
 
     @property

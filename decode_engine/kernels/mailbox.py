@@ -25,8 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 from decode_engine.kernels import records
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.partials import chained, wait_for_launch
-from decode_engine.kernels.records import field
-from decode_engine.kernels.slot_fetch import row_of
+from decode_engine.kernels.records import field, row_of
 from index_store.kernels.shared_search import COUNT_BITS, LINE
 
 _STEP = tl.constexpr(records.STEP)

@@ -45,3 +45,11 @@ _FIELDS = tl.constexpr(RECORD_FIELDS)
 def field(records_ptr: tl.tensor, b: tl.tensor, index: tl.constexpr) -> tl.tensor:
     """One int64 of a sequence's record."""
     return tl.load(records_ptr + b * _FIELDS + index)
+
+
+@triton.jit
+def row_of(
+    place: tl.tensor, HEADS: tl.constexpr, FIRST_HEAD: tl.constexpr, SOME_HEADS: tl.constexpr
+) -> tl.tensor:
+    """The place-th row (sequence x KV head) of those whose heads are FIRST_HEAD .. FIRST_HEAD + SOME_HEADS - 1."""
+    return place // SOME_HEADS * HEADS + FIRST_HEAD + place % SOME_HEADS

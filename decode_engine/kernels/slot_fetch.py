@@ -55,7 +55,7 @@ from decode_engine.kernels.gather_rows import CopyShape, RowCopies, check_shape,
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.list_entries import context_entries, entry_ids, join, listed_keys, share_of
 from decode_engine.kernels.partials import chained, wait_for_launch
-from decode_engine.kernels.records import field
+from decode_engine.kernels.records import field, row_of
 from decode_engine.kernels.slot_cache import BYPASSED, CURRENT, DONE, REUSED, TALLIES, WANTED, WAYS
 from index_store.errors import InvalidArgumentError
 from index_store.slot_memory import slots_per_head
@@ -186,14 +186,6 @@ def fetch_rows(
 def find_programs(rows: int, keys: int) -> int:
     """Programs that look up the keys of each of so many rows. keys: of the longest context."""
     return max(2, min(-(-keys // _TILE), _FIND_PROGRAMS // rows))
-
-
-@triton.jit
-def row_of(
-    place: tl.tensor, HEADS: tl.constexpr, FIRST_HEAD: tl.constexpr, SOME_HEADS: tl.constexpr
-) -> tl.tensor:
-    """The place-th row of those whose KV heads are FIRST_HEAD .. FIRST_HEAD + SOME_HEADS - 1 of HEADS."""
-    return place // SOME_HEADS * HEADS + FIRST_HEAD + place % SOME_HEADS
 
 
 @triton.jit
