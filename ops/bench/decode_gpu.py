@@ -67,6 +67,7 @@ from decode_engine.device.step_attention import StepAttention
 from decode_engine.device.step_graph import StepGraph
 from decode_engine.device.step_model import step_model
 from decode_engine.device.stepper import Stepper
+from decode_engine.evaluation.machine import describe_machine
 from decode_engine.sampler import Sampler, SamplingParameters
 from decode_engine.session import Session
 from index_store.budgets.ratio import Ratio
@@ -234,7 +235,7 @@ def main(
     weights_ms = read_bytes(model) / copy_bandwidth() * 1e3
     torch.cuda.empty_cache()
     run, device = step_model(model, compilation, prefetch), next(model.parameters()).device
-    failed = False
+    machine, failed = describe_machine(), False
     for shape in shapes.split(","):
         length, batch = (int(part) for part in shape.split("x"))
         full_ms: float | None = None
@@ -248,7 +249,7 @@ def main(
             line: dict[str, Any] = {
                 "figure": "decode", "method": label, "placement": placement.value, "tokens": length, "batch": batch,
                 "layers": layers, "compilation": compilation.value, "prefetch": prefetch,
-                "weights_ms": round(weights_ms, 3),
+                "weights_ms": round(weights_ms, 3), "machine": machine,
             }  # fmt: skip
             dense = NothingSteps if nothing else DenseSteps
             stepper = Stepper(run, identity, torch.bfloat16, device, dense=dense)

@@ -57,6 +57,7 @@ from decode_engine.device.step_batch import step_counts
 from decode_engine.device.step_graph import StepGraph
 from decode_engine.device.step_model import step_model
 from decode_engine.device.stepper import Stepper
+from decode_engine.evaluation.machine import describe_machine
 from decode_engine.host.mailbox import Mailbox
 from decode_engine.host.steps import HostSteps
 from decode_engine.host.workers import SearchThreads
@@ -267,7 +268,7 @@ def main(
     threads = threads or search_cores()
     model, identity = make_model(layers)
     torch.cuda.empty_cache()
-    run, failed = step_model(model, compilation), False
+    run, machine, failed = step_model(model, compilation), describe_machine(), False
     counts = [int(count) for count in lanes.split(",")]
     for shape in shapes.split(","):
         length, batch = (int(part) for part in shape.split("x"))
@@ -276,7 +277,7 @@ def main(
         for label, method in listed.items():
             line: dict[str, Any] = {
                 "figure": "host", "method": label, "tokens": length, "batch": batch, "layers": layers,
-                "threads": threads, "waves": waves, "compilation": compilation.value,
+                "threads": threads, "waves": waves, "compilation": compilation.value, "machine": machine,
             }  # fmt: skip
             fitting = [count for count in counts if count <= batch]
             try:

@@ -19,6 +19,7 @@ from served_memory import Served
 
 from decode_engine.config import Compilation, search_cores
 from decode_engine.device.step_model import step_model
+from decode_engine.evaluation.machine import describe_machine
 from decode_engine.host.workers import SearchThreads
 from decode_engine.warm_up import made_up_context
 from index_store.arena import Arena
@@ -42,11 +43,11 @@ def check_counts(methods: Mapping[str, Method]) -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     model, identity = make_model(LAYERS)
     device = torch.device("cuda")
-    failed = False
+    machine, failed = describe_machine(), False
     for label, method in methods.items():
         for row in compared(model, identity, label, method, device, TOKENS):
             failed = failed or "missed" in row
-            typer.echo(json.dumps(row))
+            typer.echo(json.dumps(row | {"machine": machine}))
     return int(failed)
 
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -61,6 +60,7 @@ from random_model import make_model
 
 from decode_engine.config import Compilation, search_cores
 from decode_engine.device.step_model import step_model
+from decode_engine.evaluation.machine import describe_machine
 from decode_engine.host.workers import SearchThreads
 from index_store.budgets.ratio import Ratio
 from index_store.context import ResidentContext
@@ -228,7 +228,7 @@ def main(
         typer.echo("error: this benchmark needs a CUDA device", err=True)
         raise typer.Exit(1)
     listed = [Case.parse(text) for text in cases.split(",")]
-    begun = time.perf_counter()
+    machine, begun = describe_machine(), time.perf_counter()
     model, identity = make_model(layers)
     ranges = make_ranges(host_gb, huge_pages)
     threads = threads or search_cores()
@@ -243,7 +243,7 @@ def main(
         line: dict[str, Any] = {
             "bench": "placements", "tokens": length, "batch": batch, "layers": layers, "distinct": placed.distinct,
             "compilation": compilation.value, "threads": threads, "huge_pages": huge_pages,
-            "machine": f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores, torch {torch.__version__}",
+            "machine": machine,
         }  # fmt: skip
         for row in shape_figures(bench, placed, fitting):
             failed = failed or "error" in row
