@@ -21,6 +21,8 @@ from index_store.methods import Method
 from index_store.placement import MemoryBytes, Placement
 from index_store.slot_memory import slot_bytes
 
+METHODS = "full,csattention,csattention+dropped:0.01/m8/pooled,pq+dropped:0.01"
+"""That are counted unless others are asked for."""
 GPU = torch.device("cuda")
 STEP_BYTES = MemoryBytes(host=9, device=13)
 """Of a batch, per row, KV head and token of the longest context; of the host's only where it searches."""

@@ -10,8 +10,7 @@ holds the rest of the contexts, and what batches exchange with searching cores.
 `limit` what the next one lacks; `shared` is that on one context, with the first of these sizes. The model has the
 shape of Llama-3.1-8B, the contexts are described by manifests, and nothing of that size is made: no GPU is needed.
 
-With `--check` contexts of a few layers are written, loaded and stepped over on a GPU, and what torch has allocated is
-compared with what was counted: the exit code is 1 when anything took a tenth more than its count.
+`memory_gpu.py` compares the counts with what is taken of a GPU's memory.
 
 One JSON line per method and placement; `--table` prints a table for a document instead.
 """
@@ -33,7 +32,7 @@ import index_store  # noqa: F401 - sets up OpenMP, which has to happen before to
 import typer
 from general_steps import parse_method
 from random_model import DTYPE, make_model, weight_bytes
-from served_memory import Served
+from served_memory import METHODS, Served
 
 from decode_engine.warm_up import made_up_context
 from index_store.manifest import (
@@ -48,7 +47,6 @@ from index_store.memory_sizes import parse_size
 from index_store.methods import Method
 from index_store.placement import MemoryBytes, Placement
 
-METHODS = "full,csattention,csattention+dropped:0.01/m8/pooled,pq+dropped:0.01"
 BLOCK = 8192
 """Keys that are clustered together, so that arrays grow in proportion from one multiple to the next."""
 MOST = 4096
@@ -149,14 +147,9 @@ def main(
     ] = "128GiB,1TiB",
     layers: Annotated[int, typer.Option(help="Of the model.")] = 32,
     as_table: Annotated[bool, typer.Option("--table", help="Print a table for a document.")] = False,
-    check: Annotated[bool, typer.Option(help="Compare counts with a GPU's memory instead.")] = False,
 ) -> None:
     """Counts sessions; one JSON line per method and placement."""
     parsed = {label: parse_method(label) for label in methods.split(",")}
-    if check:
-        from memory_check import check_counts
-
-        raise typer.Exit(check_counts(parsed))
     model, identity = make_model(layers, "meta")
     weights, sizes = weight_bytes(model), hosts.split(",")
     room = parse_size(device) - weights

@@ -98,7 +98,7 @@ def test_the_largest_number_fits_and_one_more_does_not(bench: ModuleType) -> Non
 def test_the_table_has_a_row_for_each_placement(
     bench: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"layers": 2, "session_tokens": 512, "device": "2GB", "hosts": "1GiB", "check": False}
+    options = {"layers": 2, "session_tokens": 512, "device": "2GB", "hosts": "1GiB"}
     bench.main(methods="full,pq+dropped:0.01", tokens=8192, **options, as_table=True)
     rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 2 + 2 * len(Placement)
@@ -106,21 +106,21 @@ def test_the_table_has_a_row_for_each_placement(
     assert "| 0 (device) |" in rows[2]
 
 
-def test_a_check_needs_a_device() -> None:
+def test_a_comparison_needs_a_device() -> None:
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, FOLDER / "sessions_gpu.py", "--check"],
+        [sys.executable, FOLDER / "memory_gpu.py"],
         capture_output=True,
         text=True,
         check=False,
         env=hidden,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: --check needs a CUDA device\n"
+    assert done.stderr == "error: this benchmark needs a CUDA device\n"
 
 
 def test_more_than_counted_is_a_miss() -> None:
-    check = load_script(FOLDER / "memory_check.py")
+    check = load_script(FOLDER / "memory_gpu.py")
     row = {"context_counted": 10**9, "context_taken": 10**9, "rest_counted": 10**8, "rest_taken": 10**8}
     assert not check.misses(row)
     assert check.misses({**row, "context_taken": 1_120_000_000})
@@ -130,7 +130,7 @@ def test_more_than_counted_is_a_miss() -> None:
 def test_contexts_are_loaded_and_stepped_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything but the counter, which only a GPU has."""
     monkeypatch.setattr("decode_engine.device.stepper._LEAST_KEYS", 256)
-    check = load_script(FOLDER / "memory_check.py")
+    check = load_script(FOLDER / "memory_gpu.py")
     monkeypatch.setattr(check, "DTYPE", "float32")
     monkeypatch.setattr(check, "STEPS", 1)
     counted = iter([0, 3 * 10**5, 4 * 10**5] * 6)

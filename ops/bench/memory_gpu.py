@@ -1,21 +1,34 @@
-"""What contexts and steps take of a GPU's memory, against what the accounting of `sessions_gpu.py` counts for them."""
+"""What contexts and steps take of a GPU's memory, against what the accounting of `sessions_gpu.py` counts for them.
+
+Contexts of a few layers are written, loaded and stepped over in every placement, and what torch has allocated is
+compared with what was counted: the exit code is 1 when anything took a tenth more than its count.
+
+One JSON line per method and placement.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+
+# isort: split
 import torch
 import typer
 from first_token import DISTINCT, write_context
+from general_steps import parse_method
 from host_gpu import Lanes
 from random_model import DTYPE, QUERY_STD, make_model
-from served_memory import Served
+from served_memory import METHODS, Served
 
 from decode_engine.config import Compilation, search_cores
 from decode_engine.device.step_model import step_model
@@ -29,26 +42,9 @@ from index_store.manifest import ModelIdentity
 from index_store.methods import Method
 from index_store.placement import MemoryBytes, Placement
 
-LAYERS, TOKENS, SESSION_TOKENS, STEPS = DISTINCT, 65536, 128, 3
+LAYERS, SESSION_TOKENS, STEPS = DISTINCT, 128, 3
 SHARE, SLACK = 1.1, 2**24
 """What may be taken per byte counted, and beside it: logits and inputs of a step, rounding by the allocator."""
-
-
-def check_counts(methods: Mapping[str, Method]) -> int:
-    """Prints a line per method and placement; 1 when one took more than was counted, or there is no GPU."""
-    if not torch.cuda.is_available():
-        typer.echo("error: --check needs a CUDA device", err=True)
-        return 1
-    # Matrix products keep scratch memory for every stream, 32 MiB where this says nothing, which is no context's.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    model, identity = make_model(LAYERS)
-    device = torch.device("cuda")
-    machine, failed = describe_machine(), False
-    for label, method in methods.items():
-        for row in compared(model, identity, label, method, device, TOKENS):
-            failed = failed or "missed" in row
-            typer.echo(json.dumps(row | {"machine": machine}))
-    return int(failed)
 
 
 def compared(
@@ -71,7 +67,7 @@ def compared(
             for _ in range(2):
                 loaded, stepped = taken(model, run, store, manifest.id, method, placement, device)
             row = {
-                "bench": "sessions", "figure": "check", "method": label, "placement": placement.value,
+                "bench": "memory_gpu", "method": label, "placement": placement.value,
                 "tokens": tokens, "layers": identity.layers,
                 "context_counted": counted, "context_taken": loaded,
                 "rest_counted": served.needed(1, 1).device - counted, "rest_taken": stepped - loaded,
@@ -116,3 +112,27 @@ def allocated(device: torch.device) -> int:
     """Bytes of live tensors on the device, as torch counts them."""
     gc.collect()
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def main(
+    methods: Annotated[str, typer.Option(help="Comma-separated; see decode_gpu.py.")] = METHODS,
+    tokens: Annotated[int, typer.Option(help="Of a context.")] = 65536,
+) -> None:
+    """Compares counts with a GPU's memory."""
+    if not torch.cuda.is_available():
+        typer.echo("error: this benchmark needs a CUDA device", err=True)
+        raise typer.Exit(1)
+    # Matrix products keep scratch memory for every stream, 32 MiB where this says nothing, which is no context's.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    model, identity = make_model(LAYERS)
+    device = torch.device("cuda")
+    machine, failed = describe_machine(), False
+    for label in methods.split(","):
+        for row in compared(model, identity, label, parse_method(label), device, tokens):
+            failed = failed or "missed" in row
+            typer.echo(json.dumps(row | {"machine": machine}))
+    raise typer.Exit(int(failed))
+
+
+if __name__ == "__main__":
+    typer.run(main)
