@@ -95,9 +95,9 @@ class StepAttention(ABC):
         """Called before `attend` of the layer before: what the layer's own queries will be, about.
 
         Arguments are as for `attend`, and q_BHGD may be written over once that call has returned. Results do not depend
-        on them. Raises NotImplementedError where `foresees` is False.
+        on them. Raises TypeError where `foresees` is False.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not use queries that are foretold")
+        raise TypeError(f"{type(self).__name__} does not use queries that are foretold")
 
     @abstractmethod
     def kept_B(self) -> Tensor:

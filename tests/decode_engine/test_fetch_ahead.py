@@ -45,16 +45,9 @@ from tests.support_models import write_model_folder
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+if DEVICE == "cpu":
+    pytestmark.append(pytest.mark.usefixtures("few_programs"))
 LAYERS, STEPS = 2, 2
-
-
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches of few programs, which the interpreter runs one by one."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr("decode_engine.device.stepper._LEAST_KEYS", 256)
-        monkeypatch.setattr("decode_engine.kernels.sparse_attention._PROGRAMS", 8)
-        monkeypatch.setattr("decode_engine.kernels.slot_fetch._FIND_PROGRAMS", 8)
 
 
 def new_runner(folder: Path, family: str = "llama") -> ModelRunner:
@@ -201,7 +194,7 @@ def test_only_layers_of_one_kind_foretell(runner: ModelRunner) -> None:
     echo, foreseer = batch.attentions
     assert isinstance(foreseer, Foreseer)
     assert foreseer.told.keys() == {2}
-    with pytest.raises(NotImplementedError, match="Echo"):
+    with pytest.raises(TypeError, match="Echo does not use"):
         echo.foresee(1, q_BHGD, q_BHGD)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.ops.scripts import load_script
+from tests.ops.scripts import check_refusal_without_device, load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "ops" / "bench" / "decode_gpu.py"
@@ -23,12 +22,7 @@ def bench() -> ModuleType:
 
 
 def test_without_a_device_it_says_so() -> None:
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(BENCH)], capture_output=True, text=True, check=False, env=hidden
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: this benchmark needs a CUDA device\n"
+    check_refusal_without_device(BENCH)
 
 
 def test_nothing_is_fetched_ahead_from_gpu_memory() -> None:

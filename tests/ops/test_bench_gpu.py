@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +9,7 @@ import pytest
 import torch
 
 from decode_engine.kernels.table_plan import LaunchShape, TablePlan
-from tests.ops.scripts import load_script
+from tests.ops.scripts import check_refusal_without_device, load_script
 
 FOLDER = Path(__file__).resolve().parents[2] / "ops" / "bench"
 BENCH = FOLDER / "attention_gpu.py"
@@ -24,12 +21,7 @@ def bench() -> ModuleType:
 
 
 def test_without_a_device_it_says_so() -> None:
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(BENCH)], capture_output=True, text=True, check=False, env=hidden
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: this benchmark needs a CUDA device\n"
+    check_refusal_without_device(BENCH)
 
 
 def test_every_figure_can_be_planned(bench: ModuleType) -> None:

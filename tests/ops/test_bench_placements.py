@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from decode_engine.config import Compilation
 from decode_engine.device.step_model import step_model
 from index_store.methods import get_method
 from index_store.placement import Placement
-from tests.ops.scripts import load_script
+from tests.ops.scripts import check_refusal_without_device, load_script
 from tests.ops.tiny_model import IDENTITY, make_model
 
 FOLDER = Path(__file__).resolve().parents[2] / "ops" / "bench"
@@ -46,16 +44,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_without_a_device_it_says_so() -> None:
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, FOLDER / "placements_gpu.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=hidden,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: this benchmark needs a CUDA device\n"
+    check_refusal_without_device(FOLDER / "placements_gpu.py")
 
 
 def test_cases(bench: ModuleType) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.ops.scripts import check_refusal_without_device
+
 BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "prefill_gpu.py"
 
 SPOIL = """
@@ -28,10 +30,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_without_a_device_it_says_so() -> None:
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(BENCH.parents[2])}
-    done = subprocess.run([sys.executable, BENCH], capture_output=True, text=True, check=False, env=hidden)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: this benchmark needs a CUDA device\n"
+    check_refusal_without_device(BENCH)
 
 
 @pytest.mark.gpu

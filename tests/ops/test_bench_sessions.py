@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +19,7 @@ from index_store.index_specs import INDEX_SPECS
 from index_store.manifest import ModelIdentity
 from index_store.methods import METHODS, get_method
 from index_store.placement import MemoryBytes, Placement
-from tests.ops.scripts import load_script
+from tests.ops.scripts import check_refusal_without_device, load_script
 from tests.ops.tiny_model import IDENTITY, make_model
 
 FOLDER = Path(__file__).resolve().parents[2] / "ops" / "bench"
@@ -107,16 +104,7 @@ def test_the_table_has_a_row_for_each_placement(
 
 
 def test_a_comparison_needs_a_device() -> None:
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, FOLDER / "memory_gpu.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=hidden,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: this benchmark needs a CUDA device\n"
+    check_refusal_without_device(FOLDER / "memory_gpu.py")
 
 
 def test_more_than_counted_is_a_miss() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +11,7 @@ import torch
 
 from decode_engine.config import Prompts
 from index_store.methods import get_method
-from tests.ops.scripts import load_script
+from tests.ops.scripts import check_refusal_without_device, load_script
 from tests.ops.tiny_model import IDENTITY, make_model
 
 BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "first_token.py"
@@ -31,10 +28,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_without_a_device_it_says_so() -> None:
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, BENCH], capture_output=True, text=True, check=False, env=hidden)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: this benchmark needs a CUDA device\n"
+    check_refusal_without_device(BENCH)
 
 
 def test_every_figure_is_there(bench: ModuleType, tmp_path: Path) -> None:

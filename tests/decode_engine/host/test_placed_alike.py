@@ -33,21 +33,14 @@ from tests.support_models import write_model_folder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.slow]
+if DEVICE == "cpu":
+    pytestmark.append(pytest.mark.usefixtures("few_programs"))
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 LENGTHS = (4000, 1500) if DEVICE == "cuda" else (230, 130)
 STEPS = 3 if DEVICE == "cuda" else 1
 EXPRESSIONS = ("csattention+dropped@group=pooled", "csattention")[: 2 if DEVICE == "cuda" else 1]
 TOLERANCE = 0.1
 """Of the spread of logits, where products of other batch sizes round otherwise."""
-
-
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches of few programs, which the interpreter runs one by one."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr("decode_engine.device.stepper._LEAST_KEYS", 256)
-        monkeypatch.setattr("decode_engine.kernels.sparse_attention._PROGRAMS", 8)
-        monkeypatch.setattr("decode_engine.kernels.slot_fetch._FIND_PROGRAMS", 8)
 
 
 @pytest.fixture(scope="module")

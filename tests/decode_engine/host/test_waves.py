@@ -35,14 +35,7 @@ from tests.support_models import write_model_folder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-
-
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches of few programs, which the interpreter runs one by one."""
-    monkeypatch.setattr("decode_engine.device.stepper._LEAST_KEYS", 256)
-    monkeypatch.setattr("decode_engine.kernels.sparse_attention._PROGRAMS", 8)
-    monkeypatch.setattr("decode_engine.kernels.slot_fetch._FIND_PROGRAMS", 8)
+pytestmark.append(pytest.mark.usefixtures("few_programs"))
 
 
 @pytest.fixture(scope="module")
