@@ -13,6 +13,7 @@ from torch import Tensor
 from decode_engine.kernels import gather_rows
 from decode_engine.kernels.gather_rows import RowCopies
 from index_store.host_blocks import BlockReader
+from index_store.host_memory import copy_source, is_readable
 
 STREAM_BYTES = 32 * 2**20
 """Of one of the two blocks in device memory that keys and values are streamed through."""
@@ -37,15 +38,16 @@ def copy_rows(kv_HN2D: Tensor, start: int, end: int, device: torch.device) -> Te
     """A copy of rows start..end-1 on the device, [H, n, 2, d]."""
     heads, _, two, head_dim = kv_HN2D.shape
     out = torch.empty(heads, max(end - start, 0), two, head_dim, dtype=kv_HN2D.dtype, device=device)
+    source = copy_source(kv_HN2D, device)
     for head in range(heads):  # in one piece each
-        out[head].copy_(kv_HN2D[head, start:end], non_blocking=device.type == "cuda")
+        out[head].copy_(source[head, start:end], non_blocking=device.type == "cuda")
     return out
 
 
 def pick_rows(kv_HN2D: Tensor, ids_HTK: Tensor) -> Tensor:
     """Rows [H*T*K, 2*d] at the ids of every head, in the stored dtype, on the ids' device.
 
-    A GPU reads them from host memory itself where that is page-locked. Otherwise they are picked where they are, and
+    A GPU reads them from host memory itself where it can. Otherwise they are picked where they are, and
     copied once if the ids are elsewhere.
     """
     device = ids_HTK.device
@@ -55,7 +57,7 @@ def pick_rows(kv_HN2D: Tensor, ids_HTK: Tensor) -> Tensor:
     width = kv_HN2D.shape[2] * kv_HN2D.shape[3]
     row_bytes = width * kv_HN2D.element_size()
     fetched = kv_HN2D.device.type == "cpu" and device.type == "cuda"
-    read = fetched and row_bytes >= 16 and row_bytes & (row_bytes - 1) == 0 and kv_HN2D.is_pinned()
+    read = fetched and row_bytes >= 16 and row_bytes & (row_bytes - 1) == 0 and is_readable(kv_HN2D)
     place = device if read else kv_HN2D.device
     offsets = (torch.arange(heads, device=place) * stride)[:, None, None]
     rows = (ids_HTK.to(place).long() + offsets).flatten()
@@ -70,7 +72,7 @@ def pick_rows(kv_HN2D: Tensor, ids_HTK: Tensor) -> Tensor:
 
 
 def _read_rows(kv_HN2D: Tensor, rows_R: Tensor, width: int) -> Tensor:
-    """Rows of page-locked memory, by a kernel that reads them from there."""
+    """Rows of host memory, by a kernel that reads them from there."""
     out = torch.empty(len(rows_R), width, dtype=kv_HN2D.dtype, device=rows_R.device)
     row_bytes = width * kv_HN2D.element_size()
     copies = RowCopies(

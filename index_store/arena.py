@@ -100,7 +100,7 @@ class Arena:
                 field="placement",
             )
         self._budget = budget
-        self._locker = default_page_locker() if locker is None else locker
+        self._locker = default_page_locker(device) if locker is None else locker
         self._kinds = kinds
         self._device = device
         self._placement = placement

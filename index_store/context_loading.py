@@ -157,7 +157,7 @@ def start_loading(
 
     device: into whose memory, through a few staging buffers, with rows padded as `device_memory` says; None for host
     memory, which is then page-locked by `locker`. placement: all but DEVICE need a device, and put keys and values into
-    host memory, one range per layer, each locked when it has been read; HOST also indexes that the host searches.
+    host memory, one range per layer, each locked by when it has been read; HOST also indexes that the host searches.
     on_end: called by the thread that loads, at its end, with the error if there was one, before those who wait get it.
     """
     manifest = context.manifest
@@ -226,8 +226,8 @@ class _Memory:
                 block = shared
                 if _on_host(manifest, index, placement):
                     # Of indexes there only cores of the host read: their pages need not be locked.
-                    locked, size = locker if index is None else None, _layer_bytes(entry, None)
-                    block = HostBlock(size, locked, own_pages=True, huge_pages=index is not None)
+                    kv, locked = index is None, locker if index is None else None
+                    block = HostBlock(_layer_bytes(entry, None), locked, gathered=kv, huge_pages=not kv)
                     memory.blocks.append(block)
                     if index is None:
                         memory.full[layer] = block

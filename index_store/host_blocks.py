@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from index_store.host_memory import copy_source
+
 
 class BlockReader:
     """Pieces [H, n, 2, d] of host memory, one after the other, as blocks of device memory.
@@ -90,8 +92,9 @@ class BlockReader:
                 self._side.wait_event(self._used[turn % 2])
             on_side = torch.cuda.stream(self._side)
         with on_side:
+            source = copy_source(piece, self._device)
             for head in range(len(block)):  # in one piece each
-                block[head].copy_(piece[head], non_blocking=self._cuda)
+                block[head].copy_(source[head], non_blocking=self._cuda)
             if self._cuda:
                 self._copied[turn % 2].record(self._side)
         return block

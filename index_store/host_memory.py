@@ -1,7 +1,8 @@
-"""Blocks of host memory, page-locked where a GPU will read them.
+"""Blocks of host memory, locked where a GPU will read them.
 
-Memory is allocated first and locked after it has been filled: torch's own pinned allocator rounds every size up to a
-power of two, and locking pages that are already there is fast.
+What a GPU reads row by row lies in memory that it maps in large pages (`mapped_memory`), where CUDA has it. Other
+memory is allocated first and page-locked after it has been filled: torch's own pinned allocator rounds every size up to
+a power of two, and locking pages that are already there is fast.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from index_store.errors import MemoryBudgetError
+from index_store.mapped_memory import device_view, is_mapped, map_memory
 
 ALIGNMENT = 256
 """Offsets inside a block are multiples of this many bytes, whatever the element type."""
@@ -27,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class PageLocker(Protocol):
-    """Keeps a tensor's pages in physical memory, readable by a device. Both raise RuntimeError on failure."""
+    """Keeps memory where it is, readable by a device. `lock` and `unlock` raise RuntimeError on failure."""
+
+    def map(self, nbytes: int) -> Tensor | None:
+        """Memory that is locked as long as it lives, and that the device maps in large pages; None if there is none."""
 
     def lock(self, tensor: Tensor) -> None: ...
 
@@ -35,11 +40,24 @@ class PageLocker(Protocol):
 
 
 class CudaPageLocker:
-    """Registers memory with CUDA."""
+    """Locks memory by CUDA. device: that reads what is mapped."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         runtime: Callable[[], Any] = torch.cuda.cudart
         self._runtime = runtime()
+        self._device = device or torch.device("cuda")
+        self._refused = False
+
+    def map(self, nbytes: int) -> Tensor | None:
+        try:
+            return map_memory(nbytes, self._device)
+        except RuntimeError as error:
+            if not self._refused:  # once is enough
+                logger.warning(
+                    "host memory is page-locked instead of mapped, gathers will be slower: %s", error
+                )
+            self._refused = True
+            return None
 
     def lock(self, tensor: Tensor) -> None:
         code = self._runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), _PORTABLE)
@@ -58,9 +76,19 @@ class CudaPageLocker:
         raise RuntimeError(f"{call} returned CUDA error {code}")
 
 
-def default_page_locker() -> PageLocker | None:
-    """CUDA's page locking where there is a GPU, otherwise none."""
-    return CudaPageLocker() if torch.cuda.is_available() else None
+def default_page_locker(device: torch.device | None = None) -> PageLocker | None:
+    """CUDA's where there is a GPU, otherwise none. device: that reads; the current GPU by default."""
+    return CudaPageLocker(device) if torch.cuda.is_available() else None
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a GPU can read a tensor of the host in place."""
+    return tensor.is_pinned() or is_mapped(tensor)
+
+
+def copy_source(tensor: Tensor, device: torch.device) -> Tensor:
+    """What to copy from to have a tensor of the host on a device: itself, or the device's view of it."""
+    return device_view(tensor, device) if device.type == "cuda" and is_mapped(tensor) else tensor
 
 
 class HostBlock:
@@ -73,19 +101,24 @@ class HostBlock:
         *,
         own_pages: bool = False,
         huge_pages: bool = False,
+        gathered: bool = False,
     ) -> None:
         """Reserves `nbytes`. Raises MemoryBudgetError when the machine refuses them.
 
         own_pages: the range shares no page with anything else, as ranges must that are locked one by one. huge_pages:
         of its own, and large ones where the system has them, for memory that cores read in short runs or that is to be
-        touched and locked at once.
+        touched and locked at once. gathered: of its own, for a device that reads rows of it in place; mapped by the
+        locker if it can, and locked from the beginning then.
         """
+        mapped = locker.map(paged(nbytes)) if gathered and locker is not None else None
+        self._mapped = mapped is not None
         try:
-            self._raw = (
-                _map_pages(nbytes, huge_pages)
-                if own_pages or huge_pages
-                else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            )
+            if mapped is not None:
+                self._raw = mapped
+            elif own_pages or huge_pages or gathered:
+                self._raw = _map_pages(nbytes, huge_pages)
+            else:
+                self._raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         except (RuntimeError, OSError, OverflowError) as error:
             raise MemoryBudgetError(
                 f"the machine refused {nbytes} bytes of host memory; free some, or ask for less (--memory of a server)",
@@ -97,8 +130,8 @@ class HostBlock:
 
     @property
     def locked(self) -> bool:
-        """Whether the pages are locked."""
-        return self._unlock is not None and self._unlock.alive
+        """Whether the pages are locked, so that a device can read them."""
+        return self._mapped or (self._unlock is not None and self._unlock.alive)
 
     @property
     def locked_bytes(self) -> int:
@@ -129,6 +162,7 @@ class HostBlock:
         """Unlocks and lets go of the memory, which is freed once no tensor refers to it."""
         if self._unlock is not None:
             self._unlock()
+        self._mapped = False
         self._raw = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 

@@ -200,12 +200,22 @@ def other_model(**changes: object) -> ModelIdentity:
 
 
 class RecordingLocker:
-    """A page locker that notes what it is asked for, and fails or waits on demand."""
+    """A page locker that notes what it is asked for, and fails or waits on demand. maps: whether it has such memory."""
 
-    def __init__(self, error: str | None = None) -> None:
+    def __init__(self, error: str | None = None, *, maps: bool = False) -> None:
         self.locked: list[int] = []
+        self.mapped: dict[int, int] = {}
+        """Bytes by address."""
+        self.maps = maps
         self.error = error
         self.before: Callable[[], None] = lambda: None
+
+    def map(self, nbytes: int) -> Tensor | None:
+        if not self.maps:
+            return None
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self.mapped[memory.data_ptr()] = nbytes
+        return memory
 
     def lock(self, tensor: Tensor) -> None:
         self.before()

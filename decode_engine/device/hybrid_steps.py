@@ -23,6 +23,7 @@ from decode_engine.kernels.slot_cache import SlotCache
 from decode_engine.kernels.slot_fetch import FetchBuffers, fetch_rows, find_programs
 from index_store.context import ResidentContext
 from index_store.errors import InvalidArgumentError
+from index_store.host_memory import is_readable
 from index_store.methods import Method
 from index_store.slot_memory import slots_per_head
 
@@ -52,7 +53,7 @@ class HybridSteps(ListedSteps):
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
         """As in general. Raises InvalidArgumentError for keys and values in host memory that is not page-locked."""
         kv = context.kv(layer)
-        if context.device.type == "cuda" and kv.device.type == "cpu" and not kv.is_pinned():
+        if context.device.type == "cuda" and kv.device.type == "cpu" and not is_readable(kv):
             raise InvalidArgumentError(
                 f"keys and values of layer {layer} of context {context.manifest.id[:12]} are in host memory that is "
                 "not page-locked, which the device cannot read"

@@ -17,6 +17,7 @@ from decode_engine.host.steps import HostSteps
 from decode_engine.kernels.key_values import HEAD_DIMS, MAX_GROUP
 from index_store.budgets.ratio import Ratio, TokenCount
 from index_store.context import ResidentContext
+from index_store.host_memory import is_readable
 from index_store.manifest import Manifest
 from index_store.methods import Method
 from index_store.placement import Placement
@@ -71,8 +72,8 @@ def unreadable(context: ResidentContext, device: torch.device) -> str | None:
     if device.type != "cuda" or context.placement is Placement.DEVICE:
         return None
     for layer in range(context.manifest.model.layers):
-        if not context.kv(layer).is_pinned():
-            return f"keys and values of layer {layer} are in host memory that is not page-locked"
+        if not is_readable(context.kv(layer)):
+            return f"keys and values of layer {layer} are in host memory that no device can read (not page-locked)"
     return None
 
 

@@ -1,10 +1,11 @@
-"""Decode attention to a context in page-locked host memory, against torch's best full attention in the GPU's memory.
+"""Decode attention to a context in host memory, against torch's best full attention in the GPU's memory.
 
 Regime: one layer of a decode step, batch 1, 32 query heads, 8 KV heads, head dimension 128, bfloat16: 512 bytes per
-row. Every layer's keys and values are one range of page-locked memory, made as the arena makes them. Several layers
-take turns, so that no step finds its rows in the second-level cache, nor the addresses of all layers translated.
+row. Every layer's keys and values are one range of host memory, made as the arena makes them; --no-mapped for
+page-locked memory, the arena's second choice. Several layers take turns, so that no step finds its rows in the
+second-level cache, nor the addresses of all layers translated.
 
-- `copy`: bandwidth of a plain copy of one layer from page-locked memory.
+- `copy`: bandwidth of a plain copy of one layer.
 - `gather`: random rows of one layer, ascending in every head, copied into device memory by the kernel that reads host
   memory (`kernels.gather_rows`); half a million rows, again and again. `wide`: rows of all layers in one launch.
   `spread`: every launch writes elsewhere, to more than the second-level cache holds.
@@ -57,9 +58,10 @@ from decode_engine.kernels.gather_rows import CopyShape, RowCopies, copy_rows
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.slot_cache import RowCounts, SlotCache
 from index_store.budgets.ratio import Ratio
-from index_store.host_memory import HostBlock, default_page_locker
+from index_store.host_memory import HostBlock, copy_source, default_page_locker
 from index_store.indexes.product_codes import ProductCodes
 from index_store.manifest import ModelIdentity
+from index_store.mapped_memory import is_mapped
 from index_store.methods import Method, get_method
 from index_store.slot_memory import slots_per_head
 
@@ -84,17 +86,21 @@ class CheckFailedError(Exception):
 class Memory:
     """Keys and values of several layers, [H, N, 2, d] each, in both memories."""
 
-    def __init__(self, length: int, layers: int, huge: bool) -> None:
-        self.length, self.layers, self.huge = length, layers, huge
+    def __init__(self, length: int, layers: int, mapped: bool) -> None:
+        self.length, self.layers, self.mapped = length, layers, mapped
         shape = (layers, 1, KV_HEADS, length, 2, HEAD_DIM)
         self.device_kv = torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_()
         locker = default_page_locker()
         size = self.device_kv[0].nbytes
-        self.blocks = [HostBlock(size, locker, own_pages=True, huge_pages=huge) for _ in range(layers)]
+        self.blocks = [HostBlock(size, locker, own_pages=True, gathered=mapped) for _ in range(layers)]
         self.host_kv = [block.take(shape[2:], DTYPE) for block in self.blocks]
         for block, host, device in zip(self.blocks, self.host_kv, self.device_kv, strict=True):
             host.copy_(device[0])
             block.lock()
+        if DEVICE == "cuda" and mapped != all(is_mapped(host) for host in self.host_kv):
+            raise CheckFailedError(
+                f"host memory is {'not ' if mapped else ''}mapped by the GPU in large pages"
+            )
         self.q = 2.0 * torch.randn(layers, 1, KV_HEADS, GROUP, HEAD_DIM, device=DEVICE).to(DTYPE)
         self.tail = torch.randn(KV_HEADS, TAIL, 2, HEAD_DIM, device=DEVICE).to(DTYPE)
         codes = (layers, KV_HEADS, length, SUBSPACES)
@@ -250,12 +256,8 @@ class HybridBench:
         found["device_us"] = graph_us(self.all_steps(partial(self.step, self.device, self.on_device), few))
         found["direct_us"] = graph_us(self.all_steps(partial(self.step, self.device, self.direct), few))
         search = CodeSelection(self.plan)
-        found["search_us"] = graph_us(
-            [
-                partial(search.select, layer, self.memory.q[layer], self.on_device[layer])
-                for layer in range(self.memory.layers)
-            ]
-        )
+        asked = zip(range(self.memory.layers), self.memory.q, self.on_device, strict=True)
+        found["search_us"] = graph_us([partial(search.select, *arguments) for arguments in asked])
         joined = torch.empty(KV_HEADS, self.plan.max_keys, dtype=torch.int32, device=DEVICE)
 
         def fetch(turn: int, layer: int) -> None:
@@ -285,8 +287,9 @@ def hybrid_figure(
 def copy_figure(memory: Memory) -> dict[str, Any]:
     """A plain copy of one layer after the other."""
     target = torch.empty_like(memory.host_kv[0], device=DEVICE)
+    sources = [copy_source(kv, target.device) for kv in memory.host_kv]
     times = sorted(
-        event_ms(partial(target.copy_, kv, non_blocking=True)) for _ in range(3) for kv in memory.host_kv
+        event_ms(partial(target.copy_, source, non_blocking=True)) for _ in range(3) for source in sources
     )
     return {"figure": "copy", "gb_per_s": target.nbytes / times[len(times) // 2] * 1e-6}
 
@@ -330,8 +333,8 @@ def missed_bars(rows: list[dict[str, Any]]) -> list[str]:
     missed = []
     for row in rows:
         if row["figure"] == "hybrid" and row["bar"] is not None and row[row["bar_for"]] > row["bar"]:
-            found = row[row["bar_for"]]
-            missed.append(f"keep {row['keep']}, reuse {row['reuse']}: {found:.2f}x, bar {row['bar']}x")
+            case = f"keep {row['keep']}, reuse {row['reuse']}"
+            missed.append(f"{case}: {row[row['bar_for']]:.2f}x, bar {row['bar']}x")
     gathers = [row["gb_per_s"] for row in rows if row["figure"] == "gather"]
     if gathers and max(gathers) < GATHER_BAR:
         missed.append(f"gather: {max(gathers):.1f} GB/s at best, bar {GATHER_BAR}")
@@ -341,12 +344,13 @@ def missed_bars(rows: list[dict[str, Any]]) -> list[str]:
 def run(memory: Memory, cases: list[tuple[float, float]], shape: CopyShape | None) -> list[dict[str, Any]]:
     """All figures, each written when it is there."""
     rows: list[dict[str, Any]] = []
+    name = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
 
     def report(row: dict[str, Any]) -> None:
         rows.append(row)
         line = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-        more: dict[str, Any] = {"context": memory.length, "layers": memory.layers, "huge_pages": memory.huge}
-        more |= {"machine": machine()}
+        more: dict[str, Any] = {"context": memory.length, "layers": memory.layers, "mapped": memory.mapped}
+        more["machine"] = f"{name}, torch {torch.__version__}, triton {triton.__version__}"
         sys.stdout.write(json.dumps({"bench": "gather_gpu", **line, **more}) + "\n")
         sys.stdout.flush()
 
@@ -362,21 +366,18 @@ def run(memory: Memory, cases: list[tuple[float, float]], shape: CopyShape | Non
     return rows
 
 
-def machine() -> str:
-    name = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
-    return f"{name}, torch {torch.__version__}, triton {triton.__version__}"
-
-
 def main(
     length: Annotated[int, typer.Option(help="Tokens of the context.")] = 131072,
-    layers: Annotated[int, typer.Option(help="That take turns; each is page-locked memory.")] = 12,
+    layers: Annotated[int, typer.Option(help="That take turns; each is a range of host memory.")] = 12,
     cases: Annotated[str, typer.Option(help="keep:reuse of hybrid steps, comma-separated.")] = (
         "0.01:0,0.02:0,0.05:0,0.01:0.8,0.02:0.8,0.05:0.8,0.01:0.5"
     ),
     shape: Annotated[
         str, typer.Option(help="programs:tile:warps of launches that read host memory; theirs by default.")
     ] = "",
-    huge_pages: Annotated[bool, typer.Option("--huge-pages", help="Large pages of host memory.")] = False,
+    mapped: Annotated[
+        bool, typer.Option(help="Memory that the GPU maps in large pages, else page-locked.")
+    ] = True,
     bars: Annotated[bool, typer.Option("--bars", help="Fail when a bar is missed.")] = False,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
@@ -385,14 +386,12 @@ def main(
     chosen = CopyShape(*(int(part) for part in shape.split(":"))) if shape else None
     wanted = [(float(keep), float(reuse)) for keep, reuse in (c.split(":") for c in cases.split(",") if c)]
     try:
-        rows = run(Memory(length, layers, huge_pages), wanted, chosen)
+        rows = run(Memory(length, layers, mapped), wanted, chosen)
     except CheckFailedError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
-    missed = missed_bars(rows) if bars else []
-    for line in missed:
-        typer.echo(f"missed: {line}", err=True)
-    if missed:
+    if bars and (missed := missed_bars(rows)):
+        typer.echo("\n".join(f"missed: {line}" for line in missed), err=True)
         raise typer.Exit(1)
 
 
