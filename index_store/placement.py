@@ -12,8 +12,8 @@ class Placement(Enum):
     """Which memory holds what of a context.
 
     DEVICE: everything is in memory of the device that computes; where that is the CPU, in the host's. HYBRID: keys and
-    values are in host memory, page-locked, and all indexes in memory of the device. HOST: so are those indexes that the
-    host's own cores search (`HOST_SEARCHED`); others stay in memory of the device.
+    values are in host memory that the device reads in place, and all indexes in memory of the device. HOST: indexes
+    that the host's own cores search (`HOST_SEARCHED`) are in host memory, too; others stay in memory of the device.
     """
 
     DEVICE = "device"

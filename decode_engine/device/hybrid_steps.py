@@ -1,4 +1,4 @@
-"""Attention on a GPU to contexts whose keys and values lie in page-locked host memory.
+"""Attention on a GPU to contexts whose keys and values lie in host memory.
 
 Indexes, clusters and tails are in the device's memory. Between search and attention, the rows that the step attends to
 in the context are brought into a slot cache (`kernels.slot_fetch`).
@@ -51,7 +51,7 @@ class HybridSteps(ListedSteps):
 
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
-        """As in general. Raises InvalidArgumentError for keys and values in host memory that is not page-locked."""
+        """As in general. Raises InvalidArgumentError for keys and values that the device cannot read in place."""
         kv = context.kv(layer)
         if context.device.type == "cuda" and kv.device.type == "cpu" and not is_readable(kv):
             raise InvalidArgumentError(

@@ -39,7 +39,7 @@ def step_attention_for(
     """The class that runs the method's searching layers, or why there is none, as a clause.
 
     placement: of the context. Where keys and values are in host memory, searches list keys whatever the remainder is.
-    Layers that attend to everything read page-locked host memory as they read the device's.
+    Layers that attend to everything read host memory as they read the device's.
 
     What decides besides the index and its search options:
 
@@ -73,7 +73,7 @@ def unreadable(context: ResidentContext, device: torch.device) -> str | None:
         return None
     for layer in range(context.manifest.model.layers):
         if not is_readable(context.kv(layer)):
-            return f"keys and values of layer {layer} are in host memory that no device can read (not page-locked)"
+            return f"keys and values of layer {layer} are in host memory that is not page-locked"
     return None
 
 
