@@ -3,9 +3,9 @@
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16. Contexts are random and
 lie in the GPU's memory; several layers' worth of keys, values and indexes take turns over the model's layers, and
 every sequence of a batch has a context of its own, so that nothing is found in the second-level cache. With
-`--placement hybrid` keys and values are in page-locked host memory instead, every layer's in a range of its own. All
-methods run through the same code: one operator for attention, the same compilation, one CUDA graph a step, greedy
-sampling.
+`--placement hybrid` keys and values are in page-locked host memory instead, those of as many layers as fit into
+`--host-gb`: all of them for one sequence of 128K tokens. All methods run through the same code: one operator for
+attention, the same compilation, one CUDA graph a step, greedy sampling.
 
 - `none`: a stand-in for attention that reads nothing: what is left is the rest of the model.
 - `full`: attention to every key by the engine's own kernel, which is checked against torch's fastest; see
@@ -35,8 +35,8 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,38 +47,33 @@ import index_store  # noqa: F401 - sets up OpenMP, which has to happen before to
 # isort: split
 import torch
 import typer
+from captured_steps import Lanes, tidy_up, time_captured, whole_difference
 from general_steps import (
-    WARM_UP,
-    CheckFailedError,
-    compare,
-    forward,
+    failure,
+    full_logits,
     measure_general,
     parse_method,
-    start_sessions,
-    step_figures,
+    parse_shapes,
+    require_device,
 )
 from gpu_timing import copy_bandwidth, event_ms
-from random_model import make_contexts, make_model, read_bytes
+from placed_contexts import HOST_GB, PlacedContexts, make_ranges, release
+from random_model import make_model, read_bytes
 from torch import Tensor
 
-from decode_engine.config import Compilation
+from decode_engine.config import Compilation, search_cores
 from decode_engine.device.dense_steps import DenseSteps
 from decode_engine.device.step_attention import StepAttention
 from decode_engine.device.step_graph import StepGraph
 from decode_engine.device.step_model import step_model
-from decode_engine.device.stepper import Stepper
 from decode_engine.evaluation.machine import describe_machine
-from decode_engine.sampler import Sampler, SamplingParameters
-from decode_engine.session import Session
-from index_store.budgets.ratio import Ratio
+from decode_engine.host.workers import SearchThreads
 from index_store.context import ResidentContext
 from index_store.manifest import Manifest
-from index_store.methods import Method, get_method
+from index_store.methods import Method
 from index_store.placement import Placement
 
-DTYPE = "bfloat16"
 TURNS = 25
-MOVED = ("host_bytes_read", "rows_reused")
 REST_BAR, SPEEDUP_BARS = 1.35, {1: 1.7, 4: 2.5}
 
 KINDS = {
@@ -110,61 +105,61 @@ class NothingSteps(StepAttention):
         return torch.zeros(self.plan.size, dtype=torch.int64, device=self.plan.device)
 
 
-def measure(
-    model: Any, stepper: Stepper, contexts: list[ResidentContext], method: Method, checked: bool, turns: int
-) -> dict[str, Any]:
-    """Times of one method's steps, after the logits of the same graph with a budget of all keys were compared."""
-    batch = len(contexts)
-    samplers = [Sampler(SamplingParameters())] * batch
-    tokens = list(range(7, 7 + batch))
-    difference = 0.0
-    if checked:
-        whole = replace(method, budget=Ratio(1.0)) if method.sparse else method
-        checking = start_sessions(contexts, whole)
-        stepper.step(checking, tokens, samplers)
-        got_BV = stepper.graph(checking).logits_BV[:batch].float().clone()
-        exact = start_sessions(contexts, get_method("full"))
-        difference = compare(got_BV, forward(model, exact, tokens))
-        del checking, exact
-    sessions = start_sessions(contexts, method)
-    begin = time.perf_counter()
-    chosen = stepper.step(sessions, tokens, samplers)
-    ready_s = time.perf_counter() - begin
-    graph = stepper.graph(sessions)
-    times, moved = [], []
-    for _ in range(turns + WARM_UP):
-        begin = time.perf_counter()
-        chosen = stepper.step(sessions, [int(token) for token in chosen], samplers)  # type: ignore[arg-type]
-        times.append(time.perf_counter() - begin)
-        moved.append([sum(getattr(session.figures, name) for session in sessions) for name in MOVED])
-    figures = sessions[0].figures
-    return (
-        step_figures(times[WARM_UP:], batch)
-        | {
+class Bench:
+    """The model, and the contexts of a shape."""
+
+    def __init__(
+        self, model: Any, run: Any, contexts: list[ResidentContext], threads: SearchThreads, turns: int
+    ) -> None:
+        self._model, self._run, self._contexts = model, run, contexts
+        self._threads, self._turns = threads, turns
+        self._expected: Callable[[], Tensor] = cache(lambda: full_logits(model, contexts))
+
+    def measure(self, label: str, method: Method) -> dict[str, Any]:
+        """The figures of a method. Raises CheckFailedError for wrong logits."""
+        dense = NothingSteps if label == "none" else DenseSteps
+        lanes = Lanes(self._run, self._model, self._contexts, self._threads, dense)
+        if label == "streamed" or not lanes.takes(method):
+            return measure_general(self._model, self._contexts, method, self._turns)
+        difference = 0.0 if label == "none" else whole_difference(lanes, method, self._expected())
+        timed = time_captured(lanes, method, self._turns)
+        graph, figures = lanes.graphs[0], lanes.sessions[0].figures
+        return {
+            **timed.steps(),
             "graph_ms": round(statistics.median(event_ms(graph.run) for _ in range(TURNS)), 3),
             "eager_ms": round(eager_ms(graph), 3),
             "captured": graph.captured,
-            "first_step_s": round(ready_s, 1),
-            "logits_difference": round(difference, 4),
+            "first_step_s": round(timed.first_s, 1),
+            "logits_difference": difference,
             "attended": round(figures.sparse_fraction if method.sparse else 1.0, 4),
             "split_us": split_us(graph),
+            **(timed.moved() if self._contexts[0].placement.kv_on_host else {}),
         }
-        | moved_figures(contexts[0], moved[-1 - turns], moved[-1], turns)
-    )
 
 
-def moved_figures(
-    context: ResidentContext, before: list[int], after: list[int], turns: int
-) -> dict[str, float]:
-    """What steps moved and found, of contexts in host memory."""
-    if context.placement is Placement.DEVICE:
-        return {}
-    read, reused = (int(end - begin) for begin, end in zip(before, after, strict=True))
-    rows = read // (2 * context.manifest.model.head_dim * 2)
-    return {
-        "host_mb": round(read / turns * 1e-6, 3),
-        "reused": round(reused / max(1, rows + reused), 4),
-    }
+def shape_figures(bench: Bench, labels: Sequence[str], weights_ms: float) -> Iterator[dict[str, Any]]:
+    """A row for each method, its error where it fails."""
+    full_ms: float | None = None
+    for label in labels:
+        row: dict[str, Any] = {"method": label}
+        try:
+            row |= bench.measure(label, as_method(label))
+        except Exception as error:  # other methods may well run
+            row |= failure(error)
+        else:
+            if label == "none":
+                row["rest_over_weights"] = round(row["graph_ms"] / weights_ms, 3)
+            elif label == "full":
+                full_ms = row["step_ms"]
+            elif full_ms is not None:
+                row["speedup"] = round(full_ms / row["step_ms"], 3)
+        tidy_up()
+        yield row
+
+
+def as_method(label: str) -> Method:
+    """Of whose indexes and placement it makes use."""
+    return parse_method("full" if label in ("none", "streamed") else label)
 
 
 def eager_ms(graph: StepGraph) -> float:
@@ -220,6 +215,7 @@ def main(
     prefetch: Annotated[
         bool, typer.Option("--prefetch", help="Fetch rows a layer ahead, for queries foretold.")
     ] = False,
+    host_gb: Annotated[float, typer.Option(help="Page-locked for keys and values in host memory.")] = HOST_GB,
     turns: Annotated[int, typer.Option(help="Steps that are timed, of every method.")] = TURNS,
     bars: Annotated[
         bool, typer.Option(help="Fail when a figure misses its bar; bars are for contexts in GPU memory.")
@@ -228,52 +224,33 @@ def main(
     """Times decode steps of a whole model."""
     if prefetch and placement is Placement.DEVICE:
         raise typer.BadParameter("--prefetch is for contexts in host memory, such as --placement hybrid")
-    if not torch.cuda.is_available():
-        typer.echo("error: this benchmark needs a CUDA device", err=True)
-        raise typer.Exit(1)
+    require_device()
+    labels, sizes = methods.split(","), parse_shapes(shapes)
+    listed = [as_method(label) for label in labels]
     model, identity = make_model(layers)
     weights_ms = read_bytes(model) / copy_bandwidth() * 1e3
-    torch.cuda.empty_cache()
-    run, device = step_model(model, compilation, prefetch), next(model.parameters()).device
-    machine, failed = describe_machine(), False
-    for shape in shapes.split(","):
-        length, batch = (int(part) for part in shape.split("x"))
-        full_ms: float | None = None
-        listed = {
-            label: parse_method("full" if label in ("none", "streamed") else label)
-            for label in methods.split(",")
-        }
-        contexts = make_contexts(identity, tuple(listed.values()), length, batch, placement)
-        for label, method in listed.items():
-            nothing = label == "none"
+    tidy_up()
+    searched = listed if placement is Placement.HOST else []
+    ranges = make_ranges(host_gb, searched) if placement.kv_on_host else []
+    run, machine, failed = step_model(model, compilation, prefetch), describe_machine(), False
+    threads = SearchThreads(search_cores())
+    for length, batch in sizes:
+        placed = PlacedContexts(identity, listed, length, batch, model.device, ranges)
+        contexts = placed.make(placement)
+        placed.release()
+        for row in shape_figures(Bench(model, run, contexts, threads, turns), labels, weights_ms):
             line: dict[str, Any] = {
-                "figure": "decode", "method": label, "placement": placement.value, "tokens": length, "batch": batch,
-                "layers": layers, "compilation": compilation.value, "prefetch": prefetch,
+                "figure": "decode", "method": row["method"], "placement": placement.value, "tokens": length,
+                "batch": batch, "layers": layers, "compilation": compilation.value, "prefetch": prefetch,
                 "weights_ms": round(weights_ms, 3), "machine": machine,
-            }  # fmt: skip
-            dense = NothingSteps if nothing else DenseSteps
-            stepper = Stepper(run, identity, torch.bfloat16, device, dense=dense)
-            try:
-                if label == "streamed" or not stepper.takes(Session(contexts[0], method)):
-                    line |= measure_general(model, contexts, method, turns)
-                else:
-                    line |= measure(model, stepper, contexts, method, not nothing, turns)
-            except (CheckFailedError, torch.cuda.OutOfMemoryError) as error:
-                line["error"] = str(error)[:300]
-                failed = True
-            else:
-                if nothing:
-                    line["rest_over_weights"] = round(line["graph_ms"] / weights_ms, 3)
-                elif label == "full":
-                    full_ms = line["step_ms"]
-                elif full_ms is not None:
-                    line["speedup"] = round(full_ms / line["step_ms"], 3)
+            } | row  # fmt: skip
             if bars and misses(line):
-                line["missed"] = failed = True
+                line["missed"] = True
+            failed = failed or "error" in line or "missed" in line
             typer.echo(json.dumps(line))
-            del stepper
-            torch.cuda.empty_cache()
-        del contexts
+        release(contexts)
+        tidy_up()
+    threads.close()
     raise typer.Exit(1 if failed else 0)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +31,32 @@ layers makes about 0.05."""
 
 class CheckFailedError(Exception):
     """A result is wrong, so its time means nothing."""
+
+
+def failure(error: Exception) -> dict[str, str]:
+    """What a line says of a case that has failed; where that was no check, the traceback goes to stderr."""
+    if isinstance(error, CheckFailedError):
+        return {"error": str(error)[:300]}
+    traceback.print_exception(error)
+    return {"error": f"{type(error).__name__}: {error}"[:300]}
+
+
+def require_device() -> None:
+    """Ends a benchmark that needs a GPU where there is none."""
+    if not torch.cuda.is_available():
+        typer.echo("error: this benchmark needs a CUDA device", err=True)
+        raise typer.Exit(1)
+
+
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    """LENGTHxBATCH, comma-separated. Raises typer.BadParameter for anything else."""
+    shapes = []
+    for part in text.split(","):
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part)
+        if found is None:
+            raise typer.BadParameter(f"shape is {part!r}, expected LENGTHxBATCH such as 131072x1")
+        shapes.append((int(found[1]), int(found[2])))
+    return shapes
 
 
 def parse_method(text: str) -> Method:
@@ -80,6 +108,16 @@ def start_sessions(contexts: Sequence[ResidentContext], method: Method) -> list[
     return sessions
 
 
+def first_tokens(sessions: Sized) -> list[int]:
+    """A token for each session, or context, after the few that sessions start with."""
+    return list(range(PROMPT + 3, PROMPT + 3 + len(sessions)))
+
+
+def full_logits(model: Any, contexts: Sequence[ResidentContext]) -> Tensor:
+    """What full attention says to the first tokens, [B, V] float32."""
+    return forward(model, start_sessions(contexts, get_method("full")), first_tokens(contexts))
+
+
 def step_figures(seconds: Sequence[float], batch: int) -> dict[str, float]:
     """What the times of a batch's steps say."""
     step_s = statistics.median(seconds)
@@ -108,39 +146,43 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def measure_general(
-    model: Any, contexts: list[ResidentContext], method: Method, turns: int, warm_up: int = WARM_UP
-) -> dict[str, Any]:
-    """Times of steps by the general path, which any method can go."""
-    tokens = list(range(7, 7 + len(contexts)))
-    difference = general_difference(model, contexts, method, tokens) if method.sparse else None
-    sessions = start_sessions(contexts, method)
+def time_general(
+    model: Any, sessions: Sequence[Session], turns: int, limit_s: float, warm_up: int = WARM_UP
+) -> list[float]:
+    """Seconds of each step by the general path, see `time_steps`."""
 
     def step(tokens: Sequence[int]) -> list[int]:
         chosen: list[int] = forward(model, sessions, tokens).argmax(-1).tolist()
         return chosen
 
-    tokens = time_steps(step, tokens, warm_up, GENERAL_SECONDS)[1]
-    times, _ = time_steps(step, tokens, turns, GENERAL_SECONDS)
-    return step_figures(times, len(sessions)) | {
+    _, tokens = time_steps(step, first_tokens(sessions), warm_up, limit_s)
+    return time_steps(step, tokens, turns, limit_s)[0]
+
+
+def measure_general(
+    model: Any, contexts: Sequence[ResidentContext], method: Method, turns: int, warm_up: int = WARM_UP
+) -> dict[str, Any]:
+    """Times of steps by the general path, which any method can go."""
+    difference = general_difference(model, contexts, method) if method.sparse else None
+    sessions = start_sessions(contexts, method)
+    seconds = time_general(model, sessions, turns, GENERAL_SECONDS, warm_up)
+    return step_figures(seconds, len(sessions)) | {
         "captured": False,
         "logits_difference": None if difference is None else round(difference, 4),
         "attended": round(sessions[0].figures.sparse_fraction if method.sparse else 1.0, 4),
     }
 
 
-def general_difference(
-    model: Any, contexts: list[ResidentContext], method: Method, tokens: list[int]
-) -> float | None:
+def general_difference(model: Any, contexts: Sequence[ResidentContext], method: Method) -> float | None:
     """`compare` of the method with a budget of all keys and full attention, both by the general path.
 
     None for a search that does not list all keys whatever the budget: lists of the best, trees that are pruned.
     """
     whole = start_sessions(contexts, replace(method, budget=Ratio(1.0)))
-    got_BV = forward(model, whole, tokens)
+    got_BV = forward(model, whole, first_tokens(contexts))
     if whole[0].figures.sparse_fraction < 1.0:
         return None
-    return compare(got_BV, forward(model, start_sessions(contexts, get_method("full")), tokens))
+    return compare(got_BV, full_logits(model, contexts))
 
 
 def compare(got_BV: Tensor, expected_BV: Tensor, tolerance: float = TOLERANCE) -> float:

@@ -1,7 +1,8 @@
 """What contexts and steps take of a GPU's memory, against what the accounting of `sessions_gpu.py` counts for them.
 
 Contexts of a few layers are written, loaded and stepped over in every placement, and what torch has allocated is
-compared with what was counted: the exit code is 1 when anything took a tenth more than its count.
+compared with what was counted: the exit code is 1 when anything took a tenth more than its count, or could not be
+compared.
 
 One JSON line per method and placement.
 """
@@ -24,9 +25,9 @@ import index_store  # noqa: F401 - sets up OpenMP, which has to happen before to
 # isort: split
 import torch
 import typer
+from captured_steps import Lanes
 from first_token import DISTINCT, write_context
-from general_steps import parse_method
-from host_gpu import Lanes
+from general_steps import failure, parse_method, require_device
 from random_model import DTYPE, QUERY_STD, make_model
 from served_memory import METHODS, Served
 
@@ -61,23 +62,30 @@ def compared(
         made.release()
         del made
         for placement in Placement:
-            served = Served(manifest, method, placement, SESSION_TOKENS)
-            counted = placed_bytes(manifest, device, placement).device - served.slots
-            # The second time everything is compiled, and libraries have their own memory.
-            for _ in range(2):
-                loaded, stepped = taken(model, run, store, manifest.id, method, placement, device)
-            row = {
+            row: dict[str, Any] = {
                 "bench": "memory_gpu", "method": label, "placement": placement.value,
                 "tokens": tokens, "layers": identity.layers,
-                "context_counted": counted, "context_taken": loaded,
-                "rest_counted": served.needed(1, 1).device - counted, "rest_taken": stepped - loaded,
             }  # fmt: skip
+            try:
+                served = Served(manifest, method, placement, SESSION_TOKENS)
+                counted = placed_bytes(manifest, device, placement).device - served.slots
+                # The second time everything is compiled, and libraries have their own memory.
+                for _ in range(2):
+                    loaded, stepped = taken(model, run, store, manifest.id, method, placement, device)
+                row |= {
+                    "context_counted": counted, "context_taken": loaded,
+                    "rest_counted": served.needed(1, 1).device - counted, "rest_taken": stepped - loaded,
+                }  # fmt: skip
+            except Exception as error:  # other placements may well be compared
+                row |= failure(error)
             yield row | ({"missed": True} if misses(row) else {})
 
 
 def misses(row: Mapping[str, Any]) -> bool:
     """Whether more was taken than counted."""
-    return any(row[f"{part}_taken"] > SHARE * row[f"{part}_counted"] + SLACK for part in ("context", "rest"))
+    return "error" not in row and any(
+        row[f"{part}_taken"] > SHARE * row[f"{part}_counted"] + SLACK for part in ("context", "rest")
+    )
 
 
 def taken(
@@ -97,7 +105,8 @@ def taken(
             store, id_
         ) as context:
             loaded = allocated(device) - begin
-            lanes = Lanes(run, model, [context], method, searching)
+            lanes = Lanes(run, model, [context], searching)
+            lanes.start(method)
             tokens = [7]
             for _ in range(STEPS):
                 tokens = lanes.step(tokens)
@@ -119,9 +128,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Of a context.")] = 65536,
 ) -> None:
     """Compares counts with a GPU's memory."""
-    if not torch.cuda.is_available():
-        typer.echo("error: this benchmark needs a CUDA device", err=True)
-        raise typer.Exit(1)
+    require_device()
     # Matrix products keep scratch memory for every stream, 32 MiB where this says nothing, which is no context's.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     model, identity = make_model(LAYERS)
@@ -129,7 +136,7 @@ def main(
     machine, failed = describe_machine(), False
     for label in methods.split(","):
         for row in compared(model, identity, label, parse_method(label), device, tokens):
-            failed = failed or "missed" in row
+            failed = failed or "missed" in row or "error" in row
             typer.echo(json.dumps(row | {"machine": machine}))
     raise typer.Exit(int(failed))
 

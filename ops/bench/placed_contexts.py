@@ -1,7 +1,7 @@
-"""Random contexts of which a copy lies in every memory, so that placements are compared over the same contents.
+"""Random contexts for benchmarks of whole steps, in GPU memory or with copies in host memory.
 
 Pinning gigabytes takes seconds: contexts of all shapes take turns in two ranges of host memory, one for keys and values
-and one for query tables, which are page-locked once.
+and one for query tables, which are made and locked once.
 """
 
 from __future__ import annotations
@@ -15,25 +15,40 @@ from torch import Tensor
 
 from decode_engine.warm_up import made_up_context
 from index_store.context import ResidentContext
+from index_store.devices import finish
 from index_store.dtypes import stored_dtype
-from index_store.host_memory import HostBlock, aligned, default_page_locker
+from index_store.host_memory import HostBlock, aligned, copy_source, default_page_locker
 from index_store.manifest import ModelIdentity
 from index_store.methods import Method
-from index_store.placement import Placement
+from index_store.placement import HOST_SEARCHED, Placement
+
+HOST_GB = 17.2
+"""Of keys and values in host memory: those of one sequence of 128K tokens."""
+DISTINCT = 8
+"""Layers' worth of keys and indexes of a sequence that is in GPU memory alone; fewer for larger batches."""
+
+
+def readable_block(nbytes: int, huge_pages: bool) -> HostBlock:
+    """Host memory for keys and values that a GPU reads, as the arena makes it."""
+    return HostBlock(nbytes, default_page_locker(), gathered=True, huge_pages=huge_pages)
+
+
+def table_block(nbytes: int) -> HostBlock:
+    """Host memory for query tables that cores search; page-locked only to be filled faster."""
+    return HostBlock(nbytes, default_page_locker(), huge_pages=True)
 
 
 class HostRange:
-    """Host memory, page-locked where there is a GPU, that is filled from its front and then used anew."""
+    """Host memory that is filled from its front and then used anew; locked where there is a GPU."""
 
-    def __init__(self, nbytes: int, huge_pages: bool = False) -> None:
-        """Raises RuntimeError where there is a GPU and the pages cannot be locked."""
-        locker = default_page_locker()
-        self._block = HostBlock(nbytes, locker, own_pages=True, huge_pages=huge_pages)
-        self._raw = self._block.take(
-            (nbytes,), torch.uint8
-        ).zero_()  # by all cores; locking would do it with one
-        self._block.lock()
-        if locker is not None and not self._block.locked:
+    def __init__(self, nbytes: int, block: HostBlock) -> None:
+        """block: of so many bytes. Raises RuntimeError where there is a GPU and the pages cannot be locked."""
+        self._block = block
+        self._raw = block.take((nbytes,), torch.uint8)
+        if not block.locked:
+            self._raw.zero_()  # by all cores; locking would touch the pages with one
+            block.lock()
+        if torch.cuda.is_available() and not block.locked:
             raise RuntimeError(f"{nbytes} bytes of host memory cannot be page-locked; try less (--host-gb)")
         self._used = 0
 
@@ -46,17 +61,43 @@ class HostRange:
         """A contiguous copy of the tensor here."""
         start, nbytes = self._used, tensor.numel() * tensor.element_size()
         if start + nbytes > self.nbytes:
-            raise RuntimeError(f"{nbytes} bytes do not fit behind {start} of {self.nbytes}")
+            raise RuntimeError(
+                f"{nbytes} bytes do not fit behind {start} of {self.nbytes}; ask for more (--host-gb)"
+            )
         self._used = start + aligned(nbytes)
-        return self._raw[start : start + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        place = self._raw[start : start + nbytes].view(tensor.dtype).view(tensor.shape)
+        copy_source(place, tensor.device).copy_(tensor)  # a device writes what it maps as fast as it reads it
+        return place
 
     def clear(self) -> None:
         """Forgets what is in it; tensors that were put here change when others are."""
         self._used = 0
 
 
+def make_ranges(
+    gigabytes: float, searched: Sequence[Method] = (), huge_pages: bool = False
+) -> list[HostRange]:
+    """A range for keys and values, and one for query tables, which take as much at most, and little for centroids.
+
+    searched: all methods of the contexts, where any will be placed on the host. huge_pages: for keys and values; tables
+    have them, as those of a loaded context.
+    """
+    nbytes = math.ceil(gigabytes * 1e9)
+    ranges = [HostRange(nbytes, readable_block(nbytes, huge_pages))]
+    specs = (spec for method in searched for spec in method.index_specs())
+    tables = len({spec.name for spec in specs if spec.kind in HOST_SEARCHED})
+    if tables:
+        more = tables * (nbytes + nbytes // 16)
+        ranges.append(HostRange(more, table_block(more)))
+    return ranges
+
+
 class PlacedContexts:
-    """A context for each session of a batch, in any placement; those of one placement at a time are alive."""
+    """A context for each session of a batch, in any placement with the same contents.
+
+    They have as many layers' worth of keys, values and indexes as fit into the ranges, or a few where there are none;
+    the model's layers take turns over these.
+    """
 
     def __init__(
         self,
@@ -64,13 +105,15 @@ class PlacedContexts:
         methods: Sequence[Method],
         length: int,
         batch: int,
-        ranges: tuple[HostRange, HostRange],
-        device: str = "cuda",
+        device: torch.device,
+        ranges: Sequence[HostRange] = (),
     ) -> None:
-        """With the indexes of all methods. ranges: for keys and values, and for indexes; what was there is lost."""
-        row_bytes = 2 * identity.head_dim * stored_dtype(DTYPE).torch_dtype.itemsize
-        per_layer = batch * identity.kv_heads * length * row_bytes
-        self.distinct = max(1, min(identity.layers, ranges[0].nbytes // per_layer))
+        """With the indexes of all methods.
+
+        ranges: one for keys and values, and one for query tables where contexts are placed on the host; what was there
+        is lost. Without any, contexts are placed on the device alone.
+        """
+        self.distinct = distinct_layers(identity, length, batch, ranges)
         for each in ranges:
             each.clear()
         self._ranges = ranges
@@ -87,12 +130,14 @@ class PlacedContexts:
 
     def make(self, placement: Placement) -> list[ResidentContext]:
         """Contexts of that placement, which the caller releases."""
-        return [self._make(row, source, placement) for row, source in enumerate(self._sources)]
+        made = [self._make(row, source, placement) for row, source in enumerate(self._sources)]
+        finish(made[0].device)  # what copies, so that cores of the host may read as well
+        return made
 
     def release(self) -> None:
-        """Lets go of all memory of the device."""
-        for source in self._sources:
-            source.release()
+        """Lets go of what no context uses that was made; no others can be made afterwards."""
+        release(self._sources)
+        self._sources = []
 
     def _make(self, row: int, source: ResidentContext, placement: Placement) -> ResidentContext:
         manifest = source.manifest
@@ -126,15 +171,22 @@ class PlacedContexts:
         if not on_host:
             return arrays
         if (row, name, own) not in self._tables:
-            put = self._ranges[1].put
+            put = self._ranges[-1].put
             self._tables[row, name, own] = {key: put(array) for key, array in arrays.items()}
         return self._tables[row, name, own]
 
 
-def make_ranges(gigabytes: float, huge_pages: bool) -> tuple[HostRange, HostRange]:
-    """Ranges for keys and values and for query tables, which take as much at most, and little more for centroids.
+def distinct_layers(
+    identity: ModelIdentity, length: int, batch: int, ranges: Sequence[HostRange] = ()
+) -> int:
+    """Layers with contents of their own."""
+    row_bytes = 2 * identity.head_dim * stored_dtype(DTYPE).torch_dtype.itemsize
+    per_layer = batch * identity.kv_heads * length * row_bytes
+    fitting = ranges[0].nbytes // per_layer if ranges else max(2, DISTINCT // batch)
+    return max(1, min(identity.layers, fitting))
 
-    huge_pages: for keys and values; tables have them, as those of a loaded context.
-    """
-    nbytes = math.ceil(gigabytes * 1e9)
-    return HostRange(nbytes, huge_pages), HostRange(nbytes + nbytes // 16, huge_pages=True)
+
+def release(contexts: Sequence[ResidentContext]) -> None:
+    """Lets go of the contexts' memory."""
+    for context in contexts:
+        context.release()

@@ -22,17 +22,19 @@ Before a case is timed, the logits of the same graph with a budget of all keys a
 attention to the same contexts in GPU memory by the general path, unless that would read more than `CHECKED_GB` from
 host memory; searches on the host have to list the very keys that the general path lists.
 
-One JSON line per case; the exit code is 1 when a check fails. `placements_table.py` makes a table and a picture.
+One JSON line per case, as it comes; one that fails says why, the others run all the same, and the exit code is 1.
+`placements_table.py` makes a table and a picture.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,28 +45,29 @@ import index_store  # noqa: F401 - sets up OpenMP, which has to happen before to
 # isort: split
 import torch
 import typer
+from captured_steps import Lanes, compile_searches, tidy_up, time_captured, whole_difference
 from general_steps import (
-    PROMPT,
-    WARM_UP,
-    CheckFailedError,
     compare,
+    failure,
+    first_tokens,
     forward,
+    full_logits,
     parse_method,
+    parse_shapes,
+    require_device,
     start_sessions,
     step_figures,
-    time_steps,
+    time_general,
 )
-from host_gpu import Lanes, check_lists
-from placed_contexts import PlacedContexts, make_ranges
+from placed_contexts import HOST_GB, PlacedContexts, distinct_layers, make_ranges, release
 from random_model import make_model
 
 from decode_engine.config import Compilation, search_cores
 from decode_engine.device.step_model import step_model
 from decode_engine.evaluation.machine import describe_machine
 from decode_engine.host.workers import SearchThreads
-from index_store.budgets.ratio import Ratio
 from index_store.context import ResidentContext
-from index_store.methods import Method, get_method
+from index_store.methods import Method
 from index_store.placement import Placement
 
 TABLES = "csattention+dropped:0.01/m8/pooled"
@@ -109,6 +112,11 @@ class Case:
             )
         return cls(label, parse_method(label), *names[where])
 
+    def names(self) -> dict[str, Any]:
+        """What says in a line which case it is."""
+        place = "streamed" if self.streamed else self.placement.value
+        return {"method": self.label, "placement": place, "lanes": self.lanes}
+
     def fits(self, batch: int) -> bool:
         """Whether there is a point in timing it with so many sessions."""
         return batch == 1 if self.streamed else self.lanes == 1 or batch >= LANES_FROM
@@ -124,8 +132,7 @@ class Bench:
 
     def expect(self, contexts: list[ResidentContext]) -> None:
         """Computes what full attention to these contexts gives, by the general path."""
-        sessions = start_sessions(contexts, get_method("full"))
-        self._expected = forward(self._model, sessions, first_tokens(contexts))
+        self._expected = full_logits(self._model, contexts)
 
     def measure(self, case: Case, contexts: list[ResidentContext]) -> dict[str, Any]:
         """The case's figures. Raises CheckFailedError when its first step is wrong."""
@@ -140,70 +147,30 @@ class Bench:
     def _measure_captured(
         self, case: Case, contexts: list[ResidentContext], searching: SearchThreads
     ) -> dict[str, Any]:
-        lanes = Lanes(self._run, self._model, contexts, case.method, searching)
-        difference = self._check_whole(case, lanes, contexts)
-        begin = time.perf_counter()
-        tokens = lanes.step(first_tokens(contexts))
-        ready_s = time.perf_counter() - begin
-        if case.placement is Placement.HOST and case.method.sparse:
-            check_lists(lanes, case.method)
-        _, tokens = time_steps(lanes.step, tokens, WARM_UP, self._seconds)
-        before, waited_ms = moved(lanes), lanes.waited_ms()
-        times, _ = time_steps(lanes.step, tokens, self._turns, self._seconds)
-        read, reused = (end - start for start, end in zip(before, moved(lanes), strict=True))
-        waited_s = (lanes.waited_ms() - waited_ms) / 1e3
-        model = contexts[0].manifest.model
-        rows = read // (2 * model.head_dim * contexts[0].kv(0).element_size())
-        return step_figures(times, len(contexts)) | {
-            "host_mb": round(read / len(times) * 1e-6, 3),
-            "reused": round(reused / max(1, rows + reused), 4),
-            "wait": round(waited_s / sum(times), 4),
+        lanes = Lanes(self._run, self._model, contexts, searching)
+        read = sum(context.manifest.kv_bytes for context in contexts) if case.placement.kv_on_host else 0
+        checked = read <= CHECKED_GB * 1e9
+        difference = whole_difference(lanes, case.method, self._expected) if checked else None
+        timed = time_captured(lanes, case.method, self._turns, self._seconds)
+        return {
+            **timed.steps(),
+            **timed.moved(),
+            "wait": round(timed.waited_s / sum(timed.seconds), 4),
             "captured": all(graph.captured for graph in lanes.graphs),
-            "first_step_s": round(ready_s, 1),
+            "first_step_s": round(timed.first_s, 1),
             "logits_difference": difference,
         }
 
-    def _check_whole(self, case: Case, lanes: Lanes, contexts: list[ResidentContext]) -> float | None:
-        """Compares a step with a budget of all keys, where that takes no long time, and starts anew."""
-        read = sum(context.manifest.kv_bytes for context in contexts) if case.placement.kv_on_host else 0
-        if case.placement is Placement.HOST or read > CHECKED_GB * 1e9:
-            return None
-        if case.method.sparse:
-            lanes.start(contexts, replace(case.method, budget=Ratio(1.0)))
-        lanes.step(first_tokens(contexts))
-        difference = compare(lanes.logits(), self._expected)
-        lanes.start(contexts, case.method)
-        return round(difference, 4)
-
     def _measure_streamed(self, case: Case, contexts: list[ResidentContext]) -> dict[str, Any]:
         sessions = start_sessions(contexts, case.method)
-        tokens = first_tokens(contexts)
-        logits_BV = forward(self._model, sessions, tokens)
-        difference = compare(logits_BV, self._expected)
-
-        def step(tokens: Sequence[int]) -> list[int]:
-            chosen: list[int] = forward(self._model, sessions, tokens).argmax(-1).tolist()
-            return chosen
-
-        _, tokens = time_steps(step, logits_BV.argmax(-1).tolist(), WARM_UP, self._seconds)
-        times, _ = time_steps(step, tokens, self._turns, self._seconds)
-        return step_figures(times, len(contexts)) | {
+        difference = compare(forward(self._model, sessions, first_tokens(contexts)), self._expected)
+        seconds = time_general(self._model, sessions, self._turns, self._seconds)
+        return step_figures(seconds, len(contexts)) | {
             "host_mb": round(sum(context.manifest.kv_bytes for context in contexts) * 1e-6, 3),
             "reused": 0.0,
             "captured": False,
             "logits_difference": round(difference, 4),
         }
-
-
-def first_tokens(contexts: Sequence[ResidentContext]) -> list[int]:
-    """A token for each session, after the few that it has read."""
-    return list(range(PROMPT + 3, PROMPT + 3 + len(contexts)))
-
-
-def moved(lanes: Lanes) -> tuple[int, int]:
-    """Bytes read from host memory and rows found on the device by all sessions until now."""
-    figures = [session.figures for session in lanes.sessions]
-    return sum(each.host_bytes_read for each in figures), sum(each.rows_reused for each in figures)
 
 
 def main(
@@ -218,79 +185,85 @@ def main(
     seconds: Annotated[float, typer.Option(help="After which steps of a case are no longer begun.")] = 4.0,
     host_gb: Annotated[
         float, typer.Option(help="Page-locked for keys and values, and again for tables.")
-    ] = 17.2,
+    ] = HOST_GB,
     huge_pages: Annotated[
-        bool, typer.Option("--huge-pages", help="For keys and values; a loaded context has small ones.")
+        bool, typer.Option("--huge-pages", help="For keys and values, where CUDA maps them in small ones.")
     ] = False,
 ) -> None:
     """Times decode steps of a whole model in all placements; one JSON line per case."""
-    if not torch.cuda.is_available():
-        typer.echo("error: this benchmark needs a CUDA device", err=True)
-        raise typer.Exit(1)
-    listed = [Case.parse(text) for text in cases.split(",")]
+    require_device()
+    listed, sizes = [Case.parse(text) for text in cases.split(",")], parse_shapes(shapes)
+    if unfit := [f"{length}x{batch}" for length, batch in sizes if not any(c.fits(batch) for c in listed)]:
+        raise typer.BadParameter(f"no case is for batches such as {', '.join(unfit)}")
     machine, begun = describe_machine(), time.perf_counter()
+    on_host = any(case.placement is Placement.HOST for case in listed)
+    compiling = threading.Thread(target=compile_searches if on_host else lambda: None)
+    compiling.start()  # takes as long as what comes now, which waits for the device and the system
     model, identity = make_model(layers)
-    ranges = make_ranges(host_gb, huge_pages)
+    ranges = make_ranges(host_gb, methods_of(listed) if on_host else [], huge_pages)
+    compiling.join()
     threads = threads or search_cores()
     bench = Bench(model, step_model(model, compilation), threads, turns, seconds)
     typer.echo(f"model and host memory are ready after {time.perf_counter() - begun:.0f} s", err=True)
     failed = False
-    for shape in shapes.split(","):
-        length, batch = (int(part) for part in shape.split("x"))
-        fitting = [case for case in listed if case.fits(batch)]
-        methods = list({case.label: case.method for case in fitting}.values())
-        placed = PlacedContexts(identity, methods, length, batch, ranges)
+    for length, batch in sizes:
         line: dict[str, Any] = {
-            "bench": "placements", "tokens": length, "batch": batch, "layers": layers, "distinct": placed.distinct,
-            "compilation": compilation.value, "threads": threads, "huge_pages": huge_pages,
-            "machine": machine,
+            "bench": "placements", "tokens": length, "batch": batch, "layers": layers,
+            "distinct": distinct_layers(identity, length, batch, ranges), "compilation": compilation.value,
+            "threads": threads, "huge_pages": huge_pages, "machine": machine,
         }  # fmt: skip
-        for row in shape_figures(bench, placed, fitting):
+        fitting = [case for case in listed if case.fits(batch)]
+        make = partial(PlacedContexts, identity, methods_of(fitting), length, batch, model.device, ranges)
+        for row in shape_figures(bench, make, fitting):
             failed = failed or "error" in row
             typer.echo(json.dumps(line | row))
-            sys.stdout.flush()
-        placed.release()
         tidy_up()
-        typer.echo(f"{shape} is done after {time.perf_counter() - begun:.0f} s", err=True)
+        typer.echo(f"{length}x{batch} is done after {time.perf_counter() - begun:.0f} s", err=True)
     raise typer.Exit(1 if failed else 0)
 
 
-def shape_figures(bench: Bench, placed: PlacedContexts, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """A row for each case, in their order."""
-    in_device = placed.make(Placement.DEVICE)
-    bench.expect(in_device)
-    release(in_device)
+def methods_of(cases: Sequence[Case]) -> list[Method]:
+    """Each once."""
+    return list({case.label: case.method for case in cases}.values())
+
+
+def shape_figures(
+    bench: Bench, make: Callable[[], PlacedContexts], cases: Sequence[Case]
+) -> Iterator[dict[str, Any]]:
+    """A row for each case, in their order; the error in all of them where there is nothing to run them on."""
+    lacking: dict[str, str] = {}
+    placed: PlacedContexts | None = None
+    try:
+        placed = make()
+        in_device = placed.make(Placement.DEVICE)
+        bench.expect(in_device)
+        release(in_device)
+    except Exception as error:
+        lacking = failure(error)
     full: float | None = None
     for case in cases:
         tidy_up()
-        contexts = placed.make(case.placement)
-        row: dict[str, Any] = {
-            "method": case.label, "placement": "streamed" if case.streamed else case.placement.value,
-            "lanes": case.lanes,
-        }  # fmt: skip
-        try:
-            row |= bench.measure(case, contexts)
-        except (CheckFailedError, torch.cuda.OutOfMemoryError) as error:
-            row["error"] = str(error)[:300]
-        else:
+        row = case.names() | (lacking if placed is None or lacking else case_figures(bench, placed, case))
+        if "error" not in row:
             if (case.label, case.placement) == ("full", Placement.DEVICE):
                 full = row["tokens_per_s"]
             if full is not None:
                 row["to_full"] = round(row["tokens_per_s"] / full, 3)
-        release(contexts)
         yield row
+    if placed is not None:
+        placed.release()
 
 
-def release(contexts: Sequence[ResidentContext]) -> None:
-    for context in contexts:
-        context.release()
-
-
-def tidy_up() -> None:
-    """Gives back what graphs and contexts held."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def case_figures(bench: Bench, placed: PlacedContexts, case: Case) -> dict[str, Any]:
+    """The case's figures, or its error."""
+    contexts: list[ResidentContext] = []
+    try:
+        contexts = placed.make(case.placement)
+        return bench.measure(case, contexts)
+    except Exception as error:  # other cases may well run
+        return failure(error)
+    finally:
+        release(contexts)
 
 
 if __name__ == "__main__":

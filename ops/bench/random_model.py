@@ -1,26 +1,18 @@
-"""A model of random weights in the shape of Llama-3.1-8B, and random contexts for it."""
+"""A model of random weights in the shape of Llama-3.1-8B."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decode_engine.attention import ATTENTION_NAME, register_attention
-from decode_engine.warm_up import made_up_context
-from index_store.context import ResidentContext
-from index_store.host_memory import HostBlock, default_page_locker
 from index_store.manifest import ModelIdentity
-from index_store.methods import Method
-from index_store.placement import Placement
 
 DTYPE = "bfloat16"
 QUERY_STD = 1.28
 """Of the model's queries: weights of standard deviation .02 times the root of the hidden size."""
-DISTINCT = 8
-"""Layers' worth of keys and indexes of a single sequence; fewer for larger batches."""
 
 
 def make_model(layers: int, device: str = "cuda") -> tuple[Any, ModelIdentity]:
@@ -59,51 +51,3 @@ def read_bytes(model: torch.nn.Module) -> int:
     """Bytes of the weights that a step reads: all but the embeddings, of which it reads a row."""
     skipped: Any = model.get_input_embeddings()  # type: ignore[operator]
     return weight_bytes(model) - int(skipped.weight.nbytes)
-
-
-def make_contexts(
-    identity: ModelIdentity,
-    methods: Sequence[Method],
-    length: int,
-    batch: int,
-    placement: Placement,
-    device: str = "cuda",
-) -> list[ResidentContext]:
-    """A context for each session, with the indexes of all methods."""
-    distinct = min(identity.layers, max(2, DISTINCT // batch))
-    first, *others = methods
-    contexts = (
-        made_up_context(
-            identity, DTYPE, first, length, also=others, distinct=distinct, device=device, seed=row,
-            placement=placement, calibrated_for=QUERY_STD,
-        )
-        for row in range(batch)
-    )  # fmt: skip
-    return [context if placement is Placement.DEVICE else spread(context) for context in contexts]
-
-
-class SpreadContext(ResidentContext):
-    """One whose keys and values are in these blocks."""
-
-    blocks: list[HostBlock]
-
-
-def spread(context: ResidentContext) -> SpreadContext:
-    """The context with memory of its own for keys and values of every layer, made as the arena makes it."""
-    manifest, locker = context.manifest, default_page_locker()
-    kv, blocks = {}, []
-    for layer in range(manifest.model.layers):
-        source = context.kv(layer)
-        block = HostBlock(source.nbytes, locker, own_pages=True)
-        kv[layer] = block.take(tuple(source.shape), source.dtype).copy_(source)
-        block.lock()
-        blocks.append(block)
-    arrays = {
-        (entry.name, layer): context.index(entry.name, layer).arrays()
-        for entry in manifest.indexes
-        for layer in entry.layers
-    }
-    place = {"placement": context.placement, "device": context.device}
-    found = SpreadContext(manifest, context.tokens(), kv, arrays, **place)  # type: ignore[arg-type]
-    found.blocks = blocks
-    return found

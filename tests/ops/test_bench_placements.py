@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,6 @@ import typer
 from decode_engine.config import Compilation
 from decode_engine.device.step_model import step_model
 from index_store.methods import get_method
-from index_store.placement import Placement
 from tests.ops.scripts import check_refusal_without_device, load_script
 from tests.ops.tiny_model import IDENTITY, make_model
 
@@ -26,19 +26,13 @@ TABLES = "csattention+dropped@group=pooled:0.05"
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """With launches of few programs, which the interpreter runs one by one."""
-    monkeypatch.setattr("decode_engine.device.stepper._LEAST_KEYS", 256)
-    monkeypatch.setattr("decode_engine.kernels.sparse_attention._PROGRAMS", 8)
-    monkeypatch.setattr("decode_engine.kernels.slot_fetch._FIND_PROGRAMS", 8)
-    found = load_script(FOLDER / "placements_gpu.py")
-    monkeypatch.setattr(found, "WARM_UP", 1)
-    return found
+def bench(few_programs: None, short_warm_up: None) -> ModuleType:
+    return load_script(FOLDER / "placements_gpu.py")
 
 
 @pytest.fixture
 def placed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    found = load_script(FOLDER / "placed_contexts.py")
+    found = sys.modules["placed_contexts"]
     monkeypatch.setattr(found, "DTYPE", "float32")  # which is exact in the interpreter, too
     return found
 
@@ -64,46 +58,25 @@ def test_cases(bench: ModuleType) -> None:
             bench.Case.parse(wrong)
 
 
-def test_a_range_is_filled_and_used_anew(placed: ModuleType) -> None:
-    ranges = placed.HostRange(1024)
-    whole = torch.arange(200, dtype=torch.float32).view(2, 100)
-    first = ranges.put(whole[:, ::2])
-    second = ranges.put(torch.tensor([7], dtype=torch.int8))
-    assert torch.equal(first, whole[:, ::2])
-    assert second.data_ptr() == first.data_ptr() + 512
-    with pytest.raises(RuntimeError, match="do not fit"):
-        ranges.put(whole)
-    ranges.clear()
-    assert ranges.put(second).data_ptr() == first.data_ptr()
+def test_a_shape_without_a_case_is_refused(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "require_device", lambda: None)
+    with pytest.raises(typer.BadParameter, match="such as 1024x4"):
+        bench.main(cases="full@streamed", shapes="1024x1,1024x4")
 
 
-def test_contexts_of_all_placements_hold_the_same(placed: ModuleType) -> None:
-    method = get_method("csattention+dropped")
-    wide = replace(WIDE, layers=3)
-    ranges = (placed.HostRange(2 * 2 * LENGTH * 2 * 64 * 4), placed.HostRange(2**21))
-    contexts = placed.PlacedContexts(wide, [method], LENGTH, 2, ranges, "cpu")
-    assert contexts.distinct == 2
-    made = {placement: contexts.make(placement) for placement in Placement}
-    for row in range(2):
-        device, hybrid, host = (made[placement][row] for placement in Placement)
-        for layer in range(wide.layers):
-            assert device.kv(layer).data_ptr() != hybrid.kv(layer).data_ptr() == host.kv(layer).data_ptr()
-            assert torch.equal(device.kv(layer), host.kv(layer))
-            arrays = [each.index("query_tables", layer).arrays() for each in (device, hybrid, host)]
-            for name, array in arrays[0].items():
-                assert array.data_ptr() == arrays[1][name].data_ptr() != arrays[2][name].data_ptr()
-                assert torch.equal(array, arrays[2][name])
-    assert not torch.equal(made[Placement.DEVICE][0].kv(0), made[Placement.DEVICE][1].kv(0))
-
-
-def figures(bench: ModuleType, placed: ModuleType, cases: str, batch: int) -> list[dict[str, Any]]:
+def figures(
+    bench: ModuleType, placed: ModuleType, cases: str, batch: int, gigabytes: float = 2**22 * 1e-9
+) -> list[dict[str, Any]]:
     model = make_model(WIDE)
     listed = [bench.Case.parse(text) for text in cases.split(",")]
-    methods = list({case.label: case.method for case in listed}.values())
-    ranges = placed.HostRange(2**22), placed.HostRange(2**22)
-    contexts = placed.PlacedContexts(WIDE, methods, LENGTH, batch, ranges, "cpu")
+    methods = bench.methods_of(listed)
+    ranges = placed.make_ranges(gigabytes, methods)
     runs = bench.Bench(model, step_model(model, Compilation.OFF), 1, 2, 60.0)
-    return list(bench.shape_figures(runs, contexts, listed))
+
+    def make() -> Any:
+        return placed.PlacedContexts(WIDE, methods, LENGTH, batch, model.device, ranges)
+
+    return list(bench.shape_figures(runs, make, listed))
 
 
 @pytest.mark.slow
@@ -143,7 +116,8 @@ def test_a_wrong_step_is_not_timed(
     bench: ModuleType, placed: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     right = bench.compare
-    monkeypatch.setattr(bench, "compare", lambda got, expected: right(got.flip(-1), expected))
+    for module in (bench, sys.modules["captured_steps"]):
+        monkeypatch.setattr(module, "compare", lambda got, expected: right(got.flip(-1), expected))
     (row,) = figures(bench, placed, case, 1)
     assert "logits differ" in row["error"]
     assert "step_ms" not in row
@@ -152,8 +126,64 @@ def test_a_wrong_step_is_not_timed(
 def test_wrong_lists_are_not_timed(
     bench: ModuleType, placed: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = sys.modules["host_gpu"]
-    right = host.best_keys  # type: ignore[attr-defined]
-    monkeypatch.setattr(host, "best_keys", lambda ranking, keep, group: right(ranking, keep - 1, group))
+    steps = sys.modules["captured_steps"]
+    right = steps.best_keys  # type: ignore[attr-defined]
+    monkeypatch.setattr(steps, "best_keys", lambda ranking, keep, group: right(ranking, keep - 1, group))
     (row,) = figures(bench, placed, f"{TABLES}@host", 1)
     assert row["error"] == "the list of KV head 0 is not the general path's"
+
+
+def test_a_case_that_fails_does_not_end_the_others(
+    bench: ModuleType, placed: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kv = 2 * LENGTH * 64 * 4
+    failed, timed = figures(bench, placed, "pq+dropped:0.05@hybrid,full@device", 1, (kv - 1) * 1e-9)
+    assert "RuntimeError: " in failed["error"]
+    assert "(--host-gb)" in failed["error"]
+    assert timed["step_ms"] > 0
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_cases_that_there_are_no_contexts_for_say_so(
+    bench: ModuleType, placed: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("too much")
+
+    monkeypatch.setattr(bench, "full_logits", refuse)
+    rows = figures(bench, placed, "full@device,full@streamed", 1)
+    assert [row["placement"] for row in rows] == ["device", "streamed"]
+    assert {row["error"] for row in rows} == {"OutOfMemoryError: too much"}
+
+
+def test_every_line_is_printed(
+    bench: ModuleType,
+    placed: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The whole command, where a shape that cannot be placed precedes one that can."""
+    monkeypatch.setattr(bench, "require_device", lambda: None)
+    monkeypatch.setattr(bench, "make_model", lambda layers: (make_model(WIDE), WIDE))
+    with pytest.raises(typer.Exit) as ended:
+        bench.main(
+            cases="full@hybrid,full@device",
+            shapes=f"{2 * LENGTH}x1,{LENGTH}x1",
+            layers=1,
+            compilation=Compilation.OFF,
+            threads=1,
+            turns=2,
+            seconds=60.0,
+            host_gb=2 * LENGTH * 64 * 4 * 1e-9,
+            huge_pages=False,
+        )
+    assert ended.value.exit_code == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [("error" in line, line["tokens"], line["placement"]) for line in lines] == [
+        (True, 2 * LENGTH, "hybrid"),
+        (False, 2 * LENGTH, "device"),
+        (False, LENGTH, "hybrid"),
+        (False, LENGTH, "device"),
+    ]
+    table = load_script(FOLDER / "placements_table.py")
+    assert len(table.table(lines).splitlines()) == 2 + len(lines)

@@ -1,0 +1,257 @@
+"""Whole-model decode steps through the engine's own graphs: checked, then timed, for benchmarks."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from general_steps import (
+    WARM_UP,
+    CheckFailedError,
+    compare,
+    first_tokens,
+    start_sessions,
+    step_figures,
+    time_steps,
+)
+from torch import Tensor
+
+from decode_engine.device.dense_steps import DenseSteps
+from decode_engine.device.step_attention import StepAttention
+from decode_engine.device.step_batch import step_counts
+from decode_engine.device.step_graph import StepGraph, StepModel
+from decode_engine.device.stepper import Stepper
+from decode_engine.host.mailbox import Mailbox
+from decode_engine.host.steps import HostSteps
+from decode_engine.host.workers import SearchThreads
+from decode_engine.kernels import records
+from decode_engine.sampler import Sampler, SamplingParameters
+from decode_engine.session import Session
+from index_store.budgets.base import best_keys
+from index_store.budgets.ratio import Ratio
+from index_store.context import ResidentContext
+from index_store.kernels.shared_search import COUNT_BITS
+from index_store.methods import Method
+from index_store.placement import Placement
+
+REPLAYS = 25
+ANSWERED = 1 << (62 - COUNT_BITS)
+"""A number that no search comes to."""
+
+
+class Lanes:
+    """A session on each context; their steps run in as many lanes as the threads have where these search, else in one.
+
+    There are no sessions before `start`.
+    """
+
+    def __init__(
+        self,
+        run: StepModel,
+        model: Any,
+        contexts: Sequence[ResidentContext],
+        threads: SearchThreads,
+        dense: type[StepAttention] = DenseSteps,
+    ) -> None:
+        """dense: attends to everything; see `Stepper`."""
+        self.contexts = contexts
+        if contexts[0].placement is Placement.HOST:
+            compile_searches()
+        identity, weights = contexts[0].manifest.model, next(model.parameters())
+        self.stepper = Stepper(run, identity, weights.dtype, weights.device, dense=dense, searching=threads)
+        self._lanes = threads.lanes
+        self._samplers = [Sampler(SamplingParameters())] * len(contexts)
+        self.sessions: list[Session] = []
+        self.parts: list[list[Session]] = []
+
+    def takes(self, method: Method) -> bool:
+        """Whether the method's steps run in graphs."""
+        return all(self.stepper.takes(Session(context, method)) for context in self.contexts)
+
+    def start(self, method: Method) -> None:
+        """New sessions in place of those that there are. Raises CheckFailedError for a method without kernels."""
+        self.sessions = start_sessions(self.contexts, method)
+        if not all(self.stepper.takes(session) for session in self.sessions):
+            raise CheckFailedError("the method does not run in a graph")
+        lanes = self._lanes if searched_on_host(self.contexts, method) else 1
+        share = -(-len(self.sessions) // lanes)
+        self.parts = [self.sessions[first : first + share] for first in range(0, len(self.sessions), share)]
+
+    def step(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens that follow. Raises CheckFailedError where a session's step has failed."""
+        results = self.stepper.step(self.sessions, tokens, self._samplers)
+        for result in results:
+            if isinstance(result, Exception):
+                raise CheckFailedError(str(result))
+        return [int(result) for result in results if isinstance(result, int)]
+
+    @property
+    def graphs(self) -> list[StepGraph]:
+        """One for each lane."""
+        return [self.stepper.graph(part, 0, lane) for lane, part in enumerate(self.parts)]
+
+    def logits(self) -> Tensor:
+        """Of the last step, [B, V] float32."""
+        found = [graph.logits_BV[: len(part)] for graph, part in zip(self.graphs, self.parts, strict=True)]
+        return torch.cat(found).float().clone()
+
+    @property
+    def mailboxes(self) -> list[Mailbox]:
+        """One for each lane that is searched for on the host."""
+        steps = [
+            each for graph in self.graphs for each in graph.batch.attentions if isinstance(each, HostSteps)
+        ]
+        return [each.mailbox for each in steps]
+
+    def moved(self) -> tuple[int, int]:
+        """Bytes read from host memory and rows found on the device by all sessions until now."""
+        figures = [session.figures for session in self.sessions]
+        return sum(each.host_bytes_read for each in figures), sum(each.rows_reused for each in figures)
+
+    def waited_s(self) -> float:
+        """In which lanes stood still for the host until now, on average over the lanes."""
+        return statistics.mean(part[0].figures.device_wait_for_host_ns for part in self.parts) * 1e-9
+
+    def device_ms(self) -> float:
+        """Median time of replays that find all lists there."""
+        for mailbox in self.mailboxes:
+            words = mailbox.shared.answers_RX[:, 0]
+            words.copy_((ANSWERED << COUNT_BITS) | (words & ((1 << COUNT_BITS) - 1)))
+        graphs = self.graphs
+        streams = [None, *(torch.cuda.Stream() for _ in graphs[1:])]  # type: ignore[no-untyped-call]
+        times = []
+        for _ in range(REPLAYS):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for graph, stream in zip(graphs, streams, strict=True):
+                with nullcontext() if stream is None else torch.cuda.stream(stream):
+                    graph.run()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times) * 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Steps of a batch that were timed, by seconds, and what they moved.
+
+    first_s: of the step before all of them, which captures the graph where that was not done yet. read: bytes from host
+    memory; reused: rows found on the device instead, of `row_bytes` each. waited_s: for the host, as an average lane.
+    """
+
+    seconds: list[float]
+    batch: int
+    first_s: float
+    read: int
+    reused: int
+    row_bytes: int
+    waited_s: float
+
+    def steps(self) -> dict[str, float]:
+        """See `step_figures`."""
+        return step_figures(self.seconds, self.batch)
+
+    def moved(self) -> dict[str, float]:
+        """Megabytes of a step from host memory, and the share of rows that were on the device."""
+        rows = self.read // self.row_bytes
+        return {
+            "host_mb": round(self.read / len(self.seconds) * 1e-6, 3),
+            "reused": round(self.reused / max(1, rows + self.reused), 4),
+        }
+
+
+def time_captured(lanes: Lanes, method: Method, turns: int, limit_s: float = math.inf) -> Timed:
+    """Times steps of new sessions, no more than fit into the time limit, after a first one and a warm-up.
+
+    Raises CheckFailedError when lists that were searched on the host in the first step are wrong.
+    """
+    lanes.start(method)
+    begin = time.perf_counter()
+    tokens = lanes.step(first_tokens(lanes.contexts))
+    first_s = time.perf_counter() - begin
+    check_lists(lanes, method)
+    _, tokens = time_steps(lanes.step, tokens, WARM_UP, limit_s)
+    (read, reused), waited_s = lanes.moved(), lanes.waited_s()
+    seconds, _ = time_steps(lanes.step, tokens, turns, limit_s)
+    read_then, reused_then = lanes.moved()
+    context = lanes.contexts[0]
+    return Timed(
+        seconds,
+        len(lanes.sessions),
+        first_s,
+        read_then - read,
+        reused_then - reused,
+        2 * context.manifest.model.head_dim * context.kv(0).element_size(),
+        lanes.waited_s() - waited_s,
+    )
+
+
+def whole_difference(lanes: Lanes, method: Method, expected_BV: Tensor) -> float | None:
+    """`compare` of a step with a budget of all keys and what is expected of full attention; the sessions are left.
+
+    None for searches on the host, whose lists have no room for all keys. Raises CheckFailedError as `compare` does.
+    """
+    if searched_on_host(lanes.contexts, method):
+        return None
+    lanes.start(replace(method, budget=Ratio(1.0)) if method.sparse else method)
+    lanes.step(first_tokens(lanes.contexts))
+    return round(compare(lanes.logits(), expected_BV), 4)
+
+
+def check_lists(lanes: Lanes, method: Method) -> None:
+    """Raises CheckFailedError unless lists of the last layer are the general path's for the queries that were posted.
+
+    Nothing is compared where no lane is searched for on the host.
+    """
+    for mailbox, part in zip(lanes.mailboxes, lanes.parts, strict=bool(lanes.mailboxes)):
+        layer = mailbox.order[-1]
+        for row, session in zip(mailbox.used, part, strict=True):
+            manifest = session.context.manifest
+            model, counts = manifest.model, session_counts(session)
+            shape = (model.kv_heads, 1, model.query_heads // model.kv_heads, model.head_dim)
+            q_HTGD = mailbox.shared.q_BX[row].view(shape) * model.head_dim**-0.5
+            name = "" if method.index is None else method.index.name
+            ranking = session.context.index(name, layer).rank(
+                q_HTGD, counts[records.FIRST], counts[records.END], None, method.search
+            )
+            kept = best_keys(ranking, counts[records.KEEP], "average")
+            for h in range(model.kv_heads):
+                found = mailbox.answer(layer, row * model.kv_heads + h)
+                wanted = kept.ids_HTK[h, 0, : int(kept.counts_HT[h, 0])]
+                if found is None or not torch.equal(found, wanted):
+                    raise CheckFailedError(f"the list of KV head {h} is not the general path's")
+
+
+def searched_on_host(contexts: Sequence[ResidentContext], method: Method) -> bool:
+    """Whether threads search for the method on such contexts."""
+    return method.index is not None and contexts[0].placement.index_on_host(method.index.kind)
+
+
+def session_counts(session: Session) -> Mapping[int, int]:
+    """Of the step that the session has just taken."""
+    session.position -= 1
+    try:
+        return step_counts(session)
+    finally:
+        session.position += 1
+
+
+def compile_searches() -> None:
+    """Returns when what search threads run is compiled: that takes longer than a device waits for their lists."""
+    threads = SearchThreads(1)
+    threads.lane(0)
+    threads.close()
+
+
+def tidy_up() -> None:
+    """Gives back what graphs and contexts held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
