@@ -65,11 +65,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Bars of tokens per second by shape, a panel for each length."""
+    """Bars of tokens per second by shape, a panel for each length. Raises typer.BadParameter where none was timed."""
     check_pictures()
     import matplotlib.pyplot as plt
 
     timed = [row for row in rows if "error" not in row]
+    if not timed:
+        raise typer.BadParameter(f"no case was timed, there is nothing to draw into {path}")
     lengths = sorted({row["tokens"] for row in timed})
     labels = list(dict.fromkeys(f"{row['method']}, {where(row)}" for row in timed))
     colours = plt.get_cmap("tab10").colors
@@ -88,6 +90,7 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         axis.set_xlabel("sessions")
         axis.set_title(f"{length:,} tokens")
         axis.set_yscale("log")
+        axis.set_ylim(bottom=min(row["tokens_per_s"] for row in timed) / 2)
         axis.grid(axis="y", alpha=0.3)
     axes[0][0].set_ylabel("tokens per second")
     handles = {

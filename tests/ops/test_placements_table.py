@@ -60,3 +60,5 @@ def test_bars_are_drawn(bench: ModuleType, tmp_path: Path) -> None:
     rows = [ROW, {**ROW, "tokens": 32768, "placement": "streamed"}, {**ROW, "batch": 1, "error": "wrong"}]
     bench.draw(tmp_path / "bars.png", rows)
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(typer.BadParameter, match="no case was timed"):
+        bench.draw(tmp_path / "nothing.png", rows[-1:])
