@@ -131,3 +131,18 @@ def test_contexts_are_loaded_and_stepped_over(monkeypatch: pytest.MonkeyPatch) -
         assert row["rest_counted"] > 0
         assert "missed" not in row
     assert rows[0]["context_counted"] > 300 * 2 * 64 * 4 > rows[1]["context_counted"]
+
+
+def test_a_placement_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = load_script(FOLDER / "memory_gpu.py")
+    monkeypatch.setattr(check, "DTYPE", "float32")
+
+    def take(*arguments: Any) -> tuple[int, int]:
+        if Placement.HYBRID in arguments:
+            raise RuntimeError("no room")
+        return 0, 0
+
+    monkeypatch.setattr(check, "taken", take)
+    rows = list(check.compared(None, IDENTITY, "full", METHODS["full"], torch.device("cpu"), 300))
+    assert [row.get("error") for row in rows] == [None, "RuntimeError: no room", None]
+    assert not any("missed" in row for row in rows)
