@@ -105,19 +105,23 @@ def _call(name: str, *arguments: object) -> None:
         raise RuntimeError(f"{name} returned CUDA error {code}")
 
 
-@contextmanager
-def _context(index: int) -> Iterator[None]:
-    """The context that torch uses of a GPU, for this thread."""
+@cache
+def _primary_context(index: int) -> ctypes.c_void_p:
+    """The context that torch uses of a GPU. Kept as long as the process lives: memory goes when it goes."""
+    torch.cuda.init()
     context = ctypes.c_void_p()
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(index))
+    return context
+
+
+@contextmanager
+def _context(index: int) -> Iterator[None]:
+    """That context, for this thread."""
+    _call("cuCtxPushCurrent_v2", _primary_context(index))
     try:
-        _call("cuCtxPushCurrent_v2", context)
-        try:
-            yield
-        finally:
-            _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        yield
     finally:
-        _driver().cuDevicePrimaryCtxRelease_v2(ctypes.c_int(index))
+        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
 def _free(index: int, address: int) -> None:
