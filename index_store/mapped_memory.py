@@ -108,7 +108,7 @@ def _call(name: str, *arguments: object) -> None:
 @cache
 def _primary_context(index: int) -> ctypes.c_void_p:
     """The context that torch uses of a GPU. Kept as long as the process lives: memory goes when it goes."""
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     context = ctypes.c_void_p()
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(index))
     return context
