@@ -7,9 +7,9 @@ contents of the contexts: as many layers as fit into `--host-gb` have keys, valu
 
 Cases are `METHOD@WHERE`, methods as in `decode_gpu.py`:
 
-- `device`: everything in GPU memory. `hybrid`: keys and values in page-locked host memory, the rows that a step attends
-  to are fetched. `host`: query tables too, searched by the host's cores; `host2` with a batch in two lanes, for batches
-  of four or more.
+- `device`: everything in GPU memory. `hybrid`: keys and values in host memory, the rows that a step attends to are
+  fetched; `hybrid+prefetch`: a layer ahead, too. `host`: query tables are in host memory as well, searched by the
+  host's cores; `host2`: with a batch in two lanes, for batches of four or more.
 - `full@streamed`: every step reads all keys and values from host memory, through the general path; one session.
 
 `step_ms` is the median (P50) and `p99_ms` the 99th percentile of the wall clock of a step with everything around it,
@@ -63,6 +63,7 @@ from placed_contexts import HOST_GB, PlacedContexts, distinct_layers, make_range
 from random_model import make_model
 
 from decode_engine.config import Compilation, search_cores
+from decode_engine.device.step_graph import StepModel
 from decode_engine.device.step_model import step_model
 from decode_engine.evaluation.machine import describe_machine
 from decode_engine.host.workers import SearchThreads
@@ -77,6 +78,7 @@ CASES = ",".join(
         f"{TABLES}@device",
         "pq+dropped:0.01@device",
         "pq+dropped:0.01@hybrid",
+        "pq+dropped:0.01@hybrid+prefetch",
         f"{TABLES}@host",
         f"{TABLES}@host2",
         "full@streamed",
@@ -96,6 +98,7 @@ class Case:
     placement: Placement
     lanes: int = 1
     streamed: bool = False
+    prefetch: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Case:
@@ -105,17 +108,19 @@ class Case:
             if label != "full":
                 raise typer.BadParameter(f"{text}: only full is streamed")
             return cls(label, parse_method(label), Placement.HYBRID, streamed=True)
-        names = {**{place.value: (place, 1) for place in Placement}, "host2": (Placement.HOST, 2)}
+        names: dict[str, dict[str, Any]] = {place.value: {"placement": place} for place in Placement}
+        names["host2"] = {"placement": Placement.HOST, "lanes": 2}
+        names["hybrid+prefetch"] = {"placement": Placement.HYBRID, "prefetch": True}
         if where not in names:
             raise typer.BadParameter(
                 f"{text}: where is {where!r}, expected {', '.join([*names, 'streamed'])}"
             )
-        return cls(label, parse_method(label), *names[where])
+        return cls(label, parse_method(label), **names[where])
 
     def names(self) -> dict[str, Any]:
         """What says in a line which case it is."""
         place = "streamed" if self.streamed else self.placement.value
-        return {"method": self.label, "placement": place, "lanes": self.lanes}
+        return {"method": self.label, "placement": place, "lanes": self.lanes, "prefetch": self.prefetch}
 
     def fits(self, batch: int) -> bool:
         """Whether there is a point in timing it with so many sessions."""
@@ -123,10 +128,12 @@ class Case:
 
 
 class Bench:
-    """The model and what its steps are compared with."""
+    """The model and what its steps are compared with. runs: its steps, without and with queries foretold."""
 
-    def __init__(self, model: Any, run: Any, threads: int, turns: int, seconds: float) -> None:
-        self._model, self._run = model, run
+    def __init__(
+        self, model: Any, runs: tuple[StepModel, StepModel], threads: int, turns: int, seconds: float
+    ) -> None:
+        self._model, self._runs = model, runs
         self._threads, self._turns, self._seconds = threads, turns, seconds
         self._expected = torch.empty(0)
 
@@ -147,7 +154,7 @@ class Bench:
     def _measure_captured(
         self, case: Case, contexts: list[ResidentContext], searching: SearchThreads
     ) -> dict[str, Any]:
-        lanes = Lanes(self._run, self._model, contexts, searching)
+        lanes = Lanes(self._runs[case.prefetch], self._model, contexts, searching)
         read = sum(context.manifest.kv_bytes for context in contexts) if case.placement.kv_on_host else 0
         checked = read <= CHECKED_GB * 1e9
         difference = whole_difference(lanes, case.method, self._expected) if checked else None
@@ -203,7 +210,8 @@ def main(
     ranges = make_ranges(host_gb, methods_of(listed) if on_host else [], huge_pages)
     compiling.join()
     threads = threads or search_cores()
-    bench = Bench(model, step_model(model, compilation), threads, turns, seconds)
+    runs = step_model(model, compilation), step_model(model, compilation, prefetch=True)
+    bench = Bench(model, runs, threads, turns, seconds)
     typer.echo(f"model and host memory are ready after {time.perf_counter() - begun:.0f} s", err=True)
     failed = False
     for length, batch in sizes:

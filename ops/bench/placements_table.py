@@ -30,7 +30,8 @@ def read_lines(files: Sequence[Path]) -> list[dict[str, Any]]:
     for line in (line for file in files for line in file.read_text().splitlines() if line.startswith("{")):
         row = json.loads(line)
         if row.get("bench") == "placements":
-            found[row["tokens"], row["batch"], row["method"], row["placement"], row["lanes"]] = row
+            case = (row[key] for key in ("tokens", "batch", "method", "placement", "lanes", "prefetch"))
+            found[tuple(case)] = row
     if not found:
         raise typer.BadParameter(f"no line of placements_gpu.py in {', '.join(map(str, files))}")
     return sorted(found.values(), key=lambda row: (row["tokens"], row["batch"]))
@@ -38,7 +39,8 @@ def read_lines(files: Sequence[Path]) -> list[dict[str, Any]]:
 
 def where(row: dict[str, Any]) -> str:
     """For people."""
-    return f"{row['placement']}, {row['lanes']} lanes" if row["lanes"] > 1 else str(row["placement"])
+    more = [f"{row['lanes']} lanes"] * (row["lanes"] > 1) + ["prefetch"] * row["prefetch"]
+    return ", ".join([row["placement"], *more])
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -43,12 +43,13 @@ def test_without_a_device_it_says_so() -> None:
 
 def test_cases(bench: ModuleType) -> None:
     listed = [bench.Case.parse(text) for text in bench.CASES.split(",")]
-    places = [(case.placement.value, case.lanes, case.streamed) for case in listed]
-    assert places == [("device", 1, False)] * 3 + [
-        ("hybrid", 1, False),
-        ("host", 1, False),
-        ("host", 2, False),
-        ("hybrid", 1, True),
+    places = [(case.placement.value, case.lanes, case.prefetch, case.streamed) for case in listed]
+    assert places == [("device", 1, False, False)] * 3 + [
+        ("hybrid", 1, False, False),
+        ("hybrid", 1, True, False),
+        ("host", 1, False, False),
+        ("host", 2, False, False),
+        ("hybrid", 1, False, True),
     ]
     assert [[case.fits(batch) for batch in (1, 4)] for case in listed[-2:]] == [[False, True], [True, False]]
     with_period = bench.Case.parse("csattention@period=4:0.05@device")
@@ -71,7 +72,8 @@ def figures(
     listed = [bench.Case.parse(text) for text in cases.split(",")]
     methods = bench.methods_of(listed)
     ranges = placed.make_ranges(gigabytes, methods)
-    runs = bench.Bench(model, step_model(model, Compilation.OFF), 1, 2, 60.0)
+    foretelling = step_model(model, Compilation.OFF, prefetch=True)
+    runs = bench.Bench(model, (step_model(model, Compilation.OFF), foretelling), 1, 2, 60.0)
 
     def make() -> Any:
         return placed.PlacedContexts(WIDE, methods, LENGTH, batch, model.device, ranges)
@@ -83,7 +85,7 @@ def figures(
 @pytest.mark.parametrize(
     ("cases", "batch"),
     [
-        ("full@device,full@streamed,pq+dropped:0.05@hybrid", 1),
+        ("full@device,full@streamed,pq+dropped:0.05@hybrid,pq+dropped:0.05@hybrid+prefetch", 1),
         (f"full@device,{TABLES}@host,{TABLES}@host2", 2),
     ],
 )
@@ -91,7 +93,7 @@ def test_every_case_has_its_figures(bench: ModuleType, placed: ModuleType, cases
     small = get_method("pq+dropped", 0.05)
     rows = figures(bench, placed, cases, batch)
     assert [row for row in rows if "error" in row] == []
-    wheres = [f"{row['placement']}{row['lanes'] if row['lanes'] > 1 else ''}" for row in rows]
+    wheres = [row["placement"] + "2" * (row["lanes"] == 2) + "+prefetch" * row["prefetch"] for row in rows]
     assert wheres == [text.rpartition("@")[2] for text in cases.split(",")]
     kv_mb = batch * WIDE.layers * WIDE.kv_heads * LENGTH * 2 * 64 * 4 * 1e-6
     at_most = kv_mb * (0.05 * LENGTH + small.sinks + small.recent + small.append_block) / LENGTH

@@ -15,6 +15,7 @@ from tests.ops.scripts import load_script
 FOLDER = Path(__file__).resolve().parents[2] / "ops" / "bench"
 ROW: dict[str, Any] = {
     "bench": "placements", "tokens": 131072, "batch": 4, "method": "pq+dropped:0.01", "placement": "hybrid", "lanes": 1,
+    "prefetch": False,
     "step_ms": 20.0, "p99_ms": 25.5, "steps": 100, "tokens_per_s": 200.0, "host_mb": 656.2, "reused": 0.11,
     "wait": 0.0, "captured": True, "to_full": 1.08,
 }  # fmt: skip
@@ -34,6 +35,8 @@ def test_a_row_of_the_table(bench: ModuleType) -> None:
     (line,) = bench.table([ROW]).splitlines()[2:]
     expected = "| 128K x 4 | `pq+dropped:0.01` | hybrid | 20.00 | 25.50 | 200 | 1.08x | 656 MB | 11% | - |"
     assert line == expected
+    (line,) = bench.table([{**ROW, "prefetch": True}]).splitlines()[2:]
+    assert "| hybrid, prefetch |" in line
     host = {**ROW, "placement": "host", "lanes": 2, "steps": 40, "wait": 0.4}
     (line,) = bench.table([host]).splitlines()[2:]
     assert "| host, 2 lanes | 20.00 | 25.50 (40 steps) |" in line
@@ -41,7 +44,7 @@ def test_a_row_of_the_table(bench: ModuleType) -> None:
 
 
 def test_what_was_not_timed_says_so(bench: ModuleType) -> None:
-    failed = {name: ROW[name] for name in ("tokens", "batch", "method", "placement", "lanes")}
+    failed = {name: ROW[name] for name in ("tokens", "batch", "method", "placement", "lanes", "prefetch")}
     (line,) = bench.table([{**failed, "error": "logits differ"}]).splitlines()[2:]
     assert "not timed" in line
     assert line.count("|") == bench.HEAD.splitlines()[0].count("|")
