@@ -20,7 +20,8 @@ from decode_engine.kernels.partials import chained, wait_for_launch
 from index_store.errors import InvalidArgumentError
 
 _ALIGNMENT = 16
-_WORD = 4
+WORD = 4
+"""Bytes that kernels count rows in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +64,6 @@ class RowCopies:
                 "expected as many sources as targets and one count"
             )
 
-    @staticmethod
-    def allocate(room: int, device: torch.device | str) -> RowCopies:
-        """Room for that many copies; none are listed."""
-        return RowCopies(
-            torch.zeros(room, dtype=torch.int64, device=device),
-            torch.zeros(room, dtype=torch.int64, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
-        )
-
 
 def copy_rows(copies: RowCopies, row_bytes: int, shape: CopyShape | None = None) -> None:
     """Makes the copies. The sources may be page-locked host memory, the targets are on the device.
@@ -86,7 +78,7 @@ def copy_rows(copies: RowCopies, row_bytes: int, shape: CopyShape | None = None)
         copies.targets_C,
         copies.count_1,
         len(copies.sources_C),
-        WORDS=row_bytes // _WORD,
+        WORDS=row_bytes // WORD,
         TILE=shape.tile,
         num_warps=shape.warps,
         **chained(copies.sources_C.device),

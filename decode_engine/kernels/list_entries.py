@@ -53,6 +53,26 @@ def share_of(entries: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def segment_ids(
+    ids_ptr: tl.tensor,
+    counts: tl.tensor,
+    width: tl.tensor,
+    entry: tl.tensor,
+    stop: tl.tensor,
+    SEGMENTS: tl.constexpr,
+) -> tl.tensor:
+    """Key ids of entries of a row's segments, one after the other; -1 from stop on."""
+    if SEGMENTS == 1:
+        place = entry.to(tl.int64)
+    else:
+        passed = entry[None, :] >= tl.cumsum(counts, 0)[:, None]
+        segment = tl.minimum(tl.sum(passed.to(tl.int32), 0), SEGMENTS - 1)
+        ahead = tl.sum(tl.where(passed, counts[:, None], 0), 0)
+        place = segment.to(tl.int64) * width + (entry - ahead)
+    return tl.load(ids_ptr + place, mask=entry < stop, other=-1)
+
+
+@triton.jit
 def join(
     ids_ptr: tl.tensor,
     joined_ptr: tl.tensor,
@@ -64,14 +84,9 @@ def join(
     CHUNK: tl.constexpr,
 ) -> None:
     """Writes down entries begin..stop-1 of a row's segments as one list."""
-    ends = tl.cumsum(counts, 0)
     for start in range(begin, stop, CHUNK):
         entry = start + tl.arange(0, CHUNK)
-        passed = entry[None, :] >= ends[:, None]
-        segment = tl.minimum(tl.sum(passed.to(tl.int32), 0), SEGMENTS - 1)
-        ahead = tl.sum(tl.where(passed, counts[:, None], 0), 0)
-        place = segment.to(tl.int64) * width + (entry - ahead)
-        ids = tl.load(ids_ptr + place, mask=entry < stop, other=-1)
+        ids = segment_ids(ids_ptr, counts, width, entry, stop, SEGMENTS)
         tl.store(joined_ptr + entry, ids, mask=entry < stop)
 
 
@@ -86,6 +101,19 @@ def entry_ids(
 ) -> tl.tensor:
     """Key ids of a row's entries, those of the list and then those always attended; -1 from in_context on."""
     ids = tl.load(joined_ptr + entry, mask=entry < listed, other=-1)
+    return with_always(ids, entry, listed, in_context, first, end)
+
+
+@triton.jit
+def with_always(
+    ids: tl.tensor,
+    entry: tl.tensor,
+    listed: tl.tensor,
+    in_context: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+) -> tl.tensor:
+    """Key ids of entries, given those that are listed."""
     always = entry - listed
     always = tl.where(always < first, always, end + always - first)
     return tl.where((entry >= listed) & (entry < in_context), always, ids)

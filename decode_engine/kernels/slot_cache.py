@@ -23,8 +23,9 @@ from index_store.slot_memory import SET
 WAYS = SET
 """Slots of a set; their tags are 64 bytes."""
 TALLIES = 8
-DONE, CURRENT, WANTED, REUSED, BYPASSED = range(5)
-"""Of the tallies of a KV head: steps that have ended and begun, and rows over all steps."""
+DONE, CURRENT, WANTED, REUSED, BYPASSED, CROWDED = range(6)
+"""Of the tallies of a KV head: steps that have ended and begun, rows over all steps, and the last step in which a key
+found no slot."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,13 +71,17 @@ class Steps:
         shape: CopyShape | None = None,
         device: str = "cpu",
     ) -> None:
+        if shape is None and device == "cpu":
+            shape = CopyShape(programs=5)  # the interpreter runs them one by one
         self.size, self.heads, self.keys, self.shape, self.device = size, heads, keys, shape, device
         rows = size * heads
         self.segments = segments
         self.joined_RN = torch.full((rows, keys), 2**30, dtype=torch.int32, device=device)
         self.buffers = FetchBuffers.allocate(rows, keys, device)
         self.buffers.locations_RN.fill_(2**30)
-        self.buffers.copies.count_1.fill_(2**30)
+        buffers = self.buffers
+        for of_misses in (buffers.sources_C, buffers.targets_C, buffers.ids_C, buffers.entries_C):
+            of_misses.fill_(2**30)
         found = (rows, find_programs(rows, keys), 2)
         self.found_RX2 = torch.full(found, -1, dtype=torch.int32, device=device)
 

@@ -14,6 +14,7 @@ from decode_engine.kernels import records
 from decode_engine.kernels.gather_rows import CopyShape, RowCopies, copy_rows
 from decode_engine.kernels.slot_cache import WAYS, RowCounts, SlotCache
 from decode_engine.kernels.slot_fetch import FetchBuffers, fetch_rows
+from decode_engine.kernels.slot_lookup import CLAIM_FIRST, ENTRY_BITS
 from index_store.errors import InvalidArgumentError
 from tests.decode_engine.slot_problems import (
     LAYER,
@@ -137,16 +138,16 @@ def test_keys_of_one_set_compete() -> None:
     assert second.bypassed == 30 - (WAYS - 10 - others)
 
 
-def test_more_copies_than_there_is_room_for() -> None:
-    """Those that find no room stay where they are, and slots without a copy keep their rows."""
+def test_more_misses_than_there_is_room_for() -> None:
+    """Those that find no room on the list stay where they are, and slots that nobody claims keep their rows."""
     session = cached_sequence(300, 300, device=DEVICE)
     assert session.cache is not None
     steps = Steps(1, device=DEVICE)
-    room = steps.buffers.copies
+    room = steps.buffers
     wanted = [next_wanted(session, 2, 50, 0.0, generator(turn)) for turn in range(2)]
     steps.check([session], [wanted[0]])
-    few = RowCopies(room.sources_C[:30].contiguous(), room.targets_C[:30].contiguous(), room.count_1)
-    steps.buffers = replace(steps.buffers, copies=few)
+    few = ("sources_C", "targets_C", "ids_C", "entries_C")
+    steps.buffers = replace(room, **{name: getattr(room, name)[:30] for name in few})
     before = session.cache.counts()
     located = steps.fetch([session], [wanted[1]])[0]
     after = session.cache.counts()
@@ -162,6 +163,34 @@ def test_more_copies_than_there_is_room_for() -> None:
         for slot in tags[head].nonzero().flatten().tolist():
             row = session.cache.rows_LHS2D[1, head, slot].cpu()
             assert torch.equal(row, session.sequence.kv_HN2D[head, int(tags[head, slot]) - 1])
+
+
+def test_rows_of_crowded_caches_are_read_after_their_slots_are_claimed() -> None:
+    """A cache, layer and KV head is crowded when its last step found no slot for a key, and before its first one."""
+    session = cached_sequence(400, 64, device=DEVICE)
+    steps = Steps(1, device=DEVICE)
+    crowded = []
+    for turn in range(5):
+        few = range(210 + 15 * turn, 225 + 15 * turn)
+        many = range(30, 200) if turn == 2 else few
+        counts = steps.check([session], [[list(many), list(few)]])[0]
+        assert (counts.bypassed > 0) == (turn == 2)
+        misses = counts.wanted - counts.reused
+        rows = steps.buffers.entries_C[:misses].cpu() >> ENTRY_BITS
+        claimed_first = steps.buffers.sources_C[:misses].cpu() & CLAIM_FIRST
+        crowded.append([sorted(set(claimed_first[rows == row].tolist())) for row in range(2)])
+    assert crowded == [[[1], [1]], [[0], [0]], [[0], [0]], [[1], [0]], [[0], [0]]]
+
+
+def test_an_idle_step_between_others() -> None:
+    """It lists no misses, and the next step counts its own anew."""
+    session = cached_sequence(300, 300, device=DEVICE)
+    steps = Steps(1, device=DEVICE)
+    for turn in range(5):
+        placed = None if turn in (1, 2) else session
+        steps.check([placed], [next_wanted(placed, 2, 40, 0.0, generator(turn))])
+        missing = [0, 0] if placed is None else [0, int((steps.found_RX2[..., 0]).sum())]
+        assert sorted(steps.buffers.counts_4[:2].tolist()) == missing
 
 
 def test_sessions_that_share_a_cache() -> None:
@@ -221,7 +250,8 @@ def test_copies_between_addresses(count: int, shape: CopyShape) -> None:
 
 
 def test_unusable_shapes_are_refused() -> None:
-    copies = RowCopies.allocate(4, DEVICE)
+    addresses = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    copies = RowCopies(addresses, addresses.clone(), torch.zeros(1, dtype=torch.int32, device=DEVICE))
     for row_bytes, shape in (
         (500, CopyShape()),
         (8, CopyShape()),

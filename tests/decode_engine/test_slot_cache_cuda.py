@@ -32,8 +32,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("slots", [256, 3000, 8192])
-@pytest.mark.parametrize("shape", [CopyShape(), CopyShape(132, 32, 4)])
-def test_many_programs_claim_slots_at_once(slots: int, shape: CopyShape) -> None:
+@pytest.mark.parametrize("shape", [None, CopyShape(), CopyShape(132, 32, 4), CopyShape(1)])
+def test_many_programs_claim_slots_at_once(slots: int, shape: CopyShape | None) -> None:
     sessions = [cached_sequence(20000, slots, heads=4, head_dim=128, seed=b, device="cuda") for b in range(3)]
     steps = Steps(3, heads=4, keys=32768, shape=shape, device="cuda")
     last = None
@@ -90,6 +90,40 @@ def test_steps_follow_each_other_without_waiting() -> None:
     assert counts.wanted == 50 * 2 * 412
     assert counts.reused > 49 * 12
     assert counts.reused + counts.fetched + counts.bypassed == counts.wanted
+
+
+@pytest.mark.parametrize("slots", [256, 1024])
+def test_queued_steps_leave_the_rows_that_they_locate(slots: int) -> None:
+    """Rows are read while programs claim their slots, in steps that find slots for all keys and in those that do not.
+
+    Two sessions share the cache, and what one step evicts the next one may bring back.
+    """
+    session = cached_sequence(6000, slots, heads=2, head_dim=128, device="cuda")
+    assert session.cache is not None
+    steps = Steps(2, keys=8192, device="cuda")
+    rows = steps.records([session, session])
+    generator = torch.Generator().manual_seed(0)
+    lists = [
+        steps.lists([next_wanted(session, 2, count, 0.0, generator) for _ in range(2)])
+        for count in (30, 60, 700, 30, 45)
+    ]
+    kept = []
+    for turn in range(40):
+        fetch_rows(rows, lists[turn % 5], steps.joined_RN, steps.buffers, 512)
+        places = steps.buffers.locations_RN[:, :720].clone()
+        heads = torch.arange(4, device="cuda")[:, None] % 2
+        found = session.cache.rows_LHS2D[1, heads, places.clamp(min=0, max=slots - 1)]
+        kept.append((steps.joined_RN[:, :720].clone(), places, found))
+    host = session.sequence.kv_HN2D
+    for turn, (joined, places, found) in enumerate(kept):
+        entries = lists[turn % 5].counts_RP.sum(1).cpu() + len(session.sequence.always())
+        for row, count in enumerate(entries.tolist()):
+            located = (places[row, :count] >= 0).cpu()
+            ids = joined[row, :count].cpu()[located].long()
+            assert located.any()
+            assert torch.equal(found[row, :count].cpu()[located], host[row % 2, ids])
+    counts = session.cache.counts()
+    assert min(counts.reused, counts.fetched, counts.bypassed) > 0
 
 
 def test_pageable_memory_is_refused() -> None:
