@@ -16,7 +16,7 @@ import numpy as np
 
 from decode_engine.host.mailbox import Mailbox
 from index_store.errors import InvalidArgumentError, SparseKVError
-from index_store.kernels.search_threads import EPOCH, INSIDE, JOB, LANE_WORDS, take_part
+from index_store.kernels.search_threads import EPOCH, INSIDE, JOB, LANE_WORDS, compile_search, take_part
 from index_store.kernels.shared_search import LINE
 from index_store.kernels.shared_words import SEMAPHORE_WORDS, post, read_word, write_word
 
@@ -74,6 +74,8 @@ class SearchWorkers:
     def __init__(self, threads: int, lanes: int, body: Body | None = None) -> None:
         """body: what a thread runs, for tests. Raises InvalidArgumentError unless there is a thread and a lane."""
         _check_numbers(threads, lanes)
+        if body is None:
+            compile_search()
         self._body = take_part if body is None else body
         self._lanes = np.zeros((lanes, LANE_WORDS), np.int64)
         self._mailboxes: list[Mailbox | None] = [None] * lanes

@@ -33,6 +33,7 @@ from index_store.kernels.shared_search import (
     serve_search,
 )
 from index_store.kernels.shared_words import (
+    SEMAPHORE_WORDS,
     add_to_word,
     int64_rows,
     let_others_run,
@@ -101,6 +102,16 @@ def take_part(
             spins += 1
             _spin(spins)
     _leave(words, inside)
+
+
+def compile_search() -> None:
+    """Returns when `take_part` is compiled: half a minute on a machine that has no such code yet.
+
+    A device that has asked for lists waits no longer than a few seconds.
+    """
+    ended, semaphore = np.ones(1, np.int64), np.zeros(SEMAPHORE_WORDS, np.int64)
+    no_lanes = np.zeros((1, LANE_WORDS), np.int64)
+    take_part(no_lanes.ctypes.data, 1, semaphore.ctypes.data, ended.ctypes.data)
 
 
 @njit(cache=True, nogil=True)

@@ -39,7 +39,6 @@ from index_store.budgets.ratio import Ratio
 from index_store.context import ResidentContext
 from index_store.kernels.shared_search import COUNT_BITS
 from index_store.methods import Method
-from index_store.placement import Placement
 
 REPLAYS = 25
 ANSWERED = 1 << (62 - COUNT_BITS)
@@ -62,8 +61,6 @@ class Lanes:
     ) -> None:
         """dense: attends to everything; see `Stepper`."""
         self.contexts = contexts
-        if contexts[0].placement is Placement.HOST:
-            compile_searches()
         identity, weights = contexts[0].manifest.model, next(model.parameters())
         self.stepper = Stepper(run, identity, weights.dtype, weights.device, dense=dense, searching=threads)
         self._lanes = threads.lanes
@@ -241,13 +238,6 @@ def session_counts(session: Session) -> Mapping[int, int]:
         return step_counts(session)
     finally:
         session.position += 1
-
-
-def compile_searches() -> None:
-    """Returns when what search threads run is compiled: that takes longer than a device waits for their lists."""
-    threads = SearchThreads(1)
-    threads.lane(0)
-    threads.close()
 
 
 def tidy_up() -> None:

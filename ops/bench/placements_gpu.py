@@ -45,7 +45,7 @@ import index_store  # noqa: F401 - sets up OpenMP, which has to happen before to
 # isort: split
 import torch
 import typer
-from captured_steps import Lanes, compile_searches, tidy_up, time_captured, whole_difference
+from captured_steps import Lanes, tidy_up, time_captured, whole_difference
 from general_steps import (
     compare,
     failure,
@@ -68,6 +68,7 @@ from decode_engine.device.step_model import step_model
 from decode_engine.evaluation.machine import describe_machine
 from decode_engine.host.workers import SearchThreads
 from index_store.context import ResidentContext
+from index_store.kernels.search_threads import compile_search
 from index_store.methods import Method
 from index_store.placement import Placement
 
@@ -204,7 +205,7 @@ def main(
         raise typer.BadParameter(f"no case is for batches such as {', '.join(unfit)}")
     machine, begun = describe_machine(), time.perf_counter()
     on_host = any(case.placement is Placement.HOST for case in listed)
-    compiling = threading.Thread(target=compile_searches if on_host else lambda: None)
+    compiling = threading.Thread(target=compile_search if on_host else lambda: None)
     compiling.start()  # takes as long as what comes now, which waits for the device and the system
     model, identity = make_model(layers)
     ranges = make_ranges(host_gb, methods_of(listed) if on_host else [], huge_pages)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from decode_engine.host import workers as workers_module
 from decode_engine.host.mailbox import Mailbox, SearchedRow
 from decode_engine.host.workers import SearchWorkers
 from index_store.errors import InvalidArgumentError, SparseKVError
@@ -33,6 +34,17 @@ def layers() -> list[Layer]:
 def workers() -> Iterator[SearchWorkers]:
     made = SearchWorkers(2, 2)
     yield made
+    made.close()
+
+
+def test_the_search_is_compiled_before_a_device_can_ask_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a machine's first server it takes longer than a device waits."""
+    alive: list[int] = []
+    monkeypatch.setattr(workers_module, "compile_search", lambda: alive.append(threading.active_count()))
+    before = threading.active_count()
+    made = SearchWorkers(2, 1)
+    assert alive == [before]
+    assert made.alive == 2
     made.close()
 
 
