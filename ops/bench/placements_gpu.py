@@ -10,7 +10,8 @@ Cases are `METHOD@WHERE`, methods as in `decode_gpu.py`:
 - `device`: everything in GPU memory. `hybrid`: keys and values in host memory, the rows that a step attends to are
   fetched; `hybrid+prefetch`: a layer ahead, too. `host`: query tables are in host memory as well, searched by the
   host's cores; `host2`: with a batch in two lanes, for batches of four or more.
-- `full@streamed`: every step reads all keys and values from host memory, through the general path; one session.
+- `full@hybrid`, `full@streamed`: every step reads all keys and values from host memory, in place by a captured step's
+  attention, or through two blocks of GPU memory by the general path; one session.
 
 `step_ms` is the median (P50) and `p99_ms` the 99th percentile of the wall clock of a step with everything around it,
 over `steps` steps after a warm-up, `--turns` or as many as `--seconds` allow; `tokens_per_s` follows from the median,
@@ -82,6 +83,7 @@ CASES = ",".join(
         "pq+dropped:0.01@hybrid+prefetch",
         f"{TABLES}@host",
         f"{TABLES}@host2",
+        "full@hybrid",
         "full@streamed",
     ]
 )
@@ -125,7 +127,8 @@ class Case:
 
     def fits(self, batch: int) -> bool:
         """Whether there is a point in timing it with so many sessions."""
-        return batch == 1 if self.streamed else self.lanes == 1 or batch >= LANES_FROM
+        reads_all = self.placement.kv_on_host and not self.method.sparse
+        return batch == 1 if reads_all else self.lanes == 1 or batch >= LANES_FROM
 
 
 class Bench:

@@ -49,9 +49,11 @@ def test_cases(bench: ModuleType) -> None:
         ("hybrid", 1, True, False),
         ("host", 1, False, False),
         ("host", 2, False, False),
+        ("hybrid", 1, False, False),
         ("hybrid", 1, False, True),
     ]
-    assert [[case.fits(batch) for batch in (1, 4)] for case in listed[-2:]] == [[False, True], [True, False]]
+    fits = [[case.fits(batch) for batch in (1, 4)] for case in listed]
+    assert fits == [[True, True]] * 6 + [[False, True]] + [[True, False]] * 2
     with_period = bench.Case.parse("csattention@period=4:0.05@device")
     assert with_period.method.schedule.period == 4
     for wrong in ("full", "full@disk", "pq+dropped:0.01@streamed"):
@@ -85,7 +87,7 @@ def figures(
 @pytest.mark.parametrize(
     ("cases", "batch"),
     [
-        ("full@device,full@streamed,pq+dropped:0.05@hybrid,pq+dropped:0.05@hybrid+prefetch", 1),
+        ("full@device,full@hybrid,full@streamed,pq+dropped:0.05@hybrid,pq+dropped:0.05@hybrid+prefetch", 1),
         (f"full@device,{TABLES}@host,{TABLES}@host2", 2),
     ],
 )
@@ -108,6 +110,8 @@ def test_every_case_has_its_figures(bench: ModuleType, placed: ModuleType, cases
             assert row["logits_difference"] < 1e-3
         if where in ("device", "streamed"):
             assert row["host_mb"] == (0 if where == "device" else pytest.approx(kv_mb, rel=1e-3))
+        elif row["method"] == "full":
+            assert row["host_mb"] == pytest.approx(kv_mb, rel=0.05)
         else:
             assert 0 < row["host_mb"] < at_most
             assert row["wait"] >= 0
