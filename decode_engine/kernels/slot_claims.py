@@ -57,27 +57,37 @@ _WORD = tl.constexpr(gather_rows.WORD)
 def claim_slots(
     stamps_ptr: tl.tensor,
     ids: tl.tensor,
+    sets: tl.tensor,
     pending: tl.tensor,
     step: tl.tensor,
     TILE: tl.constexpr,
     WAYS: tl.constexpr,
 ) -> tl.tensor:
-    """The way that each pending key, in a step of that number, now owns of the set whose stamps begin there, or -1."""
-    ways = tl.arange(0, WAYS)
-    from_ptr = stamps_ptr[:, None] + ways[None, :]
-    stamps = tl.load(from_ptr, mask=pending[:, None], other=0, cache_modifier=".cg")
-    offset = ids % WAYS
-    turned = (ways[None, :] + offset[:, None]) % WAYS
+    """The slot that each pending key, in a step of that number, now owns of those whose stamps begin there, or -1."""
+    one, other = first_slots(ids, sets, WAYS)
+    ways = tl.arange(0, WAYS)[None, :]
+    stamps = tl.load(
+        stamps_ptr[:, None] + (one[:, None] + ways), mask=pending[:, None], other=0, cache_modifier=".cg"
+    )
+    other_stamps = tl.load(
+        stamps_ptr[:, None] + (other[:, None] + ways), mask=pending[:, None], other=0, cache_modifier=".cg"
+    )
+    # Ways of both sets take turns.
+    stamps = tl.reshape(tl.join(stamps, other_stamps), [TILE, 2 * WAYS])
+    ways = tl.arange(0, 2 * WAYS)[None, :]
+    offset = ids % (2 * WAYS)
+    turned = (ways + offset[:, None]) % (2 * WAYS)
     owned = tl.full([TILE], -1, tl.int32)
     while tl.max(pending.to(tl.int32), 0) > 0:
         oldest = tl.min(stamps, 1)
-        turn = tl.min(tl.where(stamps == oldest[:, None], turned, WAYS), 1)
-        way = (turn + WAYS - offset) % WAYS
+        turn = tl.min(tl.where(stamps == oldest[:, None], turned, 2 * WAYS), 1)
+        way = (turn + 2 * WAYS - offset) % (2 * WAYS)
+        slot = tl.where(way % 2 == 0, one, other) + way // 2
         trying = pending & (oldest < step)
-        before = tl.atomic_max(stamps_ptr + way, step, mask=trying, sem="relaxed")
-        owned = tl.where(trying & (before < step), way, owned)
+        before = tl.atomic_max(stamps_ptr + slot, step, mask=trying, sem="relaxed")
+        owned = tl.where(trying & (before < step), slot, owned)
         # Whatever came of it, this way is taken now.
-        stamps = tl.where(ways[None, :] == way[:, None], step[:, None], stamps)
+        stamps = tl.where(ways == way[:, None], step[:, None], stamps)
         pending = trying & (owned < 0)
     return owned
 
@@ -131,22 +141,20 @@ def claim_misses(
         head = (row % HEADS).to(tl.int64)
         sets = field(records_ptr, b, _SETS)
         tallies_ptr = head_pointer(records_ptr, b, head * _TALLY, _TALLIES, tl.int64)
-        set_slots = first_slots(ids, sets, _WAYS)
-        at_set = head * sets * _WAYS + set_slots
-        stamps_ptr = head_pointer(records_ptr, b, at_set, _STAMPS, tl.int32)
-        tags_ptr = head_pointer(records_ptr, b, at_set, _TAGS, tl.int32)
+        slots = head * sets * _WAYS
+        stamps_ptr = head_pointer(records_ptr, b, slots, _STAMPS, tl.int32)
+        tags_ptr = head_pointer(records_ptr, b, slots, _TAGS, tl.int32)
         target = field(records_ptr, b, _SLOTS) + head * field(records_ptr, b, _SLOTS + 1)
         step = tl.load(tallies_ptr + _CURRENT, mask=there, other=0, cache_modifier=".cg")
-        way = claim_slots(stamps_ptr, ids, there, step.to(tl.int32), TILE, _WAYS)
-        owner = way >= 0
-        slot = set_slots + way
+        slot = claim_slots(stamps_ptr, ids, sets, there, step.to(tl.int32), TILE, _WAYS)
+        owner = slot >= 0
         # Readers wait for this.
         target = tl.where(owner, target + slot.to(tl.int64) * ROW_BYTES, _NOWHERE)
         tl.store(targets_ptr + place, target, mask=there)
-        tl.store(tags_ptr + way, ids + 1, mask=owner)
+        tl.store(tags_ptr + slot, ids + 1, mask=owner)
         at_entry = row.to(tl.int64) * room + (entries & _ENTRY_MASK)
         tl.store(locations_ptr + at_entry, slot, mask=owner)
-        bypassed = there & (way < 0)
+        bypassed = there & (slot < 0)
         tl.atomic_add(tallies_ptr + _BYPASSED, tl.full([TILE], 1, tl.int64), mask=bypassed, sem="relaxed")
         tl.store(tallies_ptr + _CROWDED, step, mask=bypassed)
     tl.store(ended_ptr + _DONE, current, mask=cached)

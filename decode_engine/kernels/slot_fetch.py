@@ -6,8 +6,8 @@ before. Which ones are there is found on the device, in two launches of fixed sh
 1. find (`slot_lookup`): joins the segments of every row's list, looks every key up, stamps the slots of those that are
    there with the step's number, and puts the others on one list of misses.
 2. bring (`slot_claims`): some programs read the missing rows from host memory. Meanwhile others claim slots for them:
-   of the set of a key, those that this step does not use, the one used longest ago first. A row that has arrived is
-   written where its claim says.
+   of the two sets of a key, those that this step does not use, the one used longest ago first. A row that has arrived
+   is written where its claim says.
 
 Then every entry has a location: a slot, or -1 for "read it at its own address" where no slot was found. Either way
 attention reads the same bytes, so that its result is the same bit for bit.
@@ -22,10 +22,10 @@ the slot.
   maximum of the stamp and s; whoever is told a number below s owns the slot for this step, and everyone else is told s
   and tries another way. So every slot has at most one new owner, whichever programs, or threads of one program, claim
   slots of one set at once. Stamps that were read a moment ago may be outdated in one direction only: a slot that seemed
-  free is taken. A key gives up when all ways of its set are taken. Only owners write tags and locations, which no
-  program of bring reads. So of m missing keys of a set with f ways that are not in use, min(m, f) are fetched, into the
-  ways used longest ago; which keys these are depends on the race when f < m, the numbers and the result do not. Among
-  ways used equally long ago every key begins at another one, so that few claims fail.
+  free is taken. A key gives up when all ways of its sets are taken. Only owners write tags and locations, which no
+  program of bring reads. So every missing key is fetched, into the way of its sets used longest ago, unless the step
+  uses all of these; who then finds one, and so how many do, depends on the race, and the result does not. Among ways
+  used equally long ago every key begins at another one, so that few claims fail.
 - A miss has one reader and one claimer. All that the one tells the other is a number, the target, 0 until the claim is
   decided: it is written once and read until it is not 0, so no order of other memory accesses matters. Claimers wait
   for nobody, and come first among a launch's programs, which begin in that order: those that a reader waits for run.
@@ -37,8 +37,8 @@ the slot.
 Rows of a batch may share a cache, as sessions of one context do. They count one step together, and a key that both
 miss is fetched twice, into slots of which the second is found no more and leaves in its turn.
 
-Cost: 80 bytes per wanted row, most of it tags and from the second-level cache; per missing row 28 bytes on the list, 64
-of stamps, and the row over PCIe, which takes the time: PCIe idles only until find has ended. Misses are listed
+Cost: 144 bytes per wanted row, most of it tags and from the second-level cache; per missing row 28 bytes on the list,
+128 of stamps, and the row over PCIe, which takes the time: PCIe idles only until find has ended. Misses are listed
 ascending inside a tile of find.
 
 Shape legend: B sequences, H KV heads, R = B * H rows, N keys of the longest context, X programs that look a row's keys

@@ -1,7 +1,7 @@
 """Finds a step's rows in slot caches, and lists those that are missing: the first launch of `slot_fetch`.
 
-A program takes the ids of a tile of keys from the segments of their row's list, compares the tags of their sets, stamps
-the slots of those that are there, and appends the others to the one list of misses. How many that list holds is
+A program takes the ids of a tile of keys from the segments of their row's list, compares the tags of their two sets,
+stamps the slots of those that are there, and appends the others to the one list of misses. How many that list holds is
 counted twice, in turns: one count for this step, and one that `slot_claims` sets to 0 meanwhile for the next.
 
 Shape legend: as in `slot_fetch`.
@@ -22,7 +22,18 @@ from decode_engine.kernels.list_entries import (
 )
 from decode_engine.kernels.partials import wait_for_launch
 from decode_engine.kernels.records import field, row_of
-from decode_engine.kernels.slot_cache import BYPASSED, CROWDED, CURRENT, DONE, REUSED, TALLIES, WANTED, WAYS
+from decode_engine.kernels.slot_cache import (
+    BYPASSED,
+    CROWDED,
+    CURRENT,
+    DONE,
+    HASH,
+    OTHER_HASH,
+    REUSED,
+    TALLIES,
+    WANTED,
+    WAYS,
+)
 
 TURN, LAST_TURN = 2, 3
 """Of the numbers that belong to a list of misses, behind its two counts: which of them counts in the step that runs,
@@ -45,6 +56,8 @@ _REUSED = tl.constexpr(REUSED)
 _BYPASSED = tl.constexpr(BYPASSED)
 _CROWDED = tl.constexpr(CROWDED)
 _WAYS = tl.constexpr(WAYS)
+_HASH = tl.constexpr(HASH)
+_OTHER_HASH = tl.constexpr(OTHER_HASH)
 _TURN = tl.constexpr(TURN)
 _LAST_TURN = tl.constexpr(LAST_TURN)
 _ENTRY_BITS = tl.constexpr(ENTRY_BITS)
@@ -53,9 +66,10 @@ _CLAIM_FIRST = tl.constexpr(CLAIM_FIRST)
 
 @triton.jit
 def first_slots(ids: tl.tensor, sets: tl.tensor, WAYS: tl.constexpr) -> tl.tensor:
-    """The first slot of every key's set, by a multiplicative hash."""
-    hashed = (ids.to(tl.int64) * 2654435769) & 0xFFFFFFFF
-    return ((hashed * sets) >> 32).to(tl.int32) * WAYS
+    """The first slots of both sets of every key, by multiplicative hashes."""
+    one = (ids.to(tl.int64) * _HASH) & 0xFFFFFFFF
+    other = (ids.to(tl.int64) * _OTHER_HASH) & 0xFFFFFFFF
+    return ((one * sets) >> 32).to(tl.int32) * WAYS, ((other * sets) >> 32).to(tl.int32) * WAYS
 
 
 @triton.jit
@@ -92,14 +106,18 @@ def store_pair(pairs_ptr: tl.tensor, row: tl.tensor, one: tl.tensor, other: tl.t
 
 
 @triton.jit
-def way_of(
-    tags_ptr: tl.tensor, set_slots: tl.tensor, ids: tl.tensor, sought: tl.tensor, WAYS: tl.constexpr
+def slots_of(
+    tags_ptr: tl.tensor, ids: tl.tensor, sets: tl.tensor, sought: tl.tensor, WAYS: tl.constexpr
 ) -> tl.tensor:
-    """The way of its set in which each sought key is, or WAYS."""
-    ways = tl.arange(0, WAYS)
-    at_ways = set_slots[:, None] + ways[None, :]
-    tags = tl.load(tags_ptr + at_ways, mask=sought[:, None], other=0, cache_modifier=".cg")
-    return tl.min(tl.where(tags == (ids + 1)[:, None], ways[None, :], WAYS), 1)
+    """The slot in which each sought key is, or -1."""
+    one, other = first_slots(ids, sets, WAYS)
+    one = one[:, None] + tl.arange(0, WAYS)[None, :]
+    other = other[:, None] + tl.arange(0, WAYS)[None, :]
+    tags = tl.load(tags_ptr + one, mask=sought[:, None], other=0, cache_modifier=".cg")
+    other_tags = tl.load(tags_ptr + other, mask=sought[:, None], other=0, cache_modifier=".cg")
+    tag = (ids + 1)[:, None]
+    at = tl.maximum(tl.where(tags == tag, one, -1), tl.where(other_tags == tag, other, -1))
+    return tl.where(sought, tl.max(at, 1), -1)
 
 
 @triton.jit
@@ -187,16 +205,14 @@ def find_kernel(
         ids = segment_ids(ids_ptr, counts, width, entry, tl.minimum(stop, listed), SEGMENTS)
         ids = with_always(ids, entry, listed, entries, first, end)
         sought = (ids >= 0) & cached
-        set_slots = first_slots(ids, sets, _WAYS)
-        way = way_of(tags_ptr, set_slots, ids, sought, _WAYS)
-        there = sought & (way < _WAYS)
-        slot = set_slots + way
+        slot = slots_of(tags_ptr, ids, sets, sought, _WAYS)
+        there = slot >= 0
         bypassed += list_misses(
             miss_sources_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr + turn, misses_room,
-            sought & (way == _WAYS), source + ids.to(tl.int64) * ROW_BYTES, ids, first_entry + entry,
+            sought & (slot < 0), source + ids.to(tl.int64) * ROW_BYTES, ids, first_entry + entry,
         )  # fmt: skip
         tl.store(stamps_ptr + slot, tl.zeros([TILE], tl.int32) + step.to(tl.int32), mask=there)
-        tl.store(locations_ptr + entry, tl.where(there, slot, -1), mask=entry < stop)
+        tl.store(locations_ptr + entry, slot, mask=entry < stop)
         tl.store(joined_ptr + entry, ids, mask=entry < stop)
         keys += (ids >= 0).to(tl.int32)
         reused += there.to(tl.int32)

@@ -11,7 +11,7 @@ from torch import Tensor
 from decode_engine.kernels.cluster_reference import ListedSequence, records_of
 from decode_engine.kernels.gather_rows import CopyShape
 from decode_engine.kernels.key_lists import KeyLists
-from decode_engine.kernels.slot_cache import DONE, WAYS, RowCounts, SlotCache
+from decode_engine.kernels.slot_cache import DONE, HASH, OTHER_HASH, WAYS, RowCounts, SlotCache
 from decode_engine.kernels.slot_fetch import FetchBuffers, fetch_rows, find_programs
 
 LAYER = 5
@@ -176,25 +176,22 @@ def check_head(
     assert len(held) == int((tags != 0).sum()), "a key is there twice"
     reused = [key for key in places if key in held]
     assert all(places[key] == held[key] for key in reused)
-    sets = len(tags) // WAYS
     in_use = {held[key] for key in reused}
-    expected_tags = dict(enumerate(tags.tolist()))
-    expected_stamps = {slot: step if slot in in_use else s for slot, s in enumerate(stamps.tolist())}
-    fetched = 0
-    for of_set in range(sets):
-        missing = [key for key in places if key not in held and set_of(key, sets) == of_set]
-        own = [slot for slot in range(of_set * WAYS, (of_set + 1) * WAYS) if slot not in in_use]
-        installed = {places[key]: key for key in missing if places[key] >= 0}
-        count = min(len(missing), len(own))
-        assert len(installed) == count
-        assert installed.keys() <= set(own)
-        # Among those used equally long ago, any.
-        oldest = sorted(int(stamps[slot]) for slot in own)[:count]
-        assert sorted(int(stamps[slot]) for slot in installed) == oldest
-        assert sum(places[key] >= 0 for key in missing) == count
-        fetched += count
-        expected_tags |= {slot: key + 1 for slot, key in installed.items()}
-        expected_stamps |= dict.fromkeys(installed, step)
+    missing = {key: place for key, place in places.items() if key not in held}
+    installed = {place: key for key, place in missing.items() if place >= 0}
+    assert not installed.keys() & in_use
+    fetched = len(installed)
+    assert fetched == sum(place >= 0 for place in missing.values()), "two keys in a slot"
+    taken = installed.keys() | in_use
+    ages = stamps.tolist()
+    for key, place in missing.items():
+        own = own_slots(key, len(tags) // WAYS)
+        assert place in own or place < 0
+        # Those used longest ago first, and it gives up only when a step uses all.
+        age = ages[place] if place >= 0 else step
+        assert all(slot in taken for slot in own if ages[slot] < age)
+    expected_tags = dict(enumerate(tags.tolist())) | {slot: key + 1 for slot, key in installed.items()}
+    expected_stamps = dict(enumerate(ages)) | dict.fromkeys(taken, step)
     assert new_tags == list(expected_tags.values())
     assert new_stamps == list(expected_stamps.values())
     for key, place in places.items():
@@ -203,9 +200,14 @@ def check_head(
     return RowCounts(len(places), len(reused), len(places) - len(reused) - fetched)
 
 
-def set_of(key: int, sets: int) -> int:
-    """The set that a key hashes to."""
-    return ((key * 2654435769 & 0xFFFFFFFF) * sets) >> 32
+def sets_of(key: int, sets: int) -> set[int]:
+    """The sets that a key hashes to."""
+    return {((key * factor & 0xFFFFFFFF) * sets) >> 32 for factor in (HASH, OTHER_HASH)}
+
+
+def own_slots(key: int, sets: int) -> set[int]:
+    """Where it may be."""
+    return {WAYS * own + way for own in sets_of(key, sets) for way in range(WAYS)}
 
 
 def add(one: RowCounts, other: RowCounts) -> RowCounts:

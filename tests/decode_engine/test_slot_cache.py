@@ -12,7 +12,7 @@ import torch
 
 from decode_engine.kernels import records
 from decode_engine.kernels.gather_rows import CopyShape, RowCopies, copy_rows
-from decode_engine.kernels.slot_cache import WAYS, RowCounts, SlotCache
+from decode_engine.kernels.slot_cache import HASH, OTHER_HASH, WAYS, RowCounts, SlotCache
 from decode_engine.kernels.slot_fetch import FetchBuffers, fetch_rows
 from decode_engine.kernels.slot_lookup import CLAIM_FIRST, ENTRY_BITS
 from index_store.errors import InvalidArgumentError
@@ -22,7 +22,7 @@ from tests.decode_engine.slot_problems import (
     Steps,
     cached_sequence,
     next_wanted,
-    set_of,
+    sets_of,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,17 +125,31 @@ def test_random_sequences_of_steps() -> None:
 
 
 def test_keys_of_one_set_compete() -> None:
-    """More than the ways of a set in one step: as many are installed as the step leaves free."""
+    """More than the ways of a set in one step, and they have no other: as many are fetched as the step leaves free."""
     session = cached_sequence(2000, 64, heads=1, device=DEVICE)
+    assert session.cache is not None
     steps = Steps(1, heads=1, keys=2048, device=DEVICE)
-    crowd = [key for key in range(3, 1991) if set_of(key, 4) == 2]
+    crowd = [key for key in range(3, 1991) if sets_of(key, 4) == {2}]
     first = steps.check([session], [[crowd[:10]]])[0]
     assert (first.wanted, first.reused) == (22, 0)
     # Ten of the set stay, six more fit in at most, whatever else the step wants of the set.
-    others = len([key for key in session.sequence.always().tolist() if set_of(key, 4) == 2])
+    held = session.cache.tags_LHS[1, 0, 2 * WAYS : 3 * WAYS].cpu() - 1
+    others = len(set(held.tolist()) & set(session.sequence.always().tolist()))
     second = steps.check([session], [[crowd[:40]]])[0]
     assert second.reused == 10 + 12
     assert second.bypassed == 30 - (WAYS - 10 - others)
+
+
+@pytest.mark.parametrize("of", [HASH, OTHER_HASH])
+def test_keys_that_share_one_of_two_sets_find_room_in_the_other(of: int) -> None:
+    """Three times as many as it has ways, and all of them are found in the next step."""
+    session = cached_sequence(4000, 16 * WAYS, heads=1, device=DEVICE)
+    steps = Steps(1, heads=1, keys=4096, device=DEVICE)
+    searched = range(session.sequence.first, session.sequence.end)
+    crowd = [key for key in searched if ((key * of & 0xFFFFFFFF) * 16) >> 32 == 5 and sets_of(key, 16) != {5}]
+    wanted = [[crowd[: 3 * WAYS]]]
+    assert steps.check([session], wanted)[0] == RowCounts(60, 0, 0)
+    assert steps.check([session], wanted)[0] == RowCounts(60, 60, 0)
 
 
 def test_more_misses_than_there_is_room_for() -> None:
