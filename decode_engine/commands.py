@@ -56,6 +56,7 @@ TokensKeptOption = Annotated[
 MethodOption = Annotated[
     str | None,
     typer.Option(
+        "--method",  # some versions of typer would call it as the metavar is written
         metavar="METHOD",
         help="Method, as PRESET[+REMAINDER][@OPTION], for example 'pq', 'oracle+centred' or 'pq@period=4'; the "
         "context's own by default.",

@@ -18,6 +18,7 @@ DeviceOption = Annotated[
 PlacementOption = Annotated[
     str,
     typer.Option(
+        "--placement",  # some versions of typer would call it as the metavar is written
         metavar="PLACEMENT",
         help="Where contexts are beside a GPU: device (all in its memory), hybrid (keys and values in host memory, "
         "indexes in the GPU's), host (query tables in host memory too, searched by the CPU), or auto (device for what "
