@@ -23,6 +23,8 @@ HEAD = (
     "|---|---|---|---:|---:|---:|---:|---:|---:|---:|"
 )
 
+PLACES = ("device", "hybrid", "host", "streamed")
+
 
 def read_lines(files: Sequence[Path]) -> list[dict[str, Any]]:
     """The figures in files of output, the last one of each case. Raises typer.BadParameter where there is none."""
@@ -41,6 +43,11 @@ def where(row: dict[str, Any]) -> str:
     """For people."""
     more = [f"{row['lanes']} lanes"] * (row["lanes"] > 1) + ["prefetch"] * row["prefetch"]
     return ", ".join([row["placement"], *more])
+
+
+def label(row: dict[str, Any]) -> str:
+    """Of its bars."""
+    return f"{row['method']}, {where(row)}"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -75,19 +82,20 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     if not timed:
         raise typer.BadParameter(f"no case was timed, there is nothing to draw into {path}")
     lengths = sorted({row["tokens"] for row in timed})
-    labels = list(dict.fromkeys(f"{row['method']}, {where(row)}" for row in timed))
+    # Placements side by side, whatever the cases of a shape are.
+    timed.sort(key=lambda row: (PLACES.index(row["placement"]), row["prefetch"], row["lanes"]))
+    labels = list(dict.fromkeys(label(row) for row in timed))
+    width = 0.85 / len(labels)
     colours = plt.get_cmap("tab10").colors
     figure, axes = plt.subplots(1, len(lengths), figsize=(6 * len(lengths), 4), squeeze=False, sharey=True)
     for axis, length in zip(axes[0], lengths, strict=True):
         batches = sorted({row["batch"] for row in timed if row["tokens"] == length})
-        width = 0.85 / len(labels)
-        for number, label in enumerate(labels):
-            own = [
-                row for row in timed if row["tokens"] == length and f"{row['method']}, {where(row)}" == label
-            ]
-            at = [batches.index(row["batch"]) + (number - (len(labels) - 1) / 2) * width for row in own]
-            speeds = [row["tokens_per_s"] for row in own]
-            axis.bar(at, speeds, width, label=label, color=colours[number % len(colours)])
+        for place, batch in enumerate(batches):
+            own = [row for row in timed if (row["tokens"], row["batch"]) == (length, batch)]
+            for number, row in enumerate(own):
+                at = place + (number - (len(own) - 1) / 2) * width
+                colour = colours[labels.index(label(row)) % len(colours)]
+                axis.bar(at, row["tokens_per_s"], width, label=label(row), color=colour)
         axis.set_xticks(range(len(batches)), [str(batch) for batch in batches])
         axis.set_xlabel("sessions")
         axis.set_title(f"{length:,} tokens")
@@ -96,11 +104,11 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         axis.grid(axis="y", alpha=0.3)
     axes[0][0].set_ylabel("tokens per second")
     handles = {
-        label: handle
+        name: handle
         for axis in axes[0]
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncol=2, fontsize=8)
+    figure.legend([handles[name] for name in labels], labels, loc="lower center", ncol=2, fontsize=8)
     figure.tight_layout(rect=(0, 0.04 + 0.05 * math.ceil(len(labels) / 2), 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
