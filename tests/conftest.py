@@ -1,4 +1,7 @@
-"""The order of the tests, the processes that run and are started by them, and how Triton's kernels run."""
+"""The order of the tests, the processes that run and are started by them, and how Triton's kernels run.
+
+Also small launches for those that run them in its interpreter.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +40,16 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast tests first: a mistake shows within seconds, not after the slow tests of the packages before it."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of few programs, which the interpreter runs one by one."""
+    from decode_engine.kernels.gather_rows import CopyShape
+
+    monkeypatch.setattr("decode_engine.device.stepper._LEAST_KEYS", 256)
+    monkeypatch.setattr("decode_engine.kernels.sparse_attention._PROGRAMS", 8)
+    monkeypatch.setattr("decode_engine.kernels.slot_fetch._FIND_PROGRAMS", 8)
+    fetch = CopyShape(programs=5)  # beside three that claim slots; many rows take several rounds
+    monkeypatch.setattr("decode_engine.kernels.slot_fetch._FETCH", fetch)
+    monkeypatch.setattr("decode_engine.device.fetch_ahead.FetchAhead.copy_shape", fetch)

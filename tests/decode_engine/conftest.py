@@ -25,14 +25,6 @@ TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 
 MAX_POSITIONS = 4096
 
 
-@pytest.fixture
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches of few programs, which the interpreter runs one by one."""
-    monkeypatch.setattr("decode_engine.device.stepper._LEAST_KEYS", 256)
-    monkeypatch.setattr("decode_engine.kernels.sparse_attention._PROGRAMS", 8)
-    monkeypatch.setattr("decode_engine.kernels.slot_fetch._FIND_PROGRAMS", 8)
-
-
 @dataclass(frozen=True)
 class Library:
     """A store and the model that its contexts belong to."""

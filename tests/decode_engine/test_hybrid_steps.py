@@ -34,7 +34,7 @@ from tests.decode_engine.cluster_problems import Problem, make_problem, random_l
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 LAYERS = 2
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+pytestmark = [pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.usefixtures("few_programs")]
 
 
 class GivenLists(KeySelection):
