@@ -28,9 +28,9 @@ DISTINCT = 8
 """Layers' worth of keys and indexes of a sequence that is in GPU memory alone; fewer for larger batches."""
 
 
-def readable_block(nbytes: int, huge_pages: bool) -> HostBlock:
+def readable_block(nbytes: int) -> HostBlock:
     """Host memory for keys and values that a GPU reads, as the arena makes it."""
-    return HostBlock(nbytes, default_page_locker(), gathered=True, huge_pages=huge_pages)
+    return HostBlock(nbytes, default_page_locker(), gathered=True)
 
 
 def table_block(nbytes: int) -> HostBlock:
@@ -74,16 +74,13 @@ class HostRange:
         self._used = 0
 
 
-def make_ranges(
-    gigabytes: float, searched: Sequence[Method] = (), huge_pages: bool = False
-) -> list[HostRange]:
+def make_ranges(gigabytes: float, searched: Sequence[Method] = ()) -> list[HostRange]:
     """A range for keys and values, and one for query tables, which take as much at most, and little for centroids.
 
-    searched: all methods of the contexts, where any will be placed on the host. huge_pages: for keys and values; tables
-    have them, as those of a loaded context.
+    searched: all methods of the contexts, where any will be placed on the host.
     """
     nbytes = math.ceil(gigabytes * 1e9)
-    ranges = [HostRange(nbytes, readable_block(nbytes, huge_pages))]
+    ranges = [HostRange(nbytes, readable_block(nbytes))]
     specs = (spec for method in searched for spec in method.index_specs())
     tables = len({spec.name for spec in specs if spec.kind in HOST_SEARCHED})
     if tables:

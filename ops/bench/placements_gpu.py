@@ -197,9 +197,6 @@ def main(
     host_gb: Annotated[
         float, typer.Option(help="Page-locked for keys and values, and again for tables.")
     ] = HOST_GB,
-    huge_pages: Annotated[
-        bool, typer.Option("--huge-pages", help="For keys and values, where CUDA maps them in small ones.")
-    ] = False,
 ) -> None:
     """Times decode steps of a whole model in all placements; one JSON line per case."""
     require_device()
@@ -211,7 +208,7 @@ def main(
     compiling = threading.Thread(target=compile_search if on_host else lambda: None)
     compiling.start()  # takes as long as what comes now, which waits for the device and the system
     model, identity = make_model(layers)
-    ranges = make_ranges(host_gb, methods_of(listed) if on_host else [], huge_pages)
+    ranges = make_ranges(host_gb, methods_of(listed) if on_host else [])
     compiling.join()
     threads = threads or search_cores()
     runs = step_model(model, compilation), step_model(model, compilation, prefetch=True)
@@ -222,7 +219,7 @@ def main(
         line: dict[str, Any] = {
             "bench": "placements", "tokens": length, "batch": batch, "layers": layers,
             "distinct": distinct_layers(identity, length, batch, ranges), "compilation": compilation.value,
-            "threads": threads, "huge_pages": huge_pages, "machine": machine,
+            "threads": threads, "machine": machine,
         }  # fmt: skip
         fitting = [case for case in listed if case.fits(batch)]
         make = partial(PlacedContexts, identity, methods_of(fitting), length, batch, model.device, ranges)

@@ -181,7 +181,6 @@ def test_every_line_is_printed(
             turns=2,
             seconds=60.0,
             host_gb=2 * LENGTH * 64 * 4 * 1e-9,
-            huge_pages=False,
         )
     assert ended.value.exit_code == 1
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
