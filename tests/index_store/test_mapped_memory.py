@@ -2,15 +2,112 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from index_store import host_memory
+from index_store import host_memory, mapped_memory
 from index_store.host_memory import CudaPageLocker, HostBlock, copy_source, is_readable
-from index_store.mapped_memory import is_mapped
+from index_store.mapped_memory import is_mapped, map_memory
+
+GPU = torch.device("cuda", 1)
+
+
+class Driver:
+    """What of CUDA's driver is called, with memory of the host. refused: a call that fails from then on."""
+
+    def __init__(self, *, concurrent: bool = True, refused: str = "") -> None:
+        self.concurrent, self.refused = concurrent, refused
+        self.held: dict[int, object] = {}
+        self.pushed = 0
+        self.called_outside: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            if name == self.refused:
+                return 700
+            if name == "cuCtxPushCurrent_v2":
+                self.pushed += 1
+            elif not self.pushed:
+                self.called_outside.append(name)
+            match name:
+                case "cuCtxPopCurrent_v2":
+                    self.pushed -= 1
+                case "cuDeviceGetAttribute":
+                    arguments[0]._obj.value = int(self.concurrent)
+                case "cuMemAllocManaged":
+                    memory = (ctypes.c_ubyte * arguments[1].value)()
+                    arguments[0]._obj.value = ctypes.addressof(memory)
+                    self.held[ctypes.addressof(memory)] = memory
+                case "cuMemFree_v2":
+                    del self.held[arguments[0].value]
+            return 0
+
+        return call
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driver], Driver]:
+    """Puts a driver in the place of CUDA's."""
+
+    def put(driver: Driver) -> Driver:
+        monkeypatch.setattr(mapped_memory, "_driver", lambda: driver)
+        monkeypatch.setattr(mapped_memory, "_primary_context", lambda index: ctypes.c_void_p(1 + index))
+        return driver
+
+    return put
+
+
+def test_memory_is_freed_when_no_tensor_refers_to_it(use: Callable[[Driver], Driver]) -> None:
+    driver = use(Driver())
+    memory = map_memory(8192, GPU)
+    (address,) = driver.held
+    assert (memory.data_ptr(), memory.numel(), memory.dtype) == (address, 8192, torch.uint8)
+    part = memory[100:].view(torch.int16)[3:]
+    del memory
+    gc.collect()
+    assert len(driver.held) == 1
+    part.fill_(7)
+    del part
+    gc.collect()
+    assert not driver.held
+    assert (driver.pushed, driver.called_outside) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("driver", "message"),
+    [
+        (Driver(concurrent=False), "at the same time"),
+        (Driver(refused="cuMemAllocManaged"), "cuMemAllocManaged returned CUDA error 700"),
+        (Driver(refused="cuMemAdvise"), "cuMemAdvise returned CUDA error 700"),
+    ],
+)
+def test_nothing_is_held_where_mapping_fails(
+    use: Callable[[Driver], Driver], driver: Driver, message: str
+) -> None:
+    use(driver)
+    with pytest.raises(RuntimeError, match=message):
+        map_memory(8192, GPU)
+    assert (driver.held, driver.pushed, driver.called_outside) == ({}, 0, [])
+
+
+def test_memory_that_cannot_be_freed_is_told(
+    use: Callable[[Driver], Driver], caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = use(Driver())
+    memory = map_memory(8192, GPU)
+    driver.refused = "cuMemFree_v2"
+    with caplog.at_level(logging.WARNING):
+        del memory
+        gc.collect()
+    assert "could not be freed: cuMemFree_v2 returned CUDA error 700" in caplog.text
+    assert driver.pushed == 0
 
 
 def test_memory_of_the_host_is_copied_from_as_it_is() -> None:
