@@ -63,7 +63,8 @@ def is_mapped(tensor: Tensor) -> bool:
         return False
     managed = ctypes.c_uint()
     address = ctypes.c_uint64(tensor.data_ptr())
-    code = _driver().cuPointerGetAttribute(ctypes.byref(managed), ctypes.c_int(_IS_MANAGED), address)
+    with _context(torch.cuda.current_device()):  # any, but a thread that has called nothing yet has none
+        code = _driver().cuPointerGetAttribute(ctypes.byref(managed), ctypes.c_int(_IS_MANAGED), address)
     return code == 0 and bool(managed.value)  # other memory is unknown to CUDA, which is an error of its own
 
 

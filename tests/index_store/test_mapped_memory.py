@@ -24,7 +24,7 @@ class Driver:
 
     def __init__(self, *, concurrent: bool = True, refused: str = "") -> None:
         self.concurrent, self.refused = concurrent, refused
-        self.held: dict[int, object] = {}
+        self.held: dict[int, ctypes.Array[ctypes.c_ubyte]] = {}
         self.pushed = 0
         self.called_outside: list[str] = []
 
@@ -47,6 +47,10 @@ class Driver:
                     self.held[ctypes.addressof(memory)] = memory
                 case "cuMemFree_v2":
                     del self.held[arguments[0].value]
+                case "cuPointerGetAttribute":
+                    held = [range(first, first + ctypes.sizeof(each)) for first, each in self.held.items()]
+                    arguments[0]._obj.value = int(any(arguments[2].value in addresses for addresses in held))
+                    return 1 - arguments[0]._obj.value
             return 0
 
         return call
@@ -77,6 +81,20 @@ def test_memory_is_freed_when_no_tensor_refers_to_it(use: Callable[[Driver], Dri
     del part
     gc.collect()
     assert not driver.held
+    assert (driver.pushed, driver.called_outside) == (0, [])
+
+
+def test_a_thread_that_has_called_nothing_yet_knows_what_is_mapped(
+    use: Callable[[Driver], Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA says nothing of a pointer to threads without a context."""
+    driver = use(Driver())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    memory = map_memory(8192, GPU)
+    assert is_mapped(memory[100:].view(torch.int16))
+    assert not is_mapped(torch.zeros(3))
+    assert not is_mapped(memory[:0])
     assert (driver.pushed, driver.called_outside) == (0, [])
 
 
