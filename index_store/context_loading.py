@@ -157,7 +157,8 @@ def start_loading(
 
     device: into whose memory, through a few staging buffers, with rows padded as `device_memory` says; None for host
     memory, which is then page-locked by `locker`. placement: all but DEVICE need a device, and put keys and values into
-    host memory, one range per layer, each locked by when it has been read; HOST also indexes that the host searches.
+    host memory, one range per layer, each locked at the latest when it has been read; HOST also indexes that the host
+    searches.
     on_end: called by the thread that loads, at its end, with the error if there was one, before those who wait get it.
     """
     manifest = context.manifest

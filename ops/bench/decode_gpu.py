@@ -3,7 +3,7 @@
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16. Contexts are random and
 lie in the GPU's memory; several layers' worth of keys, values and indexes take turns over the model's layers, and
 every sequence of a batch has a context of its own, so that nothing is found in the second-level cache. With
-`--placement hybrid` keys and values are in page-locked host memory instead, those of as many layers as fit into
+`--placement hybrid` keys and values are in host memory that the GPU reads instead, those of as many layers as fit into
 `--host-gb`: all of them for one sequence of 128K tokens. All methods run through the same code: one operator for
 attention, the same compilation, one CUDA graph a step, greedy sampling.
 

@@ -1,8 +1,8 @@
 """Decode steps of a whole model whose query tables are searched on the CPU: how long the GPU waits for it.
 
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16, and every session has a
-random context of its own, as in `decode_gpu.py`; keys and values are in page-locked host memory, tables in the host's,
-those of as many layers as fit into `--host-gb`.
+random context of its own, as in `decode_gpu.py`; keys and values are in host memory that the GPU reads, tables in the
+host's too, those of as many layers as fit into `--host-gb`.
 Steps run through the engine's own graphs, mailboxes and threads, a batch in one lane or split into several.
 
 `step_ms` is a step with everything around it (median, wall clock), `p99_ms` the 99th percentile. `device_ms` is
