@@ -78,7 +78,7 @@ REST_BAR, SPEEDUP_BARS = 1.35, {1: 1.7, 4: 2.5}
 
 KINDS = {
     "search": r"(pick|sample|sample_pooled|score|combine|select|tables|keep|join|lookup)_kernel",
-    "fetch": r"(find|claim|bring|copy)_kernel",
+    "fetch": r"(find|bring|copy)_kernel",
     "host": r"(post|await)_kernel",
     "remainder": r"(correct|remainder)_kernel",
     "attend": r"(attend|dense|tail_write|merge)_kernel",
