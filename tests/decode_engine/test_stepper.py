@@ -321,16 +321,12 @@ def test_one_batch_serves_all_ways_to_choose(runner: ModelRunner) -> None:
         assert stepper.graph([session]) is graph
 
 
-def test_steps_over_host_memory_equal_the_general_path(
-    runner: ModelRunner, stepper: Stepper, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("few_programs")
+def test_steps_over_host_memory_equal_the_general_path(runner: ModelRunner, stepper: Stepper) -> None:
     """Two sessions of one context and one of another, in one batch; they share slots, and not all rows find one.
 
     They attend to all keys: with fewer, the two paths keep others near the border.
     """
-    monkeypatch.setattr("decode_engine.device.stepper._LEAST_KEYS", 128)
-    monkeypatch.setattr("decode_engine.kernels.slot_fetch._FIND_PROGRAMS", 12)
-    monkeypatch.setattr("decode_engine.kernels.sparse_attention._PROGRAMS", 12)
     method = replace(get_method("multipole+dropped", 1.0), recent=20)
     made = [
         made_up_context(runner.identity, runner.kv_dtype, method, length, placement=Placement.HYBRID)
