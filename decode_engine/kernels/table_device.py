@@ -27,7 +27,7 @@ KEEP = tl.constexpr(records.KEEP)
 BINS = tl.constexpr(table_plan.BINS)
 MINI_WORDS = tl.constexpr(table_plan.MINI_KEYS // 4)
 SAMPLE_WORDS = tl.constexpr(table_plan.SAMPLE_KEYS // 4)
-SAMPLE_RUN = tl.constexpr(16)  # consecutive words of a sample
+SAMPLE_RUN = tl.constexpr(table_plan.SAMPLE_RUN_KEYS // 4)  # words
 
 LOG2E = tl.constexpr(1.4426950408889634)
 BYTE_SHIFT = tl.constexpr(

@@ -25,6 +25,9 @@ BINS = 256
 SAMPLE_KEYS = 1024
 """Keys that one sampling program scores."""
 
+SAMPLE_RUN_KEYS = 32
+"""Consecutive keys of a sample, whose bytes travel together. Keys near each other are alike: long runs say little."""
+
 COMBINE_TILES = 4
 """Tiles that one program samples for the threshold of the search per head."""
 

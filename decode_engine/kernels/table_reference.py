@@ -12,9 +12,15 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels.table_batch import TableSequence
-from decode_engine.kernels.table_plan import BINS, MINI_KEYS, SAMPLE_KEYS, TablePlan, Workspace
+from decode_engine.kernels.table_plan import (
+    BINS,
+    MINI_KEYS,
+    SAMPLE_KEYS,
+    SAMPLE_RUN_KEYS,
+    TablePlan,
+    Workspace,
+)
 
-_SAMPLE_RUN_KEYS = 64
 _BYTE_SHIFT, _BYTE_BASE = 20, 768
 _BIN_STEPS, _BIN_FLOOR = 8.0, 29.0
 _LOG2E = math.log2(math.e)
@@ -92,7 +98,7 @@ def kept_keys(
     logits_LN = (sums_LN.float() * (units_L * _LOG2E)[:, None]).masked_fill(~searched, -torch.inf)
     weights_N = merged_weights(logits_LN, plan)
     positions = (weights_N.clamp(min=1e-30).log2() + _BIN_FLOOR) * _BIN_STEPS
-    limit = threshold(positions, searched & block_sample(keys, plan), sequence)
+    limit = threshold(positions, searched & spread_sample(keys, plan), sequence)
     return (weights_N >= math.exp2(limit / _BIN_STEPS - _BIN_FLOOR)) & searched
 
 
@@ -119,21 +125,23 @@ def tile_of(keys_N: Tensor, plan: TablePlan) -> tuple[Tensor, Tensor, int]:
     return block_N % tiles, block_N // tiles, tiles
 
 
-def block_sample(keys_N: Tensor, plan: TablePlan) -> Tensor:
-    """The keys that the threshold of the search per head is taken from: one block of every tile."""
+def spread_sample(keys_N: Tensor, plan: TablePlan) -> Tensor:
+    """The keys that the threshold of the search per head is taken from: evenly spread runs of every tile."""
     tile_N, within_N, _ = tile_of(keys_N, plan)
-    return within_N == tile_N % (plan.shape.tile_keys // MINI_KEYS)
+    run_N = (within_N * MINI_KEYS + keys_N % MINI_KEYS) // SAMPLE_RUN_KEYS
+    apart = plan.shape.tile_keys // MINI_KEYS
+    return run_N % apart == tile_N % apart
 
 
 def sampled_keys(keys_N: Tensor, plan: TablePlan) -> Tensor:
     """The keys that the threshold of the pooled search is taken from, [N] bool: evenly spread runs."""
-    runs = -(-len(keys_N) // _SAMPLE_RUN_KEYS)
-    sampled = plan.shape.sample_programs * (SAMPLE_KEYS // _SAMPLE_RUN_KEYS)
+    runs = -(-len(keys_N) // SAMPLE_RUN_KEYS)
+    sampled = plan.shape.sample_programs * (SAMPLE_KEYS // SAMPLE_RUN_KEYS)
     if runs <= sampled:
         return torch.ones_like(keys_N, dtype=torch.bool)
     taken = torch.zeros(runs, dtype=torch.bool, device=keys_N.device)
     taken[torch.arange(sampled, device=keys_N.device) * runs // sampled] = True
-    return taken[keys_N // _SAMPLE_RUN_KEYS]
+    return taken[keys_N // SAMPLE_RUN_KEYS]
 
 
 def threshold(positions_N: Tensor, sample_N: Tensor, sequence: TableSequence) -> float:

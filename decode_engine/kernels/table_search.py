@@ -28,6 +28,7 @@ from decode_engine.kernels.table_device import (
     FIRST,
     LOG2E,
     MINI_WORDS,
+    SAMPLE_RUN,
     SAMPLE_WORDS,
     arrives_last,
     bin_or_none,
@@ -264,7 +265,8 @@ def combine_kernel(
     S: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Normalisers of the softmaxes, and a histogram of their sums: one block of each tile, another one in each."""
+    """Normalisers of the softmaxes, and a histogram of their sums: as many keys of every tile as a block has, in runs
+    that are spread evenly, in every tile others."""
     bh = tl.program_id(1)
     sequence = load_sequence(records_ptr, bh // H)
     tiles = tile_count(sequence, BW)
@@ -276,7 +278,9 @@ def combine_kernel(
     j = tl.arange(0, TILES * MINI_WORDS)
     tile = tl.program_id(0) * TILES + j // MINI_WORDS
     inside = tile < tiles
-    within = (tile % (BW // MINI_WORDS)) * MINI_WORDS + j % MINI_WORDS
+    apart: tl.constexpr = BW // MINI_WORDS  # runs from one to the next, as many as a tile has blocks
+    run = (j % MINI_WORDS) // SAMPLE_RUN * apart + tile % apart
+    within = run * SAMPLE_RUN + j % SAMPLE_RUN
     zero = tl.zeros([TILES * MINI_WORDS], tl.float32)
     w = (zero, zero, zero, zero)
     for g in tl.static_range(L):
@@ -287,8 +291,8 @@ def combine_kernel(
     w0, w1, w2, w3 = w
     keys, _, _, _, _ = sequence
     blocks = tl.cdiv(keys, 4 * MINI_WORDS)
-    block = (tile % (BW // MINI_WORDS)) * tiles + tile
-    word = block * MINI_WORDS + j % MINI_WORDS
+    block = within // MINI_WORDS * tiles + tile
+    word = block * MINI_WORDS + within % MINI_WORDS
     inside = inside & (block < blocks)
     b0 = bin_or_none(octave_position(w0), searched(word, 0, sequence) & inside)
     b1 = bin_or_none(octave_position(w1), searched(word, 1, sequence) & inside)

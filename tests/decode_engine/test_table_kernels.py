@@ -5,6 +5,7 @@ Without a CUDA device the kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from decode_engine.kernels.table_batch import (
     records_of,
 )
 from decode_engine.kernels.table_plan import LaunchShape, TablePlan, launch_shape
+from decode_engine.kernels.table_reference import sampled_keys, spread_sample
 from decode_engine.kernels.table_search import pick, unpacked_weights
 from decode_engine.kernels.table_selection import select
 from index_store.errors import InvalidArgumentError
@@ -125,6 +127,31 @@ def test_the_best_keys_of_the_cpu_search_are_kept(pooled: bool) -> None:
         best = scores_HM[h].topk(count).indices
         assert int(kept[best].sum()) > 0.9 * count
         assert kept[best[: count // 2]].all()
+
+
+@pytest.mark.parametrize(
+    ("sample", "keys", "spread"),
+    [
+        (spread_sample, 2**15, 0.8),
+        (spread_sample, 2**17, 0.5),
+        (sampled_keys, 2**15, 0.4),
+        (sampled_keys, 2**17, 0.6),
+    ],
+)
+def test_a_sample_counts_keys_that_lie_together(
+    sample: Callable[[torch.Tensor, TablePlan], torch.Tensor], keys: int, spread: float
+) -> None:
+    """Text attends to stretches of text, here of 80 tokens and 1 % of them all: their count is estimated."""
+    plan = TablePlan(2, 2, 64, 8, 4, keys, pooled=sample is sampled_keys, shape=launch_shape(keys, 8))
+    taken = sample(torch.arange(keys), plan)
+    estimates = torch.empty(100)
+    for seed in range(100):
+        begins = torch.randint(0, keys - 80, (keys // 8000,), generator=torch.Generator().manual_seed(seed))
+        wanted = torch.zeros(keys, dtype=torch.bool)
+        wanted[begins[:, None] + torch.arange(80)] = True
+        estimates[seed] = (wanted & taken).sum() / taken.sum() * keys / wanted.sum()
+    assert 0.9 < float(estimates.mean()) < 1.15
+    assert float(estimates.std()) < spread
 
 
 def test_weights_equal_the_projections() -> None:
