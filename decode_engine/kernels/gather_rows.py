@@ -1,4 +1,4 @@
-"""Copies rows between addresses: from page-locked host memory, which a kernel reads directly, into device memory.
+"""Copies rows between addresses: from host memory that a kernel reads in place, into device memory.
 
 PCIe is busy with a few programs of one warp each, and the others of a device's places stay free for whatever runs
 beside. What limits them is how many bytes are under way: every program has `CopyShape.tile` rows of its own in flight,
