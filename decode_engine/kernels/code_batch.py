@@ -18,8 +18,8 @@ from index_store.errors import InvalidArgumentError
 BLOCK = 256
 """Tiles begin at a multiple of so many keys."""
 
-RUN = 64
-"""Consecutive keys of a sample."""
+RUN = 16
+"""Consecutive keys of a sample, whose codes travel together. Keys near each other are alike: long runs say little."""
 
 WORD_HEADS = 4
 """Query heads whose table entries share a 32-bit word."""

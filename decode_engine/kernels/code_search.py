@@ -182,7 +182,7 @@ def sampled_keys(
     run = j // RUN
     slot = tl.program_id(0) * half + run % half
     turn = tl.where(runs > taken // 2, 2 * slot + run // half, slot + run // half * (taken // 2))
-    run = tl.where(runs > taken, turn * runs // taken, turn)  # below 2^15 runs, 2^7 of them taken
+    run = tl.where(runs > taken, turn * runs // taken, turn)  # below 2^17 runs, 2^9 of them taken
     return base + run * RUN + j % RUN
 
 
