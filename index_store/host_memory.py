@@ -99,15 +99,14 @@ class HostBlock:
         nbytes: int,
         locker: PageLocker | None = None,
         *,
-        own_pages: bool = False,
         huge_pages: bool = False,
         gathered: bool = False,
     ) -> None:
         """Reserves `nbytes`. Raises MemoryBudgetError when the machine refuses them.
 
-        own_pages: the range shares no page with anything else, as ranges must that are locked one by one. huge_pages:
-        of its own, and large ones where the system has them, for memory that cores read in short runs or that is to be
-        touched and locked at once. gathered: of its own, for a device that reads rows of it in place; mapped by the
+        huge_pages: the range shares no page with anything else, as ranges must that are locked one by one, and has
+        large pages where the system has them, for memory that cores read in short runs or that is to be touched and
+        locked at once. gathered: pages of its own, too, for a device that reads rows of it in place; mapped by the
         locker if it can, and locked from the beginning then.
         """
         mapped = locker.map(paged(nbytes)) if gathered and locker is not None else None
@@ -115,7 +114,7 @@ class HostBlock:
         try:
             if mapped is not None:
                 self._raw = mapped
-            elif own_pages or huge_pages or gathered:
+            elif huge_pages or gathered:
                 self._raw = _map_pages(nbytes, huge_pages)
             else:
                 self._raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")

@@ -92,7 +92,7 @@ class Memory:
         self.device_kv = torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_()
         locker = default_page_locker()
         size = self.device_kv[0].nbytes
-        self.blocks = [HostBlock(size, locker, own_pages=True, gathered=mapped) for _ in range(layers)]
+        self.blocks = [HostBlock(size, locker, gathered=mapped, huge_pages=not mapped) for _ in range(layers)]
         self.host_kv = [block.take(shape[2:], DTYPE) for block in self.blocks]
         for block, host, device in zip(self.blocks, self.host_kv, self.device_kv, strict=True):
             host.copy_(device[0])

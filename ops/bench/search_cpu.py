@@ -84,7 +84,7 @@ class Tables:
         shape = (HEADS, subspaces, rows, length)
         scores = []
         for _ in range(layers):
-            block = HostBlock(HEADS * 512 * length, own_pages=True, huge_pages=huge_pages)
+            block = HostBlock(HEADS * 512 * length, huge_pages=huge_pages)
             scores.append(block.take(shape, torch.int8).random_(-127, 128, generator=generator))
         centroids = [
             torch.nn.functional.normalize(

@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from index_store import host_memory, mapped_memory
+from index_store.arena import Arena
+from index_store.catalog import Store
 from index_store.host_memory import CudaPageLocker, HostBlock, copy_source, is_readable
 from index_store.mapped_memory import is_mapped, map_memory
+from index_store.placement import MemoryBytes, Placement
+from tests.support_store import KINDS, RecordingLocker, synthetic_context
 
 GPU = torch.device("cuda", 1)
 
@@ -156,5 +160,19 @@ def test_other_blocks_are_not_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(host_memory, "map_memory", lambda nbytes, device: asked.append(nbytes))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: None)
-    HostBlock(5000, CudaPageLocker(), own_pages=True)
+    HostBlock(5000, CudaPageLocker(), huge_pages=True)
     assert asked == []
+
+
+def test_keys_and_values_of_contexts_are_mapped(store: Store) -> None:
+    context = synthetic_context()
+    context.write(store)
+    locker = RecordingLocker(error="nothing is left to be locked", maps=True)
+    arena = Arena(MemoryBytes(2**30, 2**30), locker, KINDS, torch.device("cpu"), Placement.HYBRID)
+    with arena.acquire(store, context.id) as resident:
+        layers = [resident.kv(layer) for layer in range(3)]
+        assert all(torch.equal(kv, given) for kv, given in zip(layers, context.kv, strict=True))
+        assert {kv.untyped_storage().data_ptr() for kv in layers} == set(locker.mapped)
+        assert arena.stats().page_locked_bytes >= 3 * context.kv[0].nbytes
+    arena.clear()
+    assert arena.stats().page_locked_bytes == 0

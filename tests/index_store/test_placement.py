@@ -231,19 +231,6 @@ def test_failing_page_lock_is_told(
     assert "stay pageable, transfers will be slower: no more locked memory" in caplog.text
 
 
-def test_keys_and_values_are_mapped_where_that_can_be(stored: Store, context: SyntheticContext) -> None:
-    locker = RecordingLocker(error="nothing is left to be locked", maps=True)
-    arena = hybrid_arena(locker=locker)
-    with arena.acquire(stored, context.id) as resident:
-        for layer in range(3):
-            assert same(resident.kv(layer), context.kv[layer])
-            assert resident.kv(layer).untyped_storage().data_ptr() in locker.mapped
-        assert len(locker.mapped) == 3
-        assert arena.stats().page_locked_bytes >= 3 * context.kv[0].nbytes
-    arena.clear()
-    assert arena.stats().page_locked_bytes == 0
-
-
 def test_a_lease_comes_before_the_layers(stored: Store, context: SyntheticContext) -> None:
     locker = RecordingLocker()
     doors = Doors(locker)
