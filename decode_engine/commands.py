@@ -134,17 +134,18 @@ def serve(
     lanes: Annotated[
         int,
         typer.Option(
-            help="Parts of a batch of placement host that run at once, so that one is searched for while the GPU "
-            "computes another. Each reads the model's weights for itself."
+            help="Parts that a batch over contexts in host memory is split into. They run at once, so that one's rows "
+            "are fetched, or searched for, while the GPU computes another. Each reads the model's weights for itself, "
+            "and has slots of its own for rows."
         ),
     ] = 1,
     waves: Annotated[
         int,
         typer.Option(
             help="Parts, by KV heads, in which the lists of a layer come back in placement host: rows of one are "
-            "fetched while threads search for the next."
+            "fetched while threads search for the next. 0: two for one session, four for more."
         ),
-    ] = 1,
+    ] = 0,
     device: DeviceOption = AUTO,
     compilation: Annotated[
         Compilation,

@@ -81,6 +81,7 @@ class Arena:
         kinds: IndexKinds | None = None,
         device: torch.device | None = None,
         placement: Placement | None = None,
+        lanes: int = 1,
     ) -> None:
         """`locker` page-locks host memory (CUDA's where there is a GPU); `kinds` are the index classes.
 
@@ -88,6 +89,7 @@ class Arena:
         device: what computes, where that is not the CPU; None for the CPU, in whose memory everything is then.
         placement: of every context; None for in device memory what fits into its budget, else hybrid, and host what has
             indexes that fit only without those which the host can search.
+        lanes: of batches; each has slots of its own for rows of contexts in host memory.
         """
         if isinstance(budget, int):
             budget = MemoryBytes(host=budget) if device is None else MemoryBytes(device=budget)
@@ -104,6 +106,7 @@ class Arena:
         self._kinds = kinds
         self._device = device
         self._placement = placement
+        self._lanes = lanes
         self._slots: OrderedDict[str, _Slot] = OrderedDict()  # least recently used first
         self._waiting: deque[_Waiter] = deque()  # first come first
         self._changed = threading.Condition()
@@ -219,8 +222,8 @@ class Arena:
         if self._device is None:
             placement, why = Placement.DEVICE, "the CPU computes"
         elif placement is None:
-            placement, why = choose_placement(manifest, self._device, self._budget.device)
-        return placement, placed_bytes(manifest, self._device, placement), why
+            placement, why = choose_placement(manifest, self._device, self._budget.device, self._lanes)
+        return placement, placed_bytes(manifest, self._device, placement, self._lanes), why
 
     def _enter(
         self, manifest: Manifest, check: Callable[[], None], wait_for_memory: bool

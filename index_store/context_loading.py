@@ -72,15 +72,18 @@ class LoadedContext:
 
 
 def placed_bytes(
-    manifest: Manifest, device: torch.device | None = None, placement: Placement = Placement.DEVICE
+    manifest: Manifest,
+    device: torch.device | None = None,
+    placement: Placement = Placement.DEVICE,
+    lanes: int = 1,
 ) -> MemoryBytes:
     """Bytes that a context takes in each memory: every array, aligned, and its token ids as int64.
 
     In memory of a device (see `start_loading`) with the padding of rows that some arrays have there, and with slots
-    (`slot_memory`) where keys and values are in the host's.
+    (`slot_memory`) for every lane of batches where keys and values are in the host's.
     """
     arrays = _array_bytes(manifest, device, placement)
-    return arrays + MemoryBytes(device=slot_bytes(manifest)) if placement.kv_on_host else arrays
+    return arrays + MemoryBytes(device=lanes * slot_bytes(manifest)) if placement.kv_on_host else arrays
 
 
 def _array_bytes(manifest: Manifest, device: torch.device | None, placement: Placement) -> MemoryBytes:
@@ -95,18 +98,20 @@ def _array_bytes(manifest: Manifest, device: torch.device | None, placement: Pla
     return MemoryBytes(host=host + shared) if device is None else MemoryBytes(host=host, device=shared)
 
 
-def choose_placement(manifest: Manifest, device: torch.device, room: int) -> tuple[Placement, str]:
+def choose_placement(
+    manifest: Manifest, device: torch.device, room: int, lanes: int = 1
+) -> tuple[Placement, str]:
     """Where a context goes beside a device with so many bytes for contexts, and why.
 
-    All of it there if it fits, else its indexes, else those that the host does not search.
+    All of it there if it fits, else its indexes, else those that the host does not search. lanes: see `placed_bytes`.
     """
     budget = f"the device budget of {room}"
     whole = placed_bytes(manifest, device).device
     if whole <= room:
         return Placement.DEVICE, f"its {whole} bytes fit into {budget}"
     why = f"its {whole} bytes do not fit into {budget}"
-    indexes = placed_bytes(manifest, device, Placement.HYBRID).device
-    rest = placed_bytes(manifest, device, Placement.HOST).device
+    indexes = placed_bytes(manifest, device, Placement.HYBRID, lanes).device
+    rest = placed_bytes(manifest, device, Placement.HOST, lanes).device
     if indexes <= room or rest == indexes:
         return Placement.HYBRID, why
     return (

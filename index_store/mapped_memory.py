@@ -62,10 +62,11 @@ def is_mapped(tensor: Tensor) -> bool:
     if tensor.device.type != "cpu" or not torch.cuda.is_available() or not tensor.numel():
         return False
     managed = ctypes.c_uint()
-    address = ctypes.c_uint64(tensor.data_ptr())
+    asked, into = (ctypes.c_int * 1)(_IS_MANAGED), (ctypes.c_void_p * 1)(ctypes.addressof(managed))
     with _context(torch.cuda.current_device()):  # any, but a thread that has called nothing yet has none
-        code = _driver().cuPointerGetAttribute(ctypes.byref(managed), ctypes.c_int(_IS_MANAGED), address)
-    return code == 0 and bool(managed.value)  # other memory is unknown to CUDA, which is an error of its own
+        # Of memory that CUDA does not know, every attribute is 0; asked for one alone, it would report an error.
+        _call("cuPointerGetAttributes", ctypes.c_uint(1), asked, into, ctypes.c_uint64(tensor.data_ptr()))
+    return bool(managed.value)
 
 
 class _Interface:

@@ -34,6 +34,15 @@ def list_width(max_keys: int) -> int:
     return max(_LEAST_WIDTH, max_keys // LIST_SHARE)
 
 
+def usual_waves(rows: int) -> int:
+    """In how many parts lists of a batch are waited for where nothing else is said.
+
+    A wave costs two launches a layer, about 7 us, and hides fetches behind searches, which take longer for more rows:
+    two were fastest for one, four for more (docs/offload.md).
+    """
+    return 2 if rows == 1 else 4
+
+
 @dataclass(frozen=True, slots=True)
 class SearchPlan:
     """What a mailbox is sized for.
@@ -116,7 +125,7 @@ class Mailbox:
             posted_BX=shared(plan.rows, LINE),
             answers_RX=shared(lists, LINE),
             ids_RW=shared(lists, plan.width, dtype=torch.int32),
-            waited_LR=shared(plan.layers, lists),
+            waits_LR2=shared(plan.layers, lists, 2),
             trouble_X=shared(LINE),
         )
         self.steps = 0
@@ -217,13 +226,25 @@ class Mailbox:
             return None
         return self.shared.ids_RW[number, : word & ((1 << jobs.COUNT_BITS) - 1)]
 
-    def waited_ns(self) -> int:
-        """Nanoseconds that the device waited in the last step: in each wave of a search until its last list came."""
+    def waits(self) -> NDArray[np.int64]:
+        """When the device waited in the last step, [X, 2] nanoseconds of its clock: a beginning and an end each.
+
+        A wait for every wave of every search, in that order, until the wave's last list came; none before any step.
+        """
         if not self.used:
-            return 0
-        waited_SBH = self.shared.waited_LR[self.order].view(-1, self.plan.rows, self.plan.heads)[:, self.used]
-        waves = self.plan.wave_heads
-        return sum(int(waited_SBH[:, :, wave.start : wave.stop].amax((1, 2)).sum()) for wave in waves)
+            return np.empty((0, 2), np.int64)
+        plan, searches = self.plan, len(self.order)
+        waits = self.shared.waits_LR2.numpy()[self.order]
+        waits_SBH2 = waits.reshape(searches, plan.rows, plan.heads, 2)[:, self.used]
+        of_waves = [waits_SBH2[:, :, wave.start : wave.stop] for wave in plan.wave_heads]
+        begins = np.stack([wave[..., 0].min((1, 2)) for wave in of_waves], 1)
+        ends = np.stack([wave[..., 1].max((1, 2)) for wave in of_waves], 1)
+        return np.stack([begins.ravel(), ends.ravel()], 1)
+
+    def waited_ns(self) -> int:
+        """Nanoseconds that the device waited in the last step."""
+        waits = self.waits()
+        return int((waits[:, 1] - waits[:, 0]).sum())
 
     def _describe(self) -> NDArray[np.int64]:
         plan = self.plan

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_engine.dense_layer import DenseLayer
-from decode_engine.device.hybrid_steps import HybridSteps, slot_cache
+from decode_engine.device.hybrid_steps import HybridSteps
 from decode_engine.device.key_selection import KeySelection
 from decode_engine.device.step_attention import StepPlan
 from decode_engine.device.step_batch import step_counts
-from decode_engine.host.mailbox import Mailbox, SearchedRow, SearchPlan, list_width
+from decode_engine.host.mailbox import Mailbox, SearchedRow, SearchPlan, list_width, usual_waves
 from decode_engine.kernels import records
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.mailbox import await_lists, post_queries
@@ -73,7 +73,7 @@ class HostTableSelection(KeySelection):
                 parameters.split == "strided",
                 plan.model.layers,
                 plan.max_keys,
-                plan.searching.waves,
+                plan.searching.waves or usual_waves(plan.size),
             ),
             page_locked=plan.device.type == "cuda",
         )
@@ -169,11 +169,6 @@ class HostSteps(HybridSteps):
     selection_types: ClassVar[Mapping[str, type[KeySelection]]] = MappingProxyType(
         {QueryTables.kind: HostTableSelection}
     )
-
-    def own_fields(self, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
-        """Slots of a lane's own, since steps of several lanes run at once; the first lane has the usual ones."""
-        lane = 0 if self.plan.searching is None else self.plan.searching.number
-        return slot_cache(context, layer, lane).fields(layer) if lane else {}
 
     def locate(self, layer: int, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor) -> Tensor | None:
         """Wave by wave: rows of one come from host memory while threads search for the next."""

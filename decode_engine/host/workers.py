@@ -35,22 +35,24 @@ class SearchLane:
     """A lane's place among the threads.
 
     waves: in how many parts the lists of a layer are waited for, by KV heads: rows of one part are brought to the
-    device while threads search for the next.
+    device while threads search for the next. 0 for as many as usually pay (`mailbox.usual_waves`).
     """
 
     workers: SearchWorkers
     number: int
-    waves: int = 1
+    waves: int = 0
 
 
 class SearchThreads:
     """Threads that are started when a lane is first asked for."""
 
-    def __init__(self, threads: int, lanes: int = 1, waves: int = 1) -> None:
-        """waves: see `SearchLane`. Raises InvalidArgumentError unless there is a thread, a lane and a wave."""
+    def __init__(self, threads: int, lanes: int = 1, waves: int = 0) -> None:
+        """waves: see `SearchLane`. Raises InvalidArgumentError unless there is a thread and a lane."""
         _check_numbers(threads, lanes)
-        if waves < 1:
-            raise InvalidArgumentError(f"lists are waited for in {waves} waves, expected at least one")
+        if waves < 0:
+            raise InvalidArgumentError(
+                f"lists are waited for in {waves} waves, expected some, or 0 for as many as pay"
+            )
         self.threads, self.lanes, self.waves = threads, lanes, waves
         self._workers: SearchWorkers | None = None
 

@@ -40,15 +40,16 @@ _TURN_NS = tl.constexpr(1000)
 class SharedWords:
     """What both sides share, in page-locked memory where there is a device.
 
-    q_BX: [B, X] float32. posted_BX, answers_RX: [B or R, LINE] int64. ids_RW: int32. waited_LR: int64, nanoseconds by
-    layer and list. trouble_X: [LINE] int64, word 0 is set to 1 when a wait took too long.
+    q_BX: [B, X] float32. posted_BX, answers_RX: [B or R, LINE] int64. ids_RW: int32. waits_LR2: int64, when the wait
+    for a list began and ended, by layer and list, in nanoseconds of the device's clock. trouble_X: [LINE] int64, word 0
+    is set to 1 when a wait took too long.
     """
 
     q_BX: Tensor
     posted_BX: Tensor
     answers_RX: Tensor
     ids_RW: Tensor
-    waited_LR: Tensor
+    waits_LR2: Tensor
     trouble_X: Tensor
 
 
@@ -64,7 +65,7 @@ def post_queries(q_BX: Tensor, records_BF: Tensor, shared: SharedWords, layer: i
         shared.q_BX.data_ptr(),
         shared.posted_BX.data_ptr(),
         layer,
-        len(shared.waited_LR),
+        len(shared.waits_LR2),
         VALUES=values,
         BLOCK=triton.next_power_of_2(values),
         ON_DEVICE=q_BX.is_cuda,
@@ -94,13 +95,13 @@ def await_lists(
         records_BF,
         shared.answers_RX.data_ptr(),
         shared.ids_RW.data_ptr(),
-        shared.waited_LR.data_ptr(),
+        shared.waits_LR2.data_ptr(),
         shared.trouble_X.data_ptr(),
         gave_up_1,
         lists.ids_RPW,
         lists.counts_RP,
         layer,
-        len(shared.waited_LR),
+        len(shared.waits_LR2),
         width,
         limit_ns,
         count,
@@ -174,7 +175,7 @@ def post_kernel(
     do_not_specialize=[
         "answers_address",
         "ids_address",
-        "waited_address",
+        "waits_address",
         "trouble_address",
         "layer",
         "layers",
@@ -187,7 +188,7 @@ def await_kernel(
     records_ptr: tl.tensor,
     answers_address: tl.tensor,
     ids_address: tl.tensor,
-    waited_address: tl.tensor,
+    waits_address: tl.tensor,
     trouble_address: tl.tensor,
     gave_up_ptr: tl.tensor,
     lists_ptr: tl.tensor,
@@ -226,8 +227,10 @@ def await_kernel(
     fence(ON_DEVICE)
     answered = waiting & (word >= 0) & ((word >> _COUNT_BITS) >= wanted)
     if waiting:
-        waited_ptr = waited_address.to(tl.int64).to(tl.pointer_type(tl.int64))
-        tl.store(waited_ptr + layer.to(tl.int64) * lists + row, now - begin)
+        waits_ptr = waits_address.to(tl.int64).to(tl.pointer_type(tl.int64))
+        waits_ptr += 2 * (layer.to(tl.int64) * lists + row)
+        tl.store(waits_ptr, begin)
+        tl.store(waits_ptr + 1, now)
         if (answered == 0) & (word >= 0):
             tl.store(gave_up_ptr, 1)
             tl.store(trouble_address.to(tl.int64).to(tl.pointer_type(tl.int64)), turns * 0 + 1)

@@ -133,7 +133,7 @@ class DecodeServer:
         budget = memory_budget(device, config.memory, config.device_memory, free_host)
         placement = parse_placement(config.placement)
         possible = possible_placements(placement, device.type == "cuda")
-        arena = Arena(budget, device=context_device(device), placement=placement)
+        arena = Arena(budget, device=context_device(device), placement=placement, lanes=config.lanes)
         session_memory = config.session_memory or free_memory(device) // SHARE
         methods = warm_up(runner, config.max_sessions, possible)
         default = get_method(DEFAULT_METHOD)

@@ -215,7 +215,8 @@ def measure_kernel(
     exist = dims < DIM
     keys_head = keys_ptr + head * key_head_stride
     values_head = values_ptr + head * value_head_stride
-    key_sum = tl.zeros([LANES], tl.float32)
+    mean = tl.zeros([LANES], tl.float32)
+    squares = tl.zeros([LANES], tl.float32)
     value_sum = tl.zeros([LANES], tl.float32)
     for start in range(begin, end, TILE):
         entry = start + tl.arange(0, TILE)
@@ -226,26 +227,23 @@ def measure_kernel(
             own = own & exist[None, :]
         keys = tl.load(keys_head + ids[:, None] * key_stride + dims[None, :], mask=own, other=0.0)
         values = tl.load(values_head + ids[:, None] * value_stride + dims[None, :], mask=own, other=0.0)
-        key_sum += tl.sum(keys.to(tl.float32), 0)
         value_sum += tl.sum(values.to(tl.float32), 0)
+        # Squares around the tile's own mean are added as those of samples are pooled, so keys are read once.
+        before = (start - begin).to(tl.float32)
+        tile_size = tl.minimum(end - start, TILE).to(tl.float32)
+        tile_mean = tl.sum(keys.to(tl.float32), 0) / tile_size
+        step = tile_mean - mean
+        share = tile_size / (before + tile_size)
+        mean += step * share
+        if SPREAD:
+            centred = tl.where(inside[:, None], keys.to(tl.float32) - tile_mean[None, :], 0.0)
+            squares += tl.sum(centred * centred, 0) + step * step * (before * share)
     size = tl.maximum(end - begin, 1).to(tl.float32)
-    mean = key_sum / size
     row = head * clusters + cluster
     tl.store(counts_ptr + row, (end - begin).to(tl.float32))
     tl.store(means_ptr + row * DIM + dims, mean, mask=exist)
     tl.store(sums_ptr + row * DIM + dims, value_sum, mask=exist)
     if SPREAD:
-        squares = tl.zeros([LANES], tl.float32)
-        for start in range(begin, end, TILE):
-            entry = start + tl.arange(0, TILE)
-            inside = entry < end
-            ids = tl.load(members_ptr + head * count + entry, mask=inside, other=0).to(tl.int64)
-            own = inside[:, None]
-            if LANES != DIM:
-                own = own & exist[None, :]
-            keys = tl.load(keys_head + ids[:, None] * key_stride + dims[None, :], mask=own, other=0.0)
-            centred = tl.where(inside[:, None], keys.to(tl.float32) - mean[None, :], 0.0)
-            squares += tl.sum(centred * centred, 0)
         tl.store(variances_ptr + row * DIM + dims, squares / size, mask=exist)
 
 

@@ -10,8 +10,6 @@ Shape legend: H heads, N vectors, T blocks, C clusters, D dimensions, S stretche
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.kernels.first_centroids import Blocks, first_centroids
+from index_store.kernels.nearest_centroids import assign_vectors, product_options
 from index_store.kmeans import METRICS
 
 LONGEST_ROW = 256
@@ -86,8 +85,7 @@ def find_clusters(
     scales_HN = None
     if metric == "cosine":
         # Before the first centroids: the device works on it while the host prepares them.
-        norms_HN = torch.linalg.vector_norm(vectors_HND, dim=-1, dtype=torch.float32)
-        scales_HN = norms_HN.clamp_(min=1e-20).reciprocal_()
+        scales_HN = inverse_norms(vectors_HND)
     table = torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
     centroids = first_centroids(vectors_HND, table, blocks, seed, order_HN)
     if metric == "cosine":
@@ -102,58 +100,31 @@ def find_clusters(
     return assignment, rounded[..., :width]
 
 
-def _half_squares(centroids_HCD: Tensor, metric: str) -> Tensor:
-    """What a product with a centroid is lowered by before it is compared: 0 for directions."""
-    if metric == "cosine":
-        return torch.zeros(centroids_HCD.shape[:2], device=centroids_HCD.device)
-    return 0.5 * centroids_HCD.float().square().sum(-1)
+def _half_squares(centroids_HCD: Tensor, metric: str) -> Tensor | None:
+    """What a product with a centroid is lowered by before it is compared; nothing for directions."""
+    return None if metric == "cosine" else 0.5 * centroids_HCD.float().square().sum(-1)
 
 
-def assign_vectors(
-    vectors_HND: Tensor,
-    centroids_HCD: Tensor,
-    halves_HC: Tensor,
-    table_TX: Tensor,
-    blocks: Blocks,
-    assignment_HN: Tensor,
-) -> None:
-    """Writes the cluster with the largest v.c - half of every vector in a block."""
+def inverse_norms(vectors_HND: Tensor) -> Tensor:
+    """1 / |v| of every vector, [H, N] float32; 1e20 for zeros."""
     heads, count, dim = vectors_HND.shape
-    longest = max(end - first for first, end, _, _ in blocks)
-    most = max(stop - begin for _, _, begin, stop in blocks)
-    whole = vectors_HND.dtype == torch.float32
-    assign_kernel[(triton.cdiv(longest, 64), len(blocks), heads)](
+    scales = torch.empty(heads, count, device=vectors_HND.device)
+    norm_kernel[(triton.cdiv(count, 64), heads)](
         vectors_HND,
-        centroids_HCD,
-        halves_HC,
-        table_TX,
-        assignment_HN,
+        scales,
         vectors_HND.stride(0),
         vectors_HND.stride(1),
         count,
-        centroids_HCD.shape[1],
         DIM=dim,
         POINTS=64,
-        TILE=128,
-        TILES=int(triton.next_power_of_2(triton.cdiv(most, 128))),
-        **_options(whole, dim),
+        num_warps=4,
     )
+    return scales
 
 
-def assign_vectors_reference(
-    vectors_HND: Tensor,
-    centroids_HCD: Tensor,
-    halves_HC: Tensor,
-    table_TX: Tensor,
-    blocks: Blocks,
-    assignment_HN: Tensor,
-) -> None:
+def inverse_norms_reference(vectors_HND: Tensor) -> Tensor:
     """The same, eagerly."""
-    for first, end, begin, stop in blocks:
-        own = centroids_HCD[:, begin:stop].float()
-        products = vectors_HND[:, first:end].float() @ own.transpose(1, 2)
-        products -= halves_HC[:, None, begin:stop]
-        assignment_HN[:, first:end] = (products.argmax(-1) + begin).to(torch.int32)
+    return vectors_HND.float().square().sum(-1).sqrt().clamp(min=1e-20).reciprocal()
 
 
 def move_centroids(
@@ -163,10 +134,11 @@ def move_centroids(
     table_TX: Tensor,
     blocks: Blocks,
     centroids_HCD: Tensor,
-    halves_HC: Tensor,
+    halves_HC: Tensor | None,
 ) -> None:
     """Replaces centroids by the mean of their vectors; with scales by the direction of the sum of scaled ones.
 
+    halves: of centroids that are means, replaced as well.
     Long blocks are divided into stretches whose sums are added in order, so that few clusters fill the device too.
     """
     heads, count, dim = vectors_HND.shape
@@ -196,7 +168,7 @@ def move_centroids(
         DIM=dim,
         CLUSTERS=128,
         TILE=64,
-        **_options(vectors_HND.dtype == torch.float32, dim),
+        **product_options(vectors_HND.dtype == torch.float32, dim),
     )
     if sums is not None:
         _finish_move(sums.sum(2), sizes, centroids_HCD, halves_HC)
@@ -211,7 +183,9 @@ def _count(assignment_HN: Tensor, clusters: int) -> Tensor:
     ].contiguous()
 
 
-def _finish_move(sums_HCD: Tensor, sizes_HC: Tensor | None, centroids_HCD: Tensor, halves_HC: Tensor) -> None:
+def _finish_move(
+    sums_HCD: Tensor, sizes_HC: Tensor | None, centroids_HCD: Tensor, halves_HC: Tensor | None
+) -> None:
     """Centroids from the sums over all stretches, directions where there are no sizes; those without vectors stay."""
     if sizes_HC is None:
         moved = torch.nn.functional.normalize(sums_HCD, dim=-1)
@@ -220,8 +194,8 @@ def _finish_move(sums_HCD: Tensor, sizes_HC: Tensor | None, centroids_HCD: Tenso
         moved = sums_HCD / sizes_HC.clamp(min=1)[..., None]
         filled = (sizes_HC > 0)[..., None]
     centroids_HCD.copy_(torch.where(filled, moved.to(centroids_HCD.dtype), centroids_HCD))
-    if sizes_HC is not None:
-        halves_HC.copy_(_half_squares(centroids_HCD, "euclidean"))
+    if halves_HC is not None:
+        halves_HC.copy_(0.5 * centroids_HCD.float().square().sum(-1))
 
 
 def move_centroids_reference(
@@ -231,7 +205,7 @@ def move_centroids_reference(
     table_TX: Tensor,
     blocks: Blocks,
     centroids_HCD: Tensor,
-    halves_HC: Tensor,
+    halves_HC: Tensor | None,
 ) -> None:
     """The same, eagerly."""
     clusters = centroids_HCD.shape[1]
@@ -248,71 +222,28 @@ def move_centroids_reference(
             moved = torch.nn.functional.normalize(sums, dim=-1)
         filled = sizes > 0
         centroids_HCD[head, filled] = moved[filled].to(centroids_HCD.dtype)
-        if scales_HN is None:
+        if halves_HC is not None:
             halves_HC[head] = 0.5 * centroids_HCD[head].float().square().sum(-1)
 
 
-def _options(whole: bool, dim: int) -> dict[str, Any]:
-    return {
-        "PRECISION": "ieee" if whole else "tf32",
-        "STAGES": 1 if whole or dim > 128 else 3,
-        "num_warps": 8 if dim > 128 else 4,
-    }
-
-
-@triton.jit(do_not_specialize=["count", "clusters"])
-def assign_kernel(
+@triton.jit(do_not_specialize=["count"])
+def norm_kernel(
     vectors_ptr: tl.tensor,
-    centroids_ptr: tl.tensor,
-    halves_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    assignment_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     head_stride: tl.tensor,
     row_stride: tl.tensor,
     count: tl.tensor,
-    clusters: tl.tensor,
     DIM: tl.constexpr,
     POINTS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
 ) -> None:
-    """One program per (POINTS vectors, block, head)."""
-    block = tl.program_id(1)
-    head = tl.program_id(2).to(tl.int64)
-    first = tl.load(table_ptr + block * 4)
-    end = tl.load(table_ptr + block * 4 + 1)
-    begin = tl.load(table_ptr + block * 4 + 2)
-    stop = tl.load(table_ptr + block * 4 + 3)
-    at = first + tl.program_id(0) * POINTS + tl.arange(0, POINTS)
-    if first + tl.program_id(0) * POINTS < end:
-        inside = at < end
-        dims = tl.arange(0, DIM)
-        from_ptr = vectors_ptr + head * head_stride
-        vectors = tl.load(
-            from_ptr + at.to(tl.int64)[:, None] * row_stride + dims[None, :], mask=inside[:, None], other=0.0
-        )
-        best = tl.full([POINTS, TILE], float("-inf"), tl.float32)
-        centroids_head = centroids_ptr + head * clusters * DIM
-        for tile in tl.range(0, tl.cdiv(stop - begin, TILE), num_stages=STAGES):
-            own = begin + tile * TILE + tl.arange(0, TILE)
-            exists = own < stop
-            centroids = tl.load(
-                centroids_head + own[:, None] * DIM + dims[None, :], mask=exists[:, None], other=0.0
-            )
-            products = tl.dot(vectors, tl.trans(centroids), input_precision=PRECISION)
-            halves = tl.load(halves_ptr + head * clusters + own, mask=exists, other=1e30)
-            products -= halves[None, :]
-            # The last bits of a product give way to the number of the tile, which then needs no array of its own.
-            bits = (products.to(tl.int32, bitcast=True) & (-TILES)) | tile
-            best = tl.maximum(best, bits.to(tl.float32, bitcast=True))
-        column = tl.argmax(best, 1)
-        columns = tl.arange(0, TILE)
-        bits = best.to(tl.int32, bitcast=True) & (TILES - 1)
-        tile = tl.sum(tl.where(columns[None, :] == column[:, None], bits, 0), 1)
-        chosen = begin + tile * TILE + column
-        tl.store(assignment_ptr + head * count + at, chosen.to(tl.int32), mask=inside)
+    """One program per (POINTS vectors, head)."""
+    at = tl.program_id(0) * POINTS + tl.arange(0, POINTS)
+    head = tl.program_id(1).to(tl.int64)
+    inside = at < count
+    rows_ptr = vectors_ptr + head * head_stride + at.to(tl.int64)[:, None] * row_stride
+    vectors = tl.load(rows_ptr + tl.arange(0, DIM)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    norms = tl.maximum(tl.sqrt(tl.sum(vectors * vectors, 1)), 1e-20)
+    tl.store(scales_ptr + head * count + at, 1.0 / norms, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count", "clusters"])
@@ -385,6 +316,6 @@ def move_kernel(
                 filled = exists & (number > 0)
             rounded = moved.to(centroids_ptr.dtype.element_ty)
             tl.store(centroids_ptr + row[:, None] * DIM + dims[None, :], rounded, mask=filled[:, None])
-            if not SCALED:
+            if not SCALED:  # means have halves
                 halves = 0.5 * tl.sum(rounded.to(tl.float32) * rounded.to(tl.float32), 1)
                 tl.store(halves_ptr + row, halves, mask=filled)

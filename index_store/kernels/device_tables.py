@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from index_store.errors import InvalidArgumentError
-from index_store.kernels.device_kmeans import assign_vectors, fill_rows, move_centroids
+from index_store.kernels.device_kmeans import fill_rows, move_centroids
+from index_store.kernels.nearest_centroids import assign_vectors
 
 _INT8_MAX = 127
 _INT16_MAX = 32767
@@ -143,12 +144,11 @@ def spherical_kmeans_batch(
     centroids = spread_seeds(source, clusters, seed)
     blocks = [(0, count, 0, clusters)]
     table = torch.tensor(blocks, dtype=torch.int32).to(points.device, non_blocking=True)
-    halves = torch.zeros(problems, clusters, device=points.device)
     ones = torch.ones(problems, count, device=points.device)
     nearest = torch.empty(problems, count, dtype=torch.int32, device=points.device)
     for _ in range(iterations):
-        assign_vectors(points, centroids, halves, table, blocks, nearest)
-        move_centroids(points, ones, nearest, table, blocks, centroids, halves)
+        assign_vectors(points, centroids, None, table, blocks, nearest)
+        move_centroids(points, ones, nearest, table, blocks, centroids, None)
     return normalize(centroids[..., :width].float(), dim=-1)
 
 

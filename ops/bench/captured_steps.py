@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from general_steps import (
     WARM_UP,
@@ -21,6 +22,7 @@ from general_steps import (
     step_figures,
     time_steps,
 )
+from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_engine.device.dense_steps import DenseSteps
@@ -46,7 +48,7 @@ ANSWERED = 1 << (62 - COUNT_BITS)
 
 
 class Lanes:
-    """A session on each context; their steps run in as many lanes as the threads have where these search, else in one.
+    """A session on each context; their steps run in as many lanes as the threads have where rows come from the host.
 
     There are no sessions before `start`.
     """
@@ -77,7 +79,7 @@ class Lanes:
         self.sessions = start_sessions(self.contexts, method)
         if not all(self.stepper.takes(session) for session in self.sessions):
             raise CheckFailedError("the method does not run in a graph")
-        lanes = self._lanes if searched_on_host(self.contexts, method) else 1
+        lanes = self._lanes if method.sparse and self.contexts[0].placement.kv_on_host else 1
         share = -(-len(self.sessions) // lanes)
         self.parts = [self.sessions[first : first + share] for first in range(0, len(self.sessions), share)]
 
@@ -116,6 +118,14 @@ class Lanes:
         """In which lanes stood still for the host until now, on average over the lanes."""
         return statistics.mean(part[0].figures.device_wait_for_host_ns for part in self.parts) * 1e-9
 
+    def standing_still_ms(self, tokens: Sequence[int], turns: int) -> float:
+        """Median time of a step, of so many more, in which the device did nothing but wait for the host."""
+        found = []
+        for _ in range(turns):
+            tokens = self.step(tokens)
+            found.append(standing_still_ns([mailbox.waits() for mailbox in self.mailboxes]) * 1e-6)
+        return statistics.median(found)
+
     def device_ms(self) -> float:
         """Median time of replays that find all lists there."""
         for mailbox in self.mailboxes:
@@ -135,12 +145,33 @@ class Lanes:
         return statistics.median(times) * 1e3
 
 
+def standing_still_ns(lanes: Sequence[NDArray[np.int64]]) -> int:
+    """Nanoseconds of a step in which no lane did anything but wait, and one or more did, by `Mailbox.waits` of each.
+
+    A lane counts as waiting before its first wait and after its last one, too, where it has not begun, computes, or has
+    ended. So the device has stood still for no longer.
+    """
+    lanes = [waits for waits in lanes if len(waits)]
+    if not lanes:
+        return 0
+    begins, ends = (np.concatenate([waits[:, side] for waits in lanes]) for side in (0, 1))
+    outside = [waits[0, 0] for waits in lanes], [waits[-1, 1] for waits in lanes]
+    times = np.concatenate([begins, ends, *outside])
+    counts = [len(begins), len(ends), len(lanes), len(lanes)]
+    order = np.argsort(times, kind="stable")
+    waiting = np.repeat([1, -1, 0, 0], counts)[order].cumsum()
+    idle = np.repeat([0, 0, -1, 1], counts)[order].cumsum() + len(lanes)
+    still = (waiting > 0) & (waiting + idle == len(lanes))
+    return int(np.diff(times[order])[still[:-1]].sum())
+
+
 @dataclass(frozen=True, slots=True)
 class Timed:
     """Steps of a batch that were timed, by seconds, and what they moved.
 
     first_s: of the step before all of them, which captures the graph where that was not done yet. read: bytes from host
     memory; reused: rows found on the device instead, of `row_bytes` each. waited_s: for the host, as an average lane.
+    tokens: that follow the last step.
     """
 
     seconds: list[float]
@@ -150,6 +181,7 @@ class Timed:
     reused: int
     row_bytes: int
     waited_s: float
+    tokens: list[int]
 
     def steps(self) -> dict[str, float]:
         """See `step_figures`."""
@@ -176,7 +208,7 @@ def time_captured(lanes: Lanes, method: Method, turns: int, limit_s: float = mat
     check_lists(lanes, method)
     _, tokens = time_steps(lanes.step, tokens, WARM_UP, limit_s)
     (read, reused), waited_s = lanes.moved(), lanes.waited_s()
-    seconds, _ = time_steps(lanes.step, tokens, turns, limit_s)
+    seconds, tokens = time_steps(lanes.step, tokens, turns, limit_s)
     read_then, reused_then = lanes.moved()
     context = lanes.contexts[0]
     return Timed(
@@ -187,6 +219,7 @@ def time_captured(lanes: Lanes, method: Method, turns: int, limit_s: float = mat
         reused_then - reused,
         2 * context.manifest.model.head_dim * context.kv(0).element_size(),
         lanes.waited_s() - waited_s,
+        tokens,
     )
 
 

@@ -5,12 +5,13 @@ random context of its own, as in `decode_gpu.py`; keys and values are in host me
 host's too, those of as many layers as fit into `--host-gb`.
 Steps run through the engine's own graphs, mailboxes and threads, a batch in one lane or split into several.
 
-`step_ms` is a step with everything around it (median, wall clock), `p99_ms` the 99th percentile. `device_ms` is
-the same replays with all lists there before they are asked for: what the GPU has to do. So `wait` is the share of the
-step in which the GPU stood still for the host, and `lane_wait_ms` what the launches that wait counted in a lane, where
-the other lane computes meanwhile. `table_mb` are read by the search of a step, `read_gb_s` is what the same threads
-read in the same run when they do nothing else (`search_cpu.py`), and `model_ms` follows: device and search one after
-the other in one lane, the longer of both in several.
+`step_ms` is a step with everything around it (median, wall clock), `p99_ms` the 99th percentile. `lane_wait_ms` is what
+the launches that wait counted in a lane, where another lane may compute meanwhile; `still_ms` the time in which no lane
+did anything but wait, by the device's clock in as many further steps, and `wait` the share of the step that it is.
+`device_ms` is the same replays with all lists there before they are asked for and their rows in slots: what the GPU
+has to compute; `host_mb` are fetched in a step besides. `table_mb` are read by the search of a step, `read_gb_s` is
+what the same threads read in the same run when they do nothing else (`search_cpu.py`), and `model_ms` follows: device
+and search one after the other in one lane, the longer of both in several.
 
 Before times are reported, the lists of the last layer of every session must be those that the general path selects for
 the queries that the device has posted, and logits of the step must be near those of the general path (where rounding
@@ -113,17 +114,20 @@ class Bench:
             lanes.step(first_tokens(self._contexts))
             difference = compare(lanes.logits(), expected_BV, TOLERANCE)
             timed = time_captured(lanes, method, self._turns)
-            steps, device_ms = timed.steps(), lanes.device_ms()
+            still_ms, device_ms = lanes.standing_still_ms(timed.tokens, self._turns), lanes.device_ms()
         finally:
             searching.close()
         table_mb = table_bytes(self._contexts, method) * 1e-6
         search_ms = table_mb / bandwidth
         model_ms = device_ms + search_ms if lane_count == 1 else max(device_ms, search_ms)
+        steps = timed.steps()
         return {
             **steps,
+            "host_mb": timed.moved()["host_mb"],
             "lane_wait_ms": round(timed.waited_s / len(timed.seconds) * 1e3, 3),
+            "still_ms": round(still_ms, 3),
+            "wait": round(still_ms / steps["step_ms"], 4),
             "device_ms": round(device_ms, 3),
-            "wait": round(max(0.0, 1 - device_ms / steps["step_ms"]), 4),
             "table_mb": round(table_mb, 1),
             "read_gb_s": round(bandwidth, 1),
             "model_ms": round(model_ms, 3),

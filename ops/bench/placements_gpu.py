@@ -9,15 +9,15 @@ Cases are `METHOD@WHERE`, methods as in `decode_gpu.py`:
 
 - `device`: everything in GPU memory. `hybrid`: keys and values in host memory, the rows that a step attends to are
   fetched; `hybrid+prefetch`: a layer ahead, too. `host`: query tables are in host memory as well, searched by the
-  host's cores; `host2`: with a batch in two lanes, for batches of four or more.
+  host's cores. `hybrid2`, `host2`: with a batch in two lanes, for batches of four or more.
 - `full@hybrid`, `full@streamed`: every step reads all keys and values from host memory, in place by a captured step's
   attention, or through two blocks of GPU memory by the general path; one session.
 
 `step_ms` is the median (P50) and `p99_ms` the 99th percentile of the wall clock of a step with everything around it,
 over `steps` steps after a warm-up, `--turns` or as many as `--seconds` allow; `tokens_per_s` follows from the median,
 `to_full` is that of `full@device` in the same run over it: above 1, the case is faster. `host_mb` were read from host
-memory per step, and `reused` is the share of rows that were found on the device instead. `wait` is the share of its
-steps in which a lane stood still for the host's search.
+memory per step, and `reused` is the share of rows that were found on the device instead. `wait` is the share of a step
+in which the device did nothing but wait for the host's search, from `STILL_TURNS` further steps.
 
 Before a case is timed, the logits of the same graph with a budget of all keys are compared with those of full
 attention to the same contexts in GPU memory by the general path, unless that would read more than `CHECKED_GB` from
@@ -81,6 +81,7 @@ CASES = ",".join(
         "pq+dropped:0.01@device",
         "pq+dropped:0.01@hybrid",
         "pq+dropped:0.01@hybrid+prefetch",
+        "pq+dropped:0.01@hybrid2",
         f"{TABLES}@host",
         f"{TABLES}@host2",
         "full@hybrid",
@@ -90,6 +91,7 @@ CASES = ",".join(
 SHAPES = "131072x1,32768x1,131072x4,32768x4,32768x16,131072x16"
 CHECKED_GB = 20.0
 LANES_FROM = 4
+STILL_TURNS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,8 @@ class Case:
                 raise typer.BadParameter(f"{text}: only full is streamed")
             return cls(label, parse_method(label), Placement.HYBRID, streamed=True)
         names: dict[str, dict[str, Any]] = {place.value: {"placement": place} for place in Placement}
-        names["host2"] = {"placement": Placement.HOST, "lanes": 2}
+        for place in (Placement.HYBRID, Placement.HOST):
+            names[f"{place.value}2"] = {"placement": place, "lanes": 2}
         names["hybrid+prefetch"] = {"placement": Placement.HYBRID, "prefetch": True}
         if where not in names:
             raise typer.BadParameter(
@@ -163,10 +166,11 @@ class Bench:
         checked = read <= CHECKED_GB * 1e9
         difference = whole_difference(lanes, case.method, self._expected) if checked else None
         timed = time_captured(lanes, case.method, self._turns, self._seconds)
+        steps, still_ms = timed.steps(), lanes.standing_still_ms(timed.tokens, STILL_TURNS)
         return {
-            **timed.steps(),
+            **steps,
             **timed.moved(),
-            "wait": round(timed.waited_s / sum(timed.seconds), 4),
+            "wait": round(still_ms / steps["step_ms"], 4),
             "captured": all(graph.captured for graph in lanes.graphs),
             "first_step_s": round(timed.first_s, 1),
             "logits_difference": difference,

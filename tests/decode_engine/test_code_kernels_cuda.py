@@ -106,8 +106,9 @@ def test_a_context_of_two_million_keys() -> None:
 
 @pytest.mark.parametrize("sharp", [1.0, 3.0])
 def test_selections_are_those_of_the_general_path(sharp: float) -> None:
+    """On average: normalisers and cut come from a sample, so that a single list may be a fourth shorter or longer."""
     torch.manual_seed(7)
-    heads, keys, keep, first, end = 2, 65536, 1311, 8, 65472
+    heads, keys, keep, first, end, steps = 2, 65536, 1311, 8, 65472, 12
     centres = torch.randn(heads, 512, 128, device="cuda")
     own = torch.randint(0, 512, (heads, keys), device="cuda")
     kv = torch.randn(heads, keys, 2, 128, device="cuda").bfloat16()
@@ -118,17 +119,22 @@ def test_selections_are_those_of_the_general_path(sharp: float) -> None:
     arrays = index.arrays()
     sequence = CodeSequence(arrays["codes"], arrays["codebooks"], first, end, keep)
     plan = make_plan(4, 128, 8, 256, max_keys=keys, shape=code_shape(keys, 8, 4))
-    q = (make_queries(plan, torch.float32, 1) * sharp / 2.0).bfloat16()
-    lists = searched(plan, q, [sequence])
-    scaled = q[0].float()[:, None] * plan.scale
-    scores = index.rank(scaled, first, end, None, {}).scores("average")[:, 0]
-    logits = torch.einsum("htgd,hnd->htgn", scaled, kv[:, first:end, 0].float())
-    shares = Ranking(logits, Items(first, end)).weights("average")[:, 0]
-    for h in range(heads):
-        kept = torch.tensor(listed_keys(lists, h), device="cuda") - first
-        best = scores[h].topk(len(kept)).indices
-        common = torch.isin(kept, best).float().mean()
-        mass, most = shares[h, kept].sum(), shares[h, best].sum()
-        assert 0.75 * keep < len(kept) < 1.3 * keep
-        assert common > 0.85
-        assert mass > 0.98 * most
+    q = (make_queries(plan, torch.float32, steps) * sharp / 2.0).bfloat16()
+    lists = searched(plan, q, [sequence] * steps)
+    found = []
+    for b in range(steps):
+        scaled = q[b].float()[:, None] * plan.scale
+        scores = index.rank(scaled, first, end, None, {}).scores("average")[:, 0]
+        logits = torch.einsum("htgd,hnd->htgn", scaled, kv[:, first:end, 0].float())
+        shares = Ranking(logits, Items(first, end)).weights("average")[:, 0]
+        for h in range(heads):
+            kept = torch.tensor(listed_keys(lists, b * heads + h), device="cuda") - first
+            best = scores[h].topk(len(kept)).indices
+            common = torch.isin(kept, best).float().mean()
+            mass = shares[h, kept].sum() / shares[h, best].sum()
+            found.append([len(kept) / keep, float(common), float(mass)])
+    kept_of_wanted, common, mass = torch.tensor(found).mean(0).tolist()
+    assert 0.85 < kept_of_wanted < 1.15
+    assert common > 0.92
+    assert mass > 0.96
+    assert min(mass for _, _, mass in found) > 0.75

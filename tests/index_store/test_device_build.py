@@ -20,11 +20,11 @@ from index_store.kernels.device_clusters import (
     measure_members_reference,
 )
 from index_store.kernels.device_kmeans import (
-    assign_vectors,
-    assign_vectors_reference,
     cluster_blocks,
     fill_rows,
     find_clusters,
+    inverse_norms,
+    inverse_norms_reference,
     move_centroids,
     move_centroids_reference,
 )
@@ -36,6 +36,7 @@ from index_store.kernels.device_tables import (
     spread_seeds,
     spread_seeds_reference,
 )
+from index_store.kernels.nearest_centroids import assign_vectors, assign_vectors_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")]
@@ -62,25 +63,34 @@ def test_an_iteration_of_kmeans(dtype: torch.dtype, metric: str, head_dim: int) 
     table = torch.tensor(BLOCKS, dtype=torch.int32, device=DEVICE)
     generator = torch.Generator().manual_seed(0)
     centroids = torch.randn(2, 37, head_dim, generator=generator).to(DEVICE, dtype)
-    scales = None
-    halves = 0.5 * centroids.float().square().sum(-1)
+    scales, halves = None, None
     if metric == "cosine":
         centroids = torch.nn.functional.normalize(centroids.float(), dim=-1).to(dtype)
         scales = vectors.float().norm(dim=-1).reciprocal()
-        halves = torch.zeros(2, 37, device=DEVICE)
+    else:
+        halves = 0.5 * centroids.float().square().sum(-1)
     found, expected = (torch.full((2, 300), -1, dtype=torch.int32, device=DEVICE) for _ in range(2))
     assign_vectors(vectors, centroids, halves, table, BLOCKS, found)
     assign_vectors_reference(vectors, centroids, halves, table, BLOCKS, expected)
     assert float((found == expected).float().mean()) > 0.995  # ties
     assert (found[:, :3] == -1).all()
     assert (found[:, 283:] == -1).all()
-    moved = [(centroids.clone(), halves.clone()) for _ in range(2)]
+    moved = [(centroids.clone(), None if halves is None else halves.clone()) for _ in range(2)]
     move_centroids(vectors, scales, expected, table, BLOCKS, *moved[0])
     move_centroids_reference(vectors, scales, expected, table, BLOCKS, *moved[1])
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
     for one, other in zip(moved[0], moved[1], strict=True):
-        torch.testing.assert_close(one.float(), other.float(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
     assert not torch.equal(moved[0][0], centroids)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inverse_norms(dtype: torch.dtype) -> None:
+    vectors = make_kv(300, dtype)[:, :, 0]
+    vectors[1, 7] = 0.0
+    found = inverse_norms(vectors)
+    torch.testing.assert_close(found, inverse_norms_reference(vectors), rtol=1e-5, atol=0)
+    assert float(found[1, 7]) == pytest.approx(1e20)
 
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
@@ -152,7 +162,11 @@ def test_sums_of_long_blocks_are_those_of_short_ones() -> None:
     blocks = [(0, count, 0, 6)]
     table = torch.tensor(blocks, dtype=torch.int32, device=DEVICE)
     for scales in (None, vectors.norm(dim=-1).reciprocal()):
-        moved = [(torch.zeros(1, 6, 16, device=DEVICE), torch.ones(1, 6, device=DEVICE)) for _ in range(2)]
+        halves = torch.ones(1, 6, device=DEVICE) if scales is None else None
+        moved = [
+            (torch.zeros(1, 6, 16, device=DEVICE), None if halves is None else halves.clone())
+            for _ in range(2)
+        ]
         move_centroids(vectors, scales, named, table, blocks, *moved[0])
         move_centroids_reference(vectors, scales, named, table, blocks, *moved[1])
         for one, other in zip(moved[0], moved[1], strict=True):

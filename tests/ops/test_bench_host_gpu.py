@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -82,6 +83,17 @@ def test_only_tables_are_searched_there(bench: ModuleType, monkeypatch: pytest.M
             bench.main(methods=method)
 
 
+def test_the_device_stands_still_when_no_lane_computes(bench: ModuleType) -> None:
+    """A lane that has not begun or has ended does not compute; between its waits it does."""
+    still = sys.modules["captured_steps"].standing_still_ns
+    first, second = np.array([[10, 15], [20, 30]]), np.array([[12, 13], [25, 40]])
+    assert still([first]) == 5 + 10
+    assert still([first, second]) == (12 - 10) + (13 - 12) + (30 - 25) + (40 - 30)
+    assert still([first, first]) == still([first])
+    assert still([first, np.empty((0, 2), np.int64)]) == still([first])
+    assert still([]) == 0
+
+
 @pytest.mark.slow
 def test_every_number_of_lanes_and_waves_has_its_line(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -111,6 +123,8 @@ def test_every_number_of_lanes_and_waves_has_its_line(
     for line in lines:
         assert 0 < line["step_ms"] <= line["p99_ms"]
         assert line["lane_wait_ms"] >= 0
+        assert line["wait"] == pytest.approx(line["still_ms"] / line["step_ms"], abs=1e-3)
+        assert line["host_mb"] > 0
         assert line["logits_difference"] < 1e-3
         assert line["table_mb"] == pytest.approx(2 * 16 * LENGTH * 1e-6, abs=0.05)
         assert line["model_ms"] >= line["device_ms"] == 0.5

@@ -112,7 +112,7 @@ def test_host_equals_hybrid_for_the_same_lists(
     monkeypatch.setattr(HostTableSelection, "select", remember)
     monkeypatch.setattr(TableSelection, "select", recall)
     method = small(expression)
-    threads = SearchThreads(2)
+    threads = SearchThreads(2, waves=1)  # all lists of a layer are there when `select` returns
     try:
         stepper = make_stepper(runner, threads)
         searched, given = (begin(runner, method, each) for each in (Placement.HOST, Placement.HYBRID))

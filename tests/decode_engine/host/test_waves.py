@@ -48,8 +48,8 @@ def test_heads_are_split_evenly() -> None:
     plan = replace(make_plan(1), heads=8, waves=3)
     assert plan.wave_heads == [range(2), range(2, 5), range(5, 8)]
     assert replace(plan, heads=2, waves=5).wave_heads == [range(1), range(1, 2)]
-    with pytest.raises(InvalidArgumentError, match="in 0 waves"):
-        SearchThreads(1, 1, 0)
+    with pytest.raises(InvalidArgumentError, match="in -1 waves"):
+        SearchThreads(1, 1, -1)
 
 
 def test_only_lists_of_the_wave_are_waited_for_and_copied() -> None:
@@ -77,9 +77,11 @@ def test_only_lists_of_the_wave_are_waited_for_and_copied() -> None:
                 expected = [20 + row, 40 + h] if h <= wave else [7]
                 assert lists.of_row(row * HEADS + h).tolist() == expected
     assert not mailbox.gave_up
-    mailbox.shared.waited_LR.zero_()
-    mailbox.shared.waited_LR[layer] = torch.tensor([3, 10, 5, 20])
-    assert mailbox.waited_ns() == 5 + 20
+    mailbox.shared.waits_LR2.zero_()
+    mailbox.shared.waits_LR2[layer] = torch.tensor([[100, 103], [110, 120], [101, 105], [111, 131]])
+    waits_LW2 = mailbox.waits().reshape(len(mailbox.order), 2, 2)
+    assert waits_LW2[mailbox.order.index(layer)].tolist() == [[100, 105], [110, 131]]
+    assert mailbox.waited_ns() == 5 + 21
 
 
 def step_logits(runner: ModelRunner, waves: int) -> tuple[Tensor, list[tuple[int, int]]]:
