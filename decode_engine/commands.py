@@ -134,9 +134,8 @@ def serve(
     lanes: Annotated[
         int,
         typer.Option(
-            help="Parts that a batch over contexts in host memory is split into. They run at once, so that one's rows "
-            "are fetched, or searched for, while the GPU computes another. Each reads the model's weights for itself, "
-            "and has slots of its own for rows."
+            help="Parts of a batch of placement host that run at once, so that one is searched for while the GPU "
+            "computes another. Each reads the model's weights for itself, and has slots of its own for rows."
         ),
     ] = 1,
     waves: Annotated[

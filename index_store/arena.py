@@ -89,7 +89,7 @@ class Arena:
         device: what computes, where that is not the CPU; None for the CPU, in whose memory everything is then.
         placement: of every context; None for in device memory what fits into its budget, else hybrid, and host what has
             indexes that fit only without those which the host can search.
-        lanes: of batches; each has slots of its own for rows of contexts in host memory.
+        lanes: see `placed_bytes`.
         """
         if isinstance(budget, int):
             budget = MemoryBytes(host=budget) if device is None else MemoryBytes(device=budget)

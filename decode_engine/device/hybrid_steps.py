@@ -31,8 +31,8 @@ from index_store.slot_memory import slots_per_head
 class HybridSteps(ListedSteps):
     """`ListedSteps` over contexts in host memory: the same results, bit for bit.
 
-    The sessions of a context share a slot cache per layer and lane, which lives as long as the context: what one has
-    fetched the others find, also sessions of other methods, whose steps run in other graphs. Its size is the context's
+    The sessions of a context share a slot cache per layer, which lives as long as the context: what one has fetched
+    the others find, also sessions of other methods, whose steps run in other graphs. Its size is the context's
     (`index_store.slot_memory`): steps that attend to more read the rest from host memory.
 
     A layer whose queries are foretold gets rows before its turn (`fetch_ahead`).
@@ -59,10 +59,6 @@ class HybridSteps(ListedSteps):
                 "not page-locked, which the device cannot read"
             )
         return {**super().fields(context, method, layer), **slot_cache(context, layer).fields(layer)}
-
-    def own_fields(self, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
-        """Slots of a lane's own, since steps of several lanes run at once; the first lane has the usual ones."""
-        return slot_cache(context, layer, self.plan.lane).fields(layer) if self.plan.lane else {}
 
     @property
     def foresees(self) -> bool:

@@ -29,7 +29,7 @@ class StepPlan:
     model: layers, heads and head dimension. method: as it runs over the contexts (`session.fit_method`), without what
     differs between requests: how much the budget keeps comes with the records. size: rows B of the batch. max_keys:
     no context is longer; a power of two. dtype: of keys, values and queries, float16 or bfloat16. searching: threads of
-    the host that search for this batch, where it is searched there. lane: steps of different lanes run at once.
+    the host that search for this batch, where it is searched there.
     """
 
     model: ModelIdentity
@@ -39,7 +39,6 @@ class StepPlan:
     dtype: torch.dtype
     device: torch.device
     searching: SearchLane | None = None
-    lane: int = 0
 
     @property
     def group(self) -> int:

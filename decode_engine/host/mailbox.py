@@ -37,7 +37,7 @@ def list_width(max_keys: int) -> int:
 def usual_waves(rows: int) -> int:
     """In how many parts lists of a batch are waited for where nothing else is said.
 
-    A wave costs two launches a layer, about 7 us, and hides fetches behind searches, which take longer for more rows:
+    A wave costs three launches a layer, about 7 us, and hides fetches behind searches, which take longer for more rows:
     two were fastest for one, four for more (docs/offload.md).
     """
     return 2 if rows == 1 else 4

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_engine.dense_layer import DenseLayer
-from decode_engine.device.hybrid_steps import HybridSteps
+from decode_engine.device.hybrid_steps import HybridSteps, slot_cache
 from decode_engine.device.key_selection import KeySelection
 from decode_engine.device.step_attention import StepPlan
 from decode_engine.device.step_batch import step_counts
@@ -169,6 +169,11 @@ class HostSteps(HybridSteps):
     selection_types: ClassVar[Mapping[str, type[KeySelection]]] = MappingProxyType(
         {QueryTables.kind: HostTableSelection}
     )
+
+    def own_fields(self, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        """Slots of a lane's own, since steps of several lanes run at once; the first lane has the usual ones."""
+        lane = 0 if self.plan.searching is None else self.plan.searching.number
+        return slot_cache(context, layer, lane).fields(layer) if lane else {}
 
     def locate(self, layer: int, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor) -> Tensor | None:
         """Wave by wave: rows of one come from host memory while threads search for the next."""

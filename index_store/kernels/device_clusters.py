@@ -106,7 +106,7 @@ def measure_members(
         DIM=dim,
         LANES=triton.next_power_of_2(dim),
         TILE=16,
-        num_warps=2,
+        num_warps=1,
     )
     return arrays
 

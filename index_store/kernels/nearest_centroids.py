@@ -28,7 +28,12 @@ def assign_vectors(
     longest = max(end - first for first, end, _, _ in blocks)
     most = max(stop - begin for _, _, begin, stop in blocks)
     whole = vectors_HND.dtype == torch.float32
-    assign_kernel[(triton.cdiv(longest, 64), len(blocks), heads)](
+    options = product_options(whole, dim)
+    points, tile = 64, 128
+    if options["STAGES"] > 1:
+        # Fewer centroids at once leave registers for more vectors: 324 us instead of 418 (docs/gpu.md).
+        points, tile, options["STAGES"] = 128, 64, 2
+    assign_kernel[(triton.cdiv(longest, points), len(blocks), heads)](
         vectors_HND,
         centroids_HCD,
         halves_HC,
@@ -40,10 +45,10 @@ def assign_vectors(
         centroids_HCD.shape[1],
         HALVES=halves_HC is not None,
         DIM=dim,
-        POINTS=64,
-        TILE=128,
-        TILES=int(triton.next_power_of_2(triton.cdiv(most, 128))),
-        **product_options(whole, dim),
+        POINTS=points,
+        TILE=tile,
+        TILES=int(triton.next_power_of_2(triton.cdiv(most, tile))),
+        **options,
     )
 
 

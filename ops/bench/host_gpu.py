@@ -17,8 +17,8 @@ Before times are reported, the lists of the last layer of every session must be 
 the queries that the device has posted, and logits of the step must be near those of the general path (where rounding
 to bfloat16 changes which keys are selected).
 
-One JSON line per figure; the exit code is 1 when one fails, or when --bars is given and two lanes or more wait for
-10 % of a step or longer at 32,768 tokens, batch 4.
+One JSON line per figure; the exit code is 1 when one fails, or when --bars is given and two lanes or more, in as many
+waves as they are served in, wait for 10 % of a step or longer at 32,768 tokens, batch 4.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from torch import Tensor
 from decode_engine.config import Compilation, search_cores
 from decode_engine.device.step_model import step_model
 from decode_engine.evaluation.machine import describe_machine
+from decode_engine.host.mailbox import usual_waves
 from decode_engine.host.workers import SearchThreads
 from index_store.context import ResidentContext
 from index_store.indexes.table_parameters import TableParameters
@@ -166,8 +167,9 @@ def main(
     compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.DEFAULT,
     turns: Annotated[int, typer.Option(help="Steps that are timed.")] = TURNS,
     waves: Annotated[
-        str, typer.Option(help="Parts in which lists of a layer are waited for, comma-separated.")
-    ] = "1",
+        str,
+        typer.Option(help="Parts in which lists of a layer are waited for, comma-separated; 0: as served."),
+    ] = "0",
     host_gb: Annotated[
         float, typer.Option(help="Page-locked for keys and values, and again for each kind of tables.")
     ] = 8.6,
@@ -179,7 +181,7 @@ def main(
     for label, method in listed.items():
         if method.index is None or method.index.kind not in HOST_SEARCHED:
             raise typer.BadParameter(f"{label}: the host searches query tables and nothing else")
-    lane_counts, wave_counts = parse_counts(lanes), parse_counts(waves)
+    lane_counts, wave_counts = parse_counts(lanes), parse_counts(waves, least=0)
     threads = threads or search_cores()
     model, identity = make_model(layers)
     ranges = make_ranges(host_gb, list(listed.values()))
@@ -204,20 +206,21 @@ def main(
     raise typer.Exit(1 if failed else 0)
 
 
-def parse_counts(text: str) -> list[int]:
-    """Numbers from 1 on, comma-separated. Raises typer.BadParameter for anything else."""
+def parse_counts(text: str, least: int = 1) -> list[int]:
+    """Numbers, comma-separated. Raises typer.BadParameter for anything else."""
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
-    if not counts or min(counts) < 1:
-        raise typer.BadParameter(f"numbers are {text!r}, expected some from 1 on, such as 1,2")
+    if not counts or min(counts) < least:
+        raise typer.BadParameter(f"numbers are {text!r}, expected some from {least} on, such as 1,2")
     return counts
 
 
 def misses(line: Mapping[str, Any]) -> bool:
     """Whether the figure has a bar and does not reach it."""
-    barred = (line["tokens"], line["batch"]) == BAR_SHAPE and line["lanes"] > 1
+    served = (0, usual_waves(-(-line["batch"] // line["lanes"])))
+    barred = (line["tokens"], line["batch"]) == BAR_SHAPE and line["lanes"] > 1 and line["waves"] in served
     return barred and bool(line.get("wait", 0.0) >= WAIT_BAR)
 
 

@@ -35,14 +35,17 @@ def test_without_a_device_it_says_so() -> None:
 
 def test_numbers_are_parsed(bench: ModuleType) -> None:
     assert bench.parse_counts("1,2") == [1, 2]
+    assert bench.parse_counts("0,4", least=0) == [0, 4]
     for wrong in ("", "0", "1,x"):
         with pytest.raises(typer.BadParameter, match="expected some from 1 on"):
             bench.parse_counts(wrong)
 
 
 def test_two_lanes_have_a_bar(bench: ModuleType) -> None:
-    line = {"tokens": 32768, "batch": 4, "lanes": 2, "wait": 0.1}
+    line = {"tokens": 32768, "batch": 4, "lanes": 2, "waves": 0, "wait": 0.1}
     assert bench.misses(line)
+    assert bench.misses({**line, "waves": 4})
+    assert not bench.misses({**line, "waves": 1})
     assert not bench.misses({**line, "wait": 0.09})
     assert not bench.misses({**line, "lanes": 1})
     assert not bench.misses({**line, "tokens": 131072})
