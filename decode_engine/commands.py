@@ -134,8 +134,9 @@ def serve(
     lanes: Annotated[
         int,
         typer.Option(
-            help="Parts of a batch of placement host that run at once, so that one is searched for while the GPU "
-            "computes another. Each reads the model's weights for itself, and has slots of its own for rows."
+            help="Parts that a batch over contexts in host memory is split into. They run at once, so that one's rows "
+            "are fetched, or searched for, while the GPU computes another. Each reads the model's weights for itself, "
+            "and has slots of its own for rows."
         ),
     ] = 1,
     waves: Annotated[

@@ -145,10 +145,10 @@ class ServeConfig:
     (`devices.memory_budget`). placement: what of a context goes where (`Placement`), auto for as it fits.
     max_sessions: requests in progress at once; max_waiting: requests beyond those. prompt_chunk: prompt tokens per
     step, None for the device's default. prompts: what they attend to. threads: of searches and matrix products.
-    search_threads: that search beside a GPU for contexts of placement host. lanes: that their batches are split into.
-    waves: in which the lists of a layer come back, by KV heads; 0 for as many as pay. compilation: of the model around
-    the attention, on a GPU. prefetch: rows of contexts in host memory are fetched a layer ahead. grace: seconds that
-    running requests get when the server is told to stop.
+    search_threads: that search beside a GPU for contexts of placement host. lanes: that batches over contexts in host
+    memory are split into. waves: in which the lists of a layer come back from the host, by KV heads; 0 for as many as
+    pay. compilation: of the model around the attention, on a GPU. prefetch: rows of contexts in host memory are fetched
+    a layer ahead. grace: seconds that running requests get when the server is told to stop.
     """
 
     store: Path

@@ -80,13 +80,10 @@ def placed_bytes(
     """Bytes that a context takes in each memory: every array, aligned, and its token ids as int64.
 
     In memory of a device (see `start_loading`) with the padding of rows that some arrays have there, and with slots
-    (`slot_memory`) where keys and values are in the host's. lanes: of batches of placement host; each has slots of its
-    own.
+    (`slot_memory`) for every lane of batches where keys and values are in the host's.
     """
     arrays = _array_bytes(manifest, device, placement)
-    if not placement.kv_on_host:
-        return arrays
-    return arrays + MemoryBytes(device=slot_bytes(manifest) * (lanes if placement is Placement.HOST else 1))
+    return arrays + MemoryBytes(device=lanes * slot_bytes(manifest)) if placement.kv_on_host else arrays
 
 
 def _array_bytes(manifest: Manifest, device: torch.device | None, placement: Placement) -> MemoryBytes:
@@ -113,7 +110,7 @@ def choose_placement(
     if whole <= room:
         return Placement.DEVICE, f"its {whole} bytes fit into {budget}"
     why = f"its {whole} bytes do not fit into {budget}"
-    indexes = placed_bytes(manifest, device, Placement.HYBRID).device
+    indexes = placed_bytes(manifest, device, Placement.HYBRID, lanes).device
     rest = placed_bytes(manifest, device, Placement.HOST, lanes).device
     if indexes <= room or rest == indexes:
         return Placement.HYBRID, why

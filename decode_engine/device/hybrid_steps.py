@@ -21,6 +21,7 @@ from decode_engine.kernels.gather_rows import CopyShape
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.slot_cache import SlotCache
 from decode_engine.kernels.slot_fetch import FetchBuffers, fetch_rows, find_programs
+from decode_engine.kernels.turns import give_turn, take_turn
 from index_store.context import ResidentContext
 from index_store.errors import InvalidArgumentError
 from index_store.host_memory import is_readable
@@ -31,8 +32,8 @@ from index_store.slot_memory import slots_per_head
 class HybridSteps(ListedSteps):
     """`ListedSteps` over contexts in host memory: the same results, bit for bit.
 
-    The sessions of a context share a slot cache per layer, which lives as long as the context: what one has fetched
-    the others find, also sessions of other methods, whose steps run in other graphs. Its size is the context's
+    The sessions of a context share a slot cache per layer and lane, which lives as long as the context: what one has
+    fetched the others find, also sessions of other methods, whose steps run in other graphs. Its size is the context's
     (`index_store.slot_memory`): steps that attend to more read the rest from host memory.
 
     A layer whose queries are foretold gets rows before its turn (`fetch_ahead`).
@@ -60,6 +61,10 @@ class HybridSteps(ListedSteps):
             )
         return {**super().fields(context, method, layer), **slot_cache(context, layer).fields(layer)}
 
+    def own_fields(self, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        """Slots of a lane's own, since steps of several lanes run at once; the first lane has the usual ones."""
+        return slot_cache(context, layer, self.plan.lane).fields(layer) if self.plan.lane else {}
+
     @property
     def foresees(self) -> bool:
         return self.plan.searching is None  # threads of the host search for one layer at a time
@@ -74,9 +79,11 @@ class HybridSteps(ListedSteps):
         if self._ahead is not None:
             self._ahead.wait()
             self._ahead.search()
+        give_turn(self.plan.turn_1, self.plan.lane)
         locations_RN = self.fetch(layer, records_BF, lists, joined_RN)
         if self._ahead is not None:
             self._ahead.fetch()
+        take_turn(self.plan.turn_1, self.plan.lane)
         return locations_RN
 
     def fetch(

@@ -29,7 +29,8 @@ class StepPlan:
     model: layers, heads and head dimension. method: as it runs over the contexts (`session.fit_method`), without what
     differs between requests: how much the budget keeps comes with the records. size: rows B of the batch. max_keys:
     no context is longer; a power of two. dtype: of keys, values and queries, float16 or bfloat16. searching: threads of
-    the host that search for this batch, where it is searched there.
+    the host that search for this batch, where it is searched there. lane: steps of different lanes run at once, and
+    compute in turns; turn_1: see `kernels.turns`, None for a lane that runs alone.
     """
 
     model: ModelIdentity
@@ -39,6 +40,8 @@ class StepPlan:
     dtype: torch.dtype
     device: torch.device
     searching: SearchLane | None = None
+    lane: int = 0
+    turn_1: Tensor | None = None
 
     @property
     def group(self) -> int:

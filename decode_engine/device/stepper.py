@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.device.dense_steps import DenseSteps
+from decode_engine.device.hybrid_steps import HybridSteps
 from decode_engine.device.registry import step_attention_for, unreadable
 from decode_engine.device.step_attention import StepAttention, StepPlan
 from decode_engine.device.step_batch import StepBatch
@@ -94,8 +95,9 @@ class Stepper:
     ) -> None:
         """dtype: in which the model computes. dense: attends to everything; a benchmark may put in something else.
 
-        searching: threads for contexts that are searched on the host, and lanes that their batches are split into, so
-        that one lane is searched for while the device computes for the other; one thread and lane by default.
+        searching: threads for contexts that are searched on the host, and lanes that batches over contexts in host
+        memory are split into, so that one lane's rows are searched for and fetched while the device computes for the
+        other; one thread and lane by default.
         """
         self._model = model
         self._dense = dense
@@ -103,6 +105,7 @@ class Stepper:
         self._dtype = dtype
         self._device = device
         self._searching = searching or SearchThreads(1)
+        self._turn_1 = torch.zeros(1, dtype=torch.int32, device=device)
         # Lanes run at once: each has graphs, memory and a stream of its own.
         self._captures = [
             Captures(device, lane) if device.type == "cuda" else None for lane in range(self._searching.lanes)
@@ -125,7 +128,7 @@ class Stepper:
         """
         kind = self._sort(method, manifest, placement)
         if isinstance(kind, _Batchable):
-            lanes = self._searching.lanes if HostSteps in kind.layers else 1
+            lanes = self._lanes(kind)
             largest = _size(-(-min(sessions, MAX_ROWS) // lanes))
             for lane in range(lanes):
                 for size in (2**n for n in range(largest.bit_length())):
@@ -180,7 +183,7 @@ class Stepper:
     def _divide(self, sessions: Sequence[Session]) -> list[list[_Part]]:
         """Batches of up to MAX_ROWS sessions of a kind, each by lane: parts as equal as can be.
 
-        There is one lane for all where nothing is searched on the host.
+        There is one lane for all where nothing comes from the host.
         """
         kinds = [self._required(session) for session in sessions]
         groups: dict[int, list[int]] = {}
@@ -189,7 +192,7 @@ class Stepper:
         batches = []
         for numbers in groups.values():
             kind = kinds[numbers[0]]
-            lanes = self._searching.lanes if HostSteps in kind.layers else 1
+            lanes = self._lanes(kind)
             for first in range(0, len(numbers), MAX_ROWS):
                 batch = numbers[first : first + MAX_ROWS]
                 share = -(-len(batch) // lanes)
@@ -208,6 +211,10 @@ class Stepper:
                     ]
                 )
         return batches
+
+    def _lanes(self, kind: _Batchable) -> int:
+        """That a batch of such sessions is split into."""
+        return self._searching.lanes if any(issubclass(each, HybridSteps) for each in kind.layers) else 1
 
     def _mark(self) -> torch.cuda.Event | None:
         """What the current stream has been given until now."""
@@ -344,7 +351,10 @@ class Stepper:
             while len(self._graphs) >= _GRAPHS:
                 self._graphs.popitem(last=False)
             searching = self._searching.lane(lane) if HostSteps in kind.layers else None
-            plan = StepPlan(self._identity, method, size, max_keys, self._dtype, self._device, searching)
+            turn_1 = self._turn_1 if self._lanes(kind) > 1 else None
+            plan = StepPlan(
+                self._identity, method, size, max_keys, self._dtype, self._device, searching, lane, turn_1
+            )
             begin = time.perf_counter()
             graph = StepGraph(self._model, StepBatch(plan, kind.layers), self._captures[lane])
             graph.prepare(Choice.GREEDY)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_engine.dense_layer import DenseLayer
-from decode_engine.device.hybrid_steps import HybridSteps, slot_cache
+from decode_engine.device.hybrid_steps import HybridSteps
 from decode_engine.device.key_selection import KeySelection
 from decode_engine.device.step_attention import StepPlan
 from decode_engine.device.step_batch import step_counts
@@ -31,6 +31,7 @@ from decode_engine.host.mailbox import Mailbox, SearchedRow, SearchPlan, list_wi
 from decode_engine.kernels import records
 from decode_engine.kernels.key_lists import KeyLists
 from decode_engine.kernels.mailbox import await_lists, post_queries
+from decode_engine.kernels.turns import give_turn, take_turn
 from decode_engine.session import Session
 from index_store.budgets.ratio import Ratio, TokenCount
 from index_store.context import ResidentContext
@@ -151,8 +152,12 @@ class HostTableSelection(KeySelection):
         return self.mailbox.waited_ns()
 
     def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
-        """Lists of the first wave's KV heads; those of the others are there when they have been awaited."""
+        """Lists of the first wave's KV heads; those of the others are there when they have been awaited.
+
+        The lane's turn ends with the question; `HostSteps.locate` takes it again.
+        """
         post_queries(q_BHGD.flatten(1), records_BF, self.mailbox.shared, layer)
+        give_turn(self.plan.turn_1, self.plan.lane)
         self.await_heads(layer, records_BF, self.mailbox.plan.wave_heads[0])
         return self._lists
 
@@ -170,11 +175,6 @@ class HostSteps(HybridSteps):
         {QueryTables.kind: HostTableSelection}
     )
 
-    def own_fields(self, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
-        """Slots of a lane's own, since steps of several lanes run at once; the first lane has the usual ones."""
-        lane = 0 if self.plan.searching is None else self.plan.searching.number
-        return slot_cache(context, layer, lane).fields(layer) if lane else {}
-
     def locate(self, layer: int, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor) -> Tensor | None:
         """Wave by wave: rows of one come from host memory while threads search for the next."""
         locations_RN = None
@@ -182,6 +182,7 @@ class HostSteps(HybridSteps):
             if number > 0:
                 self._searching.await_heads(layer, records_BF, heads)
             locations_RN = self.fetch(layer, records_BF, lists, joined_RN, heads)
+        take_turn(self.plan.turn_1, self.plan.lane)
         return locations_RN
 
     @property

@@ -48,7 +48,7 @@ ANSWERED = 1 << (62 - COUNT_BITS)
 
 
 class Lanes:
-    """A session on each context; their steps run in as many lanes as the threads have where these search, else in one.
+    """A session on each context; their steps run in as many lanes as the threads have where rows come from the host.
 
     There are no sessions before `start`.
     """
@@ -79,7 +79,7 @@ class Lanes:
         self.sessions = start_sessions(self.contexts, method)
         if not all(self.stepper.takes(session) for session in self.sessions):
             raise CheckFailedError("the method does not run in a graph")
-        lanes = self._lanes if searched_on_host(self.contexts, method) else 1
+        lanes = self._lanes if method.sparse and self.contexts[0].placement.kv_on_host else 1
         share = -(-len(self.sessions) // lanes)
         self.parts = [self.sessions[first : first + share] for first in range(0, len(self.sessions), share)]
 

@@ -9,7 +9,7 @@ Cases are `METHOD@WHERE`, methods as in `decode_gpu.py`:
 
 - `device`: everything in GPU memory. `hybrid`: keys and values in host memory, the rows that a step attends to are
   fetched; `hybrid+prefetch`: a layer ahead, too. `host`: query tables are in host memory as well, searched by the
-  host's cores; `host2`: with a batch in two lanes, for batches of four or more.
+  host's cores. `hybrid2`, `host2`: with a batch in two lanes, for batches of four or more.
 - `full@hybrid`, `full@streamed`: every step reads all keys and values from host memory, in place by a captured step's
   attention, or through two blocks of GPU memory by the general path; one session.
 
@@ -81,6 +81,7 @@ CASES = ",".join(
         "pq+dropped:0.01@device",
         "pq+dropped:0.01@hybrid",
         "pq+dropped:0.01@hybrid+prefetch",
+        "pq+dropped:0.01@hybrid2",
         f"{TABLES}@host",
         f"{TABLES}@host2",
         "full@hybrid",
@@ -113,7 +114,8 @@ class Case:
                 raise typer.BadParameter(f"{text}: only full is streamed")
             return cls(label, parse_method(label), Placement.HYBRID, streamed=True)
         names: dict[str, dict[str, Any]] = {place.value: {"placement": place} for place in Placement}
-        names["host2"] = {"placement": Placement.HOST, "lanes": 2}
+        for place in (Placement.HYBRID, Placement.HOST):
+            names[f"{place.value}2"] = {"placement": place, "lanes": 2}
         names["hybrid+prefetch"] = {"placement": Placement.HYBRID, "prefetch": True}
         if where not in names:
             raise typer.BadParameter(

@@ -51,10 +51,12 @@ class Driver:
                     self.held[ctypes.addressof(memory)] = memory
                 case "cuMemFree_v2":
                     del self.held[arguments[0].value]
-                case "cuPointerGetAttribute":
+                case "cuPointerGetAttributes":
+                    count, asked, into, address = arguments
+                    assert (count.value, list(asked)) == (1, [8])
                     held = [range(first, first + ctypes.sizeof(each)) for first, each in self.held.items()]
-                    arguments[0]._obj.value = int(any(arguments[2].value in addresses for addresses in held))
-                    return 1 - arguments[0]._obj.value
+                    known = any(address.value in addresses for addresses in held)
+                    ctypes.cast(into[0], ctypes.POINTER(ctypes.c_uint))[0] = int(known)
             return 0
 
         return call

@@ -149,16 +149,13 @@ def test_sizes() -> None:
     assert NEEDED.host == manifest.model.layers * pages + 512
     slots = slot_bytes(manifest)
     assert 0 < slots < NEEDED.device < resident_bytes(manifest, CPU) - manifest.kv_bytes + slots
-    one, three = (placed_bytes(manifest, CPU, Placement.HOST, lanes) for lanes in (1, 3))
-    assert three == one + MemoryBytes(device=2 * slots)
-    assert placed_bytes(manifest, CPU, Placement.HYBRID, 3) == NEEDED
+    assert placed_bytes(manifest, CPU, Placement.HYBRID, lanes=3) == NEEDED + MemoryBytes(device=2 * slots)
     assert placed_bytes(manifest) == MemoryBytes(host=resident_bytes(manifest))
     assert placed_bytes(manifest, CPU) == MemoryBytes(device=resident_bytes(manifest, CPU))
 
 
 def test_every_lane_has_slots_of_its_own(stored: Store, context: SyntheticContext) -> None:
-    needed = placed_bytes(context.manifest, CPU, Placement.HOST)
-    one, two = (Arena(needed, RecordingLocker(), KINDS, CPU, Placement.HOST, lanes) for lanes in (1, 2))
+    one, two = (Arena(NEEDED, RecordingLocker(), KINDS, CPU, Placement.HYBRID, lanes) for lanes in (1, 2))
     with pytest.raises(MemoryBudgetError), two.acquire(stored, context.id):
         pass
     with one.acquire(stored, context.id):

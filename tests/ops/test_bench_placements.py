@@ -49,13 +49,14 @@ def test_cases(bench: ModuleType) -> None:
     assert places == [("device", 1, False, False)] * 3 + [
         ("hybrid", 1, False, False),
         ("hybrid", 1, True, False),
+        ("hybrid", 2, False, False),
         ("host", 1, False, False),
         ("host", 2, False, False),
         ("hybrid", 1, False, False),
         ("hybrid", 1, False, True),
     ]
     fits = [[case.fits(batch) for batch in (1, 4)] for case in listed]
-    assert fits == [[True, True]] * 6 + [[False, True]] + [[True, False]] * 2
+    assert fits == [[True, True]] * 5 + [[False, True], [True, True], [False, True]] + [[True, False]] * 2
     with_period = bench.Case.parse("csattention@period=4:0.05@device")
     assert with_period.method.schedule.period == 4
     for wrong in ("full", "full@disk", "pq+dropped:0.01@streamed"):
@@ -90,7 +91,7 @@ def figures(
     ("cases", "batch"),
     [
         ("full@device,full@hybrid,full@streamed,pq+dropped:0.05@hybrid,pq+dropped:0.05@hybrid+prefetch", 1),
-        (f"full@device,{TABLES}@host,{TABLES}@host2", 2),
+        (f"full@device,pq+dropped:0.05@hybrid2,{TABLES}@host,{TABLES}@host2", 2),
     ],
 )
 def test_every_case_has_its_figures(bench: ModuleType, placed: ModuleType, cases: str, batch: int) -> None:

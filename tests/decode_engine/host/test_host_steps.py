@@ -109,28 +109,40 @@ def by_forward(runner: ModelRunner, sessions: list[Session]) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_the_general_path(runner: ModelRunner, threads: SearchThreads) -> None:
-    """In two lanes, also for sessions of one context in both: each lane has slots of its own for it."""
+@pytest.mark.parametrize(
+    ("placement", "steps"), [(Placement.HOST, HostSteps), (Placement.HYBRID, HybridSteps)]
+)
+def test_tokens_in_two_lanes(
+    runner: ModelRunner, threads: SearchThreads, placement: Placement, steps: type[HybridSteps]
+) -> None:
+    """Are those of the general path, which a search on the device follows up to its sampled threshold: of one lane.
+
+    Two sessions are of one context: each lane has slots of its own for it.
+    """
     method = small("csattention+dropped")
 
     def started() -> list[Session]:
-        session, other = start(runner, method, Placement.HOST)[1:]
+        session, other = start(runner, method, placement)[1:]
         same = Session(session.context, method)
         runner.forward([same], [PROMPTS[0]])
-        return [session, other, same]
+        return [session, same, other]
 
     sessions = started()
-    assert step_attention_for(method, sessions[0].context.manifest, Placement.HOST) is HostSteps
-    expected = by_forward(runner, sessions)
+    assert step_attention_for(method, sessions[0].context.manifest, placement) is steps
+    if placement is Placement.HOST:
+        expected = by_forward(runner, sessions)
+    else:
+        expected = decode(make_stepper(runner, SearchThreads(1)), sessions)
     sessions = started()
     stepper = make_stepper(runner, threads)
-    assert decode(stepper, sessions) == expected
-    lane = stepper.graph(sessions[2:], 0, 1).batch.plan.searching
-    assert lane is not None
-    assert lane.number == 1
+    assert decode(stepper, [sessions[0], sessions[2], sessions[1]]) == [
+        [first, third, second] for first, second, third in expected
+    ]
+    assert stepper.graph(sessions[1:2], 0, 1).batch.plan.lane == 1
     for session in sessions:
         assert session.figures.searches >= STEPS * runner.identity.layers
-        assert DEVICE == "cpu" or session.figures.device_wait_for_host_ns > 0
+        waited = session.figures.device_wait_for_host_ns
+        assert waited == 0 if placement is Placement.HYBRID else DEVICE == "cpu" or waited > 0
 
 
 def test_lanes_follow_what_was_there_before_any_of_them(
