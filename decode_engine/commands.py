@@ -143,7 +143,7 @@ def serve(
         int,
         typer.Option(
             help="Parts, by KV heads, in which the lists of a layer come back in placement host: rows of one are "
-            "fetched while threads search for the next. 0: two for one session, four for more."
+            "fetched while threads search for the next. 0: two where a lane has one session, four where it has more."
         ),
     ] = 0,
     device: DeviceOption = AUTO,

@@ -2,7 +2,7 @@
 
 Rows that a decode step fetches stay in slots on the device for the steps after it
 (`decode_engine/kernels/slot_cache.py`). The slots of a context are part of what it takes of the device's memory from
-the beginning, though they are made when its first step comes.
+the beginning, though they are made when its first step comes. Every lane that batches are split into has its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def slots_per_head(keys: int) -> int:
 
 
 def slot_bytes(manifest: Manifest) -> int:
-    """Bytes that the slots of all layers take."""
+    """Bytes that the slots of all layers take, for one lane of batches."""
     model = manifest.model
     row = 2 * model.head_dim * stored_dtype(manifest.dtype).torch_dtype.itemsize
     per_head = slots_per_head(manifest.token_count) * (row + TAG_BYTES) + COUNT_BYTES

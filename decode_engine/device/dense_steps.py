@@ -14,6 +14,7 @@ from decode_engine.device.step_attention import StepAttention, StepPlan
 from decode_engine.kernels.dense_attention import attend_dense
 from decode_engine.kernels.key_values import HEAD_DIMS, MAX_GROUP
 from decode_engine.kernels.partials import Partials, merge_partials
+from decode_engine.kernels.turns import give_turn, take_turn
 from index_store.context import ResidentContext
 from index_store.manifest import Manifest
 from index_store.methods import Method
@@ -44,7 +45,10 @@ class DenseSteps(StepAttention):
         return {}
 
     def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
+        # Lanes that take turns have contexts in host memory: this reads all of one, and another lane may compute.
+        give_turn(self.plan.turn_1, self.plan.lane)
         attend_dense(q_BHGD, records_BF, self._partials, self.plan.model.head_dim**-0.5)
+        take_turn(self.plan.turn_1, self.plan.lane)
         return merge_partials(self._partials, q_BHGD.dtype)[0].view_as(q_BHGD)
 
     def kept_B(self) -> Tensor:

@@ -47,7 +47,7 @@ class SearchThreads:
     """Threads that are started when a lane is first asked for."""
 
     def __init__(self, threads: int, lanes: int = 1, waves: int = 0) -> None:
-        """waves: see `SearchLane`. Raises InvalidArgumentError unless there is a thread and a lane."""
+        """waves: see `SearchLane`. Raises InvalidArgumentError without a thread or a lane, and for a number below 0."""
         _check_numbers(threads, lanes)
         if waves < 0:
             raise InvalidArgumentError(

@@ -138,13 +138,15 @@ def move_centroids(
 ) -> None:
     """Replaces centroids by the mean of their vectors; with scales by the direction of the sum of scaled ones.
 
-    halves: of centroids that are means, replaced as well.
+    halves: of centroids that are means, replaced as well; there are either scales or halves.
     Long blocks are divided into stretches whose sums are added in order, so that few clusters fill the device too.
     """
     heads, count, dim = vectors_HND.shape
     clusters = centroids_HCD.shape[1]
     most = max(stop - begin for _, _, begin, stop in blocks)
     longest = max(end - first for first, end, _, _ in blocks)
+    if (scales_HN is None) == (halves_HC is None):
+        raise InvalidArgumentError("centroids are moved with scales, or with halves, expected one of them")
     stretches = 1 if longest <= _UNSPLIT else min(16, triton.cdiv(longest, _STRETCH))
     sums = None
     if stretches > 1:

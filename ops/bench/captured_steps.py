@@ -119,7 +119,9 @@ class Lanes:
         return statistics.mean(part[0].figures.device_wait_for_host_ns for part in self.parts) * 1e-9
 
     def standing_still_ms(self, tokens: Sequence[int], turns: int) -> float:
-        """Median time of a step, of so many more, in which the device did nothing but wait for the host."""
+        """Median time of a step, of so many more, in which the device did nothing but wait for the host's searches."""
+        if not self.mailboxes:
+            return 0.0
         found = []
         for _ in range(turns):
             tokens = self.step(tokens)

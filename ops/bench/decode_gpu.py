@@ -80,6 +80,7 @@ KINDS = {
     "search": r"(pick|sample|sample_pooled|score|combine|select|tables|keep|join|lookup)_kernel",
     "fetch": r"(find|bring|copy)_kernel",
     "host": r"(post|await)_kernel",
+    "turns": r"(take|give)_kernel",
     "remainder": r"(correct|remainder)_kernel",
     "attend": r"(attend|dense|tail_write|merge)_kernel",
 }

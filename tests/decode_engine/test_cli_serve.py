@@ -96,7 +96,7 @@ def test_serve_ask_and_stop(run: Run, library: Library, lamp: str) -> None:
 def test_a_request_that_the_grace_does_not_suffice_for_is_told_so(library: Library, lamp: str) -> None:
     arguments = [*serve_arguments(library), "--threads", "1", "--grace", "0.1", "--format", "json"]
     with serving(*arguments) as (process, line), Client(json.loads(line)["address"]) as client:
-        with client.generate(lamp, text="Who?", max_tokens=3400, method="full") as generation:
+        with client.generate(lamp, text="Who?", max_tokens=3400, method="oracle") as generation:
             pieces = iter(generation)
             next(pieces)
             process.send_signal(signal.SIGTERM)

@@ -106,7 +106,7 @@ def test_a_context_of_two_million_keys() -> None:
 
 @pytest.mark.parametrize("sharp", [1.0, 3.0])
 def test_selections_are_those_of_the_general_path(sharp: float) -> None:
-    """On average: normalisers and cut come from a sample, so that a single list may be a fourth shorter or longer."""
+    """On average: normalisers and cut come from a sample, so that a single list may be a third shorter or longer."""
     torch.manual_seed(7)
     heads, keys, keep, first, end, steps = 2, 65536, 1311, 8, 65472, 12
     centres = torch.randn(heads, 512, 128, device="cuda")

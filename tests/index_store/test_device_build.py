@@ -93,6 +93,23 @@ def test_inverse_norms(dtype: torch.dtype) -> None:
     assert float(found[1, 7]) == pytest.approx(1e20)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("halved", [False, True])
+def test_a_centroid_among_more_than_a_tile_holds(dtype: torch.dtype, halved: bool) -> None:
+    blocks = [(0, 150, 0, 257), (150, 300, 257, 322), (300, 310, 322, 323)]
+    generator = torch.Generator().manual_seed(1)
+    vectors = torch.randn(2, 310, 64, generator=generator).to(DEVICE, dtype)
+    centroids = torch.randn(2, 323, 64, generator=generator).to(DEVICE, dtype)
+    halves = 0.5 * centroids.float().square().sum(-1) if halved else None
+    table = torch.tensor(blocks, dtype=torch.int32, device=DEVICE)
+    found, expected = (torch.full((2, 310), -1, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    assign_vectors(vectors, centroids, halves, table, blocks, found)
+    assign_vectors_reference(vectors, centroids, halves, table, blocks, expected)
+    assert float((found == expected).float().mean()) > 0.99  # ties
+    assert int(expected[:, :150].amax()) > 192
+    assert (found[:, 300:] == 322).all()
+
+
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
 def test_clusters_are_as_tight_as_the_hosts(metric: str) -> None:
     from index_store.kmeans import assign_clusters
@@ -130,10 +147,12 @@ def test_members_are_those_of_the_host() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spread", [True, False])
-def test_moments(dtype: torch.dtype, spread: bool) -> None:
+@pytest.mark.parametrize(("spread", "clusters"), [(True, 9), (False, 9), (True, 2)])
+def test_moments(dtype: torch.dtype, spread: bool, clusters: int) -> None:
+    """Of a few members, and of more than three tiles of them."""
     kv = make_kv(120, dtype)
-    assignment = torch.randint(-1, 9, (2, 120), generator=torch.Generator().manual_seed(0))
+    kv[:, :, 0] += 3.0  # means away from zero
+    assignment = torch.randint(-1, clusters, (2, 120), generator=torch.Generator().manual_seed(0))
     lists = list_device_members(assignment.to(DEVICE, torch.int32), 10)
     found = measure_members(kv[:, :, 0], kv[:, :, 1], *lists, spread)
     expected = measure_members_reference(kv[:, :, 0], kv[:, :, 1], *lists, spread)

@@ -15,17 +15,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode_engine.config import Compilation
-from decode_engine.device.hybrid_steps import HybridSteps
+from decode_engine.device import hybrid_steps, step_graph
+from decode_engine.device.hybrid_steps import HybridSteps, slot_cache
 from decode_engine.device.registry import step_attention_for
 from decode_engine.device.step_attention import StepPlan
 from decode_engine.device.step_batch import StepBatch
 from decode_engine.device.step_graph import StepGraph, Stepped
 from decode_engine.device.step_model import step_model
 from decode_engine.device.stepper import Stepper
+from decode_engine.host import steps as host_steps
 from decode_engine.host.steps import HostSteps, HostTableSelection
 from decode_engine.host.workers import SearchThreads
+from decode_engine.kernels.turns import give_turn, take_turn
 from decode_engine.runner import ModelRunner
 from decode_engine.sampler import Sampler, SamplingParameters
 from decode_engine.session import Session
@@ -108,17 +112,43 @@ def by_forward(runner: ModelRunner, sessions: list[Session]) -> list[list[int]]:
     return history
 
 
+def listen_to_turns(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
+    """What two lanes are going to launch of turns."""
+    turns: dict[int, list[str]] = {0: [], 1: []}
+
+    def heard(
+        word: str, launch: Callable[[Tensor | None, int], None]
+    ) -> Callable[[Tensor | None, int], None]:
+        def called(turn_1: Tensor | None, lane: int) -> None:
+            if turn_1 is not None:
+                turns[lane].append(word)
+            launch(turn_1, lane)
+
+        return called
+
+    for module in (step_graph, hybrid_steps, host_steps):
+        monkeypatch.setattr(module, "take_turn", heard("take", take_turn))
+        monkeypatch.setattr(module, "give_turn", heard("give", give_turn))
+    return turns
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "steps"), [(Placement.HOST, HostSteps), (Placement.HYBRID, HybridSteps)]
 )
 def test_tokens_in_two_lanes(
-    runner: ModelRunner, threads: SearchThreads, placement: Placement, steps: type[HybridSteps]
+    runner: ModelRunner,
+    threads: SearchThreads,
+    placement: Placement,
+    steps: type[HybridSteps],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Are those of the general path, which a search on the device follows up to its sampled threshold: of one lane.
 
-    Two sessions are of one context: each lane has slots of its own for it.
+    Two sessions are of one context: each lane has slots of its own for it. Lanes give their turns back where they ask
+    for rows, and take them again when these are there.
     """
+    turns = listen_to_turns(monkeypatch)
     method = small("csattention+dropped")
 
     def started() -> list[Session]:
@@ -138,7 +168,16 @@ def test_tokens_in_two_lanes(
     assert decode(stepper, [sessions[0], sessions[2], sessions[1]]) == [
         [first, third, second] for first, second, third in expected
     ]
-    assert stepper.graph(sessions[1:2], 0, 1).batch.plan.lane == 1
+    lanes = [stepper.graph([sessions[0], sessions[2]]), stepper.graph(sessions[1:2], 0, 1)]
+    assert [graph.batch.sessions for graph in lanes] == [[sessions[0], sessions[2]], [sessions[1]]]
+    for layer in range(runner.identity.layers):
+        for lane in (0, 1):
+            assert slot_cache(sessions[0].context, layer, lane).tags_LHS.any()
+    in_a_step = ["take", *["give", "take"] * runner.identity.layers, "give"]
+    for said in turns.values():
+        assert len(said) % len(in_a_step) == 0
+        assert said == in_a_step * (len(said) // len(in_a_step))
+        assert said
     for session in sessions:
         assert session.figures.searches >= STEPS * runner.identity.layers
         waited = session.figures.device_wait_for_host_ns
@@ -214,6 +253,16 @@ def test_tables_of_a_session_that_has_ended_do_not_stay_in_memory(
     assert tables() is None
     with pytest.raises(InvalidArgumentError, match="has been released"):
         selection.begin({0: session})
+
+
+def test_lists_come_in_as_many_waves_as_pay(runner: ModelRunner) -> None:
+    method, plans = small("csattention+dropped@group=pooled"), []
+    for waves, size in ((0, 1), (0, 2), (3, 2)):
+        lane = SearchThreads(1, 1, waves).lane(0)
+        plan = StepPlan(runner.identity, method, size, 256, torch.float32, torch.device("cpu"), lane)
+        plans.append(HostTableSelection(plan).mailbox.plan.waves)
+        lane.workers.close()
+    assert plans == [2, 4, 3]
 
 
 def test_a_step_that_the_device_gave_up_is_an_error(runner: ModelRunner, threads: SearchThreads) -> None:
