@@ -86,11 +86,11 @@ def start(runner: ModelRunner, method: Method, placement: Placement) -> list[Ses
     return sessions
 
 
-def decode(stepper: Stepper, sessions: list[Session]) -> list[list[int]]:
+def decode(stepper: Stepper, sessions: list[Session], steps: int = STEPS) -> list[list[int]]:
     samplers = [Sampler(SamplingParameters()) for _ in sessions]
     tokens = [3] * len(sessions)
     history = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         results = stepper.step(sessions, tokens, samplers)
         tokens = [result for result in results if isinstance(result, int)]
         assert len(tokens) == len(sessions), results
@@ -149,7 +149,8 @@ def test_tokens_in_two_lanes(
     for rows, and take them again when these are there.
     """
     turns = listen_to_turns(monkeypatch)
-    method = small("csattention+dropped")
+    method = small("csattention+dropped@group=pooled")
+    taken = STEPS if placement is Placement.HOST else 1  # searches on the device are slow in the interpreter
 
     def started() -> list[Session]:
         session, other = start(runner, method, placement)[1:]
@@ -162,10 +163,10 @@ def test_tokens_in_two_lanes(
     if placement is Placement.HOST:
         expected = by_forward(runner, sessions)
     else:
-        expected = decode(make_stepper(runner, SearchThreads(1)), sessions)
+        expected = decode(make_stepper(runner, SearchThreads(1)), sessions, taken)
     sessions = started()
     stepper = make_stepper(runner, threads)
-    assert decode(stepper, [sessions[0], sessions[2], sessions[1]]) == [
+    assert decode(stepper, [sessions[0], sessions[2], sessions[1]], taken) == [
         [first, third, second] for first, second, third in expected
     ]
     lanes = [stepper.graph([sessions[0], sessions[2]]), stepper.graph(sessions[1:2], 0, 1)]
@@ -179,7 +180,7 @@ def test_tokens_in_two_lanes(
         assert said == in_a_step * (len(said) // len(in_a_step))
         assert said
     for session in sessions:
-        assert session.figures.searches >= STEPS * runner.identity.layers
+        assert session.figures.searches >= taken * runner.identity.layers
         waited = session.figures.device_wait_for_host_ns
         assert waited == 0 if placement is Placement.HYBRID else DEVICE == "cpu" or waited > 0
 
