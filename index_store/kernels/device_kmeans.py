@@ -17,7 +17,7 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.kernels.first_centroids import Blocks, first_centroids
-from index_store.kernels.nearest_centroids import assign_vectors, product_options
+from index_store.kernels.nearest_centroids import assign_vectors, bounds_of, product_options
 from index_store.kmeans import METRICS
 
 LONGEST_ROW = 256
@@ -273,10 +273,8 @@ def move_kernel(
     """One program per (CLUSTERS clusters and stretch, block, head); it reads all vectors of its stretch."""
     block = tl.program_id(1)
     head = tl.program_id(2).to(tl.int64)
-    first = tl.load(table_ptr + block * 4)
-    end = tl.load(table_ptr + block * 4 + 1)
-    begin = tl.load(table_ptr + block * 4 + 2) + (tl.program_id(0) // STRETCHES) * CLUSTERS
-    stop = tl.load(table_ptr + block * 4 + 3)
+    first, end, begin, stop = bounds_of(table_ptr, block)
+    begin += (tl.program_id(0) // STRETCHES) * CLUSTERS
     stretch = tl.program_id(0) % STRETCHES
     if STRETCHES > 1:
         length = tl.cdiv(tl.cdiv(end - first, STRETCHES), TILE) * TILE

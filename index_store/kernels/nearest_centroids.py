@@ -78,6 +78,13 @@ def product_options(whole: bool, dim: int) -> dict[str, Any]:
     }
 
 
+@triton.jit
+def bounds_of(table_ptr: tl.tensor, block: tl.tensor) -> tl.tensor:
+    """A block's vectors first..end-1 and clusters begin..stop-1."""
+    row = table_ptr + block * 4
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+
+
 @triton.jit(do_not_specialize=["count", "clusters"])
 def assign_kernel(
     vectors_ptr: tl.tensor,
@@ -100,10 +107,7 @@ def assign_kernel(
     """One program per (POINTS vectors, block, head)."""
     block = tl.program_id(1)
     head = tl.program_id(2).to(tl.int64)
-    first = tl.load(table_ptr + block * 4)
-    end = tl.load(table_ptr + block * 4 + 1)
-    begin = tl.load(table_ptr + block * 4 + 2)
-    stop = tl.load(table_ptr + block * 4 + 3)
+    first, end, begin, stop = bounds_of(table_ptr, block)
     at = first + tl.program_id(0) * POINTS + tl.arange(0, POINTS)
     if first + tl.program_id(0) * POINTS < end:
         inside = at < end
