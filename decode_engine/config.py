@@ -29,7 +29,7 @@ def check_address(text: str) -> str:
 def check_device(device: str) -> None:
     """Raises InvalidArgumentError unless it is auto, cpu, or cuda on a machine that has a CUDA device."""
     if device not in ("auto", "cpu"):
-        from index_store.devices import pick_device
+        from index_store.memory.devices import pick_device
 
         pick_device(device)
 
@@ -41,12 +41,12 @@ def search_cores() -> int:
 
 def check_placement(placement: str, device: str, device_memory: int | None = None) -> None:
     """Raises InvalidArgumentError for an unknown placement, and for one or a budget that needs a GPU without one."""
-    from index_store.placement import parse_placement
+    from index_store.memory.placement import parse_placement
 
     chosen = parse_placement(placement)
     beside = chosen is not None and chosen.kv_on_host
     if beside or device_memory is not None:
-        from index_store.devices import pick_device
+        from index_store.memory.devices import pick_device
 
         if pick_device(device).type == "cpu":
             flag, use = (
@@ -90,7 +90,7 @@ def check_compilation(compilation: Compilation, device: str) -> None:
     """Raises InvalidArgumentError where the model is to be compiled and nothing is: on a CPU."""
     if compilation is Compilation.OFF:
         return
-    from index_store.devices import pick_device
+    from index_store.memory.devices import pick_device
 
     if pick_device(device).type == "cpu":
         raise InvalidArgumentError(
@@ -107,8 +107,8 @@ def check_prefetch(prefetch: bool, device: str, placement: str) -> None:
     """
     if not prefetch:
         return
-    from index_store.devices import pick_device
-    from index_store.placement import Placement
+    from index_store.memory.devices import pick_device
+    from index_store.memory.placement import Placement
 
     if pick_device(device).type == "cpu":
         raise InvalidArgumentError(

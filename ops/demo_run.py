@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from decode_engine.client import Client
-from decode_engine.evaluation.machine import describe_machine
+from decode_engine.evaluation.comparison.machine import describe_machine
 from decode_engine.evaluation.tasks import read_text
+from decode_engine.rpc.client import Client
 from index_store.errors import SparseKVError
 
 MAX_TOKENS = 48

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from index_store.dtypes import KV_DTYPES
 from index_store.errors import InvalidArgumentError
-from index_store.methods import DEFAULT_METHOD
+from index_store.methods.method import DEFAULT_METHOD
+from index_store.store.dtypes import KV_DTYPES
 from prefill_worker.muse.settings import MuseSettings
 
 _TTL = re.compile(r"0+|([0-9]+)([smhd])")

@@ -45,12 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches of few programs, which the interpreter runs one by one."""
-    from decode_engine.kernels.gather_rows import CopyShape
+    from decode_engine.kernels.slots.gather_rows import CopyShape
 
-    monkeypatch.setattr("decode_engine.device.stepper._LEAST_KEYS", 256)
-    monkeypatch.setattr("decode_engine.kernels.sparse_attention._PROGRAMS", 8)
-    monkeypatch.setattr("decode_engine.kernels.slot_fetch._FIND_PROGRAMS", 8)
+    monkeypatch.setattr("decode_engine.steps.stepper._LEAST_KEYS", 256)
+    monkeypatch.setattr("decode_engine.kernels.attention.sparse_attention._PROGRAMS", 8)
+    monkeypatch.setattr("decode_engine.kernels.slots.slot_fetch._FIND_PROGRAMS", 8)
     if "TRITON_INTERPRET" in os.environ:  # on a GPU as many race as where contexts are served
         fetch = CopyShape(programs=5)  # beside three that claim slots; many rows take several rounds
-        monkeypatch.setattr("decode_engine.kernels.slot_fetch._FETCH", fetch)
-        monkeypatch.setattr("decode_engine.device.fetch_ahead.FetchAhead.copy_shape", fetch)
+        monkeypatch.setattr("decode_engine.kernels.slots.slot_fetch._FETCH", fetch)
+        monkeypatch.setattr("decode_engine.steps.attention.fetch_ahead.FetchAhead.copy_shape", fetch)

@@ -9,15 +9,14 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from decode_engine.figures import Figures
-from decode_engine.selector import LayerSearch, SparseLayer
-from index_store.budgets.mass import Mass
-from index_store.budgets.ratio import Ratio
-from index_store.budgets.threshold import Threshold
-from index_store.index_specs import IndexSpec
-from index_store.indexes.base import LayerIndex, LayerSource, QuerySample, Scalar
+from decode_engine.layers.figures import Figures
+from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
+from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, QuerySample, Scalar
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.methods import METHODS, Method, get_method
+from index_store.methods.index_specs import IndexSpec
+from index_store.methods.method import METHODS, Method, get_method
+from index_store.selection.budgets import Ratio, Threshold
+from index_store.selection.mass import Mass
 
 ALL_METHODS: Mapping[str, Method] = MappingProxyType(
     {name: method for name, method in METHODS.items() if method.sparse}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from index_store.budgets.base import Step
-from index_store.indexes.base import LayerSource, QuerySample
+from index_store.indexes.interface.layer_index import LayerSource, QuerySample
+from index_store.selection.budgets import Step
 
 
 def source(keys_HND: Tensor, queries: QuerySample, values_HND: Tensor | None = None) -> LayerSource:

@@ -11,11 +11,12 @@ import google_crc32c
 import torch
 from torch import Tensor
 
-from index_store.catalog import Store
-from index_store.context_id import context_id
-from index_store.dtypes import STORED_DTYPES, dtype_name
-from index_store.indexes.base import LayerIndex, Scalar
-from index_store.manifest import (
+from index_store.indexes.interface.layer_index import LayerIndex, Scalar
+from index_store.selection.threshold_curve import KEEP_GRID
+from index_store.store.catalog import Store
+from index_store.store.context_id import context_id
+from index_store.store.dtypes import STORED_DTYPES, dtype_name
+from index_store.store.manifest import (
     ArrayEntry,
     IndexEntry,
     Manifest,
@@ -25,7 +26,6 @@ from index_store.manifest import (
     queries_entry,
     tokens_entry,
 )
-from index_store.threshold_curve import KEEP_GRID
 
 CREATED = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
 

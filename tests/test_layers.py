@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "decode_engine": {"sparsekv", "index_store"},
 }
 
-GRPC_PLACES = ("sparsekv/v1/*", "decode_engine/rpc/*", "decode_engine/client.py")
+GRPC_PLACES = ("sparsekv/v1/*", "decode_engine/rpc/*", "decode_engine/rpc/client.py")
 
 # Where a third-party package may be imported; a package that is not listed may be imported anywhere.
 PLACES = {
@@ -30,13 +30,13 @@ PLACES = {
     "grpc_status": GRPC_PLACES,
     "grpc_health": GRPC_PLACES,
     "grpc_reflection": GRPC_PLACES,
-    "zarr": ("index_store/zarr_io.py",),
-    "faiss": ("index_store/kmeans.py",),
+    "zarr": ("index_store/store/zarr_io.py",),
+    "faiss": ("index_store/kmeans/clustering.py",),
     "transformers": (
         "index_store/models/loading.py",
         "index_store/models/tokenizer.py",
-        "prefill_worker/capture.py",
-        "decode_engine/attention.py",
+        "prefill_worker/reading/capture.py",
+        "decode_engine/model/decode_attention.py",
     ),
     "pickle": (),
     "shelve": (),
@@ -93,14 +93,14 @@ def test_imports_run_downhill_and_stay_in_their_places() -> None:
 @pytest.mark.parametrize(
     ("where", "source"),
     [
-        ("index_store/a.py", "import decode_engine.session"),
+        ("index_store/a.py", "import decode_engine.layers.session"),
         ("prefill_worker/a.py", "def f():\n    from decode_engine import client"),
         ("decode_engine/evaluation/a.py", "import prefill_worker"),
-        ("decode_engine/engine.py", "import grpc"),
-        ("decode_engine/session.py", "import triton.language as tl"),
-        ("index_store/catalog.py", "from zarr.storage import LocalStore"),
-        ("index_store/catalog.py", "import importlib\nimportlib.import_module('faiss')"),
-        ("prefill_worker/job.py", "import pickle"),
+        ("decode_engine/engine/engine.py", "import grpc"),
+        ("decode_engine/layers/session.py", "import triton.language as tl"),
+        ("index_store/store/catalog.py", "from zarr.storage import LocalStore"),
+        ("index_store/store/catalog.py", "import importlib\nimportlib.import_module('faiss')"),
+        ("prefill_worker/jobs/job.py", "import pickle"),
         ("sparsekv/v1/a.py", "import index_store"),
     ],
 )
@@ -112,8 +112,8 @@ def test_a_violation_is_found(where: str, source: str) -> None:
     ("where", "source"),
     [
         ("decode_engine/kernels/gather.py", "import triton"),
-        ("decode_engine/client.py", "import grpc\nfrom sparsekv.v1 import generation_pb2"),
-        ("prefill_worker/job.py", "from index_store.catalog import Store\nfrom . import build"),
+        ("decode_engine/rpc/client.py", "import grpc\nfrom sparsekv.v1 import generation_pb2"),
+        ("prefill_worker/jobs/job.py", "from index_store.store.catalog import Store\nfrom . import build"),
         ("index_store/indexes/a.py", "from ..errors import StoreError"),
     ],
 )

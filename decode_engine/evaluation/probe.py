@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decode_engine.selector import Observation, SparseLayer
-from decode_engine.session import Session
+from decode_engine.layers.session import Session
+from decode_engine.layers.sparse_layer import Observation, SparseLayer
 
 _BLOCK_BYTES = 4 * 2**20  # keys and values in float32 at a time
 

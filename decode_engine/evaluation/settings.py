@@ -9,9 +9,9 @@ from decode_engine.config import Prompts, check_device, check_placement
 from decode_engine.evaluation.prefill_command import attention_flags
 from decode_engine.evaluation.scoring import WARM_UP_STEPS
 from decode_engine.evaluation.tasks import Part, get_family
-from index_store.budgets.mass import Mass
 from index_store.errors import InvalidArgumentError
-from index_store.methods import METHODS, Method, get_method
+from index_store.methods.method import METHODS, Method, get_method
+from index_store.selection.mass import Mass
 
 TIMED_STEPS = 12
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from decode_engine.session import require_index
+from decode_engine.layers.session import require_index
 from index_store.errors import SparseKVError
-from index_store.manifest import Manifest
-from index_store.methods import METHODS, Method, get_method
-from index_store.tuned_defaults import TunedDefault
+from index_store.methods.method import METHODS, Method, get_method
+from index_store.store.manifest import Manifest
+from index_store.store.tuned_defaults import TunedDefault
 
 logger = logging.getLogger(__name__)
 

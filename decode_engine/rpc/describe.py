@@ -8,20 +8,19 @@ from datetime import datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from decode_engine.requests import EngineStats
+from decode_engine.engine.requests import EngineStats
 from decode_engine.rpc.defaults import default_method, supported_methods
-from index_store.arena_stats import ArenaStats
-from index_store.budgets.mass import Mass
-from index_store.budgets.ratio import Ratio, TokenCount
-from index_store.budgets.threshold import Threshold
-from index_store.catalog import BrokenContext
-from index_store.dtypes import stored_dtype
 from index_store.errors import FormatVersionError
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.manifest import IndexEntry, Manifest
-from index_store.methods import METHODS, Method
-from index_store.placement import Placement
-from index_store.tuned_defaults import TunedDefault
+from index_store.memory.arena import ArenaStats
+from index_store.memory.placement import Placement
+from index_store.methods.method import METHODS, Method
+from index_store.selection.budgets import Ratio, Threshold, TokenCount
+from index_store.selection.mass import Mass
+from index_store.store.catalog import BrokenContext
+from index_store.store.dtypes import stored_dtype
+from index_store.store.manifest import IndexEntry, Manifest
+from index_store.store.tuned_defaults import TunedDefault
 from sparsekv.v1 import context_pb2, generation_pb2
 
 COLLECTION = "contexts/"

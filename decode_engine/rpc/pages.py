@@ -10,9 +10,9 @@ import json
 import secrets
 from collections.abc import Sequence
 
-from index_store.catalog import BrokenContext
 from index_store.errors import InvalidArgumentError
-from index_store.manifest import Manifest
+from index_store.store.catalog import BrokenContext
+from index_store.store.manifest import Manifest
 
 DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000

@@ -15,22 +15,22 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from decode_engine.config import ServeConfig, is_loopback
-from decode_engine.engine import Engine
+from decode_engine.engine.engine import Engine
+from decode_engine.engine.session_memory import SHARE
 from decode_engine.errors import AddressError
-from decode_engine.host.workers import SearchThreads
+from decode_engine.host_search.workers import SearchThreads
+from decode_engine.layers.session import Session
+from decode_engine.model.runner import ModelRunner
+from decode_engine.model.warm_up import prepare_for, warm_up
 from decode_engine.rpc.service import Backend, BackendSlot, ContextService, GenerationService
 from decode_engine.rpc.status import StatusInterceptor
-from decode_engine.runner import ModelRunner
-from decode_engine.session import Session
-from decode_engine.session_memory import SHARE
-from decode_engine.warm_up import prepare_for, warm_up
-from index_store.arena import Arena
-from index_store.catalog import Store
-from index_store.devices import context_device, describe_device, memory_budget, pick_device
-from index_store.memory_sizes import free_memory
-from index_store.methods import DEFAULT_METHOD, get_method
+from index_store.memory.arena import Arena
+from index_store.memory.devices import context_device, describe_device, memory_budget, pick_device
+from index_store.memory.memory_sizes import free_memory
+from index_store.memory.placement import parse_placement, possible_placements
+from index_store.methods.method import DEFAULT_METHOD, get_method
 from index_store.models.loading import resolve_model
-from index_store.placement import parse_placement, possible_placements
+from index_store.store.catalog import Store
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,13 @@ from typing import Any
 import grpc
 from google.protobuf.empty_pb2 import Empty
 
-from decode_engine.engine import Engine
+from decode_engine.engine.engine import Engine
+from decode_engine.engine.requests import Finished, FinishReason, Request, Stream, Token
+from decode_engine.engine.session_memory import session_bytes
+from decode_engine.engine.text import TextStream
 from decode_engine.errors import CancelledError, DeadlineExceededError, NotReadyError
-from decode_engine.requests import Finished, FinishReason, Request, Stream, Token
+from decode_engine.layers.session import Session, fit_method, require_index
+from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc.describe import (
     describe_broken,
     describe_context,
@@ -30,16 +34,12 @@ from decode_engine.rpc.validation import (
     parse_order,
     prompt_tokens,
 )
-from decode_engine.runner import ModelRunner
-from decode_engine.session import Session, fit_method, require_index
-from decode_engine.session_memory import session_bytes
-from decode_engine.text import TextStream
-from index_store.arena import Arena
-from index_store.catalog import BrokenContext, Store
 from index_store.errors import ContextCorruptError, ContextNotFoundError, FormatVersionError, SparseKVError
-from index_store.manifest import Manifest, require_dtype, require_model
-from index_store.methods import Method
-from index_store.tuned_defaults import TunedDefault
+from index_store.memory.arena import Arena
+from index_store.methods.method import Method
+from index_store.store.catalog import BrokenContext, Store
+from index_store.store.manifest import Manifest, require_dtype, require_model
+from index_store.store.tuned_defaults import TunedDefault
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 _LONGEST_DEADLINE_S = 10 * 365 * 86400.0

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from decode_engine.engine.sampler import SamplingParameters
+from decode_engine.engine.text import StopStrings
 from decode_engine.errors import PromptTooLongError
 from decode_engine.rpc.defaults import default_method
 from decode_engine.rpc.describe import COLLECTION
-from decode_engine.sampler import SamplingParameters
-from decode_engine.text import StopStrings
 from index_store.errors import InvalidArgumentError
-from index_store.manifest import Manifest, ModelIdentity, is_context_id
-from index_store.methods import Method, get_method
+from index_store.methods.method import Method, get_method
 from index_store.models.loading import Tokenizer
-from index_store.tuned_defaults import TunedDefault
+from index_store.store.manifest import Manifest, ModelIdentity, is_context_id
+from index_store.store.tuned_defaults import TunedDefault
 from sparsekv.v1 import generation_pb2
 
 DEFAULT_MAX_TOKENS = 256

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.base import AppendedKeys, LayerIndex, LayerSource, Scalar, check_keys
-from index_store.ranking import Items, Ranking
+from index_store.indexes.interface.layer_index import (
+    AppendedKeys,
+    LayerIndex,
+    LayerSource,
+    Scalar,
+    check_keys,
+)
+from index_store.selection.ranking import Items, Ranking
 
 
 class AppendedExact(AppendedKeys):

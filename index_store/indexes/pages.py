@@ -16,10 +16,16 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.growing import GrowingRows
-from index_store.indexes.base import AppendedKeys, LayerIndex, LayerSource, Scalar, check_keys
-from index_store.indexes.typed_parameters import typed_parameters
-from index_store.ranking import Items, Members, Ranking
+from index_store.indexes.interface.growing import GrowingRows
+from index_store.indexes.interface.layer_index import (
+    AppendedKeys,
+    LayerIndex,
+    LayerSource,
+    Scalar,
+    check_keys,
+)
+from index_store.indexes.interface.parameter_types import typed_parameters
+from index_store.selection.ranking import Items, Members, Ranking
 
 # Of the range of float32, in half its bytes, whatever the keys' own type; rounding goes away from the keys.
 _BOUND_DTYPE = torch.bfloat16

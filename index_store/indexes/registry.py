@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from index_store.indexes.base import LayerIndex
-from index_store.indexes.cluster_tree import ClusterTree
 from index_store.indexes.exact import ExactIndex
-from index_store.indexes.key_clusters import KeyClusters
+from index_store.indexes.interface.layer_index import LayerIndex
+from index_store.indexes.key_clusters.index import KeyClusters
+from index_store.indexes.key_clusters.tree import ClusterTree
 from index_store.indexes.pages import Pages
-from index_store.indexes.product_codes import ProductCodes
-from index_store.indexes.query_tables import QueryTables
+from index_store.indexes.product_codes.index import ProductCodes
+from index_store.indexes.query_tables.index import QueryTables
 
 INDEX_KINDS: Mapping[str, type[LayerIndex]] = MappingProxyType(
     {index.kind: index for index in (QueryTables, ExactIndex, KeyClusters, ClusterTree, Pages, ProductCodes)}

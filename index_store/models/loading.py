@@ -21,11 +21,11 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from index_store.dtypes import KV_DTYPES, stored_dtype
 from index_store.errors import InvalidArgumentError, ModelUnsupportedError
-from index_store.manifest import ModelIdentity
 from index_store.models.folder import ModelFolder, first_line, hash_file, resolve_model
 from index_store.models.tokenizer import Tokenizer, load_tokenizer, tokenizer_fingerprint
+from index_store.store.dtypes import KV_DTYPES, stored_dtype
+from index_store.store.manifest import ModelIdentity
 
 __all__ = [
     "LoadedModel",

@@ -11,7 +11,7 @@ bfloat16 or over a float32 copy of all keys and values, which takes twice the me
 `full-engine` is the engine's own full attention, which method `full` runs: it keeps one copy in bfloat16. `read` only
 adds up the bytes of all keys and values: no full attention can take less.
 
-The sparse methods run the product's own code: `decode_engine.selector.SparseLayer` over `QueryTables`, in two layouts
+The sparse methods run the product's own code: `decode_engine.layers.SparseLayer` over `QueryTables`, in two layouts
 without a remainder, and dense with one (`csattention-remainder`). Before any time is reported the search is compared
 with an eager one, its attention with exact attention over the same keys or with an eager remainder, and every variant
 of full attention with float64. Each result is one JSON line; the exit code is 1 when a check fails, or
@@ -39,17 +39,17 @@ import typer
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from decode_engine.dense_layer import DenseLayer
-from decode_engine.evaluation.machine import describe_machine
+from decode_engine.evaluation.comparison.machine import describe_machine
 from decode_engine.evaluation.tasks import parse_length
-from decode_engine.figures import Figures
-from decode_engine.selector import LayerSearch, Observation, SparseLayer
+from decode_engine.layers.dense_layer import DenseLayer
+from decode_engine.layers.figures import Figures
+from decode_engine.layers.sparse_layer import LayerSearch, Observation, SparseLayer
 from index_store.errors import SparseKVError
-from index_store.index_specs import INDEX_SPECS
-from index_store.indexes.base import LayerSource, QuerySample
-from index_store.indexes.key_clusters import KeyClusters
-from index_store.indexes.query_tables import QueryTables
-from index_store.methods import Method, get_method
+from index_store.indexes.interface.layer_index import LayerSource, QuerySample
+from index_store.indexes.key_clusters.index import KeyClusters
+from index_store.indexes.query_tables.index import QueryTables
+from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import Method, get_method
 
 BARS = {32768: 3.0, 131072: 6.0}
 WARM_UP = 3

@@ -38,15 +38,15 @@ from gpu_timing import copy_bandwidth, eager_us, full_attention_us, graph_us, ke
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from decode_engine.device.step_attention import StepPlan
-from decode_engine.device.table_steps import TableSteps
-from decode_engine.kernels.table_batch import TableContext, TableSequence, records_of
-from decode_engine.kernels.table_plan import LaunchShape, TablePlan, Workspace
-from decode_engine.kernels.table_reference import attend_exactly, kept_mask, table_attention_reference
-from index_store.budgets.ratio import Ratio
-from index_store.index_specs import INDEX_SPECS
-from index_store.manifest import ModelIdentity
-from index_store.methods import METHODS, Method
+from decode_engine.kernels.tables.batch import TableContext, TableSequence, records_of
+from decode_engine.kernels.tables.plan import LaunchShape, TablePlan, Workspace
+from decode_engine.kernels.tables.reference import attend_exactly, kept_mask, table_attention_reference
+from decode_engine.steps.attention.step_attention import StepPlan
+from decode_engine.steps.attention.table_steps import TableSteps
+from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import METHODS, Method
+from index_store.selection.budgets import Ratio
+from index_store.store.manifest import ModelIdentity
 
 KV_HEADS, GROUP, HEAD_DIM, DTYPE = 8, 4, 128, torch.bfloat16
 SINKS, RECENT, TAIL = 8, 64, 16

@@ -25,22 +25,21 @@ from general_steps import (
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decode_engine.device.dense_steps import DenseSteps
-from decode_engine.device.step_attention import StepAttention
-from decode_engine.device.step_batch import step_counts
-from decode_engine.device.step_graph import StepGraph, StepModel
-from decode_engine.device.stepper import Stepper
-from decode_engine.host.mailbox import Mailbox
-from decode_engine.host.steps import HostSteps
-from decode_engine.host.workers import SearchThreads
+from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.host_search.mailbox import Mailbox
+from decode_engine.host_search.shared_search import COUNT_BITS
+from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels import records
-from decode_engine.sampler import Sampler, SamplingParameters
-from decode_engine.session import Session
-from index_store.budgets.base import best_keys
-from index_store.budgets.ratio import Ratio
-from index_store.context import ResidentContext
-from index_store.kernels.shared_search import COUNT_BITS
-from index_store.methods import Method
+from decode_engine.layers.session import Session
+from decode_engine.steps.attention.dense_steps import DenseSteps
+from decode_engine.steps.attention.host_steps import HostSteps
+from decode_engine.steps.attention.step_attention import StepAttention
+from decode_engine.steps.attention.step_batch import step_counts
+from decode_engine.steps.step_graph import StepGraph, StepModel
+from decode_engine.steps.stepper import Stepper
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method
+from index_store.selection.budgets import Ratio, best_keys
 
 REPLAYS = 25
 ANSWERED = 1 << (62 - COUNT_BITS)

@@ -55,24 +55,23 @@ from index_builds import (
 )
 from torch import Tensor
 
-from decode_engine.device.cluster_steps import ClusterSteps
-from decode_engine.device.key_selection import KeySelection
-from decode_engine.device.listed_steps import ListedSteps
-from decode_engine.device.step_attention import StepAttention, StepPlan
-from decode_engine.kernels.cluster_reference import (
+from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.clusters.cluster_tables import DeviceClusters
+from decode_engine.kernels.clusters.reference import (
     ListedSequence,
     attend_lists_reference,
     records_of,
     remainder_reference,
 )
-from decode_engine.kernels.cluster_tables import DeviceClusters
-from decode_engine.kernels.key_lists import KeyLists
-from decode_engine.kernels.table_batch import TableContext, padded_rows
-from index_store.context import ResidentContext
-from index_store.kernels.device_clusters import build_device_clusters, divide_keys
-from index_store.kernels.device_tables import build_device_tables
-from index_store.manifest import Manifest, ModelIdentity
-from index_store.methods import Method, get_method
+from decode_engine.kernels.tables.batch import TableContext, padded_rows
+from decode_engine.steps.attention.cluster_steps import ClusterSteps
+from decode_engine.steps.attention.listed_steps import ListedSteps
+from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
+from index_store.indexes.key_clusters.build_triton import build_device_clusters, divide_keys
+from index_store.indexes.query_tables.build_triton import build_device_tables
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method, get_method
+from index_store.store.manifest import Manifest, ModelIdentity
 
 TAIL = 64
 SCALE = HEAD_DIM**-0.5

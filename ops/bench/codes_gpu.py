@@ -44,20 +44,19 @@ import typer
 from gpu_timing import copy_bandwidth, eager_us, full_attention_us, graph_us, kernel_us
 from torch import Tensor
 
-from decode_engine.device.code_steps import CodeSelection
-from decode_engine.device.key_selection import KeySelection
-from decode_engine.device.listed_steps import ListedSteps
-from decode_engine.device.step_attention import StepPlan
 from decode_engine.kernels import records
-from decode_engine.kernels.code_batch import CodeShape
-from decode_engine.kernels.code_reference import CodeSequence, kept_keys
-from decode_engine.kernels.key_lists import KeyLists
-from index_store.budgets.ratio import Ratio
-from index_store.indexes.base import LayerSource, QuerySample
-from index_store.indexes.product_codes import ProductCodes
-from index_store.manifest import ModelIdentity
-from index_store.methods import METHODS, Method
-from index_store.ranking import Items, Ranking
+from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.codes.batch import CodeShape
+from decode_engine.kernels.codes.reference import CodeSequence, kept_keys
+from decode_engine.steps.attention.code_steps import CodeSelection
+from decode_engine.steps.attention.listed_steps import ListedSteps
+from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
+from index_store.indexes.interface.layer_index import LayerSource, QuerySample
+from index_store.indexes.product_codes.index import ProductCodes
+from index_store.methods.method import METHODS, Method
+from index_store.selection.budgets import Ratio
+from index_store.selection.ranking import Items, Ranking
+from index_store.store.manifest import ModelIdentity
 
 KV_HEADS, GROUP, HEAD_DIM, DTYPE = 8, 4, 128, torch.bfloat16
 SUBSPACES, CODEWORDS = 8, 256

@@ -62,16 +62,16 @@ from random_model import make_model, read_bytes
 from torch import Tensor
 
 from decode_engine.config import Compilation, search_cores
-from decode_engine.device.dense_steps import DenseSteps
-from decode_engine.device.step_attention import StepAttention
-from decode_engine.device.step_graph import StepGraph
-from decode_engine.device.step_model import step_model
-from decode_engine.evaluation.machine import describe_machine
-from decode_engine.host.workers import SearchThreads
-from index_store.context import ResidentContext
-from index_store.manifest import Manifest
-from index_store.methods import Method
-from index_store.placement import Placement
+from decode_engine.evaluation.comparison.machine import describe_machine
+from decode_engine.host_search.workers import SearchThreads
+from decode_engine.steps.attention.dense_steps import DenseSteps
+from decode_engine.steps.attention.step_attention import StepAttention
+from decode_engine.steps.step_graph import StepGraph
+from decode_engine.steps.step_model import step_model
+from index_store.memory.placement import Placement
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method
+from index_store.store.manifest import Manifest
 
 TURNS = 25
 REST_BAR, SPEEDUP_BARS = 1.35, {1: 1.7, 4: 2.5}

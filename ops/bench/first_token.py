@@ -46,18 +46,18 @@ from page_cache import cached_share, drop_from_page_cache, files_below, read_int
 from random_model import QUERY_STD, make_model
 from torch import Tensor
 
-from decode_engine.attention import DecodeStep
 from decode_engine.config import Prompts
-from decode_engine.session import Session
-from decode_engine.warm_up import made_up_context
-from index_store.arena import Arena
-from index_store.budgets.ratio import Ratio
-from index_store.catalog import Store
-from index_store.context import ResidentContext
-from index_store.devices import finish
-from index_store.manifest import Manifest, ModelIdentity
-from index_store.methods import Method, get_method
-from index_store.placement import MemoryBytes, Placement
+from decode_engine.layers.session import Session
+from decode_engine.model.decode_attention import DecodeStep
+from decode_engine.model.warm_up import made_up_context
+from index_store.memory.arena import Arena
+from index_store.memory.devices import finish
+from index_store.memory.placement import MemoryBytes, Placement
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method, get_method
+from index_store.selection.budgets import Ratio
+from index_store.store.catalog import Store
+from index_store.store.manifest import Manifest, ModelIdentity
 
 DTYPE = "bfloat16"
 DEVICE = torch.device("cuda")

@@ -47,23 +47,22 @@ import typer
 from gpu_timing import event_ms, full_attention_us, graph_us
 from torch import Tensor
 
-from decode_engine.device.code_steps import CodeSelection
-from decode_engine.device.hybrid_steps import HybridSteps
-from decode_engine.device.key_selection import KeySelection
-from decode_engine.device.listed_steps import ListedSteps
-from decode_engine.device.step_attention import StepPlan
 from decode_engine.kernels import records
-from decode_engine.kernels.cluster_reference import ListedSequence, attend_lists_reference, records_of
-from decode_engine.kernels.gather_rows import CopyShape, RowCopies, copy_rows
-from decode_engine.kernels.key_lists import KeyLists
-from decode_engine.kernels.slot_cache import RowCounts, SlotCache
-from index_store.budgets.ratio import Ratio
-from index_store.host_memory import HostBlock, copy_source, default_page_locker
-from index_store.indexes.product_codes import ProductCodes
-from index_store.manifest import ModelIdentity
-from index_store.mapped_memory import is_mapped
-from index_store.methods import Method, get_method
-from index_store.slot_memory import slots_per_head
+from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.clusters.reference import ListedSequence, attend_lists_reference, records_of
+from decode_engine.kernels.slots.gather_rows import CopyShape, RowCopies, copy_rows
+from decode_engine.kernels.slots.slot_cache import RowCounts, SlotCache
+from decode_engine.steps.attention.code_steps import CodeSelection
+from decode_engine.steps.attention.hybrid_steps import HybridSteps
+from decode_engine.steps.attention.listed_steps import ListedSteps
+from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
+from index_store.indexes.product_codes.index import ProductCodes
+from index_store.memory.host_memory import HostBlock, copy_source, default_page_locker
+from index_store.memory.mapped_memory import is_mapped
+from index_store.memory.placement import slots_per_head
+from index_store.methods.method import Method, get_method
+from index_store.selection.budgets import Ratio
+from index_store.store.manifest import ModelIdentity
 
 DEVICE = "cuda"
 KV_HEADS, GROUP, HEAD_DIM, DTYPE = 8, 4, 128, torch.bfloat16

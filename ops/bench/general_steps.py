@@ -15,11 +15,11 @@ import torch
 import typer
 from torch import Tensor
 
-from decode_engine.attention import DecodeStep
-from decode_engine.session import Session
-from index_store.budgets.ratio import Ratio
-from index_store.context import ResidentContext
-from index_store.methods import Method, get_method
+from decode_engine.layers.session import Session
+from decode_engine.model.decode_attention import DecodeStep
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method, get_method
+from index_store.selection.budgets import Ratio
 
 PROMPT = 4
 WARM_UP = 5

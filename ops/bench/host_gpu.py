@@ -53,14 +53,14 @@ from search_cpu import read_us
 from torch import Tensor
 
 from decode_engine.config import Compilation, search_cores
-from decode_engine.device.step_model import step_model
-from decode_engine.evaluation.machine import describe_machine
-from decode_engine.host.mailbox import usual_waves
-from decode_engine.host.workers import SearchThreads
-from index_store.context import ResidentContext
-from index_store.indexes.table_parameters import TableParameters
-from index_store.methods import Method
-from index_store.placement import HOST_SEARCHED, Placement
+from decode_engine.evaluation.comparison.machine import describe_machine
+from decode_engine.host_search.mailbox import usual_waves
+from decode_engine.host_search.workers import SearchThreads
+from decode_engine.steps.step_model import step_model
+from index_store.indexes.query_tables.parameters import TableParameters
+from index_store.memory.placement import HOST_SEARCHED, Placement
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method
 
 TURNS = 25
 TOLERANCE = 0.35

@@ -33,21 +33,21 @@ import index_store  # noqa: F401 - sets up OpenMP, which has to happen before to
 import torch
 import typer
 
-from decode_engine.evaluation.machine import describe_machine
-from decode_engine.evaluation.pictures import check_pictures
+from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.evaluation.comparison.machine import describe_machine
+from decode_engine.evaluation.comparison.pictures import check_pictures
 from decode_engine.evaluation.prefill_command import PrefillCommand
 from decode_engine.evaluation.tasks import parse_length, source_text
-from decode_engine.runner import ModelRunner
-from decode_engine.sampler import Sampler, SamplingParameters
-from decode_engine.selector import Observation, SparseLayer
-from decode_engine.session import Session
-from index_store.arena import Arena
-from index_store.catalog import Store
-from index_store.context import ResidentContext
-from index_store.context_loading import resident_bytes
+from decode_engine.layers.session import Session
+from decode_engine.layers.sparse_layer import Observation, SparseLayer
+from decode_engine.model.runner import ModelRunner
 from index_store.errors import SparseKVError
-from index_store.methods import get_method
+from index_store.memory.arena import Arena
+from index_store.memory.context_loading import resident_bytes
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import get_method
 from index_store.models.loading import resolve_model
+from index_store.store.catalog import Store
 
 
 @dataclass

@@ -32,16 +32,16 @@ from random_model import DTYPE, QUERY_STD, make_model
 from served_memory import METHODS, Served
 
 from decode_engine.config import Compilation, search_cores
-from decode_engine.device.step_model import step_model
-from decode_engine.evaluation.machine import describe_machine
-from decode_engine.host.workers import SearchThreads
-from decode_engine.warm_up import made_up_context
-from index_store.arena import Arena
-from index_store.catalog import Store
-from index_store.context_loading import placed_bytes
-from index_store.manifest import ModelIdentity
-from index_store.methods import Method
-from index_store.placement import MemoryBytes, Placement
+from decode_engine.evaluation.comparison.machine import describe_machine
+from decode_engine.host_search.workers import SearchThreads
+from decode_engine.model.warm_up import made_up_context
+from decode_engine.steps.step_model import step_model
+from index_store.memory.arena import Arena
+from index_store.memory.context_loading import placed_bytes
+from index_store.memory.placement import MemoryBytes, Placement
+from index_store.methods.method import Method
+from index_store.store.catalog import Store
+from index_store.store.manifest import ModelIdentity
 
 LAYERS, SESSION_TOKENS, STEPS = DISTINCT, 128, 3
 SHARE, SLACK = 1.1, 2**24

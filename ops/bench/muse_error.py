@@ -24,17 +24,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from decode_engine.evaluation.tasks import make_document, source_text
-from index_store.index_specs import INDEX_SPECS
-from index_store.indexes.base import LayerSource, QuerySample
+from index_store.indexes.interface.layer_index import LayerSource, QuerySample
 from index_store.indexes.registry import INDEX_KINDS
+from index_store.methods.index_specs import INDEX_SPECS
 from index_store.models.loading import load_model, load_tokenizer, resolve_model
-from prefill_worker.capture import Capture, plan_sample, register_attention
 from prefill_worker.muse.attention import muse_attention
 from prefill_worker.muse.backend import EAGER, backend_for
+from prefill_worker.muse.kernels.reference import attend_reference
 from prefill_worker.muse.ranges import RangeAttention
-from prefill_worker.muse.reference import attend_reference
 from prefill_worker.muse.settings import MuseSettings
-from prefill_worker.prefill import run_context
+from prefill_worker.reading.capture import Capture, plan_sample, register_attention
+from prefill_worker.reading.prefill import run_context
 
 CLUSTERS = (32, 64, 128)
 ITERATIONS = (1, 3, 5)

@@ -34,14 +34,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from decode_engine.evaluation.tasks import source_text
 from index_store.models.loading import LoadedModel, load_model, load_tokenizer, resolve_model
-from prefill_worker.capture import Capture, plan_sample, register_attention
 from prefill_worker.muse.attention import muse_attention
 from prefill_worker.muse.backend import EAGER, Backend, kernels
-from prefill_worker.muse.clusters import Clusters
+from prefill_worker.muse.kernels.clusters import Clusters
+from prefill_worker.muse.kernels.reference import attend_reference
 from prefill_worker.muse.ranges import RangeAttention
-from prefill_worker.muse.reference import attend_reference
 from prefill_worker.muse.settings import MuseSettings
-from prefill_worker.prefill import run_context
+from prefill_worker.reading.capture import Capture, plan_sample, register_attention
+from prefill_worker.reading.prefill import run_context
 
 CENTRES = 100
 CHECKS = (

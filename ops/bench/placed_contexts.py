@@ -13,14 +13,14 @@ import torch
 from random_model import DTYPE, QUERY_STD
 from torch import Tensor
 
-from decode_engine.warm_up import made_up_context
-from index_store.context import ResidentContext
-from index_store.devices import finish
-from index_store.dtypes import stored_dtype
-from index_store.host_memory import HostBlock, aligned, copy_source, default_page_locker
-from index_store.manifest import ModelIdentity
-from index_store.methods import Method
-from index_store.placement import HOST_SEARCHED, Placement
+from decode_engine.model.warm_up import made_up_context
+from index_store.memory.devices import finish
+from index_store.memory.host_memory import HostBlock, aligned, copy_source, default_page_locker
+from index_store.memory.placement import HOST_SEARCHED, Placement
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method
+from index_store.store.dtypes import stored_dtype
+from index_store.store.manifest import ModelIdentity
 
 HOST_GB = 17.2
 """Of keys and values in host memory: those of one sequence of 128K tokens."""

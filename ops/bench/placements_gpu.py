@@ -64,14 +64,14 @@ from placed_contexts import HOST_GB, PlacedContexts, distinct_layers, make_range
 from random_model import make_model
 
 from decode_engine.config import Compilation, search_cores
-from decode_engine.device.step_graph import StepModel
-from decode_engine.device.step_model import step_model
-from decode_engine.evaluation.machine import describe_machine
-from decode_engine.host.workers import SearchThreads
-from index_store.context import ResidentContext
-from index_store.kernels.search_threads import compile_search
-from index_store.methods import Method
-from index_store.placement import Placement
+from decode_engine.evaluation.comparison.machine import describe_machine
+from decode_engine.host_search.search_threads import compile_search
+from decode_engine.host_search.workers import SearchThreads
+from decode_engine.steps.step_graph import StepModel
+from decode_engine.steps.step_model import step_model
+from index_store.memory.placement import Placement
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method
 
 TABLES = "csattention+dropped:0.01/m8/pooled"
 CASES = ",".join(

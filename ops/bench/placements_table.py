@@ -16,7 +16,7 @@ import index_store  # noqa: F401 - sets up OpenMP, which has to happen before to
 # isort: split
 import typer
 
-from decode_engine.evaluation.pictures import check_pictures
+from decode_engine.evaluation.comparison.pictures import check_pictures
 
 HEAD = (
     "| tokens x sessions | method | where | P50 | P99 | tokens/s | against `full` | from the host | reused | waits |\n"

@@ -29,18 +29,18 @@ import torch
 import typer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from index_store.catalog import Store
-from index_store.index_specs import INDEX_SPECS, IndexSpec
-from index_store.indexes.base import LayerSource
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.manifest import ModelIdentity
-from prefill_worker.build import check_build
-from prefill_worker.capture import Capture, plan_sample, register_attention
-from prefill_worker.causal_attention import PAST_BLOCK
-from prefill_worker.layer_writing import LayerWriting
-from prefill_worker.memory_plan import DeviceMeter
-from prefill_worker.prefill import run_context
-from prefill_worker.stages import Clock
+from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
+from index_store.store.catalog import Store
+from index_store.store.manifest import ModelIdentity
+from prefill_worker.build.checks import check_build
+from prefill_worker.build.layer_writing import LayerWriting
+from prefill_worker.build.memory_plan import DeviceMeter
+from prefill_worker.build.stages import Clock
+from prefill_worker.reading.capture import Capture, plan_sample, register_attention
+from prefill_worker.reading.causal_attention import PAST_BLOCK
+from prefill_worker.reading.prefill import run_context
 
 VOCABULARY = 128_256
 SHAPE: dict[str, Any] = {

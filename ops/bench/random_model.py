@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from decode_engine.attention import ATTENTION_NAME, register_attention
-from index_store.manifest import ModelIdentity
+from decode_engine.model.decode_attention import ATTENTION_NAME, register_attention
+from index_store.store.manifest import ModelIdentity
 
 DTYPE = "bfloat16"
 QUERY_STD = 1.28

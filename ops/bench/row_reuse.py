@@ -34,20 +34,20 @@ import typer
 from long_generation import prefill
 from torch import Tensor
 
-from decode_engine.evaluation.machine import describe_machine
+from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.evaluation.comparison.machine import describe_machine
 from decode_engine.evaluation.tasks import parse_length
-from decode_engine.layer_ahead import predicted_queries
-from decode_engine.runner import ModelRunner
-from decode_engine.sampler import Sampler, SamplingParameters
-from decode_engine.selector import Observation, SparseLayer
-from index_store.arena import Arena
-from index_store.catalog import Store
-from index_store.context import ResidentContext
-from index_store.context_loading import resident_bytes
+from decode_engine.layers.sparse_layer import Observation, SparseLayer
+from decode_engine.model.runner import ModelRunner
+from decode_engine.steps.layer_ahead import predicted_queries
 from index_store.errors import SparseKVError
-from index_store.methods import get_method
+from index_store.memory.arena import Arena
+from index_store.memory.context_loading import resident_bytes
+from index_store.memory.placement import slots_per_head
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import get_method
 from index_store.models.loading import resolve_model
-from index_store.slot_memory import slots_per_head
+from index_store.store.catalog import Store
 
 
 @dataclass

@@ -8,7 +8,7 @@ rows, sums, threshold, exact lists.
 
 `read` is the bandwidth that the same threads reach in the same run when all they do is add up as many bytes as a search
 reads, beginning together every time, and `of_read` the search's share of it. Before times are reported, the lists are
-compared with those of the general path (`index_store.indexes.query_tables`), which must be the same.
+compared with those of the general path (`index_store.indexes.query_tables.index`), which must be the same.
 
 Each result is one JSON line; the exit code is 1 when a check fails, or when --bars is given and a search over 131,072
 keys on 16 threads takes more than 150 us (8 subspaces, pooled) or 280 us (16), or reaches less than 90 % of `read`.
@@ -39,19 +39,19 @@ import torch
 import typer
 from torch import Tensor
 
-from decode_engine.evaluation.machine import describe_machine
+from decode_engine.evaluation.comparison.machine import describe_machine
 from decode_engine.evaluation.tasks import parse_length
-from decode_engine.host.mailbox import Mailbox, SearchedRow, SearchPlan
-from decode_engine.host.workers import SearchWorkers
-from index_store.budgets.base import best_keys
+from decode_engine.host_search.mailbox import Mailbox, SearchedRow, SearchPlan
+from decode_engine.host_search.search_threads import read_shares, search_all
+from decode_engine.host_search.shared_search import LINE
+from decode_engine.host_search.shared_words import read_word
+from decode_engine.host_search.workers import SearchWorkers
 from index_store.errors import SparseKVError
-from index_store.host_memory import HostBlock
-from index_store.index_specs import INDEX_SPECS
-from index_store.indexes.query_tables import QueryTables
-from index_store.kernels.search_threads import read_shares, search_all
-from index_store.kernels.shared_search import LINE
-from index_store.kernels.shared_words import read_word
-from index_store.kernels.table_search import TILE
+from index_store.indexes.query_tables.index import QueryTables
+from index_store.indexes.query_tables.search_numba import TILE
+from index_store.memory.host_memory import HostBlock
+from index_store.methods.index_specs import INDEX_SPECS
+from index_store.selection.budgets import best_keys
 
 HEADS, GROUP, HEAD_DIM = 8, 4, 128
 FIRST, RECENT = 8, 64

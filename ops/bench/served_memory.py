@@ -7,19 +7,18 @@ from functools import cached_property
 
 import torch
 
-from decode_engine.device.registry import step_attention_for
-from decode_engine.device.stepper import MAX_ROWS
-from decode_engine.host.steps import HostSteps
-from decode_engine.kernels.cluster_tables import DeviceClusters
-from decode_engine.session import fit_method
-from decode_engine.session_memory import session_bytes
-from index_store.context_loading import placed_bytes
-from index_store.dtypes import stored_dtype
-from index_store.index_specs import IndexSpec
-from index_store.manifest import Manifest
-from index_store.methods import Method
-from index_store.placement import MemoryBytes, Placement
-from index_store.slot_memory import slot_bytes
+from decode_engine.engine.session_memory import session_bytes
+from decode_engine.kernels.clusters.cluster_tables import DeviceClusters
+from decode_engine.layers.session import fit_method
+from decode_engine.steps.attention.host_steps import HostSteps
+from decode_engine.steps.attention.registry import step_attention_for
+from decode_engine.steps.stepper import MAX_ROWS
+from index_store.memory.context_loading import placed_bytes
+from index_store.memory.placement import MemoryBytes, Placement, slot_bytes
+from index_store.methods.index_specs import IndexSpec
+from index_store.methods.method import Method
+from index_store.store.dtypes import stored_dtype
+from index_store.store.manifest import Manifest
 
 METHODS = "full,csattention,csattention+dropped:0.01/m8/pooled,pq+dropped:0.01"
 """That are counted unless others are asked for."""

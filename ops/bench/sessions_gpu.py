@@ -34,8 +34,11 @@ from general_steps import parse_method
 from random_model import DTYPE, make_model, weight_bytes
 from served_memory import METHODS, Served
 
-from decode_engine.warm_up import made_up_context
-from index_store.manifest import (
+from decode_engine.model.warm_up import made_up_context
+from index_store.memory.memory_sizes import parse_size
+from index_store.memory.placement import MemoryBytes, Placement
+from index_store.methods.method import Method
+from index_store.store.manifest import (
     IndexEntry,
     Manifest,
     ModelIdentity,
@@ -43,9 +46,6 @@ from index_store.manifest import (
     kv_entry,
     tokens_entry,
 )
-from index_store.memory_sizes import parse_size
-from index_store.methods import Method
-from index_store.placement import MemoryBytes, Placement
 
 BLOCK = 8192
 """Keys that are clustered together, so that arrays grow in proportion from one multiple to the next."""

@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from index_store.errors import InvalidArgumentError
 from prefill_worker.muse.backend import Backend, backend_for
-from prefill_worker.muse.clusters import Clusters
 from prefill_worker.muse.exact import attend_block, attend_block_backward
-from prefill_worker.muse.reference import Moments, Summaries
+from prefill_worker.muse.kernels.clusters import Clusters
+from prefill_worker.muse.kernels.reference import Moments, Summaries
 from prefill_worker.muse.settings import MuseSettings
 from prefill_worker.muse.tree import Pairs, divide_triangle
 

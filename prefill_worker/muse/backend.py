@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefill_worker.muse.clusters import Clusters, find_clusters_reference
-from prefill_worker.muse.reference import (
+from prefill_worker.muse.kernels.clusters import Clusters, find_clusters_reference
+from prefill_worker.muse.kernels.reference import (
     Moments,
     QueryGrads,
     Summaries,
@@ -29,7 +29,7 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The stages, as `prefill_worker.muse.reference` and `clusters` define them."""
+    """The stages, as `prefill_worker.muse.kernels.reference` and `clusters` define them."""
 
     find_clusters: Callable[[Tensor, int, float, int, int], Clusters]
     summarise_keys: Callable[[Tensor, Tensor, Tensor, Clusters, float, int], Summaries]

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.base import ClusterStarts
-from index_store.manifest import ModelIdentity
+from index_store.indexes.interface.layer_index import ClusterStarts
+from index_store.store.manifest import ModelIdentity
 from prefill_worker.muse.backend import KERNEL_DIMS, backend_for
-from prefill_worker.muse.clusters import STRETCH, Clusters
 from prefill_worker.muse.exact import attend_block
-from prefill_worker.muse.reference import Moments
+from prefill_worker.muse.kernels.clusters import STRETCH, Clusters
+from prefill_worker.muse.kernels.reference import Moments
 from prefill_worker.muse.settings import MuseSettings
 from prefill_worker.muse.tree import earlier_ranges
 

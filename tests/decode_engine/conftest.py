@@ -11,13 +11,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from decode_engine.client import Client
 from decode_engine.config import ServeConfig
+from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
-from index_store.methods import METHODS
+from index_store.methods.method import METHODS
 from prefill_worker.config import PrefillConfig
-from prefill_worker.job import run_job
-from prefill_worker.progress import LineReporter
+from prefill_worker.jobs.job import run_job
+from prefill_worker.jobs.progress import LineReporter
 from sparsekv.v1 import context_pb2_grpc, generation_pb2_grpc
 from tests.support_models import write_model_folder
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from index_store.catalog import Store
+from index_store.store.catalog import Store
 from tests.support_store import SyntheticContext, synthetic_context
 
 

@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from index_store.methods import get_method
-from index_store.ranking import Ranking
+from index_store.methods.method import get_method
+from index_store.selection.ranking import Ranking
 from tests.ops.scripts import load_script
 
 BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "attention_cpu.py"

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from decode_engine.config import Compilation
-from index_store.placement import Placement
+from index_store.memory.placement import Placement
 from tests.ops.scripts import check_refusal_without_device, load_script
 from tests.ops.tiny_model import IDENTITY, make_model
 

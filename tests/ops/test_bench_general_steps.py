@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from decode_engine.warm_up import made_up_context
-from index_store.context import ResidentContext
-from index_store.methods import METHODS
+from decode_engine.model.warm_up import made_up_context
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import METHODS
 from tests.ops.scripts import load_script
 from tests.ops.tiny_model import IDENTITY, make_model
 

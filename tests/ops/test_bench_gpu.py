@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from decode_engine.kernels.table_plan import LaunchShape, TablePlan
+from decode_engine.kernels.tables.plan import LaunchShape, TablePlan
 from tests.ops.scripts import check_refusal_without_device, load_script
 
 FOLDER = Path(__file__).resolve().parents[2] / "ops" / "bench"

@@ -15,7 +15,7 @@ import torch
 import typer
 
 from decode_engine.config import Compilation
-from index_store.methods import METHODS
+from index_store.methods.method import METHODS
 from tests.ops.scripts import check_refusal_without_device, load_script
 from tests.ops.tiny_model import IDENTITY, make_model
 

@@ -14,8 +14,8 @@ import torch
 import typer
 
 from decode_engine.config import Compilation
-from decode_engine.device.step_model import step_model
-from index_store.methods import get_method
+from decode_engine.steps.step_model import step_model
+from index_store.methods.method import get_method
 from tests.ops.scripts import check_refusal_without_device, load_script
 from tests.ops.tiny_model import IDENTITY, make_model
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 import typer
 
-from decode_engine.device.cluster_steps import device_clusters
-from decode_engine.session_memory import session_bytes
-from decode_engine.warm_up import made_up_context
-from index_store.context_loading import placed_bytes
-from index_store.index_specs import INDEX_SPECS
-from index_store.manifest import ModelIdentity
-from index_store.methods import METHODS, get_method
-from index_store.placement import MemoryBytes, Placement
+from decode_engine.engine.session_memory import session_bytes
+from decode_engine.model.warm_up import made_up_context
+from decode_engine.steps.attention.cluster_steps import device_clusters
+from index_store.memory.context_loading import placed_bytes
+from index_store.memory.placement import MemoryBytes, Placement
+from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import METHODS, get_method
+from index_store.store.manifest import ModelIdentity
 from tests.ops.scripts import check_refusal_without_device, load_script
 from tests.ops.tiny_model import IDENTITY, make_model
 
@@ -117,7 +117,7 @@ def test_more_than_counted_is_a_miss() -> None:
 
 def test_contexts_are_loaded_and_stepped_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything but the counter, which only a GPU has."""
-    monkeypatch.setattr("decode_engine.device.stepper._LEAST_KEYS", 256)
+    monkeypatch.setattr("decode_engine.steps.stepper._LEAST_KEYS", 256)
     check = load_script(FOLDER / "memory_gpu.py")
     monkeypatch.setattr(check, "DTYPE", "float32")
     monkeypatch.setattr(check, "STEPS", 1)

@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from index_store.index_specs import INDEX_SPECS
-from tests.decode_engine.host.searches import DIM, GROUP, HEADS, Layer
+from index_store.methods.index_specs import INDEX_SPECS
+from tests.decode_engine.host_search.searches import DIM, GROUP, HEADS, Layer
 from tests.ops.scripts import load_script
 
 BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "coarse_search.py"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decode_engine.config import Prompts
-from index_store.methods import get_method
+from index_store.methods.method import get_method
 from tests.ops.scripts import check_refusal_without_device, load_script
 from tests.ops.tiny_model import IDENTITY, make_model
 

@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from index_store.host_memory import HostBlock
-from index_store.methods import METHODS, get_method
-from index_store.placement import Placement
+from index_store.memory.host_memory import HostBlock
+from index_store.memory.placement import Placement
+from index_store.methods.method import METHODS, get_method
 from tests.ops.scripts import load_script
 from tests.ops.tiny_model import IDENTITY
 

@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from decode_engine.selected_attention import KeyRows
-from decode_engine.selector import Observation
-from index_store.budgets.base import Selection
+from decode_engine.layers.selected_attention import KeyRows
+from decode_engine.layers.sparse_layer import Observation
+from index_store.selection.budgets import Selection
 from tests.ops.scripts import load_script
 
 BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "row_reuse.py"

@@ -13,12 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prefill_worker.muse.clusters import (
-    TILE,
-    Clusters,
-    places_in_stretch,
-    stretches_of,
-)
+from prefill_worker.muse.kernels.clusters import TILE, Clusters, places_in_stretch, stretches_of
 from prefill_worker.muse.kernels.layout import padded, precision, problem_offset, rows_at_a_time, strides
 from prefill_worker.muse.kernels.seeds import draw_seeds
 
@@ -26,7 +21,7 @@ _MOVED = 1024  # points that one program of an iteration adds up, at least
 
 
 def find_clusters(points_BHRND: Tensor, clusters: int, cap: float, iterations: int, seed: int) -> Clusters:
-    """`prefill_worker.muse.clusters.find_clusters_reference`, by kernels."""
+    """`prefill_worker.muse.kernels.clusters.find_clusters_reference`, by kernels."""
     points = points_BHRND.detach()
     centroids = draw_seeds(points, min(clusters, points.shape[3]), seed)
     for _ in range(iterations):

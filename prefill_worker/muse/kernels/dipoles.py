@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prefill_worker.muse.clusters import Clusters
+from prefill_worker.muse.kernels.clusters import Clusters
 from prefill_worker.muse.kernels.layout import (
     key_problem,
     padded,
@@ -20,13 +20,13 @@ from prefill_worker.muse.kernels.layout import (
     rows_at_a_time,
     strides,
 )
-from prefill_worker.muse.reference import Moments
+from prefill_worker.muse.kernels.reference import Moments
 
 _COLUMNS = 128  # entries of a covariance that a program mixes at a time
 
 
 def covary_members(keys_BERMD: Tensor, values_BERMD: Tensor, clusters: Clusters) -> Moments:
-    """`prefill_worker.muse.reference.covary_members_reference`."""
+    """`prefill_worker.muse.kernels.reference.covary_members_reference`."""
     heads, ranges, _, dim = keys_BERMD.shape[1:]
     problems, key_clusters, room = clusters.members.shape
     dtype, device = keys_BERMD.dtype, keys_BERMD.device
@@ -60,7 +60,7 @@ def covary_members(keys_BERMD: Tensor, values_BERMD: Tensor, clusters: Clusters)
 
 
 def mix_dipoles(logits_YCK: Tensor, covariances_ZKDD: Tensor, group: int, ranges: int) -> Tensor:
-    """`prefill_worker.muse.reference.mix_dipoles_reference`."""
+    """`prefill_worker.muse.kernels.reference.mix_dipoles_reference`."""
     problems, query_clusters, key_clusters = logits_YCK.shape
     dim = covariances_ZKDD.shape[-1]
     dipoles = torch.empty(
@@ -94,7 +94,7 @@ def mix_dipoles(logits_YCK: Tensor, covariances_ZKDD: Tensor, group: int, ranges
 def mix_dipoles_backward(
     logits_YCK: Tensor, covariances_ZKDD: Tensor, grad_YCDD: Tensor, group: int, ranges: int
 ) -> tuple[Tensor, Tensor]:
-    """`prefill_worker.muse.reference.mix_dipoles_backward_reference`."""
+    """`prefill_worker.muse.kernels.reference.mix_dipoles_backward_reference`."""
     problems, query_clusters, key_clusters = logits_YCK.shape
     dim = covariances_ZKDD.shape[-1]
     by_logit = torch.empty_like(logits_YCK)

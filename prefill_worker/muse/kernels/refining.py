@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prefill_worker.muse.clusters import Clusters
+from prefill_worker.muse.kernels.clusters import Clusters
 from prefill_worker.muse.kernels.layout import padded, precision, problem_offset, rows_at_a_time, strides
-from prefill_worker.muse.reference import Summaries
+from prefill_worker.muse.kernels.reference import Summaries
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -29,7 +29,7 @@ def attend_summaries(
     lse_BHRN: Tensor,
     merge: bool,
 ) -> None:
-    """`prefill_worker.muse.reference.attend_summaries_into_reference`."""
+    """`prefill_worker.muse.kernels.reference.attend_summaries_into_reference`."""
     heads, ranges, _, dim = queries_BHRND.shape[1:]
     problems, query_clusters, room = clusters.members.shape
     key_clusters = summaries.logits.shape[2]

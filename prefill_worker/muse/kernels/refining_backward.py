@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prefill_worker.muse.clusters import Clusters
+from prefill_worker.muse.kernels.clusters import Clusters
 from prefill_worker.muse.kernels.layout import padded, precision, problem_offset, rows_at_a_time, strides
+from prefill_worker.muse.kernels.reference import QueryGrads, Summaries
 from prefill_worker.muse.kernels.refining import load_summaries
-from prefill_worker.muse.reference import QueryGrads, Summaries
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -32,7 +32,7 @@ def attend_summaries_backward(
     lse_BHRN: Tensor,
     grad_BHRND: Tensor,
 ) -> QueryGrads:
-    """`prefill_worker.muse.reference.attend_summaries_backward_reference`."""
+    """`prefill_worker.muse.kernels.reference.attend_summaries_backward_reference`."""
     heads, ranges, _, dim = queries_BHRND.shape[1:]
     problems, query_clusters, room = clusters.members.shape
     key_clusters = summaries.logits.shape[2]
@@ -93,7 +93,7 @@ def attend_summaries_backward(
 def finish_queries(
     grad_queries_BHRND: Tensor, clusters: Clusters, grad_means_YCD: Tensor, sums_YCD: Tensor
 ) -> None:
-    """`prefill_worker.muse.reference.finish_queries_reference`."""
+    """`prefill_worker.muse.kernels.reference.finish_queries_reference`."""
     heads, ranges, _, dim = grad_queries_BHRND.shape[1:]
     problems, query_clusters, room = clusters.members.shape
     finish_kernel[(problems * query_clusters,)](

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prefill_worker.muse.clusters import draw_waits, take_best
+from prefill_worker.muse.kernels.clusters import draw_waits, take_best
 from prefill_worker.muse.kernels.layout import problem_offset, rows_at_a_time, strides
 
 

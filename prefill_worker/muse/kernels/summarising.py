@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prefill_worker.muse.clusters import Clusters
+from prefill_worker.muse.kernels.clusters import Clusters
 from prefill_worker.muse.kernels.layout import (
     key_problem,
     padded,
@@ -20,7 +20,7 @@ from prefill_worker.muse.kernels.layout import (
     rows_at_a_time,
     strides,
 )
-from prefill_worker.muse.reference import Moments, QueryGrads, Summaries
+from prefill_worker.muse.kernels.reference import Moments, QueryGrads, Summaries
 
 _MEANS = 64  # query means of one program
 
@@ -31,7 +31,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 def summarise_keys(
     means_YCD: Tensor, keys_BERMD: Tensor, values_BERMD: Tensor, clusters: Clusters, scale: float, group: int
 ) -> Summaries:
-    """`prefill_worker.muse.reference.summarise_keys_reference`."""
+    """`prefill_worker.muse.kernels.reference.summarise_keys_reference`."""
     problems, query_clusters, dim = means_YCD.shape
     ranges = keys_BERMD.shape[2]
     _, key_clusters, room = clusters.members.shape
@@ -81,7 +81,7 @@ def summarise_keys_backward(
     moments: Moments | None = None,
     grad_covariances_ZKDD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`prefill_worker.muse.reference.summarise_keys_backward_reference`.
+    """`prefill_worker.muse.kernels.reference.summarise_keys_backward_reference`.
 
     Every key cluster has its own sums over keys for the query means; they are added up in order.
     """

@@ -1,0 +1,1 @@
+"""The command `decode-engine`: one file per subcommand, and what they share."""

@@ -1,1 +1,0 @@
-"""Decode steps on a GPU: batches of sessions, kernels only, captured in graphs."""

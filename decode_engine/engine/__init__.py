@@ -1,0 +1,1 @@
+"""The engine: who waits, who reads a prompt, who decodes, and which token comes next."""

@@ -1,0 +1,399 @@
+"""The scheduler: one thread that owns the model and advances all sessions step by step.
+
+Every iteration drops ended requests, admits waiting ones, feeds at most one chunk of prompts and then takes one decode
+step with all decoding sessions in a batch. So a short request streams while a long prompt is still being read, and
+cancellation or a passed deadline ends a request's work within one step. In which order requests are served, and how
+long a stream waits at most between two tokens, stands in `queues`.
+
+The engine speaks token ids. Text reaches it only as the opaque result of a request's `TokenSink`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Generic
+
+import torch
+
+from decode_engine.engine.queues import Job, Queues
+from decode_engine.engine.requests import (
+    EngineStats,
+    Finished,
+    FinishReason,
+    Place,
+    Request,
+    Runner,
+    SessionT,
+    Stream,
+    Times,
+    Token,
+)
+from decode_engine.engine.sampler import Sampler
+from decode_engine.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    EngineCrashedError,
+    SessionMemoryError,
+    ShuttingDownError,
+    TooManyRequestsError,
+)
+from index_store.errors import InvalidArgumentError
+
+logger = logging.getLogger(__name__)
+
+
+_ADMISSIONS = 4  # per step: making a session takes a little time, which streams wait for
+
+
+class Engine(Generic[SessionT]):
+    """Runs requests on a model. Thread-safe; `start` and `shutdown` are called once each."""
+
+    def __init__(
+        self,
+        runner: Runner[SessionT],
+        *,
+        max_sessions: int = 16,
+        max_waiting: int = 64,
+        prompt_chunk: int = 256,
+        session_memory: int | None = None,
+        on_start: Callable[[], None] = lambda: None,
+        on_crash: Callable[[BaseException], None] = lambda error: None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """max_sessions: requests in progress at once. max_waiting: requests beyond those, loading or queued.
+
+        prompt_chunk: most prompt tokens per step, of all prompts together. session_memory: most bytes that requests in
+        progress may need in sum (`Request.memory`); None has no bound. on_start: called first on the scheduler's
+        thread. on_crash: told when the scheduler fails.
+        Raises InvalidArgumentError for a limit out of range.
+        """
+        for name, value, least in (
+            ("max_sessions", max_sessions, 1),
+            ("max_waiting", max_waiting, 0),
+            ("prompt_chunk", prompt_chunk, 1),
+            ("session_memory", 1 if session_memory is None else session_memory, 1),
+        ):
+            if value < least:
+                raise InvalidArgumentError(f"{name} is {value}, expected at least {least}", field=name)
+        self._runner = runner
+        self._max_places = max_sessions + max_waiting
+        self._max_places_of_one = self._max_places - max_waiting // 4
+        self._prompt_chunk = prompt_chunk
+        self._on_start = on_start
+        self._on_crash = on_crash
+        self.clock_ns = clock_ns
+        self._changed = threading.Condition()
+        self._queues: Queues[SessionT] = Queues(max_sessions, session_memory)
+        self._places: Counter[str] = Counter()  # by context
+        self._stats = EngineStats()
+        self._accepting = True
+        self._stopping = False
+        self._crash: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="decode-engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the scheduler's thread."""
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are accepted."""
+        return self._accepting and self._crash is None
+
+    @property
+    def places(self) -> int:
+        """Requests that are running, queued or about to be."""
+        with self._changed:
+            return self._places.total()
+
+    def stats(self) -> EngineStats:
+        """What the engine does now, and did so far."""
+        with self._changed:
+            queues = self._queues
+            return replace(
+                self._stats,
+                waiting=len(queues.waiting),
+                prompting=len(queues.prompting),
+                decoding=len(queues.decoding),
+                places=self._places.total(),
+                session_bytes=queues.held_bytes,
+                session_limit=queues.memory,
+            )
+
+    def reserve(self, context: str = "", memory: int = 0) -> Place:
+        """Takes the place of one request before it costs anything.
+
+        context, memory: as in the request. A quarter of the places of waiting requests is kept from every single
+        context, so that a flood of requests on one leaves places for others.
+        Raises TooManyRequestsError when there is no place left for the context, and what `submit` raises when it would.
+        """
+        with self._changed:
+            self._check_accepting()
+            self._check_memory(memory)
+            total, own = self._places.total(), self._places[context]
+            if total >= self._max_places:
+                raise TooManyRequestsError(
+                    f"{total} requests are running or waiting, which is the limit; try again later",
+                    limit=self._max_places,
+                )
+            if own >= self._max_places_of_one:
+                raise TooManyRequestsError(
+                    f"{own} requests on this context are running or waiting, which is the limit for one context; try "
+                    "again later",
+                    limit=self._max_places_of_one,
+                )
+            self._places[context] += 1
+        return Place(lambda: self._give_back(context))
+
+    def _give_back(self, context: str) -> None:
+        with self._changed:
+            self._places[context] -= 1
+            if not self._places[context]:
+                del self._places[context]
+
+    def submit(self, place: Place, request: Request[SessionT]) -> Stream:
+        """Queues a request. Its place and `on_close` are the engine's from here on, also when this raises.
+
+        Raises InvalidArgumentError for an empty prompt or a token limit below one, SessionMemoryError for a request
+        that needs more memory than there is for all, ShuttingDownError while the engine stops, EngineCrashedError when
+        it failed.
+        """
+        try:
+            if not request.prompt:
+                raise InvalidArgumentError("the prompt has no tokens, expected at least one", field="prompt")
+            if request.max_tokens < 1:
+                raise InvalidArgumentError(
+                    f"max_tokens is {request.max_tokens}, expected at least 1", field="max_tokens"
+                )
+            sampler = Sampler(request.sampling)
+            job = Job(request, place, Stream(self._wake), sampler, submitted_ns=self.clock_ns())
+            with self._changed:
+                self._check_accepting()
+                self._check_memory(request.memory)
+                self._queues.waiting.add(job)
+                self._changed.notify_all()
+        except Exception:
+            _call_all(request.on_close, place.release)
+            raise
+        return job.stream
+
+    def shutdown(self, grace_s: float = 0.0) -> None:
+        """Accepts nothing more, lets requests finish for `grace_s` seconds, ends the others and the thread."""
+        with self._changed:
+            self._accepting = False
+            self._changed.wait_for(lambda: not self._queues.all() or self._crash is not None, timeout=grace_s)
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _check_accepting(self) -> None:
+        if self._crash is not None:
+            raise EngineCrashedError("the scheduler failed and the server has to be restarted")
+        if not self._accepting:
+            raise ShuttingDownError("the server is shutting down and accepts no more requests")
+
+    def _check_memory(self, needed: int) -> None:
+        limit = self._queues.memory
+        if limit is not None and needed > limit:
+            raise SessionMemoryError(
+                f"prompt and answer may need {needed} bytes, all sessions together have {limit}; shorten the prompt, "
+                "lower max_tokens, or raise --session-memory",
+                needed=needed,
+                limit=limit,
+            )
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            self._on_start()
+            with torch.inference_mode():
+                while self._wait_for_work():
+                    self.step()
+        except BaseException as error:
+            logger.exception("the scheduler failed")
+            with self._changed:
+                self._crash = error
+                self._changed.notify_all()
+            self._on_crash(error)
+        finally:
+            with self._changed:
+                self._accepting = False
+                left = self._queues.all()
+            for job in left:
+                self._fail(job, self._last_words())
+
+    def _last_words(self) -> Exception:
+        if self._crash is not None:
+            return EngineCrashedError("the scheduler failed while it worked on this request")
+        return ShuttingDownError("the server shut down before this request finished")
+
+    def _wait_for_work(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or bool(self._queues.all()))
+            return not self._stopping
+
+    def step(self) -> None:
+        """One iteration; runs on the scheduler's thread."""
+        self._drop_ended()
+        self._admit()
+        fed = self._advance_prompts()
+        batch = self._decode()
+        with self._changed:
+            self._stats = self._stats.after_turn(fed, batch)
+
+    def _drop_ended(self) -> None:
+        now = self.clock_ns()
+        with self._changed:
+            jobs = self._queues.all()
+        for job in jobs:
+            if job.stream.cancelled:
+                self._fail(job, CancelledError("the client ended the call"))
+            elif job.request.deadline_ns is not None and now >= job.request.deadline_ns:
+                self._fail(
+                    job,
+                    DeadlineExceededError(
+                        f"the deadline passed after {job.generated} generated tokens", generated=job.generated
+                    ),
+                )
+
+    def _admit(self) -> None:
+        for _ in range(_ADMISSIONS):
+            with self._changed:
+                job = self._queues.admit()
+            if job is None:
+                return
+            job.admitted_ns = self.clock_ns()
+            try:
+                job.session = job.request.start()
+            except Exception as error:
+                self._fail(job, error)
+
+    def _advance_prompts(self) -> int:
+        """Feeds one chunk; returns how many tokens that were."""
+        with self._changed:
+            pieces = self._queues.take_pieces(self._prompt_chunk)
+        fed = 0
+        for job, count in pieces:
+            try:
+                piece = job.request.prompt[job.fed : job.fed + count]
+                logits = self._runner.read([job.running()], [piece])[0]
+                job.fed += count
+                fed += count
+                token_id = None if job.unfed else job.sampler.sample(logits[-1])
+            except Exception as error:
+                self._fail(job, error)
+                continue
+            if token_id is not None:
+                job.prompt_done_ns = self.clock_ns()
+                with self._changed:
+                    self._queues.start_decoding(job)
+                self._take_token(job, token_id)
+        return fed
+
+    def _decode(self) -> int:
+        """Takes one step with all that decode; returns how many these are."""
+        with self._changed:
+            jobs = list(self._queues.decoding)
+        batch: list[tuple[Job[SessionT], SessionT]] = []
+        for job in jobs:
+            try:
+                batch.append((job, job.running()))
+            except EngineCrashedError as error:
+                self._fail(job, error)
+        if not batch:
+            return 0
+        before = self.clock_ns()
+        results = self._next_tokens(batch)
+        spent = self.clock_ns() - before
+        for (job, _), result in zip(batch, results, strict=True):
+            job.decode_steps += 1
+            job.decode_ns += spent
+            if isinstance(result, Exception):
+                self._fail(job, result)
+            else:
+                self._take_token(job, result)
+        return len(batch)
+
+    def _next_tokens(self, batch: Sequence[tuple[Job[SessionT], SessionT]]) -> Sequence[int | Exception]:
+        """The next token of each, or what went wrong; a runner that raises says that of everybody."""
+        sessions = [session for _, session in batch]
+        try:
+            return self._runner.decode(
+                sessions, [job.last_token for job, _ in batch], [job.sampler for job, _ in batch]
+            )
+        except Exception as error:
+            logger.exception("a decode step failed for a batch of %d", len(batch))
+            return [error] * len(batch)
+
+    def _take_token(self, job: Job[SessionT], token_id: int) -> None:
+        """Emits a token and ends the job when it was the last one."""
+        request = job.request
+        try:
+            ended = token_id in request.end_ids
+            piece = None if ended else request.sink.push(token_id)
+        except Exception as error:
+            self._fail(job, error)
+            return
+        job.last_token = token_id
+        job.generated += 1
+        job.first_token_ns = job.first_token_ns or self.clock_ns()
+        job.stream.put(Token(token_id, "" if piece is None else piece.text))
+        if ended:
+            self._finish(job, FinishReason.END_OF_SEQUENCE)
+        elif piece is not None and piece.stopped:
+            self._finish(job, FinishReason.STOP)
+        elif job.generated >= request.max_tokens:
+            self._finish(job, FinishReason.LENGTH)
+
+    def _finish(self, job: Job[SessionT], reason: FinishReason) -> None:
+        try:
+            figures = job.running().figures
+            text = job.request.sink.flush()
+        except Exception as error:
+            self._fail(job, error)
+            return
+        times = Times(
+            queue_ns=job.admitted_ns - job.submitted_ns,
+            prompt_ns=job.prompt_done_ns - job.admitted_ns,
+            first_token_ns=job.first_token_ns - job.submitted_ns,
+            total_ns=self.clock_ns() - job.submitted_ns,
+            decode_steps=job.decode_steps,
+            decode_ns=job.decode_ns,
+        )
+        self._release(job)
+        job.stream.put(Finished(reason, text, job.generated, job.sampler.seed, times, figures))
+
+    def _fail(self, job: Job[SessionT], error: Exception) -> None:
+        self._release(job)
+        job.stream.put(error)
+        if isinstance(error, torch.AcceleratorError):
+            torch.accelerator.synchronize()  # raises where the device is lost: then nothing can run any more
+
+    def _release(self, job: Job[SessionT]) -> None:
+        """Takes the job out of the queues and gives back all it held, before its reader learns of its end."""
+        session, job.session = job.session, None
+        with self._changed:
+            self._queues.remove(job)
+            if session is not None:
+                self._stats = self._stats.after_session(session.figures)
+            self._changed.notify_all()
+        closes = [] if session is None else [session.close]
+        _call_all(*closes, job.request.on_close, job.place.release)
+
+
+def _call_all(*releases: Callable[[], None]) -> None:
+    """Calls each of them, whether those before it failed or not."""
+    for release in releases:
+        try:
+            release()
+        except Exception:
+            logger.exception("releasing a request failed")

@@ -1,0 +1,226 @@
+"""What the engine is asked and what it answers: requests, streams of events, and the protocols it relies on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from queue import SimpleQueue
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.layers.figures import Figures
+
+
+class EngineSession(Protocol):
+    """What the engine needs of one request's model state."""
+
+    @property
+    def figures(self) -> Figures:
+        """What the session's attention cost and touched so far; stays readable after `close`."""
+
+    def close(self) -> None:
+        """Frees the session's memory and lets go of the context."""
+
+
+SessionT = TypeVar("SessionT", bound=EngineSession)
+SessionT_contra = TypeVar("SessionT_contra", bound=EngineSession, contravariant=True)
+
+
+class Runner(Protocol[SessionT_contra]):
+    """What the engine needs of the model."""
+
+    def read(self, sessions: Sequence[SessionT_contra], token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Feeds each session a piece of its prompt (as long for each); the last token's logits [1, V] per session.
+
+        When it raises, the same call may be made again with the same result: no session has advanced. Their figures
+        may count what the failed attempt did.
+        """
+
+    def decode(
+        self, sessions: Sequence[SessionT_contra], last_tokens: Sequence[int], samplers: Sequence[Sampler]
+    ) -> list[int | Exception]:
+        """Feeds each session its last token and chooses its next one with its sampler.
+
+        Returns the token, or what went wrong, of each: the fault of one session is not that of the others. A session
+        and its sampler advance where a token comes back. What it raises ends the requests of all the sessions.
+        """
+
+
+class TokenPiece(Protocol):
+    """What a token means for the reader of a generation."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def stopped(self) -> bool: ...
+
+
+class TokenSink(Protocol):
+    """Turns tokens into text and finds stop strings; called on the scheduler's thread only."""
+
+    def push(self, token_id: int) -> TokenPiece:
+        """Adds a token."""
+
+    def flush(self) -> str:
+        """Text held back, at the end."""
+
+
+class FinishReason(Enum):
+    """Why a generation ended without an error."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    END_OF_SEQUENCE = "end_of_sequence"
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[SessionT]):
+    """One generation.
+
+    start: makes the session; called on the scheduler's thread when the request is admitted.
+    prompt: token ids, at least one. end_ids: tokens that end the answer. deadline_ns: on the engine's clock.
+    on_close: called exactly once, after the engine has dropped the session, however the request ended.
+    context: requests that share one wait in one queue. memory: bytes that the session may come to hold.
+    """
+
+    start: Callable[[], SessionT]
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: SamplingParameters
+    sink: TokenSink
+    end_ids: frozenset[int] = frozenset()
+    deadline_ns: int | None = None
+    on_close: Callable[[], None] = lambda: None
+    context: str = ""
+    memory: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A generated token, and the text that became certain with it."""
+
+    token_id: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Wall-clock times of a request in nanoseconds, from its submission; `decode_ns` sums its decode steps."""
+
+    queue_ns: int
+    prompt_ns: int
+    first_token_ns: int
+    total_ns: int
+    decode_steps: int
+    decode_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of a stream."""
+
+    reason: FinishReason
+    text: str
+    completion_tokens: int
+    seed: int
+    times: Times
+    figures: Figures
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What the engine does now, and did since it started.
+
+    waiting, prompting, decoding: requests that wait for admission, read their prompts, and decode.
+    places: of these, and of those about to be submitted.
+    session_bytes: memory that the admitted ones may come to hold. session_limit: bound of that; None without one.
+    steps: turns of the scheduler. prompt_tokens: fed in them.
+    decode_steps: turns in which somebody decoded. decode_tokens: tokens fed by these, so that their quotient is the
+    mean batch. decode_batch: sessions that decoded in the latest turn.
+    host_bytes_read, rows_reused, device_wait_for_host_ns: see `Figures`; of sessions that have ended.
+    """
+
+    waiting: int = 0
+    prompting: int = 0
+    decoding: int = 0
+    places: int = 0
+    session_bytes: int = 0
+    session_limit: int | None = None
+    steps: int = 0
+    prompt_tokens: int = 0
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    decode_batch: int = 0
+    host_bytes_read: int = 0
+    rows_reused: int = 0
+    device_wait_for_host_ns: int = 0
+
+    def after_turn(self, prompt_tokens: int, batch: int) -> EngineStats:
+        """With one more turn of the scheduler counted: prompt tokens that it fed, and how many decoded in it."""
+        return replace(
+            self,
+            steps=self.steps + 1,
+            prompt_tokens=self.prompt_tokens + prompt_tokens,
+            decode_steps=self.decode_steps + (batch > 0),
+            decode_tokens=self.decode_tokens + batch,
+            decode_batch=batch,
+        )
+
+    def after_session(self, figures: Figures) -> EngineStats:
+        """With what a session moved counted, at its end."""
+        return replace(
+            self,
+            host_bytes_read=self.host_bytes_read + figures.host_bytes_read,
+            rows_reused=self.rows_reused + figures.rows_reused,
+            device_wait_for_host_ns=self.device_wait_for_host_ns + figures.device_wait_for_host_ns,
+        )
+
+
+class Stream:
+    """Events of one request: tokens, then `Finished`. Iterating raises what ended the request otherwise."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._events: SimpleQueue[Token | Finished | Exception] = SimpleQueue()
+        self._wake = wake
+        self._cancelled = threading.Event()
+
+    def __iter__(self) -> Iterator[Token | Finished]:
+        while True:
+            event = self._events.get()
+            if isinstance(event, Exception):
+                raise event
+            yield event
+            if isinstance(event, Finished):
+                return
+
+    def cancel(self) -> None:
+        """Ends the request within one step; its stream then raises CancelledError. Harmless when it has ended."""
+        self._cancelled.set()
+        self._wake()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def put(self, event: Token | Finished | Exception) -> None:
+        """Adds an event; for the engine."""
+        self._events.put(event)
+
+
+class Place:
+    """The right to submit one request; given back when the request ends, or by `release` if none is submitted."""
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = give_back
+        self._lock = threading.Lock()
+
+    def release(self) -> None:
+        """Gives the place back; calls after the first do nothing."""
+        with self._lock:
+            give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()

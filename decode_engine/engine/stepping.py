@@ -1,0 +1,102 @@
+"""Steps of several sessions in which the fault of one is not the fault of all.
+
+These need nothing of a session and of a model but a function that feeds tokens and returns logits.
+
+Shape legend: B sessions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from decode_engine.engine.sampler import Draws, Sampler, any_filters, choose_greedy, choose_tokens, not_finite
+
+logger = logging.getLogger(__name__)
+
+SessionT = TypeVar("SessionT")
+
+Forward = Callable[[Sequence[SessionT], Sequence[Sequence[int]]], Sequence[Tensor]]
+"""Feeds each session its tokens, as many to each; returns the last one's logits [1, V] per session.
+
+When it raises, no session has advanced, and the same call may be made again.
+"""
+
+
+def forward_each(
+    forward: Forward[SessionT], sessions: Sequence[SessionT], token_ids: Sequence[Sequence[int]]
+) -> list[Tensor | Exception]:
+    """Logits [1, V] or the error of each session.
+
+    A batch that fails is repeated one by one, to find whose fault it is; only sessions with an error do not advance.
+    """
+    try:
+        return list(forward(sessions, token_ids))
+    except Exception as error:
+        if len(sessions) == 1:
+            return [error]
+        logger.warning("a batch of %d sessions failed (%s); stepping them one by one", len(sessions), error)
+        return [
+            forward_each(forward, [session], [ids])[0]
+            for session, ids in zip(sessions, token_ids, strict=True)
+        ]
+
+
+def decode_by_forward(
+    forward: Forward[SessionT],
+    sessions: Sequence[SessionT],
+    last_tokens: Sequence[int],
+    samplers: Sequence[Sampler],
+) -> list[int | Exception]:
+    """One decode step of all sessions: feeds each its last token and chooses its next one.
+
+    Returns the token, or the error, of each. A session with an error has not advanced, nor has its sampler; except
+    that one that failed after its logits were there has taken its token in, and cannot go on.
+    """
+    results = forward_each(forward, sessions, [[token] for token in last_tokens])
+    rows = [row for row, result in enumerate(results) if isinstance(result, Tensor)]
+    logits = [result[-1] for result in results if isinstance(result, Tensor)]
+    chosen = dict(zip(rows, choose_each(logits, [samplers[row] for row in rows]), strict=True))
+    return [result if isinstance(result, Exception) else chosen[row] for row, result in enumerate(results)]
+
+
+def choose_each(logits: Sequence[Tensor], samplers: Sequence[Sampler]) -> list[int | Exception]:
+    """A token of each row of logits [V], or the error: SparseKVError where they are not finite.
+
+    Samplers with a token advance. Rows on a device are chosen from together, with one wait; on the CPU the shorter ways
+    of single rows take less time.
+    """
+    if len(logits) > 1 and logits[0].device.type != "cpu":
+        try:
+            return choose_together(torch.stack(list(logits)), samplers)
+        except Exception as error:
+            return [error] * len(logits)
+    chosen: list[int | Exception] = []
+    for row, sampler in zip(logits, samplers, strict=True):
+        try:
+            chosen.append(sampler.sample(row))
+        except Exception as error:
+            chosen.append(error)
+    return chosen
+
+
+def choose_together(logits_BV: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]:
+    """What `choose_each` does, for rows that lie in one tensor, on its device."""
+    if all(sampler.greedy for sampler in samplers):
+        chosen_B = choose_greedy(logits_BV)
+    else:
+        draws = Draws.of(samplers, logits_BV.device)
+        chosen_B = choose_tokens(logits_BV, draws, filtered=any_filters(samplers))
+    return [advance(sampler, token) for sampler, token in zip(samplers, chosen_B.tolist(), strict=True)]
+
+
+def advance(sampler: Sampler, token: int) -> int | Exception:
+    """What a row's choice means: the token, with its sampler advanced; or, for -1, the error."""
+    if token < 0:
+        return not_finite()
+    sampler.advance()
+    return token

@@ -1,0 +1,1 @@
+"""Methods compared with full attention: the run, means and errors, files, tables and pictures."""

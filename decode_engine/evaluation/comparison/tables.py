@@ -1,0 +1,128 @@
+"""Tables of an evaluation's results: for the terminal and for a document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from decode_engine.evaluation.comparison.summary import ALL_TASKS, Score
+
+
+def results_table(scores: Sequence[Score], title: str) -> Table:
+    """One line per context length, method and budget, all tasks together; +- are standard errors."""
+    table = Table(title=title)
+    table.add_column("context", justify="right")
+    table.add_column("method", no_wrap=True)
+    headings = ("budget", "exact match", "loss", "KL", "KL answer", "KL text", "recall", "mass", "error")
+    for heading in (*headings, "keys", "all", "bytes", "ms/token"):
+        table.add_column(heading, justify="right", no_wrap=heading == "budget")
+    overall = [score for score in scores if score.task == ALL_TASKS]
+    previous = None
+    for score in overall:
+        if previous not in {None, score.context_length}:
+            table.add_section()
+        previous = score.context_length
+        table.add_row(
+            f"{score.context_length:,}",
+            score.method,
+            score.budget,
+            f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}",
+            f"{score.exact_match_loss:+.3f} {_error(score.exact_match_loss_se, 3)}",
+            f"{score.kl:.4f} {_error(score.kl_se, 4)}",
+            f"{score.kl_answer:.4f} {_error(score.kl_answer_se, 4)}",
+            f"{score.kl_text:.4f} {_error(score.kl_text_se, 4)}",
+            _number(score.recall, 3),
+            _number(score.captured_mass, 3),
+            _number(score.output_error, 4),
+            _percent(score.touched_sparse),
+            _percent(score.touched_all),
+            _percent(score.bytes_share),
+            f"{score.milliseconds_per_token:.1f}",
+        )
+    questions = sorted({score.questions for score in overall})
+    table.caption = (
+        f"n = {', '.join(map(str, questions))} questions; loss: exact match of full attention minus the method's; "
+        "KL(full || method) in nats per token;\n"
+        "over the layers that search: recall of the true top keys, attention mass captured, relative output error, "
+        "keys and bytes touched;\nall: keys touched in all layers"
+    )
+    return table
+
+
+def tasks_table(scores: Sequence[Score]) -> Table | None:
+    """Exact match and KL by task, one column per task; None when a single task was asked."""
+    rows = figures_by_task(scores)
+    if rows is None:
+        return None
+    table = Table(title="exact match / KL by task")
+    for number, heading in enumerate(rows[0]):
+        table.add_column(heading, justify="left" if number == 1 else "right", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*row)
+    return table
+
+
+def figures_by_task(scores: Sequence[Score]) -> list[list[str]] | None:
+    """Heading and rows of the table of tasks; None when a single task was asked."""
+    tasks = list(dict.fromkeys(score.task for score in scores if score.task != ALL_TASKS))
+    if not tasks:
+        return None
+    cells: dict[tuple[str, str, str], dict[str, str]] = {}
+    for score in scores:
+        row = cells.setdefault((f"{score.context_length:,}", score.method, score.budget), {})
+        exact = f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}".strip()
+        row[score.task] = f"{exact} / {score.kl:.4f}"
+    return [
+        ["context", "method", "budget", *tasks],
+        *([*key, *(row.get(task, "-") for task in tasks)] for key, row in cells.items()),
+    ]
+
+
+def markdown_table(scores: Sequence[Score]) -> str:
+    """The tables for a document: one row per length, method and budget; exact match and KL by task below."""
+    headings = ["context", "method", "budget", "exact match", "KL", "KL, answer", "KL, text"]
+    headings += ["recall", "mass", "output error", "keys, sparse", "keys, all", "bytes"]
+    rows = [
+        [
+            f"{score.context_length:,}",
+            f"`{score.method}`",
+            score.budget,
+            f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}",
+            f"{score.kl:.4f} {_error(score.kl_se, 4)}",
+            f"{score.kl_answer:.4f} {_error(score.kl_answer_se, 4)}",
+            f"{score.kl_text:.4f} {_error(score.kl_text_se, 4)}",
+            f"{_number(score.recall, 3)} {_error(score.recall_se, 3)}",
+            f"{_number(score.captured_mass, 3)} {_error(score.captured_mass_se, 3)}",
+            f"{_number(score.output_error, 4)} {_error(score.output_error_se, 4)}",
+            _percent(score.touched_sparse),
+            _percent(score.touched_all),
+            _percent(score.bytes_share),
+        ]
+        for score in scores
+        if score.task == ALL_TASKS
+    ]
+    text = _markdown([headings, *rows])
+    by_task = figures_by_task(scores)
+    if by_task is not None:
+        heading, *lines = by_task
+        text += "\nExact match / KL by task:\n\n"
+        text += _markdown([heading, *([line[0], f"`{line[1]}`", *line[2:]] for line in lines)])
+    return text
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"
+
+
+def _error(value: float | None, digits: int) -> str:
+    return "" if value is None else f"±{value:.{digits}f}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

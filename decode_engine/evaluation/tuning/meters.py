@@ -1,0 +1,184 @@
+"""What a method achieves on a context: attention mass captured for the context's own queries, or KL to full attention.
+
+Shape legend: H KV heads, P sampled rows, T positions, G group heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from decode_engine.evaluation.probe import sample_layer
+from decode_engine.evaluation.scoring import Segment, reference_log_probs, score_segment
+from decode_engine.layers.dense_layer import LayerAttention
+from decode_engine.layers.session import Session
+from decode_engine.layers.sparse_layer import Observation, SparseLayer
+from decode_engine.model.runner import ModelRunner
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import METHODS, Method
+from index_store.store.stored_context import Context
+
+QUERIES = 16
+"""Queries per layer that a method is judged by, out of those of the context's last positions."""
+
+LAST_POSITIONS = 64
+CONTINUATION_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a method achieved. keys: keys attended exactly, as a share of all, over all layers.
+
+    mass: attention weight of the keys attended exactly, on average over layers, heads and queries. error: relative
+    error of the attention output with the remainder, on average over layers and queries. kl: KL(full || method) in
+    nats per token. Those that were not measured are None.
+    """
+
+    keys: float
+    mass: float | None = None
+    error: float | None = None
+    kl: float | None = None
+
+    def figures(self) -> dict[str, float]:
+        """What was measured, by name."""
+        named = {"keys": self.keys, "mass": self.mass, "error": self.error, "kl": self.kl}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+class Meter(Protocol):
+    """Measures methods, and knows what is enough."""
+
+    def measure(self, method: Method) -> Measurement:
+        """Measures a method with its budget."""
+        ...
+
+    def reaches(self, measurement: Measurement) -> bool:
+        """Whether that is enough."""
+        ...
+
+    def shortfall(self, measurement: Measurement) -> float:
+        """How far it is from enough, to find the best of those that are not."""
+        ...
+
+
+class MassMeter:
+    """Judges methods by the attention mass they capture for queries of the context's own last positions.
+
+    Each query is a decode step of its own, as if the context ended with its token: it sees the keys before it and none
+    after it, and its recent window lies before it. Thresholds are therefore cut for single queries, not for prompts.
+    """
+
+    def __init__(self, stored: Context, resident: ResidentContext, target: float) -> None:
+        """Raises InvalidArgumentError when the context has no sample of its queries, or none from its end."""
+        self._context, self._target = resident, target
+        layers = range(resident.manifest.model.layers)
+        samples = [stored.queries(layer) for layer in layers]
+        rows_P = _late_rows(samples[0].positions_P, resident.manifest.token_count)
+        self._positions: list[int] = samples[0].positions_P[rows_P].tolist()
+        scale = resident.manifest.model.head_dim**-0.5
+        device = resident.device
+        self._queries = [(sample.queries_HPGD[:, rows_P] * scale).to(device) for sample in samples]
+
+    def measure(self, method: Method) -> Measurement:
+        """Raises MethodUnsupportedError for a method with a schedule, which single queries cannot judge."""
+        if method.schedule.by_step or method.schedule.ahead:
+            raise MethodUnsupportedError(
+                f"method {method.name!r} has a schedule, which captured mass does not judge; tune for a KL divergence, "
+                "or leave the schedule out",
+                method=method.name,
+            )
+        session = Session(self._context, method)
+        try:
+            found = [
+                _measure_layer(layer, queries_HPGD, self._positions)
+                for layer, queries_HPGD in zip(session.layers, self._queries, strict=True)
+            ]
+        finally:
+            session.close()
+        attended, available, mass, error = torch.tensor(found, dtype=torch.float64).sum(0).tolist()
+        count = len(self._positions) * len(found)
+        return Measurement(attended / available, mass=mass / count, error=error / count)
+
+    def reaches(self, measurement: Measurement) -> bool:
+        return self.shortfall(measurement) <= 0.0
+
+    def shortfall(self, measurement: Measurement) -> float:
+        return self._target - (measurement.mass or 0.0)
+
+
+class KlMeter:
+    """Judges methods by the KL divergence of their next tokens from full attention's, teacher-forced on texts."""
+
+    def __init__(
+        self, runner: ModelRunner, resident: ResidentContext, texts: Sequence[Sequence[int]], target: float
+    ) -> None:
+        """texts: token ids that follow the context, of at least 2 each."""
+        self._runner, self._context, self._target = runner, resident, target
+        room = resident.manifest.model.max_positions - resident.manifest.token_count
+        if any(len(text) > room for text in texts):
+            raise InvalidArgumentError(
+                f"context {resident.manifest.id[:12]} leaves the model {room} positions, texts of up to "
+                f"{max(map(len, texts))} tokens would follow it; give shorter ones with --prompts"
+            )
+        self._segments = [Segment(tuple(text)) for text in texts]
+        self._references = [
+            reference_log_probs(runner, resident, METHODS["full"], segment) for segment in self._segments
+        ]
+
+    def measure(self, method: Method) -> Measurement:
+        scores = [
+            score_segment(self._runner, self._context, method, segment, reference)
+            for segment, reference in zip(self._segments, self._references, strict=True)
+        ]
+        kept = sum(score.touched.kept for score in scores)
+        total = sum(score.touched.total for score in scores)
+        return Measurement(kept / total, kl=float(torch.cat([score.kl_T for score in scores]).mean()))
+
+    def reaches(self, measurement: Measurement) -> bool:
+        return self.shortfall(measurement) <= 0.0
+
+    def shortfall(self, measurement: Measurement) -> float:
+        return (torch.inf if measurement.kl is None else measurement.kl) - self._target
+
+
+def continuation(resident: ResidentContext) -> list[int]:
+    """The context's own last tokens, to be fed again after it."""
+    tokens: list[int] = resident.tokens()[-CONTINUATION_TOKENS - 1 :].tolist()
+    return tokens
+
+
+def _late_rows(positions_P: Tensor, token_count: int) -> Tensor:
+    """Up to QUERIES rows of the sample, spread over the context's last positions."""
+    late = (positions_P >= token_count - LAST_POSITIONS) & (positions_P < token_count)
+    rows = late.nonzero().flatten()
+    if not len(rows):
+        raise InvalidArgumentError(
+            "the context has no sample of the queries of its last positions; prefill the document again"
+        )
+    return rows[torch.linspace(0, len(rows) - 1, min(QUERIES, len(rows))).round().long()]
+
+
+def _measure_layer(
+    layer: LayerAttention, queries_HPGD: Tensor, positions: Sequence[int]
+) -> tuple[float, float, float, float]:
+    """(keys attended, keys there were, mass captured, relative error), each summed over the queries."""
+    attended, mass, error = 0.0, 0.0, 0.0
+    for row, position in enumerate(positions):
+        seen: list[Observation] = []
+        if isinstance(layer, SparseLayer):
+            layer.observer = seen.append
+            layer.replay(queries_HPGD[:, row : row + 1], position)
+        if not seen:  # everything is attended
+            attended, mass = attended + position + 1, mass + 1.0
+            continue
+        sample = sample_layer(0, seen[0], torch.tensor([0]))
+        outside = seen[0].sinks + position + 1 - seen[0].search_end
+        attended += float(seen[0].selection.counts_HT.float().mean()) + outside
+        mass += float(sample.mass_HTG.mean())
+        error += float(sample.error_T[0])
+    return attended, float(sum(positions) + len(positions)), mass, error

@@ -1,0 +1,284 @@
+"""Where a batch on a device and threads that search for it leave each other queries and lists.
+
+Shape legend: B rows of a batch, H KV heads, R = B * H lists, G query heads per KV head, d head dim, W room of a list, S
+searches of a step, P tiles of the longest context, N keys of it, L searched queries of a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from decode_engine.host_search import shared_search as jobs
+from decode_engine.host_search.mailbox_triton import SharedWords
+from decode_engine.host_search.shared_search import FAILED, JOB_FIELDS, LINE, PLACES_FIELDS, ROW_FIELDS
+from decode_engine.host_search.shared_words import read_word, write_word
+from decode_engine.host_search.table_lists import BINS
+from index_store.errors import InvalidArgumentError
+from index_store.indexes.query_tables.search_numba import TILE
+
+_WORD_BYTES = 8
+LIST_SHARE = 8
+"""Lists have room for an eighth of the longest context's keys."""
+_LEAST_WIDTH = 1024
+
+
+def list_width(max_keys: int) -> int:
+    """Room of a list in contexts of up to so many keys."""
+    return max(_LEAST_WIDTH, max_keys // LIST_SHARE)
+
+
+def usual_waves(rows: int) -> int:
+    """In how many parts lists of a batch are waited for where nothing else is said.
+
+    A wave costs three launches a layer, about 7 us, and hides fetches behind searches, which take longer for more rows:
+    two were fastest for one, four for more (docs/offload.md).
+    """
+    return 2 if rows == 1 else 4
+
+
+@dataclass(frozen=True, slots=True)
+class SearchPlan:
+    """What a mailbox is sized for.
+
+    rows: B. layers: of the model, all of which may be searched. max_keys: N. waves: in how many parts the device waits
+    for the lists of a layer, by KV heads; at most one for every head.
+    """
+
+    rows: int
+    heads: int
+    group: int
+    head_dim: int
+    subspaces: int
+    centroids: int
+    pooled: bool
+    strided: bool
+    layers: int
+    max_keys: int
+    waves: int = 1
+
+    @property
+    def wave_heads(self) -> list[range]:
+        """KV heads of every wave."""
+        waves = min(self.waves, self.heads)
+        return [range(self.heads * wave // waves, self.heads * (wave + 1) // waves) for wave in range(waves)]
+
+    @property
+    def queries(self) -> int:
+        """Searched queries of a KV head."""
+        return 1 if self.pooled else self.group
+
+    @property
+    def lists(self) -> int:
+        """Of all rows together."""
+        return self.rows * self.heads
+
+    @property
+    def tiles(self) -> int:
+        """Of the longest context."""
+        return -(-self.max_keys // TILE)
+
+    @property
+    def width(self) -> int:
+        """Room of a list."""
+        return list_width(self.max_keys)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchedRow:
+    """What one row of a batch searches in a step.
+
+    row: its number. Keys [first, end) are searched and `keep` of them listed; length: keys of the context. places:
+    addresses of tables, centroids and scales for every search, [S, 3] int64. What lies there must stay until the step
+    has ended.
+    """
+
+    row: int
+    first: int
+    end: int
+    keep: int
+    length: int
+    places: NDArray[np.int64]
+
+
+class Mailbox:
+    """Queries, lists and words, page-locked when a device shares them, and what threads leave each other.
+
+    One thread begins and ends steps; others may cancel and fail them.
+    """
+
+    def __init__(self, plan: SearchPlan, *, page_locked: bool) -> None:
+        self.plan = plan
+
+        def shared(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, pin_memory=page_locked)
+
+        lists = plan.lists
+        self.shared = SharedWords(
+            q_BX=shared(plan.rows, plan.heads * plan.group * plan.head_dim, dtype=torch.float32),
+            posted_BX=shared(plan.rows, LINE),
+            answers_RX=shared(lists, LINE),
+            ids_RW=shared(lists, plan.width, dtype=torch.int32),
+            waits_LR2=shared(plan.layers, lists, 2),
+            trouble_X=shared(LINE),
+        )
+        self.steps = 0
+        """Steps that were begun. The number of a layer's search in step s is s * layers + layer."""
+        self.used: list[int] = []
+        self.order: list[int] = []
+        self._stop = np.zeros(LINE, np.int64)
+        self._board = np.zeros((plan.layers, 1 + lists, LINE), np.int64)
+        self._rows = np.zeros((plan.rows, ROW_FIELDS), np.int64)
+        self._places = np.zeros((plan.layers, plan.rows, PLACES_FIELDS), np.int64)
+        self._order = np.zeros(plan.layers, np.int64)
+        queries, tiles = plan.queries, plan.tiles
+        self._between: dict[int, NDArray[Any]] = {
+            jobs.PICKS: np.empty((lists, queries * plan.subspaces), np.int32),
+            jobs.WEIGHTS: np.empty((lists, queries * plan.subspaces), np.float32),
+            jobs.BOUNDS: np.empty((lists, LINE), np.float32),
+            jobs.HISTOGRAMS: np.empty((lists * tiles, BINS), np.int32),
+            jobs.PEAKS: np.empty((lists * tiles, queries), np.float32),
+            jobs.TOTALS: np.empty((lists * tiles, queries), np.float32),
+            jobs.CANDIDATES: np.empty((lists, plan.max_keys), np.int32),
+            jobs.SCORES: np.empty((lists, plan.max_keys), np.float32),
+            jobs.COUNTS: np.empty((lists, tiles), np.int64),
+        }
+        self._job = self._describe()
+
+    @property
+    def job(self) -> NDArray[np.int64]:
+        """What compiled searches read (`shared_search`)."""
+        return self._job
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether the device has stopped waiting in this step."""
+        return bool(self.shared.trouble_X[0])
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the step was cancelled or has failed."""
+        return bool(read_word(self._stop.ctypes.data))
+
+    @property
+    def finished(self) -> bool:
+        """Whether every list of the step's last search has been answered."""
+        answers = self.shared.answers_RX.view(self.plan.rows, self.plan.heads, LINE)[self.used, :, 0]
+        return bool((answers >> jobs.COUNT_BITS == self.number_of(self.order[-1])).all())
+
+    def begin(self, rows: Sequence[SearchedRow], order: Sequence[int]) -> int:
+        """Makes ready for a step of these rows, at least one; its number, from 1 on.
+
+        order: the layers that are searched, ascending, at least one. No thread may be at work. Raises
+        InvalidArgumentError for rows that keep more than lists have room for.
+        """
+        plan, searches = self.plan, len(order)
+        for row in rows:
+            if min(row.keep, row.end - row.first) > plan.width or row.end > plan.max_keys:
+                raise InvalidArgumentError(
+                    f"{row.keep} of {row.end} keys are to be listed; there is room for {plan.width} of {plan.max_keys}"
+                )
+        places = self._places.reshape(-1)[: searches * len(rows) * PLACES_FIELDS]
+        for number, row in enumerate(rows):
+            self._rows[number] = row.row, row.first, row.end, row.keep, row.length
+            places.reshape(searches, len(rows), PLACES_FIELDS)[:, number] = row.places
+        self.steps += 1
+        self.used, self.order = [row.row for row in rows], list(order)
+        self._order[:searches] = order
+        self._job[jobs.USED] = len(rows)
+        self._job[jobs.SEARCHES] = searches
+        self._job[jobs.BASE] = self.number_of(0)
+        self._board.reshape(-1)[: searches * (1 + len(rows) * plan.heads) * LINE] = 0
+        if self.stopped:
+            self._stop[:] = 0
+            self.shared.answers_RX.zero_()
+        self.shared.trouble_X.zero_()
+        return self.steps
+
+    def cancel(self) -> None:
+        """Ends searching, and every wait of the device for this step, at once."""
+        write_word(self._stop.ctypes.data, 1)
+        for number in range(self.plan.lists):
+            write_word(self.shared.answers_RX.data_ptr() + number * LINE * _WORD_BYTES, FAILED)
+
+    def number_of(self, layer: int) -> int:
+        """What words say about a layer's search in this step."""
+        return self.steps * self.plan.layers + layer
+
+    def post(self, layer: int, q_BX: Tensor) -> None:
+        """What a device does: writes the queries of all used rows, and then their words."""
+        for row in self.used:
+            self.shared.q_BX[row] = q_BX[row]
+            write_word(self.shared.posted_BX.data_ptr() + row * LINE * _WORD_BYTES, self.number_of(layer))
+
+    def answer(self, layer: int, number: int) -> Tensor | None:
+        """The ids of a list, once it is there. Raises InterruptedError for a step that has failed."""
+        word = read_word(self.shared.answers_RX.data_ptr() + number * LINE * _WORD_BYTES)
+        if word == FAILED:
+            raise InterruptedError("the search was cancelled")
+        if word >> jobs.COUNT_BITS < self.number_of(layer):
+            return None
+        return self.shared.ids_RW[number, : word & ((1 << jobs.COUNT_BITS) - 1)]
+
+    def waits(self) -> NDArray[np.int64]:
+        """When the device waited in the last step, [X, 2] nanoseconds of its clock: a beginning and an end each.
+
+        A wait for every wave of every search, in that order, until the wave's last list came; none before any step.
+        """
+        if not self.used:
+            return np.empty((0, 2), np.int64)
+        plan, searches = self.plan, len(self.order)
+        waits = self.shared.waits_LR2.numpy()[self.order]
+        waits_SBH2 = waits.reshape(searches, plan.rows, plan.heads, 2)[:, self.used]
+        of_waves = [waits_SBH2[:, :, wave.start : wave.stop] for wave in plan.wave_heads]
+        begins = np.stack([wave[..., 0].min((1, 2)) for wave in of_waves], 1)
+        ends = np.stack([wave[..., 1].max((1, 2)) for wave in of_waves], 1)
+        return np.stack([begins.ravel(), ends.ravel()], 1)
+
+    def waited_ns(self) -> int:
+        """Nanoseconds that the device waited in the last step."""
+        waits = self.waits()
+        return int((waits[:, 1] - waits[:, 0]).sum())
+
+    def _describe(self) -> NDArray[np.int64]:
+        plan = self.plan
+        job = np.zeros(JOB_FIELDS, np.int64)
+        sizes = {
+            jobs.HEADS: plan.heads,
+            jobs.GROUP: plan.group,
+            jobs.DIM: plan.head_dim,
+            jobs.SUBSPACES: plan.subspaces,
+            jobs.CENTROIDS: plan.centroids,
+            jobs.QUERIES: plan.queries,
+            jobs.STRIDED: int(plan.strided),
+            jobs.TILES: plan.tiles,
+            jobs.KEYS: plan.max_keys,
+            jobs.WIDTH: plan.width,
+        }
+        arrays: dict[int, NDArray[Any]] = {
+            jobs.STOP: self._stop,
+            jobs.BOARD: self._board,
+            jobs.PLACES: self._places,
+            jobs.ROWS: self._rows,
+            jobs.ORDER: self._order,
+        }
+        arrays.update(self._between)
+        tensors = {
+            jobs.Q: self.shared.q_BX,
+            jobs.POSTED: self.shared.posted_BX,
+            jobs.ANSWERS: self.shared.answers_RX,
+            jobs.IDS: self.shared.ids_RW,
+        }
+        for field, size in sizes.items():
+            job[field] = size
+        for field, array in arrays.items():
+            job[field] = array.ctypes.data
+        for field, tensor in tensors.items():
+            job[field] = tensor.data_ptr()
+        return job

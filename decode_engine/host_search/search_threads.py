@@ -1,0 +1,196 @@
+"""What a thread that searches runs for as long as it lives, compiled, without the interpreter's lock.
+
+Steps of several *lanes* may be in flight at once, each with a job of its own (`shared_search`). A thread goes round
+them: where the next search of a step has been asked for it takes part, and while nothing is in flight it sleeps.
+
+numba's cache notices changes of this file, and not of those that it calls: who changes `shared_search` or `table_lists`
+removes what is in `__pycache__` here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decode_engine.host_search.shared_search import (
+    ANSWERS,
+    COUNT_BITS,
+    HEADS,
+    JOB_FIELDS,
+    LINE,
+    POSTED,
+    QUERIES,
+    ROW,
+    ROW_FIELDS,
+    ROWS,
+    SEARCHES,
+    STOP,
+    TILES,
+    USED,
+    is_posted,
+    number_of,
+    serve_search,
+)
+from decode_engine.host_search.shared_words import (
+    SEMAPHORE_WORDS,
+    add_to_word,
+    int64_rows,
+    let_others_run,
+    load_word,
+    relax,
+    sleep_us,
+    store_word,
+    wait_for_post,
+)
+from index_store.indexes.query_tables.search_numba import TILE
+from index_store.launch import njit
+
+EPOCH, JOB, INSIDE = 0, LINE, 2 * LINE
+LANE_WORDS = 3 * LINE
+"""Of a lane: the number of the step in flight or 0, the address of its job, and how many threads are inside."""
+
+_SPINS = 64
+_PATIENCE, _NAP_US = 50_000, 50
+"""Turns of waiting, a few milliseconds, after which a thread naps between looks."""
+
+
+@njit(cache=True, nogil=True)
+def take_part(
+    lanes_address: int, lanes: int, semaphore: int, end: int
+) -> None:  # pragma: no cover - compiled
+    """Takes part in the searches of all lanes' steps until told to end."""
+    words = int64_rows(lanes_address, lanes, LANE_WORDS)
+    served = np.zeros(lanes, np.int64)
+    searched = np.zeros(lanes, np.int64)
+    inside = np.zeros(lanes, np.bool_)
+    held = np.zeros((1, 3), np.int64)
+    buffers = np.empty(1, np.float32)
+    tile_words = np.empty(TILE // 32 + 2, np.uint64)
+    bins = np.empty(2 * TILE, np.int32)
+    spins = 0
+    while load_word(end) == 0:
+        busy = worked = False
+        for lane in range(lanes):
+            base = words[lane].ctypes.data
+            if not inside[lane]:
+                inside[lane] = _enter(base, served[lane])
+                if not inside[lane]:
+                    continue
+                served[lane], searched[lane] = load_word(base + 8 * EPOCH), 0
+            busy = True
+            job = int64_rows(load_word(base + 8 * JOB), 1, JOB_FIELDS)[0]
+            leaving = searched[lane] == job[SEARCHES] or load_word(job[STOP]) != 0
+            if not leaving and is_posted(job, searched[lane]):
+                width = (job[QUERIES] + 1) * TILE
+                if held.shape[0] < job[TILES] or buffers.shape[0] < job[TILES] * width:
+                    held, buffers = (
+                        np.zeros((job[TILES], 3), np.int64),
+                        np.empty(job[TILES] * width, np.float32),
+                    )
+                own = buffers[: job[TILES] * width].reshape(job[TILES], width)
+                leaving = not serve_search(job, searched[lane], held[: job[TILES]], own, tile_words, bins)
+                searched[lane] += 1
+                worked = True
+            if leaving:
+                inside[lane] = False
+                add_to_word(base + 8 * INSIDE, -1)
+        if not busy:
+            wait_for_post(semaphore)
+        elif worked:
+            spins = 0
+        else:
+            spins += 1
+            _spin(spins)
+    _leave(words, inside)
+
+
+def compile_search() -> None:
+    """Returns when `take_part` is compiled: half a minute on a machine that has no such code yet.
+
+    A device that has asked for lists waits no longer than a few seconds.
+    """
+    ended, semaphore = np.ones(1, np.int64), np.zeros(SEMAPHORE_WORDS, np.int64)
+    no_lanes = np.zeros((1, LANE_WORDS), np.int64)
+    take_part(no_lanes.ctypes.data, 1, semaphore.ctypes.data, ended.ctypes.data)
+
+
+@njit(cache=True, nogil=True)
+def _spin(spins: int) -> None:  # pragma: no cover - compiled
+    """One turn of waiting for a device: it asks again within a fraction of a millisecond, unless it is held up."""
+    relax()
+    if spins > _PATIENCE:
+        sleep_us(_NAP_US)
+    elif spins % _SPINS == 0:
+        let_others_run()
+
+
+@njit(cache=True, nogil=True)
+def _leave(words: NDArray[np.int64], inside: NDArray[np.bool_]) -> None:  # pragma: no cover - compiled
+    """Leaves every lane's step."""
+    for lane in range(inside.shape[0]):
+        if inside[lane]:
+            add_to_word(words[lane].ctypes.data + 8 * INSIDE, -1)
+
+
+@njit(cache=True, nogil=True)
+def _enter(base: int, served: int) -> bool:  # pragma: no cover - compiled
+    """Whether this thread is inside of a step now: one that it has not served yet, and that has not ended."""
+    epoch = load_word(base + 8 * EPOCH)
+    if epoch in (0, served):
+        return False
+    # First counted, then looked at again: who ends a step waits for those who are counted.
+    add_to_word(base + 8 * INSIDE, 1)
+    if load_word(base + 8 * EPOCH) == 0:
+        add_to_word(base + 8 * INSIDE, -1)
+        return False
+    return True
+
+
+@njit(cache=True, nogil=True)
+def search_all(
+    job: NDArray[np.int64],
+    held: NDArray[np.int64],
+    buffers: NDArray[np.float32],
+    words: NDArray[np.uint64],
+    bins: NDArray[np.int32],
+) -> None:  # pragma: no cover - compiled
+    """Plays the device: asks for all of a step's searches, one after the other, and takes part in each.
+
+    Queries are those that are there. The other arguments as `serve_search` takes them.
+    """
+    rows = int64_rows(job[ROWS], job[USED], ROW_FIELDS)
+    for search in range(job[SEARCHES]):
+        number = number_of(job, search)
+        for a in range(job[USED]):
+            store_word(job[POSTED] + rows[a, ROW] * LINE * 8, number)
+        serve_search(job, search, held, buffers, words, bins)
+        for index in range(job[USED] * job[HEADS]):
+            answered = rows[index // job[HEADS], ROW] * job[HEADS] + index % job[HEADS]
+            spins = 0
+            while load_word(job[ANSWERS] + answered * LINE * 8) >> COUNT_BITS < number:
+                spins += 1
+                _spin(spins)
+
+
+@njit(cache=True, nogil=True)
+def read_shares(
+    data: NDArray[np.int64], share: int, turns: int, threads: int, number: int, words: NDArray[np.int64]
+) -> int:  # pragma: no cover - compiled
+    """One of several threads that read `turns` times `threads` shares together, beginning each turn together.
+
+    words: [LINE], zeros before; the first one counts who has come to a turn. Every turn reads other data. Returns
+    when all have read, the sum of what this thread has.
+    """
+    total = 0
+    for turn in range(turns + 1):
+        add_to_word(words.ctypes.data, 1)
+        spins = 0
+        while load_word(words.ctypes.data) < (turn + 1) * threads:
+            spins += 1
+            _spin(spins)
+        if turn < turns:
+            begin = (turn * threads + number) * share % (data.shape[0] - share)
+            part = data[begin : begin + share]
+            for i in range(share):
+                total += part[i]
+    return total

@@ -1,0 +1,1 @@
+"""Kernels that attend: to everything, to lists of keys, and the merge of partial results."""

@@ -1,0 +1,357 @@
+"""Attention to listed keys: flash-decoding over ragged lists, and over the keys that are always attended.
+
+What a row attends to, the segments of its list, sinks, recent window and tail, counts as one sequence of entries, which
+a fixed number of programs share evenly. So no head waits for the longest list. Each first writes down the listed keys
+of its share, then attends to all of it in one loop. The query heads of a group share a tile, so every key and value is
+read once. Partial results are merged by one more launch (`partials`). Counts stay on the device: programs without
+entries end at once.
+
+Keys that a remainder's clusters hold leave them here: the weight that the cluster's mean gave them is taken away from
+their own (`MONOPOLE`), or their logits are summed up for a launch that does it later (`SUMS`).
+
+Shape legend: B sequences, H KV heads, R = B * H rows, G group heads, N keys of the longest context, P segments of a
+row, W keys that a segment has room for, S slots, C clusters, X programs of a row, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from decode_engine.kernels.attention.key_lists import ClusterScores, KeyLists, check_queries
+from decode_engine.kernels.attention.list_entries import (
+    context_entries,
+    context_rows,
+    distance,
+    entry_ids,
+    join,
+    listed_keys,
+    located,
+    places,
+    share_of,
+)
+from decode_engine.kernels.attention.partials import LOG2E, Partials, chained, wait_for_launch
+from decode_engine.kernels.records import ASSIGNMENT, KEYS, KV, SLOTS, TAIL, TAIL_KEYS, field
+from index_store.errors import InvalidArgumentError
+
+_KV = tl.constexpr(KV)
+_SLOTS = tl.constexpr(SLOTS)
+_TAIL = tl.constexpr(TAIL)
+_KEYS = tl.constexpr(KEYS)
+_TAIL_KEYS = tl.constexpr(TAIL_KEYS)
+_ASSIGNMENT = tl.constexpr(ASSIGNMENT)
+
+NOTHING, MONOPOLE, SUMS = 0, 1, 2
+"""What is taken out of clusters."""
+_MONOPOLE = tl.constexpr(MONOPOLE)
+_TILE = 32
+_STAGES = 5  # A tile's ids are loaded before its keys, so that half of them are keys and values in flight.
+_CHUNK = tl.constexpr(128)
+
+
+_PROGRAMS = 384
+"""Of all rows together: about one round of what a large device holds at a time."""
+
+
+def list_programs(rows: int, lists: KeyLists) -> int:
+    """Programs of a row, and slots that they fill."""
+    _, segments, width = lists.ids_RPW.shape
+    return max(2, min(128, _PROGRAMS // rows, -(-segments * width // _TILE) + 4))
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOut:
+    """Clusters that attended keys leave, scored by a lookup; `mode` is MONOPOLE or SUMS."""
+
+    scores: ClusterScores
+    mode: int
+
+
+def attend_lists(
+    q_RGD: Tensor,
+    records_BF: Tensor,
+    lists: KeyLists,
+    joined_RN: Tensor,
+    partials: Partials,
+    scale: float,
+    *,
+    first_slot: int = 0,
+    kept_RX: Tensor | None = None,
+    take_out: TakeOut | None = None,
+    locations_RN: Tensor | None = None,
+) -> int:
+    """Attention to listed keys, sinks, recent window and tail, into slots from first_slot on; returns their number.
+
+    q_RGD: [R, G, d] in the dtype of the keys, contiguous; G 1..8, d 64 or 128. scale: of the logits, 1/sqrt(d).
+    joined_RN: [R, N] int32, set to every row's listed keys, N of them at most, where lists have several segments.
+    kept_RX: [R, X] int32, set to how many listed keys each of the `list_programs` attended. locations_RN: where entries
+    lie, as `slot_fetch.fetch_rows` left them together with joined_RN; by default all are read where the context is.
+    Raises InvalidArgumentError for shapes and dtypes that do not fit.
+    """
+    rows, group, head_dim = q_RGD.shape
+    check_queries(q_RGD, len(records_BF))
+    if len(lists.ids_RPW) != rows:
+        raise InvalidArgumentError(
+            f"lists of keys have shape {tuple(lists.ids_RPW.shape)}, expected [{rows}, any, any]"
+        )
+    programs = list_programs(rows, lists)
+    scores = None if take_out is None else take_out.scores
+    joined_RN = one_list(lists, joined_RN, locations_RN)
+    attend_kernel[(programs, rows)](
+        q_RGD,
+        records_BF,
+        lists.ids_RPW,
+        lists.counts_RP,
+        joined_RN,
+        locations_RN,
+        None if scores is None else scores.logits_RCG,
+        None if scores is None else scores.taken_RC,
+        None if scores is None else scores.taken_logits_RCG,
+        kept_RX,
+        partials.sums_RSGD,
+        partials.peaks_RSG,
+        partials.totals_RSG,
+        lists.ids_RPW.shape[2],
+        joined_RN.shape[1],
+        0 if scores is None else scores.logits_RCG.shape[1],
+        partials.peaks_RSG.shape[1],
+        first_slot,
+        scale * LOG2E,
+        HEADS=rows // len(records_BF),
+        GROUP=group,
+        DIM=head_dim,
+        SEGMENTS=lists.ids_RPW.shape[1],
+        SEGMENTS_TILE=triton.next_power_of_2(lists.ids_RPW.shape[1]),
+        TAKE=NOTHING if take_out is None else take_out.mode,
+        KEPT=kept_RX is not None,
+        LOCATED=locations_RN is not None,
+        **tile_options(q_RGD.dtype, _STAGES),
+        **chained(q_RGD.device),
+    )
+    return programs
+
+
+def one_list(lists: KeyLists, joined_RN: Tensor, locations_RN: Tensor | None) -> Tensor:
+    """Where a row's listed keys stand one after the other: a list of one segment is that by itself."""
+    segments = lists.ids_RPW.shape[1]
+    return lists.ids_RPW[:, 0] if segments == 1 and locations_RN is None else joined_RN
+
+
+def tile_options(dtype: torch.dtype, stages: int) -> dict[str, Any]:
+    """Shape of a launch: keys per iteration, loads in flight, warps."""
+    whole = dtype == torch.float32
+    return {
+        "TILE": _TILE,
+        "STAGES": 1 if whole else stages,
+        "PRECISION": "ieee" if whole else "tf32",
+        "num_warps": 4,
+    }
+
+
+@triton.jit
+def load_group(
+    q_ptr: tl.tensor, row: tl.tensor, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr
+) -> tl.tensor:
+    """The queries of a row's group, padded with zeros to ROWS."""
+    heads = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM)
+    at = (row * GROUP + heads)[:, None] * DIM + dims[None, :]
+    return tl.load(q_ptr + at, mask=heads[:, None] < GROUP, other=0.0)
+
+
+@triton.jit
+def add_weighted(
+    sums: tl.tensor, weights: tl.tensor, values: tl.tensor, FINE: tl.constexpr, PRECISION: tl.constexpr
+) -> tl.tensor:
+    """sums [rows, d] + weights [rows, keys] @ values [keys, d].
+
+    FINE: weights count with twice the digits of the values' type, for sums that others largely cancel.
+    """
+    coarse = weights.to(values.dtype)
+    sums = tl.dot(coarse, values, sums, input_precision=PRECISION)
+    if FINE and values.dtype != tl.float32:
+        rest = (weights - coarse.to(tl.float32)).to(values.dtype)
+        sums = tl.dot(rest, values, sums, input_precision=PRECISION)
+    return sums
+
+
+@triton.jit
+def store_partial(
+    sums_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    row: tl.tensor,
+    slots: tl.tensor,
+    slot: tl.tensor,
+    peaks: tl.tensor,
+    totals: tl.tensor,
+    sums: tl.tensor,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """Writes what a program found into its slot."""
+    heads = tl.arange(0, ROWS)
+    at = (row.to(tl.int64) * slots + slot) * GROUP + heads
+    tl.store(peaks_ptr + at, peaks, mask=heads < GROUP)
+    tl.store(totals_ptr + at, totals, mask=heads < GROUP)
+    into = sums_ptr + at[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    tl.store(into, sums, mask=(heads < GROUP)[:, None] & (peaks != float("-inf"))[:, None])
+
+
+@triton.jit
+def grow(
+    peaks: tl.tensor,
+    totals: tl.tensor,
+    logits: tl.tensor,
+    factors: tl.tensor,
+    away: tl.tensor,
+    TAKE: tl.constexpr,
+) -> tl.tensor:
+    """A running softmax: peaks and totals with more logits, what earlier weights shrink by, and the new weights.
+
+    factors: of the weights. TAKE: the weights of logits `away` are taken off.
+    """
+    higher = tl.maximum(peaks, tl.max(logits, 1))
+    if TAKE:
+        higher = tl.maximum(higher, tl.max(away, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink = tl.exp2(peaks - base)
+    weights = tl.exp2(logits - base[:, None]) * factors
+    if TAKE:
+        weights -= tl.exp2(away - base[:, None])
+    return higher, totals * shrink + tl.sum(weights, 1), shrink, weights
+
+
+@triton.jit
+def take(
+    logits: tl.tensor,
+    cluster: tl.tensor,
+    before: tl.tensor,
+    logits_ptr: tl.tensor,
+    taken_ptr: tl.tensor,
+    taken_logits_ptr: tl.tensor,
+    TAKE: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """Takes keys out of their clusters, those of the row being `before` and on; logits of the clusters' means."""
+    heads = tl.arange(0, 16)
+    member = cluster >= 0
+    inside = (heads < GROUP)[:, None] & member[None, :]
+    at = cluster[None, :] * GROUP + heads[:, None]
+    means = logits
+    if TAKE == _MONOPOLE:
+        means = tl.load(logits_ptr + before * GROUP + at, mask=inside, other=float("-inf"))
+    else:
+        one = tl.full([TILE], 1, tl.int32)
+        tl.atomic_add(taken_ptr + before + cluster, one, mask=member, sem="relaxed")
+        tl.atomic_add(taken_logits_ptr + before * GROUP + at, logits, mask=inside, sem="relaxed")
+    return means
+
+
+@triton.jit(do_not_specialize=["width", "room", "cluster_width", "slots", "first_slot"])
+def attend_kernel(
+    q_ptr: tl.tensor,
+    records_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    joined_ptr: tl.tensor,
+    locations_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    taken_ptr: tl.tensor,
+    taken_logits_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    width: tl.tensor,
+    room: tl.tensor,
+    cluster_width: tl.tensor,
+    slots: tl.tensor,
+    first_slot: tl.tensor,
+    scale: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SEGMENTS_TILE: tl.constexpr,
+    TAKE: tl.constexpr,
+    KEPT: tl.constexpr,
+    LOCATED: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """One program per (share of a row's entries, row)."""
+    row = tl.program_id(1)
+    b = row // HEADS
+    head = (row % HEADS).to(tl.int64)
+    element: tl.constexpr = q_ptr.dtype.element_ty
+    rows_ptr = context_rows(records_ptr, b, head, _KV, element)
+    keys = field(records_ptr, b, _KEYS).to(tl.int32)
+    to_tail = distance(rows_ptr, context_rows(records_ptr, b, head, _TAIL, element), element)
+    to_slots = distance(rows_ptr, context_rows(records_ptr, b, head, _SLOTS, element), element)
+    first, end, always = context_entries(records_ptr, b)
+    tail_keys = field(records_ptr, b, _TAIL_KEYS).to(tl.int32)
+    assignment_ptr = field(records_ptr, b, _ASSIGNMENT).to(tl.pointer_type(tl.int32)) + head * keys
+    before = row.to(tl.int64) * cluster_width
+    ids_ptr += row.to(tl.int64) * SEGMENTS * width
+    joined_ptr += row.to(tl.int64) * room
+    dims = tl.arange(0, DIM)
+    wait_for_launch(CHAINED)
+    counts = listed_keys(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
+    listed = tl.minimum(tl.sum(counts, 0), room)
+    in_context = listed + always
+    begin, stop = share_of(in_context + tail_keys, TILE)
+    if SEGMENTS > 1 and not LOCATED:
+        join(ids_ptr, joined_ptr, counts, width, begin, tl.minimum(stop, listed), SEGMENTS, _CHUNK)
+        tl.debug_barrier()
+    q = load_group(q_ptr, row, GROUP, DIM, 16)
+    peaks = tl.full([16], float("-inf"), tl.float32)
+    totals = tl.zeros([16], tl.float32)
+    sums = tl.zeros([16, DIM], tl.float32)
+    attended = tl.zeros([TILE], tl.int32)
+    for at in tl.range(begin, stop, TILE, num_stages=STAGES):
+        entry = at + tl.arange(0, TILE)
+        ids = entry_ids(joined_ptr, entry, listed, in_context, first, end)
+        attended += ((ids >= first) & (ids < end)).to(tl.int32)
+        valid, where = places(ids, entry, in_context, stop, to_tail, DIM)
+        place = row.to(tl.int64) * room + entry
+        # Lists that hold entries of -1 may be so long that not all that follows them was located.
+        where = located(
+            where, locations_ptr, place, entry < tl.minimum(in_context, room), to_slots, LOCATED, DIM
+        )
+        where = where[:, None] + dims[None, :]
+        tile_keys = tl.load(rows_ptr + where, mask=valid[:, None], other=0.0)
+        values = tl.load(rows_ptr + DIM + where, mask=valid[:, None], other=0.0)
+        logits = tl.dot(q, tl.trans(tile_keys), input_precision=PRECISION) * scale
+        logits = tl.where(valid[None, :], logits, float("-inf"))
+        means = logits
+        if TAKE > 0:
+            cluster = tl.load(assignment_ptr + ids, mask=ids >= 0, other=-1)
+            means = take(logits, cluster, before, logits_ptr, taken_ptr, taken_logits_ptr, TAKE, GROUP, TILE)
+        peaks, totals, shrink, weights = grow(peaks, totals, logits, 1.0, means, TAKE == _MONOPOLE)
+        sums = add_weighted(sums * shrink[:, None], weights, values, False, PRECISION)
+    if KEPT:
+        tl.store(kept_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(attended, 0))
+    store_partial(
+        sums_ptr,
+        peaks_ptr,
+        totals_ptr,
+        row,
+        slots,
+        first_slot + tl.program_id(0),
+        peaks,
+        totals,
+        sums,
+        GROUP,
+        DIM,
+        16,
+    )

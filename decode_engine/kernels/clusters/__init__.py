@@ -1,0 +1,1 @@
+"""Kernels over key clusters: lookup, selection, and the remainder."""

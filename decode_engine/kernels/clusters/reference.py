@@ -1,0 +1,167 @@
+"""Eager references of the kernels over clusters and lists, and the sequences that both work on.
+
+Shape legend: B sequences, H KV heads, R = B * H rows, G group heads, N keys, C clusters, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode_engine.kernels import records
+from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.clusters.cluster_tables import DeviceClusters
+from decode_engine.kernels.clusters.selection import RANGE
+from index_store.selection.attention_state import AttentionState
+
+
+@dataclass(frozen=True, slots=True)
+class ListedSequence:
+    """One sequence of a batch, as tensors. Fields as in `records`.
+
+    kv_HN2D: [H, N, 2, d]. tail_HT2D: [H, capacity, 2, d], of which tail_keys rows count.
+    """
+
+    kv_HN2D: Tensor
+    tail_HT2D: Tensor
+    tail_keys: int
+    first: int
+    end: int
+    keep: int
+    clusters: DeviceClusters | None = None
+
+    def fields(self) -> dict[int, int]:
+        """The record's fields but those of a searched index."""
+        return {
+            records.KV: self.kv_HN2D.data_ptr(),
+            records.KV_HEAD: self.kv_HN2D.stride(0) * self.kv_HN2D.element_size(),
+            records.TAIL: self.tail_HT2D.data_ptr(),
+            records.TAIL_HEAD: self.tail_HT2D.stride(0) * self.tail_HT2D.element_size(),
+            records.KEYS: self.kv_HN2D.shape[1],
+            records.FIRST: self.first,
+            records.END: self.end,
+            records.TAIL_KEYS: self.tail_keys,
+            records.KEEP: self.keep,
+            **({} if self.clusters is None else self.clusters.fields()),
+        }
+
+    def always(self) -> Tensor:
+        """Ids of the context's keys that are always attended, [count] int64."""
+        return torch.tensor([*range(self.first), *range(self.end, self.kv_HN2D.shape[1])], dtype=torch.int64)
+
+
+def records_of(sequences: Sequence[ListedSequence | None], device: torch.device | str) -> Tensor:
+    """Records [B, RECORD_FIELDS] int64; None is an idle row."""
+    rows = torch.zeros(len(sequences), records.RECORD_FIELDS, dtype=torch.int64)
+    for row, sequence in zip(rows, sequences, strict=True):
+        for field, value in ({} if sequence is None else sequence.fields()).items():
+            row[field] = value
+    return rows.to(device)
+
+
+def attend_lists_reference(
+    q_RGD: Tensor, sequences: Sequence[ListedSequence | None], lists: KeyLists, scale: float
+) -> AttentionState:
+    """Attention [R, G, d] to listed keys, to those always attended, and to the tail; float32."""
+    states = []
+    heads = len(q_RGD) // len(sequences)
+    for row, q_GD in enumerate(q_RGD):
+        sequence = sequences[row // heads]
+        if sequence is None:
+            states.append(AttentionState.empty(q_GD.shape[:1], q_GD.shape[1], q_GD.device))
+            continue
+        kv = sequence.kv_HN2D[row % heads]
+        ids = torch.cat([sequence.always(), lists.of_row(row).cpu()]).to(kv.device)
+        chosen = torch.cat([kv[ids], sequence.tail_HT2D[row % heads, : sequence.tail_keys]]).float()
+        logits = q_GD.float() @ chosen[:, 0].t() * scale
+        states.append(AttentionState(torch.softmax(logits, -1) @ chosen[:, 1], logits.logsumexp(-1)))
+    return AttentionState(
+        torch.stack([state.out for state in states]).to(q_RGD.device),
+        torch.stack([state.lse for state in states]).to(q_RGD.device),
+    )
+
+
+def cluster_logits(q_GD: Tensor, clusters: DeviceClusters, head: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Natural logits [G, C] of the means, -inf for clusters without keys, and log(1 + v / 2) [G, C], 0 without v."""
+    queries = q_GD.float() * scale
+    logits = queries @ clusters.means_HCD[head].float().t()
+    logits = logits.masked_fill(clusters.sizes_HC[head] == 0, -torch.inf)
+    variances = clusters.variances_HCD()
+    if variances is None:
+        return logits, torch.zeros_like(logits)
+    return logits, (0.5 * (queries.square() @ variances[head].t())).log1p()
+
+
+def select_clusters_reference(q_GD: Tensor, sequence: ListedSequence, head: int, scale: float) -> Tensor:
+    """The selected clusters of a row, ascending, [count] int64: whole ones from the heaviest on up to the budget.
+
+    Only keys of the searched range count.
+    """
+    clusters = sequence.clusters
+    if clusters is None:
+        return torch.empty(0, dtype=torch.int64)
+    logits, _ = cluster_logits(q_GD, clusters, head, scale)
+    sizes = clusters.sizes_HC[head].long()
+    weights = ((logits + sizes.log()).softmax(-1) / sizes.clamp(min=1)).mean(0).log2()
+    order = weights.argsort(descending=True)
+    ids = torch.arange(clusters.assignment_HN.shape[1], device=sizes.device)
+    outside = clusters.assignment_HN[head, (ids < sequence.first) | (ids >= sequence.end)].long()
+    counted = sizes - outside[outside >= 0].bincount(minlength=len(sizes))
+    reached = counted[order].cumsum(0)
+    if int(reached[-1]) <= sequence.keep:
+        chosen = order
+    else:
+        near = weights[order] >= weights[order[0]] - RANGE
+        chosen = order[(reached <= sequence.keep) & near]
+    return chosen[sizes[chosen] > 0].sort().values
+
+
+def remainder_reference(
+    q_RGD: Tensor, sequences: Sequence[ListedSequence | None], lists: KeyLists, scale: float, kind: str
+) -> AttentionState:
+    """The remainder alone, [R, G, d] float32; kind: `monopole` or `centred`."""
+    heads = len(q_RGD) // len(sequences)
+    states = []
+    for row, q_GD in enumerate(q_RGD):
+        sequence = sequences[row // heads]
+        state = AttentionState.empty(q_GD.shape[:1], q_GD.shape[1], q_GD.device)
+        if sequence is not None and sequence.clusters is not None:
+            ids = torch.cat([sequence.always(), lists.of_row(row).cpu()]).to(q_RGD.device)
+            state = _remainder_of_row(q_GD, sequence, sequence.clusters, row % heads, ids, scale, kind)
+        states.append(state)
+    return AttentionState(
+        torch.stack([state.out for state in states]).to(q_RGD.device),
+        torch.stack([state.lse for state in states]).to(q_RGD.device),
+    )
+
+
+def _remainder_of_row(
+    q_GD: Tensor,
+    sequence: ListedSequence,
+    clusters: DeviceClusters,
+    head: int,
+    ids: Tensor,
+    scale: float,
+    kind: str,
+) -> AttentionState:
+    means, spreads = cluster_logits(q_GD, clusters, head, scale)
+    sizes = clusters.sizes_HC[head].float()
+    own = clusters.assignment_HN[head, ids].long()
+    rows = sequence.kv_HN2D[head][ids[own >= 0]].float()
+    own = own[own >= 0]
+    left = sizes - torch.zeros_like(sizes).index_add_(0, own, torch.ones(len(own), device=own.device))
+    logits = means
+    if kind == "centred":
+        exact = q_GD.float() @ rows[:, 0].t() * scale
+        sums = torch.zeros_like(means).index_add_(1, own, exact)
+        logits = (means.clamp(min=-1e30) * sizes - sums) / left.clamp(min=1) + spreads
+    logits = torch.where(left > 0, logits, -torch.inf)
+    base = logits.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    weights = torch.exp(logits - base)
+    total = (weights * left).sum(-1)
+    values = weights * sizes @ clusters.value_means_HCD[head].float() - weights[:, own] @ rows[:, 1]
+    out = values / torch.where(total > 0, total, 1.0)[:, None]
+    return AttentionState(out.masked_fill((total <= 0)[:, None], 0.0), base[:, 0] + total.log())

@@ -1,0 +1,398 @@
+"""Selection of clusters up to a token budget, as lists of their keys.
+
+A cluster's weight is the mean over the group's heads of S = exp(q.c) / sum_j N_j exp(q.c_j) (Squeezed Attention eq. 1,
+Multipole Attention section 3.2). The threshold is bisected, so a budget is never exceeded and nothing is sorted; by how
+little it is missed is a matter of the last cluster. Where the heaviest cluster alone exceeds it, none is selected.
+Only searched keys count: of clusters that also hold recent ones, fewer than are listed (`cluster_budget`).
+
+A row's programs all find the same threshold, each on its own: that takes less time than to wait for one that does.
+Then each lists the members of its share of the clusters, at a place that follows from those before it.
+
+Shape legend: B sequences, H KV heads, R = B * H rows, G group heads, C clusters, P programs per row, W keys of a list,
+O clusters that a program owns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from decode_engine.kernels.attention.key_lists import ClusterScores, KeyLists
+from decode_engine.kernels.attention.partials import Partials, chained, wait_for_launch
+from decode_engine.kernels.clusters.budget import any_outside, count_searched
+from decode_engine.kernels.records import CLUSTERS, END, FIRST, KEEP, KEYS, MEMBERS, OFFSETS, SIZES, field
+
+_CLUSTERS = tl.constexpr(CLUSTERS)
+_END = tl.constexpr(END)
+_FIRST = tl.constexpr(FIRST)
+_KEEP = tl.constexpr(KEEP)
+_KEYS = tl.constexpr(KEYS)
+_MEMBERS = tl.constexpr(MEMBERS)
+_OFFSETS = tl.constexpr(OFFSETS)
+_SIZES = tl.constexpr(SIZES)
+
+RANGE = 24
+"""Distance from the heaviest cluster, in units of log2, beyond which clusters are not told apart: what is lighter by
+2^-24 would not change a float32 sum. A budget that reaches down there, but not to all clusters, is left unused."""
+TURNS = 16
+"""Of the bisection: weights are told apart up to a 2^-16 of that range."""
+_WEIGHED_AT_ONCE = 8192
+"""Clusters that a program weighs at once; more take more registers than it has."""
+_LISTED_AT_ONCE = 128
+"""Clusters whose members a program lists at once."""
+_AT_ONCE = 16384
+"""Clusters of a row that a program holds in registers; of more, weights are read again in every turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionBuffers:
+    """What programs of a row leave for themselves. chosen_RPO, places_RPO: [R, P, O] int32, selected clusters and where
+    their members go. weights_RC: [R, C] int32, the bits of float32 weights, in the same order. searched_RPC: [R, P, C]
+    int32, searched keys of every cluster, used while there are others."""
+
+    chosen_RPO: Tensor
+    places_RPO: Tensor
+    weights_RC: Tensor
+    searched_RPC: Tensor
+
+    @staticmethod
+    def allocate(rows: int, width: int, device: torch.device | str) -> SelectionBuffers:
+        programs = max(1, min(8, 64 // rows, triton.cdiv(width, 16)))
+        own = max(16, int(triton.next_power_of_2(triton.cdiv(width, programs * 16))) * 16)
+        return SelectionBuffers(
+            torch.empty(rows, programs, own, dtype=torch.int32, device=device),
+            torch.empty(rows, programs, own, dtype=torch.int32, device=device),
+            torch.empty(rows, width, dtype=torch.int32, device=device),
+            torch.empty(rows, programs, width, dtype=torch.int32, device=device),
+        )
+
+
+def select_clusters(
+    records_BF: Tensor,
+    scores: ClusterScores,
+    partials: Partials,
+    splits: int,
+    buffers: SelectionBuffers,
+    lists: KeyLists,
+) -> None:
+    """Fills `lists`, one segment a row, with the members of selected clusters.
+
+    partials: the first `splits` slots are those of the lookup that filled `scores`. Members outside the searched range
+    are -1, and do not count for the budget.
+    """
+    rows, width, group = scores.logits_RCG.shape
+    _, programs, own = buffers.chosen_RPO.shape
+    block = min(int(triton.next_power_of_2(width)), _AT_ONCE)
+    select_kernel[(programs, rows)](
+        records_BF,
+        scores.logits_RCG,
+        partials.peaks_RSG,
+        partials.totals_RSG,
+        buffers.weights_RC,
+        buffers.chosen_RPO,
+        buffers.places_RPO,
+        buffers.searched_RPC,
+        lists.ids_RPW,
+        lists.counts_RP,
+        width,
+        partials.peaks_RSG.shape[1],
+        splits,
+        lists.ids_RPW.shape[2],
+        HEADS=rows // len(records_BF),
+        GROUP=group,
+        HEADS_TILE=triton.next_power_of_2(group),
+        SPLITS=triton.next_power_of_2(splits),
+        BLOCK=block,
+        SINGLE=width <= block,
+        OWN=own,
+        CHUNK=block if width <= block <= _WEIGHED_AT_ONCE else min(block, 2048),
+        AT_ONCE=_LISTED_AT_ONCE,
+        AT_MEMBER=32,
+        RANGE=RANGE,
+        TURNS=TURNS,
+        num_warps=max(4, min(16, block // 512)),
+        **chained(records_BF.device),
+    )
+
+
+@triton.jit
+def normalisers(
+    peaks_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    row: tl.tensor,
+    slots: tl.tensor,
+    splits: tl.tensor,
+    GROUP: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> tl.tensor:
+    """Log2 of every head's sum over all clusters [HEADS_TILE]; 0 without clusters."""
+    heads = tl.arange(0, HEADS_TILE)
+    split = tl.arange(0, SPLITS)
+    at = (row.to(tl.int64) * slots + split)[:, None] * GROUP + heads[None, :]
+    inside = (split < splits)[:, None] & (heads < GROUP)[None, :]
+    peaks = tl.load(peaks_ptr + at, mask=inside, other=float("-inf"))
+    totals = tl.load(totals_ptr + at, mask=inside, other=0.0)
+    highest = tl.max(peaks, 0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(totals * tl.exp2(peaks - base[None, :]), 0)
+    return base + tl.log2(tl.where(total > 0.0, total, 1.0))
+
+
+@triton.jit
+def weigh(
+    logits_ptr: tl.tensor,
+    normaliser: tl.tensor,
+    at: tl.tensor,
+    clusters: tl.tensor,
+    GROUP: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+) -> tl.tensor:
+    """Bits of the summed weights of clusters: their order, and about evenly spread on a logarithmic scale."""
+    heads = tl.arange(0, HEADS_TILE)
+    inside = (at < clusters)[:, None] & (heads < GROUP)[None, :]
+    logits = tl.load(logits_ptr + at[:, None] * GROUP + heads[None, :], mask=inside, other=float("-inf"))
+    return tl.sum(tl.exp2(logits - normaliser[None, :]), 1).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def weigh_all(
+    logits_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    normaliser: tl.tensor,
+    clusters: tl.tensor,
+    GROUP: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> tl.tensor:
+    """Writes the weights of a row's clusters; returns those of the first BLOCK, and the largest of all.
+
+    All programs of a row write the same numbers.
+    """
+    at = tl.arange(0, BLOCK)
+    if SINGLE and CHUNK == BLOCK:
+        weights = weigh(logits_ptr, normaliser, at, clusters, GROUP, HEADS_TILE)
+        tl.store(weights_ptr + at, weights, mask=at < clusters)
+        heaviest = tl.max(weights, 0)
+        tl.debug_barrier()
+    else:
+        highest = tl.zeros([CHUNK], tl.int32)
+        for start in range(0, clusters, CHUNK):
+            some = start + tl.arange(0, CHUNK)
+            weighed = weigh(logits_ptr, normaliser, some, clusters, GROUP, HEADS_TILE)
+            tl.store(weights_ptr + some, weighed, mask=some < clusters)
+            highest = tl.maximum(highest, weighed)
+        tl.debug_barrier()
+        heaviest = tl.max(highest, 0)
+        weights = tl.load(weights_ptr + at, mask=at < clusters, other=0)
+    return weights, heaviest
+
+
+@triton.jit
+def keys_from(
+    weights: tl.tensor,
+    sizes: tl.tensor,
+    weights_ptr: tl.tensor,
+    sizes_ptr: tl.tensor,
+    clusters: tl.tensor,
+    threshold: tl.tensor,
+    program: tl.tensor,
+    programs: tl.tensor,
+    BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr,
+    EVERY: tl.constexpr,
+) -> tl.tensor:
+    """Keys of the clusters whose weight reaches the threshold; without EVERY of those that earlier programs own."""
+    at = tl.arange(0, BLOCK)
+    if SINGLE:
+        counted = weights >= threshold
+        if not EVERY:
+            counted = counted & ((at // 16) % programs < program)
+        return tl.sum(tl.where(counted, sizes, 0), 0)
+    total = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, clusters, BLOCK):
+        some = tl.load(weights_ptr + start + at, mask=start + at < clusters, other=0)
+        number = tl.load(sizes_ptr + start + at, mask=start + at < clusters, other=0)
+        counted = some >= threshold
+        if not EVERY:
+            counted = counted & (((start + at) // 16) % programs < program)
+        total += tl.where(counted, number, 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def list_members(
+    members_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    begin: tl.tensor,
+    sizes: tl.tensor,
+    places: tl.tensor,
+    skip: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    room: tl.tensor,
+    MEMBERS: tl.constexpr,
+) -> None:
+    """Lists members skip..skip+MEMBERS-1 of some clusters; -1 instead of those that are not searched."""
+    member = skip + tl.arange(0, MEMBERS)
+    inside = member[None, :] < sizes[:, None]
+    ids = tl.load(members_ptr + begin[:, None] + member[None, :], mask=inside, other=-1)
+    ids = tl.where((ids >= first) & (ids < end), ids, -1)
+    place = places[:, None] + member[None, :]
+    tl.store(ids_ptr + place, ids, mask=inside & (place < room))
+
+
+@triton.jit
+def cut(
+    weights: tl.tensor,
+    sizes: tl.tensor,
+    weights_ptr: tl.tensor,
+    sizes_ptr: tl.tensor,
+    clusters: tl.tensor,
+    heaviest: tl.tensor,
+    keep: tl.tensor,
+    program: tl.tensor,
+    programs: tl.tensor,
+    BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr,
+    RANGE: tl.constexpr,
+    TURNS: tl.constexpr,
+) -> tl.tensor:
+    """The weight from which on clusters are selected."""
+    above = heaviest + 1
+    below = tl.maximum(above - (RANGE << 23), 0)
+    lowest = below * 0
+    every = keys_from(
+        weights, sizes, weights_ptr, sizes_ptr, clusters, lowest, program, programs, BLOCK, SINGLE, True
+    )
+    for _ in range(TURNS):
+        middle = below + (above - below) // 2
+        number = keys_from(
+            weights, sizes, weights_ptr, sizes_ptr, clusters, middle, program, programs, BLOCK, SINGLE, True
+        )
+        over = number > keep
+        below = tl.where(over, middle, below)
+        above = tl.where(over, above, middle)
+    return tl.where(every <= keep, lowest, above)
+
+
+@triton.jit
+def list_chosen(
+    chosen_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    number: tl.tensor,
+    offsets_ptr: tl.tensor,
+    members_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    room: tl.tensor,
+    AT_ONCE: tl.constexpr,
+    AT_MEMBER: tl.constexpr,
+) -> None:
+    """Lists the members of a program's selected clusters."""
+    for some in range(0, number, AT_ONCE):
+        turn = some + tl.arange(0, AT_ONCE)
+        cluster = tl.load(chosen_ptr + turn, mask=turn < number, other=0)
+        places = tl.load(places_ptr + turn, mask=turn < number, other=0)
+        begin = tl.load(offsets_ptr + cluster, mask=turn < number, other=0)
+        held = tl.load(offsets_ptr + cluster + 1, mask=turn < number, other=0) - begin
+        for skip in range(0, tl.max(held, 0), AT_MEMBER):
+            list_members(members_ptr, ids_ptr, begin, held, places, skip, first, end, room, AT_MEMBER)
+
+
+@triton.jit(do_not_specialize=["width", "slots", "splits", "room"])
+def select_kernel(
+    records_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    chosen_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    searched_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    width: tl.tensor,
+    slots: tl.tensor,
+    splits: tl.tensor,
+    room: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr,
+    OWN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    AT_MEMBER: tl.constexpr,
+    RANGE: tl.constexpr,
+    TURNS: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """One program per (share of the clusters, row); shares are runs of 16 from all over the context."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    row = tl.program_id(1)
+    b = row // HEADS
+    head = (row % HEADS).to(tl.int64)
+    clusters = field(records_ptr, b, _CLUSTERS).to(tl.int32)
+    keys = field(records_ptr, b, _KEYS)
+    first = field(records_ptr, b, _FIRST).to(tl.int32)
+    end = field(records_ptr, b, _END).to(tl.int32)
+    keep = field(records_ptr, b, _KEEP)
+    sizes_ptr = field(records_ptr, b, _SIZES).to(tl.pointer_type(tl.int32)) + head * clusters
+    offsets_ptr = field(records_ptr, b, _OFFSETS).to(tl.pointer_type(tl.int32)) + head * (clusters + 1)
+    members_ptr = field(records_ptr, b, _MEMBERS).to(tl.pointer_type(tl.int32)) + head * keys
+    counted_ptr = searched_ptr + (row.to(tl.int64) * programs + program) * width
+    differ = any_outside(records_ptr, b)
+    if differ:
+        count_searched(records_ptr, b, head, sizes_ptr, counted_ptr, clusters, AT_ONCE)
+    else:
+        counted_ptr = sizes_ptr
+    at = tl.arange(0, BLOCK)
+    sizes = tl.load(counted_ptr + at, mask=at < clusters, other=0)
+    wait_for_launch(CHAINED)
+    logits_row = logits_ptr + row.to(tl.int64) * width * GROUP
+    weights_row = weights_ptr + row.to(tl.int64) * width
+    normaliser = normalisers(peaks_ptr, totals_ptr, row, slots, splits, GROUP, HEADS_TILE, SPLITS)
+    weights, heaviest = weigh_all(
+        logits_row, weights_row, normaliser, clusters, GROUP, HEADS_TILE, BLOCK, SINGLE, CHUNK
+    )
+    threshold = cut(
+        weights, sizes, weights_row, counted_ptr, clusters, heaviest, keep, program, programs,
+        BLOCK, SINGLE, RANGE, TURNS,
+    )  # fmt: skip
+    if differ:
+        sizes = tl.load(sizes_ptr + at, mask=at < clusters, other=0)
+    # What programs before this one list.
+    before = keys_from(
+        weights, sizes, weights_row, sizes_ptr, clusters, threshold, program, programs, BLOCK, SINGLE, False
+    )
+    lane = tl.arange(0, OWN)
+    owned = ((lane // 16) * programs + program) * 16 + lane % 16
+    own_weights = tl.load(weights_row + owned, mask=owned < clusters, other=0)
+    own_sizes = tl.load(sizes_ptr + owned, mask=owned < clusters, other=0)
+    chosen = (own_weights >= threshold) & (own_sizes > 0)
+    # Number and keys of the selected clusters in one sum.
+    both = tl.where(chosen, own_sizes.to(tl.int64) + (1 << 32), 0)
+    ahead = tl.cumsum(both, 0) - both
+    rank = (ahead >> 32).to(tl.int32)
+    scratch = (row.to(tl.int64) * programs + program) * OWN
+    tl.store(chosen_ptr + scratch + rank, owned, mask=chosen)
+    tl.store(places_ptr + scratch + rank, before + (ahead & 0xFFFFFFFF).to(tl.int32), mask=chosen)
+    both = tl.sum(both, 0)
+    if program == programs - 1:
+        tl.store(counts_ptr + row, tl.minimum(before + (both & 0xFFFFFFFF).to(tl.int32), room))
+    tl.debug_barrier()
+    list_chosen(
+        chosen_ptr + scratch, places_ptr + scratch, (both >> 32).to(tl.int32), offsets_ptr, members_ptr,
+        ids_ptr + row.to(tl.int64) * room, first, end, room, AT_ONCE, AT_MEMBER,
+    )  # fmt: skip

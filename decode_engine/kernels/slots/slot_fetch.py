@@ -1,0 +1,189 @@
+"""Finds the rows that a step attends to in its slot caches, and fetches those that are missing from host memory.
+
+Many rows that a step attends to in the context (listed by searches, sinks, recent window) were attended in the step
+before. Which ones are there is found on the device, in two launches of fixed shape, for a graph that serves any step:
+
+1. find (`slot_lookup`): joins the segments of every row's list, looks every key up, stamps the slots of those that are
+   there with the step's number, and puts the others on one list of misses.
+2. bring (`slot_claims`): some programs read the missing rows from host memory. Meanwhile others claim slots for them:
+   of the two sets of a key, those that this step does not use, the one used longest ago first. A row that has arrived
+   is written where its claim says.
+
+Then every entry has a location: a slot, or -1 for "read it at its own address" where no slot was found. Either way
+attention reads the same bytes, so that its result is the same bit for bit.
+
+Why this is right. The cache of a context, layer and KV head is set-associative (`slot_cache`). Steps are counted from
+1 per cache, layer and KV head, so every stamp is at most the step's number s, and equal to it exactly if the step uses
+the slot.
+
+- Programs of find only read tags, and write s into stamps. Several entries may stamp a slot, always with s, so the
+  order does not matter. Every miss has a place of its own on the list, by an atomic sum.
+- bring begins when find has ended: all slots that hold a wanted row carry s and cannot be evicted. A claim is an atomic
+  maximum of the stamp and s; whoever is told a number below s owns the slot for this step, and everyone else is told s
+  and tries another way. So every slot has at most one new owner, whichever programs, or threads of one program, claim
+  slots of one set at once. Stamps that were read a moment ago may be outdated in one direction only: a slot that seemed
+  free is taken. A key gives up when all ways of its sets are taken. Only owners write tags and locations, which no
+  program of bring reads. So every missing key is fetched, into the way of its sets used longest ago, unless the step
+  uses all of these; who then finds one, and so how many do, depends on the race, and the result does not. Among ways
+  used equally long ago every key begins at another one, so that few claims fail.
+- A miss has one reader and one claimer. All that the one tells the other is a number, the target, 0 until the claim is
+  decided: it is written once and read until it is not 0, so no order of other memory accesses matters. Claimers wait
+  for nobody, and come first among a launch's programs, which begin in that order: those that a reader waits for run.
+- Attention begins when bring has ended.
+- What one launch reads and changes at once is kept twice: the number of the step (find writes CURRENT and reads DONE,
+  bring the other way round), and which count is that of the list of misses (TURN and LAST_TURN likewise: bring sets the
+  count to 0 that find did not use, and the next find counts there).
+
+Rows of a batch may share a cache, as sessions of one context do. They count one step together, and a key that both
+miss is fetched twice, into slots of which the second is found no more and leaves in its turn.
+
+Cost: 144 bytes per wanted row, most of it tags and from the second-level cache; per missing row 28 bytes on the list,
+128 of stamps, and the row over PCIe, which takes the time: PCIe idles only until find has ended. Misses are listed
+ascending inside a tile of find.
+
+Shape legend: B sequences, H KV heads, R = B * H rows, N keys of the longest context, X programs that look a row's keys
+up, C misses that there is room for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.partials import chained
+from decode_engine.kernels.slots.gather_rows import WORD, CopyShape, check_shape
+from decode_engine.kernels.slots.slot_claims import bring_kernel
+from decode_engine.kernels.slots.slot_lookup import find_kernel
+from index_store.errors import InvalidArgumentError
+from index_store.memory.placement import slots_per_head
+
+_TILE = 32
+_FIND_PROGRAMS = 1024
+"""Of all rows together."""
+_FIND_WARPS = 1
+_JOIN_WARPS = 4
+"""Of programs that look up keys of lists in several segments."""
+_CLAIM_TILE = 32
+"""Misses that a program claims slots for at once."""
+_FETCH = CopyShape(programs=132)
+_LEAST_MISSES = 4096
+"""Of a row that there is room for, unless it has fewer keys: caches of short contexts may be larger than usual."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchBuffers:
+    """What the launches leave each other, shared by all layers.
+
+    locations_RN: [R, N] int32, one for every entry of a row, the listed keys and then those always attended: a slot, or
+    -1. Of misses, at most C: sources_C int64, addresses of rows, with a mark where slots are to be claimed first;
+    targets_C int64, addresses of slots; ids_C int32, keys; entries_C int64, rows and entries. counts_4: [4] int32, two
+    counts of misses, of which one is that of the step, and which one; zeros to begin with. See `slot_lookup`.
+    """
+
+    locations_RN: Tensor
+    sources_C: Tensor
+    targets_C: Tensor
+    ids_C: Tensor
+    entries_C: Tensor
+    counts_4: Tensor
+
+    @staticmethod
+    def allocate(rows: int, keys: int, device: torch.device | str) -> FetchBuffers:
+        """keys: of the longest context. There is room for as many misses as its caches have slots."""
+        room = rows * min(keys, max(_LEAST_MISSES, slots_per_head(keys)))
+        return FetchBuffers(
+            torch.empty(rows, keys, dtype=torch.int32, device=device),
+            torch.zeros(room, dtype=torch.int64, device=device),
+            torch.zeros(room, dtype=torch.int64, device=device),
+            torch.zeros(room, dtype=torch.int32, device=device),
+            torch.zeros(room, dtype=torch.int64, device=device),
+            torch.zeros(4, dtype=torch.int32, device=device),
+        )
+
+
+def fetch_rows(
+    records_BF: Tensor,
+    lists: KeyLists,
+    joined_RN: Tensor,
+    buffers: FetchBuffers,
+    row_bytes: int,
+    shape: CopyShape | None = None,
+    *,
+    found_RX2: Tensor | None = None,
+    heads: range | None = None,
+) -> Tensor:
+    """Brings rows that are attended into the slots of every session's cache; their locations, [R, N] int32.
+
+    joined_RN: [R, N] int32, set to every row's listed keys and then those always attended; locations belong to these.
+    row_bytes: of keys and values of one token and KV head. shape: of the programs that read host memory. Rows of
+    sessions without a cache stay where they are, and so do misses beyond the room for them. found_RX2: [R, X, 2] int32,
+    set to how many of a row's keys each of the X `find_programs` found in no slot, and in one. heads: of KV heads,
+    those whose rows are brought, all by default; of the others nothing is read or set. Fixed launches, which never wait
+    for the device.
+    Raises InvalidArgumentError for shapes that do not fit.
+    """
+    rows, segments, width = lists.ids_RPW.shape
+    if joined_RN.shape != buffers.locations_RN.shape or len(joined_RN) != rows:
+        raise InvalidArgumentError(
+            f"lists of {rows} rows are joined into {tuple(joined_RN.shape)} and located in "
+            f"{tuple(buffers.locations_RN.shape)}"
+        )
+    room = joined_RN.shape[1]
+    programs, all_heads = find_programs(rows, room), rows // len(records_BF)
+    some = range(all_heads) if heads is None else heads
+    some_rows = len(records_BF) * len(some)
+    if found_RX2 is not None and (found_RX2.shape != (rows, programs, 2) or not found_RX2.is_contiguous()):
+        raise InvalidArgumentError(
+            f"counts of found keys have shape {tuple(found_RX2.shape)}, expected [{rows}, {programs}, 2] in one piece"
+        )
+    shape = shape or _FETCH
+    check_shape(row_bytes, shape)
+    of_rows = {"HEADS": all_heads, "FIRST_HEAD": some.start, "SOME_HEADS": len(some)}
+    misses = (buffers.sources_C, buffers.targets_C, buffers.ids_C, buffers.entries_C, buffers.counts_4)
+    find_kernel[(programs, some_rows)](
+        records_BF,
+        lists.ids_RPW,
+        lists.counts_RP,
+        joined_RN,
+        buffers.locations_RN,
+        *misses,
+        found_RX2,
+        len(buffers.sources_C),
+        width,
+        room,
+        **of_rows,
+        SEGMENTS=segments,
+        SEGMENTS_TILE=triton.next_power_of_2(segments),
+        ROW_BYTES=row_bytes,
+        TILE=_TILE,
+        num_warps=_FIND_WARPS if segments == 1 else _JOIN_WARPS,
+        **chained(records_BF.device),
+    )
+    # As many claims a round as rows that are read.
+    claimers = triton.cdiv(shape.programs * shape.tile, _CLAIM_TILE)
+    bring_kernel[(claimers + shape.programs,)](
+        records_BF,
+        buffers.locations_RN,
+        *misses,
+        claimers,
+        some_rows,
+        len(buffers.sources_C),
+        room,
+        **of_rows,
+        ENDED=triton.next_power_of_2(triton.cdiv(some_rows, claimers)),
+        WORDS=row_bytes // WORD,
+        CLAIM_TILE=_CLAIM_TILE,
+        READ_TILE=shape.tile,
+        num_warps=shape.warps,
+        **chained(records_BF.device),
+    )
+    return buffers.locations_RN
+
+
+def find_programs(rows: int, keys: int) -> int:
+    """Programs that look up the keys of each of so many rows. keys: of the longest context."""
+    return max(2, min(-(-keys // _TILE), _FIND_PROGRAMS // rows))

@@ -1,0 +1,227 @@
+"""Finds a step's rows in slot caches, and lists those that are missing: the first launch of `slot_fetch`.
+
+A program takes the ids of a tile of keys from the segments of their row's list, compares the tags of their two sets,
+stamps the slots of those that are there, and appends the others to the one list of misses. How many that list holds is
+counted twice, in turns: one count for this step, and one that `slot_claims` sets to 0 meanwhile for the next.
+
+Shape legend: as in `slot_fetch`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from decode_engine.kernels import records
+from decode_engine.kernels.attention.list_entries import (
+    context_entries,
+    listed_keys,
+    segment_ids,
+    share_of,
+    with_always,
+)
+from decode_engine.kernels.attention.partials import wait_for_launch
+from decode_engine.kernels.records import field, row_of
+from decode_engine.kernels.slots.slot_cache import (
+    BYPASSED,
+    CROWDED,
+    CURRENT,
+    DONE,
+    HASH,
+    OTHER_HASH,
+    REUSED,
+    TALLIES,
+    WANTED,
+    WAYS,
+)
+
+TURN, LAST_TURN = 2, 3
+"""Of the numbers that belong to a list of misses, behind its two counts: which of them counts in the step that runs,
+and in the one that ended last."""
+ENTRY_BITS = 32
+"""Of a miss's entry, below its row."""
+CLAIM_FIRST = 1
+"""Added to a miss's source where a slot is to be claimed before the row is read."""
+
+_KV = tl.constexpr(records.KV)
+_TAGS = tl.constexpr(records.TAGS)
+_STAMPS = tl.constexpr(records.STAMPS)
+_TALLIES = tl.constexpr(records.TALLIES)
+_SETS = tl.constexpr(records.SETS)
+_TALLY = tl.constexpr(TALLIES)
+_DONE = tl.constexpr(DONE)
+_CURRENT = tl.constexpr(CURRENT)
+_WANTED = tl.constexpr(WANTED)
+_REUSED = tl.constexpr(REUSED)
+_BYPASSED = tl.constexpr(BYPASSED)
+_CROWDED = tl.constexpr(CROWDED)
+_WAYS = tl.constexpr(WAYS)
+_HASH = tl.constexpr(HASH)
+_OTHER_HASH = tl.constexpr(OTHER_HASH)
+_TURN = tl.constexpr(TURN)
+_LAST_TURN = tl.constexpr(LAST_TURN)
+_ENTRY_BITS = tl.constexpr(ENTRY_BITS)
+_CLAIM_FIRST = tl.constexpr(CLAIM_FIRST)
+
+
+@triton.jit
+def first_slots(ids: tl.tensor, sets: tl.tensor, WAYS: tl.constexpr) -> tl.tensor:
+    """The first slots of both sets of every key, by multiplicative hashes."""
+    one = (ids.to(tl.int64) * _HASH) & 0xFFFFFFFF
+    other = (ids.to(tl.int64) * _OTHER_HASH) & 0xFFFFFFFF
+    return ((one * sets) >> 32).to(tl.int32) * WAYS, ((other * sets) >> 32).to(tl.int32) * WAYS
+
+
+@triton.jit
+def head_pointer(
+    records_ptr: tl.tensor, b: tl.tensor, offset: tl.tensor, ADDRESS: tl.constexpr, ELEMENT: tl.constexpr
+) -> tl.tensor:
+    """Pointer to what lies `offset` elements behind an address of the record, one or several."""
+    # The hint belongs here: on what a function returns it is lost, and sets would be loaded by words.
+    return tl.multiple_of(field(records_ptr, b, ADDRESS).to(tl.pointer_type(ELEMENT)), 16) + offset
+
+
+@triton.jit
+def add_to_tally(tally_ptr: tl.tensor, number: tl.tensor, cached: tl.tensor) -> None:
+    """Adds what a program counted."""
+    tl.atomic_add(tally_ptr, number.to(tl.int64), mask=cached & (number > 0), sem="relaxed")
+
+
+@triton.jit
+def tally(
+    tallies_ptr: tl.tensor, wanted: tl.tensor, found: tl.tensor, bypassed: tl.tensor, cached: tl.tensor
+) -> None:
+    """Adds up rows."""
+    add_to_tally(tallies_ptr + _WANTED, wanted, cached)
+    add_to_tally(tallies_ptr + _REUSED, found, cached)
+    add_to_tally(tallies_ptr + _BYPASSED, bypassed, cached)
+
+
+@triton.jit
+def store_pair(pairs_ptr: tl.tensor, row: tl.tensor, one: tl.tensor, other: tl.tensor) -> None:
+    """Stores two numbers for this program of a row."""
+    pairs_ptr += (row * tl.num_programs(0) + tl.program_id(0)) * 2
+    tl.store(pairs_ptr, one)
+    tl.store(pairs_ptr + 1, other)
+
+
+@triton.jit
+def slots_of(
+    tags_ptr: tl.tensor, ids: tl.tensor, sets: tl.tensor, sought: tl.tensor, WAYS: tl.constexpr
+) -> tl.tensor:
+    """The slot in which each sought key is, or -1."""
+    one, other = first_slots(ids, sets, WAYS)
+    one = one[:, None] + tl.arange(0, WAYS)[None, :]
+    other = other[:, None] + tl.arange(0, WAYS)[None, :]
+    tags = tl.load(tags_ptr + one, mask=sought[:, None], other=0, cache_modifier=".cg")
+    other_tags = tl.load(tags_ptr + other, mask=sought[:, None], other=0, cache_modifier=".cg")
+    tag = (ids + 1)[:, None]
+    at = tl.maximum(tl.where(tags == tag, one, -1), tl.where(other_tags == tag, other, -1))
+    return tl.where(sought, tl.max(at, 1), -1)
+
+
+@triton.jit
+def list_misses(
+    sources_ptr: tl.tensor,
+    targets_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    entries_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    room: tl.tensor,
+    missing: tl.tensor,
+    sources: tl.tensor,
+    ids: tl.tensor,
+    entries: tl.tensor,
+) -> tl.tensor:
+    """Appends missing keys to the list; those that find no room there, 1 or 0 for each."""
+    missing = missing.to(tl.int32)
+    number = tl.sum(missing, 0)
+    place = tl.atomic_add(count_ptr, number, mask=number > 0, sem="relaxed")
+    place += tl.cumsum(missing, 0) - missing
+    fits = (missing > 0) & (place < room)
+    tl.store(sources_ptr + place, sources, mask=fits)
+    tl.store(targets_ptr + place, tl.zeros_like(sources), mask=fits)
+    tl.store(ids_ptr + place, ids, mask=fits)
+    tl.store(entries_ptr + place, entries, mask=fits)
+    return missing - fits.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["misses_room", "width", "room"])
+def find_kernel(
+    records_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    joined_ptr: tl.tensor,
+    locations_ptr: tl.tensor,
+    miss_sources_ptr: tl.tensor,
+    miss_targets_ptr: tl.tensor,
+    miss_ids_ptr: tl.tensor,
+    miss_entries_ptr: tl.tensor,
+    miss_counts_ptr: tl.tensor,
+    found_ptr: tl.tensor,
+    misses_room: tl.tensor,
+    width: tl.tensor,
+    room: tl.tensor,
+    HEADS: tl.constexpr,
+    FIRST_HEAD: tl.constexpr,
+    SOME_HEADS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SEGMENTS_TILE: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    TILE: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """One program per (share of a row's entries but the tail, row)."""
+    row = row_of(tl.program_id(1), HEADS, FIRST_HEAD, SOME_HEADS)
+    b = row // HEADS
+    head = (row % HEADS).to(tl.int64)
+    first, end, always = context_entries(records_ptr, b)
+    sets = field(records_ptr, b, _SETS)
+    cached = sets > 0
+    tags_ptr = head_pointer(records_ptr, b, head * sets * _WAYS, _TAGS, tl.int32)
+    stamps_ptr = head_pointer(records_ptr, b, head * sets * _WAYS, _STAMPS, tl.int32)
+    tallies_ptr = head_pointer(records_ptr, b, head * _TALLY, _TALLIES, tl.int64)
+    source = field(records_ptr, b, _KV) + head * field(records_ptr, b, _KV + 1)
+    ids_ptr += row.to(tl.int64) * SEGMENTS * width
+    joined_ptr += row.to(tl.int64) * room
+    locations_ptr += row.to(tl.int64) * room
+    first_entry = row.to(tl.int64) << _ENTRY_BITS
+    wait_for_launch(CHAINED)
+    # What all of these say is on its way at once.
+    counts = listed_keys(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
+    done = tl.load(tallies_ptr + _DONE, mask=cached, other=0)
+    crowded = tl.load(tallies_ptr + _CROWDED, mask=cached, other=0)
+    turn = 1 - tl.load(miss_counts_ptr + _LAST_TURN)
+    step = done + 1
+    source += tl.where(crowded == done, _CLAIM_FIRST, 0)
+    listed = tl.minimum(tl.sum(counts, 0), room)
+    entries = tl.minimum(listed + always, room)
+    begin, stop = share_of(entries, TILE)
+    keys = tl.zeros([TILE], tl.int32)
+    reused = tl.zeros([TILE], tl.int32)
+    bypassed = tl.zeros([TILE], tl.int32)
+    for at in range(begin, stop, TILE):
+        entry = at + tl.arange(0, TILE)
+        ids = segment_ids(ids_ptr, counts, width, entry, tl.minimum(stop, listed), SEGMENTS)
+        ids = with_always(ids, entry, listed, entries, first, end)
+        sought = (ids >= 0) & cached
+        slot = slots_of(tags_ptr, ids, sets, sought, _WAYS)
+        there = slot >= 0
+        bypassed += list_misses(
+            miss_sources_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr + turn, misses_room,
+            sought & (slot < 0), source + ids.to(tl.int64) * ROW_BYTES, ids, first_entry + entry,
+        )  # fmt: skip
+        tl.store(stamps_ptr + slot, tl.zeros([TILE], tl.int32) + step.to(tl.int32), mask=there)
+        tl.store(locations_ptr + entry, slot, mask=entry < stop)
+        tl.store(joined_ptr + entry, ids, mask=entry < stop)
+        keys += (ids >= 0).to(tl.int32)
+        reused += there.to(tl.int32)
+    wanted = tl.sum(keys, 0)
+    found = tl.sum(reused, 0)
+    if found_ptr is not None:
+        # Behind entries of -1 there may be no room for all keys: attention reads the others from host memory.
+        beyond = tl.where(tl.program_id(0) == 0, listed + always - entries, 0)
+        store_pair(found_ptr, row, wanted - found + beyond, found)
+    tl.store(tallies_ptr + _CURRENT, step, mask=cached & (tl.program_id(0) == 0))
+    tl.store(miss_counts_ptr + _TURN, turn, mask=(tl.program_id(0) == 0) & (tl.program_id(1) == 0))
+    tally(tallies_ptr, wanted, found, tl.sum(bypassed, 0), cached)

@@ -1,0 +1,1 @@
+"""Kernels that search query tables and attend to what they find."""

@@ -1,0 +1,226 @@
+"""What the query-table kernels are compiled for, how their work is cut, and their buffers.
+
+Shape legend: B sequences, H KV heads, G query heads per KV head, m subspaces, C centroids, J picked table rows (m, or 4
+where it is less), d head dim, L queries searched per KV head (1 where pooled, else G), P tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from decode_engine.kernels.attention.partials import Partials
+from index_store.errors import InvalidArgumentError
+
+MINI_KEYS = 256
+"""Consecutive keys of a table row that one program reads before it skips to its next block; a row is padded to it."""
+
+BINS = 256
+"""Bins of the score histogram that the threshold is read from."""
+
+SAMPLE_KEYS = 1024
+"""Keys that one sampling program scores."""
+
+SAMPLE_RUN_KEYS = 32
+"""Consecutive keys of a sample, whose bytes travel together. Keys near each other are alike: long runs say little."""
+
+COMBINE_TILES = 4
+"""Tiles that one program samples for the threshold of the search per head."""
+
+MAX_KEYS = 2**21
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """How the work is cut; results do not depend on it, but for the sample that threshold and normalisers come from.
+
+    tile_keys: keys scored by one program, a power of two and a multiple of MINI_KEYS. rows: keys attended at a time.
+    exact_programs: programs per KV head that only attend to sinks, recent window and tail; of longer tails the other
+    programs take their shares too. sample_programs: programs per KV head that score SAMPLE_KEYS keys each for the
+    threshold of the pooled search, a power of two. warps, stages, registers: of the attention kernel; 0 registers leave
+    the choice to the compiler. Of the pooled search, pick_apart: rows are picked by a kernel of their own;
+    early_threshold: it is found once, not by every program that compares with it.
+    """
+
+    tile_keys: int = 2048
+    rows: int = 32
+    exact_programs: int = 1
+    sample_programs: int = 8
+    warps: int = 4
+    stages: int = 3
+    registers: int = 0
+    pick_apart: bool = False
+    early_threshold: bool = False
+
+    def options(self) -> dict[str, int]:
+        """Launch options of the attention kernel."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | ({"maxnreg": self.registers} if self.registers else {})
+
+
+def launch_shape(max_keys: int, rows: int) -> LaunchShape:
+    """A launch shape for contexts of up to max_keys and `rows` sequences times KV heads; best of some on an H200.
+
+    Few rows fill the device once, so what counts is the time from the first load to the last store; many rows fill it
+    many times, so what counts is how few instructions and registers a tile takes.
+    """
+    samples = triton.next_power_of_2(max(8, min(16, max_keys // 2**14)))
+    samples = min(samples, triton.next_power_of_2(-(-max_keys // SAMPLE_KEYS)))
+    if rows > 32:
+        return LaunchShape(
+            tile_keys=4096,
+            sample_programs=max(1, samples // 2),
+            stages=2,
+            registers=80,
+            pick_apart=True,
+            early_threshold=True,
+        )
+    if max_keys * rows <= 2**21:
+        return LaunchShape(sample_programs=samples, registers=128)
+    return LaunchShape(
+        tile_keys=8192,
+        rows=64,
+        exact_programs=2,
+        sample_programs=samples,
+        stages=2,
+        registers=96,
+        early_threshold=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlan:
+    """One layer shape and search: everything that a kernel is compiled for.
+
+    max_keys: the longest context of the batch. pooled: one search with the group's mean query, otherwise one per head,
+    merged by the sum of their softmaxes. strided: dimensions of subspace b are those with i mod m = b, otherwise a
+    slice. Raises InvalidArgumentError for sizes outside of what kernels can do.
+    """
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    subspaces: int
+    centroids: int
+    max_keys: int
+    pooled: bool
+    strided: bool = True
+    shape: LaunchShape = LaunchShape()
+
+    def __post_init__(self) -> None:
+        reason = unsupported_sizes(self.group, self.head_dim, self.max_keys, self.subspaces, self.centroids)
+        if reason is not None:
+            raise InvalidArgumentError(reason)
+        for label, size, least in (
+            ("tile_keys", self.shape.tile_keys, MINI_KEYS),
+            ("sample_programs", self.shape.sample_programs, 1),
+        ):
+            if size < least or size & (size - 1):
+                raise InvalidArgumentError(f"{label} is {size}, expected a power of two from {least} on")
+
+    @property
+    def scale(self) -> float:
+        """Of the logits."""
+        return 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def queries(self) -> int:
+        """Queries searched per KV head."""
+        return 1 if self.pooled else self.group
+
+    @property
+    def picks(self) -> int:
+        """Table rows added up per query; they are added in fours."""
+        return max(4, self.subspaces)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the longest context."""
+        return -(-self.max_keys // self.shape.tile_keys)
+
+    @property
+    def samplers(self) -> int:
+        """Programs per KV head that leave a histogram, a power of two: some may find nothing to count."""
+        if self.pooled:
+            return self.shape.sample_programs
+        return int(triton.next_power_of_2(-(-self.tiles // COMBINE_TILES)))
+
+    @property
+    def programs(self) -> int:
+        """Programs of the attention kernel per KV head."""
+        return self.tiles + self.shape.exact_programs
+
+
+def unsupported_sizes(group: int, head_dim: int, keys: int, subspaces: int, centroids: int) -> str | None:
+    """Why kernels cannot do tables of these sizes, None when they can."""
+    if not 1 <= group <= 8 or head_dim not in (64, 128) or not 1 <= keys <= MAX_KEYS:
+        return (
+            f"group {group}, head dimension {head_dim}, {keys} keys; the kernels take groups of 1 to 8, dimensions "
+            "64 and 128 and up to 2^21 keys"
+        )
+    if not 2 <= subspaces <= 32 or head_dim % subspaces or not 1 <= centroids <= 256:
+        return (
+            f"{subspaces} subspaces of {centroids} centroids for head dimension {head_dim}; the kernels take 2 to 32 "
+            "subspaces that divide it, of up to 256 centroids"
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Buffers between the launches of a step, made once per batch size and used by every layer.
+
+    rows [B, H, L, J] int32 and weights [B, H, L, J/4] int32: where the picked table rows begin, in blocks of MINI_KEYS
+    bytes from the sequence's first, and their weights, one byte each. units [B, H, L, 2] float32: what one unit of a
+    sum is worth as a logit, and the largest sum there can be. Per head, logits [B, H, L, P, tile/4] int32: four weights
+    exp(logit) in a word, relative to the tile's largest, a byte each (5 exponent and 3 mantissa bits); peaks, masses
+    [B, H, L, P] float32: log2 of the largest weight, and the sum of them; normalisers [B, H, L] float32: log2 of the
+    sum of all weights. histograms [B, H, samplers, BINS] int32: sampled keys by score. limits [B, H] float32: the bin,
+    with a fraction, from which on keys are kept, where it is found early; arrivals [B, H] int32: counters for that,
+    zero between steps. ids [B, H, P, tile] int32: the kept keys of every tile, ascending inside it.
+    """
+
+    rows: Tensor
+    weights: Tensor
+    units: Tensor
+    logits: Tensor
+    peaks: Tensor
+    masses: Tensor
+    histograms: Tensor
+    arrivals: Tensor
+    normalisers: Tensor
+    limits: Tensor
+    ids: Tensor
+    partials: Partials
+
+    @classmethod
+    def make(cls, plan: TablePlan, size: int, device: torch.device) -> Workspace:
+        """Buffers for `size` sequences."""
+        heads, queries, tiles, tile = plan.kv_heads, plan.queries, plan.tiles, plan.shape.tile_keys
+
+        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty(size, heads, *shape, dtype=dtype, device=device)
+
+        i32, f32 = torch.int32, torch.float32
+        return cls(
+            rows=empty(i32, queries, plan.picks),
+            weights=empty(i32, queries, plan.picks // 4),
+            units=empty(f32, queries, 2),
+            logits=empty(i32, queries, 0 if plan.pooled else tiles, tile // 4),
+            peaks=empty(f32, queries, tiles),
+            masses=empty(f32, queries, tiles),
+            histograms=empty(i32, plan.samplers, BINS),
+            arrivals=torch.zeros(size, heads, dtype=i32, device=device),
+            normalisers=empty(f32, queries),
+            limits=empty(f32),
+            ids=empty(i32, tiles, tile),
+            partials=Partials.allocate(size * heads, plan.programs, plan.group, plan.head_dim, device),
+        )
+
+    def counts(self) -> Tensor:
+        """A buffer [B, H, P] int32 for the numbers of kept keys."""
+        return torch.zeros(self.ids.shape[:3], dtype=torch.int32, device=self.ids.device)

@@ -1,0 +1,188 @@
+"""The query-table kernels' eager reference: same buffers, same sample, plain torch over a batch's sequences.
+
+Shape legend: as in `table_plan` and `table_batch`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decode_engine.kernels.tables.batch import TableSequence
+from decode_engine.kernels.tables.plan import (
+    BINS,
+    MINI_KEYS,
+    SAMPLE_KEYS,
+    SAMPLE_RUN_KEYS,
+    TablePlan,
+    Workspace,
+)
+
+_BYTE_SHIFT, _BYTE_BASE = 20, 768
+_BIN_STEPS, _BIN_FLOOR = 8.0, 29.0
+_LOG2E = math.log2(math.e)
+
+
+def table_attention_reference(
+    q_BHGD: Tensor,
+    sequences: Sequence[TableSequence | None],
+    plan: TablePlan,
+    work: Workspace,
+    counts_BHP: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """What `table_attention` computes; None is an idle row. Fills what was picked and kept, and nothing else."""
+    out_BHGD = torch.zeros_like(q_BHGD)
+    lse_BHG = torch.full(q_BHGD.shape[:3], -torch.inf, device=q_BHGD.device)
+    counts_BHP.zero_()
+    for b, sequence in enumerate(sequences):
+        if sequence is None:
+            continue
+        for h in range(plan.kv_heads):
+            q_GD = q_BHGD[b, h].float()
+            kept = kept_keys(*picked_sums(q_GD, sequence, plan, work, b, h), sequence, plan)
+            write_ids(kept, plan, work.ids[b, h], counts_BHP[b, h])
+            out, lse = attend_exactly(q_GD, sequence, kept, plan.scale, h)
+            out_BHGD[b, h], lse_BHG[b, h] = out.to(q_BHGD.dtype), lse.float()
+    return out_BHGD, lse_BHG
+
+
+def picked_sums(
+    q_GD: Tensor, sequence: TableSequence, plan: TablePlan, work: Workspace, b: int, h: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of the picked rows [L, N] int64, their units [L] and reaches [L]; writes rows, weights and units."""
+    context = sequence.context
+    centroids_MCW, scales_M = context.centroids_HMCW[h], context.scales_HM[h]
+    queries_LD = (q_GD.mean(0, keepdim=True) if plan.pooled else q_GD) * plan.scale
+    subspaces, width = plan.subspaces, plan.head_dim // plan.subspaces
+    if plan.strided:
+        slices_LMW = queries_LD.view(-1, width, subspaces).transpose(1, 2)
+    else:
+        slices_LMW = queries_LD.view(-1, subspaces, width)
+    best = torch.einsum("lmw,mcw->lmc", slices_LMW, centroids_MCW).max(-1)
+    weights_LM = best.values.clamp(min=0) * scales_M
+    largest_L = weights_LM.amax(-1, keepdim=True)
+    factors = torch.where(largest_L > 0, 255.0 / largest_L, 0.0)
+    small_LM = (weights_LM * factors + 0.5).floor().to(torch.int64)
+    subspace_M = torch.arange(subspaces, device=q_GD.device)
+    rows_LM = (h * subspaces + subspace_M) * plan.centroids + best.indices
+    blocks_LM = rows_LM * (context.tables_HMCN.stride(2) // MINI_KEYS)
+    work.rows[b, h] = blocks_LM.repeat(1, plan.picks // subspaces).to(torch.int32)
+    padded_LM = torch.nn.functional.pad(small_LM, (0, plan.picks - subspaces))
+    shifted = padded_LM.view(len(small_LM), -1, 4) << torch.arange(0, 32, 8, device=q_GD.device)
+    work.weights[b, h] = shifted.sum(-1).to(torch.int32)
+    reach_L = 127.0 * small_LM.sum(-1).float()
+    work.units[b, h] = torch.stack([largest_L[:, 0] / 255.0, reach_L], -1)
+    table_MCN = context.tables_HMCN[h]
+    picked_LMN = table_MCN[subspace_M, best.indices]
+    sums_LN = (picked_LMN.to(torch.int64) * small_LM[..., None]).sum(1)
+    return sums_LN, largest_L[:, 0] / 255.0, reach_L
+
+
+def kept_keys(
+    sums_LN: Tensor, units_L: Tensor, reach_L: Tensor, sequence: TableSequence, plan: TablePlan
+) -> Tensor:
+    """Which keys of the context are kept, [N] bool."""
+    count = sums_LN.shape[1]
+    keys = torch.arange(count, device=sums_LN.device)
+    searched = (keys >= sequence.first) & (keys < sequence.end)
+    if sequence.keep >= sequence.end - sequence.first:
+        return searched
+    if plan.pooled:
+        reach = reach_L[0].clamp(min=1.0)
+        positions = (sums_LN[0].float() + reach) * (BINS / (2.0 * reach))
+        limit = threshold(positions, searched & sampled_keys(keys, plan), sequence)
+        return (sums_LN[0] >= torch.ceil(limit * (2.0 * reach / BINS) - reach)) & searched
+    logits_LN = (sums_LN.float() * (units_L * _LOG2E)[:, None]).masked_fill(~searched, -torch.inf)
+    weights_N = merged_weights(logits_LN, plan)
+    positions = (weights_N.clamp(min=1e-30).log2() + _BIN_FLOOR) * _BIN_STEPS
+    limit = threshold(positions, searched & spread_sample(keys, plan), sequence)
+    return (weights_N >= math.exp2(limit / _BIN_STEPS - _BIN_FLOOR)) & searched
+
+
+def merged_weights(logits_LN: Tensor, plan: TablePlan) -> Tensor:
+    """Sum over heads of the softmaxes, [N], with weights rounded as the kernels round them."""
+    keys = torch.arange(logits_LN.shape[1], device=logits_LN.device)
+    tile_N = tile_of(keys, plan)[0]
+    tiles = int(tile_N.max()) + 1
+    peaks_LP = torch.full((len(logits_LN), tiles), -torch.inf, device=keys.device)
+    peaks_LP.scatter_reduce_(1, tile_N.expand_as(logits_LN), logits_LN, "amax")
+    base_LN = torch.where(torch.isneginf(peaks_LP), 0.0, peaks_LP)[:, tile_N]
+    rounded_LN = ((logits_LN - base_LN).exp2().view(torch.int32) + (1 << (_BYTE_SHIFT - 1))) >> _BYTE_SHIFT
+    kept_LN = (rounded_LN.clamp(min=_BYTE_BASE) << _BYTE_SHIFT).view(torch.float32)
+    normalisers_L = torch.logsumexp(logits_LN.double() / _LOG2E, 1) * _LOG2E
+    weights_LN: Tensor = kept_LN * (base_LN - normalisers_L[:, None]).exp2()
+    return weights_LN.sum(0).float()
+
+
+def tile_of(keys_N: Tensor, plan: TablePlan) -> tuple[Tensor, Tensor, int]:
+    """Tile of every key, its block's number inside the tile, and how many tiles there are."""
+    blocks = -(-len(keys_N) // MINI_KEYS)
+    tiles = -(-blocks // (plan.shape.tile_keys // MINI_KEYS))
+    block_N = keys_N // MINI_KEYS
+    return block_N % tiles, block_N // tiles, tiles
+
+
+def spread_sample(keys_N: Tensor, plan: TablePlan) -> Tensor:
+    """The keys that the threshold of the search per head is taken from: evenly spread runs of every tile."""
+    tile_N, within_N, _ = tile_of(keys_N, plan)
+    run_N = (within_N * MINI_KEYS + keys_N % MINI_KEYS) // SAMPLE_RUN_KEYS
+    apart = plan.shape.tile_keys // MINI_KEYS
+    return run_N % apart == tile_N % apart
+
+
+def sampled_keys(keys_N: Tensor, plan: TablePlan) -> Tensor:
+    """The keys that the threshold of the pooled search is taken from, [N] bool: evenly spread runs."""
+    runs = -(-len(keys_N) // SAMPLE_RUN_KEYS)
+    sampled = plan.shape.sample_programs * (SAMPLE_KEYS // SAMPLE_RUN_KEYS)
+    if runs <= sampled:
+        return torch.ones_like(keys_N, dtype=torch.bool)
+    taken = torch.zeros(runs, dtype=torch.bool, device=keys_N.device)
+    taken[torch.arange(sampled, device=keys_N.device) * runs // sampled] = True
+    return taken[keys_N // SAMPLE_RUN_KEYS]
+
+
+def threshold(positions_N: Tensor, sample_N: Tensor, sequence: TableSequence) -> float:
+    """Where among the bins the sample's share of `keep` begins, by linear interpolation inside a bin; above bin 0."""
+    bins = positions_N[sample_N].clamp(0, BINS - 1).to(torch.int64)
+    counts = torch.bincount(bins, minlength=BINS)
+    at_least = counts.flip(0).cumsum(0).flip(0)
+    available = torch.tensor(float(sequence.end - sequence.first))
+    wanted = float(torch.tensor(float(sequence.keep)) * int(counts.sum()) / available)
+    if wanted <= 0:
+        return 2.0 * BINS
+    border = int((at_least >= wanted).sum()) - 1
+    return max(1.0, border + (int(at_least[border]) - wanted) / max(1, int(counts[border])))
+
+
+def write_ids(kept_N: Tensor, plan: TablePlan, ids_PT: Tensor, counts_P: Tensor) -> None:
+    """Kept ids by tile, as the kernels leave them."""
+    tile_N, _, tiles = tile_of(torch.arange(len(kept_N), device=kept_N.device), plan)
+    for tile in range(tiles):
+        ids = (kept_N & (tile_N == tile)).nonzero()[:, 0].to(torch.int32)
+        ids_PT[tile, : len(ids)] = ids
+        counts_P[tile] = len(ids)
+
+
+def kept_mask(ids_PT: Tensor, counts_P: Tensor, keys: int) -> Tensor:
+    """Which keys of the context the tiles' lists name, [keys] bool."""
+    listed = torch.arange(ids_PT.shape[1], device=ids_PT.device) < counts_P[:, None]
+    kept = torch.zeros(keys, dtype=torch.bool, device=ids_PT.device)
+    kept[ids_PT[listed].long()] = True
+    return kept
+
+
+def attend_exactly(
+    q_GD: Tensor, sequence: TableSequence, kept_N: Tensor, scale: float, h: int
+) -> tuple[Tensor, Tensor]:
+    """Attention to the kept keys, the sinks, the recent window and the tail: out [G, d], lse [G], in float64."""
+    always = torch.ones_like(kept_N)
+    always[sequence.first : sequence.end] = False
+    context_N2D = sequence.context.kv_HN2D[h][kept_N | always]
+    kv_X2D = torch.cat([context_N2D, sequence.tail_HT2D[h, : sequence.tail_keys]]).double()
+    if len(kv_X2D) == 0:
+        return torch.zeros_like(q_GD), torch.full((len(q_GD),), -torch.inf, device=q_GD.device)
+    logits_GX = q_GD.double() @ kv_X2D[:, 0].T * scale
+    return logits_GX.softmax(-1) @ kv_X2D[:, 1], logits_GX.logsumexp(-1)

@@ -1,0 +1,389 @@
+"""Kernels that find which keys to keep by query tables (CSAttention section 3.3, with projection weights).
+
+The table rows of every query are picked. Pooled, a sample of the keys is scored and counted by score; the attention
+kernel scores the keys itself. Per head, a key's score is the sum of the heads' softmaxes: `score_kernel` leaves a byte
+per key and head with each tile's peak and mass, and `combine_kernel` turns the tiles' masses into the softmaxes'
+normalisers, and a sample of the bytes into counts. The counts give the threshold: found by the last of a head's
+programs to end, or by whoever compares with it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from decode_engine.kernels.attention.partials import chained
+from decode_engine.kernels.records import field
+from decode_engine.kernels.tables.device_functions import (
+    BINS,
+    BYTE_BASE,
+    BYTE_HALF,
+    BYTE_LEAST,
+    BYTE_MASK,
+    BYTE_SHIFT,
+    END,
+    FIRST,
+    LOG2E,
+    MINI_WORDS,
+    SAMPLE_RUN,
+    SAMPLE_WORDS,
+    arrives_last,
+    bin_or_none,
+    linear_position,
+    load_histograms,
+    load_sequence,
+    octave_position,
+    pick_rows,
+    sampled_words,
+    searched,
+    sum_rows,
+    threshold,
+    tile_count,
+    tile_words,
+)
+from decode_engine.kernels.tables.plan import COMBINE_TILES, TablePlan, Workspace
+
+
+@triton.jit
+def pick_kernel(
+    q_ptr: tl.tensor,
+    records_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    units_ptr: tl.tensor,
+    scale: tl.tensor,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    CP: tl.constexpr,
+    STRIDED: tl.constexpr,
+    POOLED: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """One program per query: see `pick_rows`. Records are not written by the launch before, so they are read early."""
+    slot = tl.program_id(0)
+    bh = slot // L
+    b = bh // H
+    if field(records_ptr, b, END) > field(records_ptr, b, FIRST):
+        pick_rows(
+            q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, slot, scale,
+            G, GP, D, M, C, CP, STRIDED, POOLED, CHAINED,
+        )  # fmt: skip
+    elif CHAINED:
+        gdc_wait()
+    if CHAINED:  # late, here and below: programs that come early only wait, in places that others need
+        gdc_launch_dependents()
+
+
+@triton.jit
+def sample_pooled_kernel(
+    q_ptr: tl.tensor,
+    records_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    units_ptr: tl.tensor,
+    histograms_ptr: tl.tensor,
+    arrivals_ptr: tl.tensor,
+    limits_ptr: tl.tensor,
+    scale: tl.tensor,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    CP: tl.constexpr,
+    STRIDED: tl.constexpr,
+    J: tl.constexpr,
+    S: tl.constexpr,
+    PICK: tl.constexpr,
+    EARLY: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """Every program leaves a histogram of the pooled query's scores; EARLY: the last makes the threshold of them all.
+
+    With PICK every program picks for itself first and writes the same rows: where there are few programs, that costs
+    less than another launch.
+    """
+    bh = tl.program_id(1)
+    b = bh // H
+    sequence = load_sequence(records_ptr, b)
+    _, _, span, _, _ = sequence
+    if PICK:
+        if span > 0:
+            pick_rows(
+                q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, bh, scale,
+                G, GP, D, M, C, CP, STRIDED, True, CHAINED,
+            )  # fmt: skip
+        elif CHAINED:
+            gdc_wait()
+        tl.debug_barrier()
+    elif CHAINED:
+        gdc_wait()
+    word, mask = sampled_words(sequence, S)
+    a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
+    reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
+    b0 = bin_or_none(linear_position(a0, reach), searched(word, 0, sequence) & mask)
+    b1 = bin_or_none(linear_position(a1, reach), searched(word, 1, sequence) & mask)
+    b2 = bin_or_none(linear_position(a2, reach), searched(word, 2, sequence) & mask)
+    b3 = bin_or_none(linear_position(a3, reach), searched(word, 3, sequence) & mask)
+    counts = count_bins(tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * SAMPLE_WORDS]))
+    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, S, EARLY)
+    if CHAINED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def store_histogram(
+    sequence: tl.tensor,
+    histograms_ptr: tl.tensor,
+    arrivals_ptr: tl.tensor,
+    limits_ptr: tl.tensor,
+    counts: tl.tensor,
+    bh: tl.tensor,
+    S: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Leaves one of a head's S histograms; the last program, if EARLY, reads the threshold off their sum."""
+    tl.store(histograms_ptr + (bh * S + tl.program_id(0)) * BINS + tl.arange(0, BINS), counts)
+    if EARLY:
+        last = arrives_last(arrivals_ptr, bh)
+        if last:
+            total = tl.sum(load_histograms(histograms_ptr, bh, S), 0)
+            tl.store(limits_ptr + bh, threshold(sequence, total))
+
+
+@triton.jit
+def count_bins(bins: tl.tensor) -> tl.tensor:
+    """How many are in each bin; -1 is in none."""
+    return tl.histogram(tl.maximum(bins, 0), BINS, mask=bins >= 0)
+
+
+@triton.jit
+def score_kernel(
+    records_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    units_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    masses_ptr: tl.tensor,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    J: tl.constexpr,
+    BW: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """Scores one tile for one head; see `Workspace.logits` for what is left. Byte 0 is weight 0."""
+    tile = tl.program_id(0) // L
+    bh = tl.program_id(1)
+    sequence = load_sequence(records_ptr, bh // H)
+    if CHAINED:
+        gdc_wait()
+    slot = bh * L + tl.program_id(0) % L
+    if tile < tile_count(sequence, BW):
+        word, mask = tile_words(sequence, tile, BW)
+        a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, slot, word, mask, J, ASSEMBLY)
+        unit = tl.load(units_ptr + slot * 2) * LOG2E
+        x0 = tl.where(searched(word, 0, sequence), a0.to(tl.float32) * unit, float("-inf"))
+        x1 = tl.where(searched(word, 1, sequence), a1.to(tl.float32) * unit, float("-inf"))
+        x2 = tl.where(searched(word, 2, sequence), a2.to(tl.float32) * unit, float("-inf"))
+        x3 = tl.where(searched(word, 3, sequence), a3.to(tl.float32) * unit, float("-inf"))
+        peak = tl.max(tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)), 0)
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        w0, w1, w2, w3 = tl.exp2(x0 - base), tl.exp2(x1 - base), tl.exp2(x2 - base), tl.exp2(x3 - base)
+        packed = to_byte(w0) | (to_byte(w1) << 8) | (to_byte(w2) << 16) | (to_byte(w3) << 24)
+        place = slot * (tl.num_programs(0) // L) + tile
+        tl.store(logits_ptr + place.to(tl.int64) * BW + tl.arange(0, BW), packed)
+        tl.store(peaks_ptr + place, peak)
+        tl.store(masses_ptr + place, tl.sum(w0 + w1 + w2 + w3, 0))
+    if CHAINED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def to_byte(weight: tl.tensor) -> tl.tensor:
+    """A weight from 0 to 1 as 5 exponent and 3 mantissa bits, rounded."""
+    rounded = (weight.to(tl.int32, bitcast=True) + BYTE_HALF) >> BYTE_SHIFT
+    return tl.maximum(rounded - BYTE_BASE, 0)
+
+
+@triton.jit
+def of_byte(words: tl.tensor, index: tl.constexpr) -> tl.tensor:
+    """The weight in byte `index` of every word: two integer operations."""
+    moved = words >> 4 if index == 3 else words << (20 - 8 * index)
+    bits = (moved & BYTE_MASK) | BYTE_LEAST
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def summed_weights(
+    logits_ptr: tl.tensor,
+    factor: tl.tensor,
+    place: tl.tensor,
+    word: tl.tensor,
+    mask: tl.tensor,
+    w: tl.tensor,
+    BW: tl.constexpr,
+) -> tl.tensor:
+    """Adds one head's softmax of the four keys of every word to w; factor: a peak's share of all weights."""
+    w0, w1, w2, w3 = w
+    x = tl.load(logits_ptr + place.to(tl.int64) * BW + word, mask=mask, other=0)
+    w0 += of_byte(x, 0) * factor
+    w1 += of_byte(x, 1) * factor
+    w2 += of_byte(x, 2) * factor
+    w3 += of_byte(x, 3) * factor
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def combine_kernel(
+    records_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    masses_ptr: tl.tensor,
+    normalisers_ptr: tl.tensor,
+    histograms_ptr: tl.tensor,
+    arrivals_ptr: tl.tensor,
+    limits_ptr: tl.tensor,
+    P: tl.tensor,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    BW: tl.constexpr,
+    PP: tl.constexpr,
+    TILES: tl.constexpr,
+    LP: tl.constexpr,
+    S: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """Normalisers of the softmaxes, and a histogram of their sums: as many keys of every tile as a block has, in runs
+    that are spread evenly, in every tile others."""
+    bh = tl.program_id(1)
+    sequence = load_sequence(records_ptr, bh // H)
+    tiles = tile_count(sequence, BW)
+    if CHAINED:
+        gdc_wait()
+    normalisers = merge_masses(peaks_ptr, masses_ptr, tiles, bh, P, L, LP, PP)
+    heads = tl.arange(0, LP)
+    tl.store(normalisers_ptr + bh * L + heads, normalisers, mask=heads < L)
+    j = tl.arange(0, TILES * MINI_WORDS)
+    tile = tl.program_id(0) * TILES + j // MINI_WORDS
+    inside = tile < tiles
+    apart: tl.constexpr = BW // MINI_WORDS  # runs from one to the next, as many as a tile has blocks
+    run = (j % MINI_WORDS) // SAMPLE_RUN * apart + tile % apart
+    within = run * SAMPLE_RUN + j % SAMPLE_RUN
+    zero = tl.zeros([TILES * MINI_WORDS], tl.float32)
+    w = (zero, zero, zero, zero)
+    for g in tl.static_range(L):
+        slot = bh * L + g
+        peak = tl.load(peaks_ptr + slot * P + tile, mask=inside, other=float("-inf"))
+        factor = tl.exp2(peak - tl.sum(tl.where(heads == g, normalisers, 0.0), 0))
+        w = summed_weights(logits_ptr, factor, slot * P + tile, within, inside, w, BW)
+    w0, w1, w2, w3 = w
+    keys, _, _, _, _ = sequence
+    blocks = tl.cdiv(keys, 4 * MINI_WORDS)
+    block = within // MINI_WORDS * tiles + tile
+    word = block * MINI_WORDS + within % MINI_WORDS
+    inside = inside & (block < blocks)
+    b0 = bin_or_none(octave_position(w0), searched(word, 0, sequence) & inside)
+    b1 = bin_or_none(octave_position(w1), searched(word, 1, sequence) & inside)
+    b2 = bin_or_none(octave_position(w2), searched(word, 2, sequence) & inside)
+    b3 = bin_or_none(octave_position(w3), searched(word, 3, sequence) & inside)
+    counts = count_bins(tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * TILES * MINI_WORDS]))
+    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, S, True)
+    if CHAINED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def merge_masses(
+    peaks_ptr: tl.tensor,
+    masses_ptr: tl.tensor,
+    tiles: tl.tensor,
+    bh: tl.tensor,
+    P: tl.tensor,
+    L: tl.constexpr,
+    LP: tl.constexpr,
+    PP: tl.constexpr,
+) -> tl.tensor:
+    """log2 of every head's sum of weights over all tiles, [LP]."""
+    g = tl.arange(0, LP)[:, None]
+    p = tl.arange(0, PP)[None, :]
+    there = (g < L) & (p < tiles)
+    peaks = tl.load(peaks_ptr + (bh * L + g) * P + p, mask=there, other=float("-inf"))
+    masses = tl.load(masses_ptr + (bh * L + g) * P + p, mask=there, other=0.0)
+    highest = tl.max(peaks, 1)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(masses * tl.exp2(peaks - highest[:, None]), 1)
+    return highest + tl.log2(tl.where(total > 0.0, total, 1.0))
+
+
+def search(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace) -> None:
+    """Launches the search of one step up to the threshold, or where it is not wanted early up to the histograms.
+
+    q_BHGD: [B, H, G, d] contiguous, unscaled, in a float dtype. Does not wait for the device.
+    """
+    rows, shape = q_BHGD.shape[0] * plan.kv_heads, plan.shape
+    if not plan.pooled or shape.pick_apart:
+        pick(q_BHGD, records_BF, plan, work)
+    options = {"H": plan.kv_heads} | chained(q_BHGD.device)
+    reading = {"J": plan.picks, "ASSEMBLY": q_BHGD.is_cuda}
+    picked = (records_BF, work.rows, work.weights, work.units)
+    found = (work.histograms, work.arrivals, work.limits)
+    if plan.pooled:
+        sample_pooled_kernel[(plan.samplers, rows)](
+            q_BHGD, *picked, *found, _pick_scale(plan), **_pick_sizes(plan), **reading, S=plan.samplers,
+            PICK=not shape.pick_apart, EARLY=shape.early_threshold, num_warps=8, **options,
+        )  # fmt: skip
+        return
+    scored, words = (work.logits, work.peaks, work.masses), shape.tile_keys // 4
+    score_kernel[(plan.queries * plan.tiles, rows)](
+        *picked, *scored, L=plan.queries, BW=words, **reading, **options
+    )
+    combine_kernel[(plan.samplers, rows)](
+        records_BF, *scored, work.normalisers, *found, plan.tiles, L=plan.queries, BW=words,
+        PP=triton.next_power_of_2(plan.tiles), TILES=COMBINE_TILES, LP=triton.next_power_of_2(plan.queries),
+        S=plan.samplers, **options,
+    )  # fmt: skip
+
+
+def pick(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace) -> None:
+    """Launches the choice of the nearest centroids alone: fills rows, weights and units of `work`."""
+    pick_kernel[(q_BHGD.shape[0] * plan.kv_heads * plan.queries,)](
+        q_BHGD, records_BF, work.rows, work.weights, work.units, _pick_scale(plan),
+        H=plan.kv_heads, L=plan.queries, **_pick_sizes(plan), POOLED=plan.pooled, num_warps=8,
+        **chained(q_BHGD.device),
+    )  # fmt: skip
+
+
+def _pick_scale(plan: TablePlan) -> float:
+    """Of a head's query, or of the sum of the group's that a pooled query is."""
+    return plan.scale / (plan.group // plan.queries)
+
+
+def _pick_sizes(plan: TablePlan) -> dict[str, int | bool]:
+    """What kernels that pick are compiled for."""
+    return {
+        "G": plan.group,
+        "GP": triton.next_power_of_2(plan.group),
+        "D": plan.head_dim,
+        "M": plan.subspaces,
+        "C": plan.centroids,
+        "CP": triton.next_power_of_2(plan.centroids),
+        "STRIDED": plan.strided,
+    }
+
+
+def unpacked_weights(work: Workspace) -> Tensor:
+    """The 8-bit weights of the picked rows times their unit, [B, H, L, J] float32."""
+    shifts = torch.arange(0, 32, 8, device=work.weights.device)
+    return ((work.weights[..., None] >> shifts) & 255).flatten(-2) * work.units[..., :1]

@@ -1,0 +1,239 @@
+"""Which of a tile's keys are kept by query tables, as a list; no key is ever sorted.
+
+A program compares the scores of its tile's keys with the threshold and writes the ids of those that pass into its part
+of `Workspace.ids`. About `keep` keys are kept, not exactly: the threshold comes from a sample.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from decode_engine.kernels.attention.partials import chained
+from decode_engine.kernels.tables.device_functions import (
+    linear_cut,
+    load_histograms,
+    load_sequence,
+    octave_cut,
+    searched,
+    sum_rows,
+    threshold,
+    tile_count,
+    tile_words,
+)
+from decode_engine.kernels.tables.plan import TablePlan, Workspace
+from decode_engine.kernels.tables.search import search, summed_weights
+
+COMPACT_WORDS = tl.constexpr(128)
+
+
+@triton.jit
+def compact(
+    k0: tl.tensor,
+    k1: tl.tensor,
+    k2: tl.tensor,
+    k3: tl.tensor,
+    word: tl.tensor,
+    ids_ptr: tl.tensor,
+    BW: tl.constexpr,
+) -> tl.tensor:
+    """Writes the ids of the kept keys of every word, ascending, and returns how many there are.
+
+    First the few words of which a key is kept, into the end of the tile's room, then their keys: a store for each key
+    of every word would cost more than the scores do. At worst every word is kept: then its place is overwritten only
+    by the keys of words up to itself.
+    """
+    kept = k0.to(tl.int32) | (k1.to(tl.int32) << 1) | (k2.to(tl.int32) << 2) | (k3.to(tl.int32) << 3)
+    some = (kept != 0).to(tl.int32)
+    words_ptr = ids_ptr + 3 * BW
+    tl.store(words_ptr + tl.cumsum(some, 0) - some, word * 16 + kept, mask=kept != 0)
+    count = tl.sum(some, 0)
+    tl.debug_barrier()
+    total = 0
+    for start in range(0, count, COMPACT_WORDS):
+        n = start + tl.arange(0, COMPACT_WORDS)
+        entry = tl.load(words_ptr + n, mask=n < count, other=0)
+        tl.debug_barrier()
+        m0, m1, m2, m3 = entry & 1, (entry >> 1) & 1, (entry >> 2) & 1, (entry >> 3) & 1
+        kept_here = m0 + m1 + m2 + m3
+        place = ids_ptr + total + tl.cumsum(kept_here, 0) - kept_here
+        key = (entry >> 4) * 4
+        tl.store(place, key, mask=m0 > 0)
+        tl.store(place + m0, key + 1, mask=m1 > 0)
+        tl.store(place + m0 + m1, key + 2, mask=m2 > 0)
+        tl.store(place + m0 + m1 + m2, key + 3, mask=m3 > 0)
+        total += tl.sum(kept_here, 0)
+        tl.debug_barrier()
+    return total
+
+
+@triton.jit
+def keep_pooled(
+    sequence: tl.tensor,
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    units_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    counted: tl.tensor,
+    bh: tl.tensor,
+    tile: tl.tensor,
+    J: tl.constexpr,
+    BW: tl.constexpr,
+    EARLY: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+) -> tl.tensor:
+    """Keeps the keys of a tile whose summed rows reach the threshold.
+
+    counted: the threshold, if it was found EARLY, or else the histograms to find it from.
+    """
+    word, mask = tile_words(sequence, tile, BW)
+    a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
+    reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
+    cut = linear_cut(counted if EARLY else threshold(sequence, tl.sum(counted, 0)), reach)
+    k0 = (a0 >= cut) & searched(word, 0, sequence)
+    k1 = (a1 >= cut) & searched(word, 1, sequence)
+    k2 = (a2 >= cut) & searched(word, 2, sequence)
+    k3 = (a3 >= cut) & searched(word, 3, sequence)
+    return compact(k0, k1, k2, k3, word, ids_ptr, BW)
+
+
+@triton.jit
+def keep_per_head(
+    sequence: tl.tensor,
+    logits_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    normalisers_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    limit: tl.tensor,
+    bh: tl.tensor,
+    tile: tl.tensor,
+    P: tl.tensor,
+    L: tl.constexpr,
+    BW: tl.constexpr,
+) -> tl.tensor:
+    """Keeps the keys of a tile whose softmaxes, summed over the heads, reach the threshold."""
+    word, mask = tile_words(sequence, tile, BW)
+    zero = tl.zeros([BW], tl.float32)
+    w = (zero, zero, zero, zero)
+    for g in tl.static_range(L):
+        slot = bh * L + g
+        factor = tl.exp2(tl.load(peaks_ptr + slot * P + tile) - tl.load(normalisers_ptr + slot))
+        w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, BW), mask, w, BW)
+    w0, w1, w2, w3 = w
+    least = octave_cut(limit)
+    k0 = (w0 >= least) & searched(word, 0, sequence)
+    k1 = (w1 >= least) & searched(word, 1, sequence)
+    k2 = (w2 >= least) & searched(word, 2, sequence)
+    k3 = (w3 >= least) & searched(word, 3, sequence)
+    return compact(k0, k1, k2, k3, word, ids_ptr, BW)
+
+
+@triton.jit
+def keep_keys(
+    sequence: tl.tensor,
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    units_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    normalisers_ptr: tl.tensor,
+    histograms_ptr: tl.tensor,
+    limits_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    bh: tl.tensor,
+    tile: tl.tensor,
+    P: tl.tensor,
+    L: tl.constexpr,
+    J: tl.constexpr,
+    S: tl.constexpr,
+    BW: tl.constexpr,
+    POOLED: tl.constexpr,
+    EARLY: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+) -> tl.tensor:
+    """Writes the ids of a tile's kept keys, and returns how many there are; none for a tile that is not there."""
+    count = 0
+    if (tile >= 0) & (tile < tile_count(sequence, BW)):
+        # Read first, added up last: the scores are on their way meanwhile.
+        counted = tl.load(limits_ptr + bh) if EARLY else load_histograms(histograms_ptr, bh, S)
+        if POOLED:
+            count = keep_pooled(
+                sequence, rows_ptr, weights_ptr, units_ptr, ids_ptr, counted, bh, tile, J, BW, EARLY, ASSEMBLY
+            )
+        else:
+            count = keep_per_head(
+                sequence, logits_ptr, peaks_ptr, normalisers_ptr, ids_ptr, counted, bh, tile, P, L, BW
+            )
+    return count
+
+
+@triton.jit
+def select_kernel(
+    records_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    units_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    normalisers_ptr: tl.tensor,
+    histograms_ptr: tl.tensor,
+    limits_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    P: tl.tensor,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    J: tl.constexpr,
+    S: tl.constexpr,
+    BW: tl.constexpr,
+    POOLED: tl.constexpr,
+    EARLY: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """Program (tile, bh): writes the ids of the tile's kept keys, and how many they are."""
+    tile = tl.program_id(0)
+    bh = tl.program_id(1)
+    sequence = load_sequence(records_ptr, bh // H)
+    if CHAINED:
+        gdc_wait()
+    place = bh * P + tile
+    count = keep_keys(
+        sequence, rows_ptr, weights_ptr, units_ptr, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr,
+        limits_ptr, ids_ptr + place.to(tl.int64) * (4 * BW), bh, tile, P, L, J, S, BW, POOLED, EARLY, ASSEMBLY,
+    )  # fmt: skip
+    tl.store(counts_ptr + place, count)
+    if CHAINED:
+        gdc_launch_dependents()
+
+
+def select(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace, counts_BHP: Tensor) -> None:
+    """Search and selection of one step without the attention: fills ids and counts_BHP [B, H, P] int32."""
+    search(q_BHGD, records_BF, plan, work)
+    select_kernel[(plan.tiles, q_BHGD.shape[0] * plan.kv_heads)](
+        records_BF, *found(work), counts_BHP, plan.tiles,
+        H=plan.kv_heads, **selection_sizes(q_BHGD, plan), num_warps=plan.shape.warps, **chained(q_BHGD.device),
+    )  # fmt: skip
+
+
+def found(work: Workspace) -> tuple[Tensor, ...]:
+    """What the search leaves, and where the kept keys go."""
+    return (
+        *(work.rows, work.weights, work.units, work.logits, work.peaks, work.normalisers),
+        *(work.histograms, work.limits, work.ids),
+    )
+
+
+def selection_sizes(q_BHGD: Tensor, plan: TablePlan) -> dict[str, int | bool]:
+    """What kernels that keep keys are compiled for."""
+    return {
+        "L": plan.queries,
+        "J": plan.picks,
+        "S": plan.samplers,
+        "BW": plan.shape.tile_keys // 4,
+        "POOLED": plan.pooled,
+        "EARLY": plan.shape.early_threshold or not plan.pooled,
+        "ASSEMBLY": q_BHGD.is_cuda,
+    }

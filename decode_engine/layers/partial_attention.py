@@ -1,0 +1,119 @@
+"""Exact attention over a part of the keys, as mergeable states.
+
+Shape legend: H KV heads, T query positions, G group heads, N keys, K gathered keys per row, d head dim. Queries are
+float32 and already scaled by 1/sqrt(d); keys and values may be float32, float16 or bfloat16.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decode_engine.layers.host_rows import stream_blocks
+from index_store.selection.attention_state import AttentionState
+
+BLOCK_BYTES = 4 * 2**20
+"""Keys and values converted to float32 at a time. A block of this size stays in the last-level cache and in memory that
+the allocator reuses; blocks of tens of MiB are mapped anew on every call, which costs five times the arithmetic."""
+
+FUSED_POSITIONS = 8
+"""Query positions from which on a GPU attends by a fused kernel, which splits its work over queries, not over keys."""
+
+FUSED_DTYPES = (torch.float16, torch.bfloat16)
+
+DEVICE_BLOCK_BYTES = 128 * 2**20
+"""The same in device memory, and the logits held at a time there: few launches, whatever N and T are."""
+
+
+def attend_shared(q_HTGD: Tensor, kv_HN2D: Tensor, *, causal: bool) -> AttentionState:
+    """Every query attends to the same N keys [H, N, 2, d]; with `causal`, position t of T to the first N-T+t+1.
+
+    Keys and values are on the queries' device; for others there is `attend_streamed`. Returns out [H, T, G, d] and lse
+    [H, T, G].
+    """
+    heads, positions, group, head_dim = q_HTGD.shape
+    count = kv_HN2D.shape[1]
+    if q_HTGD.is_cuda and positions >= FUSED_POSITIONS and kv_HN2D.dtype in FUSED_DTYPES and count > 0:
+        return _attend_fused(q_HTGD, kv_HN2D, causal)
+    step = _keys_at_once(q_HTGD)
+    q_HRD = q_HTGD.reshape(heads, positions * group, head_dim)
+    state = AttentionState.empty((heads, positions * group), head_dim, q_HTGD.device)
+    for start in range(0, count, step):
+        block = kv_HN2D[:, start : start + step].float()
+        logits = torch.bmm(q_HRD, block[:, :, 0].transpose(1, 2))
+        last_visible = count - positions
+        if causal and start + block.shape[1] > last_visible + 1:
+            keys = torch.arange(start, start + block.shape[1], device=logits.device)
+            seen = torch.arange(positions * group, device=logits.device) // group
+            limit = last_visible + seen
+            logits.masked_fill_(keys[None] > limit[:, None], -torch.inf)
+        part = _state(logits, block[:, :, 1])
+        state = part if start == 0 else state.merge(part)
+    return AttentionState(
+        state.out.view(heads, positions, group, head_dim), state.lse.view(heads, positions, group)
+    )
+
+
+def attend_streamed(q_HTGD: Tensor, kv_HN2D: Tensor) -> AttentionState:
+    """`attend_shared` to keys and values in host memory: block by block through the queries' device, merged by lse."""
+    state = AttentionState.empty(q_HTGD.shape[:-1], q_HTGD.shape[-1], q_HTGD.device)
+    for block in stream_blocks(kv_HN2D, q_HTGD.device):
+        state = state.merge(attend_shared(q_HTGD, block, causal=False))
+    return state
+
+
+def _attend_fused(q_HTGD: Tensor, kv_HN2D: Tensor, causal: bool) -> AttentionState:
+    """`attend_shared` on a GPU by torch's fused kernel, in the dtype of keys and values: no logits in memory.
+
+    Queries lose nothing by the conversion: divided by their scale they are what the model made, in that dtype.
+    """
+    heads, positions, group, head_dim = q_HTGD.shape
+    q = (q_HTGD * head_dim**0.5).to(kv_HN2D.dtype)
+    before = kv_HN2D.shape[1] - positions if causal else kv_HN2D.shape[1]
+    states = []
+    if before > 0:
+        # All queries see all keys: the group's heads are just more queries of the one KV head.
+        past = kv_HN2D[None, :, :before]
+        out, lse = _fused(q.reshape(1, heads, -1, head_dim), past[:, :, :, 0], past[:, :, :, 1], causal=False)
+        shape = (heads, positions, group)
+        states.append(AttentionState(out.view(*shape, head_dim).float(), lse.view(shape)))
+    if causal:
+        own = kv_HN2D[:, before:].repeat_interleave(group, dim=0)[None]
+        rows = q.transpose(1, 2).reshape(1, heads * group, positions, head_dim)
+        out, lse = _fused(rows, own[:, :, :, 0], own[:, :, :, 1], causal=True)
+        turned = out.view(heads, group, positions, head_dim).transpose(1, 2).float()
+        states.append(AttentionState(turned, lse.view(heads, group, positions).transpose(1, 2)))
+    return states[0] if len(states) == 1 else states[0].merge(states[1])
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output [1, heads, T, d] and float32 log-sum-exp [1, heads, T]; logits are scaled by 1/sqrt(d)."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)[:2]
+    return out, lse
+
+
+def _keys_at_once(q_HTGD: Tensor) -> int:
+    heads, positions, group, head_dim = q_HTGD.shape
+    if q_HTGD.device.type == "cpu":
+        return max(1, BLOCK_BYTES // (heads * 2 * head_dim * 4))
+    return max(1, DEVICE_BLOCK_BYTES // (heads * max(2 * head_dim, positions * group) * 4))
+
+
+def attend_logits(logits_HTGK: Tensor, values_HTKD: Tensor) -> AttentionState:
+    """State of keys whose logits are known; -inf marks keys that do not count. The logits are overwritten.
+
+    Values belong to all heads of the group. Returns out [H, T, G, d] and lse [H, T, G].
+    """
+    return _state(logits_HTGK, values_HTKD)
+
+
+def _state(logits_BRN: Tensor, values_BND: Tensor) -> AttentionState:
+    if logits_BRN.shape[-1] == 0:
+        return AttentionState.empty(logits_BRN.shape[:-1], values_BND.shape[-1], values_BND.device)
+    peak = logits_BRN.amax(-1, keepdim=True)
+    # A row without any visible key has peak -inf; subtracting 0 instead keeps it at weight 0, not nan.
+    peak = torch.where(torch.isneginf(peak), torch.zeros_like(peak), peak)
+    weights = logits_BRN.sub_(peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = torch.matmul(weights, values_BND) / total.clamp(min=torch.finfo(torch.float32).tiny)
+    return AttentionState(out, (peak + total.log()).squeeze(-1))

@@ -1,0 +1,400 @@
+"""One searching layer of one session: search, cut, gather, attend, add the remainder, merge.
+
+The keys a query at position p sees fall into four parts that partition them:
+
+    [0, sinks)              attended exactly, always
+    [sinks, search_end)     searched; the selection is attended exactly, the others by the method's remainder
+    [search_end, N)         recent context, attended exactly
+    [max(N, search_end), p] tail, attended exactly
+
+search_end depends on p alone: it is p - recent, rounded down to a multiple of `append_block`. So it makes no difference
+whether tokens arrive one by one or as a prompt in chunks of any size. Tail keys before search_end are in the session's
+private extensions of the indexes.
+
+Shape legend: H KV heads, T query positions, G group heads, K kept keys, N context tokens, t tail tokens, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+import torch
+from torch import Tensor
+
+from decode_engine.layers.dense_layer import DenseLayer
+from decode_engine.layers.exact_part import ExactPart
+from decode_engine.layers.figures import Figures
+from decode_engine.layers.prompt_selection import PromptWeights
+from decode_engine.layers.selected_attention import KeyRows, LeftOut, attend_selection
+from decode_engine.layers.tail import Tail
+from index_store.errors import MethodUnsupportedError
+from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex
+from index_store.methods.method import Method
+from index_store.selection.attention_state import AttentionState
+from index_store.selection.budgets import Selection, Step
+from index_store.selection.clusters import Piece
+from index_store.selection.ranking import Ranking
+from index_store.selection.remainders import ExactKeys
+
+_SCORE_BYTES = 16 * 2**20  # scores of one search; a longer prompt is searched in several passes
+_KEYS_PER_CLUSTER = (
+    16  # at least, about: how many clusters there are, where that decides how much is done at a time
+)
+_DEVICE_SCORE_BYTES = 128 * 2**20
+"""The same on a GPU, where small passes leave most of it idle; not for budgets whose passes share a selection."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSearch:
+    """What a searching layer uses of a context, besides its keys and values.
+
+    index: is searched. partition: its clusters make the remainder; None where the searched index has its own, or the
+    remainder is dropped. thresholds: the index's offline calibration (see `Step.thresholds`).
+    """
+
+    index: LayerIndex
+    partition: LayerIndex | None = None
+    thresholds: Callable[[float], float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One search and what came of it, for whoever measures (`SparseLayer.observer`).
+
+    q_HTGD: queries, float32 scaled by 1/sqrt(d), the first at `position`. search_end: end of the range that the
+    selection was chosen from, beginning at `sinks`. out_HTGD: the layer's attention output. vectors_read, bytes_read:
+    of the index, per KV head and position, over all searches made meanwhile; 0 when there was none.
+    """
+
+    q_HTGD: Tensor
+    position: int
+    sinks: int
+    search_end: int
+    selection: Selection
+    rows: KeyRows
+    out_HTGD: Tensor
+    vectors_read: float
+    bytes_read: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A selection, and how it was made: by which queries, at which position, from which range."""
+
+    selection: Selection
+    q_HTGD: Tensor
+    made_at: int
+    search_end: int
+
+
+class SparseLayer:
+    """Attends to a selection, the sinks, the recent window and the tail, and approximately to the rest.
+
+    device: of queries, indexes and tail where keys and values of the context are in host memory; None where all are in
+    one place.
+    """
+
+    def __init__(
+        self,
+        kv_HN2D: Tensor,
+        search: LayerSearch,
+        method: Method,
+        figures: Figures,
+        device: torch.device | None = None,
+    ) -> None:
+        if method.budget is None:
+            raise MethodUnsupportedError(
+                f"method {method.name!r} has no budget, a searching layer needs one", method=method.name
+            )
+        heads, count, _, head_dim = kv_HN2D.shape
+        self._kv_HN2D = kv_HN2D
+        self._sinks = min(method.sinks, count)
+        self._index, self._partition, self._thresholds = search.index, search.partition, search.thresholds
+        self._indexes = [self._index] if self._partition is None else [self._index, self._partition]
+        self._method = method
+        self._budget = method.budget
+        self._figures = figures
+        self._appended: dict[LayerIndex, AppendedKeys] = {}
+        self._choices: list[_Choice] = []  # the newest two that later steps may use
+        self._vectors_read, self._bytes_read = 0.0, 0.0
+        place = kv_HN2D.device if device is None else device
+        on_cpu = place.type == "cpu"
+        self._score_bytes = _SCORE_BYTES if on_cpu or self._budget.per_prompt else _DEVICE_SCORE_BYTES
+        self._prompt_score_bytes = _SCORE_BYTES if on_cpu else 4 * _DEVICE_SCORE_BYTES
+        self.tail = Tail(heads, head_dim, kv_HN2D.dtype, place)
+        self._exact = DenseLayer(kv_HN2D, figures, device, self.tail)
+        self._always = ExactPart(kv_HN2D, self.tail, self._sinks, figures, device is not None)
+        self.observer: Callable[[Observation], None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.tail.nbytes + sum(appended.nbytes for appended in self._appended.values())
+
+    @property
+    def exact(self) -> DenseLayer:
+        return self._exact
+
+    def attend(
+        self,
+        q_HTGD: Tensor,
+        keys_HTD: Tensor,
+        values_HTD: Tensor,
+        position: int,
+        predicted_HTGD: Tensor | None = None,
+        *,
+        shared: bool = False,
+    ) -> Tensor:
+        """See `LayerAttention.attend`. predicted_HTGD: the queries as foretold by the layer before, if they were."""
+        self.tail.write(position - self._kv_HN2D.shape[1], keys_HTD, values_HTD)
+        if shared and q_HTGD.shape[1] > 1:
+            return self._attend_shared(q_HTGD, position)
+        return self._attend_all(q_HTGD, position, predicted_HTGD, q_HTGD.shape[1] == 1)
+
+    def replay(self, q_HTGD: Tensor, position: int) -> Tensor:
+        """What `attend` would have returned for the context's own queries at `position`.., had the context ended there.
+
+        Every query sees the keys up to its own, none of the session's; nothing is added. Indexes know all of the
+        context: later keys are in their clusters, and are taken out of the remainder.
+        """
+        return self._attend_all(q_HTGD, position, None, False)
+
+    def _attend_all(
+        self, q_HTGD: Tensor, position: int, predicted_HTGD: Tensor | None, is_step: bool
+    ) -> Tensor:
+        """is_step: this is a decode step, which may use and leave selections for others."""
+        end = position + q_HTGD.shape[1]
+        outs: list[Tensor] = []
+        first = position
+        while first < end:
+            last = min(end, self._next_move(first))
+            part = slice(first - position, last - position)
+            predicted = None if predicted_HTGD is None else predicted_HTGD[:, part]
+            outs.append(self._attend_together(q_HTGD[:, part], first, predicted, is_step))
+            first = last
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+    def _search_end(self, position: int) -> int:
+        return self._method.searched_range(position, self._kv_HN2D.shape[1])[1]
+
+    def _next_move(self, position: int) -> int:
+        """The first later position whose search_end may be another one."""
+        block = self._method.append_block
+        return position + block - (position - self._method.recent) % block
+
+    def _attend_together(
+        self, q_HTGD: Tensor, position: int, predicted_HTGD: Tensor | None, is_step: bool
+    ) -> Tensor:
+        """Attention of positions that share a search_end, the first of which is `position`."""
+        search_end = self._search_end(position)
+        if search_end == self._sinks:
+            self._always.count(position, q_HTGD.shape[1], search_end)
+            return self._always.attend(q_HTGD, position, search_end).out
+        self._append_until(search_end)
+        outs: list[Tensor] = []
+        for part in self._passes(q_HTGD, search_end - self._sinks, self._score_bytes):
+            first = part.start
+            predicted = None if predicted_HTGD is None else predicted_HTGD[:, part]
+            outs.append(self._attend_some(q_HTGD[:, part], position + first, predicted, is_step))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+    def _passes(self, q_HTGD: Tensor, scored: int, score_bytes: int) -> list[slice]:
+        """Positions that are searched at a time, where every one has so many items scored."""
+        heads, positions, group, _ = q_HTGD.shape
+        passes = -(-positions // max(1, score_bytes // (heads * max(1, scored) * 4 * (group + 1))))
+        step = -(-positions // passes)  # about as many in each
+        return [slice(first, min(first + step, positions)) for first in range(0, positions, step)]
+
+    def _attend_shared(self, q_HTGD: Tensor, position: int) -> Tensor:
+        """Attention of positions that share one selection, made from the keys that the first of them searches."""
+        search_end = self._search_end(position)
+        exact = self._always.attend(q_HTGD, position, search_end)
+        self._always.count(position, q_HTGD.shape[1], search_end)
+        if search_end == self._sinks:
+            return exact.out
+        self._append_until(search_end)
+        self._vectors_read = self._bytes_read = 0.0
+        rows = KeyRows(self._kv_HN2D, self.tail.rows)
+        selection = self._select_together(q_HTGD, position, search_end, exact.lse, rows)
+        held = rows.hold(selection)
+        # Without clusters there is nothing to score but the rows themselves.
+        clusters = 0 if self._method.drops_remainder else (search_end - self._sinks) // _KEYS_PER_CLUSTER
+        outs: list[Tensor] = []
+        for part in self._passes(q_HTGD, clusters, self._prompt_score_bytes):
+            queries, first = q_HTGD[:, part], position + part.start
+            pieces = self._pieces(queries, first, None)
+            left = LeftOut(self._method.remainder, pieces, self._elsewhere(queries, search_end, pieces))
+            state = attend_selection(queries, held, selection, left, self._figures)
+            outs.append(state.merge(AttentionState(exact.out[:, part], exact.lse[:, part])).out)
+            self._observe(queries, first, search_end, selection, rows, outs[-1])
+        return torch.cat(outs, dim=1)
+
+    def _select_together(
+        self, q_HTGD: Tensor, position: int, search_end: int, exact_lse_HTG: Tensor, rows: KeyRows
+    ) -> Selection:
+        """One selection [H, 1, K] for all positions."""
+        begin = perf_counter_ns()
+        weights = PromptWeights()
+        weights.add(self._rank(q_HTGD[:, :1], position, search_end))
+        # Now it is known how many items are scored.
+        for part in self._passes(q_HTGD[:, 1:], weights.items, self._prompt_score_bytes):
+            weights.add(self._rank(q_HTGD[:, 1:][:, part], position + 1 + part.start, search_end))
+        length = search_end + self._method.recent
+        selection = weights.cut(self._budget, q_HTGD, exact_lse_HTG, rows, length, self._thresholds)
+        self._vectors_read, self._bytes_read = weights.read
+        self._figures.searches += 1
+        self._figures.search_ns += perf_counter_ns() - begin
+        return selection
+
+    def _attend_some(
+        self, q_HTGD: Tensor, position: int, predicted_HTGD: Tensor | None, is_step: bool
+    ) -> Tensor:
+        search_end = self._search_end(position)
+        self._vectors_read = self._bytes_read = 0.0
+        earlier = self._earlier(position) if is_step else None
+        exact = self._always.attend(q_HTGD, position, earlier.search_end if earlier else search_end)
+        if self._method.schedule.ahead and predicted_HTGD is not None:
+            _, earlier = self._search(predicted_HTGD, position, search_end, exact.lse)
+        if earlier is None:
+            ranking, choice = self._search(q_HTGD, position, search_end, exact.lse)
+        else:
+            ranking, choice = None, self._corrected(q_HTGD, position, earlier, exact.lse)
+        pieces = self._pieces(q_HTGD, position, ranking)
+        rows = KeyRows(self._kv_HN2D, self.tail.rows)
+        left = LeftOut(self._method.remainder, pieces, self._elsewhere(q_HTGD, choice.search_end, pieces))
+        state = attend_selection(q_HTGD, rows, choice.selection, left, self._figures)
+        out = state.merge(exact).out
+        self._always.count(position, q_HTGD.shape[1], choice.search_end)
+        if is_step:
+            self._leave(q_HTGD, position, exact.lse, choice)
+        self._observe(q_HTGD, position, choice.search_end, choice.selection, rows, out)
+        return out
+
+    def _observe(
+        self,
+        q_HTGD: Tensor,
+        position: int,
+        search_end: int,
+        selection: Selection,
+        rows: KeyRows,
+        out_HTGD: Tensor,
+    ) -> None:
+        if self.observer is not None:
+            read = (self._vectors_read, self._bytes_read)
+            self.observer(
+                Observation(q_HTGD, position, self._sinks, search_end, selection, rows, out_HTGD, *read)
+            )
+
+    def _earlier(self, position: int) -> _Choice | None:
+        """The selection of an earlier step that the schedule lets this step use."""
+        schedule = self._method.schedule
+        # A step that is repeated after a failure has left a selection already, which is not an earlier one.
+        older = [choice for choice in self._choices if choice.made_at < position]
+        if not older:
+            return None
+        age = position - older[-1].made_at
+        return older[-1] if age < schedule.period or (schedule.lag and age == 1) else None
+
+    def _leave(self, q_HTGD: Tensor, position: int, exact_lse_HTG: Tensor, used: _Choice) -> None:
+        """Leaves a selection for later steps: the one just used, or with a lag one made with this step's query."""
+        schedule = self._method.schedule
+        if schedule.lag and used.made_at != position:
+            _, used = self._search(q_HTGD, position, self._search_end(position), exact_lse_HTG)
+        if schedule.by_step:
+            others = [choice for choice in self._choices if choice.made_at < used.made_at]
+            self._choices = [*others[-1:], used]
+
+    def _corrected(self, q_HTGD: Tensor, position: int, earlier: _Choice, exact_lse_HTG: Tensor) -> _Choice:
+        """The earlier selection, but searched again in KV heads whose queries have turned away too far."""
+        limit = self._method.schedule.correct_below
+        if limit is None:
+            return earlier
+        cosine_HT = torch.nn.functional.cosine_similarity(q_HTGD, earlier.q_HTGD, dim=-1).amin(2)
+        wrong_HT = cosine_HT < limit
+        self._figures.corrected += int(wrong_HT.sum())
+        self._figures.correctable += wrong_HT.numel()
+        if not bool(wrong_HT.any()):
+            return earlier
+        _, fresh = self._search(q_HTGD, position, earlier.search_end, exact_lse_HTG)
+        return _Choice(
+            _merge_selections(wrong_HT, fresh.selection, earlier.selection),
+            torch.where(wrong_HT[:, :, None, None], q_HTGD, earlier.q_HTGD),
+            earlier.made_at,
+            earlier.search_end,
+        )
+
+    def _append_until(self, search_end: int) -> None:
+        """Makes the tail keys before search_end searchable, and no others, block by block.
+
+        A failed step may have appended more, and be repeated with other keys: then the extension is made anew.
+        """
+        begin = perf_counter_ns()
+        count, block = self._kv_HN2D.shape[1], self._method.append_block
+        for index in self._indexes:
+            appended = self._appended.get(index)
+            indexed = count + (appended.count if appended else 0)
+            if indexed > max(search_end, count):
+                appended, indexed = None, count
+            while indexed < search_end:
+                if appended is None:
+                    appended = self._appended[index] = index.start_appending()
+                end = min(search_end, (indexed // block + 1) * block)
+                appended.append(self.tail.rows[:, indexed - count : end - count])
+                indexed = end
+            if appended is None:
+                self._appended.pop(index, None)
+        self._figures.append_ns += perf_counter_ns() - begin
+
+    def _rank(self, q_HTGD: Tensor, position: int, search_end: int) -> Ranking:
+        appended, search = self._appended.get(self._index), self._method.search
+        return self._index.rank(q_HTGD, self._sinks, search_end, appended, search, position)
+
+    def _search(
+        self, q_HTGD: Tensor, position: int, search_end: int, exact_lse_HTG: Tensor
+    ) -> tuple[Ranking, _Choice]:
+        begin = perf_counter_ns()
+        rows = KeyRows(self._kv_HN2D, self.tail.rows)
+        ranking = self._rank(q_HTGD, position, search_end)
+        step = Step(
+            search_end + self._method.recent,
+            self._thresholds,
+            lambda ids_HTGK: rows.read_logits(q_HTGD, ids_HTGK),
+            exact_lse_HTG,
+        )
+        selection = self._budget.cut(ranking, step)
+        self._vectors_read += ranking.vectors_read
+        self._bytes_read += ranking.bytes_read
+        self._figures.searches += q_HTGD.shape[1]
+        self._figures.search_ns += perf_counter_ns() - begin
+        return ranking, _Choice(selection, q_HTGD, position, search_end)
+
+    def _elsewhere(self, q_HTGD: Tensor, search_end: int, pieces: Sequence[Piece]) -> ExactKeys | None:
+        appended = self._appended.get(self._indexes[-1])
+        held = self._kv_HN2D.shape[1] + (appended.count if appended else 0)
+        return self._always.elsewhere(q_HTGD, search_end, held, pieces)
+
+    def _pieces(self, q_HTGD: Tensor, position: int, ranking: Ranking | None) -> tuple[Piece, ...]:
+        """The clusters that the remainder is computed over, scored; none when it is dropped."""
+        if self._method.drops_remainder:
+            return ()
+        if self._partition is None and ranking is not None:
+            return ranking.pieces
+        index = self._index if self._partition is None else self._partition
+        begin = perf_counter_ns()
+        pieces = index.pieces(q_HTGD, self._appended.get(index), position)
+        self._figures.search_ns += perf_counter_ns() - begin
+        return pieces
+
+
+def _merge_selections(wrong_HT: Tensor, fresh: Selection, earlier: Selection) -> Selection:
+    """The fresh selection where `wrong_HT`, the earlier one elsewhere."""
+    width = max(fresh.ids_HTK.shape[2], earlier.ids_HTK.shape[2])
+    ids = [
+        torch.nn.functional.pad(selection.ids_HTK, (0, width - selection.ids_HTK.shape[2]))
+        for selection in (fresh, earlier)
+    ]
+    return Selection(
+        torch.where(wrong_HT.unsqueeze(-1), ids[0], ids[1]),
+        torch.where(wrong_HT, fresh.counts_HT, earlier.counts_HT),
+    )

@@ -1,0 +1,182 @@
+"""Runs the model over sessions: tokens in, logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from decode_engine.config import Compilation, Prompts, search_cores
+from decode_engine.engine.sampler import Sampler
+from decode_engine.engine.stepping import decode_by_forward
+from decode_engine.host_search.workers import SearchThreads
+from decode_engine.layers.session import Session, fit_method, require_index
+from decode_engine.model.decode_attention import ATTENTION_NAME, DecodeStep, register_attention
+from decode_engine.steps.layer_ahead import predicted_queries
+from decode_engine.steps.step_model import step_model
+from decode_engine.steps.stepper import Stepper
+from index_store.errors import InvalidArgumentError
+from index_store.memory.placement import Placement
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method
+from index_store.models.loading import ModelFolder, load_model, load_tokenizer
+from index_store.store.manifest import Manifest, require_dtype, require_model
+
+
+class ModelRunner:
+    """A loaded model whose attention reads sessions.
+
+    folder: the model. device: where it computes, and where the contexts of its sessions must be. dtype: name of the
+    dtype in which served contexts store keys and values, `auto` for the checkpoint's own. compilation: of the model in
+    decode steps on a GPU. prompts: what they attend to; by default on a GPU everything, which takes less time there
+    than searching for every token of a prompt. Not thread-safe: one thread calls the methods that feed tokens.
+    """
+
+    def __init__(
+        self,
+        folder: ModelFolder,
+        device: str | torch.device = "cpu",
+        dtype: str = "auto",
+        compilation: Compilation = Compilation.OFF,
+        prompts: Prompts = Prompts.AUTO,
+        searching: SearchThreads | None = None,
+        prefetch: bool = False,
+    ) -> None:
+        """searching: threads and lanes for contexts that are searched on the host; by default most cores, one lane.
+
+        prefetch: decode steps on a GPU fetch rows from host memory a layer ahead. Raises MethodUnsupportedError for a
+        model whose queries cannot be foretold.
+        """
+        register_attention()
+        self.device = torch.device(device)
+        default = Prompts.EXACT if self.device.type == "cuda" else Prompts.EACH
+        self.prompts = default if prompts is Prompts.AUTO else prompts
+        loaded = load_model(folder, ATTENTION_NAME, device=self.device)
+        self.model = loaded.model
+        self.identity = loaded.identity
+        self.kv_dtype = loaded.kv_dtype if dtype == "auto" else dtype
+        self.tokenizer = load_tokenizer(folder)
+        self._stepper: Stepper | None = None
+        self._searching = searching or SearchThreads(search_cores())
+        if self.device.type == "cuda":
+            weights = next(loaded.model.parameters())
+            model = step_model(loaded.model, compilation, prefetch)
+            self._stepper = Stepper(
+                model, self.identity, weights.dtype, weights.device, searching=self._searching
+            )
+
+    def close(self) -> None:
+        """Ends the threads that search on the host. No step may be in progress, and none may follow."""
+        self._searching.close()
+
+    def prepare(
+        self, manifest: Manifest, method: Method, sessions: int, placement: Placement = Placement.DEVICE
+    ) -> None:
+        """Captures decode steps of up to `sessions` sessions on such a context, where steps are captured.
+
+        placement: of the context.
+
+        Raises as `start` does when the context does not fit model or method.
+        """
+        require_model(manifest, self.identity)
+        require_dtype(manifest, self.kv_dtype)
+        require_index(manifest, method)
+        if self._stepper is not None:
+            self._stepper.prepare(fit_method(manifest, method), manifest, sessions, placement)
+
+    def start(self, context: ResidentContext, method: Method) -> Session:
+        """A new session.
+
+        Raises ModelMismatchError, DtypeMismatchError or MethodUnsupportedError when the context does not fit.
+        """
+        require_model(context.manifest, self.identity)
+        require_dtype(context.manifest, self.kv_dtype)
+        return Session(context, method)
+
+    def read(
+        self, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]], *, all_logits: bool = False
+    ) -> list[Tensor]:
+        """`forward` of prompts, which attend to the context as the runner has them (`Prompts`)."""
+        exact, shared = self.prompts is Prompts.EXACT, self.prompts is Prompts.SPARSE
+        return self.forward(sessions, token_ids, all_logits=all_logits, exact=exact, shared=shared)
+
+    def forward(
+        self,
+        sessions: Sequence[Session],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        all_logits: bool = False,
+        exact: bool = False,
+        shared: bool = False,
+    ) -> list[Tensor]:
+        """Feeds each session its new tokens in one batched call.
+
+        exact: they attend to everything. shared: a session's new tokens share one selection in every layer.
+
+        All sessions get the same number T >= 1 of tokens. Returns per session float32 logits [1, vocab] after the
+        last token, or [T, vocab] with `all_logits`, on the runner's device. Session positions advance only when the
+        call succeeds. Raises InvalidArgumentError for ragged or empty input, or tokens outside the vocabulary.
+        """
+        lengths = {len(ids) for ids in token_ids}
+        if len(sessions) != len(token_ids) or len(lengths) != 1 or 0 in lengths:
+            raise InvalidArgumentError(
+                f"{len(sessions)} sessions got {len(token_ids)} token lists of lengths {sorted(lengths)}; "
+                "expected one list a session, all of one length of at least 1"
+            )
+        tokens = torch.tensor(token_ids, dtype=torch.long, device="cpu")
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self.identity.vocab_size:
+            raise InvalidArgumentError(
+                f"token ids span {int(tokens.min())}..{int(tokens.max())}, "
+                f"the model has 0..{self.identity.vocab_size - 1}"
+            )
+        count = tokens.shape[1]
+        starts = torch.tensor([session.position for session in sessions], device=self.device)
+        step = DecodeStep(sessions, exact, shared)
+        ahead = not exact and any(session.method.schedule.ahead for session in sessions)
+        predicting = predicted_queries(self.model, step.predicted) if ahead else nullcontext()
+        with torch.inference_mode(), predicting:
+            logits = self.model(
+                input_ids=tokens.to(self.device),
+                position_ids=starts[:, None] + torch.arange(count, device=self.device),
+                use_cache=False,
+                logits_to_keep=0 if all_logits else 1,
+                decode_step=step,
+            ).logits.float()
+        for session in sessions:
+            session.position += count
+        return list(logits)
+
+    def decode(
+        self, sessions: Sequence[Session], last_tokens: Sequence[int], samplers: Sequence[Sampler]
+    ) -> list[int | Exception]:
+        """One decode step: feeds each session its last token and chooses its next one, see `decode_by_forward`.
+
+        On a GPU sessions of methods with kernels go through captured graphs (`device.stepper`), the others as on a CPU.
+        """
+        if self._stepper is None:
+            return decode_by_forward(self.forward, sessions, last_tokens, samplers)
+        results: dict[int, int | Exception] = {}
+        taken = self._stepper.taken(sessions)
+        for step, captured in ((self._stepper.step, True), (partial(decode_by_forward, self.forward), False)):
+            rows = [row for row, takes in enumerate(taken) if takes is captured]
+            if rows:
+                chosen = step(
+                    [sessions[row] for row in rows],
+                    [last_tokens[row] for row in rows],
+                    [samplers[row] for row in rows],
+                )
+                results |= zip(rows, chosen, strict=True)
+        return [results[row] for row in range(len(sessions))]
+
+    def has_graph(self, session: Session) -> bool:
+        """Whether the session's decode steps go through captured graphs."""
+        return self._stepper is not None and self._stepper.takes(session)
+
+    def feed(self, session: Session, token: int) -> Tensor:
+        """A decode step as `decode` takes it, with a token that is given: float32 logits [1, V] after it."""
+        if self._stepper is not None and self._stepper.takes(session):
+            return self._stepper.feed(session, token)
+        return self.forward([session], [[token]])[0]

@@ -1,0 +1,218 @@
+"""Runs every method once on a made-up context, so that no request waits while kernels compile.
+
+Shape legend: H KV heads, G group heads, N tokens of the context, P sampled query positions, d head dim.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+
+import torch
+
+from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.model.runner import ModelRunner
+from index_store.errors import InvalidArgumentError, SparseKVError
+from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, QuerySample
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.memory.placement import HOST_SEARCHED, Placement
+from index_store.memory.resident import ResidentContext
+from index_store.methods.index_specs import IndexSpec
+from index_store.methods.method import METHODS, Method
+from index_store.selection.calibration import ThresholdCalibrator
+from index_store.selection.threshold_curve import KEEP_GRID
+from index_store.store.dtypes import dtype_name, stored_dtype
+from index_store.store.manifest import (
+    IndexEntry,
+    Manifest,
+    ModelIdentity,
+    index_array_entry,
+    kv_entry,
+    tokens_entry,
+)
+
+_TOKENS = 512
+_DECODE_STEPS = 2
+_SAMPLE = 1024
+_CALIBRATED = 16
+
+logger = logging.getLogger(__name__)
+
+
+def warm_up(
+    runner: ModelRunner, sessions: int = 1, placements: Sequence[Placement] = (Placement.DEVICE,)
+) -> list[str]:
+    """Runs a prompt and decode steps with every method that fits the model; returns their names.
+
+    The prompt is longer than recent window and append block together, so that appending to indexes runs too. Full
+    attention is prepared for batches of up to `sessions`, for which the model is compiled where it is. placements: of
+    contexts that will come.
+    """
+    return [
+        method.name for method in METHODS.values() if _warm_up_method(runner, method, sessions, placements)
+    ]
+
+
+def _warm_up_method(
+    runner: ModelRunner, method: Method, sessions: int, placements: Sequence[Placement]
+) -> bool:
+    """Whether the method fits the model."""
+    prompt = method.recent + method.append_block + 1
+    if _TOKENS + prompt + _DECODE_STEPS > runner.identity.max_positions:
+        logger.info("method %s is not warmed up: the model has too few positions", method.name)
+        return False
+    for placement in placements_of(method, placements):
+        try:
+            context = made_up_context(
+                runner.identity, runner.kv_dtype, method, device=runner.device, placement=placement
+            )
+        except InvalidArgumentError as error:
+            logger.info("method %s does not fit the model and is not warmed up: %s", method.name, error)
+            return False
+        session = runner.start(context, method)
+        runner.forward([session], [[0] * prompt])
+        for _ in range(_DECODE_STEPS):
+            runner.decode([session], [0], [Sampler(SamplingParameters())])
+        session.close()
+        runner.prepare(context.manifest, method, 1 if method.sparse else sessions, placement)
+        context.release()  # captured steps remember the session until another one takes its row
+    return True
+
+
+def placements_of(method: Method, placements: Sequence[Placement]) -> list[Placement]:
+    """Those that differ for the method: what the host does not search lies in `host` as in `hybrid`."""
+    searched = method.index is not None and method.index.kind in HOST_SEARCHED
+    return [
+        placement
+        for placement in placements
+        if searched or placement is not Placement.HOST or Placement.HYBRID not in placements
+    ]
+
+
+def prepare_for(
+    runner: ModelRunner,
+    manifests: Iterable[Manifest],
+    method: Method,
+    sessions: int,
+    placement: Callable[[Manifest], Placement] = lambda manifest: Placement.DEVICE,
+) -> None:
+    """Captures steps of batches of up to `sessions` on contexts like these, so that no stream waits for it later.
+
+    placement: where each of them is, or would be. Contexts of other models, and without the method's index, are passed
+    over.
+    """
+    for manifest in manifests:
+        try:
+            runner.prepare(manifest, method, sessions, placement(manifest))
+        except SparseKVError as error:
+            logger.info("no steps are captured for context %s: %s", manifest.id[:12], error)
+
+
+def made_up_context(
+    identity: ModelIdentity,
+    dtype: str,
+    method: Method,
+    tokens: int = _TOKENS,
+    *,
+    also: Sequence[Method] = (),
+    distinct: int = 1,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    placement: Placement = Placement.DEVICE,
+    calibrated_for: float | None = None,
+) -> ResidentContext:
+    """A context of random keys and values with the indexes that the method needs.
+
+    also: methods whose indexes it has too. distinct: layers with keys, values and indexes of their own, which the
+    model's layers use in turn. placement: keys and values in host memory are page-locked beside a GPU. calibrated_for:
+    standard deviation of the queries that thresholds are calibrated for; None where any threshold will do.
+    Raises InvalidArgumentError when an index cannot be built for the model's head dim.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    heads, group, head_dim = identity.kv_heads, identity.query_heads // identity.kv_heads, identity.head_dim
+    sampled = min(tokens, _SAMPLE)
+    positions = torch.linspace(0, tokens - 1, sampled, device=device).long()
+    layers = range(identity.layers)
+    specs = {spec.name: spec for each in (method, *also) for spec in each.index_specs()}.values()
+    kv: dict[int, torch.Tensor] = {}
+    built: dict[tuple[str, int], LayerIndex] = {}
+    calibrators = {spec.name: ThresholdCalibrator() for spec in specs if INDEX_KINDS[spec.kind].partitions}
+    for layer in layers[:distinct]:
+        shape = (heads, tokens, 2, head_dim)
+        kv[layer] = torch.randn(
+            shape, generator=generator, dtype=stored_dtype(dtype).torch_dtype, device=device
+        )
+        queries_HPGD = torch.randn(heads, sampled, group, head_dim, generator=generator, device=device)
+        frequencies = torch.ones(head_dim // 2, device=device)
+        source = LayerSource(kv[layer], QuerySample(queries_HPGD, positions), frequencies)
+        for spec in specs:
+            index = built[spec.name, layer] = INDEX_KINDS[spec.kind].build(spec.parameters, source, seed)
+            if calibrated_for is not None and spec.name in calibrators:
+                late_HTGD = queries_HPGD[:, -_CALIBRATED:] * (calibrated_for * head_dim**-0.5)
+                sinks = min(int(spec.parameters.get("sinks", 0)), tokens)
+                position = tokens - late_HTGD.shape[1]
+                calibrators[spec.name].add(index.rank(late_HTGD, sinks, tokens, None, {}, position=position))
+        if placement.kv_on_host:
+            kv[layer] = _to_host(kv[layer])
+    arrays = {
+        (spec.name, layer): _place_arrays(built[spec.name, layer], placement)
+        for spec in specs
+        for layer in layers[:distinct]
+    }
+    # Thresholds that nothing was calibrated for will do to warm up, which needs some that can be read.
+    thresholds = {
+        name: found.thresholds or (1.0 / tokens,) * len(KEEP_GRID) for name, found in calibrators.items()
+    }
+    entries = [
+        _index_entry(spec, built[spec.name, 0], tuple(layers), thresholds.get(spec.name, ()))
+        for spec in specs
+    ]
+    manifest = Manifest(
+        id="0" * 64,
+        name="warm-up",
+        created_at=datetime.now(UTC),
+        expires_at=None,
+        model=identity,
+        dtype=dtype,
+        token_count=tokens,
+        salt="",
+        methods=(method.name,),
+        dense_layers=(),
+        selection_errors=(),
+        tokens=tokens_entry(tokens),
+        kv=kv_entry(identity, tokens, dtype),
+        indexes=tuple(entries),
+        prefill={},
+        seconds={},
+    )
+    return ResidentContext(
+        manifest,
+        torch.zeros(tokens, dtype=torch.int64),
+        {layer: kv[layer % distinct] for layer in layers},
+        {(spec.name, layer): arrays[spec.name, layer % distinct] for spec in specs for layer in layers},
+        placement=placement,
+        device=torch.device(device),
+    )
+
+
+def _place_arrays(index: LayerIndex, placement: Placement) -> dict[str, torch.Tensor]:
+    """The index's arrays where the placement has them."""
+    on_host = placement.index_on_host(index.kind)
+    return {name: array.cpu() if on_host else array for name, array in index.arrays().items()}
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, page-locked where the tensor is in a GPU's."""
+    on_gpu = tensor.is_cuda
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_gpu).copy_(tensor)
+
+
+def _index_entry(
+    spec: IndexSpec, index: LayerIndex, layers: tuple[int, ...], thresholds: tuple[float, ...]
+) -> IndexEntry:
+    arrays = tuple(
+        index_array_entry(spec.name, array, len(layers), tensor.shape, dtype_name(tensor.dtype))
+        for array, tensor in index.arrays().items()
+    )
+    return IndexEntry(spec.name, spec.kind, spec.parameters, layers, arrays, thresholds)

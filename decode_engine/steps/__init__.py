@@ -1,0 +1,1 @@
+"""Decode steps on a GPU: batches of sessions, captured in graphs."""

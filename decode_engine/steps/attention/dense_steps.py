@@ -1,0 +1,62 @@
+"""Full attention on a GPU.
+
+Shape legend: B rows of a batch, H KV heads, G query heads per KV head, d head dim, F fields of a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from decode_engine.host_search.turns_triton import give_turn, take_turn
+from decode_engine.kernels.attention.dense_attention import attend_dense
+from decode_engine.kernels.attention.key_lists import HEAD_DIMS, MAX_GROUP
+from decode_engine.kernels.attention.partials import Partials, merge_partials
+from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method
+from index_store.store.manifest import Manifest
+
+
+class DenseSteps(StepAttention):
+    """Attends to every key of context and tail."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        super().__init__(plan)
+        self._partials = Partials.allocate(
+            plan.rows, _splits(plan.device), plan.group, plan.model.head_dim, plan.device
+        )
+        self._kept_B = torch.zeros(plan.size, dtype=torch.int64, device=plan.device)
+
+    @classmethod
+    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
+        head_dim, group = manifest.model.head_dim, manifest.model.query_heads // manifest.model.kv_heads
+        if head_dim in HEAD_DIMS and group <= MAX_GROUP:
+            return None
+        return (
+            f"kernels exist for head dimensions {HEAD_DIMS} and groups of up to {MAX_GROUP}, the model has {head_dim} "
+            f"and {group}"
+        )
+
+    @classmethod
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        return {}
+
+    def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
+        # Lanes that take turns have contexts in host memory: this reads all of one, and another lane may compute.
+        give_turn(self.plan.turn_1, self.plan.lane)
+        attend_dense(q_BHGD, records_BF, self._partials, self.plan.model.head_dim**-0.5)
+        take_turn(self.plan.turn_1, self.plan.lane)
+        return merge_partials(self._partials, q_BHGD.dtype)[0].view_as(q_BHGD)
+
+    def kept_B(self) -> Tensor:
+        return self._kept_B
+
+
+def _splits(device: torch.device) -> int:
+    """Programs per KV head: with 8 KV heads, or a multiple, whole rounds of two programs on every multiprocessor."""
+    if device.type != "cuda":
+        return 4
+    return min(64, max(4, torch.cuda.get_device_properties(device).multi_processor_count // 4))

@@ -1,0 +1,262 @@
+"""Attention on a GPU to contexts whose keys, values and query tables lie in host memory: threads search there.
+
+Tails, and the clusters that make the remainder, are in the device's memory. The step is one graph as elsewhere: a
+launch asks for a layer's lists, another one waits for them, and the remainder attends to all clusters meanwhile, on a
+stream of its own.
+
+Shape legend: L layers, B rows (sessions) of a batch, H KV heads, G query heads per KV head, d head dim, F fields of a
+record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from decode_engine.host_search.mailbox import Mailbox, SearchedRow, SearchPlan, list_width, usual_waves
+from decode_engine.host_search.mailbox_triton import await_lists, post_queries
+from decode_engine.host_search.turns_triton import give_turn, take_turn
+from decode_engine.kernels import records
+from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.layers.dense_layer import DenseLayer
+from decode_engine.layers.session import Session
+from decode_engine.steps.attention.hybrid_steps import HybridSteps
+from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
+from decode_engine.steps.attention.step_batch import step_counts
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
+from index_store.indexes.interface.layer_index import LayerIndex
+from index_store.indexes.query_tables.index import QueryTables
+from index_store.indexes.query_tables.parameters import TableParameters, TableSearch
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method
+from index_store.selection.budgets import Ratio, TokenCount
+from index_store.store.manifest import Manifest
+
+_LIMIT_NS = 2_000_000_000
+
+
+class HostTableSelection(KeySelection):
+    """Search of dense query tables in host memory, by the threads of the plan's lane.
+
+    Lists are those of the general path for the same queries, key by key.
+    """
+
+    def __init__(self, plan: StepPlan, limit_ns: int = _LIMIT_NS) -> None:
+        """limit_ns: how long the device waits for a list before it gives the step up.
+
+        Raises InvalidArgumentError for a plan without threads.
+        """
+        super().__init__(plan)
+        if plan.searching is None:
+            raise InvalidArgumentError("a search on the host needs threads, the plan has none")
+        parameters, search = _table_options(plan.method)
+        self._lane = plan.searching
+        self._limit_ns = limit_ns
+        self.mailbox = Mailbox(
+            SearchPlan(
+                plan.size,
+                plan.model.kv_heads,
+                plan.group,
+                plan.model.head_dim,
+                parameters.subspaces,
+                parameters.centroids,
+                search.group == "pooled",
+                parameters.split == "strided",
+                plan.model.layers,
+                plan.max_keys,
+                plan.searching.waves or usual_waves(plan.size),
+            ),
+            page_locked=plan.device.type == "cuda",
+        )
+        self._lists = KeyLists.allocate(plan.rows, 1, self.mailbox.plan.width, plan.device)
+        self._gave_up_1 = torch.zeros(1, dtype=torch.int32, device=plan.device)
+        self._places: WeakKeyDictionary[Session, _Places] = WeakKeyDictionary()
+        self._held: list[LayerIndex] = []
+        self._in_flight = False
+
+    @classmethod
+    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
+        if method.index is None or method.index.kind != QueryTables.kind:
+            return "it searches no query tables, and threads on the host search nothing else"
+        parameters, search = _table_options(method)
+        if parameters.layout != "dense":
+            return f"its query tables are {parameters.layout}; threads on the host read dense ones"
+        if search.weights != "projection":
+            return f"its tables are weighted {search.weights}; threads on the host weigh by projection"
+        budget = method.budget
+        if not isinstance(budget, Ratio | TokenCount):
+            return f"its budget is a {type(budget).__name__.lower()}; threads on the host keep a ratio or a number"
+        if budget.group != "average":
+            return f"its budget's group rule is {budget.group!r}; threads on the host average"
+        keys, room = manifest.token_count, list_width(manifest.token_count)
+        kept = math.ceil(budget.keep * keys) if isinstance(budget, Ratio) else budget.tokens
+        if min(kept, keys) > room:
+            return f"it keeps {budget.label} of {keys}; lists of the host have room for {room} keys"
+        return None
+
+    @classmethod
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        """Nothing: the device does not see the tables. Raises InvalidArgumentError where threads cannot read them."""
+        _arrays(context, method, layer)
+        return {}
+
+    def begin(self, sessions: Mapping[int, Session]) -> int:
+        """See `StepAttention.begin`."""
+        self._lane.workers.check()  # before what threads may still read is written to, or let go of
+        rows, order, held = [], [], []
+        for row, session in sessions.items():
+            places = self._places.get(session)
+            if places is None:
+                places = self._places[session] = _Places.of(session)
+            order = places.layers
+            held += places.hold()
+            counts = step_counts(session)
+            length = session.context.manifest.token_count
+            first, end = counts[records.FIRST], counts[records.END]
+            # A share of what a long session has come to may be more than lists have room for.
+            keep = min(counts[records.KEEP], self.mailbox.plan.width)
+            rows.append(SearchedRow(row, first, end, keep, length, places.addresses_S3))
+        if not order:
+            return 0
+        step = self.mailbox.begin(rows, order)
+        self._held = held
+        self._in_flight = True
+        self._lane.workers.begin(self._lane.number, self.mailbox)
+        return step
+
+    def end(self) -> int:
+        """See `StepAttention.end`."""
+        if not self._in_flight:
+            return 0
+        self._in_flight = False
+        self._lane.workers.end(self._lane.number)
+        self._held = []  # not where threads may still be at work, and the line above has raised
+        if self.mailbox.gave_up:
+            self._gave_up_1.zero_()
+            raise SparseKVError(
+                f"the device waited {self._limit_ns / 1e9:.1f} s for a search on the host and gave up; "
+                "the search threads may have too few cores (--search-threads)"
+            )
+        if self.mailbox.stopped:
+            raise SparseKVError("the search on the host was cancelled")
+        return self.mailbox.waited_ns()
+
+    def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
+        """Lists of the first wave's KV heads; those of the others are there when they have been awaited.
+
+        The lane's turn ends with the question; `HostSteps.locate` takes it again.
+        """
+        post_queries(q_BHGD.flatten(1), records_BF, self.mailbox.shared, layer)
+        give_turn(self.plan.turn_1, self.plan.lane)
+        self.await_heads(layer, records_BF, self.mailbox.plan.wave_heads[0])
+        return self._lists
+
+    def await_heads(self, layer: int, records_BF: Tensor, heads: range) -> None:
+        """Waits for the lists of a wave's KV heads, after those of the waves before."""
+        await_lists(
+            records_BF, self.mailbox.shared, self._lists, self._gave_up_1, layer, self._limit_ns, heads
+        )
+
+
+class HostSteps(HybridSteps):
+    """`HybridSteps` whose tables are searched on the host: the same results for the same lists."""
+
+    selection_types: ClassVar[Mapping[str, type[KeySelection]]] = MappingProxyType(
+        {QueryTables.kind: HostTableSelection}
+    )
+
+    def locate(self, layer: int, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor) -> Tensor | None:
+        """Wave by wave: rows of one come from host memory while threads search for the next."""
+        locations_RN = None
+        for number, heads in enumerate(self.mailbox.plan.wave_heads):
+            if number > 0:
+                self._searching.await_heads(layer, records_BF, heads)
+            locations_RN = self.fetch(layer, records_BF, lists, joined_RN, heads)
+        take_turn(self.plan.turn_1, self.plan.lane)
+        return locations_RN
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """What threads and device share."""
+        return self._searching.mailbox
+
+    def begin(self, sessions: Mapping[int, Session]) -> int:
+        return self._searching.begin(sessions)
+
+    def end(self) -> int:
+        return self._searching.end()
+
+    @property
+    def _searching(self) -> HostTableSelection:
+        if not isinstance(self.selection, HostTableSelection):
+            raise TypeError(f"{type(self.selection).__name__} does not search on the host")
+        return self.selection
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where a session's tables are: layers that are searched, and addresses [S, 3] int64 of their arrays.
+
+    indexes: the tables, which this does not keep in memory: rows of a batch remember sessions that have ended, and
+    their contexts may have been dropped for others.
+    """
+
+    context: str
+    layers: list[int]
+    addresses_S3: NDArray[np.int64]
+    indexes: list[ref[LayerIndex]]
+
+    @classmethod
+    def of(cls, session: Session) -> _Places:
+        """Raises InvalidArgumentError for tables that threads cannot read."""
+        layers = [layer for layer, each in enumerate(session.layers) if not isinstance(each, DenseLayer)]
+        context, method = session.context, session.effective_method
+        addresses = [[array.data_ptr() for array in _arrays(context, method, layer)] for layer in layers]
+        indexes = [ref(_index(context, method, layer)) for layer in layers]
+        return cls(context.manifest.id[:12], layers, np.array(addresses, np.int64), indexes)
+
+    def hold(self) -> list[LayerIndex]:
+        """The tables. Raises InvalidArgumentError when they are not in memory any more."""
+        found = [index for each in self.indexes if (index := each()) is not None]
+        if len(found) < len(self.indexes):
+            raise InvalidArgumentError(
+                f"context {self.context} has been released, threads cannot search it; start another session on it"
+            )
+        return found
+
+
+def _index(context: ResidentContext, method: Method, layer: int) -> LayerIndex:
+    if method.index is None:
+        raise MethodUnsupportedError(f"method {method.name!r} searches nothing", method=method.name)
+    return context.index(method.index.name, layer)
+
+
+def _arrays(context: ResidentContext, method: Method, layer: int) -> list[Tensor]:
+    """Scores, centroids and scales of a layer's tables. Raises InvalidArgumentError where threads cannot read them."""
+    arrays = _index(context, method, layer).arrays()
+    found = [arrays[name] for name in ("scores", "centroids", "scales")]
+    for tensor in found:
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise InvalidArgumentError(
+                f"query tables of layer {layer} of context {context.manifest.id[:12]} are on {tensor.device} with "
+                f"strides {tensor.stride()}; threads on the host search them in host memory, in one piece"
+            )
+    return found
+
+
+def _table_options(method: Method) -> tuple[TableParameters, TableSearch]:
+    """What the method's tables are made with and searched by."""
+    if method.index is None or method.index.kind != QueryTables.kind:
+        raise MethodUnsupportedError(
+            f"method {method.name!r} has no query tables to search", method=method.name
+        )
+    return TableParameters.parse(method.index.parameters), TableSearch.parse(method.search)

@@ -1,0 +1,165 @@
+"""What a method's attention on a GPU can do: one decode step of a batch, layer by layer, kernels only.
+
+Shape legend: B rows (sessions) of a batch, H KV heads, G query heads per KV head, d head dim, F fields of a record.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from decode_engine.host_search.workers import SearchLane
+from decode_engine.kernels.attention.key_lists import KeyLists
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method
+from index_store.store.manifest import Manifest, ModelIdentity
+
+if TYPE_CHECKING:
+    from decode_engine.layers.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """All that kernels of a decode step are compiled and buffers sized for.
+
+    model: layers, heads and head dimension. method: as it runs over the contexts (`session.fit_method`), without what
+    differs between requests: how much the budget keeps comes with the records. size: rows B of the batch. max_keys:
+    no context is longer; a power of two. dtype: of keys, values and queries, float16 or bfloat16. searching: threads of
+    the host that search for this batch, where it is searched there. lane: steps of different lanes run at once, and
+    compute in turns; turn_1: see `kernels.turns`, None for a lane that runs alone.
+    """
+
+    model: ModelIdentity
+    method: Method
+    size: int
+    max_keys: int
+    dtype: torch.dtype
+    device: torch.device
+    searching: SearchLane | None = None
+    lane: int = 0
+    turn_1: Tensor | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.model.query_heads // self.model.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """KV heads of all rows together."""
+        return self.size * self.model.kv_heads
+
+
+class StepAttention(ABC):
+    """Attention of one method to contexts and tails in device memory.
+
+    Everything is found through records (`kernels.records`): addresses per layer, and counts that change from step to
+    step. Buffers are made once and shared by the layers, which run one after another on one stream; so a CUDA graph
+    may capture any number of calls.
+    """
+
+    def __init__(self, plan: StepPlan) -> None:
+        """Allocates the buffers."""
+        self.plan = plan
+
+    @classmethod
+    @abstractmethod
+    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
+        """Why the method cannot run this way over such a context, as a clause; None when it can."""
+
+    @classmethod
+    @abstractmethod
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        """What a layer's record says about the context's indexes (field -> value).
+
+        Arrays that kernels need in another form than the stored one are made with `context.derived` and live as long
+        as the context. The keys' and the tail's fields are written by the caller.
+        """
+
+    @abstractmethod
+    def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
+        """Attention out [B, H, G, d] of the batch's newest tokens, in the queries' dtype.
+
+        q_BHGD: contiguous, unscaled. records_BF: [B, RECORD_FIELDS] int64, the layer's. The tails hold the newest
+        tokens' own keys and values already. Rows without any key get 0. The result may be a buffer that the next call
+        overwrites. Never waits for the device.
+        """
+
+    @property
+    def foresees(self) -> bool:
+        """Whether `foresee` makes steps faster."""
+        return False
+
+    def foresee(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> None:
+        """Called before `attend` of the layer before: what the layer's own queries will be, about.
+
+        Arguments are as for `attend`, and q_BHGD may be written over once that call has returned. Results do not depend
+        on them. Raises TypeError where `foresees` is False.
+        """
+        raise TypeError(f"{type(self).__name__} does not use queries that are foretold")
+
+    @abstractmethod
+    def kept_B(self) -> Tensor:
+        """Selected keys that the last step attended exactly, all layers and KV heads together: [B] int64."""
+
+    def begin(self, sessions: Mapping[int, Session]) -> int:
+        """Makes ready for a step of these sessions, by row, before it is launched: what their records get as STEP.
+
+        When it raises, there is nothing to end.
+        """
+        return 0
+
+    def end(self) -> int:
+        """Ends the step when the device is done with it, or will not come to it any more.
+
+        Returns the nanoseconds in which the device waited for the host. Raises SparseKVError when what it has computed
+        must not be used.
+        """
+        return 0
+
+    def own_fields(self, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        """What besides `fields` a layer's record says, and depends on the plan."""
+        return {}
+
+    def fetched_B2(self) -> Tensor | None:
+        """Rows of contexts in host memory that the last step read there, and that it found in slots on the device.
+
+        A row is the key and the value of one token for one KV head; all searching layers together: [B, 2] int64. Rows
+        that were fetched ahead of a layer's turn count as read, and again as found where they were wanted. None where
+        nothing is in host memory.
+        """
+        return None
+
+
+class KeySelection(ABC):
+    """A search whose result is lists of keys, with kernels only. Buffers are made once and shared by all layers."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        """Allocates the buffers."""
+        self.plan = plan
+
+    @classmethod
+    @abstractmethod
+    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
+        """Why the method's index, search options or budget cannot be searched this way, as a clause; None if they can.
+
+        The remainder is not this class's business.
+        """
+
+    @classmethod
+    @abstractmethod
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        """What a layer's record says about the searched index (field -> value)."""
+
+    @abstractmethod
+    def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
+        """The keys of [FIRST, END) that each KV head attends to, about KEEP of them; counts of idle rows are 0.
+
+        q_BHGD: contiguous, unscaled. The lists may be buffers that the next call overwrites; their shape is always the
+        same. Never waits for the device.
+        """

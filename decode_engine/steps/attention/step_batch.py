@@ -1,0 +1,218 @@
+"""The sessions of one batch of decode steps, as the device sees them: records per layer and row.
+
+Shape legend: L layers, B rows, H KV heads, G query heads per KV head, d head dim, F fields of a record.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from decode_engine.kernels import records
+from decode_engine.kernels.attention.tail_write import write_tails
+from decode_engine.layers.session import Session
+from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
+from index_store.errors import InvalidArgumentError
+from index_store.methods.method import Method
+from index_store.selection.budgets import Ratio, TokenCount
+
+logger = logging.getLogger(__name__)
+
+_FIRST_STEP_FIELD, _END_STEP_FIELD = records.STEP_FIELDS
+STEP_COUNTS = _END_STEP_FIELD - _FIRST_STEP_FIELD
+
+
+class StepBatch:
+    """Up to `plan.size` sessions, each in a row of its own, and the attention of every layer.
+
+    Records change in two ways. `place` and `clear` write a row's addresses on the host; `send` copies what changed to
+    the device. `refresh` runs on the device, in every step: it puts the step's counts into the records of all layers.
+    """
+
+    def __init__(self, plan: StepPlan, layers: Sequence[type[StepAttention]]) -> None:
+        """layers: the attention of each layer; layers of one type share an object and its buffers."""
+        self.plan = plan
+        shared = {kind: kind(plan) for kind in dict.fromkeys(layers)}
+        self._attentions = list(shared.values())
+        self._layers = [shared[kind] for kind in layers]
+        shape = (len(layers), plan.size, records.RECORD_FIELDS)
+        on_gpu = plan.device.type == "cuda"
+        self._pinned_LBF = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+        self._host_LBF = self._pinned_LBF.numpy()
+        self._records_LBF = torch.zeros(shape, dtype=torch.int64, device=plan.device)
+        self._changed = False
+        self.sessions: list[Session | None] = [None] * plan.size
+        self.seatings = 0
+        """Changes whenever a row gets another session."""
+        self._tails = [(0, 0)] * plan.size
+
+    @property
+    def attentions(self) -> Sequence[StepAttention]:
+        """One for each kind of layer."""
+        return self._attentions
+
+    def seat(self, sessions: Sequence[Session]) -> list[int | Exception]:
+        """Rows of the sessions: those that sit keep their row, others leave, new ones take free rows.
+
+        One that there is no memory for, or that cannot be placed, gets the error instead; that is not the others'
+        fault.
+        """
+        seated = {id(session): row for row, session in enumerate(self.sessions) if session is not None}
+        wanted = {id(session) for session in sessions}
+        if seated.keys() != wanted:
+            for left in seated.keys() - wanted:
+                self.clear(seated.pop(left))
+        free = iter([row for row, session in enumerate(self.sessions) if session is None])
+        seats: list[int | Exception] = []
+        for session in sessions:
+            row = seated[id(session)] if id(session) in seated else next(free)
+            try:
+                session.reserve_tail()
+                if id(session) not in seated:
+                    self.place(row, session)
+            except Exception as error:
+                logger.exception("a session of method %s has no place in a batch", session.method.name)
+                self.clear(row)
+                seats.append(error)
+            else:
+                seats.append(row)
+        return seats
+
+    def place(self, row: int, session: Session) -> None:
+        """Puts a session into a row. Its tails must have room for the next token (`Session.reserve_tail`).
+
+        When it raises, the row is idle.
+        """
+        context, method = session.context, session.effective_method
+        if context.manifest.token_count > self.plan.max_keys:
+            raise InvalidArgumentError(
+                f"a context of {context.manifest.token_count} tokens in a batch of up to {self.plan.max_keys}"
+            )
+        self.clear(row)
+        try:
+            for layer, attention in enumerate(self._layers):
+                kv = context.kv(layer)
+                values = self._host_LBF[layer, row]
+                values[records.KV] = kv.data_ptr()
+                values[records.KV_HEAD] = kv.stride(0) * kv.element_size()
+                for fields in (attention.fields, attention.own_fields):
+                    for field, value in fields(context, method, layer).items():
+                        values[field] = value
+        except Exception:
+            self.clear(row)
+            raise
+        self.sessions[row] = session
+        self.seatings += 1
+        self._point_to_tail(row, session)
+
+    def clear(self, row: int) -> None:
+        """Makes a row idle."""
+        self._host_LBF[:, row] = 0
+        self.sessions[row] = None
+        self.seatings += 1
+        self._tails[row] = (0, 0)
+        self._changed = True
+
+    def follow_tails(self) -> None:
+        """Notices tails that moved because they grew."""
+        for row, session in enumerate(self.sessions):
+            if session is not None and session.tail_capacities() != self._tails[row]:
+                self._point_to_tail(row, session)
+
+    def _point_to_tail(self, row: int, session: Session) -> None:
+        self._tails[row] = session.tail_capacities()
+        for layer, attention in enumerate(session.layers):
+            self._host_LBF[layer, row, records.TAIL] = attention.tail.address
+            self._host_LBF[layer, row, records.TAIL_HEAD] = attention.tail.head_bytes
+        self._changed = True
+
+    def begin(self, rows: Sequence[int]) -> int:
+        """Makes ready for a step of these rows, before it is launched; what their records get as STEP."""
+        sessions = {row: session for row in rows if (session := self.sessions[row]) is not None}
+        try:
+            return max(attention.begin(sessions) for attention in self._attentions)
+        except Exception:
+            self.end()
+            raise
+
+    def end(self) -> int:
+        """Ends the step: see `StepAttention.end`."""
+        return sum(attention.end() for attention in self._attentions)
+
+    def send(self) -> None:
+        """Copies changed addresses to the device, in stream order. The device must have read the last ones."""
+        if self._changed:
+            self._records_LBF.copy_(self._pinned_LBF, non_blocking=True)
+            self._changed = False
+
+    def refresh(self, counts_BC: Tensor) -> None:
+        """Puts the counts of every row, [B, STEP_COUNTS] int64, into all layers' records; on the device."""
+        self._records_LBF[:, :, _FIRST_STEP_FIELD:_END_STEP_FIELD] = counts_BC
+
+    def attend(
+        self, layer: int, q_BHGD: Tensor, k_BHD: Tensor, v_BHD: Tensor, foretold_BHGD: Tensor | None = None
+    ) -> Tensor:
+        """Adds the newest tokens' keys and values to the tails and attends: out [B, H, G, d]; kernels only.
+
+        foretold_BHGD: what the next layer's queries will be, about.
+        """
+        records_BF, attention = self._records_LBF[layer], self._layers[layer]
+        following = self._layers[layer + 1] if layer + 1 < len(self._layers) else None
+        if foretold_BHGD is not None and attention is following and attention.foresees:
+            attention.foresee(layer + 1, foretold_BHGD, self._records_LBF[layer + 1])
+        write_tails(k_BHD, v_BHD, records_BF)
+        return attention.attend(layer, q_BHGD, records_BF)
+
+    @property
+    def foresees(self) -> bool:
+        """Whether queries that are foretold make steps faster."""
+        return any(attention.foresees for attention in self._attentions)
+
+    def kept_B(self) -> Tensor:
+        """Selected keys that the step attended, over all layers and KV heads; on the device."""
+        total = self._attentions[0].kept_B()
+        for attention in self._attentions[1:]:
+            total = total + attention.kept_B()
+        return total
+
+    def fetched_B2(self) -> Tensor | None:
+        """See `StepAttention.fetched_B2`, over all layers; on the device."""
+        found = [fetched for attention in self._attentions if (fetched := attention.fetched_B2()) is not None]
+        return sum(found[1:], start=found[0]) if found else None
+
+
+def step_counts(session: Session) -> Mapping[int, int]:
+    """The fields that a session's next step has in the records of all layers.
+
+    The searched range ends where it does on a CPU (`selector.SparseLayer`), but for the session's own tokens, which
+    are all attended exactly.
+    """
+    method, keys = session.effective_method, session.context.manifest.token_count
+    counts = {records.KEYS: keys, records.TAIL_KEYS: session.position + 1 - keys, records.STEP: 0}
+    if method.budget is None:
+        return counts | {records.FIRST: 0, records.END: 0, records.KEEP: 0}
+    first, end = method.searched_range(session.position, keys)
+    keep = _keep(method, end + method.recent)
+    return counts | {records.FIRST: first, records.END: min(end, keys), records.KEEP: keep}
+
+
+def counts_hold_until(session: Session) -> int:
+    """The first later position whose `step_counts` differ from the present ones in more than TAIL_KEYS, perhaps."""
+    method, position = session.effective_method, session.position
+    if method.budget is None:
+        return sys.maxsize
+    return position + method.append_block - (position - method.recent) % method.append_block
+
+
+def _keep(method: Method, length: int) -> int:
+    budget = method.budget
+    if isinstance(budget, Ratio):
+        return math.ceil(budget.keep * length)
+    if isinstance(budget, TokenCount):
+        return budget.tokens
+    raise InvalidArgumentError(f"method {method.name!r} has a budget that no record can hold")

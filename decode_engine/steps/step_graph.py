@@ -1,0 +1,298 @@
+"""One decode step of a batch as CUDA graphs: all layers and the choice of the next tokens, captured once.
+
+A step takes one copy to the device (tokens, positions, counts), one replay, and one copy back (the chosen tokens and
+how many keys were kept). Nothing inside waits for the host.
+
+Shape legend: B rows, V vocabulary, C counts of a record, X columns of the inputs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decode_engine.engine.sampler import Draws, Sampler, any_filters, choose_greedy, choose_tokens
+from decode_engine.host_search.turns_triton import give_turn, take_turn
+from decode_engine.kernels import records
+from decode_engine.steps.attention.step_batch import STEP_COUNTS, StepBatch, counts_hold_until, step_counts
+from decode_engine.steps.operator import register_batch
+from index_store.errors import SparseKVError
+
+logger = logging.getLogger(__name__)
+
+StepModel = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Tokens [B, 1], positions [B, 1] and the number of a live batch -> logits [B, V]."""
+
+_TOKEN, _POSITION, _TOP_K, _COUNTS = 0, 1, 2, 3
+_FIRST, _END, _TAIL_KEYS, _STEP = (
+    _COUNTS + field - records.STEP_FIELDS[0]
+    for field in (records.FIRST, records.END, records.TAIL_KEYS, records.STEP)
+)
+_TEMPERATURE, _TOP_P, _UNIFORM = 0, 1, 2
+_WARM_UPS = 2
+_CAPTURES = 3  # tries: what other threads do with the device may spoil one
+
+
+class Choice(Enum):
+    """How the rows of a step choose tokens: the cheapest way that serves all of them."""
+
+    GREEDY = "greedy"
+    DRAWN = "drawn"
+    FILTERED = "filtered"
+
+    @classmethod
+    def of(cls, samplers: Sequence[Sampler]) -> Choice:
+        """What these samplers need."""
+        if any_filters(samplers):
+            return cls.FILTERED
+        return cls.GREEDY if all(sampler.greedy for sampler in samplers) else cls.DRAWN
+
+
+class Stepped(NamedTuple):
+    """What a step yields for one session. token: -1 where the logits were not finite. kept: see `StepBatch.kept_B`.
+
+    host_rows, rows_reused: see `StepBatch.fetched_B2`. waited_ns: how long the device waited for the host, with all
+    sessions of the step. searched: keys of the context that the selection was made from.
+    """
+
+    token: int
+    kept: int
+    host_rows: int
+    rows_reused: int
+    waited_ns: int
+    searched: int
+
+
+class Captures:
+    """What the graphs of a lane share, of which only one runs at a time: memory, and streams to warm up and capture on.
+
+    Matrix products keep scratch memory for the stream that they were captured on, so that lanes must not share one.
+    """
+
+    def __init__(self, device: torch.device, lane: int = 0) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._lane = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.capturing = torch.cuda.Stream(device) if lane else None  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def beside(self, begun: torch.cuda.Event | None = None) -> Iterator[None]:
+        """A stream for steps that run beside those on the current stream.
+
+        They follow what the current stream was given before `begun` was recorded there, or before now.
+        """
+        if begun is None:
+            self._lane.wait_stream(torch.cuda.current_stream())
+        else:
+            self._lane.wait_event(begun)
+        with torch.cuda.stream(self._lane):
+            yield
+
+
+class StepGraph:
+    """A batch's decode step, replayed for whichever sessions its rows hold; a graph for every way to choose tokens."""
+
+    def __init__(self, model: StepModel, batch: StepBatch, captures: Captures | None) -> None:
+        """captures: None where there is no device that captures."""
+        plan = batch.plan
+        on_gpu = captures is not None
+        self.batch = batch
+        self._model = model
+        self._captures = captures
+        self._number = register_batch(batch)
+        columns = _COUNTS + STEP_COUNTS
+        self._host_inputs_BX = torch.zeros(plan.size, columns, dtype=torch.int64, pin_memory=on_gpu)
+        self._inputs = self._host_inputs_BX.numpy()
+        self._inputs_BX = torch.zeros(plan.size, columns, dtype=torch.int64, device=plan.device)
+        self._host_draws_BX = torch.zeros(plan.size, 3, pin_memory=on_gpu)
+        self._draws = self._host_draws_BX.numpy()
+        self._draws_BX = torch.zeros(plan.size, 3, device=plan.device)
+        self._host_result_BX = torch.zeros(plan.size, 4, dtype=torch.int64, pin_memory=on_gpu)
+        self._result_BX = torch.zeros(plan.size, 4, dtype=torch.int64, device=plan.device)
+        self._logits_BV: dict[Choice, Tensor] = {}
+        self._graphs: dict[Choice, torch.cuda.CUDAGraph] = {}
+        self._captures_left = dict.fromkeys(Choice, _CAPTURES if on_gpu else 0)
+        self._choice = Choice.GREEDY
+        # Rows of the last step, and positions for which their counts in the inputs hold.
+        self._seating: tuple[int, tuple[int, ...]] = (-1, ())
+        self._hold: list[tuple[int, int]] = []
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps of the last way to choose replay a graph."""
+        return self._choice in self._graphs
+
+    @property
+    def logits_BV(self) -> Tensor:
+        """Of the last step, until the next one of any graph."""
+        return self._logits_BV[self._choice]
+
+    def prepare(self, choice: Choice) -> None:
+        """Captures the step with that way to choose tokens, and takes it from now on.
+
+        Where that fails the reason is logged, steps run without a graph, and the next two calls try again.
+        """
+        self._choice = choice
+        if choice not in self._graphs and self._captures_left[choice]:
+            self._captures_left[choice] -= 1
+            self._capture()
+
+    def step(self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler]) -> list[Stepped]:
+        """Feeds the sessions in `rows` a token each and returns what came out. Positions do not advance here."""
+        self.launch(rows, tokens, samplers)
+        return self.collect(rows)
+
+    def launch(self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler]) -> None:
+        """Starts a step on the current stream; `collect` must follow unless this raises."""
+        number = self.batch.begin(rows)
+        try:
+            self._launch(rows, tokens, samplers, number)
+        except Exception:
+            self._end_failed()
+            raise
+
+    def collect(self, rows: Sequence[int]) -> list[Stepped]:
+        """Waits on the current stream for the step that `launch` started, and returns what came out."""
+        try:
+            if self._result_BX.is_cuda:
+                torch.cuda.current_stream().synchronize()
+        except Exception:
+            self._end_failed()
+            raise
+        waited_ns = self.batch.end()
+        results = self._host_result_BX.tolist()
+        searched = (self._inputs[:, _END] - self._inputs[:, _FIRST]).tolist()
+        stepped = []
+        for row in rows:
+            token, kept, host_rows, rows_reused = results[row]
+            stepped.append(Stepped(token, kept, host_rows, rows_reused, waited_ns, searched[row]))
+        return stepped
+
+    def _end_failed(self) -> None:
+        """Ends a step whose error is on its way already."""
+        try:
+            self.batch.end()
+        except SparseKVError as error:
+            logger.info("a step that failed has ended: %s", error)
+
+    def _launch(
+        self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler], number: int
+    ) -> None:
+        choice = Choice.of(samplers)
+        self._fill(rows, tokens, number)
+        if choice is not Choice.GREEDY:
+            self._fill_draws(rows, samplers)
+        self.batch.follow_tails()
+        self.batch.send()
+        self.prepare(choice)
+        self._inputs_BX.copy_(self._host_inputs_BX, non_blocking=True)
+        if self._choice is not Choice.GREEDY:
+            self._draws_BX.copy_(self._host_draws_BX, non_blocking=True)
+        self.run()
+        self._host_result_BX.copy_(self._result_BX, non_blocking=True)
+
+    def run(self) -> None:
+        """The step itself, over whatever was copied to the device last."""
+        graph = self._graphs.get(self._choice)
+        if graph is None:
+            self.compute()
+        else:
+            graph.replay()
+
+    def _fill(self, rows: Sequence[int], tokens: Sequence[int], number: int) -> None:
+        """The inputs of these rows; those of others are 0. Most counts stay what they were in the step before."""
+        seating = (self.batch.seatings, tuple(rows))
+        if seating != self._seating:
+            self._inputs[:] = 0
+            self._hold = [(0, 0)] * len(rows)
+            self._seating = seating
+        inputs = self._inputs
+        # Single numbers are written faster than arrays of a few.
+        for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+            session = self.batch.sessions[row]
+            if session is None:
+                raise RuntimeError(f"row {row} of a batch holds no session")
+            position, (since, until) = session.position, self._hold[place]
+            if not since <= position < until:
+                counts = step_counts(session)
+                inputs[row, _COUNTS:] = [counts[field] for field in range(*records.STEP_FIELDS)]
+                self._hold[place] = (position, counts_hold_until(session))
+            inputs[row, _TOKEN] = token
+            inputs[row, _POSITION] = position
+            inputs[row, _TAIL_KEYS] = position + 1 - session.context.manifest.token_count
+            inputs[row, _STEP] = number
+
+    def _fill_draws(self, rows: Sequence[int], samplers: Sequence[Sampler]) -> None:
+        for row, sampler in zip(rows, samplers, strict=True):
+            given = sampler.parameters
+            self._inputs[row, _TOP_K] = given.top_k
+            self._draws[row] = given.temperature, given.top_p, sampler.draw()
+
+    @torch.inference_mode()
+    def compute(self) -> None:
+        """What a replay does, launched from here."""
+        plan = self.batch.plan
+        take_turn(plan.turn_1, plan.lane)
+        self.batch.refresh(self._inputs_BX[:, _COUNTS:])
+        logits_BV = self._model(
+            self._inputs_BX[:, _TOKEN, None], self._inputs_BX[:, _POSITION, None], self._number
+        )
+        if self._choice is Choice.GREEDY:
+            self._result_BX[:, 0] = choose_greedy(logits_BV)
+        else:
+            draws = Draws(
+                temperature_B=self._draws_BX[:, _TEMPERATURE],
+                top_p_B=self._draws_BX[:, _TOP_P],
+                top_k_B=self._inputs_BX[:, _TOP_K],
+                uniform_B=self._draws_BX[:, _UNIFORM],
+            )
+            filtered = self._choice is Choice.FILTERED
+            self._result_BX[:, 0] = choose_tokens(logits_BV, draws, filtered=filtered)
+        self._result_BX[:, 1] = self.batch.kept_B()
+        fetched_B2 = self.batch.fetched_B2()
+        if fetched_B2 is not None:
+            self._result_BX[:, 2:] = fetched_B2
+        self._logits_BV[self._choice] = logits_BV
+        give_turn(plan.turn_1, plan.lane)
+
+    def _capture(self) -> None:
+        """Runs the batch, all rows idle, until everything is compiled and allocated, then captures it."""
+        if self._captures is None:
+            return
+        self._inputs_BX.zero_()
+        here, side = torch.cuda.current_stream(), self._captures.stream
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                self.compute()
+        here.wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads load contexts meanwhile: what they allocate must not spoil the capture. The outer context
+            # brings this thread back to its stream, which a capture that fails does not.
+            with (
+                torch.cuda.stream(here),
+                torch.cuda.graph(
+                    graph,
+                    pool=self._captures.pool,
+                    stream=self._captures.capturing,
+                    capture_error_mode="thread_local",
+                ),
+            ):
+                self.compute()
+        except RuntimeError as error:
+            logger.warning(
+                "steps of %d rows run without a graph (%d more tries): %s",
+                self.batch.plan.size,
+                self._captures_left[self._choice],
+                error,
+            )
+        else:
+            self._graphs[self._choice] = graph

@@ -1,0 +1,169 @@
+"""Contexts as the `index-store` command shows them: JSON objects and table rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from index_store.cli.console import format_bytes, format_time
+from index_store.errors import SparseKVError
+from index_store.selection.threshold_curve import KEEP_GRID
+from index_store.store.catalog import BrokenContext
+from index_store.store.json_fields import Scalar
+from index_store.store.manifest import IndexEntry, Manifest
+
+LIST_COLUMNS = ("ID", "NAME", "STATE", "MODEL", "METHODS", "TOKENS", "KV", "INDEX", "CREATED", "EXPIRES")
+LIST_RIGHT = ("TOKENS", "KV", "INDEX")
+
+
+def summary(entry: Manifest | BrokenContext, expired: bool) -> dict[str, object]:
+    """One context of a listing, as JSON."""
+    if isinstance(entry, BrokenContext):
+        return {"id": entry.id, "state": "BROKEN", "error": error_object(entry.error)}
+    return {
+        "id": entry.id,
+        "name": entry.name,
+        "state": state(expired),
+        "model": entry.model.name,
+        "dtype": entry.dtype,
+        "methods": list(entry.methods),
+        "tokens": entry.token_count,
+        "kv_bytes": entry.kv_bytes,
+        "index_bytes": entry.index_bytes,
+        "bytes_per_token": entry.bytes_per_token(),
+        "created_at": entry.created_at.isoformat(),
+        "expires_at": entry.expires_at.isoformat() if entry.expires_at else None,
+    }
+
+
+def list_row(entry: Manifest | BrokenContext, expired: bool, id_length: int) -> list[str]:
+    """One context of a listing, as the cells of LIST_COLUMNS."""
+    id_ = entry.id[:id_length]
+    if isinstance(entry, BrokenContext):
+        return [id_, "-", "BROKEN", *["-"] * 7]
+    return [
+        id_,
+        entry.name,
+        state(expired),
+        entry.model.name,
+        ",".join(entry.methods),
+        str(entry.token_count),
+        format_bytes(entry.kv_bytes),
+        format_bytes(entry.index_bytes),
+        format_time(entry.created_at),
+        format_time(entry.expires_at),
+    ]
+
+
+def details(manifest: Manifest, expired: bool) -> dict[str, object]:
+    """Everything about one context, as JSON."""
+    model = manifest.model
+    return {
+        **summary(manifest, expired),
+        "salt": manifest.salt,
+        "model": {
+            "name": model.name,
+            "architecture": model.architecture,
+            "fingerprint": model.fingerprint,
+            "tokenizer_fingerprint": model.tokenizer_fingerprint,
+            "layers": model.layers,
+            "query_heads": model.query_heads,
+            "kv_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+            "max_positions": model.max_positions,
+        },
+        "dense_layers": list(manifest.dense_layers),
+        "selection_errors": list(manifest.selection_errors),
+        "indexes": [_index_object(index, manifest.token_count) for index in manifest.indexes],
+        "query_positions": list(manifest.query_positions),
+        "prefill": dict(manifest.prefill),
+        "seconds": dict(manifest.seconds),
+    }
+
+
+def detail_rows(manifest: Manifest, expired: bool) -> list[tuple[str, str]]:
+    """Everything about one context, as (label, value)."""
+    model = manifest.model
+    rows = [
+        ("id", manifest.id),
+        ("name", manifest.name),
+        ("state", state(expired)),
+        ("model", f"{model.name} ({model.architecture}, {model.fingerprint[:12]})"),
+        (
+            "layers",
+            f"{model.layers}, {model.query_heads} query heads, {model.kv_heads} KV heads, d {model.head_dim}",
+        ),
+        ("tokens", str(manifest.token_count)),
+        ("kv", f"{_size(manifest.kv_bytes, manifest.token_count)}, {manifest.dtype}"),
+    ]
+    for index in manifest.indexes:
+        rows.append((f"index {index.name}", f"{_size(index.nbytes, manifest.token_count)}, {index.kind}"))
+        rows.append(("  layers", _layers(index.layers)))
+        rows.append(("  parameters", _pairs(index.parameters)))
+        if index.thresholds:
+            most, least = index.thresholds[0], index.thresholds[-1]
+            rows.append(
+                ("  thresholds", f"{least:.3g} to {most:.3g}, keep {KEEP_GRID[-1]:g} to {KEEP_GRID[0]:g}")
+            )
+        rows += [
+            (f"  {array.path.rpartition('/')[2]}", f"{list(array.shape)} {array.dtype}")
+            for array in index.arrays
+        ]
+    if manifest.queries is not None:
+        count = len(manifest.query_positions)
+        rows.append(("queries", f"{format_bytes(manifest.queries.nbytes)}, {count} positions of every layer"))
+    rows += [
+        ("total", _size(manifest.kv_bytes + manifest.index_bytes, manifest.token_count)),
+        ("methods", ", ".join(manifest.methods)),
+        ("dense layers", _layers(manifest.dense_layers)),
+        ("selection errors", ", ".join(f"{error:.4f}" for error in manifest.selection_errors) or "-"),
+        ("prefill", _pairs(manifest.prefill)),
+        (
+            "seconds",
+            ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in manifest.seconds.items()) or "-",
+        ),
+        ("created", format_time(manifest.created_at)),
+        ("expires", format_time(manifest.expires_at)),
+    ]
+    return rows
+
+
+def error_object(error: SparseKVError) -> dict[str, object]:
+    """An error, as JSON."""
+    return {
+        "reason": error.reason,
+        "message": error.message,
+        **error.metadata,
+    }
+
+
+def state(expired: bool) -> str:
+    """The state of a context whose manifest can be read."""
+    return "EXPIRED" if expired else "READY"
+
+
+def _index_object(index: IndexEntry, tokens: int) -> dict[str, object]:
+    return {
+        "name": index.name,
+        "kind": index.kind,
+        "parameters": dict(index.parameters),
+        "layers": list(index.layers),
+        "bytes": index.nbytes,
+        "bytes_per_token": index.nbytes / tokens,
+        "thresholds": list(index.thresholds),
+        "arrays": [
+            {"path": array.path, "shape": list(array.shape), "dtype": array.dtype, "bytes": array.nbytes}
+            for array in index.arrays
+        ],
+    }
+
+
+def _size(nbytes: int, tokens: int) -> str:
+    return f"{format_bytes(nbytes)} ({nbytes} bytes, {nbytes / tokens:.1f} per token)"
+
+
+def _pairs(values: Mapping[str, Scalar]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items()) or "-"
+
+
+def _layers(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers)) or "none"

@@ -1,0 +1,186 @@
+"""What every index of one layer's keys can do: build, store, rank, append.
+
+Shape legend: H KV heads, G query heads per KV head (the group), T query positions of one forward pass,
+N keys of the context, P sampled query positions, d head dim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.selection.clusters import Piece
+from index_store.selection.ranking import Ranking
+
+Scalar = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class QuerySample:
+    """Queries of one layer kept for building indexes: a bounded, seeded sample of the context's own queries.
+
+    queries_HPGD: [H, P, G, d] float32, after RoPE, not scaled by 1/sqrt(d).
+    positions_P: [P] int64, the token position of each sampled row, ascending. Rows of calibration prompts have
+        positions >= the context's token count.
+    """
+
+    queries_HPGD: Tensor
+    positions_P: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStarts:
+    """Clusters that prefill has found on its way, for k-means to start from (`prefill_worker.muse`).
+
+    queries_HXD: [H, X, d] float32, means of clusters of queries. clusters_HN: [H, N] int32, a cluster of every key
+        within its part of the context; -1 for keys that were in none.
+    """
+
+    queries_HXD: Tensor
+    clusters_HN: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSource:
+    """What an index of one layer is built from.
+
+    kv_HN2D: [H, N, 2, d], keys (after RoPE) and values of the context in the stored dtype.
+    queries: sample of the layer's queries. inverse_frequencies: [d/2] float32 of the model's rotary embedding (angle
+        of dimensions i and i + d/2 at position p: p * inverse_frequencies[i]); None for a model whose embedding
+        is of another form. starts: clusters to start from, where there are some.
+    """
+
+    kv_HN2D: Tensor
+    queries: QuerySample
+    inverse_frequencies: Tensor | None = None
+    starts: ClusterStarts | None = None
+
+    @property
+    def keys_HND(self) -> Tensor:
+        """View of the keys."""
+        return self.kv_HN2D[:, :, 0]
+
+    @property
+    def values_HND(self) -> Tensor:
+        """View of the values."""
+        return self.kv_HN2D[:, :, 1]
+
+
+class AppendedKeys(ABC):
+    """Session-private extension of a shared index by keys that arrived while decoding. Never touches the index."""
+
+    @abstractmethod
+    def append(self, kv_HT2D: Tensor) -> None:
+        """Adds T keys and values [H, T, 2, d] (any float dtype, after RoPE); ids continue those already present."""
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Number of appended keys."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Host memory held, in bytes."""
+
+
+class LayerIndex(ABC):
+    """The index of one layer: all KV heads, immutable, shared by every session of the context."""
+
+    kind: ClassVar[str]
+
+    partitions: ClassVar[bool] = False
+    """Whether the index divides the keys into clusters that a remainder can be computed over (`pieces`)."""
+
+    @classmethod
+    @abstractmethod
+    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
+        """Raises InvalidArgumentError unless build parameters and search options are complete, known and fit."""
+
+    @classmethod
+    @abstractmethod
+    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
+        """Whether a ranking's logits approximate q.k, so that budgets may take their softmax for attention weights."""
+
+    @classmethod
+    @abstractmethod
+    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
+        """Bytes stored per token of a long context, KV head and layer."""
+
+    @classmethod
+    @abstractmethod
+    def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:
+        """Builds the index of one layer.
+
+        Raises InvalidArgumentError for a parameter that is missing, unknown or out of range.
+        """
+
+    @abstractmethod
+    def arrays(self) -> dict[str, Tensor]:
+        """What is stored: name -> [H, ...] tensor (contiguous; int8, int16, int32, float16 or float32)."""
+
+    @classmethod
+    @abstractmethod
+    def from_arrays(
+        cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], kv_HN2D: Tensor
+    ) -> Self:
+        """The index over stored arrays, without copying them. `kv_HN2D` are the context's own keys and values."""
+
+    @abstractmethod
+    def start_appending(self) -> AppendedKeys:
+        """A fresh, empty session-private extension."""
+
+    @abstractmethod
+    def rank(
+        self,
+        queries_HTGD: Tensor,
+        first_key: int,
+        end_key: int,
+        appended: AppendedKeys | None,
+        search: Mapping[str, Scalar],
+        position: int | None = None,
+    ) -> Ranking:
+        """Scores keys first_key..end_key-1 for queries [H, T, G, d] float32, already scaled by 1/sqrt(d).
+
+        Ids >= N address appended keys; `end_key` never exceeds N + appended.count. `search` holds the method's
+        search options (for example pooling of the group, backoff). position: of the first query, the others follow;
+        needed by indexes that undo the rotary embedding.
+        """
+
+    def pieces(
+        self, queries_HTGD: Tensor, appended: AppendedKeys | None, position: int | None = None
+    ) -> tuple[Piece, ...]:
+        """The clusters that together hold every key of the index, with the queries' products with their means.
+
+        Only for indexes that partition the keys; raises MethodUnsupportedError otherwise.
+        """
+        raise MethodUnsupportedError(f"index kind {self.kind!r} has no clusters to compute a remainder over")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stored arrays."""
+        return sum(array.numel() * array.element_size() for array in self.arrays().values())
+
+
+def check_keys(keys_HND: Tensor) -> None:
+    """Raises InvalidArgumentError unless the tensor is a finite, non-empty [H, N, d]."""
+    if keys_HND.dim() != 3 or 0 in keys_HND.shape:
+        raise InvalidArgumentError(
+            f"keys must be a non-empty [heads, keys, dim], got {tuple(keys_HND.shape)}"
+        )
+    if not all_finite(keys_HND):
+        raise InvalidArgumentError("keys contain NaN or infinity; the model or its dtype overflowed")
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite, in one pass and without a copy."""
+    if tensor.numel() == 0:
+        return True
+    # NaN is both the least and the largest of what it is among.
+    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())

@@ -1,0 +1,282 @@
+"""How the arrays of key clusters and of their tree are computed.
+
+Shape legend: H KV heads, N keys, P keys of one block, C clusters, K coarse clusters, d head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from index_store.errors import InvalidArgumentError
+from index_store.indexes.interface.layer_index import LayerSource, all_finite, check_keys
+from index_store.indexes.key_clusters.moments import Moments, measure, sum_by_cluster
+from index_store.indexes.key_clusters.parameters import ClusterParameters, TreeParameters
+from index_store.indexes.key_clusters.windowed_rope import check_frequencies, undo_rotary
+from index_store.kmeans.clustering import assign_clusters
+
+_SEEDS = 2**31
+
+_STARTED = 4
+"""Of how many iterations k-means takes one where it starts from clusters: docs/muse.md has the measurement."""
+
+_ORDER = (
+    "counts",
+    "means",
+    "value_sums",
+    "assignment",
+    "variances",
+    "covariances",
+    "frequencies",
+    "offsets",
+    "members",
+)
+"""In which a layer's arrays are stored; those of a tree come behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Consecutive keys first..end-1 that are clustered together, and the numbers of their clusters."""
+
+    first: int
+    end: int
+    first_cluster: int
+    end_cluster: int
+
+
+def divide(count: int, parameters: ClusterParameters) -> list[Block]:
+    """Blocks of all keys but the sinks: W keys each, W/2 to 3W/2 in the last one (Multipole Attention section 3.3).
+
+    A context of fewer keys is one block. No key at all beside the sinks still makes one block, with an empty cluster.
+    """
+    first = min(parameters.sinks, count)
+    size = parameters.block if parameters.block > 0 else count
+    blocks: list[Block] = []
+    cluster = 0
+    while first < count or not blocks:
+        end = first + size if count - first > 1.5 * size else count
+        clusters = max(1, math.ceil((end - first) / parameters.keys_per_cluster))
+        blocks.append(Block(first, end, cluster, cluster + clusters))
+        first, cluster = end, cluster + clusters
+    return blocks
+
+
+def build_clusters(parameters: ClusterParameters, source: LayerSource, seed: int) -> dict[str, Tensor]:
+    """Arrays of the clusters of one layer; all heads have the same number, some may be empty.
+
+    counts [H, C] float32; means and value_sums [H, C, d], variances [H, C, d], covariances [H, C, d, d] float32, the
+    last two as `moments` says; assignment [H, N] int32, -1 for sinks; offsets [H, C + 1] and members [H, N] int32,
+    sinks after all members; frequencies [H, d/2] float32 with windowed RoPE.
+
+    They are where the keys are; on a device the clusters are others than on the host, as tight.
+    Raises InvalidArgumentError for keys or values that are not finite, and for windowed RoPE without frequencies.
+    """
+    check_keys(source.keys_HND)
+    if not all_finite(source.values_HND):
+        raise InvalidArgumentError("values contain NaN or infinity; the model or its dtype overflowed")
+    if source.kv_HN2D.is_cuda:
+        return build_clusters_on_device(parameters, source, seed)
+    heads, count, head_dim = source.keys_HND.shape
+    blocks = divide(count, parameters)
+    clusters = blocks[-1].end_cluster
+    arrays = _empty_arrays(parameters.moments, heads, count, clusters, head_dim)
+    order_HN, iterations = _order(parameters, source)
+    frequencies_F = None
+    if parameters.window > 0:
+        frequencies_F = check_frequencies(source.inverse_frequencies, head_dim).float()
+        arrays["frequencies"] = frequencies_F.repeat(heads, 1)
+    for head in range(heads):
+        for number, block in enumerate(blocks):
+            keys_PD = source.keys_HND[head, block.first : block.end].float()
+            if frequencies_F is not None:
+                keys_PD = undo_rotary(keys_PD[None], block.first, frequencies_F)[0]
+            own = block.end_cluster - block.first_cluster
+            cluster_P = assign_clusters(
+                keys_PD,
+                own,
+                iterations,
+                (seed + head * len(blocks) + number) % _SEEDS,
+                parameters.metric,
+                None if order_HN is None else order_HN[head, block.first : block.end] - block.first,
+            )
+            values_PD = source.values_HND[head, block.first : block.end].float()
+            arrays["assignment"][head, block.first : block.end] = cluster_P + block.first_cluster
+            moments = measure(keys_PD[None], values_PD[None], cluster_P[None], own, parameters.moments)
+            for name, array in _moment_arrays(moments).items():
+                arrays[name][head, block.first_cluster : block.end_cluster] = array[0]
+    arrays["offsets"], arrays["members"] = list_members(arrays["assignment"], clusters)
+    return arrays
+
+
+def build_clusters_on_device(
+    parameters: ClusterParameters, source: LayerSource, seed: int
+) -> dict[str, Tensor]:
+    """The same arrays, by kernels. Keys and values must be finite."""
+    from index_store.indexes.key_clusters.build_triton import build_device_clusters
+
+    heads, count, head_dim = source.keys_HND.shape
+    compared_HND = None
+    order_HN, iterations = _order(parameters, source)
+    frequencies_F = None
+    if parameters.window > 0:
+        frequencies_F = check_frequencies(source.inverse_frequencies, head_dim).float()
+        compared_HND = undo_rotary(source.keys_HND, 0, frequencies_F)
+    arrays = build_device_clusters(
+        source.kv_HN2D,
+        _block_table(count, parameters),
+        metric=parameters.metric,
+        iterations=iterations,
+        moments=parameters.moments,
+        seed=seed,
+        compared_HND=compared_HND,
+        order_HN=order_HN,
+    )
+    if frequencies_F is not None:
+        arrays["frequencies"] = frequencies_F.to(source.kv_HN2D.device).repeat(heads, 1)
+    return _ordered(arrays)
+
+
+def _order(parameters: ClusterParameters, source: LayerSource) -> tuple[Tensor | None, int]:
+    """The keys of every block by the clusters that prefill found, if it did, and the iterations of k-means.
+
+    Not with windowed RoPE, which clusters other vectors than prefill.
+    """
+    if source.starts is None or parameters.window > 0:
+        return None, parameters.iterations
+    clusters_HN = source.starts.clusters_HN.long()
+    blocks = divide(clusters_HN.shape[1], parameters)
+    ends = torch.tensor([blocks[0].first, *(block.end for block in blocks)], device=clusters_HN.device)
+    block_N = torch.bucketize(torch.arange(clusters_HN.shape[1], device=ends.device), ends, right=True)
+    # Keys of one block stay together; those in none come first, as they do.
+    keyed_HN = block_N * (2 + clusters_HN.amax()) + clusters_HN + 1
+    return keyed_HN.argsort(dim=1, stable=True), max(1, parameters.iterations // _STARTED)
+
+
+def _block_table(count: int, parameters: ClusterParameters) -> list[tuple[int, int, int, int]]:
+    return [(b.first, b.end, b.first_cluster, b.end_cluster) for b in divide(count, parameters)]
+
+
+def build_tree(parameters: TreeParameters, source: LayerSource, seed: int) -> dict[str, Tensor]:
+    """Arrays of a cluster tree: those of its fine clusters, in the order of their coarse clusters, and
+
+    parents [H, C] int32; coarse_offsets [H, K + 1] int32, the fine clusters of every coarse one; coarse_counts [H, K],
+    coarse_means, coarse_value_sums and (moments diagonal) coarse_variances [H, K, d] float32.
+
+    Coarse clusters are k-means of the fine means, block by block (Squeezed Attention section 3.3); their means are
+    those of all their keys. Raises InvalidArgumentError like `build_clusters`.
+    """
+    arrays = build_clusters(parameters, source, seed)
+    if source.kv_HN2D.is_cuda:
+        return build_tree_on_device(parameters, arrays, seed)
+    heads, count = arrays["assignment"].shape
+    parents_HC = torch.empty(arrays["counts"].shape, dtype=torch.int64)
+    blocks = divide(count, parameters)
+    coarse = 0
+    for number, block in enumerate(blocks):
+        own = max(1, math.ceil((block.end - block.first) / parameters.keys_per_coarse))
+        for head in range(heads):
+            filled = arrays["counts"][head, block.first_cluster : block.end_cluster] > 0
+            # Empty clusters join the last coarse one of their block: they count for nothing there.
+            parents = torch.full(filled.shape, own - 1)
+            if bool(filled.any()):
+                means = arrays["means"][head, block.first_cluster : block.end_cluster][filled]
+                own_seed = (seed + head * len(blocks) + number) % _SEEDS
+                parents[filled] = assign_clusters(
+                    means, own, parameters.iterations, own_seed, parameters.metric
+                )
+            parents_HC[head, block.first_cluster : block.end_cluster] = parents + coarse
+        coarse += own
+    _order_by_parents(arrays, parents_HC)
+    arrays["coarse_offsets"], _ = list_members(arrays["parents"], coarse)
+    arrays.update(_coarse_moments(arrays, coarse))
+    return arrays
+
+
+def build_tree_on_device(
+    parameters: TreeParameters, arrays: dict[str, Tensor], seed: int
+) -> dict[str, Tensor]:
+    """The same arrays, by kernels, over the fine clusters' arrays."""
+    from index_store.indexes.key_clusters.tree_triton import build_device_tree
+
+    frequencies = {"frequencies": arrays["frequencies"]} if "frequencies" in arrays else {}
+    tree = build_device_tree(
+        arrays,
+        _block_table(arrays["assignment"].shape[1], parameters),
+        keys_per_coarse=parameters.keys_per_coarse,
+        metric=parameters.metric,
+        iterations=parameters.iterations,
+        seed=seed,
+    )
+    return _ordered({**tree, **frequencies})
+
+
+def _ordered(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    names = [*(name for name in _ORDER if name in arrays), *(name for name in arrays if name not in _ORDER)]
+    return {name: arrays[name] for name in names}
+
+
+def list_members(assignment_HX: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
+    """Offsets [H, C + 1] and members [H, X], both int32: each cluster's entries ascending, -1 entries after them."""
+    last_HX = torch.where(assignment_HX >= 0, assignment_HX, clusters).long()
+    sizes_HC = torch.stack([row.bincount(minlength=clusters + 1) for row in last_HX])[:, :clusters]
+    offsets = torch.nn.functional.pad(sizes_HC.cumsum(1), (1, 0))
+    return offsets.to(torch.int32), last_HX.argsort(dim=1, stable=True).to(torch.int32)
+
+
+def _moment_arrays(moments: Moments) -> dict[str, Tensor]:
+    named = {
+        "counts": moments.counts_HC,
+        "means": moments.means_HCD,
+        "value_sums": moments.value_sums_HCD,
+        "variances": moments.variances_HCD,
+        "covariances": moments.covariances_HCDD,
+    }
+    return {name: array for name, array in named.items() if array is not None}
+
+
+def _empty_arrays(moments: str, heads: int, count: int, clusters: int, head_dim: int) -> dict[str, Tensor]:
+    arrays = {
+        "counts": torch.zeros(heads, clusters),
+        "means": torch.zeros(heads, clusters, head_dim),
+        "value_sums": torch.zeros(heads, clusters, head_dim),
+        "assignment": torch.full((heads, count), -1, dtype=torch.int32),
+    }
+    if moments != "none":
+        arrays["variances"] = torch.zeros(heads, clusters, head_dim)
+    if moments == "full":
+        arrays["covariances"] = torch.zeros(heads, clusters, head_dim, head_dim)
+    return arrays
+
+
+def _order_by_parents(arrays: dict[str, Tensor], parents_HC: Tensor) -> None:
+    """Renumbers the fine clusters so that those of one coarse cluster follow each other; adds `parents`."""
+    order_HC = parents_HC.argsort(dim=1, stable=True)
+    arrays["parents"] = parents_HC.gather(1, order_HC).to(torch.int32)
+    for name in arrays.keys() & {"counts", "means", "value_sums", "variances"}:
+        arrays[name] = torch.stack([a[o] for a, o in zip(arrays[name], order_HC, strict=True)])
+    rank_HC = order_HC.argsort(dim=1).to(torch.int32)
+    old_HN = arrays["assignment"]
+    new_HN = rank_HC.gather(1, old_HN.clamp(min=0).long())
+    arrays["assignment"] = torch.where(old_HN >= 0, new_HN, old_HN)
+    arrays["offsets"], arrays["members"] = list_members(arrays["assignment"], parents_HC.shape[1])
+
+
+def _coarse_moments(arrays: dict[str, Tensor], coarse: int) -> dict[str, Tensor]:
+    parents_HC = arrays["parents"].long()
+    weights_HC1 = arrays["counts"][..., None]
+    counts_HK = sum_by_cluster(weights_HC1, parents_HC, coarse)[..., 0]
+    present_HK1 = counts_HK.clamp(min=1.0)[..., None]
+    means_HKD = sum_by_cluster(arrays["means"] * weights_HC1, parents_HC, coarse) / present_HK1
+    found = {
+        "coarse_counts": counts_HK.contiguous(),
+        "coarse_means": means_HKD,
+        "coarse_value_sums": sum_by_cluster(arrays["value_sums"], parents_HC, coarse),
+    }
+    if "variances" in arrays:
+        own_HCD = means_HKD.gather(1, parents_HC[..., None].expand_as(arrays["means"]))
+        spread_HCD = arrays["variances"] + (arrays["means"] - own_HCD).square()
+        found["coarse_variances"] = sum_by_cluster(spread_HCD * weights_HC1, parents_HC, coarse) / present_HK1
+    return found

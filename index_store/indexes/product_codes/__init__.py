@@ -1,0 +1,1 @@
+"""Product codes: every key as a few bytes that name codewords of its slices."""

@@ -1,0 +1,209 @@
+"""Product codes: keys quantised slice by slice, scored through lookup tables (PQCache).
+
+The head dimension is split into subspaces. In each, k-means of the keys' slices gives a codebook, and a key is kept as
+the numbers of its slices' nearest codewords. A query's products with all codewords are looked up and added for every
+key, which approximates its product with the key.
+
+Shape legend: H KV heads, T positions, G group heads, N keys, S subspaces, W = 2^bits codewords, B = d/S slice width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from index_store.errors import InvalidArgumentError
+from index_store.indexes.interface.growing import GrowingRows
+from index_store.indexes.interface.layer_index import (
+    AppendedKeys,
+    LayerIndex,
+    LayerSource,
+    Scalar,
+    check_keys,
+)
+from index_store.indexes.interface.parameter_types import typed_parameters
+from index_store.indexes.interface.products import are_many
+from index_store.indexes.interface.subspaces import subspace_dims
+from index_store.indexes.product_codes.products import score_codes_by_products
+from index_store.indexes.product_codes.search_numba import CodeReads, score_codes
+from index_store.kmeans.clustering import euclidean_kmeans
+from index_store.selection.ranking import Items, Ranking
+
+_MAX_BITS = 8
+_KEYS_AT_ONCE = 2048  # keys compared with all codewords at a time
+
+
+@dataclass(frozen=True, slots=True)
+class CodeParameters:
+    """Build parameters.
+
+    subspaces: S, a divisor of the head dimension. bits: of a code, 1 to 8. split: dimensions of subspace b are those
+        with i mod S = b (`strided`) or a slice (`contiguous`). iterations: of k-means.
+    """
+
+    subspaces: int
+    bits: int
+    split: str
+    iterations: int
+
+    def __post_init__(self) -> None:
+        if self.split not in ("strided", "contiguous"):
+            raise InvalidArgumentError(
+                f"product codes: split is {self.split!r}, expected one of strided, contiguous"
+            )
+        for name, number in (("subspaces", self.subspaces), ("iterations", self.iterations)):
+            if number < 1:
+                raise InvalidArgumentError(f"product codes: {name} is {number}, expected at least 1")
+        if not 1 <= self.bits <= _MAX_BITS:
+            raise InvalidArgumentError(f"product codes: bits is {self.bits}, expected 1 to {_MAX_BITS}")
+
+    @classmethod
+    def parse(cls, parameters: Mapping[str, Scalar]) -> Self:
+        """Raises InvalidArgumentError for a missing, unknown, ill-typed or out-of-range parameter."""
+        return cls(**typed_parameters(parameters, cls, "product codes"))
+
+    def dims(self, head_dim: int) -> Tensor:
+        """[S, B] int64: the dimensions of each subspace."""
+        return subspace_dims(head_dim, self.subspaces, self.split)
+
+
+class AppendedCodes(AppendedKeys):
+    """A session's own codes, of the context's codebooks."""
+
+    def __init__(self, codebooks_HSWB: Tensor, dims_SB: Tensor) -> None:
+        self._codebooks_HSWB = codebooks_HSWB
+        self._dims_SB = dims_SB
+        heads, subspaces = codebooks_HSWB.shape[:2]
+        self.codes = GrowingRows(heads, subspaces, dtype=torch.uint8, device=codebooks_HSWB.device)
+
+    def append(self, kv_HT2D: Tensor) -> None:
+        self.codes.append(_encode(kv_HT2D[:, :, 0], self._codebooks_HSWB, self._dims_SB))
+
+    @property
+    def count(self) -> int:
+        return self.codes.count
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes
+
+
+class ProductCodes(LayerIndex):
+    """Codes and codebooks of one layer's keys."""
+
+    kind = "product_codes"
+
+    def __init__(self, parameters: CodeParameters, arrays: Mapping[str, Tensor]) -> None:
+        self._arrays = dict(arrays)
+        self._codes_HNS = arrays["codes"]
+        self._codebooks_HSWB = arrays["codebooks"]
+        _, subspaces, _, width = self._codebooks_HSWB.shape
+        self._dims_SB = parameters.dims(subspaces * width).to(self._codes_HNS.device)
+        self._nothing_appended = self.start_appending()
+
+    @property
+    def key_count(self) -> int:
+        """Keys of the context."""
+        return self._codes_HNS.shape[1]
+
+    @classmethod
+    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
+        CodeParameters.parse(parameters)
+        if search:
+            raise InvalidArgumentError(f"product codes take no search options, got {sorted(search)}")
+
+    @classmethod
+    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
+        return True
+
+    @classmethod
+    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
+        return float(CodeParameters.parse(parameters).subspaces)
+
+    @classmethod
+    def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:
+        parsed = CodeParameters.parse(parameters)
+        keys = source.keys_HND
+        check_keys(keys)
+        return cls(parsed, _build_arrays(parsed, keys, seed))
+
+    def arrays(self) -> dict[str, Tensor]:
+        return dict(self._arrays)
+
+    @classmethod
+    def from_arrays(
+        cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], kv_HN2D: Tensor
+    ) -> Self:
+        return cls(CodeParameters.parse(parameters), arrays)
+
+    def start_appending(self) -> AppendedCodes:
+        return AppendedCodes(self._codebooks_HSWB, self._dims_SB)
+
+    def rank(
+        self,
+        queries_HTGD: Tensor,
+        first_key: int,
+        end_key: int,
+        appended: AppendedKeys | None,
+        search: Mapping[str, Scalar],
+        position: int | None = None,
+    ) -> Ranking:
+        own = self._nothing_appended if appended is None else appended
+        if not isinstance(own, AppendedCodes):
+            raise InvalidArgumentError(
+                f"product codes got appended keys of type {type(own).__name__}, expected those that "
+                "start_appending() returned"
+            )
+        held = self.key_count + own.count
+        if end_key > held:
+            raise InvalidArgumentError(f"keys up to {end_key} were asked for, the index holds {held}")
+        slices = queries_HTGD[..., self._dims_SB]
+        codes = (self._codes_HNS, own.codes.buffer)
+        if are_many(slices):
+            logits = score_codes_by_products(codes, slices, self._codebooks_HSWB, first_key, end_key)
+        else:
+            tables = torch.einsum("htgsb,hswb->htgsw", slices, self._codebooks_HSWB)
+            logits = score_codes(CodeReads(*codes, tables, first_key, end_key))
+        _, subspaces, codewords, width = self._codebooks_HSWB.shape
+        codebook_bytes = subspaces * codewords * width * self._codebooks_HSWB.element_size()
+        return Ranking(
+            logits,
+            Items(first_key, end_key),
+            vectors_read=float(codewords),
+            bytes_read=float((end_key - first_key) * subspaces + codebook_bytes),
+        )
+
+
+def _build_arrays(parameters: CodeParameters, keys_HND: Tensor, seed: int) -> dict[str, Tensor]:
+    """codes [H, N, S] uint8 and codebooks [H, S, W, B] float32, where the keys are."""
+    dims_SB = parameters.dims(keys_HND.shape[2])
+    codewords = 2**parameters.bits
+    if keys_HND.is_cuda:
+        from index_store.indexes.product_codes.build_triton import build_device_codes
+
+        return build_device_codes(
+            keys_HND, dims_SB, codewords=codewords, iterations=parameters.iterations, seed=seed
+        )
+    codebooks = [
+        euclidean_kmeans(head[:, dims], codewords, parameters.iterations, seed + number)
+        for head in keys_HND
+        for number, dims in enumerate(dims_SB)
+    ]
+    codebooks_HSWB = torch.stack(codebooks).view(len(keys_HND), len(dims_SB), codewords, -1)
+    return {"codes": _encode(keys_HND, codebooks_HSWB, dims_SB), "codebooks": codebooks_HSWB}
+
+
+def _encode(keys_HTD: Tensor, codebooks_HSWB: Tensor, dims_SB: Tensor) -> Tensor:
+    """[H, T, S] uint8: the nearest codeword of every slice of keys [H, T, d]."""
+    heads, count, _ = keys_HTD.shape
+    codes = torch.empty(heads, count, len(dims_SB), dtype=torch.uint8, device=keys_HTD.device)
+    biases_HSW = codebooks_HSWB.square().sum(-1).mul_(-0.5)
+    for low in range(0, count, _KEYS_AT_ONCE):
+        slices = keys_HTD[:, low : low + _KEYS_AT_ONCE].float()[..., dims_SB]
+        nearness = torch.einsum("htsb,hswb->htsw", slices, codebooks_HSWB).add_(biases_HSW[:, None])
+        codes[:, low : low + _KEYS_AT_ONCE] = nearness.argmax(-1).to(torch.uint8)
+    return codes

@@ -1,0 +1,1 @@
+"""Query tables (CSAttention): scores of all keys for centroids of the context's own queries."""

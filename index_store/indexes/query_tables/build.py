@@ -1,0 +1,116 @@
+"""How the arrays of query tables are computed (CSAttention sections 3.1 and 3.2).
+
+Shape legend: H KV heads, N keys, P sampled queries, m subspaces, C centroids, D head dim, B = D/m slice width, L list
+capacity.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from index_store.errors import InvalidArgumentError
+from index_store.indexes.interface.layer_index import LayerSource, all_finite
+from index_store.indexes.query_tables.parameters import TableParameters
+from index_store.kmeans.clustering import spherical_kmeans
+
+INT8_MAX = 127
+INT16_MAX = 32767
+
+
+def build_tables(parameters: TableParameters, source: LayerSource, seed: int) -> dict[str, Tensor]:
+    """Arrays of one layer's tables, where the keys are; on a device the centroids are others than on the host.
+
+    centroids [H, m, C, B] float32 of unit length, scales [H, m] float32; scores [H, m, C, N] int8 in the dense layout,
+    in the other scores [H, m, C, L] int16 and ids [H, m, C, L] int32, best first. Keys must be finite.
+
+    Raises InvalidArgumentError for queries that are not finite or all zero in a subspace.
+    """
+    if source.kv_HN2D.is_cuda:
+        return build_tables_on_device(parameters, source, seed)
+    keys_HND = source.keys_HND
+    dims_MB = parameters.dims(keys_HND.shape[2])
+    sample_HPD = source.queries.queries_HPGD.flatten(1, 2)
+    starts_HXD = _starts(parameters, source)
+    capacity = _capacity(parameters, keys_HND.shape[1])
+    collected: dict[str, list[list[Tensor]]] = {"centroids": [], "scales": [], "scores": [], "ids": []}
+    for head, (keys_ND, sample_PD) in enumerate(zip(keys_HND, sample_HPD, strict=True)):
+        per_head: dict[str, list[Tensor]] = {name: [] for name in collected}
+        for subspace, dims in enumerate(dims_MB):
+            centroids = spherical_kmeans(
+                sample_PD[:, dims],
+                parameters.centroids,
+                parameters.iterations,
+                seed + subspace,
+                None if starts_HXD is None else starts_HXD[head][:, dims],
+            )
+            slices = keys_ND[:, dims].float()
+            if parameters.scores == "cosine":
+                slices = torch.nn.functional.normalize(slices, dim=-1)
+            per_head["centroids"].append(centroids)
+            for name, array in _compress(centroids @ slices.t(), parameters.layout, capacity).items():
+                per_head[name].append(array)
+        for name, of_subspaces in per_head.items():
+            collected[name].append(of_subspaces)
+    return {
+        name: torch.stack([torch.stack(head) for head in heads])
+        for name, heads in collected.items()
+        if heads[0]
+    }
+
+
+def build_tables_on_device(parameters: TableParameters, source: LayerSource, seed: int) -> dict[str, Tensor]:
+    """The same arrays, by kernels. Centroids of dense tables have values of the keys' dtype."""
+    from index_store.indexes.query_tables.build_triton import build_device_lists, build_device_tables
+
+    keys_HND = source.keys_HND
+    dims_MB = parameters.dims(keys_HND.shape[2])
+    sample_HPD = source.queries.queries_HPGD.flatten(1, 2).to(keys_HND.device)
+    _check_sample(sample_HPD, dims_MB)
+    cosine = parameters.scores == "cosine"
+    numbers: dict[str, Any] = {
+        "centroids": parameters.centroids,
+        "iterations": parameters.iterations,
+        "seed": seed,
+        "starts_HXD": _starts(parameters, source),
+    }
+    if parameters.layout == "dense":
+        return build_device_tables(keys_HND, sample_HPD, dims_MB, **numbers, cosine=cosine)
+    capacity = _capacity(parameters, keys_HND.shape[1])
+    return build_device_lists(keys_HND, sample_HPD, dims_MB, **numbers, capacity=capacity, cosine=cosine)
+
+
+def _check_sample(sample_HPD: Tensor, dims_MB: Tensor) -> None:
+    """What `spherical_kmeans` checks subspace by subspace."""
+    if not all_finite(sample_HPD):
+        raise InvalidArgumentError("k-means got NaN or infinity; the model or its dtype overflowed")
+    largest_HMB = sample_HPD.abs().amax(1)[:, dims_MB.to(sample_HPD.device)]
+    if not bool((largest_HMB.amax(-1) > 0).all()):
+        raise InvalidArgumentError("k-means got no point with a direction: all are zero")
+
+
+def _starts(parameters: TableParameters, source: LayerSource) -> Tensor | None:
+    """Means of queries that k-means starts from, where prefill has found enough of them."""
+    starts = source.starts
+    return starts.queries_HXD if starts and starts.queries_HXD.shape[1] > parameters.centroids else None
+
+
+def _capacity(parameters: TableParameters, count: int) -> int:
+    return max(1, math.ceil(parameters.alpha * count))
+
+
+def _compress(scores_CN: Tensor, layout: str, capacity: int) -> dict[str, Tensor]:
+    """Quantised table or lists of one subspace, with the scale that turns integers back into scores."""
+    limit = INT8_MAX if layout == "dense" else INT16_MAX
+    scale = scores_CN.abs().max().clamp(min=torch.finfo(torch.float32).tiny) / limit
+    if layout == "dense":
+        return {"scales": scale, "scores": (scores_CN / scale).round_().to(torch.int8)}
+    top = scores_CN.topk(capacity, dim=-1, sorted=True)
+    return {
+        "scales": scale,
+        "scores": (top.values / scale).round_().to(torch.int16),
+        "ids": top.indices.to(torch.int32),
+    }

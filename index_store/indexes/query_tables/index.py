@@ -1,0 +1,294 @@
+"""Query tables: keys scored offline against centroids of the prefill queries (CSAttention sections 3.1-3.3).
+
+The head dimension is split into m subspaces. In each, the prefill queries of a KV head's whole group are clustered by
+spherical k-means into C unit centroids, and every key's slice is scored against every centroid. Decoding picks the
+nearest centroid per subspace and adds m table rows, weighted by the query's projection on each centroid, which
+approximates the true product of query and key.
+
+Two layouts: `dense` keeps every score as int8 with one scale per subspace (m*C bytes per token and head);
+`lists` keeps the Top-L keys per centroid, L = alpha*N, as int32 ids and 16-bit scores (6*m*C*alpha bytes).
+
+Shape legend: H KV heads, T positions, G group heads, R = T*G query rows, N keys, m subspaces, C centroids, S = m*C
+table rows, D head dim, B = D/m slice width, J rows read per query row, L list capacity, M ranked keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from index_store.errors import InvalidArgumentError
+from index_store.indexes.interface.layer_index import (
+    AppendedKeys,
+    LayerIndex,
+    LayerSource,
+    Scalar,
+    check_keys,
+)
+from index_store.indexes.interface.products import are_many
+from index_store.indexes.query_tables.build import INT8_MAX, INT16_MAX, build_tables
+from index_store.indexes.query_tables.lists_numba import Lists, insert_keys, score_lists
+from index_store.indexes.query_tables.parameters import TableParameters, TableSearch
+from index_store.indexes.query_tables.products import sum_rows_by_products
+from index_store.indexes.query_tables.search_numba import TableReads, softmax_sum_rows, sum_rows
+from index_store.selection.ranking import Items, Ranking
+
+
+@dataclass(frozen=True, slots=True)
+class _KeyScorer:
+    """Scores keys against the centroids, in units of the tables' scales."""
+
+    centroids_HMCB: Tensor
+    scales_HM: Tensor
+    dims_MB: Tensor
+    cosine: bool
+
+    def score(self, keys_HTD: Tensor, limit: int) -> Tensor:
+        """[H, T, S] float32 whole numbers, clamped to +-limit, where the centroids are."""
+        slices = keys_HTD.to(self.centroids_HMCB.device).float()[..., self.dims_MB]
+        if self.cosine:
+            slices = torch.nn.functional.normalize(slices, dim=-1)
+        scores = torch.einsum("htmb,hmcb->htmc", slices, self.centroids_HMCB)
+        units = (scores / self.scales_HM[:, None, :, None]).round_().clamp_(-limit, limit)
+        return units.flatten(2)
+
+
+class AppendedDense(AppendedKeys):
+    """A session's own table columns, grown by doubling."""
+
+    def __init__(self, scorer: _KeyScorer) -> None:
+        self._scorer = scorer
+        self._count = 0
+        heads, subspaces, centroids, _ = scorer.centroids_HMCB.shape
+        device = scorer.centroids_HMCB.device
+        self.rows_HSN = torch.empty(heads, subspaces * centroids, 0, dtype=torch.int8, device=device)
+
+    def append(self, kv_HT2D: Tensor) -> None:
+        scores_HTS = self._scorer.score(kv_HT2D[:, :, 0], INT8_MAX).to(torch.int8)
+        new = scores_HTS.shape[1]
+        if self._count + new > self.rows_HSN.shape[2]:
+            heads, rows, capacity = self.rows_HSN.shape
+            grown = self.rows_HSN.new_empty(heads, rows, max(64, 2 * capacity, self._count + new))
+            grown[:, :, : self._count] = self.rows_HSN[:, :, : self._count]
+            self.rows_HSN = grown
+        self.rows_HSN[:, :, self._count : self._count + new] = scores_HTS.transpose(1, 2)
+        self._count += new
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows_HSN.numel()
+
+
+class AppendedLists(AppendedKeys):
+    """What streaming inserts changed in the shared lists: shorter stored parts and sorted insert buffers."""
+
+    def __init__(self, scorer: _KeyScorer, ids_HSL: Tensor, values_HSL: Tensor, first_id: int) -> None:
+        self._scorer = scorer
+        self._first_id = first_id
+        self._count = 0
+        heads, rows, capacity, device = *ids_HSL.shape, ids_HSL.device
+        self.lists = Lists(
+            ids_HSL,
+            values_HSL,
+            torch.full((heads, rows), capacity, dtype=torch.int32, device=device),
+            torch.empty(heads, rows, 16, dtype=torch.int32, device=device),
+            torch.empty(heads, rows, 16, dtype=torch.int16, device=device),
+            torch.zeros(heads, rows, dtype=torch.int32, device=device),
+        )
+
+    def append(self, kv_HT2D: Tensor) -> None:
+        scores_HTS = self._scorer.score(kv_HT2D[:, :, 0], INT16_MAX).to(torch.int16)
+        self._reserve(int(self.lists.inserted_HS.max()) + scores_HTS.shape[1])
+        insert_keys(self.lists, scores_HTS, self._first_id + self._count)
+        self._count += scores_HTS.shape[1]
+
+    def _reserve(self, entries: int) -> None:
+        capacity = self.lists.inserted_ids_HSE.shape[2]
+        if entries <= capacity:
+            return
+        pad = (0, max(2 * capacity, entries) - capacity)
+        self.lists = replace(
+            self.lists,
+            inserted_ids_HSE=torch.nn.functional.pad(self.lists.inserted_ids_HSE, pad),
+            inserted_values_HSE=torch.nn.functional.pad(self.lists.inserted_values_HSE, pad),
+        )
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        return self.lists.inserted_ids_HSE.numel() * 6 + self.lists.kept_HS.numel() * 8
+
+
+class QueryTables(LayerIndex):
+    """The tables of one layer in either layout."""
+
+    kind = "query_tables"
+
+    def __init__(self, parameters: TableParameters, arrays: Mapping[str, Tensor], keys_HND: Tensor) -> None:
+        self._parameters = parameters
+        self._arrays = dict(arrays)
+        self.key_count = keys_HND.shape[1]
+        self._scores_HSN = arrays["scores"].flatten(1, 2)
+        self._ids_HSL = arrays["ids"].flatten(1, 2) if parameters.layout == "lists" else None
+        self._scorer = _KeyScorer(
+            arrays["centroids"],
+            arrays["scales"],
+            parameters.dims(keys_HND.shape[2]).to(arrays["centroids"].device),
+            parameters.scores == "cosine",
+        )
+        self._nothing_appended = self.start_appending()
+
+    @classmethod
+    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
+        layout = TableParameters.parse(parameters).layout
+        options = TableSearch.parse(search)
+        if layout == "lists" and options.group == "per_head" and options.weights == "uniform":
+            raise InvalidArgumentError(
+                "table search: with uniform weights a key that no list holds has no score, so there is nothing to "
+                "take a softmax of; use group pooled or weights projection over lists"
+            )
+
+    @classmethod
+    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
+        return (
+            TableParameters.parse(parameters).scores == "dot"
+            and TableSearch.parse(search).weights == "projection"
+        )
+
+    @classmethod
+    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
+        parsed = TableParameters.parse(parameters)
+        rows = parsed.subspaces * parsed.centroids
+        return float(rows) if parsed.layout == "dense" else 6.0 * rows * parsed.alpha
+
+    @classmethod
+    def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:
+        parsed = TableParameters.parse(parameters)
+        check_keys(source.keys_HND)
+        return cls(parsed, build_tables(parsed, source, seed), source.keys_HND)
+
+    def arrays(self) -> dict[str, Tensor]:
+        return dict(self._arrays)
+
+    @classmethod
+    def from_arrays(
+        cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], kv_HN2D: Tensor
+    ) -> Self:
+        return cls(TableParameters.parse(parameters), arrays, kv_HN2D[:, :, 0])
+
+    def start_appending(self) -> AppendedDense | AppendedLists:
+        # An extension knows the tensors that it needs and not the index: a cycle would keep an evicted context's
+        # memory until the garbage collector comes by.
+        if self._ids_HSL is None:
+            return AppendedDense(self._scorer)
+        return AppendedLists(self._scorer, self._ids_HSL, self._scores_HSN, self.key_count)
+
+    def rank(
+        self,
+        queries_HTGD: Tensor,
+        first_key: int,
+        end_key: int,
+        appended: AppendedKeys | None,
+        search: Mapping[str, Scalar],
+        position: int | None = None,
+    ) -> Ranking:
+        options = TableSearch.parse(search)
+        # Tables in host memory are searched there, also for queries on a device.
+        device = queries_HTGD.device
+        queries_HTGD = queries_HTGD.to(self._scores_HSN.device)
+        if options.group == "pooled":
+            queries_HTGD = queries_HTGD.mean(2, keepdim=True)
+        rows, weights = self._nearest(queries_HTGD, options)
+        items = Items(first_key, end_key)
+        if self._parameters.layout == "lists":
+            return Ranking(self._score_lists(rows, weights, items, appended, options).to(device), items)
+        extension = self._nothing_appended if appended is None else appended
+        if not isinstance(extension, AppendedDense) or end_key > self.key_count + extension.count:
+            raise InvalidArgumentError(
+                f"keys up to {end_key} were asked for, the index holds {self.key_count}"
+            )
+        return _TableRanking(
+            TableReads(self._scores_HSN, extension.rows_HSN, rows, weights, first_key, end_key), items, device
+        )
+
+    def _score_lists(
+        self,
+        rows: Tensor,
+        weights: Tensor,
+        items: Items,
+        appended: AppendedKeys | None,
+        options: TableSearch,
+    ) -> Tensor:
+        extension = self._nothing_appended if appended is None else appended
+        first, end = items.first_key, items.end_key
+        if not isinstance(extension, AppendedLists) or end > self.key_count + extension.count:
+            raise InvalidArgumentError(f"keys up to {end} were asked for, the index holds {self.key_count}")
+        scores = torch.empty(*rows.shape[:3], end - first, device=rows.device)
+        floor_missing = options.weights == "projection"
+        score_lists(
+            extension.lists,
+            rows.flatten(1, 2),
+            weights.flatten(1, 2),
+            first,
+            floor_missing,
+            scores.flatten(1, 2),
+        )
+        return scores
+
+    def _nearest(self, queries_HTGD: Tensor, options: TableSearch) -> tuple[Tensor, Tensor]:
+        """Table rows [H, T, G, J] int32 and their weights [H, T, G, J] float32, in units of the stored integers."""
+        slices = queries_HTGD[..., self._scorer.dims_MB]
+        products = torch.einsum("htgmb,hmcb->htgmc", slices, self._scorer.centroids_HMCB)
+        centroids = products.shape[-1]
+        offsets_M = torch.arange(products.shape[-2], device=products.device) * centroids
+        scales_HM = self._scorer.scales_HM[:, None, None]
+        if options.backoff_centroids == 1:
+            best = products.max(-1)
+            rows = best.indices + offsets_M
+            weights = (
+                best.values.clamp_(min=0) if options.weights == "projection" else torch.ones_like(best.values)
+            )
+            return rows.to(torch.int32), weights * scales_HM
+        # Sorted, so that of equally near centroids (a query of zeros) every device takes the same.
+        nearest = (products + 0.0).sort(dim=-1, descending=True, stable=True)
+        shared_by = min(options.backoff_centroids, centroids)
+        values, found = nearest.values[..., :shared_by], nearest.indices[..., :shared_by]
+        cosine = values[..., 0] / slices.norm(dim=-1).clamp_(min=1e-12)
+        back_off = (cosine < options.backoff_cosine).unsqueeze(-1)
+        first_only = values.new_zeros(shared_by)
+        first_only[0] = 1.0
+        shared = torch.full_like(first_only, 1.0 / len(first_only))
+        weights = torch.where(back_off, shared, first_only) * scales_HM[..., None]
+        rows = found + offsets_M[:, None]
+        return rows.flatten(3).to(torch.int32), weights.flatten(3).contiguous()
+
+
+class _TableRanking(Ranking):
+    """Scores of a table, added up only in the form that a budget asks for, and then brought to the device."""
+
+    def __init__(self, reads: TableReads, items: Items, device: torch.device) -> None:
+        rows = float(reads.rows_HTGJ.shape[2:].numel())
+        super().__init__(reads.weights_HTGJ, items, bytes_read=rows * (items.end_key - items.first_key))
+        self._reads = reads
+        self._device = device
+
+    @property
+    def logits_HTGM(self) -> Tensor:
+        many = are_many(self._reads.rows_HTGJ)
+        return (sum_rows_by_products if many else sum_rows)(self._reads).to(self._device)
+
+    def scores(self, rule: str) -> Tensor:
+        if rule == "average" and self._reads.rows_HTGJ.shape[2] > 1:
+            return softmax_sum_rows(self._reads).to(self._device)
+        return super().scores(rule)

@@ -1,0 +1,1 @@
+"""k-means on the host by faiss, on a device by kernels."""

@@ -1,0 +1,320 @@
+"""k-means of many groups of vectors at once, on the device.
+
+Every block of consecutive vectors of every head is a problem of its own (as in `indexes.key_clusters.build`);
+one launch assigns all vectors, one moves all centroids, and nothing waits for the host. Both are products of matrices:
+assignment compares vectors with centroids, and a centroid is the product of the rows that name it and the vectors, so
+the sums need no atomics and come out the same every time.
+
+Shape legend: H heads, N vectors, T blocks, C clusters, D dimensions, S stretches of a block.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from index_store.errors import InvalidArgumentError
+from index_store.kmeans.first_centroids import METRICS, Blocks, first_centroids
+from index_store.kmeans.nearest_triton import assign_vectors, bounds_of, product_options
+
+LONGEST_ROW = 256
+"""Dimensions that the kernels take."""
+
+_LEAST_ROW = 16  # of a matrix instruction
+_UNSPLIT = 32_768  # vectors of a block whose sums one program adds up
+_STRETCH = 8_192
+
+
+def fill_rows(rows: Tensor) -> Tensor:
+    """Rows [..., D] filled up with zeros to a length that the kernels take, a power of two from 16 on.
+
+    Rows that fit are returned as they are. Raises InvalidArgumentError for more than 256 dimensions.
+    """
+    width = rows.shape[-1]
+    if width > LONGEST_ROW:
+        raise InvalidArgumentError(f"rows have {width} dimensions, a device takes at most {LONGEST_ROW}")
+    fitting = max(_LEAST_ROW, int(triton.next_power_of_2(width)))
+    if fitting != width:
+        return torch.nn.functional.pad(rows, (0, fitting - width))
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def cluster_blocks(
+    vectors_HND: Tensor,
+    blocks: Blocks,
+    iterations: int,
+    metric: str,
+    seed: int,
+    order_HN: Tensor | None = None,
+) -> Tensor:
+    """The cluster of every vector, [H, N] int32; -1 for vectors in no block. Otherwise as `find_clusters`."""
+    return find_clusters(vectors_HND, blocks, iterations, metric, seed, order_HN)[0]
+
+
+def find_clusters(
+    vectors_HND: Tensor,
+    blocks: Blocks,
+    iterations: int,
+    metric: str,
+    seed: int,
+    order_HN: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The cluster of every vector, [H, N] int32, and the centroids [H, C, D] in the vectors' dtype.
+
+    vectors_HND: bfloat16, float16 or float32. blocks: in ascending order, clusters numbered through; vectors in no
+    block have cluster -1. `cosine` compares directions (a zero vector lands in any cluster), `euclidean` the vectors.
+    Seeds are spread over the block at random; with `order`, the vectors of every block in another order (by coarser
+    clusters), over that. A cluster that loses all its vectors keeps its centroid. With no more
+    vectors than clusters, every vector has its own, and the last one's repeats.
+
+    Raises InvalidArgumentError for an unknown metric, no iteration, no block, or more than 256 dimensions.
+    """
+    if metric not in METRICS:
+        raise InvalidArgumentError(f"k-means: metric is {metric!r}, expected one of {', '.join(METRICS)}")
+    if iterations < 1 or not blocks:
+        raise InvalidArgumentError(
+            f"k-means got {iterations} iterations over {len(blocks)} blocks, expected some"
+        )
+    width = vectors_HND.shape[2]
+    vectors_HND = fill_rows(vectors_HND)
+    heads, count, _ = vectors_HND.shape
+    device = vectors_HND.device
+    scales_HN = None
+    if metric == "cosine":
+        # Before the first centroids: the device works on it while the host prepares them.
+        scales_HN = inverse_norms(vectors_HND)
+    table = torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
+    centroids = first_centroids(vectors_HND, table, blocks, seed, order_HN)
+    if metric == "cosine":
+        centroids = torch.nn.functional.normalize(centroids, dim=-1)
+    rounded = centroids.to(vectors_HND.dtype)
+    halves = _half_squares(rounded, metric)
+    assignment = torch.full((heads, count), -1, dtype=torch.int32, device=device)
+    for _ in range(iterations):
+        assign_vectors(vectors_HND, rounded, halves, table, blocks, assignment)
+        move_centroids(vectors_HND, scales_HN, assignment, table, blocks, rounded, halves)
+    assign_vectors(vectors_HND, rounded, halves, table, blocks, assignment)
+    return assignment, rounded[..., :width]
+
+
+def _half_squares(centroids_HCD: Tensor, metric: str) -> Tensor | None:
+    """What a product with a centroid is lowered by before it is compared; nothing for directions."""
+    return None if metric == "cosine" else 0.5 * centroids_HCD.float().square().sum(-1)
+
+
+def inverse_norms(vectors_HND: Tensor) -> Tensor:
+    """1 / |v| of every vector, [H, N] float32; 1e20 for zeros."""
+    heads, count, dim = vectors_HND.shape
+    scales = torch.empty(heads, count, device=vectors_HND.device)
+    norm_kernel[(triton.cdiv(count, 64), heads)](
+        vectors_HND,
+        scales,
+        vectors_HND.stride(0),
+        vectors_HND.stride(1),
+        count,
+        DIM=dim,
+        POINTS=64,
+        num_warps=4,
+    )
+    return scales
+
+
+def inverse_norms_reference(vectors_HND: Tensor) -> Tensor:
+    """The same, eagerly."""
+    return vectors_HND.float().square().sum(-1).sqrt().clamp(min=1e-20).reciprocal()
+
+
+def move_centroids(
+    vectors_HND: Tensor,
+    scales_HN: Tensor | None,
+    assignment_HN: Tensor,
+    table_TX: Tensor,
+    blocks: Blocks,
+    centroids_HCD: Tensor,
+    halves_HC: Tensor | None,
+) -> None:
+    """Replaces centroids by the mean of their vectors; with scales by the direction of the sum of scaled ones.
+
+    halves: of centroids that are means, replaced as well; there are either scales or halves.
+    Long blocks are divided into stretches whose sums are added in order, so that few clusters fill the device too.
+    """
+    heads, count, dim = vectors_HND.shape
+    clusters = centroids_HCD.shape[1]
+    most = max(stop - begin for _, _, begin, stop in blocks)
+    longest = max(end - first for first, end, _, _ in blocks)
+    if (scales_HN is None) == (halves_HC is None):
+        raise InvalidArgumentError("centroids are moved with scales, or with halves, expected one of them")
+    stretches = 1 if longest <= _UNSPLIT else min(16, triton.cdiv(longest, _STRETCH))
+    sums = None
+    if stretches > 1:
+        sums = torch.zeros(heads, clusters, stretches, dim, device=vectors_HND.device)
+    sizes = None if scales_HN is not None else _count(assignment_HN, clusters)
+    move_kernel[(triton.cdiv(most, 128) * stretches, len(blocks), heads)](
+        vectors_HND,
+        scales_HN,
+        assignment_HN,
+        table_TX,
+        centroids_HCD,
+        halves_HC,
+        sums,
+        sizes,
+        vectors_HND.stride(0),
+        vectors_HND.stride(1),
+        count,
+        clusters,
+        SCALED=scales_HN is not None,
+        STRETCHES=stretches,
+        DIM=dim,
+        CLUSTERS=128,
+        TILE=64,
+        **product_options(vectors_HND.dtype == torch.float32, dim),
+    )
+    if sums is not None:
+        _finish_move(sums.sum(2), sizes, centroids_HCD, halves_HC)
+
+
+def _count(assignment_HN: Tensor, clusters: int) -> Tensor:
+    """Vectors of every cluster, [H, C] int32."""
+    place_HN = torch.where(assignment_HN >= 0, assignment_HN, clusters).long()
+    counts = torch.zeros(len(place_HN), clusters + 1, dtype=torch.int32, device=place_HN.device)
+    return counts.scatter_add_(1, place_HN, counts.new_ones(1, 1).expand_as(place_HN))[
+        :, :clusters
+    ].contiguous()
+
+
+def _finish_move(
+    sums_HCD: Tensor, sizes_HC: Tensor | None, centroids_HCD: Tensor, halves_HC: Tensor | None
+) -> None:
+    """Centroids from the sums over all stretches, directions where there are no sizes; those without vectors stay."""
+    if sizes_HC is None:
+        moved = torch.nn.functional.normalize(sums_HCD, dim=-1)
+        filled = sums_HCD.square().sum(-1, keepdim=True) > 0
+    else:
+        moved = sums_HCD / sizes_HC.clamp(min=1)[..., None]
+        filled = (sizes_HC > 0)[..., None]
+    centroids_HCD.copy_(torch.where(filled, moved.to(centroids_HCD.dtype), centroids_HCD))
+    if halves_HC is not None:
+        halves_HC.copy_(0.5 * centroids_HCD.float().square().sum(-1))
+
+
+def move_centroids_reference(
+    vectors_HND: Tensor,
+    scales_HN: Tensor | None,
+    assignment_HN: Tensor,
+    table_TX: Tensor,
+    blocks: Blocks,
+    centroids_HCD: Tensor,
+    halves_HC: Tensor | None,
+) -> None:
+    """The same, eagerly."""
+    clusters = centroids_HCD.shape[1]
+    for head, own in enumerate(assignment_HN):
+        named = own >= 0
+        vectors = vectors_HND[head].float()
+        if scales_HN is not None:
+            vectors = vectors * scales_HN[head, :, None].to(vectors_HND.dtype).float()
+        sums = torch.zeros(clusters, vectors.shape[1], device=vectors.device)
+        sums.index_add_(0, own[named].long(), vectors[named])
+        sizes = own[named].long().bincount(minlength=clusters)
+        moved = sums / sizes.clamp(min=1)[:, None]
+        if scales_HN is not None:
+            moved = torch.nn.functional.normalize(sums, dim=-1)
+        filled = sizes > 0
+        centroids_HCD[head, filled] = moved[filled].to(centroids_HCD.dtype)
+        if halves_HC is not None:
+            halves_HC[head] = 0.5 * centroids_HCD[head].float().square().sum(-1)
+
+
+@triton.jit(do_not_specialize=["count"])
+def norm_kernel(
+    vectors_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    head_stride: tl.tensor,
+    row_stride: tl.tensor,
+    count: tl.tensor,
+    DIM: tl.constexpr,
+    POINTS: tl.constexpr,
+) -> None:
+    """One program per (POINTS vectors, head)."""
+    at = tl.program_id(0) * POINTS + tl.arange(0, POINTS)
+    head = tl.program_id(1).to(tl.int64)
+    inside = at < count
+    rows_ptr = vectors_ptr + head * head_stride + at.to(tl.int64)[:, None] * row_stride
+    vectors = tl.load(rows_ptr + tl.arange(0, DIM)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    norms = tl.maximum(tl.sqrt(tl.sum(vectors * vectors, 1)), 1e-20)
+    tl.store(scales_ptr + head * count + at, 1.0 / norms, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count", "clusters"])
+def move_kernel(
+    vectors_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    assignment_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    centroids_ptr: tl.tensor,
+    halves_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    sizes_ptr: tl.tensor,
+    head_stride: tl.tensor,
+    row_stride: tl.tensor,
+    count: tl.tensor,
+    clusters: tl.tensor,
+    SCALED: tl.constexpr,
+    STRETCHES: tl.constexpr,
+    DIM: tl.constexpr,
+    CLUSTERS: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """One program per (CLUSTERS clusters and stretch, block, head); it reads all vectors of its stretch."""
+    block = tl.program_id(1)
+    head = tl.program_id(2).to(tl.int64)
+    first, end, begin, stop = bounds_of(table_ptr, block)
+    begin += (tl.program_id(0) // STRETCHES) * CLUSTERS
+    stretch = tl.program_id(0) % STRETCHES
+    if STRETCHES > 1:
+        length = tl.cdiv(tl.cdiv(end - first, STRETCHES), TILE) * TILE
+        first += stretch * length
+        end = tl.minimum(end, first + length)
+    if begin < stop:
+        dims = tl.arange(0, DIM)
+        own = begin + tl.arange(0, CLUSTERS)
+        sums = tl.zeros([CLUSTERS, DIM], tl.float32)
+        for start in tl.range(first, end, TILE, num_stages=STAGES):
+            at = start + tl.arange(0, TILE)
+            inside = at < end
+            vectors = tl.load(
+                vectors_ptr + head * head_stride + at.to(tl.int64)[:, None] * row_stride + dims[None, :],
+                mask=inside[:, None],
+                other=0.0,
+            )
+            named = tl.load(assignment_ptr + head * count + at, mask=inside, other=-1)
+            belongs = own[:, None] == named[None, :]
+            if SCALED:
+                scales = tl.load(scales_ptr + head * count + at, mask=inside, other=0.0)
+                shares = tl.where(belongs, scales[None, :], 0.0)
+            else:
+                shares = tl.where(belongs, 1.0, 0.0)
+            sums += tl.dot(shares.to(vectors.dtype), vectors, input_precision=PRECISION)
+        exists = own < stop
+        row = head * clusters + own
+        if STRETCHES > 1:
+            place = row * STRETCHES + stretch
+            tl.store(sums_ptr + place[:, None] * DIM + dims[None, :], sums, mask=exists[:, None])
+        else:
+            if SCALED:
+                squares = tl.sum(sums * sums, 1)
+                moved = sums / tl.maximum(tl.sqrt(squares), 1e-20)[:, None]
+                filled = exists & (squares > 0.0)
+            else:
+                number = tl.load(sizes_ptr + row, mask=exists, other=0)
+                moved = sums / tl.maximum(number, 1).to(tl.float32)[:, None]
+                filled = exists & (number > 0)
+            rounded = moved.to(centroids_ptr.dtype.element_ty)
+            tl.store(centroids_ptr + row[:, None] * DIM + dims[None, :], rounded, mask=filled[:, None])
+            if not SCALED:  # means have halves
+                halves = 0.5 * tl.sum(rounded.to(tl.float32) * rounded.to(tl.float32), 1)
+                tl.store(halves_ptr + row, halves, mask=filled)

@@ -1,0 +1,56 @@
+"""Loops compiled by numba: which vectors they take, where they run, and how several threads start them.
+
+`njit` and `prange` are imported from here, so that the vectors are chosen before the first loop is compiled.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from numba import njit, prange, threading_layer
+from numba.core import codegen, config
+from torch import Tensor
+
+
+def _prefer_wide_vectors() -> None:
+    """Lets loops take vectors of 512 bits where the processor has them, unless NUMBA_CPU_FEATURES says something else.
+
+    LLVM takes 256 on Intel's, for the sake of old ones whose clock fell with 512. Sums of tables on current ones take
+    a quarter less time with 512 (docs/offload.md).
+    """
+    features = codegen.get_host_cpu_features()
+    if config.CPU_FEATURES is None and "+avx512bw" in features.split(","):
+        config.CPU_FEATURES = f"{features},-prefer-256-bit"
+
+
+_prefer_wide_vectors()
+
+__all__ = ["launch", "njit", "on_host", "prange"]
+
+_workqueue_guard = threading.Lock()
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether the compiled kernels can read the tensor; their eager references run on any device."""
+    return tensor.device.type == "cpu"
+
+
+def launch(kernel: Callable[..., None], *args: object) -> None:
+    """Runs a parallel kernel; the GIL is free meanwhile.
+
+    numba's fallback threading layer, workqueue, aborts the process when two threads enter it at once, so there
+    (and on the very first launch, when the layer is not known yet) launches take turns.
+    """
+    if _is_thread_safe():
+        kernel(*args)
+        return
+    with _workqueue_guard:
+        kernel(*args)
+
+
+def _is_thread_safe() -> bool:
+    try:
+        return bool(threading_layer() != "workqueue")
+    except ValueError:  # no parallel kernel has run yet
+        return False

@@ -1,0 +1,1 @@
+"""Contexts in memory: devices and placements, loading, and the arena that requests share."""

@@ -1,0 +1,366 @@
+"""Loading a context from its files into memory, layer by layer, verifying every checksum on the way.
+
+Shape legend: H KV heads, N tokens of the context, d head dim.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from index_store.errors import InvalidArgumentError, StoreError
+from index_store.memory.device_memory import DeviceBlock, StagedArray, StagingBuffers, device_bytes
+from index_store.memory.host_memory import HostBlock, PageLocker, aligned, paged
+from index_store.memory.placement import MemoryBytes, Placement, slot_bytes
+from index_store.memory.resident import IndexKinds, LayerGate, ResidentContext
+from index_store.store.dtypes import STORED_DTYPES
+from index_store.store.manifest import ArrayEntry, Manifest
+from index_store.store.stored_context import Context
+
+_MAX_THREADS = 4
+
+Read = Callable[[], None]
+"""Reads one KV head of an array to where it belongs."""
+
+
+class LoadedContext:
+    """A context in memory, or on its way there, and the blocks that hold it."""
+
+    def __init__(
+        self, resident: ResidentContext, memory: _Memory, stop: threading.Event, thread: threading.Thread
+    ) -> None:
+        self.resident = resident
+        self._blocks = memory.blocks
+        self._stop = stop
+        self._thread = thread
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes of host memory whose pages are locked."""
+        return sum(block.locked_bytes for block in self._blocks)
+
+    def wait(self) -> None:
+        """Returns when everything is there. Raises what loading raised."""
+        self.join()
+        self.resident.wait_for_layers()
+
+    def join(self) -> None:
+        """Returns when loading has ended, well or not."""
+        self._thread.join()
+
+    def stop(self) -> None:
+        """Ends loading soon, if it has not ended; who waits for layers gets an error."""
+        self._stop.set()
+
+    def release(self) -> None:
+        """Stops loading, which may take until a few files are read, and lets go of all memory."""
+        self._stop.set()
+        self.join()
+        self.resident.release()
+        for block in self._blocks:
+            block.release()
+
+
+def placed_bytes(
+    manifest: Manifest,
+    device: torch.device | None = None,
+    placement: Placement = Placement.DEVICE,
+    lanes: int = 1,
+) -> MemoryBytes:
+    """Bytes that a context takes in each memory: every array, aligned, and its token ids as int64.
+
+    In memory of a device (see `start_loading`) with the padding of rows that some arrays have there, and with slots
+    (`slot_memory`) for every lane of batches where keys and values are in the host's.
+    """
+    arrays = _array_bytes(manifest, device, placement)
+    return arrays + MemoryBytes(device=lanes * slot_bytes(manifest)) if placement.kv_on_host else arrays
+
+
+def _array_bytes(manifest: Manifest, device: torch.device | None, placement: Placement) -> MemoryBytes:
+    """What is reserved when loading begins."""
+    tokens = aligned(manifest.token_count * torch.int64.itemsize)
+    host, shared = (tokens, 0) if placement.kv_on_host else (0, tokens)
+    for name, _, entry in _parts(manifest):
+        if _on_host(manifest, name, placement):
+            host += paged(_layer_bytes(entry, None))
+        else:
+            shared += aligned(_layer_bytes(entry, device))
+    return MemoryBytes(host=host + shared) if device is None else MemoryBytes(host=host, device=shared)
+
+
+def choose_placement(
+    manifest: Manifest, device: torch.device, room: int, lanes: int = 1
+) -> tuple[Placement, str]:
+    """Where a context goes beside a device with so many bytes for contexts, and why.
+
+    All of it there if it fits, else its indexes, else those that the host does not search. lanes: see `placed_bytes`.
+    """
+    budget = f"the device budget of {room}"
+    whole = placed_bytes(manifest, device).device
+    if whole <= room:
+        return Placement.DEVICE, f"its {whole} bytes fit into {budget}"
+    why = f"its {whole} bytes do not fit into {budget}"
+    indexes = placed_bytes(manifest, device, Placement.HYBRID, lanes).device
+    rest = placed_bytes(manifest, device, Placement.HOST, lanes).device
+    if indexes <= room or rest == indexes:
+        return Placement.HYBRID, why
+    return (
+        Placement.HOST,
+        f"{why}, nor do its indexes' {indexes}, without those that the host searches {rest}",
+    )
+
+
+def resident_bytes(manifest: Manifest, device: torch.device | None = None) -> int:
+    """Bytes that a context takes where it is in one memory only."""
+    return placed_bytes(manifest, device).total
+
+
+def load_context(
+    context: Context,
+    locker: PageLocker | None = None,
+    kinds: IndexKinds | None = None,
+    device: torch.device | None = None,
+    placement: Placement = Placement.DEVICE,
+) -> LoadedContext:
+    """Reads every array into memory. Takes what `start_loading` takes, and returns when all is there.
+
+    Raises the matching ContextCorruptError, or MemoryBudgetError; nothing is kept then.
+    """
+    loaded = start_loading(context, locker, kinds, device, placement)
+    try:
+        loaded.wait()
+    except BaseException:
+        loaded.release()
+        raise
+    return loaded
+
+
+def start_loading(
+    context: Context,
+    locker: PageLocker | None = None,
+    kinds: IndexKinds | None = None,
+    device: torch.device | None = None,
+    placement: Placement = Placement.DEVICE,
+    on_end: Callable[[Exception | None], None] = lambda error: None,
+) -> LoadedContext:
+    """Reserves memory and begins to read every array into it, layer by layer, head by head, in a few threads.
+
+    Each layer's keys and values are one contiguous [H, N, 2, d] tensor, each index array of a layer [H, ...]. Whoever
+    asks the context for a layer waits for it; an error goes to all who wait for a layer that was not there by then.
+    Raises MemoryBudgetError, or the matching ContextCorruptError for the token ids, which are read here. The context
+    must stay open until loading has ended.
+
+    device: into whose memory, through a few staging buffers, with rows padded as `device_memory` says; None for host
+    memory, which is then page-locked by `locker`. placement: all but DEVICE need a device, and put keys and values into
+    host memory, one range per layer, each locked at the latest when it has been read; HOST also indexes that the host
+    searches.
+    on_end: called by the thread that loads, at its end, with the error if there was one, before those who wait get it.
+    """
+    manifest = context.manifest
+    if placement.kv_on_host and device is None:
+        raise InvalidArgumentError(f"placement {placement.value} needs a device beside the host; use device")
+    memory = _Memory.reserve(manifest, locker, device, placement)
+    try:
+        memory.tokens.copy_(context.tokens())
+        gate = LayerGate(manifest.model.layers)
+        resident = ResidentContext(
+            manifest,
+            memory.tokens,
+            memory.kv,
+            memory.arrays,
+            kinds,
+            placement=placement,
+            device=device,
+            gate=gate,
+        )
+        stop = threading.Event()
+        layers = _plan_reads(context, memory, device, placement)
+        thread = threading.Thread(
+            target=_load, args=(layers, gate, stop, on_end), name=f"load-{manifest.id[:12]}", daemon=True
+        )
+        thread.start()
+    except BaseException:
+        for block in memory.blocks:
+            block.release()
+        raise
+    return LoadedContext(resident, memory, stop, thread)
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Reserved memory of a context, cut into its arrays.
+
+    full: by layer, the blocks that are full, and therefore are locked, once that layer has been read.
+    """
+
+    tokens: Tensor
+    kv: dict[int, Tensor] = field(default_factory=dict)
+    arrays: dict[tuple[str, int], dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    blocks: list[HostBlock | DeviceBlock] = field(default_factory=list)
+    full: dict[int, HostBlock | DeviceBlock] = field(default_factory=dict)
+
+    @classmethod
+    def reserve(
+        cls, manifest: Manifest, locker: PageLocker | None, device: torch.device | None, placement: Placement
+    ) -> _Memory:
+        beside = placement.kv_on_host
+        needed = _array_bytes(manifest, device, placement)
+        tokens_shape, last = (manifest.token_count,), manifest.model.layers - 1
+        shared: HostBlock | DeviceBlock
+        shared = HostBlock(needed.host, locker) if device is None else DeviceBlock(needed.device, device)
+        tokens = (
+            torch.empty(tokens_shape, dtype=torch.int64, device="cpu")
+            if beside
+            else shared.take(tokens_shape, torch.int64)
+        )
+        memory = cls(tokens, blocks=[shared])
+        if not beside:
+            memory.full[last] = shared
+        try:
+            for index, layer, entry in _parts(manifest):
+                shape, dtype = entry.shape[1:], STORED_DTYPES[entry.dtype].torch_dtype
+                block = shared
+                if _on_host(manifest, index, placement):
+                    # Of indexes there only cores of the host read: their pages need not be locked.
+                    kv, locked = index is None, locker if index is None else None
+                    block = HostBlock(_layer_bytes(entry, None), locked, gathered=kv, huge_pages=not kv)
+                    memory.blocks.append(block)
+                    if index is None:
+                        memory.full[layer] = block
+                array = block.take(shape, dtype)
+                if index is None:
+                    memory.kv[layer] = array
+                else:
+                    memory.arrays[index, layer][entry.path.rpartition("/")[2]] = array
+        except BaseException:
+            for block in memory.blocks:
+                block.release()
+            raise
+        return memory
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerReads:
+    """What reads one layer, and the block that is full then."""
+
+    reads: list[Read]
+    full: HostBlock | DeviceBlock | None
+
+
+def _plan_reads(
+    context: Context, memory: _Memory, device: torch.device | None, placement: Placement
+) -> list[_LayerReads]:
+    """What reads each layer, in the order in which the arrays lie in memory."""
+    staged = None if device is None else _StagedReads(context, device)
+    reads: dict[int, list[Read]] = defaultdict(list)
+    for index, layer, entry in _parts(context.manifest):
+        name = entry.path.rpartition("/")[2]
+        array = memory.kv[layer] if index is None else memory.arrays[index, layer][name]
+        to_host = staged is None or _on_host(context.manifest, index, placement)
+        read_head = context.read_head if to_host or staged is None else staged.read
+        reads[layer] += [
+            partial(read_head, entry.path, layer, head, array[head]) for head in range(entry.shape[1])
+        ]
+    layers = range(context.manifest.model.layers)
+    return [_LayerReads(reads[layer], memory.full.get(layer)) for layer in layers]
+
+
+class _StagedReads:
+    """Reads into device memory through as many pairs of staging buffers as there are threads."""
+
+    def __init__(self, context: Context, device: torch.device) -> None:
+        self._context = context
+        self._idle: SimpleQueue[StagingBuffers] = SimpleQueue()
+        for _ in range(_threads()):
+            self._idle.put(StagingBuffers(device))
+
+    def read(self, path: str, layer: int, head: int, out: Tensor) -> None:
+        """Returns when the bytes are in device memory: who waits for the layer may use it in any stream."""
+        buffers = self._idle.get()
+        try:
+            self._context.read_head_pieces(path, layer, head, StagedArray(out, buffers))
+        finally:
+            # Also after an error: nothing may be written any more once the memory is given back.
+            buffers.wait()
+            self._idle.put(buffers)
+
+
+def _load(
+    layers: list[_LayerReads],
+    gate: LayerGate,
+    stop: threading.Event,
+    on_end: Callable[[Exception | None], None],
+) -> None:
+    """Reads all layers, and opens the gate for each. The body of the thread that loads."""
+    error: Exception | None = None
+    try:
+        _read_layers(layers, gate, stop)
+    except Exception as raised:
+        error = raised.with_traceback(None)  # whose frames would keep the memory
+    except BaseException:
+        error = StoreError("loading a context was interrupted; ask again")
+    layers.clear()
+    on_end(error)
+    if error is not None:
+        gate.fail(error)  # last: who sees it finds it noted elsewhere too
+
+
+def _read_layers(layers: list[_LayerReads], gate: LayerGate, stop: threading.Event) -> None:
+    """Reads on a few threads; the first error stops the rest."""
+
+    def check() -> None:
+        if stop.is_set():
+            raise StoreError("the context was released while it was being loaded; ask again")
+
+    def unless_stopped(read: Read) -> None:
+        check()
+        read()
+
+    with ThreadPoolExecutor(_threads(), "load") as pool:
+        pending = [[pool.submit(unless_stopped, read) for read in layer.reads] for layer in layers]
+        try:
+            for layer, futures in zip(layers, pending, strict=True):
+                for future in futures:
+                    future.result()
+                check()
+                if layer.full is not None:
+                    layer.full.lock()
+                gate.open_next()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _parts(manifest: Manifest) -> Iterator[tuple[str | None, int, ArrayEntry]]:
+    """(index name or None, layer, array) in the order in which they lie in memory: layer by layer."""
+    for layer in range(manifest.model.layers):
+        yield None, layer, manifest.kv
+        for index in manifest.indexes:
+            if layer in index.layers:
+                yield from ((index.name, layer, array) for array in index.arrays)
+
+
+def _on_host(manifest: Manifest, index: str | None, placement: Placement) -> bool:
+    """Whether an index, or keys and values (None), are in host memory beside a device."""
+    if index is None:
+        return placement.kv_on_host
+    return any(entry.name == index and placement.index_on_host(entry.kind) for entry in manifest.indexes)
+
+
+def _layer_bytes(entry: ArrayEntry, device: torch.device | None) -> int:
+    if device is not None:
+        return device_bytes(entry.shape[1:], STORED_DTYPES[entry.dtype].torch_dtype)
+    return entry.nbytes // entry.shape[0]
+
+
+def _threads() -> int:
+    return min(_MAX_THREADS, os.cpu_count() or 1)

@@ -1,0 +1,281 @@
+"""A context in memory, shared by all that use it, and which of its layers are there while it is loaded.
+
+Shape legend: H KV heads, N tokens of the context, d head dim.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from time import perf_counter_ns
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from index_store.errors import (
+    InvalidArgumentError,
+    MethodUnsupportedError,
+)
+from index_store.indexes.interface.layer_index import LayerIndex
+from index_store.memory.placement import Placement
+from index_store.store.manifest import IndexEntry, Manifest
+
+_CHECK_INTERVAL_S = 0.05
+
+
+class LayerGate:
+    """Opens layer by layer, in order, or fails once and for all. Safe to use from several threads."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._ready = 0
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        self._begun_ns = perf_counter_ns()
+        self._first_ns = self._all_ns = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every layer is in memory."""
+        return self._ready == self._layers
+
+    @property
+    def first_layer_ns(self) -> int:
+        """Nanoseconds from the beginning until the first layer was in memory; 0 before."""
+        return self._first_ns
+
+    @property
+    def all_layers_ns(self) -> int:
+        """Nanoseconds from the beginning until every layer was in memory; 0 before."""
+        return self._all_ns
+
+    def open_next(self) -> None:
+        """Notes that the next layer is in memory."""
+        spent = perf_counter_ns() - self._begun_ns
+        with self._changed:
+            if self._ready == 0:
+                self._first_ns = spent
+            self._ready += 1
+            if self.complete:
+                self._all_ns = spent
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Tells all who wait, now and later, for a layer that is not in memory. The first error counts."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._changed.notify_all()
+
+    def wait(self, layer: int, check: Callable[[], None] | None = None) -> None:
+        """Returns when the layer is in memory. Raises what `fail` was given where it will not come.
+
+        check: called every 50 ms while waiting; what it raises ends the wait.
+        """
+        if self._ready > layer:
+            return
+        with self._changed:
+            while self._ready <= layer and self._error is None:
+                self._changed.wait(None if check is None else _CHECK_INTERVAL_S)
+                if check is not None:
+                    check()
+            error = self._error
+        if error is not None and self._ready <= layer:
+            # A copy: every thread gets a traceback of its own.
+            raise copy.copy(error) from error
+
+    def wait_for_all(self, check: Callable[[], None] | None = None) -> None:
+        """Returns when every layer is in memory. Raises as `wait` does."""
+        self.wait(self._layers - 1, check)
+
+
+IndexKinds = Mapping[str, type[LayerIndex]]
+
+
+Made = TypeVar("Made")
+
+
+class ResidentContext:
+    """A context in memory, shared by every session that uses it. Its tensors must not be written to.
+
+    On a GPU the rows of some index arrays are padded, see `device_memory`. While the context is loaded in the
+    background, whoever asks for keys, values or an index waits for their layer, and gets the error that loading raised.
+
+    Tensors stay usable while the arena's lease that handed out this object is held.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        tokens: Tensor,
+        kv: Mapping[int, Tensor],
+        arrays: Mapping[tuple[str, int], Mapping[str, Tensor]],
+        kinds: IndexKinds | None = None,
+        *,
+        placement: Placement = Placement.DEVICE,
+        device: torch.device | None = None,
+        gate: LayerGate | None = None,
+    ) -> None:
+        """Over loaded tensors.
+
+        tokens: [N] int64. kv: layer -> [H, N, 2, d]. arrays: (index name, layer) -> array name -> [H, ...].
+        kinds: index classes by kind; all that this package knows by default. placement: which memory they are in.
+        device: what computes, and holds the indexes; that of keys and values by default. gate: which layers are there;
+        all without one.
+        """
+        self.manifest = manifest
+        self.placement = placement
+        self._device = device or next((layer.device for layer in kv.values()), tokens.device)
+        self._gate = gate
+        self._tokens: Tensor | None = tokens
+        self._kv = dict(kv)
+        self._arrays = {key: dict(value) for key, value in arrays.items()}
+        self._kinds = kinds
+        self._indexes: dict[tuple[str, int], LayerIndex] = {}
+        self._building = threading.Lock()
+        self._derived: dict[Hashable, Any] = {}
+        self._deriving = threading.RLock()
+        tensors = [
+            tokens,
+            *self._kv.values(),
+            *(a for group in self._arrays.values() for a in group.values()),
+        ]
+        self._nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self._nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """What computes with the context: its indexes are in its memory, keys and values too unless `placement` says
+        otherwise."""
+        return self._device
+
+    @property
+    def kv_device(self) -> torch.device:
+        """Where keys and values are."""
+        return self._device if self.placement is Placement.DEVICE else torch.device("cpu")
+
+    @property
+    def first_layer_ns(self) -> int:
+        """Nanoseconds that loading took until the first layer was there; 0 before, and where nothing was loaded."""
+        return 0 if self._gate is None else self._gate.first_layer_ns
+
+    @property
+    def all_layers_ns(self) -> int:
+        """Nanoseconds that loading took until every layer was there; 0 before, and where nothing was loaded."""
+        return 0 if self._gate is None else self._gate.all_layers_ns
+
+    def wait_for_layers(self, check: Callable[[], None] = lambda: None) -> None:
+        """Returns when every layer is in memory. Raises the error that loading raised.
+
+        check: called every 50 ms while waiting; what it raises ends the wait.
+        """
+        if self._gate is not None:
+            self._gate.wait_for_all(check)
+
+    def tokens(self) -> Tensor:
+        """The context's token ids, [N] int64."""
+        if self._tokens is None:
+            raise InvalidArgumentError(f"context {self.manifest.id[:12]} has been released")
+        return self._tokens
+
+    def kv(self, layer: int) -> Tensor:
+        """Keys and values of one layer, [H, N, 2, d], contiguous. Waits for the layer."""
+        self._check_layer(layer)
+        if self._gate is not None:
+            self._gate.wait(layer)
+        return self._kv[layer]
+
+    def keys(self, layer: int) -> Tensor:
+        """View of the layer's keys, [H, N, d]; rows are 2d elements apart."""
+        return self.kv(layer)[:, :, 0]
+
+    def values(self, layer: int) -> Tensor:
+        """View of the layer's values, [H, N, d]; rows are 2d elements apart."""
+        return self.kv(layer)[:, :, 1]
+
+    def index(self, name: str, layer: int) -> LayerIndex:
+        """The layer's index of that name, made over the loaded arrays at first use and kept. Waits for the layer.
+
+        Raises MethodUnsupportedError when the context has no such index, or this program cannot read its kind.
+        """
+        if self._gate is not None and layer in self._kv:
+            self._gate.wait(layer)
+        with self._building:
+            found = self._indexes.get((name, layer))
+            if found is None:
+                found = self._indexes[name, layer] = self._make_index(name, layer)
+            return found
+
+    def derived(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` returns, made once from the context's arrays and kept as long as the context is in memory.
+
+        One thread makes at a time; `make` may ask for other derived objects and for indexes. What it holds counts into
+        no memory budget. Raises InvalidArgumentError after the release.
+        """
+        with self._deriving:
+            self.tokens()  # raises once the context has been released
+            if key not in self._derived:
+                self._derived[key] = make()
+            made: Made = self._derived[key]
+            return made
+
+    def release(self) -> None:
+        """Lets go of every tensor and of all that was derived; later calls raise InvalidArgumentError."""
+        with self._deriving, self._building:
+            self._derived.clear()
+            self._tokens = None
+            self._kv.clear()
+            self._arrays.clear()
+            self._indexes.clear()
+
+    def _make_index(self, name: str, layer: int) -> LayerIndex:
+        entry = self._index_entry(name)
+        if layer not in entry.layers:
+            raise MethodUnsupportedError(
+                f"index {name!r} of context {self.manifest.id[:12]} covers layers {list(entry.layers)}, not layer "
+                f"{layer}; dense layers {list(self.manifest.dense_layers)} are attended to fully",
+                index=name,
+                layer=layer,
+            )
+        self._check_layer(layer)
+        kinds = self._kinds if self._kinds is not None else _known_kinds()
+        if entry.kind not in kinds:
+            raise MethodUnsupportedError(
+                f"index {name!r} is of kind {entry.kind!r}, this program reads {', '.join(sorted(kinds))}; "
+                "update sparsekv or prefill the document again",
+                kind=entry.kind,
+            )
+        return kinds[entry.kind].from_arrays(
+            entry.parameters, self._arrays.get((name, layer), {}), self.kv(layer)
+        )
+
+    def _index_entry(self, name: str) -> IndexEntry:
+        entry = self.manifest.index(name)
+        if entry is None:
+            present = ", ".join(index.name for index in self.manifest.indexes) or "none"
+            raise MethodUnsupportedError(
+                f"context {self.manifest.id[:12]} has no index {name!r} (it has: {present}); "
+                "prefill it with a method that builds one, or ask with another method",
+                index=name,
+            )
+        return entry
+
+    def _check_layer(self, layer: int) -> None:
+        if layer not in self._kv:
+            layers = self.manifest.model.layers
+            state = f"layers 0..{layers - 1}" if self._kv else "been released"
+            raise InvalidArgumentError(
+                f"context {self.manifest.id[:12]} has {state}; asked for layer {layer}"
+            )
+
+
+def _known_kinds() -> IndexKinds:
+    from index_store.indexes.registry import INDEX_KINDS
+
+    return INDEX_KINDS

@@ -1,0 +1,363 @@
+"""Methods: named, frozen triples of index, budget and remainder, with the options that go with them.
+
+A variant is made with `dataclasses.replace` or by an expression (`get_method`); combinations that cannot work are
+refused when they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.indexes.interface.layer_index import Scalar
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.methods.expressions import EXPRESSION_HELP, read_expression
+from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
+from index_store.methods.schedules import Schedule
+from index_store.selection.budgets import Budget, Ratio, Threshold, TokenCount
+from index_store.selection.mass import Mass
+from index_store.selection.remainders import MOMENTS, REMAINDERS, Dropped, Monopole, Remainder
+
+
+def _nothing() -> Mapping[str, Scalar]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a decode step finds and attends to keys: search, cut, attend exactly, add the remainder.
+
+    index, budget: what is searched and how much of it is kept; both None for full attention.
+    remainder: what becomes of the keys that were not selected. partition: the index whose clusters the remainder is
+        computed over, None for the searched index's own. partition_optional: over a context without the partition
+        the remainder is dropped, instead of refusing the context.
+    sinks: first tokens of the context that are always attended. recent: newest tokens that are always attended.
+    append_block: the window of recent tokens moves on in steps of this many positions, and the tail tokens that it
+        leaves become searchable; it holds `recent` to `recent + append_block - 1` tokens besides the query's own.
+    schedule: when it searches. search: options of `LayerIndex.rank`.
+    """
+
+    name: str
+    summary: str
+    source: str
+    index: IndexSpec | None
+    budget: Budget | None
+    remainder: Remainder = field(default_factory=Dropped)
+    partition: IndexSpec | None = None
+    partition_optional: bool = False
+    search: Mapping[str, Scalar] = field(default_factory=_nothing)
+    sinks: int = 8
+    recent: int = 64
+    append_block: int = 64
+    schedule: Schedule = field(default_factory=Schedule)
+
+    def __post_init__(self) -> None:
+        if (self.index is None) != (self.budget is None):
+            raise MethodUnsupportedError(
+                f"method {self.name!r} has {'no' if self.index is None else 'an'} index and "
+                f"{'no' if self.budget is None else 'a'} budget: a budget cuts what an index ranks, so a method has "
+                "both or neither",
+                method=self.name,
+            )
+        for label, value, least in (
+            ("sinks", self.sinks, 0),
+            ("recent", self.recent, 1),
+            ("append_block", self.append_block, 1),
+        ):
+            if value < least:
+                raise InvalidArgumentError(f"{label} is {value}, expected at least {least}")
+        if self.index is not None and self.budget is not None:
+            self._check_pair(self.index, self.budget)
+        self._check_remainder()
+
+    @property
+    def sparse(self) -> bool:
+        """Whether any layer attends to less than everything."""
+        return self.index is not None
+
+    @property
+    def drops_remainder(self) -> bool:
+        """Whether keys that were not selected have no influence."""
+        return isinstance(self.remainder, Dropped)
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether feeding many tokens at once equals feeding them one by one."""
+        return not (self.schedule.by_step or (self.budget is not None and self.budget.per_prompt))
+
+    def searched_range(self, position: int, keys: int) -> tuple[int, int]:
+        """First key and end of what a query at `position` searches, over a context of `keys` tokens and its tail.
+
+        The end depends on the position alone, so that it makes no difference how a prompt is cut; tail keys before it
+        are searched where they are indexed.
+        """
+        sinks = min(self.sinks, keys)
+        return sinks, max(sinks, (position - self.recent) // self.append_block * self.append_block)
+
+    def index_specs(self) -> tuple[IndexSpec, ...]:
+        """The indexes that the method needs stored: what it searches, and what its remainder is computed over."""
+        specs = (self.index, None if self.drops_remainder else self.partition)
+        stored = [spec for spec in specs if spec is not None and spec.stored]
+        return tuple({spec.name: spec for spec in stored}.values())
+
+    def without_remainder(self) -> Method:
+        """The same method over a context that lacks the partition."""
+        return replace(self, remainder=Dropped(), partition=None, partition_optional=False)
+
+    def _check_pair(self, index: IndexSpec, budget: Budget) -> None:
+        kind = INDEX_KINDS[index.kind]
+        kind.check_options(index.parameters, self.search)
+        if budget.needs_logits and not kind.estimates_logits(index.parameters, self.search):
+            raise MethodUnsupportedError(
+                f"method {self.name!r}: a {type(budget).__name__.lower()} budget compares attention weights, and "
+                f"what index {index.name!r} yields orders keys without estimating q.k; use a ratio or mass budget",
+                method=self.name,
+            )
+        self._check_sinks(index)
+
+    def _check_remainder(self) -> None:
+        if self.drops_remainder:
+            return
+        named = f"method {self.name!r} with remainder {self.remainder.name!r}"
+        if self.index is None:
+            raise MethodUnsupportedError(
+                f"{named}: full attention leaves no key out, so there is no remainder", method=self.name
+            )
+        spec = self.index if self.partition is None else self.partition
+        if not INDEX_KINDS[spec.kind].partitions:
+            raise MethodUnsupportedError(
+                f"{named}: index {spec.name!r} has no clusters; give the remainder a partition such as "
+                "remainder_clusters",
+                method=self.name,
+            )
+        held = str(spec.parameters.get("moments", "none"))
+        if MOMENTS.index(held) < MOMENTS.index(self.remainder.moments):
+            raise MethodUnsupportedError(
+                f"{named}: it needs clusters with moments {self.remainder.moments!r}, index {spec.name!r} has "
+                f"{held!r}",
+                method=self.name,
+            )
+        if not isinstance(self.remainder, Monopole) and spec.parameters.get("window", 0):
+            raise MethodUnsupportedError(
+                f"{named}: exact logits cannot be taken out of clusters of keys moved by windowed RoPE; use a "
+                "partition with window 0, or the monopole",
+                method=self.name,
+            )
+        self._check_sinks(spec)
+
+    def _check_sinks(self, spec: IndexSpec) -> None:
+        left_out = spec.parameters.get("sinks", 0)
+        if isinstance(left_out, int) and self.sinks < left_out:
+            raise MethodUnsupportedError(
+                f"method {self.name!r} attends to {self.sinks} sinks, but index {spec.name!r} leaves out the first "
+                f"{left_out} keys: those between would be lost",
+                method=self.name,
+            )
+
+
+_LISTED = (
+    Method(
+        "full",
+        "Exact attention to every key: the reference.",
+        "reference",
+        None,
+        None,
+    ),
+    Method(
+        "oracle",
+        "Exact top keys by true attention weight: the upper bound of any search, evaluation only.",
+        "reference",
+        INDEX_SPECS["exact"],
+        Ratio(0.05),
+    ),
+    Method(
+        "csattention",
+        "Query tables with raw scores weighted by the query, and clusters for what was not selected.",
+        "CSAttention: Centroid-Scoring Attention, improved",
+        INDEX_SPECS["query_tables"],
+        Ratio(0.05),
+        REMAINDERS["centred"],
+        INDEX_SPECS["remainder_clusters"],
+        partition_optional=True,
+        search={"group": "per_head", "weights": "projection"},
+    ),
+    Method(
+        "csattention-paper",
+        "Query tables as published: cosine scores in Top-L lists, pooled query, backoff, streaming insert.",
+        "CSAttention: Centroid-Scoring Attention, sections 3.2-3.3 and 4.4",
+        INDEX_SPECS["paper_tables"],
+        Ratio(0.05),
+        search={"group": "pooled", "weights": "uniform", "backoff_cosine": 0.5, "backoff_centroids": 2},
+        sinks=0,
+        recent=32,
+        append_block=1,
+    ),
+    Method(
+        "squeezed",
+        "Key clusters above one global threshold, calibrated to the wanted share of the keys.",
+        "Squeezed Attention, sections 3.1-3.2",
+        INDEX_SPECS["key_clusters"],
+        Threshold(keep=0.05),
+    ),
+    Method(
+        "squeezed-tree",
+        "Two-level key clusters: coarse ones prune half the keys, fine ones are cut by the threshold.",
+        "Squeezed Attention, section 3.3",
+        INDEX_SPECS["cluster_tree"],
+        Threshold(keep=0.05),
+        search={"coarse_keep": 0.5},
+    ),
+    Method(
+        "multipole",
+        "Key clusters up to a token budget; the others are attended through their centroids.",
+        "Multipole Attention, sections 3.1-3.3",
+        INDEX_SPECS["key_clusters"],
+        Ratio(0.05),
+        REMAINDERS["monopole"],
+        sinks=10,
+        recent=128,
+        append_block=128,
+    ),
+    Method(
+        "multipole-windowed",
+        "`multipole` over keys clustered, and looked up, as if all stood 4,096 tokens before the query.",
+        "Multipole Attention, section 3.1 (windowed RoPE)",
+        INDEX_SPECS["windowed_clusters"],
+        Ratio(0.05),
+        REMAINDERS["monopole"],
+        sinks=10,
+        recent=128,
+        append_block=128,
+    ),
+    Method(
+        "multipole-tree",
+        "Two-level key clusters; what is pruned at either level is attended through that level's centroids.",
+        "Multipole Attention, section 3.4",
+        INDEX_SPECS["cluster_tree"],
+        Ratio(0.05),
+        REMAINDERS["monopole"],
+        search={"coarse_keep": 0.5},
+        sinks=10,
+        recent=128,
+        append_block=128,
+    ),
+    Method(
+        "tactic",
+        "Key clusters until the attention mass, estimated from a fitted curve, reaches its target.",
+        "Tactic: Adaptive Sparse Attention, sections 4.2-4.5",
+        INDEX_SPECS["key_clusters"],
+        Mass(0.9),
+    ),
+    Method(
+        "quest",
+        "Pages of 16 neighbouring keys, ranked by an upper bound of their scores.",
+        "Quest, baseline",
+        INDEX_SPECS["pages"],
+        Ratio(0.05),
+    ),
+    Method(
+        "pq",
+        "Product-quantised keys, and clusters for what was not selected.",
+        "PQCache, improved, baseline",
+        INDEX_SPECS["product_codes"],
+        Ratio(0.05),
+        REMAINDERS["centred"],
+        INDEX_SPECS["remainder_clusters"],
+        partition_optional=True,
+    ),
+)
+
+METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _LISTED})
+
+DEFAULT_METHOD = "csattention"
+
+_PARTITIONS = {"monopole": "remainder_clusters", "centred": "remainder_clusters", "dipole": "dipole_clusters"}
+
+
+def get_method(
+    name: str,
+    keep: float | None = None,
+    period: int | None = None,
+    *,
+    mass: float | None = None,
+    tokens: int | None = None,
+) -> Method:
+    """The method that an expression names, with another budget or search period where one is given.
+
+    An expression is a preset, possibly with another remainder (`oracle+centred`, `csattention+dropped`), a schedule
+    (`csattention@period=4`, `pq@lag@correct=0.9`, `csattention@ahead`), other windows (`pq@sinks=16`) and options of
+    the search (`csattention@group=pooled`). Raises MethodUnsupportedError for an unknown name, for parts that do not
+    go together, or for a budget or period on a method that keeps everything, and InvalidArgumentError for an option
+    that the index does not have or a value out of range.
+    """
+    method = _parse(name)
+    given = {"keep ratio": keep, "search period": period, "target mass": mass, "token budget": tokens}
+    if not method.sparse:
+        for label, value in given.items():
+            if value is not None:
+                raise MethodUnsupportedError(
+                    f"method {name!r} attends to every key and takes no {label} (got {value})", method=name
+                )
+        return method
+    budgets = [label for label in ("keep ratio", "target mass", "token budget") if given[label] is not None]
+    if len(budgets) > 1:
+        raise InvalidArgumentError(f"{' and '.join(budgets)} are given, expected at most one of them")
+    if keep is not None:
+        method = replace(method, budget=_with_keep(method, keep))
+    if mass is not None:
+        method = replace(method, budget=Mass(mass))
+    if tokens is not None:
+        method = replace(method, budget=TokenCount(tokens))
+    return method if period is None else replace(method, schedule=Schedule(period=period))
+
+
+def _with_keep(method: Method, keep: float) -> Budget:
+    if isinstance(method.budget, Threshold):
+        return Threshold(keep=keep, group=method.budget.group)
+    if isinstance(method.budget, Ratio):
+        return Ratio(keep, method.budget.group)
+    return Ratio(keep)
+
+
+def _parse(text: str) -> Method:
+    expression = read_expression(text)
+    method = preset = METHODS.get(expression.preset)
+    if method is None:
+        raise MethodUnsupportedError(
+            f"method is {text!r}, expected one of {', '.join(METHODS)}, or {EXPRESSION_HELP}", method=text
+        )
+    if expression.remainder is not None:
+        method = _with_remainder(method, expression.remainder)
+    if expression.schedule is not None:
+        method = replace(method, schedule=expression.schedule)
+    if expression.windows or expression.search:
+        if not method.sparse:
+            raise MethodUnsupportedError(
+                f"method {text!r} attends to every key, so there is no search with options", method=text
+            )
+        windows = expression.windows
+        method = replace(
+            method,
+            search={**method.search, **expression.search},
+            sinks=windows.get("sinks", method.sinks),
+            recent=windows.get("recent", method.recent),
+            append_block=windows.get("append_block", method.append_block),
+        )
+    return method if method is preset else replace(method, name=text)
+
+
+def _with_remainder(method: Method, name: str) -> Method:
+    remainder = REMAINDERS.get(name)
+    if remainder is None:
+        raise MethodUnsupportedError(
+            f"remainder is {name!r}, expected one of {', '.join(REMAINDERS)}", remainder=name
+        )
+    if name == method.remainder.name:
+        return replace(method, partition_optional=False)
+    if isinstance(remainder, Dropped):
+        return method.without_remainder()
+    own = method.index is not None and INDEX_KINDS[method.index.kind].partitions
+    partition = None if own and isinstance(remainder, Monopole) else INDEX_SPECS[_PARTITIONS[name]]
+    return replace(method, remainder=remainder, partition=partition, partition_optional=False)

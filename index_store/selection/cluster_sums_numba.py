@@ -1,0 +1,129 @@
+"""Host kernel of a remainder: weights of clusters and the weighted sums of their values, in one pass over the clusters.
+
+Shape legend: H KV heads, T query positions, G group heads, C clusters, R = T*G query rows, d head dim.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from index_store.launch import launch, njit, on_host, prange
+
+# With more rows, products of matrices are faster.
+_MOST_ROWS = 16
+_PER_TASK = 256
+# Clusters of a smaller weight, relative to the largest, would not change a float32 sum; they are not read.
+_NEGLIGIBLE = np.float32(-24.0)
+
+
+def cluster_sums(
+    logits_HTGC: Tensor,
+    counts_HTC: Tensor,
+    queries_HTGD: Tensor,
+    variances_HCD: Tensor | None,
+    value_sums_HCD: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights w_c of a key [H, T, G, C], sums of counts_c w_c [H, T, G] and of w_c values_c [H, T, G, d]; all float32.
+
+    w_c = exp(logits_c) (1 + v_c / 2) with v_c = q^T diag(variances_c) q, or just exp(logits_c) without variances.
+    logits_HTGC: at most 0, -inf for clusters that do not count. counts_HTC: keys of a cluster, for every position.
+    variances_HCD, value_sums_HCD: rows of a cluster are contiguous, heads may be farther apart.
+    """
+    heads, positions, group, count = logits_HTGC.shape
+    if positions * group > _MOST_ROWS or count == 0 or not on_host(logits_HTGC):
+        return cluster_sums_reference(logits_HTGC, counts_HTC, queries_HTGD, variances_HCD, value_sums_HCD)
+    rows, head_dim = positions * group, value_sums_HCD.shape[2]
+    tasks = -(-count // _PER_TASK)
+    weights = logits_HTGC.new_empty(heads, rows, count)
+    totals = logits_HTGC.new_empty(heads, tasks, rows)
+    sums = logits_HTGC.new_empty(heads, tasks, rows, head_dim)
+    value_table, value_stride = _table(value_sums_HCD)
+    variance_table, variance_stride = logits_HTGC.new_empty(0, head_dim), 0
+    if variances_HCD is not None:
+        variance_table, variance_stride = _table(variances_HCD)
+    launch(
+        _cluster_sums,
+        logits_HTGC.reshape(heads, rows, count).numpy(),
+        counts_HTC.contiguous().numpy(),
+        queries_HTGD.square().reshape(heads, rows, -1).numpy(),
+        variance_table.numpy(),
+        variance_stride,
+        value_table.numpy(),
+        value_stride,
+        weights.numpy(),
+        totals.numpy(),
+        sums.numpy(),
+    )
+    shape = (heads, positions, group)
+    return weights.view(*shape, count), totals.sum(1).view(shape), sums.sum(1).view(*shape, head_dim)
+
+
+def cluster_sums_reference(
+    logits_HTGC: Tensor,
+    counts_HTC: Tensor,
+    queries_HTGD: Tensor,
+    variances_HCD: Tensor | None,
+    value_sums_HCD: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with products of matrices, on any device."""
+    heads, positions, group, count = logits_HTGC.shape
+    weights = logits_HTGC.exp().reshape(heads, positions * group, count)
+    if variances_HCD is not None:
+        squares = queries_HTGD.square().reshape(heads, positions * group, -1)
+        one = weights.new_ones(1, 1, 1)
+        weights *= torch.baddbmm(one, squares, variances_HCD.transpose(1, 2), alpha=0.5)
+    sums = torch.bmm(weights, value_sums_HCD).view(heads, positions, group, -1)
+    weights = weights.view(heads, positions, group, count)
+    return weights, (weights * counts_HTC[:, :, None]).sum(-1), sums
+
+
+def _table(rows_HCD: Tensor) -> tuple[Tensor, int]:
+    """All rows as one contiguous table, and how many of its rows lie between the first ones of two heads."""
+    heads, count, dim = rows_HCD.shape
+    if rows_HCD.stride()[1:] != (dim, 1) or rows_HCD.stride(0) % dim:
+        rows_HCD = rows_HCD.contiguous()
+    stride = rows_HCD.stride(0) // dim if heads > 1 else count
+    size = ((heads - 1) * stride + count, dim)
+    return rows_HCD.as_strided(size, (dim, 1), rows_HCD.storage_offset()), stride
+
+
+@njit(cache=True, nogil=True, parallel=True, fastmath={"reassoc", "contract"})
+def _cluster_sums(
+    logits: NDArray[np.float32],
+    counts: NDArray[np.float32],
+    squares: NDArray[np.float32],
+    variances: NDArray[np.float32],
+    variance_stride: int,
+    values: NDArray[np.float32],
+    value_stride: int,
+    weights: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    sums: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    heads, rows, count = logits.shape
+    tasks, dim = totals.shape[1], values.shape[1]
+    group = rows // counts.shape[1]
+    for job in prange(heads * tasks):
+        head, task = job // tasks, job % tasks
+        added = np.zeros((rows, dim), np.float32)
+        total = np.zeros(rows, np.float32)
+        for c in range(task * _PER_TASK, min(count, (task + 1) * _PER_TASK)):
+            for r in range(rows):
+                if logits[head, r, c] < _NEGLIGIBLE:
+                    weights[head, r, c] = 0
+                    continue
+                weight = np.exp(logits[head, r, c])
+                if variance_stride > 0:
+                    spread = np.float32(0)
+                    for i in range(dim):
+                        spread += squares[head, r, i] * variances[head * variance_stride + c, i]
+                    weight *= np.float32(1) + np.float32(0.5) * spread
+                weights[head, r, c] = weight
+                total[r] += weight * counts[head, r // group, c]
+                for i in range(dim):
+                    added[r, i] += weight * values[head * value_stride + c, i]
+        totals[head, task] = total
+        sums[head, task] = added

@@ -1,0 +1,183 @@
+"""From ranked items to key ids: walks every head's items in order until its limit, unites the heads, sorts the ids.
+
+Shape legend: H KV heads, T query positions, G group heads, M items, K collected keys, X keys listed by items, S keys
+of the searched range.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from index_store.launch import launch, njit, on_host, prange
+from index_store.selection.ranking import Items
+from index_store.selection.searchable_numba import searchable_members
+
+
+def collect(order_HTGM: Tensor, items_HTG: Tensor, limits_HTG: Tensor, items: Items) -> tuple[Tensor, Tensor]:
+    """Ids [H, T, K] int32, ascending and unique, and counts [H, T] int32, of every row's collected keys.
+
+    order_HTGM: [H, T, G, M] int32 item numbers, best first; items_HTG: [H, T, G] int32, how many of them count.
+    limits_HTG: [H, T, G] int32, keys that a head takes at most; the item that reaches the limit is cut. Keys outside
+    items.first_key..end_key-1 are passed over and do not count. Entries of ids beyond a row's count are 0.
+    """
+    if not on_host(order_HTGM):
+        return collect_reference(order_HTGM, items_HTG, limits_HTG, items)
+    heads, positions = order_HTGM.shape[:2]
+    rows = heads * positions
+    span = max(0, items.end_key - items.first_key)
+    width = int(limits_HTG.clamp(max=span).sum(2).clamp(max=span).max()) if rows else 0
+    ids = torch.zeros(heads, positions, width, dtype=torch.int32, device="cpu")
+    counts = torch.zeros(heads, positions, dtype=torch.int32, device="cpu")
+    if rows and width:
+        launch(
+            _collect_rows,
+            order_HTGM.to(torch.int32).flatten(0, 1).contiguous().numpy(),
+            items_HTG.to(torch.int32).flatten(0, 1).contiguous().numpy(),
+            limits_HTG.to(torch.int32).flatten(0, 1).contiguous().numpy(),
+            *_lists(items, heads),
+            positions,
+            items.first_key,
+            items.end_key,
+            ids.flatten(0, 1).numpy(),
+            counts.flatten().numpy(),
+        )
+    kept = int(counts.max()) if rows else 0
+    return ids[..., :kept], counts
+
+
+def collect_reference(
+    order_HTGM: Tensor, items_HTG: Tensor, limits_HTG: Tensor, items: Items
+) -> tuple[Tensor, Tensor]:
+    """The same by running sums over the items and one mark per key, on any device."""
+    heads, positions, _, columns = order_HTGM.shape
+    span = max(0, items.end_key - items.first_key)
+    # The last column takes what is not kept.
+    marked = torch.zeros(heads, positions, span + 1, dtype=torch.bool, device=order_HTGM.device)
+    order = order_HTGM.long()
+    walked = torch.arange(columns, device=order.device) < items_HTG[..., None]
+    if items.groups:
+        places, found = _members_taken(order, walked, limits_HTG, items)
+    else:
+        inside = walked & (order < span)
+        places, found = order.flatten(2), inside & (inside.cumsum(-1) <= limits_HTG[..., None])
+    marked.scatter_(2, torch.where(found.flatten(2), places, span), True)
+    return _list_marked(marked[..., :span], items.first_key)
+
+
+def _members_taken(
+    order_HTGM: Tensor, walked_HTGM: Tensor, limits_HTG: Tensor, items: Items
+) -> tuple[Tensor, Tensor]:
+    """Places [H, T, X] of listed keys in the searched range, and which of them some head takes."""
+    heads, positions, group, _ = order_HTGM.shape
+    columns = sum(members.offsets_HM.shape[1] - 1 for members in items.groups)
+    members = searchable_members(items, heads, columns)
+    offsets_HM, keys_HX = members.offsets_HM.long(), members.keys_HX
+    sizes = offsets_HM.diff(dim=1)[:, None, None].expand(-1, positions, group, -1)
+    sizes_in_order = sizes.gather(-1, order_HTGM) * walked_HTGM
+    before = sizes_in_order.cumsum(-1) - sizes_in_order
+    left = (limits_HTG[..., None] - before).clamp_(min=0)
+    # Keys that a head takes of every item: all, some of the first, or none.
+    taken_HTGM = torch.zeros_like(sizes, memory_format=torch.contiguous_format)
+    taken_HTGM.scatter_add_(-1, order_HTGM, torch.minimum(sizes_in_order, left))
+    entry_X = torch.arange(keys_HX.shape[1], device=keys_HX.device)
+    item_HX = torch.searchsorted(
+        offsets_HM[:, 1:].contiguous(), entry_X.expand(heads, -1).contiguous(), right=True
+    )
+    listed_HX = item_HX < columns
+    item_HX = item_HX.clamp_(max=columns - 1)
+    rank_HX = entry_X - offsets_HM.gather(1, item_HX)
+    found = torch.zeros(heads, positions, len(entry_X), dtype=torch.bool, device=keys_HX.device)
+    for head in range(group):
+        taken_HTX = taken_HTGM[:, :, head].gather(-1, item_HX[:, None].expand(-1, positions, -1))
+        found |= rank_HX[:, None] < taken_HTX
+    places_HX = (keys_HX - items.first_key).long()
+    return places_HX[:, None].expand(-1, positions, -1), found & listed_HX[:, None]
+
+
+def _list_marked(marked_HTS: Tensor, first_key: int) -> tuple[Tensor, Tensor]:
+    """Ids [H, T, K] int32 of the marked keys and how many every row has."""
+    heads, positions, _ = marked_HTS.shape
+    counts_HT = marked_HTS.sum(-1, dtype=torch.int32)
+    width = int(counts_HT.max()) if counts_HT.numel() else 0
+    row, place = marked_HTS.flatten(0, 1).nonzero(as_tuple=True)
+    begins = counts_HT.flatten().cumsum(0) - counts_HT.flatten()
+    ids = torch.zeros(heads * positions, width, dtype=torch.int32, device=marked_HTS.device)
+    ids[row, torch.arange(len(row), device=row.device) - begins[row]] = (place + first_key).to(torch.int32)
+    return ids.view(heads, positions, width), counts_HT
+
+
+def _lists(items: Items, heads: int) -> list[NDArray[np.int32]]:
+    """Offsets and keys of the shared and the private group; empty arrays where there is none."""
+    if len(items.groups) > 2:
+        raise ValueError(f"items have {len(items.groups)} groups of members, expected at most 2")
+    arrays: list[NDArray[np.int32]] = []
+    for number in range(2):
+        if number < len(items.groups):
+            group = items.groups[number]
+            arrays += [group.offsets_HM.numpy(), group.keys_HX.numpy()]
+        else:
+            arrays += [np.zeros((heads, 1), np.int32), np.zeros((heads, 0), np.int32)]
+    return arrays
+
+
+@njit(cache=True, nogil=True)
+def _mark(
+    keys: NDArray[np.int32], first: int, end: int, left: int, marked: NDArray[np.uint8]
+) -> int:  # pragma: no cover - compiled
+    """Marks keys inside the range until `left` is used up; returns what is left."""
+    for x in range(keys.shape[0]):
+        if left == 0:
+            break
+        key = keys[x]
+        if first <= key < end:
+            marked[key - first] = 1
+            left -= 1
+    return left
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _collect_rows(
+    order: NDArray[np.int32],
+    item_counts: NDArray[np.int32],
+    limits: NDArray[np.int32],
+    shared_offsets: NDArray[np.int32],
+    shared_keys: NDArray[np.int32],
+    private_offsets: NDArray[np.int32],
+    private_keys: NDArray[np.int32],
+    positions: int,
+    first: int,
+    end: int,
+    ids: NDArray[np.int32],
+    counts: NDArray[np.int32],
+) -> None:  # pragma: no cover - compiled
+    shared = shared_offsets.shape[1] - 1
+    single = shared + private_offsets.shape[1] - 1 == 0
+    for row in prange(order.shape[0]):
+        head = row // positions
+        marked = np.zeros(end - first, np.uint8)
+        for g in range(order.shape[1]):
+            left = limits[row, g]
+            for rank in range(item_counts[row, g]):
+                if left == 0:
+                    break
+                item = order[row, g, rank]
+                if single:
+                    if item < end - first:
+                        marked[item] = 1
+                        left -= 1
+                elif item < shared:
+                    begin, stop = shared_offsets[head, item], shared_offsets[head, item + 1]
+                    left = _mark(shared_keys[head, begin:stop], first, end, left, marked)
+                else:
+                    begin = private_offsets[head, item - shared]
+                    stop = private_offsets[head, item - shared + 1]
+                    left = _mark(private_keys[head, begin:stop], first, end, left, marked)
+        found = 0
+        for x in range(end - first):
+            if marked[x]:
+                ids[row, found] = first + x
+                found += 1
+        counts[row] = found

@@ -1,0 +1,212 @@
+"""Remainders: what becomes of the keys that were not selected.
+
+A remainder approximates the attention to all keys of a partition but those that are attended exactly, as an attention
+state that merges with theirs. The exact keys are taken out of their clusters one by one, so nothing counts twice.
+
+For one query q (scaled by 1/sqrt(d)) and cluster c with N_c keys, mean key k_c, value sum V_c, and a set S_c of members
+that are attended exactly: N' = N_c - |S_c| keys are left, whose values sum to V_c - sum of v_i over S_c. Every one of
+them gets the weight w_c; the cluster adds w_c (V_c - sum v_i) to the numerator and N' w_c to the denominator.
+
+Shape legend: H KV heads, T query positions, G group heads, C clusters, K exact keys, d head dim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from index_store.selection.attention_state import AttentionState
+from index_store.selection.cluster_sums_numba import cluster_sums
+from index_store.selection.clusters import Clusters, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class ExactKeys:
+    """Keys that are attended exactly and must leave their clusters.
+
+    ids_HTK: [H, T, K] int32 key ids. valid_HTK: [H, T, K] bool, which entries count. logits_HTGK: [H, T, G, K] float32,
+    finite also where not valid. values_HTKD: [H, T, K, d] float32.
+    """
+
+    ids_HTK: Tensor
+    valid_HTK: Tensor
+    logits_HTGK: Tensor
+    values_HTKD: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What is left of the clusters of one piece.
+
+    places: for every set of exact keys its clusters [H, T, K] int64 and whether they are in the piece (1.0 or 0.0).
+    counts_HTC: keys left. logit_sums_HTGC: sum of the exact keys' logits, per cluster.
+    """
+
+    places: list[tuple[Tensor, Tensor]]
+    counts_HTC: Tensor
+    logit_sums_HTGC: Tensor
+
+
+class Remainder(ABC):
+    """How the attention to the keys left in clusters is approximated."""
+
+    name: ClassVar[str]
+
+    summary: ClassVar[str]
+
+    moments: ClassVar[str] = "none"
+    """What the clusters must hold: `none`, `diagonal` (variances) or `full` (covariances of values and keys)."""
+
+    @abstractmethod
+    def state(self, pieces: Sequence[Piece], exact: Sequence[ExactKeys]) -> AttentionState | None:
+        """Approximate attention to every key of the pieces that is not among the exact ones.
+
+        out [H, T, G, d], lse [H, T, G]. None when nothing is approximated at all.
+        """
+
+
+class Dropped(Remainder):
+    """Keys that were not selected are left out."""
+
+    name = "dropped"
+    summary = "Keys that were not selected are left out."
+
+    def state(self, pieces: Sequence[Piece], exact: Sequence[ExactKeys]) -> AttentionState | None:
+        return None
+
+
+class ClusterRemainder(Remainder):
+    """Every key that is left in a cluster gets the same weight."""
+
+    def state(self, pieces: Sequence[Piece], exact: Sequence[ExactKeys]) -> AttentionState | None:
+        state: AttentionState | None = None
+        for piece in pieces:
+            part = self._piece_state(piece, exact)
+            state = part if state is None else state.merge(part)
+        return state
+
+    def _piece_state(self, piece: Piece, exact: Sequence[ExactKeys]) -> AttentionState:
+        clusters = piece.clusters
+        left = _take_out(piece, exact)
+        logits = self.mean_logits(piece, left)
+        logits.masked_fill_((left.counts_HTC < 0.5)[:, :, None], -torch.inf)
+        base = logits.amax(-1, keepdim=True)
+        base = torch.where(torch.isneginf(base), torch.zeros_like(base), base)
+        variances = self._variances(clusters)
+        weights_HTGC, total, numerator = cluster_sums(
+            logits.sub_(base), left.counts_HTC, piece.queries_HTGD, variances, clusters.value_sums_HCD
+        )
+        numerator += self._pull(piece, left, weights_HTGC)
+        for keys, (cluster_HTK, inside_HTK) in zip(exact, left.places, strict=True):
+            index = cluster_HTK[:, :, None].expand(-1, -1, weights_HTGC.shape[2], -1)
+            taken = weights_HTGC.gather(-1, index) * inside_HTK[:, :, None]
+            if keys.values_HTKD.shape[1] == 1:  # the same for all positions, which are as good as more heads
+                taken = taken.flatten(1, 2).unsqueeze(1)
+            numerator -= (taken @ keys.values_HTKD).view(numerator.shape)
+        empty = total <= 0
+        out = numerator / torch.where(empty, torch.ones_like(total), total).unsqueeze(-1)
+        lse = base.squeeze(-1) + total.log()
+        return AttentionState(out.masked_fill_(empty.unsqueeze(-1), 0.0), lse)
+
+    @abstractmethod
+    def mean_logits(self, piece: Piece, left: _Left) -> Tensor:
+        """A new tensor [H, T, G, C]: mean logit of the keys left in a cluster; may be anything where none is left."""
+
+    def _variances(self, clusters: Clusters) -> Tensor | None:
+        """What spreads the logits of a cluster around their mean; None where that does not count."""
+        return None
+
+    def _pull(self, piece: Piece, left: _Left, weights_HTGC: Tensor) -> Tensor | float:
+        """What is added to the numerator, sum over clusters of w_c V_c: [H, T, G, d]."""
+        return 0.0
+
+
+class Monopole(ClusterRemainder):
+    """Every key left in a cluster counts as the cluster's mean key (Multipole Attention section 3.2)."""
+
+    name = "monopole"
+    summary = "Keys that were not selected count as the mean key of their cluster."
+
+    def mean_logits(self, piece: Piece, left: _Left) -> Tensor:
+        return piece.logits_HTGC.clone()
+
+
+class Centred(ClusterRemainder):
+    """The mean logit of the keys left is exact, and the spread around it counts to second order.
+
+    mu' = (N_c q.k_c - sum of the exact keys' logits) / N', w_c = exp(mu') (1 + v / 2) with the variance of the logits
+    v = q^T diag(var_c) q. The factor is the second-order term of the mean of exp() over the cluster; exp(v / 2), its
+    value for normal logits, explodes on clusters with heavy tails.
+    """
+
+    name = "centred"
+    summary = "Clusters stand for what was not selected: exact mean logit, variance to second order."
+    moments = "diagonal"
+
+    def mean_logits(self, piece: Piece, left: _Left) -> Tensor:
+        # 0 * -inf would be nan where a piece does not stand for a cluster; such a low logit has no weight either.
+        mean = piece.logits_HTGC.clamp(min=torch.finfo(torch.float32).min / 1e6)
+        mean.mul_(piece.clusters.counts_HC[:, None, None]).sub_(left.logit_sums_HTGC)
+        return mean.div_(left.counts_HTC[:, :, None].clamp(min=1.0))
+
+    def _variances(self, clusters: Clusters) -> Tensor | None:
+        if clusters.variances_HCD is None:
+            raise ValueError("the centred remainder needs clusters with variances")
+        return clusters.variances_HCD
+
+
+class Dipole(Centred):
+    """`Centred`, and keys near the query pull the value towards their own (the dipole term of MuSe).
+
+    Adds w_c (N' / N_c) Cov_c(v, k) q to the numerator, Cov_c the sum over members of (v - mean v)(k - mean k)^T.
+    """
+
+    name = "dipole"
+    summary = "Centred, with the covariance of values and keys: d x d numbers per cluster."
+    moments = "full"
+
+    def _pull(self, piece: Piece, left: _Left, weights_HTGC: Tensor) -> Tensor:
+        clusters = piece.clusters
+        if clusters.covariances_HCDD is None:
+            raise ValueError("the dipole remainder needs clusters with covariances")
+        share = left.counts_HTC / clusters.counts_HC[:, None].clamp(min=1.0)
+        heads, positions, group, count = weights_HTGC.shape
+        shares = (weights_HTGC * share[:, :, None]).view(heads, positions * group, count)
+        head_dim = clusters.means_HCD.shape[-1]
+        mixed = torch.bmm(shares, clusters.covariances_HCDD.flatten(2))
+        matrices = mixed.view(heads, positions, group, head_dim, head_dim)
+        return torch.matmul(matrices, piece.queries_HTGD.unsqueeze(-1)).squeeze(-1)
+
+
+REMAINDERS: Mapping[str, Remainder] = MappingProxyType(
+    {remainder.name: remainder for remainder in (Dropped(), Monopole(), Centred(), Dipole())}
+)
+MOMENTS = ("none", "diagonal", "full")
+"""Moments that clusters may hold besides means and sums, each including those before it."""
+
+
+def _take_out(piece: Piece, exact: Sequence[ExactKeys]) -> _Left:
+    """Counts and logits of the exact keys, cluster by cluster."""
+    clusters: Clusters = piece.clusters
+    heads, positions, group, count = piece.logits_HTGC.shape
+    removed = piece.logits_HTGC.new_zeros(heads, positions, count)
+    logit_sums = piece.logits_HTGC.new_zeros(heads, positions, group, count)
+    places: list[tuple[Tensor, Tensor]] = []
+    for keys in exact:
+        found = clusters.cluster_of(keys.ids_HTK.flatten(1)).view(keys.ids_HTK.shape)
+        inside = ((found >= 0) & keys.valid_HTK).float()
+        index = found.clamp_(min=0)
+        if index.shape[1] != positions:
+            index, inside = (part.expand(-1, positions, -1) for part in (index, inside))
+        removed.scatter_add_(-1, index, inside)
+        logit_sums.scatter_add_(
+            -1, index[:, :, None].expand(-1, -1, group, -1), keys.logits_HTGK * inside[:, :, None]
+        )
+        places.append((index, inside))
+    return _Left(places, clusters.counts_HC[:, None] - removed, logit_sums)

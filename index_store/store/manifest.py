@@ -1,0 +1,382 @@
+"""What a stored context is: a frozen, versioned description that mirrors `manifest.json`.
+
+Constructing any of these classes checks it, so a Manifest that exists is consistent: its arrays have the shapes
+that the model and the token count imply, and every path stays inside the context's folder. Errors are
+ManifestError and name field, value and (when read from a file) path.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+
+from index_store.errors import DtypeMismatchError, InvalidArgumentError, ModelMismatchError
+from index_store.selection.threshold_curve import KEEP_GRID, are_thresholds
+from index_store.store.dtypes import KV_DTYPES, STORED_DTYPES
+from index_store.store.json_fields import (
+    Scalar,
+    are_scalars,
+    check_name,
+    check_names,
+    check_positive,
+    check_utc,
+    field_error,
+    is_number,
+)
+
+FORMAT_VERSION = 2
+"""2 added calibrated thresholds and a sample of the queries."""
+
+_HEX_ID = re.compile(r"[0-9a-f]{64}")
+_PATH_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_HEX = re.compile(r"[0-9a-f]+")
+_CHECKSUM_DIGITS = 8
+
+
+def is_context_id(text: str) -> bool:
+    """Whether the text has the form of a context id: 64 lower-case hex digits."""
+    return _HEX_ID.fullmatch(text) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """Which model prefilled a context, and the sizes that its keys and values follow from.
+
+    fingerprint: hash over the model's configuration and weights; tokenizer_fingerprint: over its tokenizer files.
+    head_dim: d; max_positions: the longest sequence the model takes, in tokens.
+    """
+
+    name: str
+    architecture: str
+    fingerprint: str
+    tokenizer_fingerprint: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+
+    def __post_init__(self) -> None:
+        for name in ("name", "architecture", "fingerprint", "tokenizer_fingerprint"):
+            check_name(f"model.{name}", getattr(self, name))
+        for name in ("layers", "query_heads", "kv_heads", "head_dim", "vocab_size", "max_positions"):
+            check_positive(f"model.{name}", getattr(self, name))
+        if self.query_heads % self.kv_heads:
+            raise field_error(
+                "model.query_heads", self.query_heads, f"a multiple of {self.kv_heads} KV heads"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayEntry:
+    """One zarr array of a context. `dtype` is the logical name: "bfloat16" is stored as uint16.
+
+    checksums: crc32c of every chunk, 8 hex digits each, in C order of the grid. They tie each file to its place: a
+    chunk that is intact but belongs elsewhere is found. None while the array is planned or being written.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    dtype: str
+    checksums: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        parts = self.path.split("/")
+        if not all(_PATH_PART.fullmatch(part) for part in parts):
+            raise field_error("path", self.path, "names of letters, digits, '_', '-', '.' joined by '/'")
+        if self.dtype not in STORED_DTYPES:
+            raise field_error(f"{self.path}.dtype", self.dtype, f"one of {', '.join(STORED_DTYPES)}")
+        if not self.shape or not all(size > 0 for size in self.shape):
+            raise field_error(f"{self.path}.shape", self.shape, "one or more positive sizes")
+        divides = len(self.chunks) == len(self.shape) and all(
+            chunk > 0 and size % chunk == 0 for chunk, size in zip(self.chunks, self.shape, strict=True)
+        )
+        if not divides:
+            raise field_error(f"{self.path}.chunks", self.chunks, f"sizes that divide the shape {self.shape}")
+        if self.checksums is not None:
+            self._check_checksums(self.checksums)
+
+    @property
+    def layout(self) -> ArrayEntry:
+        """The array without its checksums: what is known before it is written."""
+        return replace(self, checksums=None)
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Chunks along each dimension."""
+        return tuple(size // chunk for size, chunk in zip(self.shape, self.chunks, strict=True))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return STORED_DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array, without checksums."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk, without its checksum."""
+        return math.prod(self.chunks) * self.itemsize
+
+    def chunk_indices(self) -> Iterator[tuple[int, ...]]:
+        """Grid coordinates of every chunk, in C order."""
+        return itertools.product(*map(range, self.grid))
+
+    def checksum(self, indices: Sequence[int]) -> int:
+        """The crc32c of the chunk at the given grid coordinates; coordinates left out are 0.
+
+        Raises InvalidArgumentError when the array has no checksums, because it was not written yet.
+        """
+        if self.checksums is None:
+            raise InvalidArgumentError(f"{self.path}: no checksums are known; the array was not published")
+        position = 0
+        for index, count in itertools.zip_longest(indices, self.grid, fillvalue=0):
+            position = position * count + index
+        start = position * _CHECKSUM_DIGITS
+        return int(self.checksums[start : start + _CHECKSUM_DIGITS], 16)
+
+    def _check_checksums(self, checksums: str) -> None:
+        count = math.prod(self.grid)
+        if len(checksums) != count * _CHECKSUM_DIGITS or not _HEX.fullmatch(checksums):
+            found = f"{len(checksums) / _CHECKSUM_DIGITS:g} checksums, {checksums}"
+            expected = f"{count} of {_CHECKSUM_DIGITS} lower-case hex digits each, one per chunk"
+            raise field_error(f"{self.path}.checksums", found, expected)
+
+
+def join_checksums(checksums: Iterable[int]) -> str:
+    """Checksums in C order of their chunks, as an ArrayEntry keeps them."""
+    return "".join(f"{checksum:0{_CHECKSUM_DIGITS}x}" for checksum in checksums)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """One search index: its kind and parameters, the model layers it covers, and its arrays.
+
+    Array `index/<name>/<array>` is [len(layers), kv_heads, ...]; row j belongs to model layer `layers[j]`.
+    thresholds: estimated attention weights above which items hold the shares KEEP_GRID of the keys, as calibrated on
+        the context's last queries (index_store/selection/threshold_curve.py); empty without calibration.
+    """
+
+    name: str
+    kind: str
+    parameters: Mapping[str, Scalar]
+    layers: tuple[int, ...]
+    arrays: tuple[ArrayEntry, ...]
+    thresholds: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _PATH_PART.fullmatch(self.name):
+            raise field_error("index.name", self.name, "letters, digits, '_', '-', '.'")
+        check_name(f"index.{self.name}.kind", self.kind)
+        if not are_scalars(self.parameters):
+            raise field_error(f"index.{self.name}.parameters", self.parameters, "scalars by name")
+        if self.thresholds and not are_thresholds(self.thresholds):
+            expected = f"{len(KEEP_GRID)} positive numbers, none above the one before, or none at all"
+            raise field_error(f"index.{self.name}.thresholds", self.thresholds, expected)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, without checksums."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything there is to know about a stored context, except the arrays' contents.
+
+    Before it is published its arrays have no checksums; the writer adds them.
+    created_at, expires_at: UTC; a context without expires_at never expires.
+    dtype: the element type of keys and values. methods: names of the methods it was prefilled for, the default first.
+    dense_layers: layers with flat attention; methods that drop what they did not select attend fully there.
+    selection_errors: the measured error of every layer by which the dense ones were found; empty when they were given.
+    prefill: the parameters of the prefill; seconds: wall time per phase.
+    queries: a sample of every layer's queries, as they were before scaling, by which methods can be tuned; None without
+        one. query_positions: the token position of each of its rows, ascending; calibration prompts' are not below
+        token_count.
+    """
+
+    id: str
+    name: str
+    created_at: datetime
+    expires_at: datetime | None
+    model: ModelIdentity
+    dtype: str
+    token_count: int
+    salt: str
+    methods: tuple[str, ...]
+    dense_layers: tuple[int, ...]
+    selection_errors: tuple[float, ...]
+    tokens: ArrayEntry
+    kv: ArrayEntry
+    indexes: tuple[IndexEntry, ...]
+    prefill: Mapping[str, Scalar]
+    seconds: Mapping[str, float]
+    queries: ArrayEntry | None = None
+    query_positions: tuple[int, ...] = ()
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        if not is_context_id(self.id):
+            raise field_error("id", self.id, "64 lower-case hex digits")
+        if self.format_version != FORMAT_VERSION:
+            raise field_error("format_version", self.format_version, str(FORMAT_VERSION))
+        check_name("name", self.name)
+        check_utc("created_at", self.created_at)
+        if self.expires_at is not None:
+            check_utc("expires_at", self.expires_at)
+        if self.dtype not in KV_DTYPES:
+            raise field_error("dtype", self.dtype, f"one of {', '.join(KV_DTYPES)}")
+        check_positive("token_count", self.token_count)
+        if self.token_count > self.model.max_positions:
+            raise field_error(
+                "token_count", self.token_count, f"at most {self.model.max_positions} positions"
+            )
+        check_names("methods", self.methods)
+        if not isinstance(self.salt, str):
+            raise field_error("salt", self.salt, "a string")
+        self._check_layers("dense_layers", self.dense_layers)
+        if not are_scalars(self.prefill):
+            raise field_error("prefill", self.prefill, "scalars by name")
+        if not all(isinstance(name, str) and is_number(value) for name, value in self.seconds.items()):
+            raise field_error("seconds", self.seconds, "seconds by phase")
+        self._check_arrays()
+        errors = self.selection_errors
+        if len(errors) not in (0, self.model.layers) or not all(map(is_number, errors)):
+            expected = f"{self.model.layers} numbers, one per layer, or none"
+            raise field_error("selection_errors", errors, expected)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.kv.nbytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of all indexes."""
+        return sum(index.nbytes for index in self.indexes)
+
+    @property
+    def arrays(self) -> tuple[ArrayEntry, ...]:
+        """Every array of the context: tokens, keys and values, the sample of queries, then the indexes'."""
+        queries = () if self.queries is None else (self.queries,)
+        return (self.tokens, self.kv, *queries, *(array for index in self.indexes for array in index.arrays))
+
+    def bytes_per_token(self) -> float:
+        """Bytes of keys, values and indexes per token of the context."""
+        return (self.kv_bytes + self.index_bytes) / self.token_count
+
+    def expired(self, now: datetime) -> bool:
+        """Whether the context's time to live has passed at `now` (timezone-aware)."""
+        return self.expires_at is not None and self.expires_at <= now
+
+    def index(self, name: str) -> IndexEntry | None:
+        """The index of that name, or None when the context has none."""
+        return next((index for index in self.indexes if index.name == name), None)
+
+    def with_checksums(self, checksums: Mapping[str, str]) -> Manifest:
+        """The manifest with the checksums of every array, by path (see `ArrayEntry.checksums`)."""
+
+        def sealed(entry: ArrayEntry) -> ArrayEntry:
+            return replace(entry, checksums=checksums[entry.path])
+
+        indexes = tuple(
+            replace(index, arrays=tuple(sealed(array) for array in index.arrays)) for index in self.indexes
+        )
+        queries = None if self.queries is None else sealed(self.queries)
+        return replace(self, tokens=sealed(self.tokens), kv=sealed(self.kv), queries=queries, indexes=indexes)
+
+    def _check_layers(self, name: str, layers: tuple[int, ...]) -> None:
+        ascending = all(a < b for a, b in itertools.pairwise(layers))
+        if not ascending or not all(0 <= layer < self.model.layers for layer in layers):
+            raise field_error(name, layers, f"ascending layers of 0..{self.model.layers - 1}")
+
+    def _check_arrays(self) -> None:
+        if self.tokens.layout != tokens_entry(self.token_count):
+            raise field_error("tokens", self.tokens, f"{tokens_entry(self.token_count)}")
+        expected = kv_entry(self.model, self.token_count, self.dtype)
+        if self.kv.layout != expected:
+            raise field_error("kv", self.kv, f"{expected}")
+        self._check_queries()
+        for index in self.indexes:
+            self._check_layers(f"indexes.{index.name}.layers", index.layers)
+            rows = (len(index.layers), self.model.kv_heads)
+            for array in index.arrays:
+                parent, _, name = array.path.rpartition("/")
+                if parent != f"index/{index.name}" or not name:
+                    raise field_error("path", array.path, f"index/{index.name}/<array>")
+                if array.shape[:2] != rows:
+                    raise field_error(f"{array.path}.shape", array.shape, f"leading sizes {rows}")
+                if array.chunks != (1, 1, *array.shape[2:]):
+                    raise field_error(f"{array.path}.chunks", array.chunks, "one chunk per layer and KV head")
+        paths = [array.path for array in self.arrays]
+        if len(set(paths)) != len(paths):
+            raise field_error("indexes", paths, "every array once")
+
+    def _check_queries(self) -> None:
+        positions = self.query_positions
+        if any(later < earlier for earlier, later in itertools.pairwise((0, *positions))):
+            raise field_error("query_positions", positions, "ascending token positions")
+        expected = queries_entry(self.model, len(positions)) if positions else None
+        if (None if self.queries is None else self.queries.layout) != expected:
+            raise field_error("queries", self.queries, f"{expected}")
+
+
+def tokens_entry(token_count: int) -> ArrayEntry:
+    """The array of token ids: uint32 [N], one chunk."""
+    return ArrayEntry("tokens", (token_count,), (token_count,), "uint32")
+
+
+def kv_entry(model: ModelIdentity, token_count: int, dtype: str) -> ArrayEntry:
+    """The array of keys and values: [layers, kv_heads, N, 2, d], one chunk per (layer, KV head)."""
+    rest = (token_count, 2, model.head_dim)
+    return ArrayEntry("kv", (model.layers, model.kv_heads, *rest), (1, 1, *rest), dtype)
+
+
+def queries_entry(model: ModelIdentity, rows: int) -> ArrayEntry:
+    """The array of sampled queries: float32 [layers, kv_heads, rows, group, d], one chunk per (layer, KV head)."""
+    rest = (rows, model.query_heads // model.kv_heads, model.head_dim)
+    return ArrayEntry("queries", (model.layers, model.kv_heads, *rest), (1, 1, *rest), "float32")
+
+
+def index_array_entry(
+    index: str, array: str, layers: int, head_shape: Sequence[int], dtype: str
+) -> ArrayEntry:
+    """An index array: `head_shape` is [H, ...], the shape of one layer; stored as [layers, H, ...]."""
+    shape = tuple(head_shape)
+    return ArrayEntry(f"index/{index}/{array}", (layers, *shape), (1, 1, *shape[1:]), dtype)
+
+
+def require_model(manifest: Manifest, identity: ModelIdentity) -> None:
+    """Raises ModelMismatchError unless the context was prefilled by exactly this model and tokenizer."""
+    for what, found, expected in (
+        ("model", manifest.model.fingerprint, identity.fingerprint),
+        ("tokenizer", manifest.model.tokenizer_fingerprint, identity.tokenizer_fingerprint),
+    ):
+        if found != expected:
+            raise ModelMismatchError(
+                f"context {manifest.id[:12]} was prefilled by {manifest.model.name} ({what} fingerprint {found}), "
+                f"expected {identity.name} ({expected}); prefill the document again with this model",
+                found=found,
+                expected=expected,
+                part=what,
+            )
+
+
+def require_dtype(manifest: Manifest, dtype: str) -> None:
+    """Raises DtypeMismatchError unless keys and values are stored in that dtype."""
+    if manifest.dtype != dtype:
+        raise DtypeMismatchError(
+            f"context {manifest.id[:12]} stores keys and values as {manifest.dtype}, expected {dtype}; "
+            f"prefill the document again with --dtype {dtype} or serve with --dtype {manifest.dtype}",
+            found=manifest.dtype,
+            expected=dtype,
+        )

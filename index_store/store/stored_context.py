@@ -1,0 +1,130 @@
+"""A context at rest: its arrays, mapped or read with their checksums.
+
+Shape legend: H KV heads, N tokens of the context, d head dim.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from index_store.errors import (
+    ContextNotFoundError,
+    InvalidArgumentError,
+    MissingChunkError,
+)
+from index_store.indexes.interface.layer_index import QuerySample
+from index_store.store.manifest import ArrayEntry, Manifest
+from index_store.store.zarr_io import Pieces, map_chunk, read_chunk_into, read_chunk_pieces
+
+
+class Context:
+    """A stored context, read-only. Nothing is held open between calls: chunks are mapped when asked for."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._entries = {entry.path: entry for entry in manifest.arrays}
+        every_layer = {layer: layer for layer in range(manifest.model.layers)}
+        self._rows: dict[str, dict[int, int]] = {"kv": every_layer, "queries": every_layer}
+        for index in manifest.indexes:
+            rows = {layer: row for row, layer in enumerate(index.layers)}
+            self._rows.update({array.path: rows for array in index.arrays})
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    def tokens(self) -> Tensor:
+        """The context's token ids, [N] int64. Their checksum is verified."""
+        entry = self._entry("tokens")
+        stored = torch.empty(entry.shape, dtype=torch.uint32, device="cpu")
+        self._read(entry, (0,), stored)
+        return stored.to(torch.int64)
+
+    def array(self, path: str, layer: int, head: int) -> Tensor:
+        """One (layer, KV head) of an array, mapped without a copy and without reading its checksum.
+
+        `kv` yields [N, 2, d], `queries` [P, G, d], an index array whatever its index stores per head. `layer` is the
+        model's layer.
+        Raises InvalidArgumentError for an unknown array, layer or head.
+        """
+        entry, row = self._locate(path, layer)
+        try:
+            return map_chunk(self._folder, entry, (row, head))
+        except MissingChunkError:
+            self._check_present()
+            raise
+
+    def read_head(self, path: str, layer: int, head: int, out: Tensor) -> None:
+        """Reads one (layer, KV head) of an array into a contiguous tensor and verifies its checksum."""
+        entry, row = self._locate(path, layer)
+        self._read(entry, (row, head), out)
+
+    def read_head_pieces(self, path: str, layer: int, head: int, pieces: Pieces) -> None:
+        """Reads one (layer, KV head) of an array piece by piece and verifies its checksum."""
+        entry, row = self._locate(path, layer)
+        self._read(entry, (row, head), pieces)
+
+    def queries(self, layer: int) -> QuerySample:
+        """The sample of the layer's queries; its checksums are verified.
+
+        Raises InvalidArgumentError when the context has none, or for an unknown layer.
+        """
+        positions = self._manifest.query_positions
+        if self._manifest.queries is None:
+            raise InvalidArgumentError(
+                f"context {self._manifest.id[:12]} has no sample of queries; prefill the document again"
+            )
+        stored = torch.empty(self._manifest.queries.shape[1:], device="cpu")
+        for head, out in enumerate(stored):
+            self.read_head("queries", layer, head, out)
+        return QuerySample(stored, torch.tensor(positions, device="cpu"))
+
+    def close(self) -> None:
+        """Ends the use of this object. Tensors handed out stay valid."""
+        self._closed = True
+
+    def _read(self, entry: ArrayEntry, indices: tuple[int, ...], out: Tensor | Pieces) -> None:
+        try:
+            if isinstance(out, Tensor):
+                read_chunk_into(self._folder, entry, indices, out)
+            else:
+                read_chunk_pieces(self._folder, entry, indices, out)
+        except MissingChunkError:
+            self._check_present()
+            raise
+
+    def _locate(self, path: str, layer: int) -> tuple[ArrayEntry, int]:
+        entry = self._entry(path)
+        rows = self._rows.get(path, {})
+        if layer not in rows:
+            raise InvalidArgumentError(f"array {path!r} covers layers {sorted(rows)}, not layer {layer}")
+        return entry, rows[layer]
+
+    def _entry(self, path: str) -> ArrayEntry:
+        if self._closed:
+            raise InvalidArgumentError(f"context {self._manifest.id[:12]} was closed; open it again")
+        if path not in self._entries:
+            raise InvalidArgumentError(f"no array {path!r}; the context has {', '.join(self._entries)}")
+        return self._entries[path]
+
+    def _check_present(self) -> None:
+        # Deleted while in use is no corruption.
+        if not self._folder.exists():
+            raise ContextNotFoundError(
+                f"context {self._manifest.id} was deleted while it was being read", context=self._manifest.id
+            )

@@ -1,0 +1,181 @@
+"""The method and budget that a stored context was tuned to: a small sealed file beside it, never part of it.
+
+A context stays as it was written, so what tuning finds later lies in `defaults/<id>.json` of the store: JSON with a
+checksum over itself, as a manifest has, replaced all at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from index_store.errors import ContextCorruptError, ManifestError
+from index_store.store.folders import storing, sync_path
+from index_store.store.json_fields import JsonFields, check_name, check_utc, field_error, is_number
+from index_store.store.manifest import is_context_id
+from index_store.store.manifest_json import render_document
+
+DEFAULT_VERSION = 1
+TARGETS = ("mass", "kl")
+_SUFFIX = ".json"
+_TEMPORARY_PREFIX = ".tmp-"
+_REPAIR = "tune the context again (`decode-engine tune`), or remove the file"
+
+
+class TunedDefaultError(ContextCorruptError):
+    """A tuned default is not what was written, or of another format; its context is not affected."""
+
+    reason = "TUNED_DEFAULT_INVALID"
+
+
+@dataclass(frozen=True, slots=True)
+class TunedDefault:
+    """What a request gets that names no method, and how that was found.
+
+    method: an expression for `get_method`. keep, mass, tokens: its budget, at most one. target, wanted: what was
+    asked for, `mass` captured on average or `kl` at most. reached: what was measured, by name. created_at: UTC.
+    """
+
+    context: str
+    method: str
+    keep: float | None
+    mass: float | None
+    tokens: int | None
+    target: str
+    wanted: float
+    reached: Mapping[str, float]
+    created_at: datetime
+    format_version: int = DEFAULT_VERSION
+
+    def __post_init__(self) -> None:
+        if not is_context_id(self.context):
+            raise field_error("context", self.context, "64 lower-case hex digits")
+        if self.format_version != DEFAULT_VERSION:
+            raise field_error("format_version", self.format_version, str(DEFAULT_VERSION))
+        check_name("method", self.method)
+        for name, value in (("keep", self.keep), ("mass", self.mass), ("tokens", self.tokens)):
+            if value is not None and not (is_number(value) and value > 0):
+                raise field_error(name, value, "a positive number or null")
+        if sum(value is not None for value in (self.keep, self.mass, self.tokens)) > 1:
+            raise field_error("keep", self.keep, "at most one of keep, mass and tokens")
+        if self.target not in TARGETS:
+            raise field_error("target", self.target, f"one of {', '.join(TARGETS)}")
+        if not is_number(self.wanted):
+            raise field_error("wanted", self.wanted, "a number")
+        if not all(isinstance(name, str) and is_number(value) for name, value in self.reached.items()):
+            raise field_error("reached", self.reached, "numbers by name")
+        check_utc("created_at", self.created_at)
+
+
+def render_default(default: TunedDefault) -> bytes:
+    """The contents of the file: always the same bytes for the same record."""
+    return render_document({**asdict(default), "created_at": default.created_at.isoformat()})
+
+
+def parse_default(data: bytes, where: str) -> TunedDefault:
+    """Reads the file; `where` names it in errors. Raises TunedDefaultError."""
+    try:
+        document = json.loads(data)
+        sealed = dict(document)
+        sealed.pop("checksum", None)
+        intact = render_document(sealed) == data
+    except (ValueError, TypeError, RecursionError):
+        intact = False
+    if not intact:
+        raise TunedDefaultError(
+            f"{where}: the tuned default is damaged, its contents do not fit their checksum; {_REPAIR}",
+            path=where,
+        )
+    version = sealed.get("format_version")
+    if version != DEFAULT_VERSION:
+        raise TunedDefaultError(
+            f"{where}: the tuned default has format version {version}, this program reads version "
+            f"{DEFAULT_VERSION}; update sparsekv, or {_REPAIR}",
+            path=where,
+        )
+    try:
+        return _parse_fields(JsonFields(sealed, where))
+    except ManifestError as error:
+        raise TunedDefaultError(f"{error.message}; {_REPAIR}", **error.metadata) from None
+
+
+def _parse_fields(fields: JsonFields) -> TunedDefault:
+    reached = fields.numbers_by_name("reached")
+    budgets = {name: fields.optional_number(name) for name in ("keep", "mass", "tokens")}
+    tokens = budgets["tokens"]
+    default = TunedDefault(
+        context=fields.text("context"),
+        method=fields.text("method"),
+        keep=budgets["keep"],
+        mass=budgets["mass"],
+        tokens=None if tokens is None else int(tokens),
+        target=fields.text("target"),
+        wanted=fields.number("wanted"),
+        reached=reached,
+        created_at=fields.time("created_at"),
+        format_version=fields.integer("format_version"),
+    )
+    fields.finish()
+    return default
+
+
+class DefaultsFolder:
+    """The tuned defaults of a store's contexts. Writers of one context exclude each other by its lock."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def path(self, id_: str) -> Path:
+        """Where the default of a context is kept."""
+        return self._path / f"{id_}{_SUFFIX}"
+
+    def read(self, id_: str) -> TunedDefault | None:
+        """The default of a context, None without one. Raises TunedDefaultError for a file that cannot be used."""
+        path = self.path(id_)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise TunedDefaultError(
+                f"{path}: the tuned default cannot be read: {error.strerror}", path=path
+            ) from error
+        default = parse_default(data, str(path))
+        if default.context != id_:
+            raise TunedDefaultError(
+                f"{path}: the tuned default is of context {default.context}, expected {id_}, the file's name; "
+                f"{_REPAIR}",
+                path=path,
+            )
+        return default
+
+    def write(self, default: TunedDefault) -> None:
+        """Replaces the default of a context, all at once and durably. Raises StoreFullError or StoreError."""
+        path = self.path(default.context)
+        temporary = self._path / f"{_TEMPORARY_PREFIX}{default.context}"
+        with storing("writing the tuned default", path):
+            self._path.mkdir(exist_ok=True)
+            try:
+                temporary.write_bytes(render_default(default))
+                sync_path(temporary)
+                os.replace(temporary, path)
+                sync_path(self._path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def remove(self, id_: str) -> None:
+        """Removes the default of a context, where there is one."""
+        path = self.path(id_)
+        with storing("removing the tuned default", path):
+            path.unlink(missing_ok=True)
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """Context id and path of every default, and of what killed writers left of one."""
+        for path in sorted(self._path.glob("*")):
+            id_ = path.name.removeprefix(_TEMPORARY_PREFIX).removesuffix(_SUFFIX)
+            if is_context_id(id_) and path.name in (f"{id_}{_SUFFIX}", f"{_TEMPORARY_PREFIX}{id_}"):
+                yield id_, path

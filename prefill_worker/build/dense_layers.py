@@ -1,0 +1,109 @@
+"""Which layers have attention so flat that a few per cent of the keys cannot stand for all of them.
+
+A method that drops what it did not select has to attend to everything there. The decision uses the context's
+own late queries (and calibration queries) and the exact best selection, so it judges the layer and not an index.
+Evidence for the rule: docs/prefill.md.
+
+Shape legend: G query heads of one KV head, R sampled queries, N keys, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from index_store.indexes.interface.layer_index import QuerySample
+
+JUDGED_QUERIES = 48
+"""Queries a layer is judged by, spread over the later half of the sample."""
+
+KEEP = 0.02
+"""Share of the keys that the exact selection may have."""
+
+SINKS, RECENT = 8, 64
+"""First and last keys that belong to every selection besides."""
+
+ERROR_THRESHOLD = 0.1
+"""Relative output error above which a layer stays dense."""
+
+_ROWS_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Selectivity:
+    """How well the exact best few keys stand for a layer's whole attention, averaged over heads and queries.
+
+    captured: share of the attention weight on the selected keys, sinks and recent window, 0 to 1.
+    output_error: |o_selected - o_full| / |o_full|.
+    """
+
+    captured: float
+    output_error: float
+
+
+def measure_selectivity(
+    kv_HN2D: Tensor, queries: QuerySample, keep: float = KEEP, sinks: int = SINKS, recent: int = RECENT
+) -> Selectivity:
+    """Compares attention to the best `keep` of the keys, sinks and recent window with full attention.
+
+    The best keys of a KV head are those with the largest softmaxed scores summed over the group, among the keys
+    between sinks and recent window. kv_HN2D: [H, N, 2, d] in any float dtype and on any device. Work and memory are
+    linear in N: 48 queries, one KV head and 8 queries at a time.
+    """
+    rows = judged_rows(queries.positions_P)
+    positions_R = queries.positions_P[rows].to(kv_HN2D.device)
+    captured, errors = [], []
+    for head, head_kv_N2D in enumerate(kv_HN2D):
+        keys_ND, values_ND = head_kv_N2D.float().unbind(1)
+        queries_RGD = queries.queries_HPGD[head, rows].to(keys_ND)
+        for part in range(0, len(rows), _ROWS_AT_ONCE):
+            some = slice(part, part + _ROWS_AT_ONCE)
+            share, error = _compare(
+                queries_RGD[some], keys_ND, values_ND, positions_R[some], keep, sinks, recent
+            )
+            captured.append(share)
+            errors.append(error)
+    return Selectivity(float(torch.cat(captured).mean()), float(torch.cat(errors).mean()))
+
+
+def judged_rows(positions_P: Tensor) -> Tensor:
+    """Rows of the sample that a layer is judged by: evenly spread over its later half, the last one included."""
+    count = len(positions_P)
+    first = count // 2 if count > JUDGED_QUERIES else 0
+    wanted = min(JUDGED_QUERIES, count - first)
+    return torch.linspace(first, count - 1, wanted).round().long()
+
+
+def _compare(
+    queries_RGD: Tensor,
+    keys_ND: Tensor,
+    values_ND: Tensor,
+    positions_R: Tensor,
+    keep: float,
+    sinks: int,
+    recent: int,
+) -> tuple[Tensor, Tensor]:
+    """(captured share, relative output error), each [R, G]."""
+    ids_N = torch.arange(len(keys_ND), device=keys_ND.device)
+    logits_RGN = queries_RGD @ keys_ND.T * keys_ND.shape[1] ** -0.5
+    logits_RGN.masked_fill_((ids_N > positions_R[:, None])[:, None], -torch.inf)
+    weights_RGN = logits_RGN.softmax(-1)
+    always_RN = (ids_N < sinks) | (ids_N > positions_R[:, None] - recent)
+    scores_RN = weights_RGN.sum(1).masked_fill(always_RN, -1.0)
+    best_RK = scores_RN.topk(max(1, round(keep * len(ids_N))), dim=-1).indices
+    kept_RN = always_RN.scatter(1, best_RK, True)
+    kept_weights_RGN = weights_RGN * kept_RN[:, None]
+    share_RG = kept_weights_RGN.sum(-1)
+    full_RGD = weights_RGN @ values_ND
+    kept_RGD = (kept_weights_RGN @ values_ND) / share_RG[..., None]
+    return share_RG, (kept_RGD - full_RGD).norm(dim=-1) / full_RGD.norm(dim=-1).clamp_min(1e-12)
+
+
+def choose_dense_layers(
+    selectivities: Sequence[Selectivity], threshold: float = ERROR_THRESHOLD
+) -> tuple[int, ...]:
+    """Layers whose output even the exact best keys reproduce with a relative error above the threshold."""
+    return tuple(layer for layer, measured in enumerate(selectivities) if measured.output_error > threshold)

@@ -1,0 +1,173 @@
+"""Which indexes a job builds, and in which layers: those of its methods and those named, as flags reshape them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from index_store.errors import InvalidArgumentError
+from index_store.methods.index_specs import (INDEX_SPECS, IndexSpec)
+from index_store.indexes.interface.layer_index import Scalar
+from index_store.methods.method import (METHODS, Method, get_method)
+from prefill_worker.config import PrefillConfig
+
+FIXED_INDEXES = frozenset({"paper_tables"})
+"""Indexes whose name promises what was published: no flag reshapes them."""
+
+_TABLES_KIND = "query_tables"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexPlan:
+    """The indexes to build and the methods they are built for.
+
+    methods: those asked for; with only indexes asked for, every preset that these are enough for.
+    """
+
+    specs: tuple[IndexSpec, ...]
+    methods: tuple[Method, ...]
+
+    @property
+    def method_names(self) -> tuple[str, ...]:
+        """Names of the methods; the reference where there is no other."""
+        return tuple(method.name for method in self.methods) or ("full",)
+
+    def covers_flat_layers(self, spec: IndexSpec) -> bool:
+        """Whether layers with flat attention get the index too.
+
+        They do not when every method that uses it drops its remainder: such a method attends to flat layers fully.
+        """
+        users = [
+            method for method in self.methods if spec.name in {used.name for used in method.index_specs()}
+        ]
+        return not users or not all(method.drops_remainder for method in users)
+
+    def layers(self, spec: IndexSpec, layers: int, flat_layers: Sequence[int]) -> tuple[int, ...]:
+        """The layers that get the index."""
+        left_out = () if self.covers_flat_layers(spec) else flat_layers
+        return tuple(layer for layer in range(layers) if layer not in left_out)
+
+
+def plan_indexes(config: PrefillConfig) -> IndexPlan:
+    """The different indexes that the job's methods need stored, and those that it names itself.
+
+    `--index NAME:parameter=value,...` reshapes the index of that name; --tables, --subspaces, --centroids and --split
+    reshape query tables, except those of csattention-paper. Raises MethodUnsupportedError for an unknown method or for
+    parameters that it cannot work with, InvalidArgumentError for an unknown index or parameter.
+    """
+    named = [_named_spec(text) for text in config.index]
+    methods = [get_method(name) for name in config.method]
+    specs = {spec.name: spec for method in methods for spec in method.index_specs()}
+    for spec in named:
+        specs[spec.name] = spec
+    if len({spec.name for spec in named}) != len(named):
+        raise InvalidArgumentError(f"--index is {', '.join(config.index)}, expected different indexes")
+    flags = _table_flags(config)
+    if flags:
+        reshaped = {name: spec for name, spec in specs.items() if _reshapable(spec)}
+        if not reshaped:
+            _refuse(config, specs)
+        specs |= {name: spec.with_parameters(**flags) for name, spec in reshaped.items()}
+    if not methods:
+        return IndexPlan(tuple(specs.values()), tuple(_supported_methods(specs)))
+    return IndexPlan(tuple(specs.values()), tuple(_fitted(method, specs) for method in methods))
+
+
+def check_centroids(config: PrefillConfig, plan: IndexPlan, queries: int) -> None:
+    """Raises InvalidArgumentError when --centroids asks for more than there are sampled queries per KV head.
+
+    Every further centroid would repeat another one, at the price of a table row of the context's length. An index's
+    own number is always taken, so that short documents need no flags.
+    """
+    wanted = config.centroids
+    if wanted is None or wanted <= queries:
+        return
+    if any(
+        _reshapable(spec) and INDEX_SPECS[spec.name].parameters["centroids"] != wanted for spec in plan.specs
+    ):
+        raise InvalidArgumentError(
+            f"--centroids is {wanted}, expected at most {queries}: that many queries are sampled per KV head of "
+            "this document; give fewer centroids, a longer document or a larger --query-sample",
+            centroids=wanted,
+            queries=queries,
+        )
+
+
+def _table_flags(config: PrefillConfig) -> dict[str, Scalar]:
+    """The flags given that reshape query tables, by parameter."""
+    flags = {
+        "layout": config.tables,
+        "subspaces": config.subspaces,
+        "centroids": config.centroids,
+        "split": config.split,
+    }
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def _named_spec(text: str) -> IndexSpec:
+    """The index that one --index flag asks for."""
+    name, separator, listed = text.partition(":")
+    spec = INDEX_SPECS.get(name)
+    if spec is None or not spec.stored:
+        known = ", ".join(known.name for known in INDEX_SPECS.values() if known.stored)
+        raise InvalidArgumentError(f"--index is {text!r}, expected one of {known}", index=name)
+    if not separator:
+        return spec
+    if name in FIXED_INDEXES:
+        raise InvalidArgumentError(
+            f"--index is {text!r}, but {name} is fixed by the paper; leave its parameters out"
+        )
+    return spec.with_parameters(**dict(_parameter(text, spec, pair) for pair in listed.split(",")))
+
+
+def _parameter(text: str, spec: IndexSpec, pair: str) -> tuple[str, Scalar]:
+    """One parameter=value, with the type that the parameter has."""
+    name, _, value = pair.partition("=")
+    own = spec.parameters.get(name.strip())
+    if own is None:
+        raise InvalidArgumentError(
+            f"--index is {text!r}: cannot read {pair!r}, expected parameter=value with one of "
+            f"{', '.join(spec.parameters)}"
+        )
+    try:
+        return name.strip(), type(own)(value.strip())
+    except ValueError:
+        raise InvalidArgumentError(
+            f"--index is {text!r}: {name.strip()} is {value!r}, expected a number such as {own}"
+        ) from None
+
+
+def _fitted(method: Method, specs: Mapping[str, IndexSpec]) -> Method:
+    """The method over the indexes as they will be built, which checks that they go together."""
+    index = method.index and specs.get(method.index.name, method.index)
+    partition = method.partition and specs.get(method.partition.name, method.partition)
+    return replace(method, index=index, partition=partition)
+
+
+def _supported_methods(specs: Mapping[str, IndexSpec]) -> list[Method]:
+    """The presets that these indexes are enough for, as they will work; those that store no index are left out."""
+    found = []
+    for method in METHODS.values():
+        if method.index is None or method.index.name not in specs:
+            continue
+        if all(used.name in specs for used in method.index_specs()):
+            found.append(_fitted(method, specs))
+        elif method.partition_optional:
+            found.append(_fitted(method.without_remainder(), specs))
+    return found
+
+
+def _reshapable(spec: IndexSpec) -> bool:
+    return spec.kind == _TABLES_KIND and spec.name not in FIXED_INDEXES
+
+
+def _refuse(config: PrefillConfig, specs: Mapping[str, IndexSpec]) -> None:
+    asked = ", ".join((*config.method, *config.index))
+    flags = "--tables, --subspaces, --centroids and --split"
+    if FIXED_INDEXES & set(specs):
+        others = [method.name for method in METHODS.values() if any(map(_reshapable, method.index_specs()))]
+        raise InvalidArgumentError(
+            f"{flags} shape an index, but the index of csattention-paper is fixed by the paper (asked for: {asked}); "
+            f"leave the flags out, or use --method {', '.join(others)} for variants"
+        )
+    raise InvalidArgumentError(f"{flags} shape query tables, but {asked} stores none")

@@ -1,0 +1,232 @@
+"""Where keys and values lie while a model reads a context: on the device that computes, or in host memory beside it.
+
+In host memory they are page-locked, one contiguous range a layer. Every chunk's keys and values are copied there while
+the layer attends, and later chunks read them back in blocks, of which one is on its way while the one before it is
+attended to (`index_store.memory.host_blocks`). Where the device is the CPU, the same code makes plain copies.
+
+Shape legend: H KV heads, T tokens of a chunk, N tokens of the context, n tokens of a block, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from index_store.memory.host_blocks import BlockReader
+from index_store.memory.host_memory import HostBlock, default_page_locker
+from prefill_worker.reading.causal_attention import Past
+
+_LOCKERS = 4
+"""Threads that fill layers with zeros and lock their pages, layer after layer."""
+
+
+class KeptLayers(Protocol):
+    """Keys and values of every layer of one context, [H, N, 2, d] in the dtype in which they are stored."""
+
+    def write(self, layer: int, start: int, key_HTD: Tensor, value_HTD: Tensor) -> Tensor:
+        """Keeps a chunk's keys and values; returns them as they are stored, [H, T, 2, d] on the device."""
+        ...
+
+    def past(self, layer: int, count: int) -> Tensor | Past:
+        """The first `count` tokens of a layer, for attention."""
+        ...
+
+    def part(self, layer: int, start: int, end: int) -> Tensor:
+        """Tokens start..end-1 of a layer on the device: those that are kept, or a copy."""
+        ...
+
+    def settle(self) -> None:
+        """Has the caller's stream wait until all that was written is where it is kept."""
+        ...
+
+    def kept(self, layer: int) -> Tensor:
+        """A layer where it is kept. Raises ValueError once released."""
+        ...
+
+    def on_device(self, layer: int) -> Tensor:
+        """A layer on the device: the one that is kept, or a copy that the caller's stream makes."""
+        ...
+
+    def release(self, layer: int) -> None:
+        """Frees a layer, which nothing may read any more."""
+        ...
+
+    def close(self) -> None:
+        """Frees everything."""
+        ...
+
+
+class DeviceLayers:
+    """All layers in memory of the device."""
+
+    def __init__(
+        self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._kv: list[Tensor | None] = [
+            torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)
+        ]
+
+    def write(self, layer: int, start: int, key_HTD: Tensor, value_HTD: Tensor) -> Tensor:
+        chunk = self.kept(layer)[:, start : start + key_HTD.shape[1]]
+        chunk[:, :, 0].copy_(key_HTD)
+        chunk[:, :, 1].copy_(value_HTD)
+        return chunk
+
+    def past(self, layer: int, count: int) -> Tensor:
+        return self.kept(layer)[:, :count]
+
+    def part(self, layer: int, start: int, end: int) -> Tensor:
+        return self.kept(layer)[:, start:end]
+
+    def settle(self) -> None:
+        """Nothing to wait for."""
+
+    def kept(self, layer: int) -> Tensor:
+        return _present(self._kv[layer], layer)
+
+    def on_device(self, layer: int) -> Tensor:
+        return self.kept(layer)
+
+    def release(self, layer: int) -> None:
+        self._kv[layer] = None
+
+    def close(self) -> None:
+        self._kv = [None] * len(self._kv)
+
+
+class HostLayers:
+    """All layers in host memory, read by the device in blocks of at most `block_tokens` tokens.
+
+    Pages are locked in the background, before a layer is first written to; copies from and to those that cannot be
+    locked are slower. Raises MemoryBudgetError when the machine refuses the memory.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        block_tokens: int,
+    ) -> None:
+        self.block_tokens = block_tokens
+        self._device = device
+        on_gpu = device.type == "cuda"
+        locker = default_page_locker() if on_gpu else None
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        self._blocks = [HostBlock(nbytes, locker, huge_pages=True) for _ in range(layers)]
+        with torch.inference_mode(False):  # other threads write to what is made here, in any mode
+            self._kv: list[Tensor | None] = [block.take(shape, dtype) for block in self._blocks]
+        heads, count, two, head_dim = shape
+        largest = (heads, min(block_tokens, count), two, head_dim)
+        self._reader = BlockReader(largest, dtype, device)
+        self._expected: tuple[int, Sequence[tuple[int, int]]] | None = None
+        self._writes = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._lockers = ThreadPoolExecutor(_LOCKERS, thread_name_prefix="lock")
+        self._locked: list[Future[None]] = []
+        self._refused = False
+        if on_gpu:
+            self._locked = [self._lockers.submit(self._lock, layer) for layer in range(layers)]
+
+    def write(self, layer: int, start: int, key_HTD: Tensor, value_HTD: Tensor) -> Tensor:
+        kept = self.kept(layer)
+        if self._locked:
+            self._locked[layer].result()
+        chunk = torch.stack([key_HTD, value_HTD], dim=2).to(kept.dtype)
+        place = kept[:, start : start + chunk.shape[1]]
+        if self._writes is None:
+            place.copy_(chunk)
+            return chunk
+        self._writes.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._writes):
+            for head in range(len(chunk)):  # in one piece each
+                place[head].copy_(chunk[head], non_blocking=True)
+        chunk.record_stream(self._writes)  # its memory is nobody else's before the copy is done
+        return chunk
+
+    def past(self, layer: int, count: int) -> Past:
+        return _HostPast(self, layer, count)
+
+    def part(self, layer: int, start: int, end: int) -> Tensor:
+        self.settle()
+        kept = self.kept(layer)[:, start:end]
+        copy = torch.empty(kept.shape, dtype=kept.dtype, device=self._device)
+        for own, head in zip(copy, kept, strict=True):  # in one piece each
+            own.copy_(head, non_blocking=True)
+        return copy
+
+    def read(self, layer: int, ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+        """Blocks [H, n, 2, d] of a layer on the device, each good until the next one is asked for.
+
+        A pass reads the same ranges of one layer after the other, so the next layer's first block is sent for early.
+        """
+        if self._expected != (layer, ranges):
+            self._reader.start(self._pieces(layer, ranges), self._writes)
+        self._expected = (layer + 1, ranges)
+        for _ in ranges:
+            yield self._reader.next()
+
+    def settle(self) -> None:
+        if self._writes is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._writes)
+
+    def kept(self, layer: int) -> Tensor:
+        return _present(self._kv[layer], layer)
+
+    def on_device(self, layer: int) -> Tensor:
+        return self.kept(layer).to(self._device, non_blocking=True)
+
+    def release(self, layer: int) -> None:
+        self._kv[layer] = None
+        if self._locked and not self._locked[layer].cancel():
+            self._locked[layer].result()
+        self._blocks[layer].release()
+
+    def close(self) -> None:
+        self._lockers.shutdown(wait=True, cancel_futures=True)
+        if self._writes is not None:
+            self._writes.synchronize()
+        self._reader.end()
+        self._expected = None
+        for layer in range(len(self._kv)):
+            self.release(layer)
+
+    def _pieces(self, layer: int, ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+        for later in range(layer, len(self._kv)):
+            for start, end in ranges:
+                yield self.kept(later)[:, start:end]
+
+    def _lock(self, layer: int) -> None:
+        # The system hands out pages when they are first touched. That is faster in all cores than while they are
+        # locked, which holds up whoever asks the device for something meanwhile.
+        self.kept(layer).zero_()
+        if not self._refused:  # what was refused once would be refused again, and is logged
+            self._blocks[layer].lock()
+            self._refused = not self._blocks[layer].locked
+
+
+@dataclass(frozen=True, slots=True)
+class _HostPast:
+    """The first tokens of one layer in host memory (`causal_attention.Past`)."""
+
+    layers: HostLayers
+    layer: int
+    count: int
+
+    @property
+    def largest(self) -> int:
+        return self.layers.block_tokens
+
+    def blocks(self, ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+        return self.layers.read(self.layer, ranges)
+
+
+def _present(kv: Tensor | None, layer: int) -> Tensor:
+    if kv is None:
+        raise ValueError(f"keys and values of layer {layer} were released")
+    return kv

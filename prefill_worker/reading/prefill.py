@@ -1,0 +1,78 @@
+"""Runs a model over a context chunk by chunk, and over calibration prompts behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefill_worker.reading.capture import Capture
+
+Progress = Callable[[int, int], None]
+"""Called with (tokens done, tokens in all)."""
+
+
+def _no_progress(done: int, total: int) -> None:
+    pass
+
+
+@torch.inference_mode()
+def run_context(
+    model: torch.nn.Module,
+    capture: Capture,
+    token_ids: Sequence[int],
+    chunk: int,
+    progress: Progress = _no_progress,
+) -> None:
+    """Feeds the context to the model, `chunk` tokens a pass; the capture holds the result.
+
+    Memory beyond the capture is that of one pass over `chunk` tokens, whatever the length of the context.
+    """
+    ids = torch.tensor(token_ids, dtype=torch.int64)
+    for start in range(0, len(ids), chunk):
+        part = ids[start : start + chunk]
+        capture.begin_context_chunk(start, len(part))
+        _forward(model, capture, part, start)
+        progress(start + len(part), len(ids))
+    _wait(capture)
+
+
+@torch.inference_mode()
+def run_prompts(
+    model: torch.nn.Module,
+    capture: Capture,
+    prompts: Sequence[Sequence[int]],
+    chunk: int,
+    progress: Progress = _no_progress,
+) -> None:
+    """Feeds each calibration prompt to the model as if it alone followed the context, then forgets it.
+
+    Only the sampled queries of the prompts remain; keys and values of the context are not touched.
+    """
+    for number, prompt in enumerate(prompts):
+        ids = torch.tensor(prompt, dtype=torch.int64)
+        for start in range(0, len(ids), chunk):
+            part = ids[start : start + chunk]
+            capture.begin_prompt_chunk(number, start, len(part))
+            _forward(model, capture, part, capture.token_count + start)
+        progress(number + 1, len(prompts))
+    capture.forget_prompt()
+    _wait(capture)
+
+
+def _wait(capture: Capture) -> None:
+    """Until the device has done what it was asked for, so that the time taken is the work's; not for other streams."""
+    capture.settle()
+    if capture.device.type == "cuda":
+        torch.cuda.current_stream(capture.device).synchronize()
+
+
+def _forward(model: Any, capture: Capture, ids: Tensor, first_position: int) -> None:
+    """One pass through the layers; the output head is left out, since only attention's inputs are wanted."""
+    device = next(model.parameters()).device
+    positions = torch.arange(first_position, first_position + len(ids), device=device)
+    model.get_decoder()(
+        input_ids=ids.to(device)[None], position_ids=positions[None], use_cache=False, capture=capture
+    )

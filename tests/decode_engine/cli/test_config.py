@@ -1,0 +1,132 @@
+"""What the programs' settings accept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from decode_engine.config import MAX_LANES, AskConfig, Compilation, ServeConfig, check_address, is_loopback
+from index_store.errors import InvalidArgumentError
+from index_store.memory.devices import context_device, default_budget, memory_budget, pick_device
+from index_store.memory.placement import MemoryBytes
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:0", "localhost:50051", "[::1]:1", "some.host:65535"])
+def test_addresses(text: str) -> None:
+    assert check_address(text) == text
+
+
+@pytest.mark.parametrize("text", ["", "localhost", ":80", "host:", "host:x", "host:65536", "::1:80", "a b:1"])
+def test_bad_addresses(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="HOST:PORT"):
+        check_address(text)
+
+
+def test_loopback() -> None:
+    assert all(is_loopback(address) for address in ("127.0.0.1:1", "localhost:1", "[::1]:1", "127.1.2.3:1"))
+    assert not any(is_loopback(address) for address in ("0.0.0.0:1", "[::]:1", "10.0.0.1:1"))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "memory",
+        "session_memory",
+        "max_sessions",
+        "max_waiting",
+        "prompt_chunk",
+        "threads",
+        "search_threads",
+        "lanes",
+        "waves",
+        "grace",
+    ],
+)
+def test_limits_are_checked_and_named_as_their_flags(field: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="--" + field.replace("_", "-")):
+        ServeConfig(Path(), "reader", **{field: -1})
+
+
+def test_too_many_lanes_and_search_threads_are_refused() -> None:
+    for given in ({"lanes": MAX_LANES + 1}, {"search_threads": 10**6}):
+        with pytest.raises(
+            InvalidArgumentError, match=r"--search-threads is .* and --lanes .*, expected at most"
+        ):
+            ServeConfig(Path(), "reader", **given)
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "gpu", "CPU", ""])
+def test_unknown_devices_are_refused(device: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"--device is '{device}', expected auto, cpu or cuda"):
+        ServeConfig(Path(), "reader", device=device)
+    with pytest.raises(InvalidArgumentError, match="expected auto, cpu or cuda"):
+        pick_device(device)
+
+
+def test_auto_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto").type == pick_device("cpu").type == "cpu"
+    for refuse in (pick_device, lambda name: ServeConfig(Path(), "reader", device=name)):
+        with pytest.raises(InvalidArgumentError, match="--device is cuda, but torch sees no CUDA device"):
+            refuse("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert pick_device("auto").type == pick_device("cuda").type == "cuda"
+    assert pick_device("cpu").type == "cpu"
+
+
+def test_memory_for_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ServeConfig(Path(), "reader").memory is None
+    assert default_budget(torch.device("cpu")) == 8 * 2**30
+    assert context_device(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 140 * 2**30))
+    assert default_budget(torch.device("cuda")) == 50 * 2**30
+    assert context_device(torch.device("cuda")) == torch.device("cuda")
+
+
+def test_unknown_settings_are_errors() -> None:
+    with pytest.raises(TypeError):
+        ServeConfig(Path(), "reader", colour="blue")  # type: ignore[call-arg]
+
+
+def test_questions_end_at_the_line_break_by_default() -> None:
+    assert AskConfig("c", "q").stop_strings == ("\n",)
+    assert AskConfig("c", "q", raw=True).stop_strings == ()
+    assert AskConfig("c", "q", stop=("x",)).stop_strings == ("x",)
+    assert AskConfig("c", "q", stop=()).stop_strings == ()
+
+
+def test_placement_and_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ServeConfig(Path(), "reader").placement == "auto"
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert memory_budget(cpu, None, None, 2**40) == MemoryBytes(host=8 * 2**30)
+    assert memory_budget(cpu, 7, None, 2**40) == MemoryBytes(host=7)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 140 * 2**30))
+    assert memory_budget(cuda, None, None, 2**40) == MemoryBytes(2**39, 50 * 2**30)
+    assert memory_budget(cuda, 7, 9, 2**40) == MemoryBytes(7, 9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidArgumentError, match="expected auto, device, hybrid"):
+        ServeConfig(Path(), "reader", placement="disk")
+    with pytest.raises(InvalidArgumentError, match="--placement is hybrid, but the CPU computes"):
+        ServeConfig(Path(), "reader", placement="hybrid")
+    with pytest.raises(InvalidArgumentError, match="--device-memory is given, but the CPU computes"):
+        ServeConfig(Path(), "reader", device_memory=5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert ServeConfig(Path(), "reader", placement="hybrid", device_memory=5).device_memory == 5
+
+
+def test_a_cpu_compiles_no_steps() -> None:
+    ServeConfig(store=Path("store"), model="reader", device="cpu")
+    with pytest.raises(InvalidArgumentError, match="--compile is default, but the CPU computes here"):
+        ServeConfig(store=Path("store"), model="reader", device="cpu", compilation=Compilation.DEFAULT)
+    with pytest.raises(InvalidArgumentError, match="--prefetch is given, but the CPU computes here"):
+        ServeConfig(store=Path("store"), model="reader", device="cpu", prefetch=True)
+
+
+def test_nothing_is_fetched_ahead_of_contexts_in_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for placement in ("auto", "hybrid", "host"):
+        assert ServeConfig(Path(), "reader", placement=placement, prefetch=True).prefetch
+    with pytest.raises(InvalidArgumentError, match="--prefetch is given, but with --placement device"):
+        ServeConfig(Path(), "reader", placement="device", prefetch=True)

@@ -1,0 +1,271 @@
+"""Batches, turns and admission of the scheduler, seen in what it feeds to a runner without a model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from decode_engine.engine.engine import Engine
+from decode_engine.engine.queues import MAX_PASSED, MAX_PIECES
+from decode_engine.errors import CancelledError, SessionMemoryError, TooManyRequestsError
+from index_store.errors import InvalidArgumentError
+from tests.decode_engine.engine.fake_runner import (
+    Client,
+    FakeEngine,
+    FakeRunner,
+    failure,
+    make_client,
+    results,
+    run,
+    submit,
+)
+
+
+@pytest.fixture
+def runner() -> FakeRunner:
+    return FakeRunner()
+
+
+@pytest.fixture
+def engine(runner: FakeRunner) -> FakeEngine:
+    """An engine without its thread: tests call `step`."""
+    return Engine(runner, max_sessions=4, max_waiting=2, prompt_chunk=4)
+
+
+def test_long_prompts_are_chunked_between_decode_steps_of_others(
+    engine: FakeEngine, runner: FakeRunner
+) -> None:
+    short = submit(engine, make_client("short", prompt=[1], max_tokens=4))
+    engine.step()
+    long = submit(engine, make_client("long", prompt=range(10), max_tokens=1))
+    run(engine, 3)
+    assert runner.calls == [
+        (("short",), 1),
+        (("short",), 1),
+        (("long",), 4),
+        (("short",), 1),
+        (("long",), 4),
+        (("short",), 1),
+        (("long",), 2),
+    ]
+    assert results(short)[0] == [2, 3, 4, 5]
+    assert results(long)[0] == [10]
+
+
+def test_a_second_request_streams_before_a_long_first_prompt_is_read(engine: FakeEngine) -> None:
+    first = submit(engine, make_client("first", prompt=[0] * 400, max_tokens=1))
+    run(engine, 3)
+    second = submit(engine, make_client("second", prompt=[1], max_tokens=2))
+    run(engine, 3)
+    assert results(second)[0] == [2, 3]
+    assert len(first.session.fed) < 40
+
+
+def test_prompts_take_turns(engine: FakeEngine, runner: FakeRunner) -> None:
+    for name in "abc":
+        submit(engine, make_client(name, prompt=range(16), max_tokens=1))
+    run(engine, 9)
+    assert "".join(names[0] for names, _ in runner.calls) == "abcabcabc"
+
+
+def test_decoding_sessions_share_one_batch(engine: FakeEngine, runner: FakeRunner) -> None:
+    clients = [submit(engine, make_client(name, prompt=[n], max_tokens=6)) for n, name in enumerate("abcd")]
+    run(engine, 12)
+    assert (("a", "b", "c", "d"), 1) in runner.calls
+    assert [results(client)[0] for client in clients] == [list(range(n + 1, n + 7)) for n in range(4)]
+
+
+def test_no_more_sessions_than_allowed(engine: FakeEngine, runner: FakeRunner) -> None:
+    clients = [submit(engine, make_client(str(n), max_tokens=3)) for n in range(6)]
+    run(engine, 30)
+    assert max(len(names) for names, _ in runner.calls) <= 4
+    assert all(results(client)[0] == [1, 2, 3] for client in clients)
+
+
+def test_a_short_prompt_need_not_wait_for_the_turns_of_long_ones(runner: FakeRunner) -> None:
+    engine = Engine(runner, max_sessions=8, prompt_chunk=16)
+    for name in "abcdef":
+        submit(engine, make_client(name, prompt=range(60), max_tokens=1))
+    run(engine, 2)
+    runner.calls.clear()
+    short = submit(engine, make_client("short", prompt=[1] * 8, max_tokens=2))
+    engine.step()
+    assert results(short)[0] == [2, 3]
+    assert runner.calls == [(("short",), 8), (("c",), 8), (("short",), 1)]
+
+
+def test_many_short_prompts_leave_half_of_the_chunk_to_a_long_one(runner: FakeRunner) -> None:
+    engine = Engine(runner, max_sessions=16, max_waiting=100, prompt_chunk=16)
+    long = submit(engine, make_client("long", prompt=range(60), max_tokens=1))
+    for number in range(60):
+        submit(engine, make_client(f"short {number}", prompt=[1] * 3, max_tokens=1))
+    run(engine, 8)
+    assert results(long)[0] == [60]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_stream_waits_longer_than_one_chunk(runner: FakeRunner, seed: int) -> None:
+    """Between two of its tokens a stream sees at most a chunk of prompt tokens, in at most MAX_PIECES pieces."""
+    engine = Engine(runner, max_sessions=8, max_waiting=100, prompt_chunk=20)
+    generator = random.Random(seed)
+    submit(engine, make_client("stream", prompt=[0], max_tokens=400))
+    clients = []
+    for number in range(60):
+        length = generator.choice([1, 3, 9, 19, 20, 21, 150])
+        clients.append(submit(engine, make_client(f"{number}", [0] * length, generator.randint(1, 9))))
+        run(engine, generator.randint(0, 3))
+    run(engine, 150)
+    tokens, pieces, gaps = 0, 0, []
+    for names, count in runner.calls[1:]:  # after the stream's own prompt
+        if "stream" in names:
+            gaps.append((tokens, pieces))
+            tokens = pieces = 0
+        else:  # everybody who decodes does so together with the stream
+            tokens, pieces = tokens + count, pieces + 1
+    assert max(tokens for tokens, _ in gaps) == 20, "a chunk is used where there is enough to read"
+    assert max(pieces for _, pieces in gaps) <= MAX_PIECES
+    assert all(len(results(client)[0]) == client.request.max_tokens for client in clients)
+
+
+def _admitted(clients: list[Client]) -> list[str]:
+    """Names of those whose prompts were begun."""
+    return [client.session.name for client in clients if client.session.fed]
+
+
+def test_contexts_take_turns_and_the_first_comes_first_inside_of_one(runner: FakeRunner) -> None:
+    engine = Engine(runner, max_sessions=1, max_waiting=100)
+    flood = [make_client(f"a{number}", max_tokens=1, context="a") for number in range(5)]
+    late = [
+        make_client("b0", max_tokens=1, context="b"),
+        make_client("b1", max_tokens=1, context="b"),
+        make_client("c0", max_tokens=1, context="c"),
+    ]
+    for client in [*flood, *late]:
+        submit(engine, client)
+    run(engine, 8)
+    assert [names[0] for names, _ in runner.calls] == ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4"]
+
+
+def test_admitted_requests_never_need_more_than_the_memory(runner: FakeRunner) -> None:
+    engine = Engine(runner, max_sessions=8, max_waiting=100, session_memory=100)
+    generator = random.Random(3)
+    clients = [
+        submit(
+            engine,
+            make_client(
+                f"{n}",
+                max_tokens=generator.randint(1, 20),
+                context=generator.choice("abc"),
+                memory=generator.choice([0, 5, 40, 60, 100]),
+            ),
+        )
+        for n in range(70)
+    ]
+    most = 0
+    for _ in range(600):
+        engine.step()
+        stats = engine.stats()
+        most = max(most, stats.session_bytes)
+        assert stats.session_limit == 100
+        assert stats.session_bytes <= 100
+    assert most == 100
+    assert all(len(results(client)[0]) == client.request.max_tokens for client in clients)
+    assert engine.stats().session_bytes == 0
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once(runner: FakeRunner) -> None:
+    engine = Engine(runner, session_memory=100)
+    for attempt in (lambda: engine.reserve("a", 101), lambda: submit_anyway(engine, 101)):
+        with pytest.raises(
+            SessionMemoryError, match=r"need 101 bytes.*have 100; shorten the prompt"
+        ) as caught:
+            attempt()
+        assert caught.value.metadata == {"needed": "101", "limit": "100"}
+    assert engine.places == 0
+    engine.reserve("a", 100).release()
+
+
+def submit_anyway(engine: FakeEngine, memory: int) -> None:
+    """Submits a request of which `reserve` was not told how much it needs."""
+    engine.submit(engine.reserve(), make_client("a", memory=memory).request)
+
+
+def test_a_large_request_is_passed_a_bounded_number_of_times(runner: FakeRunner) -> None:
+    """The memory is never free for it while small ones of another context come in all the time."""
+    engine = Engine(runner, max_sessions=4, max_waiting=10**6, session_memory=100)
+    running = submit(engine, make_client("running", max_tokens=40, context="b", memory=30))
+    engine.step()
+    large = submit(engine, make_client("large", max_tokens=1, context="a", memory=90))
+    behind = submit(engine, make_client("behind", max_tokens=1, context="a", memory=1))
+    small = [make_client(f"{n}", max_tokens=3, context="b", memory=30) for n in range(50)]
+    for client in small:
+        submit(engine, client)
+    run(engine, 30)
+    assert len(_admitted(small)) == MAX_PASSED
+    assert _admitted([large, behind]) == []
+    run(engine, 15)
+    assert results(running)[0] == list(range(1, 41))
+    assert results(large)[0] == [1]
+    calls = [names[0] for names, _ in runner.calls]
+    assert calls.index("large") < calls.index("behind")
+    run(engine, 60)
+    assert len(_admitted(small)) == 50
+
+
+def test_a_cancelled_request_blocks_nobody(runner: FakeRunner) -> None:
+    engine = Engine(runner, max_sessions=4, session_memory=100)
+    submit(engine, make_client("running", max_tokens=1000, memory=50, context="b"))
+    engine.step()
+    large = submit(engine, make_client("large", memory=90, context="a"))
+    behind = submit(engine, make_client("behind", max_tokens=2, memory=10, context="a"))
+    run(engine, 3)
+    assert not behind.session.fed
+    assert large.stream is not None
+    large.stream.cancel()
+    run(engine, 2)
+    assert results(behind)[0] == [1, 2]
+    assert isinstance(failure(large)[1], CancelledError)
+
+
+def test_a_flood_on_one_context_leaves_places_for_others(runner: FakeRunner) -> None:
+    engine = Engine(runner, max_sessions=2, max_waiting=8)
+    flood = [engine.reserve("a") for _ in range(8)]
+    with pytest.raises(TooManyRequestsError, match="on this context") as caught:
+        engine.reserve("a")
+    assert caught.value.metadata == {"limit": "8"}
+    others = [engine.reserve("b"), engine.reserve("c")]
+    with pytest.raises(TooManyRequestsError, match="10 requests are running"):
+        engine.reserve("d")
+    for place in [*flood, *others]:
+        place.release()
+    assert engine.places == 0
+    engine.reserve("a").release()
+
+
+def test_figures_tell_what_runs_and_what_was_fed(runner: FakeRunner) -> None:
+    engine = Engine(runner, max_sessions=2, max_waiting=4, prompt_chunk=8, session_memory=50)
+    for name, length in (("a", 4), ("b", 20), ("c", 1)):
+        submit(engine, make_client(name, prompt=range(length), max_tokens=6, context=name, memory=20))
+    assert (engine.stats().waiting, engine.stats().places) == (3, 3)
+    engine.step()
+    stats = engine.stats()
+    assert (stats.waiting, stats.prompting, stats.decoding) == (1, 1, 1)
+    assert (stats.session_bytes, stats.session_limit) == (40, 50)
+    assert (stats.steps, stats.prompt_tokens) == (1, 8)
+    assert (stats.decode_steps, stats.decode_tokens, stats.decode_batch) == (1, 1, 1)
+    run(engine, 30)
+    stats = engine.stats()
+    assert (stats.waiting, stats.prompting, stats.decoding, stats.places, stats.session_bytes) == (0,) * 5
+    fed = sum(count * len(names) for names, count in runner.calls)
+    assert stats.prompt_tokens + stats.decode_tokens == fed == 25 + 3 * 5
+    batches = [names for names, count in runner.calls if count == 1 and len(names) > 1]
+    assert batches, "some decoded together"
+    assert stats.decode_steps < stats.decode_tokens
+    assert stats.decode_batch == 0
+
+
+@pytest.mark.parametrize("memory", [0, -1])
+def test_memory_out_of_range_is_refused(runner: FakeRunner, memory: int) -> None:
+    with pytest.raises(InvalidArgumentError, match="session_memory"):
+        Engine(runner, session_memory=memory)

@@ -1,0 +1,154 @@
+"""What happens to the others when one request of the scheduler fails."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+from decode_engine.engine.engine import Engine
+from decode_engine.errors import EngineCrashedError
+from index_store.errors import InvalidArgumentError
+from tests.decode_engine.engine.fake_runner import (
+    FakeEngine,
+    FakeRunner,
+    FakeSession,
+    LetterSink,
+    failure,
+    make_client,
+    results,
+    run,
+    submit,
+)
+
+
+@pytest.fixture
+def runner() -> FakeRunner:
+    return FakeRunner()
+
+
+@pytest.fixture
+def engine(runner: FakeRunner) -> FakeEngine:
+    """An engine without its thread: tests call `step`."""
+    return Engine(runner, max_sessions=4, max_waiting=2, prompt_chunk=4)
+
+
+def test_a_failing_session_fails_alone(engine: FakeEngine) -> None:
+    broken = FakeSession("broken", fails_at=3)
+    clients = [
+        submit(engine, make_client("a", max_tokens=8)),
+        submit(engine, make_client("broken", max_tokens=8, session=broken)),
+        submit(engine, make_client("c", max_tokens=8)),
+    ]
+    run(engine, 20)
+    assert results(clients[0])[0] == results(clients[2])[0] == list(range(1, 9))
+    tokens, error = failure(clients[1])
+    assert tokens == [1, 2, 3]
+    assert error is broken.fails_with
+    assert clients[0].session.fed == list(range(8)), "nothing is fed twice when a batch is repeated"
+    assert [client.closes for client in clients] == [[1], [1], [1]]
+    assert engine.healthy
+
+
+def test_tokens_of_a_prompt_that_fails_do_not_count_as_fed(engine: FakeEngine) -> None:
+    submit(engine, make_client("broken", prompt=range(8), session=FakeSession("broken", fails_at=6)))
+    run(engine, 3)
+    assert engine.stats().prompt_tokens == 4
+
+
+def test_a_job_without_a_session_fails_alone_and_nobody_gets_its_token(engine: FakeEngine) -> None:
+    clients = [submit(engine, make_client(name, prompt=[n], max_tokens=6)) for n, name in enumerate("abc")]
+    run(engine, 2)
+    engine._queues.decoding[1].session = None
+    run(engine, 8)
+    tokens, error = failure(clients[1])
+    assert tokens == [2, 3, 4]
+    assert isinstance(error, EngineCrashedError)
+    assert results(clients[0])[0] == list(range(1, 7))
+    assert results(clients[2])[0] == list(range(3, 9))
+    assert engine.healthy
+
+
+def test_a_session_that_cannot_start_fails_alone(engine: FakeEngine) -> None:
+    def start() -> FakeSession:
+        raise InvalidArgumentError("no such thing")
+
+    bad = submit(engine, make_client("bad", start=start))
+    good = submit(engine, make_client("good", max_tokens=2))
+    run(engine, 4)
+    assert isinstance(failure(bad)[1], InvalidArgumentError)
+    assert bad.closes == [0]
+    assert results(good)[0] == [1, 2]
+
+
+def test_a_failing_prompt_and_a_failing_sink_fail_alone(engine: FakeEngine) -> None:
+    class BrokenSink(LetterSink):
+        def push(self, token_id: int):  # type: ignore[no-untyped-def]
+            raise UnicodeError("no letter")
+
+    prompt = submit(engine, make_client("prompt", session=FakeSession("prompt", fails_at=0)))
+    sink = submit(engine, make_client("sink", sink=BrokenSink()))
+    good = submit(engine, make_client("good", max_tokens=2))
+    run(engine, 5)
+    assert isinstance(failure(prompt)[1], ValueError)
+    assert isinstance(failure(sink)[1], UnicodeError)
+    assert results(good)[0] == [1, 2]
+    assert prompt.closes == [1]
+    assert sink.closes == [1]
+
+
+def test_a_failing_close_does_not_stop_the_others(engine: FakeEngine) -> None:
+    client = make_client("a", max_tokens=1)
+    bad = make_client("b", max_tokens=1)
+
+    def explode() -> None:
+        raise OSError("unmapped twice")
+
+    object.__setattr__(bad.request, "on_close", explode)
+    submit(engine, bad)
+    submit(engine, client)
+    run(engine, 3)
+    assert results(bad)[0] == results(client)[0] == [1]
+
+
+def test_ended_sessions_are_freed_while_their_events_wait(engine: FakeEngine) -> None:
+    sessions: list[weakref.ref[FakeSession]] = []
+
+    def start() -> FakeSession:
+        session = FakeSession("a")
+        sessions.append(weakref.ref(session))
+        return session
+
+    stream = engine.submit(engine.reserve(), make_client("a", max_tokens=1, start=start).request)
+    engine.step()
+    gc.collect()
+    assert sessions[0]() is None
+    assert len(list(stream)) == 2
+
+
+def test_a_runner_that_raises_ends_its_batch_only() -> None:
+    class Broken(FakeRunner):
+        broken = False
+
+        def decode(self, *arguments: Any) -> list[int | Exception]:
+            if self.broken:
+                raise MemoryError("the device is full")
+            return super().decode(*arguments)
+
+    broken = Broken()
+    engine = Engine(broken, max_sessions=4)
+    clients = [submit(engine, make_client(name, max_tokens=5)) for name in "ab"]
+    engine.step()
+    broken.broken = True
+    engine.step()
+    broken.broken = False
+    for client in clients:
+        tokens, error = failure(client)
+        assert tokens == [1, 2]
+        assert isinstance(error, MemoryError)
+        assert client.closes == [1]
+    later = submit(engine, make_client("later", max_tokens=3))
+    run(engine, 2)
+    assert results(later)[0] == [1, 2, 3]

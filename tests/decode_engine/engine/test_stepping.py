@@ -1,0 +1,96 @@
+"""Steps of batches in which one session fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode_engine.engine.sampler import Sampler, SamplingParameters, any_filters
+from decode_engine.engine.stepping import choose_each, choose_together, decode_by_forward, forward_each
+from index_store.errors import SparseKVError
+from tests.decode_engine.engine.fake_runner import FakeRunner, FakeSession
+
+
+def _greedy(count: int) -> list[Sampler]:
+    return [Sampler(SamplingParameters()) for _ in range(count)]
+
+
+def test_a_batch_that_works_is_fed_once() -> None:
+    runner = FakeRunner()
+    sessions = [FakeSession("a"), FakeSession("b")]
+    assert decode_by_forward(runner.forward, sessions, [5, 7], _greedy(2)) == [6, 8]
+    assert runner.calls == [(("a", "b"), 1)]
+
+
+def test_the_fault_of_one_is_not_that_of_the_others() -> None:
+    runner = FakeRunner()
+    sessions = [FakeSession("a"), FakeSession("broken", fails_at=0), FakeSession("c")]
+    results = decode_by_forward(runner.forward, sessions, [5, 6, 7], _greedy(3))
+    assert results == [6, sessions[1].fails_with, 8]
+    assert [session.fed for session in sessions] == [[5], [], [7]]
+    [alone] = forward_each(runner.forward, [sessions[1]], [[1]])
+    assert alone is sessions[1].fails_with
+
+
+def test_a_repeated_step_draws_the_same_tokens() -> None:
+    """Two runs with one seed, one of which is disturbed: a forward fails before every step."""
+
+    def run(disturbed: bool) -> list[int | Exception]:
+        fail = False
+
+        def forward(sessions: Sequence[str], token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
+            nonlocal fail
+            fail = disturbed and not fail
+            if fail:
+                raise OSError("try again")
+            return [torch.linspace(0, 1, 50)[None] for _ in sessions]
+
+        sampler = Sampler(SamplingParameters(temperature=1.0, seed=6))
+        results = [decode_by_forward(forward, ["a"], [0], [sampler])[0] for _ in range(20)]
+        return [result for result in results if isinstance(result, int)]
+
+    calm, disturbed = run(False), run(True)
+    assert len(disturbed) == 10
+    assert disturbed == calm[:10]
+
+
+def test_rows_that_are_not_finite_fail_alone() -> None:
+    good, bad = torch.tensor([0.0, 2.0, 1.0]), torch.tensor([0.0, torch.nan, 1.0])
+    first, second = choose_each([bad, good], _greedy(2))
+    assert isinstance(first, SparseKVError)
+    assert second == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8}])
+def test_rows_chosen_together_are_those_chosen_alone(options: dict[str, float]) -> None:
+    logits = torch.randn(6, 100, generator=torch.Generator().manual_seed(2))
+    logits[3, 7] = torch.inf
+
+    def samplers() -> list[Sampler]:
+        drawn = [Sampler(SamplingParameters(seed=seed, **options)) for seed in range(5)]  # type: ignore[arg-type]
+        return [*drawn, *_greedy(1)]
+
+    together, alone = samplers(), samplers()
+    for _ in range(5):
+        tokens, expected = choose_together(logits, together), choose_each(list(logits), alone)
+        assert isinstance(tokens.pop(3), SparseKVError)
+        assert isinstance(expected.pop(3), SparseKVError)
+        assert tokens == expected
+        assert [sampler.draw() for sampler in together] == [sampler.draw() for sampler in alone]
+
+
+@pytest.mark.parametrize(
+    ("options", "filters"),
+    [
+        ([{}, {"top_p": 0.5}], False),  # greedy
+        ([{"temperature": 1.0}, {"temperature": 1.0, "top_k": 1}], False),
+        ([{}, {"temperature": 1.0, "top_p": 0.5}], True),
+        ([{"temperature": 1.0, "top_k": 9}], True),
+    ],
+)
+def test_rows_are_sorted_only_where_something_filters(options: list[dict[str, float]], filters: bool) -> None:
+    samplers = [Sampler(SamplingParameters(**given)) for given in options]  # type: ignore[arg-type]
+    assert any_filters(samplers) is filters

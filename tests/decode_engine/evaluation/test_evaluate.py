@@ -1,0 +1,337 @@
+"""Evaluation: what is asked of whom, and the commands end to end."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from decode_engine.__main__ import main
+from decode_engine.evaluation.comparison.evaluate import evaluate, question_segment, share_questions
+from decode_engine.evaluation.comparison.summary import Score
+from decode_engine.evaluation.prefill_command import PrefillCommand, PrefillFailedError
+from decode_engine.evaluation.progress import show_progress
+from decode_engine.evaluation.settings import EvaluationConfig
+from decode_engine.evaluation.tasks import Document, Part, Question, held_out_text
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.memory.arena import Arena
+from index_store.memory.placement import MemoryBytes, Placement
+from index_store.models.loading import Tokenizer
+from index_store.store.catalog import Store
+from tests.decode_engine.evaluation.evaluation_samples import FULL
+from tests.support_models import write_model_folder
+
+
+class Characters:
+    """One token per character, except that a space joins the digit that follows it."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+
+class Contextual(Characters):
+    """A tokenizer whose prompt does not stay the same when an answer follows."""
+
+    def encode(self, text: str) -> list[int]:
+        return [*super().encode(text), len(text)]
+
+
+def test_question_segment_splits_prompt_and_answer() -> None:
+    question = Question("?", "48213", "It is", token=0, depth=0.0)
+    plain = question_segment(cast(Tokenizer, Characters()), question)
+    assert "".join(map(chr, plain.token_ids)) == "It is 48213.\n"
+    assert plain.answer_start == 5
+    awkward = question_segment(cast(Tokenizer, Contextual()), question)
+    assert awkward.answer_start == 6
+    assert awkward.token_ids[:6] == tuple(Contextual().encode("It is"))
+    assert awkward.token_ids[6:] == tuple(Contextual().encode(" 48213.\n"))
+
+
+def test_question_segment_ends_as_the_question_says() -> None:
+    question = Question("?", "48213", "It is", token=0, depth=0.0, family="keys", ending=".")
+    segment = question_segment(cast(Tokenizer, Characters()), question, observed=True)
+    assert "".join(map(chr, segment.token_ids)) == "It is 48213."
+    assert (segment.task, segment.observed) == ("keys", True)
+
+
+def test_variants_cross_methods_with_their_budgets_after_full_attention() -> None:
+    config = EvaluationConfig(
+        "reader",
+        Path("x"),
+        methods=("csattention@lag", "full", "tactic", "squeezed"),
+        keep=(0.01, 0.05),
+        mass=(0.5, 0.9),
+    )
+    assert [(v.expression, v.budget, v.keep, v.mass) for v in config.variants()] == [
+        ("full", "all", None, None),
+        ("csattention@lag", "1.00%", 0.01, None),
+        ("csattention@lag", "5.00%", 0.05, None),
+        ("tactic", "mass 0.5", None, 0.5),
+        ("tactic", "mass 0.9", None, 0.9),
+        ("squeezed", "1.00%", 0.01, None),
+        ("squeezed", "5.00%", 0.05, None),
+    ]
+    assert config.variants()[0].method == FULL
+    assert config.variants()[1].method.name == "csattention@lag"
+
+
+def test_contexts_get_the_same_indexes_whichever_run_measures_them() -> None:
+    def config(methods: str, index_for: str) -> EvaluationConfig:
+        return EvaluationConfig(
+            "reader", Path("x"), methods=tuple(methods.split()), index_for=tuple(index_for.split())
+        )
+
+    one = config("full oracle tactic csattention@lag", "squeezed tactic")
+    assert one.indexed() == ["csattention@lag", "squeezed", "tactic"]
+    assert config("squeezed", "csattention@lag tactic").indexed() == one.indexed()
+
+
+def test_questions_are_shared_among_tasks_and_contexts() -> None:
+    config = EvaluationConfig("reader", Path("x"), questions=216, facts=24)
+    assert config.parts(8192) == [Part(9, 24)]
+    assert replace(config, questions=25).parts(8192) == [Part(2, 24)]
+    several = replace(config, tasks=("single", "words"), questions=31, distractors=1)
+    assert several.questions_by_task() == {"single": 16, "words": 15}
+    assert several.parts(8192) == [Part(1, 24, "single", 1), Part(2, 8, "words", 1)]
+
+
+def test_a_context_with_too_many_questions_is_asked_at_every_depth() -> None:
+    def document(family: str, count: int) -> Document:
+        questions = tuple(Question(str(i), "a", "p", i, i / count, family=family) for i in range(count))
+        return Document("", 10, questions, "", family)
+
+    config = EvaluationConfig("reader", Path("x"), tasks=("single", "chain"), questions=12)
+    documents = [document("single", 4), document("single", 8), document("chain", 6)]
+    shared = share_questions(config, documents)
+    assert [[int(question.question) for question in chosen] for _, chosen in shared] == [
+        [0, 1, 2, 3],
+        [2, 6],
+        [0, 1, 2, 3, 4, 5],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"methods": ("nearest",)}, MethodUnsupportedError),
+        ({"methods": ("oracle+nothing",)}, MethodUnsupportedError),
+        ({"index_for": ("nearest",)}, MethodUnsupportedError),
+        ({"keep": (0.0,)}, InvalidArgumentError),
+        ({"mass": (1.5,)}, InvalidArgumentError),
+        ({"tasks": ("riddles",)}, InvalidArgumentError),
+        ({"tasks": ("single", "single")}, InvalidArgumentError),
+        ({"tasks": ("single", "keys"), "questions": 1}, InvalidArgumentError),
+        ({"distractors": -1}, InvalidArgumentError),
+        ({"questions": 0}, InvalidArgumentError),
+        ({"context_lengths": ()}, InvalidArgumentError),
+        ({"text_tokens": 3}, InvalidArgumentError),
+        ({"placement": "disk"}, InvalidArgumentError),
+        ({"placement": "hybrid", "device": "cpu"}, InvalidArgumentError),
+        ({"placement": "host", "device": "cpu"}, InvalidArgumentError),
+    ],
+)
+def test_a_wrong_configuration_is_refused_before_any_work(
+    wrong: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        EvaluationConfig("reader", Path("x"), **wrong)
+
+
+def test_a_failed_prefill_is_quoted(tmp_path: Path) -> None:
+    command = PrefillCommand("no-such-model", tmp_path / "store", ["csattention"])
+    (tmp_path / "text").write_text("Some text.")
+    with pytest.raises(PrefillFailedError, match="no-such-model"):
+        command.run(tmp_path / "text", "name")
+
+
+def test_progress_in_a_pipe_is_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 4.0, 12.0, 16.0])
+    monkeypatch.setattr("decode_engine.evaluation.progress.time.monotonic", lambda: next(seconds))
+    stream = io.StringIO()
+    with show_progress(stream) as start_stage:
+        advance = start_stage("asking", 3)
+        for _ in range(3):
+            advance()
+    assert stream.getvalue().splitlines() == [
+        "asking: 0 of 3",
+        "asking: 2 of 3, about 6 s left",
+        "asking: 3 of 3, 16 s",
+    ]
+
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command line in this process, where everything is imported, and reads its JSON."""
+
+    def run_here(*arguments: str, fails: bool = False) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", ["decode-engine", *arguments, "--format", "json"])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main()
+        printed = capsys.readouterr()
+        assert (caught.value.code or 0) == int(fails), printed.err
+        return {"error": printed.err} if fails else json.loads(printed.out)
+
+    return run_here
+
+
+READER = [
+    "--context-length",
+    "1k",
+    "--questions",
+    "3",
+    "--facts",
+    "2",
+    "--text-tokens",
+    "20",
+    "--keep",
+    "0.05,1",
+]
+
+
+@pytest.mark.slow
+def test_evaluate_command_end_to_end(run: Run, tmp_path: Path) -> None:
+    methods = "oracle,csattention,csattention+dropped,csattention-paper"
+    arguments = [*READER, "--methods", methods, "--store", str(tmp_path / "store"), "--format", "json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "decode_engine", "evaluate", "--out", str(tmp_path / "a"), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    scores = [Score(**row) for row in results["scores"]]
+    assert [(score.context_length, score.task, score.method, score.keep) for score in scores] == [
+        (1024, "all", "full", None),
+        *((1024, "all", method, keep) for method in methods.split(",") for keep in (0.05, 1.0)),
+    ]
+    for score in scores:
+        assert score.questions == 3
+        if score.method == "full":
+            assert (score.kl, score.kl_text, score.exact_match_loss) == pytest.approx(
+                (0.0, 0.0, 0.0), abs=1e-5
+            )
+            assert (score.touched_sparse, score.touched_all, score.recall) == (None, 1.0, None)
+            continue
+        assert score.touched_sparse is not None
+        assert score.output_error is not None
+        assert score.captured_mass is not None
+        if score.keep == 1.0 and score.method != "csattention-paper":
+            assert score.kl == pytest.approx(0.0, abs=1e-4)
+            assert score.output_error == pytest.approx(0.0, abs=1e-3)
+            assert (score.touched_all, score.captured_mass) == pytest.approx((1.0, 1.0), abs=1e-4)
+        elif score.keep == 0.05:
+            assert score.touched_sparse < 1.0
+            assert 0.0 < score.captured_mass < 1.0
+            assert score.method != "oracle" or score.recall == pytest.approx(1.0, abs=0.01)
+    assert (tmp_path / "a" / "quality.png").exists()
+    assert (tmp_path / "a" / "mass_map.png").exists()
+    stored = sorted(path.name for path in (tmp_path / "store" / "contexts").iterdir())
+    assert len(stored) == 2
+
+    few = [*READER, "--methods", "csattention", "--index-for", "csattention-paper"]
+    few += ["--store", str(tmp_path / "store"), "--no-picture"]
+    again = run("evaluate", "--out", str(tmp_path / "b"), *few)
+    assert sorted(path.name for path in (tmp_path / "store" / "contexts").iterdir()) == stored
+    repeated = [Score(**row) for row in again["scores"]]
+    before = [score.kl for score in scores if score.method in {"full", "csattention"}]
+    assert [score.kl for score in repeated] == pytest.approx(before, abs=1e-5)
+    merged = run("evaluate-merge", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "c"))
+    assert merged["scores"] == results["scores"]
+    assert (tmp_path / "c" / "quality.png").exists()
+
+
+@pytest.mark.slow
+def test_scores_do_not_depend_on_the_placement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the CPU for a device, whose host is itself."""
+    config = EvaluationConfig(
+        "reader",
+        tmp_path / "device",
+        context_lengths=(1024,),
+        questions=3,
+        facts=3,
+        methods=("csattention", "oracle"),
+        keep=(0.05,),
+        text_tokens=20,
+        store=tmp_path / "store",
+        device="cpu",
+    )
+    found, on_host = [], []
+    for placement in Placement:
+        arena = Arena(MemoryBytes(2**30, 2**30), device=torch.device("cpu"), placement=placement)
+        monkeypatch.setattr(
+            "decode_engine.evaluation.comparison.evaluate.arena_for", lambda *_, arena=arena: arena
+        )
+        with show_progress(io.StringIO()) as start_stage:
+            found.append(evaluate(replace(config, out=tmp_path / placement.value), start_stage))
+        on_host.append(arena.stats().used.host)
+    assert 0 == on_host[0] < on_host[1] < on_host[2]
+    first, *others = found
+    for other in others:
+        for one, same in zip(first.scores, other.scores, strict=True):
+            assert (one.method, one.exact_match, one.touched_all) == (
+                same.method,
+                same.exact_match,
+                same.touched_all,
+            )
+            assert (one.kl, one.kl_text) == pytest.approx((same.kl, same.kl_text), abs=1e-5)
+    assert first.setting["settings"]["placement"] == "auto"
+
+
+@pytest.mark.slow
+def test_a_folder_of_ones_own_is_evaluated_with_ones_own_texts(run: Run, tmp_path: Path) -> None:
+    model = write_model_folder(tmp_path / "model", "qwen3", add_begin=True)
+    novels = held_out_text()
+    for number in range(2):
+        (tmp_path / f"text{number}").write_text(novels[number * 20_000 : (number + 1) * 20_000])
+    arguments = ["--model", str(model), "--out", str(tmp_path / "out"), "--context-length", "1500"]
+    arguments += ["--text", str(tmp_path / "text0"), "--text", str(tmp_path / "text1"), "--chat"]
+    arguments += ["--tasks", "chain,words", "--questions", "2", "--facts", "1", "--text-tokens", "16"]
+    arguments += ["--methods", "tactic,squeezed,oracle@lag,multipole", "--keep", "0.05", "--mass", "0.8"]
+    arguments += ["--dense-layers", "none", "--index", "key_clusters:keys_per_cluster=32"]
+    results = run("evaluate", *arguments, "--no-picture")
+    for context in Store(tmp_path / "out" / "store").list():
+        assert [entry.parameters["keys_per_cluster"] for entry in context.indexes] == [32]
+    scores = [Score(**row) for row in results["scores"]]
+    assert [(score.method, score.budget) for score in scores[:5]] == [
+        ("full", "all"),
+        ("tactic", "mass 0.8"),
+        ("squeezed", "5.00%"),
+        ("oracle@lag", "5.00%"),
+        ("multipole", "5.00%"),
+    ]
+    assert [(score.task, score.questions) for score in scores[::5]] == [
+        ("all", 2),
+        ("chain", 1),
+        ("words", 1),
+    ]
+    assert all(score.method == "full" or 0.0 < (score.captured_mass or 0.0) <= 1.0 for score in scores)
+    without = write_model_folder(tmp_path / "plain", chat_template=None)
+    arguments = ["--model", str(without), "--chat", "--out", str(tmp_path / "x")]
+    assert "has no chat template" in run("evaluate", *arguments, fails=True)["error"]
+
+
+def test_make_document_command(run: Run, tmp_path: Path) -> None:
+    arguments = ["make-document", "--tokens", "2000", "--facts", "5"]
+    arguments += ["--out", str(tmp_path / "doc.txt"), "--questions", str(tmp_path / "q.jsonl")]
+    assert run(*arguments)["tokens"] == 2000
+    questions = [json.loads(line) for line in (tmp_path / "q.jsonl").read_text().splitlines()]
+    text = (tmp_path / "doc.txt").read_text()
+    assert len(questions) == 5
+    assert all(f" is {question['answer']}." in text for question in questions)
+    (message,) = (
+        run(*arguments, "--text", str(tmp_path / "q.jsonl"), fails=True)["error"].strip().splitlines()
+    )
+    assert message.startswith("error: the text has")

@@ -1,0 +1,157 @@
+"""Results are written whole, read back, shown, drawn, and merged when they belong together."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from decode_engine.evaluation.comparison.pictures import MASS_MAP, QUALITY, draw_pictures
+from decode_engine.evaluation.comparison.results import Results, merge_results, read_results, write_results
+from decode_engine.evaluation.comparison.tables import results_table, tasks_table
+from index_store.errors import InvalidArgumentError
+from tests.decode_engine.evaluation.evaluation_samples import SETTING, some_results, some_scores
+
+
+def test_results_hold_every_score(tmp_path: Path) -> None:
+    results = some_results()
+    write_results(tmp_path, results)
+    write_results(tmp_path, results)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.csv", "results.json", "results.md"]
+    read = read_results(tmp_path)
+    assert read == results
+    assert json.loads((tmp_path / "results.json").read_text()) == json.loads(json.dumps(results.as_json()))
+    with (tmp_path / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["kl"]) for row in rows] == [score.kl for score in results.scores]
+    blocks = (tmp_path / "results.md").read_text().split("\n\n")
+    tables = [block.splitlines() for block in blocks if block.startswith("|")]
+    assert [len(table) for table in tables] == [2 + 6, 2 + 6]
+    assert all(len({line.count("|") for line in table}) == 1 for table in tables)
+
+
+def test_tables_on_the_terminal(tmp_path: Path) -> None:
+    scores = some_scores()
+    console = Console(width=200, record=True, file=(tmp_path / "table").open("w"))
+    console.print(results_table(scores, "title"))
+    by_task = tasks_table(scores)
+    assert by_task is not None
+    console.print(by_task)
+    text = console.export_text()
+    assert text.count("csattention") == 8
+    assert "n = 2 questions" in text
+    assert "keys" in text
+    assert tasks_table([score for score in scores if score.task == "all"]) is None
+
+
+def test_many_methods_are_drawn(tmp_path: Path) -> None:
+    results = some_results([*(f"method-{number}" for number in range(13)), "csattention"])
+    names = draw_pictures(tmp_path, results.scores, results.maps)
+    assert names == [QUALITY, MASS_MAP]
+    for name in names:
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    only_full = [score for score in results.scores if score.method == "full"]
+    assert draw_pictures(tmp_path, only_full, []) == [QUALITY]
+
+
+def test_results_are_replaced_as_a_whole(tmp_path: Path) -> None:
+    results = some_results()
+    write_results(tmp_path, results)
+    (tmp_path / "results.json").chmod(0o444)
+    write_results(tmp_path, results)  # replaced as a whole, not written into
+    assert read_results(tmp_path / "results.json") == results
+
+
+def merged(tmp_path: Path, *runs: Results) -> Results:
+    folders = []
+    for number, run in enumerate(runs):
+        folder = tmp_path / f"run{number}"
+        folder.mkdir(exist_ok=True)
+        write_results(folder, run)
+        folders.append(folder)
+    return merge_results(folders)
+
+
+def test_runs_of_other_methods_merge(tmp_path: Path) -> None:
+    first, second = some_results(["oracle", "pq"]), some_results(["quest", "pq"], out="b", keep=[0.05, 0.1])
+    both = merged(tmp_path, first, second)
+    assert both.setting["settings"]["methods"] == ["oracle", "pq", "quest"]
+    assert both.setting["settings"]["keep"] == [0.02, 0.05, 0.1]
+    assert both.setting["complete"] is True
+    expected = some_results(["oracle", "pq", "quest"])
+    assert both.scores == expected.scores
+    assert {(m.context_length, m.method, m.budget) for m in both.maps} == {
+        (m.context_length, m.method, m.budget) for m in expected.maps
+    }
+    write_results(tmp_path, both)
+    assert read_results(tmp_path) == both
+    unfinished = replace(second, setting={**second.setting, "complete": False})
+    assert merged(tmp_path, first, unfinished).setting["complete"] is False
+
+
+def test_runs_from_before_a_setting_was_there_merge(tmp_path: Path) -> None:
+    old = some_results(["oracle"])
+    new = some_results(["pq"], attention="exact", index=[], prompts="auto")
+    assert {score.method for score in merged(tmp_path, old, new).scores} == {"full", "oracle", "pq"}
+    other = some_results(["pq"], attention="muse")
+    with pytest.raises(InvalidArgumentError, match="attention is 'exact' in one and 'muse' in the other"):
+        merged(tmp_path, old, other)
+
+
+def test_runs_with_approximate_prefill_merge(tmp_path: Path) -> None:
+    """Full attention may answer worse after it than after an exact prefill, in every run alike."""
+    run = some_results(["oracle"])
+    after = [
+        replace(score, method="full after muse", exact_match=0.25)
+        for score in run.scores
+        if score.budget == "all"
+    ]
+    run = replace(run, scores=[*run.scores, *after])
+    assert after
+    assert len(merged(tmp_path, run, run).scores) == len(run.scores)
+    other = replace(
+        run, scores=[replace(score, exact_match=0.5) if score in after else score for score in run.scores]
+    )
+    with pytest.raises(InvalidArgumentError, match="not the same questions"):
+        merged(tmp_path, run, other)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"context_lengths": [8192]}, r"context_lengths is \[8192, 32768\] in one and \[8192\] in the other"),
+        ({"seed": 3}, "seed is 0 in one and 3 in the other"),
+        ({"questions": 4}, "questions is 2"),
+        ({"tasks": ["single"]}, "tasks is"),
+    ],
+)
+def test_runs_of_other_questions_do_not_merge(
+    changed: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        merged(tmp_path, some_results(["oracle"]), some_results(["pq"], **changed))
+
+
+def test_runs_of_another_model_or_with_other_answers_do_not_merge(tmp_path: Path) -> None:
+    first, second = some_results(["oracle"]), some_results(["pq"])
+    other_model = {**SETTING, "model": {"name": "other", "fingerprint": "f01"}}
+    with pytest.raises(InvalidArgumentError, match="model is 'reader' in one and 'other' in the other"):
+        merged(tmp_path, first, replace(second, setting=other_model))
+    with pytest.raises(InvalidArgumentError, match="text is '0123456789ab' in one and 'ff' in the other"):
+        merged(tmp_path, first, replace(second, setting={**SETTING, "text_sha256": "ff"}))
+    scores = [replace(score, exact_match=0.5) for score in second.scores]
+    with pytest.raises(InvalidArgumentError, match="these were not the same questions"):
+        merged(tmp_path, first, replace(second, scores=scores))
+    with pytest.raises(InvalidArgumentError, match="no results to merge"):
+        merge_results([])
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"scores": []}', '{"scores": [{"kl": 1}], "mass_maps": []}'])
+def test_what_are_no_results_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(InvalidArgumentError, match=r"results\.json holds no results of this version"):
+        read_results(tmp_path)

@@ -1,0 +1,45 @@
+"""Partial results of any number of programs merge to one attention state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decode_engine.kernels.attention.partials import Partials, merge_partials, merge_partials_reference
+from tests.decode_engine.kernels.problems.table_problems import DEVICE
+
+
+@pytest.mark.parametrize(("rows", "slots"), [(2, 1), (90, 3), (3, 66), (2, 258)])
+def test_states_merge(rows: int, slots: int) -> None:
+    torch.manual_seed(slots)
+    partials = Partials.allocate(rows, slots, 3, 64, DEVICE)
+    partials.sums_RSGD.normal_()
+    partials.peaks_RSG.normal_().mul_(7)
+    partials.totals_RSG.uniform_(0.5, 40.0)
+    partials.peaks_RSG[0, : slots // 2] = -torch.inf
+    partials.peaks_RSG[1, :, 2] = -torch.inf
+    empty = torch.isneginf(partials.peaks_RSG)
+    partials.sums_RSGD[empty] = torch.nan
+    partials.totals_RSG[empty] = 0.0
+    out, lse = merge_partials(partials)
+    expected_out, expected_lse = merge_partials_reference(partials)
+    torch.testing.assert_close(out, expected_out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    assert torch.isneginf(lse[1, 2])
+    assert not out[1, 2].any()
+    weights = torch.exp2(partials.peaks_RSG.double())
+    totals = (weights * partials.totals_RSG).sum(1)
+    sums = (weights[..., None] * partials.sums_RSGD.nan_to_num().double()).sum(1)
+    torch.testing.assert_close(out[0].double(), sums[0] / totals[0, :, None], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse[0].double(), totals[0].log(), rtol=1e-4, atol=1e-4)
+
+
+def test_weight_can_be_taken_away() -> None:
+    partials = Partials.allocate(1, 2, 1, 64, DEVICE)
+    partials.peaks_RSG.copy_(torch.tensor([[[1.0], [0.0]]]))
+    partials.totals_RSG.copy_(torch.tensor([[[2.0], [-1.0]]]))
+    partials.sums_RSGD[0, 0], partials.sums_RSGD[0, 1] = 6.0, -3.0
+    out, lse = merge_partials(partials, torch.float16)
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out.float(), torch.full_like(out, 3.0, dtype=torch.float32))
+    assert lse.item() == pytest.approx(torch.tensor(3.0).log().item(), rel=1e-5)

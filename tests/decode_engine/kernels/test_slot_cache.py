@@ -1,0 +1,289 @@
+"""Slot caches hold what caches of dictionaries would, step by step, and give the rows that lie in host memory.
+
+Without a CUDA device the kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from decode_engine.kernels import records
+from decode_engine.kernels.slots.gather_rows import CopyShape, RowCopies, copy_rows
+from decode_engine.kernels.slots.slot_cache import HASH, OTHER_HASH, WAYS, RowCounts, SlotCache
+from decode_engine.kernels.slots.slot_fetch import FetchBuffers, fetch_rows
+from decode_engine.kernels.slots.slot_lookup import CLAIM_FIRST, ENTRY_BITS
+from index_store.errors import InvalidArgumentError
+from tests.decode_engine.kernels.problems.slot_problems import (
+    LAYER,
+    CachedSequence,
+    Steps,
+    cached_sequence,
+    next_wanted,
+    sets_of,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("slots", [16, 64, 77, 300])
+@pytest.mark.parametrize("overlap", [0.0, 0.8, 1.0])
+def test_steps_on_one_context(slots: int, overlap: float) -> None:
+    """52 listed and 12 other keys are less than, as many as and more than there are slots."""
+    session = cached_sequence(307, slots, device=DEVICE)
+    steps = Steps(1, device=DEVICE)
+    wanted = None
+    counted = []
+    for turn in range(3):
+        wanted = next_wanted(session, 2, 52, overlap, generator(turn), wanted)
+        counted.append(steps.check([session], [wanted])[0])
+    assert all(counts.wanted == 2 * 64 for counts in counted)
+    assert counted[0].reused == 0
+    if slots >= 300 and overlap == 1.0:
+        assert all(counts == RowCounts(128, 128, 0) for counts in counted[1:])
+    if slots >= 300 and overlap == 0.8:
+        assert all(counts.reused >= 2 * (42 + 12) and counts.bypassed == 0 for counts in counted[1:])
+    if slots == 16:
+        assert all(counts.bypassed == 2 * 48 for counts in counted)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, torch.float16), (128, torch.float16), (128, torch.float32)]
+)
+@pytest.mark.parametrize("heads", [1, 3])
+def test_shapes_of_rows(head_dim: int, dtype: torch.dtype, heads: int) -> None:
+    session = cached_sequence(90, 40, heads=heads, head_dim=head_dim, dtype=dtype, device=DEVICE)
+    steps = Steps(1, heads=heads, keys=128, segments=1 + heads, device=DEVICE)
+    for turn in range(2):
+        steps.check([session], [next_wanted(session, heads, 30, 0.0, generator(turn))])
+
+
+def test_a_batch_of_sessions_that_join_and_leave() -> None:
+    """Some without a cache, some idle, of different lengths and cache sizes; the same one in another row later."""
+    sessions = [
+        cached_sequence(400, 90, seed=1, device=DEVICE),
+        cached_sequence(33, 500, seed=2, device=DEVICE),
+        cached_sequence(120, 0, seed=3, device=DEVICE),
+        cached_sequence(6, 16, seed=4, device=DEVICE),
+        cached_sequence(250, 33, seed=5, device=DEVICE),
+    ]
+    rows: list[list[int | None]] = [
+        [0, None, 1],
+        [0, 2, 1],
+        [None, None, None],
+        [3, 0, 4],
+        [4, 3, 2],
+        [4, 1, 0],
+    ]
+    steps = Steps(3, device=DEVICE)
+    last: dict[int, list[list[int]]] = {}
+    for turn, batch in enumerate(rows):
+        placed: list[CachedSequence | None] = [None if at is None else sessions[at] for at in batch]
+        wanted = [
+            next_wanted(session, 2, 40, 0.5, generator(turn), None if at is None else last.get(at))
+            for at, session in zip(batch, placed, strict=True)
+        ]
+        last |= {at: keys for at, keys in zip(batch, wanted, strict=True) if at is not None}
+        steps.check(placed, wanted)
+    left = sessions[0]
+    assert left.cache is not None
+    assert left.cache.counts().reused > 0
+    left.cache.clear()
+    assert left.cache.counts() == RowCounts(0, 0, 0)
+    assert steps.check([left, None, None], [last[0], [[], []], [[], []]])[0].reused == 0
+
+
+def test_random_sequences_of_steps() -> None:
+    random = generator(11)
+
+    def number(below: int) -> int:
+        return int(torch.randint(below, (1,), generator=random))
+
+    for trial in range(3):
+        heads = 1 + number(3)
+        sessions = [
+            cached_sequence(20 + number(300), 16 * number(6), heads=heads, first=number(5), recent=number(30),
+                            seed=trial, device=DEVICE)
+            for _ in range(1 + number(3))
+        ]  # fmt: skip
+        shape = CopyShape(1 + number(4), 2 ** number(4), 1)
+        steps = Steps(len(sessions), heads=heads, segments=1 + number(5), shape=shape, device=DEVICE)
+        last = None
+        for _ in range(3):
+            last = [
+                next_wanted(s, heads, number(90), number(5) / 4, random, None if last is None else last[b])
+                for b, s in enumerate(sessions)
+            ]
+            steps.check(sessions, last)
+
+
+def test_keys_of_one_set_compete() -> None:
+    """More than the ways of a set in one step, and they have no other: as many are fetched as the step leaves free."""
+    session = cached_sequence(2000, 64, heads=1, device=DEVICE)
+    assert session.cache is not None
+    steps = Steps(1, heads=1, keys=2048, device=DEVICE)
+    crowd = [key for key in range(3, 1991) if sets_of(key, 4) == {2}]
+    first = steps.check([session], [[crowd[:10]]])[0]
+    assert (first.wanted, first.reused) == (22, 0)
+    # Ten of the set stay, six more fit in at most, whatever else the step wants of the set.
+    held = session.cache.tags_LHS[1, 0, 2 * WAYS : 3 * WAYS].cpu() - 1
+    others = len(set(held.tolist()) & set(session.sequence.always().tolist()))
+    second = steps.check([session], [[crowd[:40]]])[0]
+    assert second.reused == 10 + 12
+    assert second.bypassed == 30 - (WAYS - 10 - others)
+
+
+@pytest.mark.parametrize("of", [HASH, OTHER_HASH])
+def test_keys_that_share_one_of_two_sets_find_room_in_the_other(of: int) -> None:
+    """Three times as many as it has ways, and all of them are found in the next step."""
+    session = cached_sequence(4000, 16 * WAYS, heads=1, device=DEVICE)
+    steps = Steps(1, heads=1, keys=4096, device=DEVICE)
+    searched = range(session.sequence.first, session.sequence.end)
+    crowd = [key for key in searched if ((key * of & 0xFFFFFFFF) * 16) >> 32 == 5 and sets_of(key, 16) != {5}]
+    wanted = [[crowd[: 3 * WAYS]]]
+    assert steps.check([session], wanted)[0] == RowCounts(60, 0, 0)
+    assert steps.check([session], wanted)[0] == RowCounts(60, 60, 0)
+
+
+def test_more_misses_than_there_is_room_for() -> None:
+    """Those that find no room on the list stay where they are, and slots that nobody claims keep their rows."""
+    session = cached_sequence(300, 300, device=DEVICE)
+    assert session.cache is not None
+    steps = Steps(1, device=DEVICE)
+    room = steps.buffers
+    wanted = [next_wanted(session, 2, 50, 0.0, generator(turn)) for turn in range(2)]
+    steps.check([session], [wanted[0]])
+    few = ("sources_C", "targets_C", "ids_C", "entries_C")
+    steps.buffers = replace(room, **{name: getattr(room, name)[:30] for name in few})
+    before = session.cache.counts()
+    located = steps.fetch([session], [wanted[1]])[0]
+    after = session.cache.counts()
+    assert after.fetched - before.fetched == 30
+    assert (
+        after.bypassed - before.bypassed == sum(list(of_head.values()).count(-1) for of_head in located) > 0
+    )
+    assert after.reused - before.reused + 30 == sum(
+        place >= 0 for of_head in located for place in of_head.values()
+    )
+    tags = session.cache.tags_LHS[1].cpu()
+    for head in range(2):
+        for slot in tags[head].nonzero().flatten().tolist():
+            row = session.cache.rows_LHS2D[1, head, slot].cpu()
+            assert torch.equal(row, session.sequence.kv_HN2D[head, int(tags[head, slot]) - 1])
+
+
+def test_rows_of_crowded_caches_are_read_after_their_slots_are_claimed() -> None:
+    """A cache, layer and KV head is crowded when its last step found no slot for a key, and before its first one."""
+    session = cached_sequence(400, 64, device=DEVICE)
+    steps = Steps(1, device=DEVICE)
+    crowded = []
+    for turn in range(5):
+        few = range(210 + 15 * turn, 225 + 15 * turn)
+        many = range(30, 200) if turn == 2 else few
+        counts = steps.check([session], [[list(many), list(few)]])[0]
+        assert (counts.bypassed > 0) == (turn == 2)
+        misses = counts.wanted - counts.reused
+        rows = steps.buffers.entries_C[:misses].cpu() >> ENTRY_BITS
+        claimed_first = steps.buffers.sources_C[:misses].cpu() & CLAIM_FIRST
+        crowded.append([sorted(set(claimed_first[rows == row].tolist())) for row in range(2)])
+    assert crowded == [[[1], [1]], [[0], [0]], [[0], [0]], [[1], [0]], [[0], [0]]]
+
+
+def test_an_idle_step_between_others() -> None:
+    """It lists no misses, and the next step counts its own anew."""
+    session = cached_sequence(300, 300, device=DEVICE)
+    steps = Steps(1, device=DEVICE)
+    for turn in range(5):
+        placed = None if turn in (1, 2) else session
+        steps.check([placed], [next_wanted(placed, 2, 40, 0.0, generator(turn))])
+        missing = [0, 0] if placed is None else [0, int((steps.found_RX2[..., 0]).sum())]
+        assert sorted(steps.buffers.counts_4[:2].tolist()) == missing
+
+
+def test_sessions_that_share_a_cache() -> None:
+    """Both read the right rows, even in one step, where some find no slot."""
+    one = cached_sequence(300, 64, device=DEVICE)
+    steps = Steps(2, device=DEVICE)
+    for turn in range(3):
+        wanted = [next_wanted(one, 2, 50, 0.0, generator(10 * turn + b)) for b in range(2)]
+        located = steps.fetch([one, one], wanted)
+        assert one.cache is not None
+        for of_session in located:
+            for head, of_head in enumerate(of_session):
+                for key, place in of_head.items():
+                    if place >= 0:
+                        row = one.cache.rows_LHS2D[1, head, place].cpu()
+                        assert torch.equal(row, one.sequence.kv_HN2D[head, key])
+    counts = one.cache.counts()
+    assert counts.reused > 0
+    assert counts.fetched > 0
+    assert counts.bypassed > 0
+
+
+def test_size_and_fields() -> None:
+    cache = SlotCache.make((0, LAYER), 8, 100, 128, torch.bfloat16, DEVICE)
+    assert cache.rows_LHS2D.shape[2] == 112
+    assert cache.nbytes == SlotCache.bytes_for(2, 8, 100, 128, torch.bfloat16)
+    assert cache.fields(3) == {}
+    fields = cache.fields(LAYER)
+    assert fields[records.SETS] == 7
+    assert fields[records.SLOTS] == cache.rows_LHS2D[1].data_ptr()
+    assert fields[records.SLOT_HEAD] == 112 * 512
+    with pytest.raises(InvalidArgumentError, match="0 slots"):
+        SlotCache.make((0,), 8, 0, 128, torch.bfloat16, DEVICE)
+    with pytest.raises(InvalidArgumentError, match="0 layers"):
+        SlotCache.make((), 8, 16, 128, torch.bfloat16, DEVICE)
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 100])
+@pytest.mark.parametrize("shape", [CopyShape(), CopyShape(2, 4, 1), CopyShape(1, 32, 2)])
+def test_copies_between_addresses(count: int, shape: CopyShape) -> None:
+    host = torch.randn(120, 64, generator=generator(count)).to(torch.float16)
+    host = host.pin_memory() if DEVICE == "cuda" else host
+    device = torch.zeros(120, 64, dtype=torch.float16, device=DEVICE)
+    order = torch.randperm(100, generator=generator(1))
+    sources = host.data_ptr() + 128 * torch.arange(100)
+    targets = device.data_ptr() + 128 * order
+    targets[7] = 0
+    copies = RowCopies(
+        sources.to(DEVICE), targets.to(DEVICE), torch.tensor([count], dtype=torch.int32, device=DEVICE)
+    )
+    copy_rows(copies, 128, shape)
+    expected = torch.zeros(120, 64, dtype=torch.float16)
+    for at in range(count):
+        if at != 7:
+            expected[order[at]] = host[at]
+    assert torch.equal(device.cpu(), expected)
+
+
+def test_unusable_shapes_are_refused() -> None:
+    addresses = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    copies = RowCopies(addresses, addresses.clone(), torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    for row_bytes, shape in (
+        (500, CopyShape()),
+        (8, CopyShape()),
+        (512, CopyShape(33, 12, 1)),
+        (512, CopyShape(0)),
+    ):
+        with pytest.raises(InvalidArgumentError, match="powers of two"):
+            copy_rows(copies, row_bytes, shape)
+    with pytest.raises(InvalidArgumentError, match="sources are"):
+        RowCopies(copies.sources_C.int(), copies.targets_C, copies.count_1)
+    with pytest.raises(InvalidArgumentError, match="as many sources"):
+        RowCopies(copies.sources_C[:2], copies.targets_C, copies.count_1)
+    steps = Steps(2, device=DEVICE)
+    with pytest.raises(InvalidArgumentError, match="lists of 4 rows"):
+        fetch_rows(
+            steps.records([None, None]),
+            steps.lists([[[], []], [[], []]]),
+            steps.joined_RN,
+            FetchBuffers.allocate(4, 100, DEVICE),
+            256,
+        )

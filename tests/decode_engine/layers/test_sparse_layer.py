@@ -1,0 +1,337 @@
+"""One layer of one session: what is attended, what is counted, what is appended."""
+
+import math
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decode_engine.layers.dense_layer import DenseLayer
+from decode_engine.layers.figures import Figures
+from decode_engine.layers.partial_attention import BLOCK_BYTES, attend_logits, attend_shared
+from decode_engine.layers.sparse_layer import Observation
+from index_store.methods.method import METHODS, Method, get_method
+from index_store.methods.schedules import Schedule
+from index_store.selection.budgets import Budget, Ratio
+from tests.support_layers import ALL_METHODS, build_layer, with_budget, with_everything
+
+H, G, D = 2, 3, 16
+
+
+def tokens(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [H, T, G, D] scaled, keys and values [H, T, D]."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(H, count, n, D, generator=generator) for n in (G, 1, 1))
+    return q * 2 / D**0.5, k[:, :, 0], v[:, :, 0]
+
+
+def context(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(H, count, 2, D, generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+def reference(q: Tensor, kv: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
+    """Full causal attention of the queries at position.. over context and tail, in float64."""
+    k = torch.cat([kv[:, :, 0].double(), keys.double()], dim=1)
+    v = torch.cat([kv[:, :, 1].double(), values.double()], dim=1)
+    logits = torch.einsum("htgd,hnd->htgn", q.double(), k)
+    hidden = torch.arange(k.shape[1]) > position + torch.arange(q.shape[1])[:, None]
+    weights = logits.masked_fill(hidden[None, :, None], -torch.inf).softmax(-1)
+    return torch.einsum("htgn,hnd->htgd", weights, v).float()
+
+
+@pytest.mark.parametrize("count", [1, 63, 4096, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attend_shared_equals_full_attention(count: int, dtype: torch.dtype) -> None:
+    kv = context(count, dtype)
+    q = tokens(1, 5)[0]
+    state = attend_shared(q, kv, causal=False)
+    expected = reference(q, kv[:, :0], kv[:, :, 0], kv[:, :, 1], count)
+    torch.testing.assert_close(state.out, expected, rtol=1e-4, atol=1e-5)
+    lse = torch.einsum("htgd,hnd->htgn", q, kv[:, :, 0].float()).logsumexp(-1)
+    torch.testing.assert_close(state.lse, lse, rtol=1e-5, atol=1e-5)
+
+
+def test_attend_shared_is_causal_across_block_borders() -> None:
+    kv = context(BLOCK_BYTES // (H * 2 * D * 4) + 4)  # the last four keys are in a second block
+    q = tokens(10, 5)[0]
+    state = attend_shared(q, kv, causal=True)
+    expected = reference(q, kv[:, :0], kv[:, :, 0], kv[:, :, 1], kv.shape[1] - 10)
+    torch.testing.assert_close(state.out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attend_logits_ignores_keys_at_minus_infinity() -> None:
+    q = tokens(2, 1)[0]
+    kv = torch.randn(H, 2, 7, 2, D)
+    counts = torch.tensor([[7, 3], [0, 1]])
+    logits = (q @ kv[:, :, :, 0].transpose(-1, -2)).masked_fill(
+        (torch.arange(7) >= counts[..., None])[:, :, None], -torch.inf
+    )
+    state = attend_logits(logits, kv[:, :, :, 1])
+    for head in range(H):
+        for position in range(2):
+            rows = kv[head, position, : counts[head, position]]
+            expected = (q[head, position] @ rows[:, 0].t()).softmax(-1) @ rows[:, 1]
+            torch.testing.assert_close(state.out[head, position], expected, rtol=1e-4, atol=1e-4)
+    assert torch.isneginf(state.lse[1, 0]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ALL_METHODS)
+@pytest.mark.parametrize(
+    ("count", "chunks"), [(5, (3, 1, 1)), (300, (7, 1, 1)), (300, (90, 1, 80, 1, 1, 140, 1))]
+)
+def test_full_budget_equals_dense_attention(
+    name: str, count: int, chunks: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    method = with_everything(ALL_METHODS[name])
+    kv = context(count, dtype)
+    figures, dense_figures = Figures(), Figures()
+    layer = build_layer(replace(method, append_block=max(16, method.append_block)), kv, G, figures)
+    dense = DenseLayer(kv, dense_figures)
+    position = count
+    all_k, all_v = torch.empty(H, 0, D), torch.empty(H, 0, D)
+    for number, size in enumerate(chunks):
+        q, k, v = tokens(size, number)
+        k, v = k.to(dtype), v.to(dtype)
+        all_k, all_v = torch.cat([all_k, k], dim=1), torch.cat([all_v, v], dim=1)
+        expected = reference(q, kv, all_k, all_v, position)
+        torch.testing.assert_close(dense.attend(q, k, v, position), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(layer.attend(q, k, v, position), expected, rtol=1e-4, atol=1e-4)
+        position += size
+    assert figures.attended == figures.available == dense_figures.available == dense_figures.attended
+
+
+ROOM = 96  # positions that one-hot values can tell apart
+
+
+class Labels:
+    """Values that name their key: a unit vector per position, another one in every head."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self._unit_HP = torch.stack([torch.randperm(ROOM, generator=generator) for _ in range(H)])
+
+    def values(self, first: int, count: int) -> Tensor:
+        """[H, count, ROOM] for the keys first.. of every head."""
+        return torch.eye(ROOM)[self._unit_HP[:, first : first + count]]
+
+    def weights(self, out_HTGD: Tensor) -> Tensor:
+        """[H, T, G, ROOM] from attention out: the weight of every key."""
+        return out_HTGD.gather(-1, self._unit_HP[:, None, None].expand_as(out_HTGD))
+
+
+@dataclass
+class Plan:
+    """What a method must search, position by position."""
+
+    method: Method
+    sinks: int
+    searched_at: int = -1
+
+    def end(self, position: int) -> int:
+        """The end of the range that a query searches unless it uses an earlier selection."""
+        block = self.method.append_block
+        return max(self.sinks, math.floor((position - self.method.recent) / block) * block)
+
+    def step(self, position: int, size: int) -> int:
+        """The end of the range that the query's selection was chosen from; `size` tokens are fed with it."""
+        schedule, made_at = self.method.schedule, position
+        if self.end(position) == self.sinks:
+            return self.sinks
+        if size == 1:
+            age = position - self.searched_at
+            if self.searched_at >= 0 and (0 < age < schedule.period or (schedule.lag and age == 1)):
+                made_at = self.searched_at
+            self.searched_at = position if schedule.lag else made_at
+        return self.end(made_at)
+
+    def kept(self, position: int, end: int) -> int | None:
+        """How many keys are kept, where the method's budget says that beforehand."""
+        budget: Budget | None = self.method.budget
+        if not isinstance(budget, Ratio) or self.method.name == "csattention-paper":
+            return None
+        searched = end - self.sinks
+        return min(searched, math.ceil(budget.keep * (end + self.method.recent)))
+
+
+def random_keys(count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(H, count, ROOM, generator=generator).div(ROOM**0.5)
+
+
+def that_fit(sizes: list[int]) -> list[int]:
+    """Those that end within the half of the positions that is not the context's."""
+    return [size for size, end in zip(sizes, accumulate(sizes), strict=True) if end <= ROOM // 2]
+
+
+SCHEDULES = [
+    Schedule(),
+    Schedule(period=3),
+    Schedule(lag=1),
+    Schedule(lag=1, correct_below=0.1),
+    Schedule(ahead=True),
+]
+
+
+@pytest.mark.parametrize("name", ALL_METHODS)
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(1, ROOM // 2),
+    chunks=st.lists(st.just(1) | st.integers(1, 20), min_size=1, max_size=8).map(that_fit),
+    more_sinks=st.integers(0, 4),
+    recent=st.integers(1, 30),
+    block=st.integers(1, 20),
+    keep=st.floats(0.01, 1.0),
+    schedule=st.sampled_from(SCHEDULES),
+    repeated=st.booleans(),
+)
+def test_the_parts_partition_the_keys(
+    name: str,
+    count: int,
+    chunks: list[int],
+    more_sinks: int,
+    recent: int,
+    block: int,
+    keep: float,
+    schedule: Schedule,
+    repeated: bool,
+) -> None:
+    """Queries near zero weigh all keys alike, approximated ones too, but still rank; values name their key.
+
+    So attention out says which keys were attended, and that each of them counted once. With a remainder all keys are.
+    """
+    listed = ALL_METHODS[name]
+    method = replace(
+        with_budget(listed, keep),
+        sinks=listed.sinks + more_sinks,
+        recent=recent,
+        append_block=block,
+        schedule=schedule,
+    )
+    labels, figures = Labels(), Figures()
+    layer = build_layer(
+        method, torch.stack([random_keys(count, 0), labels.values(0, count)], dim=2), G, figures
+    )
+    plan = Plan(method, min(method.sinks, count))
+    position, attended, available = count, 0, 0
+    for number, size in enumerate(chunks):
+        q, predicted = (
+            random_keys(size * G, seed + number).view(H, size, G, ROOM) / 2000 for seed in (200, 300)
+        )
+        step = (q, random_keys(size, 100 + number), labels.values(position, size), position, predicted)
+        if repeated:
+            before = replace(figures)
+            layer.attend(*step)
+            for field in ("attended", "available", "sparse_attended", "sparse_available", "kept"):
+                setattr(figures, field, getattr(before, field))
+        weights = labels.weights(layer.attend(*step))
+        for row in range(size):
+            now = position + row
+            end = plan.step(now, size)
+            seen = weights[:, row] > 1e-5
+            assert not seen[:, :, now + 1 :].any()
+            assert seen[:, :, : plan.sinks].all()
+            assert seen[:, :, max(0, now - recent) : now + 1].all()
+            assert seen[:, :, end : now + 1].all()
+            assert (seen == seen[:, :1]).all()
+            if not method.drops_remainder:
+                assert seen[:, :, : now + 1].all()
+            totals = seen.sum(-1)
+            kept = plan.kept(now, end)
+            if method.drops_remainder and kept is not None:
+                assert (totals == plan.sinks + kept + now + 1 - end).all()
+            alike = (1 / totals)[..., None].expand(seen.shape)[seen]
+            torch.testing.assert_close(weights[:, row][seen], alike, rtol=2e-3, atol=0)
+            attended += int(totals[:, 0].sum())
+            available += now + 1
+        position += size
+    assert figures.available == figures.sparse_available == H * available
+    assert figures.attended == figures.sparse_attended
+    assert figures.attended == attended if method.drops_remainder else figures.attended <= attended
+
+
+@pytest.mark.parametrize("name", ["csattention+dropped", "csattention", "multipole", "squeezed", "pq"])
+def test_a_tail_key_that_left_the_window_is_still_found(name: str) -> None:
+    kv = context(200)
+    method = replace(with_budget(get_method(name), 0.05), recent=8, append_block=4)
+    layer = build_layer(method, kv, G)
+    target = torch.randn(H, D, generator=torch.Generator().manual_seed(4)) * 3
+    for step in range(60):
+        q, k, v = tokens(1, step)
+        if step == 5:
+            k, v = target.unsqueeze(1), torch.full_like(v, 50.0)
+        layer.attend(q, k, v, 200 + step)
+    query = (target / target.norm(dim=-1, keepdim=True) * 6).view(H, 1, 1, D).expand(H, 1, G, D)
+    _, k, v = tokens(1, 77)
+    seen: list[Observation] = []
+    layer.observer = seen.append
+    out = layer.attend(query, k, v, 260)
+    assert (seen[0].selection.ids_HTK == 205).any(-1).all()
+    assert float(out.mean()) > 45
+
+
+@pytest.mark.parametrize("name", ["csattention", "csattention+dropped", "multipole-tree", "quest"])
+@pytest.mark.parametrize("keep", [0.05, 0.5])
+def test_long_prompts_and_large_selections_are_split(
+    monkeypatch: pytest.MonkeyPatch, name: str, keep: float
+) -> None:
+    kv = context(500)
+    q, k, v = tokens(40, 1)
+    method = replace(get_method(name), budget=Ratio(keep))
+    whole = build_layer(method, kv, G).attend(q, k, v, 500)
+    monkeypatch.setattr("decode_engine.layers.sparse_layer._SCORE_BYTES", 100_000)
+    for block_bytes in (20_000, 1_000):
+        monkeypatch.setattr("decode_engine.layers.selected_attention.GATHER_BYTES", block_bytes)
+        monkeypatch.setattr("decode_engine.layers.partial_attention.BLOCK_BYTES", block_bytes)
+        pieces = build_layer(method, kv, G).attend(q, k, v, 500)
+        torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["csattention", "tactic", "multipole"])
+def test_a_failed_step_can_run_again(name: str) -> None:
+    kv = context(100)
+    layer = build_layer(METHODS[name], kv, G)
+    first, second = tokens(3, 0), tokens(1, 1)
+    layer.attend(*first, 100)
+    once = layer.attend(*second, 103)
+    assert torch.equal(layer.attend(*second, 103), once)
+    assert layer.tail.length == 4
+
+
+@pytest.mark.parametrize("name", ["csattention", "multipole", "csattention-paper"])
+def test_other_chunks_after_a_failure_leave_no_trace_of_it(name: str) -> None:
+    """The failed chunk had appended keys beyond the range that the next ones search, and other ones than come then."""
+    kv = context(120)
+    method = replace(METHODS[name], budget=Ratio(0.1), recent=8, append_block=4)
+    failed, fresh = build_layer(method, kv, G), build_layer(method, kv, G)
+    failed.attend(*tokens(60, 1), 120)
+    q, k, v = tokens(60, 0)
+    for first in range(0, 60, 20):
+        step = (q[:, first : first + 20], k[:, first : first + 20], v[:, first : first + 20], 120 + first)
+        assert torch.equal(failed.attend(*step), fresh.attend(*step))
+    assert failed.nbytes == fresh.nbytes
+
+
+@pytest.mark.parametrize("name", ALL_METHODS)
+def test_a_replayed_query_sees_no_later_key(name: str) -> None:
+    """Queries of the context: a full budget is causal attention, and with q = 0 all keys seen count once."""
+    kv = context(300)
+    full = build_layer(with_everything(ALL_METHODS[name]), kv, G)
+    few = build_layer(replace(with_budget(ALL_METHODS[name], 0.1), recent=8, append_block=5), kv, G)
+    seen: list[Observation] = []
+    few.observer = seen.append
+    nothing = torch.empty(H, 0, D)
+    for position, size in ((290, 10), (299, 1), (240, 7)):
+        q = tokens(size, position)[0]
+        expected = reference(q, kv, nothing, nothing, position)
+        torch.testing.assert_close(full.replay(q, position), expected, rtol=1e-4, atol=1e-4)
+        out = few.replay(q * 0, position)
+        assert seen[-1].search_end <= position + size - 1 - 8
+        if not few._method.drops_remainder:
+            mean = reference(q * 0, kv, nothing, nothing, position)
+            torch.testing.assert_close(out, mean, rtol=1e-4, atol=1e-4)
+    assert few.tail.length == full.tail.length == 0

@@ -1,0 +1,127 @@
+"""Every tensor is made on the device of those that it is made from.
+
+On the CPU that shows where new tensors go to a device without memory by default: what forgets its device then fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode_engine.evaluation.probe import sample_layer
+from decode_engine.layers.dense_layer import DenseLayer, LayerAttention
+from decode_engine.layers.figures import Figures
+from decode_engine.layers.sparse_layer import Observation, SparseLayer
+from index_store.methods.method import METHODS, Method, get_method
+from index_store.selection.budgets import Budget, Ratio, Threshold, TokenCount
+from index_store.selection.mass import Mass
+from tests.support_layers import build_layer
+
+HEADS, GROUP, DIM, COUNT, PROMPT, STEPS = 2, 3, 16, 400, 45, 4
+KERNELS = (
+    "cluster_sums",
+    "code_search",
+    "collect",
+    "list_search",
+    "searchable",
+    "table_search",
+    "top_k",
+    "tree_search",
+)
+
+EXPRESSIONS = [
+    *METHODS,
+    *(
+        f"{name}+{remainder}"
+        for name in ("oracle", "csattention", "quest")
+        for remainder in ("monopole", "dipole")
+    ),
+    "pq+dropped",
+    "multipole+centred",
+    "csattention@period=3@correct=0.9",
+    "multipole@lag@correct=0.9",
+]
+BUDGETS: dict[str, Budget] = {
+    "max": Ratio(0.1, "max"),
+    "union": Ratio(0.1, "union"),
+    "tokens": TokenCount(20),
+    "mass": Mass(0.5),
+    "threshold": Threshold(threshold=0.002, group="union"),
+}
+
+
+def small(method: Method) -> Method:
+    """The method with windows for a few hundred tokens, and a threshold that needs no calibration."""
+    budget = Threshold(threshold=0.002) if isinstance(method.budget, Threshold) else method.budget
+    return replace(method, budget=budget, recent=8, append_block=min(method.append_block, 16))
+
+
+def run_layer(
+    layer: LayerAttention, inputs: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, list[Observation]]:
+    """A prompt and some decode steps; the layer's outputs and what was observed of them."""
+    seen: list[Observation] = []
+    if isinstance(layer, SparseLayer):
+        layer.observer = seen.append
+    queries, keys, values = inputs
+    outs = []
+    for first, end in ((0, PROMPT), *((PROMPT + step, PROMPT + step + 1) for step in range(STEPS))):
+        part = slice(first, end)
+        outs.append(layer.attend(queries[:, part], keys[:, part], values[:, part], COUNT + first))
+    return torch.cat(outs, dim=1), seen
+
+
+def some_tokens() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    total = PROMPT + STEPS
+    queries = torch.randn(HEADS, total, GROUP, DIM, generator=generator) * 2 / DIM**0.5
+    keys, values = torch.randn(2, HEADS, total, DIM, generator=generator)
+    return queries, keys, values
+
+
+def some_context() -> Tensor:
+    return torch.randn(HEADS, COUNT, 2, DIM, generator=torch.Generator().manual_seed(2))
+
+
+def make_layer(method: Method, kv_HN2D: Tensor) -> LayerAttention:
+    if method.sparse:
+        return build_layer(method, kv_HN2D, GROUP)
+    return DenseLayer(kv_HN2D, Figures())
+
+
+def check(method: Method, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, kv_HN2D = some_tokens(), some_context()
+    expected, _ = run_layer(make_layer(method, kv_HN2D), inputs)
+    layer = make_layer(method, kv_HN2D)
+    if kernels == "eager":
+        for name in KERNELS:
+            monkeypatch.setattr(
+                importlib.import_module(f"index_store.kernels.{name}"), "on_host", lambda _: False
+            )
+    with torch.device("meta"):
+        out, seen = run_layer(layer, inputs)
+        samples = [sample_layer(0, each, torch.tensor([0], device="cpu")) for each in seen]
+    assert out.device.type == "cpu"
+    assert all(sample.mass_HTG.device.type == "cpu" for sample in samples)
+    # A key more or less where two are as good as one another.
+    close = torch.isclose(out, expected, rtol=1e-3, atol=1e-4).all(-1)
+    assert close.float().mean() > 0.97
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "eager"])
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_no_layer_forgets_the_device(expression: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(small(get_method(expression)), kernels, monkeypatch)
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "eager"])
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("preset", ["oracle", "csattention", "multipole-tree", "multipole-windowed"])
+def test_no_budget_forgets_the_device(
+    preset: str, budget: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(replace(small(METHODS[preset]), budget=BUDGETS[budget]), kernels, monkeypatch)

@@ -1,0 +1,180 @@
+"""The Python client: references, errors, retries and its connection to nobody."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from decode_engine.errors import DeadlineExceededError, InternalError, ServerUnreachableError
+from decode_engine.rpc.client import Client
+from index_store.errors import ContextAmbiguousError, ContextNotFoundError, InvalidArgumentError
+from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+IDS = ("a" * 64, "a" * 40 + "b" * 24, "c" * 64)
+
+
+class Scripted(context_pb2_grpc.ContextServiceServicer, generation_pb2_grpc.GenerationServiceServicer):
+    """Answers what a test needs, and counts calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def GetContext(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self.calls.append("GetContext")
+        if len(self.calls) < 3:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
+        return context_pb2.Context(name=request.name)
+
+    def ListContexts(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self.calls.append("ListContexts")
+        start = int(request.page_token or 0)
+        page = [
+            context_pb2.Context(name=f"contexts/{id_}", display_name=f"book {id_[0]}")
+            for id_ in IDS[start : start + 1]
+        ]
+        token = str(start + 1) if start + 1 < len(IDS) else ""
+        return context_pb2.ListContextsResponse(contexts=page, next_page_token=token)
+
+    def DeleteContext(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self.calls.append("DeleteContext")
+        context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
+
+    def WarmContext(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self.calls.append("WarmContext")
+        time.sleep(5)
+
+    def ListMethods(self, request: Any, context: grpc.ServicerContext) -> Any:
+        context.abort(grpc.StatusCode.PERMISSION_DENIED, "not for you")
+
+    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        self.calls.append("Generate")
+        yield generation_pb2.GenerateResponse(token_ids=[1, 2], text="hel")
+        if request.text == "breaks off":
+            context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        yield generation_pb2.GenerateResponse(token_ids=[3])
+        summary = generation_pb2.GenerationSummary(
+            finish_reason=generation_pb2.GenerationSummary.STOP,
+            usage=generation_pb2.Usage(context_tokens=7, prompt_tokens=2, completion_tokens=3),
+            timings=generation_pb2.Timings(search_ns=5, total_ns=9),
+            selection=generation_pb2.SelectionFigures(keys_kept=4, fraction_all=0.5),
+            method="pq",
+            seed=2**64 - 1,
+            budget="2.00%",
+            remainder="centred",
+        )
+        yield generation_pb2.GenerateResponse(text="lo", summary=summary)
+
+
+@pytest.fixture
+def scripted() -> Iterator[tuple[Scripted, Client]]:
+    servicer = Scripted()
+    server = grpc.server(ThreadPoolExecutor(4))
+    context_pb2_grpc.add_ContextServiceServicer_to_server(servicer, server)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with Client(f"127.0.0.1:{port}", timeout_s=3) as client:
+        yield servicer, client
+    server.stop(0)
+
+
+def test_pieces_and_summary(scripted: tuple[Scripted, Client]) -> None:
+    with scripted[1].generate("contexts/x", text="a") as generation:
+        pieces = [(piece.token_ids, piece.text) for piece in generation]
+    assert pieces == [((1, 2), "hel"), ((3,), ""), ((), "lo")]
+    summary = generation.summary
+    assert (summary.finish_reason, summary.method, summary.seed) == ("stop", "pq", 2**64 - 1)
+    assert (summary.budget, summary.remainder) == ("2.00%", "centred")
+    assert (summary.context_tokens, summary.prompt_tokens, summary.completion_tokens) == (7, 2, 3)
+    assert (summary.timings.search_ns, summary.timings.total_ns) == (5, 9)
+    assert (summary.selection.keys_kept, summary.selection.fraction_all) == (4, 0.5)
+    assert summary.selection.fraction_sparse is None
+
+
+def test_a_server_that_stops_in_the_middle_is_told_from_one_that_is_not_there(
+    scripted: tuple[Scripted, Client],
+) -> None:
+    with scripted[1].generate("contexts/x", text="breaks off") as generation:
+        pieces = iter(generation)
+        assert next(pieces).text == "hel"
+        with pytest.raises(ServerUnreachableError, match="stopped before the answer was complete"):
+            next(pieces)
+
+
+def test_references_are_resolved_over_all_pages(scripted: tuple[Scripted, Client]) -> None:
+    _, client = scripted
+    assert client.find_context("cccccc").name == "contexts/" + IDS[2]
+    assert client.find_context("contexts/cccccc").name == "contexts/" + IDS[2]
+    assert client.find_context("book c").name == "contexts/" + IDS[2]
+    assert client.find_context("a" * 41).name == "contexts/" + IDS[0]
+    for ambiguous in ("aaaaaa", "book a"):
+        with pytest.raises(ContextAmbiguousError):
+            client.find_context(ambiguous)
+    for absent in ("ccccc", "book", "dddddd"):
+        with pytest.raises(ContextNotFoundError, match="display name"):
+            client.find_context(absent)
+
+
+def test_calls_that_change_nothing_are_repeated(scripted: tuple[Scripted, Client]) -> None:
+    servicer, client = scripted
+    assert client.get_context("contexts/x").name == "contexts/x"
+    assert servicer.calls == ["GetContext"] * 3
+
+
+def test_calls_that_change_something_are_not_repeated(scripted: tuple[Scripted, Client]) -> None:
+    servicer, client = scripted
+    with pytest.raises(ServerUnreachableError):
+        client.delete_context("contexts/x")
+    assert servicer.calls == ["DeleteContext"]
+
+
+def test_deadline_of_the_client(scripted: tuple[Scripted, Client]) -> None:
+    before = time.monotonic()
+    with pytest.raises(DeadlineExceededError):
+        scripted[1].warm_context("contexts/x")
+    assert time.monotonic() - before < 4.5
+
+
+def test_foreign_errors_keep_code_and_message(scripted: tuple[Scripted, Client]) -> None:
+    with pytest.raises(InternalError, match="PERMISSION_DENIED: not for you"):
+        scripted[1].list_methods()
+
+
+def test_nobody_answers() -> None:
+    with Client("127.0.0.1:1") as client:
+        assert not client.is_serving()
+        with pytest.raises(ServerUnreachableError, match="decode-engine serve"):
+            list(client.list_contexts())
+        with pytest.raises(ServerUnreachableError):
+            client.generate("contexts/x", text="a").read()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"text": "a", "question": "b"},
+        {"token_ids": [1], "text": "a"},
+        {"token_ids": [-1]},
+        {"text": "a", "seed": -1},
+        {"text": "a", "keep_ratio": 0.1, "target_mass": 0.9},
+        {"text": "a", "keep_ratio": 0.1, "token_budget": 10},
+        {"text": "a", "token_budget": 2**40},
+        {"text": "a", "max_tokens": 2**40},
+    ],
+)
+def test_requests_that_cannot_be_sent(arguments: dict[str, Any]) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidArgumentError):
+        client.generate("contexts/x", **arguments)
+
+
+def test_the_client_does_without_torch() -> None:
+    code = "import sys, decode_engine.rpc.client; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

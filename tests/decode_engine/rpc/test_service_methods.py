@@ -1,0 +1,213 @@
+"""Methods over the real server: which there are, how requests choose one, what is said about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode_engine.rpc.client import Client, Summary
+from decode_engine.rpc.server import DecodeServer
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.methods.method import METHODS
+from index_store.store.tuned_defaults import TunedDefault
+from tests.decode_engine.conftest import Library
+
+REMAINDERS = {
+    "csattention": "centred",
+    "pq": "centred",
+    "multipole": "monopole",
+    "multipole-windowed": "monopole",
+    "multipole-tree": "monopole",
+}
+
+Tune = Callable[..., None]
+
+
+def summary_of(client: Client, context: str, **arguments: Any) -> Summary:
+    """Of a short generation."""
+    generation = client.generate(context, text="Who?", max_tokens=4, **arguments)
+    generation.read()
+    return generation.summary
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_answers_and_says_what_it_did(client: Client, shelf: str, name: str) -> None:
+    summary = summary_of(client, shelf, method=name)
+    budget = METHODS[name].budget
+    assert summary.completion_tokens == 4
+    assert (summary.method, summary.budget) == (name, "" if budget is None else budget.label)
+    assert summary.remainder == ("" if budget is None else REMAINDERS.get(name, "dropped"))
+    # searched: 4 prompt tokens and 3 steps, in the flat layer as well where the remainder is approximated
+    layers = 0 if name == "full" else 2 if name in REMAINDERS else 1
+    assert summary.selection.searches == 7 * layers
+    assert summary.selection.fraction_all == 1.0 if name == "full" else summary.selection.fraction_all < 1.0
+
+
+def test_a_context_names_the_methods_that_it_supports(library: Library, client: Client, shelf: str) -> None:
+    assert client.get_context(shelf).methods == tuple(METHODS)
+    bare = client.get_context("contexts/" + library.prefill("bare", method=("csattention+dropped",)))
+    assert bare.methods == ("full", "oracle", "csattention")
+    assert (bare.default_method, bare.default_budget) == ("csattention+dropped", "5.00%")
+    assert summary_of(client, bare.name).method == "csattention+dropped"
+
+
+def test_a_remainder_without_its_clusters_is_dropped_unless_it_was_asked_for(
+    library: Library, client: Client
+) -> None:
+    bare = "contexts/" + library.prefill("bare-too", method=("full",), index=("query_tables",))
+    summary = summary_of(client, bare, method="csattention")
+    assert (summary.method, summary.remainder) == ("csattention", "dropped")
+    with pytest.raises(MethodUnsupportedError, match="needs index 'remainder_clusters'"):
+        summary_of(client, bare, method="csattention+centred")
+
+
+def test_a_method_is_refused_over_an_index_that_was_built_for_other_ones(
+    library: Library, client: Client
+) -> None:
+    indexes = ("query_tables", "remainder_clusters:window=64")
+    moved = "contexts/" + library.prefill("moved", method=("full",), index=indexes)
+    assert client.get_context(moved).methods == ("full", "oracle")
+    with pytest.raises(MethodUnsupportedError, match="windowed RoPE"):
+        summary_of(client, moved, method="csattention")
+    assert summary_of(client, moved, method="csattention+monopole").remainder == "monopole"
+
+
+def test_a_budget_replaces_the_methods_own(client: Client, shelf: str) -> None:
+    labels = {
+        "csattention": {"keep_ratio": 0.2},
+        "squeezed": {"keep_ratio": 0.2},
+        "quest": {"target_mass": 0.5},
+        "multipole": {"token_budget": 3},
+    }
+    found = {name: summary_of(client, shelf, method=name, **budget) for name, budget in labels.items()}
+    assert {name: summary.budget for name, summary in found.items()} == {
+        "csattention": "20.00%",
+        "squeezed": "20.00% by threshold",
+        "quest": "0.5 of the mass",
+        "multipole": "3 keys",
+    }
+    counted = found["multipole"].selection
+    assert counted.keys_kept == 3 * 2 * counted.searches  # in each of two KV heads
+    half = found["quest"].selection.keys_kept
+    assert half < summary_of(client, shelf, method="quest", target_mass=0.9).selection.keys_kept
+    assert found["squeezed"].selection.fraction_sparse != found["csattention"].selection.fraction_sparse
+
+
+def test_expressions_choose_remainder_and_schedule(client: Client, shelf: str) -> None:
+    summary = summary_of(client, shelf, method="oracle+monopole@period=3")
+    assert (summary.method, summary.remainder) == ("oracle+monopole@period=3", "monopole")
+    assert summary.selection.searches == 2 * (4 + 1)  # four prompt tokens, and one step for three
+    shorter = summary_of(client, shelf, method="oracle+monopole@period=3", search_period=2)
+    assert shorter.selection.searches == 2 * (4 + 2)
+    assert summary_of(client, shelf, method="pq@ahead@correct=0.9").method == "pq@ahead@correct=0.9"
+
+
+def test_a_search_period_saves_searches(client: Client, lamp: str) -> None:
+    searches = []
+    for period in (0, 4):
+        generation = client.generate(
+            lamp, text="Who?", max_tokens=21, method="csattention-paper", search_period=period
+        )
+        generation.read()
+        searches.append(generation.summary.selection.searches)
+    # one searching layer: four prompt tokens and 20 steps, or the prompt and every fourth step
+    assert searches == [24, 9]
+
+
+def test_method_that_the_context_does_not_support(library: Library, client: Client, lamp: str) -> None:
+    plain = "contexts/" + library.prefill("plain", method=("full",))
+    assert client.get_context(plain).default_method == "full"
+    for name, arguments in (
+        (plain, {"method": "csattention"}),
+        (lamp, {"method": "guesswork"}),
+        (lamp, {"method": "pq"}),
+        (lamp, {"method": "csattention+dipole"}),
+        (lamp, {"method": "full", "keep_ratio": 0.5}),
+        (lamp, {"method": "full", "target_mass": 0.5}),
+        (lamp, {"method": "full", "token_budget": 5}),
+        (lamp, {"method": "full", "search_period": 2}),
+    ):
+        with pytest.raises(MethodUnsupportedError):
+            summary_of(client, name, **arguments)
+    assert summary_of(client, plain).method == "full"
+
+
+def test_a_keep_ratio_without_a_calibrated_threshold_is_refused_before_anything_is_loaded(
+    server: DecodeServer, library: Library, client: Client
+) -> None:
+    name = "contexts/" + library.prefill("squeezed", method=("squeezed",))
+    with pytest.raises(InvalidArgumentError, match="calibrated"):
+        summary_of(client, name, method="squeezed", keep_ratio=0.9)
+    assert name.removeprefix("contexts/") not in server.backend.arena.ids()
+
+
+def record_path(server: DecodeServer, context: str) -> Path:
+    return server.backend.store.path / "defaults" / f"{context.removeprefix('contexts/')}.json"
+
+
+@pytest.fixture
+def tune(server: DecodeServer, shelf: str) -> Iterator[Tune]:
+    """Sets what the shelf was tuned to."""
+    store, id_ = server.backend.store, shelf.removeprefix("contexts/")
+
+    def tune_to(method: str, **budget: float | int) -> None:
+        sizes: dict[str, Any] = {"keep": None, "mass": None, "tokens": None, **budget}
+        record = TunedDefault(
+            id_, method, **sizes, target="mass", wanted=0.9, reached={}, created_at=datetime.now(UTC)
+        )
+        store.set_default_method(id_, record)
+
+    yield tune_to
+    record_path(server, shelf).unlink()
+
+
+def test_a_tuned_default_serves_requests_that_name_no_method(client: Client, shelf: str, tune: Tune) -> None:
+    assert client.get_context(shelf).default_method == "full"
+    tune("pq+dropped@period=2", tokens=7)
+    context = client.get_context(shelf)
+    assert (context.default_method, context.default_budget, context.tuned) == (
+        "pq+dropped@period=2",
+        "7 keys",
+        True,
+    )
+    summary = summary_of(client, shelf)
+    assert (summary.method, summary.budget, summary.remainder) == ("pq+dropped@period=2", "7 keys", "dropped")
+    assert summary_of(client, shelf, keep_ratio=0.1).budget == "10.00%"
+    named = summary_of(client, shelf, method="pq")
+    assert (named.method, named.budget) == ("pq", "5.00%")
+
+
+def test_a_tuned_default_that_cannot_be_used_is_passed_over(
+    server: DecodeServer, client: Client, shelf: str, tune: Tune, caplog: pytest.LogCaptureFixture
+) -> None:
+    for method in ("guesswork", "csattention+dipole"):
+        tune(method, keep=0.1)
+        assert not client.get_context(shelf).tuned
+        assert summary_of(client, shelf).method == "full"
+    record_path(server, shelf).write_text("{")
+    caplog.clear()
+    assert client.get_context(shelf).default_method == summary_of(client, shelf).method == "full"
+    assert "is damaged" in caplog.text
+
+
+def test_methods_are_listed(server: DecodeServer, client: Client) -> None:
+    listed = client.list_methods()
+    methods = {method.name: method for method in listed.methods}
+    assert tuple(methods) == tuple(METHODS)
+    assert (listed.head_dim, listed.dtype, listed.kv_bytes_per_token) == (32, "float32", 2 * 32 * 4)
+    assert methods["full"].keep_ratio is None
+    assert methods["full"].parameters == {}
+    assert methods["csattention"].keep_ratio == methods["squeezed"].keep_ratio == 0.05
+    assert (methods["tactic"].keep_ratio, methods["tactic"].target_mass) == (None, 0.9)
+    assert methods["csattention"].indexes == ("query_tables", "remainder_clusters")
+    assert methods["csattention"].remainder_optional
+    assert methods["oracle"].indexes == methods["full"].indexes == ()
+    assert methods["multipole"].partition == methods["multipole"].index == "key_clusters"
+    # 16 keys share a mean key and a value sum, a count and an offset; a key has its place in a list and a cluster
+    assert methods["multipole"].bytes_per_token == (2 * 32 * 4 + 8) / 16 + 8
+    assert methods["pq"].parameters["product_codes.subspaces"] == "8"
+    assert all(method.summary and method.source for method in methods.values())

@@ -1,0 +1,95 @@
+"""What the real server says about itself, and how it admits requests by the memory that they may need."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+from typer.testing import CliRunner
+
+from decode_engine.cli.command_line import app
+from decode_engine.cli.status_command import describe_status
+from decode_engine.engine.session_memory import session_bytes
+from decode_engine.errors import SessionMemoryError
+from decode_engine.rpc.client import Client
+from decode_engine.rpc.server import DecodeServer
+from index_store.methods.method import get_method
+from tests.decode_engine.conftest import Library
+from tests.decode_engine.rpc.service_support import LONG, wait_until
+
+
+def _need(server: DecodeServer, context: str, tokens: int) -> int:
+    manifest = server.backend.store.manifest(context.removeprefix("contexts/"))
+    return session_bytes(manifest, get_method("full"), tokens)
+
+
+def test_status_tells_what_runs_and_counts_what_was_fed(
+    server: DecodeServer, client: Client, lamp: str
+) -> None:
+    before = client.server_status()
+    generation = client.generate(lamp, text="Who?", max_tokens=20, method="full")
+    generation.read()
+    wait_until(lambda: client.server_status().requests == 0)
+    after = client.server_status()
+    assert after.prompt_tokens - before.prompt_tokens == 4
+    assert after.decode_tokens - before.decode_tokens == after.decode_steps - before.decode_steps == 19
+    assert after.steps - before.steps >= 19
+    assert (after.waiting, after.prompting, after.decoding, after.session_bytes) == (0, 0, 0, 0)
+    assert (after.host_bytes_read, after.rows_reused, after.device_wait_for_host_ns) == (0, 0, 0)
+    assert after.contexts >= 1
+    assert after.context_loads >= 1
+    assert 0 < after.context_bytes <= after.context_limit_bytes == 2**28
+    assert after.session_limit_bytes > 2**20
+    with client.generate(lamp, text="Who?", max_tokens=LONG, temperature=1.0, seed=1, method="full") as long:
+        pieces = iter(long)
+        for _ in range(3):  # the first comes from the prompt, the second before its step is counted
+            next(pieces)
+        status = client.server_status()
+        assert (status.requests, status.decoding, status.decode_batch) == (1, 1, 1)
+        assert status.session_bytes == _need(server, lamp, 4 + LONG)
+        assert status.context_used_bytes > 0
+    assert status.mean_batch >= 1
+
+
+def test_requests_wait_for_memory_and_those_that_never_fit_are_refused(
+    server: DecodeServer, library: Library, lamp: str
+) -> None:
+    limit = _need(server, lamp, LONG + 4) * 3 // 2
+    config = library.config(session_memory=limit)
+    with DecodeServer(config) as small, Client(small.address) as client:
+        small.load()
+        with client.generate(lamp, text="Who?", max_tokens=LONG, method="full") as running:
+            next(iter(running))
+            waiting = client.generate(lamp, text="Who?", max_tokens=LONG, method="full")
+            wait_until(lambda: client.server_status().waiting == 1)
+            status = client.server_status()
+            assert (status.decoding, status.session_limit_bytes) == (1, limit)
+            assert status.session_bytes <= limit
+            running.cancel()
+            next(iter(waiting))
+            waiting.cancel()
+        with pytest.raises(SessionMemoryError, match="raise --session-memory") as caught:
+            client.generate(lamp, text="Who?", max_tokens=LONG, method="csattention").read()
+        assert int(caught.value.metadata["needed"]) > int(caught.value.metadata["limit"]) == limit
+        assert client.server_status().context_loads == 1
+
+
+def test_the_command_tells_what_the_server_tells(server: DecodeServer, client: Client, lamp: str) -> None:
+    client.generate(lamp, text="Who?", max_tokens=3).read()
+    wait_until(lambda: client.server_status().requests == 0)
+    told = client.server_status()
+    arguments = ["status", "--server", server.address]
+    as_json = CliRunner().invoke(app, [*arguments, "--format", "json"])
+    assert json.loads(as_json.stdout) == {**asdict(told), "mean_batch": told.mean_batch}
+    text = CliRunner().invoke(app, arguments).stdout
+    assert "requests: 0 decoding, 0 reading their prompts, 0 waiting, 0 loading" in text
+    assert f"{told.prompt_tokens} prompt tokens, {told.decode_tokens} decoded" in text
+
+
+def test_what_was_moved_is_told_where_something_was(client: Client) -> None:
+    status = replace(client.server_status(), host_bytes_read=3 * 2**20, rows_reused=17)
+    assert (
+        "3 MiB read by the device, 17 rows found on it; requests waited 0 ms" in describe_status(status)[-1]
+    )
+    assert "contexts since the start" in describe_status(client.server_status())[-1]

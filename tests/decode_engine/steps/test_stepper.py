@@ -1,0 +1,376 @@
+"""Batches of decode steps through records and kernels equal the general path, session by session.
+
+Without a CUDA device the kernels run in Triton's interpreter, and no graph is captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from decode_engine.config import Compilation
+from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.kernels import records
+from decode_engine.layers.session import Session
+from decode_engine.model.runner import ModelRunner
+from decode_engine.model.warm_up import made_up_context
+from decode_engine.steps.attention.step_batch import StepBatch, step_counts
+from decode_engine.steps.step_model import step_model
+from decode_engine.steps.stepper import Stepper
+from index_store.errors import InvalidArgumentError
+from index_store.memory.placement import Placement
+from index_store.methods.method import METHODS, get_method
+from index_store.models.folder import resolve_model
+from tests.support_models import write_model_folder
+
+GREEDY = SamplingParameters()
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    folder: Path = write_model_folder(tmp_path_factory.mktemp("model"), head_dim=64, max_positions=8192)
+    return ModelRunner(resolve_model(str(folder)))
+
+
+@pytest.fixture
+def stepper(runner: ModelRunner) -> Stepper:
+    model = step_model(runner.model, Compilation.OFF)
+    return Stepper(model, runner.identity, torch.float32, torch.device("cpu"))
+
+
+def start(
+    runner: ModelRunner,
+    prompt: list[int],
+    length: int = 512,
+    *,
+    name: str = "full",
+    placement: Placement = Placement.DEVICE,
+) -> Session:
+    """A session on a made-up context that has read a prompt."""
+    method = METHODS[name]
+    context = made_up_context(runner.identity, runner.kv_dtype, method, length, placement=placement)
+    session = runner.start(context, method)
+    runner.forward([session], [prompt])
+    return session
+
+
+def by_forward(runner: ModelRunner, session: Session, token: int, sampler: Sampler, count: int) -> list[int]:
+    tokens = []
+    for _ in range(count):
+        token = sampler.sample(runner.forward([session], [[token]])[0][-1])
+        tokens.append(token)
+    return tokens
+
+
+def by_steps(
+    stepper: Stepper, sessions: list[Session], tokens: list[int], samplers: list[Sampler], count: int
+) -> list[list[int]]:
+    histories: list[list[int]] = [[] for _ in sessions]
+    for _ in range(count):
+        results = stepper.step(sessions, tokens, samplers)
+        tokens = [token for token in results if isinstance(token, int)]
+        assert len(tokens) == len(results)
+        for history, token in zip(histories, tokens, strict=True):
+            history.append(token)
+    return histories
+
+
+def test_sessions_on_contexts_of_other_lengths_decode_as_one_by_one(
+    runner: ModelRunner, stepper: Stepper
+) -> None:
+    prompts, lengths = [[5, 9, 2], [7], [1, 2, 3, 4]], [512, 301, 17]
+    samplings = [GREEDY, SamplingParameters(temperature=0.9, seed=4), SamplingParameters(0.8, 0.7, 11, 5)]
+    expected = [
+        by_forward(runner, start(runner, prompt, length), 3, Sampler(sampling), 4)
+        for prompt, length, sampling in zip(prompts, lengths, samplings, strict=True)
+    ]
+    sessions = [start(runner, prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    samplers = [Sampler(sampling) for sampling in samplings]
+    assert by_steps(stepper, sessions, [3] * 3, samplers, 4) == expected
+
+
+def test_sessions_join_leave_and_take_other_rows(runner: ModelRunner, stepper: Stepper) -> None:
+    prompts = [[5, 9, 2], [7], [1, 2, 3, 4]]
+    expected = [by_forward(runner, start(runner, prompt), 3, Sampler(GREEDY), 4) for prompt in prompts]
+    a, b, c = (start(runner, prompt) for prompt in prompts)
+    got: dict[int, list[int]] = {id(session): [] for session in (a, b, c)}
+    for batch in ([a], [a, b], [b, a, c], [c, b], [c], [a, b, c]):
+        tokens = [(got[id(session)] or [3])[-1] for session in batch]
+        for session, token in zip(
+            batch, stepper.step(batch, tokens, [Sampler(GREEDY)] * len(batch)), strict=True
+        ):
+            assert isinstance(token, int)
+            got[id(session)].append(token)
+    for session, whole in zip((a, b, c), expected, strict=True):
+        assert got[id(session)] == whole[: len(got[id(session)])]
+        assert len(got[id(session)]) >= 3
+
+
+def test_a_tail_that_grows_is_followed(runner: ModelRunner, stepper: Stepper) -> None:
+    prompt = list(range(125))
+    expected = by_forward(runner, start(runner, prompt), 3, Sampler(GREEDY), 6)
+    session = start(runner, prompt)
+    assert by_steps(stepper, [session], [3], [Sampler(GREEDY)], 6)[0] == expected
+    assert session.layers[0].tail.capacity > 128
+
+
+def test_steps_count_what_they_touch(runner: ModelRunner, stepper: Stepper) -> None:
+    one, other = start(runner, [5]), start(runner, [5])
+    by_forward(runner, one, 3, Sampler(GREEDY), 3)
+    by_steps(stepper, [other], [3], [Sampler(GREEDY)], 3)
+    assert other.position == one.position
+    assert other.figures.available == one.figures.available
+    assert other.figures.attended == one.figures.attended
+
+
+def test_logits_that_are_not_finite_fail_their_session_only(runner: ModelRunner) -> None:
+    def broken(tokens: torch.Tensor, positions: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        logits = torch.nn.functional.one_hot(tokens[:, 0] + 1, runner.identity.vocab_size).float()
+        return torch.where(tokens == 7, torch.nan, logits)
+
+    stepper = Stepper(broken, runner.identity, torch.float32, torch.device("cpu"))
+    well, ill = start(runner, [5]), start(runner, [5])
+    results = stepper.step([ill, well], [7, 8], [Sampler(GREEDY)] * 2)
+    assert isinstance(results[0], Exception)
+    assert results[1] == 9
+    assert (ill.position, well.position) == (513, 514)
+
+
+def successor(tokens: torch.Tensor, positions: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    """A model that attends to nothing: after token t comes t + 1."""
+    return torch.nn.functional.one_hot(tokens[:, 0] + 1, 64).float() * 100
+
+
+def test_a_batch_that_fails_is_not_the_fault_of_others(runner: ModelRunner) -> None:
+    def broken(tokens: torch.Tensor, positions: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        if bool((tokens == 7).any()):
+            raise RuntimeError("out of something")
+        return successor(tokens, positions, batch)
+
+    stepper = Stepper(broken, runner.identity, torch.float32, torch.device("cpu"))
+    well, ill = start(runner, [5]), start(runner, [5], name="multipole")  # a batch of its own
+    results = stepper.step([ill, well], [7, 8], [Sampler(GREEDY)] * 2)
+    assert str(results[0]) == "out of something"
+    assert results[1] == 9
+    assert (ill.position, well.position) == (513, 514)
+
+
+def test_a_session_without_a_place_is_not_the_fault_of_its_batch(runner: ModelRunner) -> None:
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    well, ill = start(runner, [5]), start(runner, [5])
+    ill.context._kv.pop(runner.identity.layers - 1)  # its last layer cannot be read any more
+    for step in range(2):
+        results = stepper.step([ill, well], [7, 8 + step], [Sampler(GREEDY)] * 2)
+        assert isinstance(results[0], InvalidArgumentError)
+        assert results[1] == 9 + step
+    assert (ill.position, well.position) == (513, 515)
+    batch = stepper.graph([ill, well]).batch
+    row = 1 - batch.sessions.index(well)
+    assert not batch._host_LBF[:, row].any()
+
+
+def test_counts_and_tails_are_right_at_every_step(runner: ModelRunner) -> None:
+    """Whoever joins or leaves, while search ends move, and between steps on the general path."""
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    method = replace(METHODS["multipole"], recent=40, append_block=8)
+    contexts = [made_up_context(runner.identity, runner.kv_dtype, method, n) for n in (150, 90, 200, 70)]
+    sessions = [runner.start(context, method) for context in contexts]
+    seen = set()
+    for step in range(90):
+        batch = sessions[: 3 - (step // 20) % 2] if step < 60 else sessions[1:]
+        expected = [(dict(step_counts(session)), session.position) for session in batch]
+        results = stepper.step(batch, [step % 50] * len(batch), [Sampler(GREEDY)] * len(batch))
+        assert results == [step % 50 + 1] * len(batch)
+        graph = stepper.graph(batch)
+        for session, (counts, position) in zip(batch, expected, strict=True):
+            row = graph.batch.sessions.index(session)
+            fields = [counts[field] for field in range(*records.STEP_FIELDS)]
+            assert graph._inputs[row].tolist() == [step % 50, position, 0, *fields]
+            seen.add(counts[records.END])
+            assert session.position == position + 1
+        assert not graph._inputs[[row for row, each in enumerate(graph.batch.sessions) if each is None]].any()
+        if step % 30 == 29:
+            runner.forward([batch[1]], [[3, 4]])
+        if step % 7 == 0:
+            for layer in batch[0].layers:
+                assert layer.tail.length == batch[0].position - batch[0].context.manifest.token_count
+    assert len(seen) > 6
+
+
+def test_steps_and_the_general_path_take_turns(runner: ModelRunner, stepper: Stepper) -> None:
+    prompt, sampler = list(range(125)), Sampler(GREEDY)
+    expected = by_forward(runner, start(runner, prompt), 3, sampler, 8)
+    session, tokens = start(runner, prompt), [3]
+    for _ in range(2):
+        tokens += by_steps(stepper, [session], tokens[-1:], [sampler], 2)[0]
+        tokens += by_forward(runner, session, tokens[-1], sampler, 2)
+    assert tokens[1:] == expected
+
+
+def test_one_launch_serves_contexts_of_all_lengths(runner: ModelRunner) -> None:
+    calls: list[int] = []
+
+    def counted(tokens: torch.Tensor, positions: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        calls.append(len(tokens))
+        return successor(tokens, positions, batch)
+
+    stepper = Stepper(counted, runner.identity, torch.float32, torch.device("cpu"))
+    sessions = [start(runner, [5], length) for length in (17, 5000, 512, 4096)]
+    samplers = [Sampler(GREEDY)] * 4
+    assert stepper.step(sessions, [1, 2, 3, 4], samplers) == [2, 3, 4, 5]
+    assert calls == [4]
+    assert stepper.graph(sessions).batch.plan.max_keys == 8192
+
+
+def test_more_sessions_than_a_batch_holds_keep_their_rows(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode_engine.steps.stepper.MAX_ROWS", 2)
+    placed: list[Session] = []
+    place = StepBatch.place
+
+    def counted(self: StepBatch, row: int, session: Session) -> None:
+        placed.append(session)
+        place(self, row, session)
+
+    monkeypatch.setattr(StepBatch, "place", counted)
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    sessions = [start(runner, [5]) for _ in range(4)]
+    tokens: list[int] = [1, 2, 3, 4]
+    for _ in range(3):
+        results = stepper.step(sessions, tokens, [Sampler(GREEDY)] * 4)
+        assert results == [token + 1 for token in tokens]
+        tokens = [token + 1 for token in tokens]
+    assert placed == sessions
+
+
+def test_a_tail_that_comes_back_to_its_address_is_followed(runner: ModelRunner) -> None:
+    """Memory that a tail gave back when it grew may become its own again: then its heads lie farther apart."""
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    session, samplers = start(runner, [5]), [Sampler(GREEDY)]
+    tails = [layer.tail for layer in session.layers]
+    rooms = []
+    for tail in tails:
+        small = tail._kv
+        rooms.append(small.new_empty(small.shape[0], 2 * small.shape[1], *small.shape[2:]))
+        tail._kv = rooms[-1].flatten()[: small.numel()].view(small.shape)
+    stepper.step([session], [1], samplers)
+    for tail, room in zip(tails, rooms, strict=True):
+        assert tail.address == room.data_ptr()
+        tail._kv = room
+    stepper.step([session], [2], samplers)
+    distances = stepper.graph([session]).batch._host_LBF[:, 0, records.TAIL_HEAD]
+    assert distances.tolist() == [tail.head_bytes for tail in tails]
+
+
+def test_tails_grow_in_all_layers_after_memory_ran_out_between(runner: ModelRunner) -> None:
+    session = start(runner, list(range(60)) * 2)
+    session.position += 8
+    session.layers[0].tail.reserve(129)
+    session.reserve_tail()
+    assert all(layer.tail.capacity >= 129 for layer in session.layers)
+
+
+def test_models_that_kernels_are_not_made_for_take_the_general_path(
+    runner: ModelRunner, tmp_path: Path
+) -> None:
+    folder = write_model_folder(tmp_path, head_dim=48, max_positions=8192)
+    other = ModelRunner(resolve_model(str(folder)))
+    stepper = Stepper(successor, other.identity, torch.float32, torch.device("cpu"))
+    assert not stepper.takes(start(other, [5]))
+
+
+def test_a_step_without_anything_to_search_counts_no_search(runner: ModelRunner) -> None:
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    one, other = (start(runner, [5], 100, name="multipole") for _ in range(2))
+    by_forward(runner, one, 3, Sampler(GREEDY), 2)
+    by_steps(stepper, [other], [3], [Sampler(GREEDY)], 2)
+    assert other.figures.searches == one.figures.searches == 0
+    assert other.figures.attended == one.figures.attended
+
+
+def test_a_method_without_kernels_is_refused_with_a_reason(
+    runner: ModelRunner, stepper: Stepper, caplog: pytest.LogCaptureFixture
+) -> None:
+    method = METHODS["quest"]
+    session = runner.start(made_up_context(runner.identity, runner.kv_dtype, method), method)
+    with caplog.at_level("INFO"):
+        assert not stepper.takes(session)
+        assert not stepper.takes(session)
+    assert sum("quest" in record.message for record in caplog.records) == 1
+
+
+def test_what_is_prepared_is_what_runs(runner: ModelRunner) -> None:
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    sessions = [start(runner, [5]) for _ in range(3)]
+    stepper.prepare(METHODS["full"], sessions[0].context.manifest, 5)
+    ready = [stepper._graphs[key] for key in stepper._graphs]
+    assert [graph.batch.plan.size for graph in ready] == [1, 2, 4, 8]
+    assert stepper.graph(sessions) is ready[2]
+
+
+def test_one_batch_serves_all_ways_to_choose(runner: ModelRunner) -> None:
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    session = start(runner, [5])
+    graph = stepper.graph([session])
+    for parameters in (GREEDY, SamplingParameters(1.0, seed=1), SamplingParameters(1.0, 0.5, 3, seed=1)):
+        assert stepper.step([session], [6], [Sampler(parameters)]) == [7]
+        assert stepper.graph([session]) is graph
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_steps_over_host_memory_equal_the_general_path(runner: ModelRunner, stepper: Stepper) -> None:
+    """Two sessions of one context and one of another, in one batch; they share slots, and not all rows find one.
+
+    They attend to all keys: with fewer, the two paths keep others near the border.
+    """
+    method = replace(get_method("multipole+dropped", 1.0), recent=20)
+    made = [
+        made_up_context(runner.identity, runner.kv_dtype, method, length, placement=Placement.HYBRID)
+        for length in (120, 70)
+    ]
+    for context in made:
+        context.manifest = replace(context.manifest, dense_layers=(0,))
+    prompts, contexts = [[5, 9], [7], [1, 2, 3]], [made[0], made[0], made[1]]
+
+    def sessions() -> list[Session]:
+        begun = [runner.start(context, method) for context in contexts]
+        for session, prompt in zip(begun, prompts, strict=True):
+            runner.forward([session], [prompt])
+        return begun
+
+    expected = [by_forward(runner, session, 3, Sampler(GREEDY), 2) for session in sessions()]
+    batch = sessions()
+    before = [(session.figures.attended, session.position) for session in batch]
+    assert by_steps(stepper, batch, [3] * 3, [Sampler(GREEDY)] * 3, 2) == expected
+    for session, (attended, position) in zip(batch, before, strict=True):
+        figures, model = session.figures, session.context.manifest.model
+        assert figures.rows_reused > 0
+        # Every row of the context that was attended to was read, or found; the tails are on the device.
+        tail = sum(position + step + 1 - session.context.manifest.token_count for step in range(2))
+        rows = figures.attended - attended - model.layers * model.kv_heads * tail
+        assert figures.host_bytes_read == (rows - figures.rows_reused) * 2 * model.head_dim * 4
+
+
+def test_placements_are_batches_of_their_own(runner: ModelRunner) -> None:
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    one, other = start(runner, [5]), start(runner, [5], placement=Placement.HYBRID)
+    assert stepper.step([one, other], [1, 2], [Sampler(GREEDY)] * 2) == [2, 3]
+    assert stepper.graph([one]) is not stepper.graph([other])
+    stepper.prepare(METHODS["full"], other.context.manifest, 1, Placement.HYBRID)
+    assert len(stepper._graphs) == 2
+
+
+def test_sessions_that_read_one_context_wholly_share_the_read_elsewhere(runner: ModelRunner) -> None:
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    one = start(runner, [5], placement=Placement.HYBRID)
+    again = runner.start(one.context, METHODS["full"])
+    other = start(runner, [5], placement=Placement.HYBRID)
+    here = [start(runner, [5]), start(runner, [5])]
+    assert stepper.taken([one, again, other, *here]) == [False, False, True, True, True]
+    assert stepper.taken([one, other]) == [True, True]
+    sparse = start(runner, [5], name="multipole", placement=Placement.HYBRID)
+    assert stepper.taken([sparse, runner.start(sparse.context, METHODS["multipole"])]) == [True, True]

@@ -1,0 +1,343 @@
+"""The `index-store` command: text, JSON, exit codes, and errors as one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from index_store.__main__ import main
+from index_store.cli.console import format_bytes
+from index_store.store.catalog import Store
+from index_store.store.zarr_io import chunk_path
+from tests.support_store import THRESHOLDS, SyntheticContext, synthetic_context
+
+
+class Command:
+    """Runs the command in this process, over one store."""
+
+    def __init__(self, store: Store, capture: pytest.CaptureFixture[str]) -> None:
+        self.store = store
+        self._capture = capture
+
+    def run(self, *arguments: str) -> tuple[int, str, str]:
+        """Exit code, standard output, standard error."""
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--store", str(self.store.path)])
+        out, err = self._capture.readouterr()
+        code = ended.value.code
+        assert isinstance(code, int)
+        return code, out, err
+
+    def ok(self, *arguments: str) -> str:
+        """Standard output of a run that must succeed and say nothing on standard error."""
+        code, out, err = self.run(*arguments)
+        assert (code, err) == (0, "")
+        return out
+
+    def json(self, *arguments: str) -> dict[str, Any]:
+        """The JSON object of a run that must succeed."""
+        document: dict[str, Any] = json.loads(self.ok(*arguments, "--format", "json"))
+        return document
+
+    def fails(self, *arguments: str) -> str:
+        """The one sentence of a run that must fail."""
+        code, out, err = self.run(*arguments)
+        assert (code, out) == (1, "")
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        return err
+
+
+@pytest.fixture
+def command(stored: Store, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(stored, capsys)
+
+
+@pytest.fixture
+def expired(command: Command) -> SyntheticContext:
+    """A second context, which has expired."""
+    context = synthetic_context(seed=1, name="old", ttl=timedelta(hours=1))
+    context.write(command.store)
+    return context
+
+
+def damage(store: Store, context: SyntheticContext) -> list[Path]:
+    """Spoils two files; returns them."""
+    folder = store.path / "contexts" / context.id
+    flipped = chunk_path(folder, context.manifest.kv, (1, 1))
+    data = bytearray(flipped.read_bytes())
+    data[7] ^= 64
+    flipped.write_bytes(data)
+    missing = chunk_path(folder, context.manifest.indexes[0].arrays[0], (0, 1))
+    missing.unlink()
+    return [flipped, missing]
+
+
+def test_ls_in_a_pipe(command: Command, context: SyntheticContext, expired: SyntheticContext) -> None:
+    header, *lines = command.ok("ls").splitlines()
+    assert header.split() == [
+        "ID",
+        "NAME",
+        "STATE",
+        "MODEL",
+        "METHODS",
+        "TOKENS",
+        "KV",
+        "INDEX",
+        "CREATED",
+        "EXPIRES",
+    ]
+    rows = {line.split()[0]: line.split()[1:] for line in lines}
+    assert rows[context.id][:5] == ["handbook", "READY", "toy", "csattention", "37"]
+    assert rows[context.id][-3:] == ["2026-01-02", "03:04:05Z", "never"]
+    assert rows[expired.id][:2] == ["old", "EXPIRED"]
+    assert "6.9 KiB" in lines[0]
+
+
+def test_ls_json(command: Command, context: SyntheticContext, expired: SyntheticContext) -> None:
+    document = command.json("ls")
+    assert document["store"] == str(command.store.path)
+    by_id = {entry["id"]: entry for entry in document["contexts"]}
+    assert by_id[context.id] == {
+        "id": context.id,
+        "name": "handbook",
+        "state": "READY",
+        "model": "toy",
+        "dtype": "bfloat16",
+        "methods": ["csattention"],
+        "tokens": 37,
+        "kv_bytes": 7104,
+        "index_bytes": 9768,
+        "bytes_per_token": 456.0,
+        "created_at": "2026-01-02T03:04:05.678901+00:00",
+        "expires_at": None,
+    }
+    assert by_id[expired.id]["state"] == "EXPIRED"
+    assert by_id[expired.id]["expires_at"] == "2026-01-02T04:04:05.678901+00:00"
+
+
+def test_ls_of_a_broken_context(command: Command, context: SyntheticContext) -> None:
+    path = command.store.path / "contexts" / context.id / "manifest.json"
+    path.write_text("{")
+    code, out, err = command.run("ls")
+    assert code == 0
+    assert f"{context.id}  -     BROKEN" in out
+    assert "manifest is not JSON" in err
+    code, out, _ = command.run("ls", "--format", "json")
+    (entry,) = json.loads(out)["contexts"]
+    assert (entry["id"], entry["state"]) == (context.id, "BROKEN")
+    assert entry["error"]["reason"] == "MANIFEST_INVALID"
+    assert entry["error"]["path"] == str(path)
+
+
+def test_ls_of_nothing(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "holds no contexts" in Command(store, capsys).ok("ls")
+    assert Command(store, capsys).json("ls")["contexts"] == []
+
+
+def test_ls_on_a_terminal(
+    command: Command, monkeypatch: pytest.MonkeyPatch, context: SyntheticContext
+) -> None:
+    synthetic_context(seed=3, name="[bold]x[/bold]").write(command.store)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    out = command.ok("ls")
+    assert f"{context.id[:12]}  handbook" in out
+    assert context.id not in out
+    assert "[bold]x[/bold]" in out
+    assert "\x1b[1m" in out
+
+
+@pytest.mark.parametrize("ref", ["handbook", "prefix", "resource"])
+def test_show(command: Command, context: SyntheticContext, ref: str) -> None:
+    refs = {"prefix": context.id[:8], "resource": f"contexts/{context.id}"}
+    lines = command.ok("show", refs.get(ref, ref)).splitlines()
+    shown = {line[:18].strip(): line[18:].strip() for line in lines}
+    assert shown["id"] == context.id
+    assert shown["state"] == "READY"
+    assert shown["model"] == "toy (LlamaForCausalLM, aaaaaaaaaaaa)"
+    assert shown["layers"].startswith("1, 2")  # of the index, below the model's
+    assert shown["tokens"] == "37"
+    assert shown["kv"] == "6.9 KiB (7104 bytes, 192.0 per token), bfloat16"
+    assert shown["index tables"] == "9.5 KiB (9768 bytes, 264.0 per token), recorded"
+    assert shown["parameters"] == "cosine=False, ratio=0.25, split=strided, subspaces=4"
+    assert shown["thresholds"] == "0.000196 to 0.00909, keep 0.5 to 0.001"
+    assert shown["queries"] == "1.1 KiB, 3 positions of every layer"
+    assert shown["array_float16"] == "[2, 2, 5, 37] float16"
+    assert shown["total"].endswith("(16872 bytes, 456.0 per token)")
+    assert shown["methods"] == "csattention"
+    assert shown["dense layers"] == "0"
+    assert shown["selection errors"] == "0.2500, 0.0250, 0.0025"
+    assert shown["prefill"] == "calibration=False, chunk=2048"
+    assert shown["seconds"] == "forward 1.50, index 0.25"
+    assert shown["created"] == "2026-01-02 03:04:05Z"
+    assert shown["expires"] == "never"
+
+
+def test_show_json(command: Command, context: SyntheticContext) -> None:
+    document = command.json("show", "handbook")
+    assert document["model"]["fingerprint"] == "a" * 64
+    assert document["dense_layers"] == [0]
+    assert document["selection_errors"] == [0.25, 0.025, 0.0025]
+    assert document["prefill"] == {"chunk": 2048, "calibration": False}
+    assert document["seconds"] == {"forward": 1.5, "index": 0.25}
+    (index,) = document["indexes"]
+    assert (index["kind"], index["layers"], index["bytes"]) == ("recorded", [1, 2], 9768)
+    assert index["parameters"] == {"subspaces": 4, "split": "strided", "cosine": False, "ratio": 0.25}
+    assert index["thresholds"] == list(THRESHOLDS)
+    assert document["query_positions"] == [36, 37, 38]
+    assert index["arrays"][0] == {
+        "path": "index/tables/array_int8",
+        "shape": [2, 2, 4, 37],
+        "dtype": "int8",
+        "bytes": 592,
+    }
+
+
+def test_verify(command: Command, context: SyntheticContext, expired: SyntheticContext) -> None:
+    assert sorted(command.ok("verify").splitlines()) == sorted([f"{context.id}: ok", f"{expired.id}: ok"])
+    assert command.ok("verify", "handbook") == f"{context.id}: ok\n"
+    assert command.json("verify", "handbook") == {
+        "ok": True,
+        "contexts": [{"id": context.id, "ok": True, "errors": []}],
+    }
+
+
+def test_verify_names_every_bad_file(
+    command: Command, context: SyntheticContext, expired: SyntheticContext
+) -> None:
+    flipped, missing = damage(command.store, context)
+    code, out, err = command.run("verify")
+    assert (code, err) == (1, "")
+    assert f"{context.id}: 2 bad" in out
+    assert f"{expired.id}: ok" in out
+    assert f"  CHECKSUM_MISMATCH: {flipped}: array 'kv'" in out
+    assert f"  CHUNK_MISSING: {missing}: a chunk of array 'index/tables/array_int8'" in out
+    code, out, _ = command.run("verify", "handbook", "--format", "json")
+    document = json.loads(out)
+    assert (code, document["ok"]) == (1, False)
+    (result,) = document["contexts"]
+    assert [(error["reason"], error["array"], error["path"]) for error in result["errors"]] == [
+        ("CHECKSUM_MISMATCH", "kv", str(flipped)),
+        ("CHUNK_MISSING", "index/tables/array_int8", str(missing)),
+    ]
+
+
+def test_verify_names_chunks_that_were_exchanged(command: Command, context: SyntheticContext) -> None:
+    folder = command.store.path / "contexts" / context.id
+    first, second = (chunk_path(folder, context.manifest.kv, (layer, 0)) for layer in (0, 2))
+    one, other = first.read_bytes(), second.read_bytes()
+    first.write_bytes(other)
+    second.write_bytes(one)
+    code, out, err = command.run("verify")
+    assert (code, err) == (1, "")
+    assert f"{context.id}: 2 bad" in out
+    for path in (first, second):
+        assert f"  CHECKSUM_MISMATCH: {path}: this chunk of array 'kv' is intact but not the one" in out
+    code, out, _ = command.run("verify", "handbook", "--format", "json")
+    (result,) = json.loads(out)["contexts"]
+    assert (code, result["ok"]) == (1, False)
+    assert [(error["reason"], error["array"], error["path"]) for error in result["errors"]] == [
+        ("CHECKSUM_MISMATCH", "kv", str(first)),
+        ("CHECKSUM_MISMATCH", "kv", str(second)),
+    ]
+    assert result["errors"][0]["found"] == result["errors"][1]["expected"] == other[-4:][::-1].hex()
+
+
+def test_verify_of_a_broken_manifest(command: Command, context: SyntheticContext) -> None:
+    (command.store.path / "contexts" / context.id / "manifest.json").unlink()
+    code, out, _ = command.run("verify")
+    assert code == 1
+    assert "MANIFEST_INVALID" in out
+
+
+def test_rm(command: Command, context: SyntheticContext, expired: SyntheticContext) -> None:
+    assert "no context 'nothing'" in command.fails("rm", "handbook", "nothing")
+    assert len(command.store.list()) == 2
+    assert command.ok("rm", "handbook", context.id, "old") == f"removed {context.id}\nremoved {expired.id}\n"
+    assert command.store.list() == []
+    assert list((command.store.path / "contexts").iterdir()) == []
+
+
+def test_rm_json(command: Command, context: SyntheticContext) -> None:
+    assert command.json("rm", context.id[:6]) == {"removed": [context.id]}
+
+
+def test_gc(command: Command, context: SyntheticContext, expired: SyntheticContext) -> None:
+    left = command.store.path / "contexts" / f".tmp-{'0' * 64}-00"
+    left.mkdir()
+    (left / "part").write_text("12345")
+    out = command.ok("gc", "--dry-run")
+    assert f"would remove temporary {left} (5 B)" in out
+    assert "would remove 2 folders" in out
+    assert left.exists()
+    document = command.json("gc", "--dry-run")
+    assert (document["dry_run"], [item["kind"] for item in document["removed"]]) == (
+        True,
+        ["temporary", "expired"],
+    )
+    document = command.json("gc")
+    assert document["removed"][0] == {"kind": "temporary", "path": str(left), "bytes": 5}
+    assert document["bytes"] == sum(item["bytes"] for item in document["removed"])
+    assert command.store.list() == [context.manifest]
+    assert command.ok("gc") == "removed 0 folders, 0 B\n"
+
+
+@pytest.mark.parametrize("arguments", [["show", "nothing"], ["rm", "0" * 64], ["verify", "../x"]])
+def test_unknown_context(command: Command, arguments: list[str]) -> None:
+    assert "no context" in command.fails(*arguments)
+
+
+def test_no_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["ls", "--store", str(tmp_path / "missing")])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'missing'}: no store here")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["ls"], ["rm", "--store", "x"], ["ls", "--store", "x", "--format", "xml"], ["frobnicate"], []],
+)
+def test_wrong_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPARSEKV_STORE", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "Traceback" not in "".join(capsys.readouterr())
+
+
+def test_as_a_process(stored: Store, context: SyntheticContext) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "index_store", "verify", "--format", "json"],
+        env=os.environ | {"SPARSEKV_STORE": str(stored.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(run.stdout)["contexts"][0]["id"] == context.id
+    assert run.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (5 << 30, "5.0 GiB"),
+        (3 << 40, "3.0 TiB"),
+    ],
+)
+def test_format_bytes(count: int, text: str) -> None:
+    assert format_bytes(count) == text

@@ -1,0 +1,201 @@
+"""A cluster tree is its flat clusters in another order, and its search prunes what its coarse level ranks low."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from index_store.errors import InvalidArgumentError
+from index_store.indexes.interface.layer_index import Scalar
+from index_store.indexes.key_clusters.build import divide
+from index_store.indexes.key_clusters.index import KeyClusters
+from index_store.indexes.key_clusters.parameters import TreeParameters
+from index_store.indexes.key_clusters.tree import ClusterTree, expand
+from index_store.indexes.key_clusters.tree_numba import search_tree, search_tree_reference
+from tests.index_store.indexes.test_key_clusters import DIM, FLAT, HEADS, KEYS, TREE, queries, source
+
+DIAGONAL: dict[str, Scalar] = {**TREE, "moments": "diagonal"}
+
+
+@pytest.fixture(scope="module")
+def tree() -> ClusterTree:
+    return ClusterTree.build(DIAGONAL, source(), 0)
+
+
+def test_fine_clusters_are_the_flat_ones_in_the_order_of_their_parents(tree: ClusterTree) -> None:
+    flat = KeyClusters.build({**FLAT, "moments": "diagonal"}, source(), 0).arrays()
+    arrays = tree.arrays()
+    for head in range(HEADS):
+        pairs = set(zip(flat["assignment"][head].tolist(), arrays["assignment"][head].tolist(), strict=True))
+        assert len(pairs) == len({old for old, _ in pairs}) == len({new for _, new in pairs})
+        for old, new in pairs - {(-1, -1)}:
+            for name in ("counts", "means", "value_sums", "variances"):
+                assert torch.equal(flat[name][head, old], arrays[name][head, new])
+        parents = arrays["parents"][head].tolist()
+        assert parents == sorted(parents)
+        offsets = arrays["coarse_offsets"][head].tolist()
+        assert (offsets[0], offsets[-1]) == (0, len(parents))
+        assert offsets == sorted(offsets)
+        for coarse, (begin, end) in enumerate(pairwise(offsets)):
+            assert parents[begin:end] == [coarse] * (end - begin)
+
+
+def test_coarse_moments_equal_direct_sums(tree: ClusterTree) -> None:
+    arrays = tree.arrays()
+    keys, values = source().keys_HND.float(), source().values_HND.float()
+    coarse = sum(
+        -(-(block.end - block.first) // 40) for block in divide(KEYS, TreeParameters.parse(DIAGONAL))
+    )
+    assert arrays["coarse_counts"].shape == (HEADS, coarse)
+    assert arrays["coarse_counts"].sum(1).tolist() == [KEYS - 5] * HEADS
+    for head in range(HEADS):
+        fine = arrays["assignment"][head, 5:].long()
+        parents = arrays["parents"][head][fine]
+        for number in range(coarse):
+            inside = parents == number
+            assert arrays["coarse_counts"][head, number] == int(inside.sum())
+            if not bool(inside.any()):
+                continue
+            k, v = keys[head, 5:][inside], values[head, 5:][inside]
+            for name, expected in (
+                ("coarse_means", k.mean(0)),
+                ("coarse_value_sums", v.sum(0)),
+                ("coarse_variances", k.var(0, unbiased=False)),
+            ):
+                torch.testing.assert_close(arrays[name][head, number], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_coarse_clusters_stay_inside_their_block(tree: ClusterTree) -> None:
+    arrays = tree.arrays()
+    first = 0
+    for block in divide(KEYS, TreeParameters.parse(DIAGONAL)):
+        parents = arrays["parents"][:, block.first_cluster : block.end_cluster]
+        own = -(-(block.end - block.first) // 40)
+        assert first <= int(parents.min()) <= int(parents.max()) < first + own
+        first += own
+
+
+def test_a_tree_that_keeps_everything_ranks_like_flat_clusters(tree: ClusterTree) -> None:
+    flat = KeyClusters.build({**FLAT, "moments": "diagonal"}, source(), 0)
+    by_key = []
+    for index, search in ((flat, {}), (tree, {"coarse_keep": 1.0})):
+        ranking = index.rank(queries(), 5, KEYS, None, search)
+        cluster = index.arrays()["assignment"][:, 5:].long()
+        logits = ranking.logits_HTGM
+        by_key.append(logits.gather(3, cluster[:, None, None].expand(*logits.shape[:3], -1)))
+    torch.testing.assert_close(by_key[0], by_key[1], rtol=1e-5, atol=1e-6)
+    assert tree.rank(queries(), 5, KEYS, None, {"coarse_keep": 1.0}).vectors_read == (
+        flat.rank(queries(), 5, KEYS, None, {}).vectors_read + tree.arrays()["coarse_counts"].shape[1]
+    )
+
+
+@pytest.mark.parametrize("keep", [0.02, 0.3, 0.5, 0.9])
+def test_the_best_coarse_clusters_are_expanded_until_they_hold_the_share(
+    tree: ClusterTree, keep: float
+) -> None:
+    arrays = tree.arrays()
+    ranking = tree.rank(queries(), 5, KEYS, None, {"coarse_keep": keep})
+    fine, coarse = ranking.pieces
+    compared = 0
+    for head in range(HEADS):
+        counts = arrays["coarse_counts"][head]
+        for position in range(2):
+            query = queries()[head, position]
+            weights = (query @ arrays["coarse_means"][head].t()).exp()
+            weights[:, counts == 0] = 0.0
+            scores = (weights / (weights @ counts)[:, None]).mean(0)
+            pruned = ~torch.isneginf(coarse.logits_HTGC[head, position, 0])
+            assert not pruned[counts == 0].any()
+            expanded = ~pruned & (counts > 0)
+            held = counts[expanded].sum() / counts.sum()
+            smallest = counts[expanded][scores[expanded].argmin()] / counts.sum()
+            assert held >= keep > held - smallest
+            if bool(pruned.any()):
+                assert scores[expanded].min() >= scores[pruned].max() * (1 - 1e-5)
+            below = expanded[arrays["parents"][head].long()]
+            finite = ~torch.isneginf(fine.logits_HTGC[head, position])
+            assert torch.equal(finite, (below & (arrays["counts"][head] > 0)).expand_as(finite))
+            compared += int(below.sum())
+    assert ranking.vectors_read == arrays["coarse_counts"].shape[1] + compared / (HEADS * 2)
+    # The scores of what is left are normalised over what is left.
+    total = (ranking.log_weights_HTGM().exp() * arrays["counts"][:, None, None]).sum(-1)
+    torch.testing.assert_close(total, torch.ones_like(total))
+
+
+def test_pieces_take_the_default_share(tree: ClusterTree) -> None:
+    ranked = tree.rank(queries(), 5, KEYS, None, {"coarse_keep": 0.5}).pieces
+    for one, other in zip(tree.pieces(queries(), None), ranked, strict=True):
+        assert torch.equal(one.logits_HTGC, other.logits_HTGC)
+
+
+def test_the_sessions_own_clusters_always_survive(tree: ClusterTree) -> None:
+    appended = tree.start_appending()
+    appended.append(-10 * queries(40)[:, :, :2].mean(2, keepdim=True).expand(-1, -1, 2, -1))
+    ranking = tree.rank(queries(), 5, KEYS + 40, appended, {"coarse_keep": 0.1})
+    own = ranking.items.groups[1].offsets_HM.shape[1] - 1
+    filled = (appended.clusters.counts_HC > 0)[:, None, None]
+    assert torch.equal(~torch.isneginf(ranking.logits_HTGM[..., -own:]), filled.expand(-1, 2, 3, -1))
+    assert len(ranking.pieces) == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    positions=st.integers(0, 3),
+    group=st.integers(1, 5),
+    coarse=st.integers(1, 40),
+    dim=st.sampled_from([1, 7, 63, 64]),
+    share=st.sampled_from([0.0, 0.3, 1.0]),
+)
+def test_the_kernel_equals_its_reference(
+    seed: int, positions: int, group: int, coarse: int, dim: int, share: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(0, 6, (2, coarse), generator=generator)
+    sizes[:, 0] += 6 * coarse - sizes.sum(1)  # all heads have as many fine clusters
+    offsets = torch.nn.functional.pad(sizes.cumsum(1), (1, 0)).to(torch.int32)
+    fine = 6 * coarse
+    counts = torch.randint(0, 4, (2, fine), generator=generator).float()
+    means = torch.randn(2, fine, dim, generator=generator)
+    expanded = torch.rand(2, positions, coarse, generator=generator) < share
+    alive = expanded.any(1) if positions else torch.zeros(2, coarse, dtype=torch.bool)
+    expected = search_tree_reference(
+        asked := torch.randn(2, positions, group, dim, generator=generator), means, counts, offsets, expanded
+    )
+    # Means below coarse clusters that nobody expanded are not read.
+    means[~alive.gather(1, parents_of(offsets, fine))] = torch.nan
+    found = search_tree(asked, means, counts, offsets, expanded)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def parents_of(offsets_HK: Tensor, fine: int) -> Tensor:
+    sizes = offsets_HK.diff(dim=1).long()
+    return torch.stack([torch.arange(len(row)).repeat_interleave(row) for row in sizes]).view(2, fine)
+
+
+def test_expanding_nothing_but_empty_clusters_expands_nothing() -> None:
+    logits = torch.full((2, 1, 3, 4), -torch.inf)
+    assert not expand(logits, torch.zeros(2, 4), 1.0).any()
+
+
+def test_bad_options_are_refused_with_a_sentence() -> None:
+    for change, message in (
+        ({"moments": "full"}, "none, diagonal"),
+        ({"keys_per_coarse": 7}, "at least keys_per_cluster"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            ClusterTree.build({**TREE, **change}, source(), 0)
+    for search, message in (
+        ({"coarse_keep": 0.0}, "above 0"),
+        ({"coarse_keep": 1.5}, "at most 1"),
+        ({"coarse_keep": "most"}, "type float"),
+        ({"fine_keep": 0.5}, "fine_keep"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            ClusterTree.check_options(TREE, search)
+    ClusterTree.check_options(TREE, {})
+    assert ClusterTree.estimates_logits(TREE, {})
+    assert ClusterTree.bytes_per_token(TREE, DIM) > KeyClusters.bytes_per_token(FLAT, DIM)

@@ -1,0 +1,291 @@
+"""What every index promises, whatever its kind and layout."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from index_store.errors import InvalidArgumentError
+from index_store.indexes.exact import ExactIndex
+from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, QuerySample, Scalar, all_finite
+from index_store.indexes.key_clusters.index import KeyClusters
+from index_store.indexes.key_clusters.tree import ClusterTree
+from index_store.indexes.pages import Pages
+from index_store.indexes.product_codes.index import ProductCodes
+from index_store.indexes.query_tables.index import QueryTables
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.memory.arena import Arena
+from index_store.selection.budgets import Ratio
+from index_store.store.catalog import Store
+from tests.support_search import rows, source, step
+from tests.support_store import indexed_context
+
+HEADS, KEYS, DIM, GROUP = 2, 700, 32, 3
+
+DENSE: dict[str, Scalar] = {
+    "layout": "dense",
+    "subspaces": 8,
+    "centroids": 16,
+    "split": "strided",
+    "scores": "dot",
+    "alpha": 0.2,
+    "iterations": 5,
+}
+PROJECTED: dict[str, Scalar] = {"group": "per_head", "weights": "projection"}
+PAPER: dict[str, Scalar] = {
+    "group": "pooled",
+    "weights": "uniform",
+    "backoff_cosine": 0.5,
+    "backoff_centroids": 2,
+}
+CLUSTERS: dict[str, Scalar] = {
+    "keys_per_cluster": 4,
+    "metric": "euclidean",
+    "block": 300,
+    "iterations": 5,
+    "moments": "diagonal",
+    "window": 0,
+    "sinks": 0,
+}
+CODES: dict[str, Scalar] = {"subspaces": 8, "bits": 6, "split": "strided", "iterations": 5}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    kind: type[LayerIndex]
+    parameters: Mapping[str, Scalar]
+    search: Mapping[str, Scalar]
+    recall: float  # of the true top 5 %, on clustered queries
+
+
+CASES = [
+    Case("exact", ExactIndex, {}, {}, 1.0),
+    Case("dense", QueryTables, DENSE, PROJECTED, 0.6),
+    Case("dense contiguous", QueryTables, {**DENSE, "split": "contiguous"}, PROJECTED, 0.6),
+    Case("dense pooled", QueryTables, DENSE, {**PROJECTED, "group": "pooled"}, 0.3),
+    Case("lists", QueryTables, {**DENSE, "layout": "lists"}, PROJECTED, 0.4),
+    Case(
+        "paper",
+        QueryTables,
+        {**DENSE, "layout": "lists", "split": "contiguous", "scores": "cosine"},
+        PAPER,
+        0.12,
+    ),
+    Case("clusters", KeyClusters, CLUSTERS, {}, 0.2),
+    Case("tree", ClusterTree, {**CLUSTERS, "keys_per_coarse": 50}, {"coarse_keep": 0.5}, 0.2),
+    Case("pages", Pages, {"size": 4}, {}, 0.1),  # no locality in this data; chance is 0.05
+    Case("codes", ProductCodes, CODES, {}, 0.5),
+    Case("codes contiguous", ProductCodes, {**CODES, "split": "contiguous"}, {}, 0.5),
+]
+
+
+def data(seed: int = 0) -> tuple[torch.Tensor, QuerySample, torch.Tensor]:
+    """Keys, a query sample, and fresh queries [H, 5, G, D] scaled by 1/sqrt(D), around shared directions."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(HEADS, KEYS, DIM, generator=generator) * 2
+    topics = torch.randn(HEADS, 12, DIM, generator=generator) * 2
+
+    def near(count: int) -> torch.Tensor:
+        chosen = topics[:, torch.randint(0, 12, (count * GROUP,), generator=generator)]
+        noise = torch.randn(HEADS, count, GROUP, DIM, generator=generator)
+        return chosen.view(HEADS, count, GROUP, DIM) + 0.5 * noise
+
+    return keys, QuerySample(near(200), torch.arange(200)), near(5) / DIM**0.5
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.name)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param  # type: ignore[no-any-return]
+
+
+def build(case: Case, keys: torch.Tensor, sample: QuerySample) -> LayerIndex:
+    return case.kind.build(case.parameters, source(keys, sample), seed=0)
+
+
+def test_every_kind_has_a_case() -> None:
+    assert {case.kind for case in CASES} == set(INDEX_KINDS.values())
+
+
+def test_ids_are_valid_unique_and_inside_the_range(case: Case) -> None:
+    keys, sample, queries = data()
+    ranking = build(case, keys, sample).rank(queries, 8, 650, None, case.search)
+    selection = Ratio(0.1).cut(ranking, step(KEYS))
+    for head in range(HEADS):
+        for position in range(5):
+            ids = selection.ids_HTK[head, position, : selection.counts_HT[head, position]]
+            assert len(ids) == len(set(ids.tolist())) > 0
+            assert int(ids.min()) >= 8
+            assert int(ids.max()) < 650
+
+
+def test_finds_most_of_the_true_top_keys(case: Case) -> None:
+    keys, sample, queries = data()
+    keep = Ratio(0.05)
+    true = keep.cut(ExactIndex(keys).rank(queries, 0, KEYS, None, {}), step(KEYS)).ids_HTK
+    ranking = build(case, keys, sample).rank(queries, 0, KEYS, None, case.search)
+    found = keep.cut(ranking, step(KEYS)).ids_HTK
+    hits = [
+        len(set(true[h, t].tolist()) & set(found[h, t].tolist())) / true.shape[-1]
+        for h in range(HEADS)
+        for t in range(5)
+    ]
+    assert sum(hits) / len(hits) >= case.recall
+
+
+def test_arrays_restore_the_same_index(case: Case) -> None:
+    keys, sample, queries = data()
+    index = build(case, keys, sample)
+    stored = {name: array.clone() for name, array in index.arrays().items()}
+    restored = case.kind.from_arrays(case.parameters, stored, rows(keys))
+    assert restored.nbytes == index.nbytes
+    expected = index.rank(queries, 3, KEYS, None, case.search).logits_HTGM
+    assert torch.equal(restored.rank(queries, 3, KEYS, None, case.search).logits_HTGM, expected)
+
+
+def test_the_store_gives_back_the_same_index_without_copies(case: Case, tmp_path: Path) -> None:
+    samples = [data(layer) for layer in range(3)]
+    kv = torch.stack([torch.stack([keys, -keys], dim=2) for keys, _, _ in samples]).bfloat16()
+    built = [
+        case.kind.build(case.parameters, LayerSource(kv[layer], samples[layer][1]), seed=0)
+        for layer in (1, 2)
+    ]
+    store = Store(tmp_path / "store", create=True)
+    id_ = indexed_context("contract", case.parameters, built, kv, GROUP).write(store)
+    assert store.verify(id_) == []
+    with Arena(1 << 24).acquire(store, id_) as resident:
+        block = resident.kv(0).untyped_storage().data_ptr()
+        for layer, index in zip((1, 2), built, strict=True):
+            restored = resident.index("contract", layer)
+            assert type(restored) is case.kind
+            expected = index.arrays()
+            assert restored.arrays().keys() == expected.keys()
+            for name, array in restored.arrays().items():
+                assert array.untyped_storage().data_ptr() == block
+                assert torch.equal(array, expected[name])
+            both = [(index, index.start_appending()), (restored, restored.start_appending())]
+            scores = []
+            for one, appended in both:
+                appended.append(torch.ones(HEADS, 20, 2, DIM))
+                ranking = one.rank(samples[layer][2], 5, KEYS + 20, appended, case.search)
+                scores.append(ranking.logits_HTGM)
+            assert torch.equal(*scores)
+
+
+def test_build_is_deterministic(case: Case) -> None:
+    keys, sample, _ = data()
+    first, second = build(case, keys, sample).arrays(), build(case, keys, sample).arrays()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_an_appended_key_is_found_and_shared_arrays_stay_untouched(case: Case) -> None:
+    keys, sample, queries = data()
+    index = build(case, keys, sample)
+    before = {name: array.clone() for name, array in index.arrays().items()}
+    appended = index.start_appending()
+    generator = torch.Generator().manual_seed(5)
+    appended.append(rows(torch.randn(HEADS, 30, DIM, generator=generator)))
+    # A key along the pooled query is the best key of every head of the group.
+    target = queries[:, :1].mean(2) * DIM
+    appended.append(rows(target))
+    appended.append(rows(torch.randn(HEADS, 9, DIM, generator=generator).bfloat16()))
+    assert appended.count == 40
+    assert appended.nbytes > 0
+    ranking = index.rank(queries[:, :1], 0, KEYS + 40, appended, case.search)
+    selection = Ratio(0.02).cut(ranking, step(KEYS + 40))
+    for head in range(HEADS):
+        assert KEYS + 30 in selection.ids_HTK[head, 0, : selection.counts_HT[head, 0]].tolist()
+    assert all(torch.equal(before[name], array) for name, array in index.arrays().items())
+
+
+def test_two_sessions_append_apart(case: Case) -> None:
+    keys, sample, queries = data()
+    index = build(case, keys, sample)
+    one, two = index.start_appending(), index.start_appending()
+    block = rows(torch.randn(HEADS, 20, DIM, generator=torch.Generator().manual_seed(6)))
+    one.append(block)
+    two.append(-block)
+    two.append(block)
+    alone = index.start_appending()
+    alone.append(block)
+    scores = index.rank(queries, 0, KEYS + 20, one, case.search).logits_HTGM
+    assert torch.equal(scores, index.rank(queries, 0, KEYS + 20, alone, case.search).logits_HTGM)
+    assert not torch.equal(scores, index.rank(queries, 0, KEYS + 20, two, case.search).logits_HTGM)
+
+
+def test_asking_for_keys_that_were_never_appended_is_refused() -> None:
+    keys, sample, queries = data()
+    for case in CASES[:2]:
+        with pytest.raises(InvalidArgumentError, match="holds 700"):
+            build(case, keys, sample).rank(queries, 0, KEYS + 1, None, case.search)
+
+
+def test_raw_projected_scores_approximate_true_products() -> None:
+    keys, sample, queries = data()
+    index = build(CASES[1], keys, sample)
+    single = queries[:, :, :1]
+    scores = index.rank(single, 0, KEYS, None, {**PROJECTED, "group": "pooled"}).logits_HTGM[:, :, 0]
+    true = torch.einsum("htgd,hnd->htn", single, keys)
+    correlation = torch.corrcoef(torch.stack([scores.flatten(), true.flatten()]))[0, 1]
+    assert correlation > 0.85
+    assert 0.6 < float(scores.std() / true.std()) <= 1.05
+
+
+def test_lists_with_full_capacity_rank_like_dense_tables() -> None:
+    keys, sample, queries = data()
+    dense = QueryTables.build(DENSE, source(keys, sample), 0)
+    lists = QueryTables.build({**DENSE, "layout": "lists", "alpha": 1.0}, source(keys, sample), 0)
+    search = {**PROJECTED, "group": "pooled"}
+    one = dense.rank(queries, 0, KEYS, None, search).logits_HTGM
+    two = lists.rank(queries, 0, KEYS, None, search).logits_HTGM
+    assert float((one - two).abs().max()) < 0.02 * float(one.abs().max())
+
+
+def test_bytes_per_token_are_those_of_the_formula() -> None:
+    keys, sample, _ = data()
+    dense = QueryTables.build(DENSE, source(keys, sample), 0)
+    assert dense.arrays()["scores"].numel() == HEADS * KEYS * 8 * 16
+    lists = QueryTables.build({**DENSE, "layout": "lists"}, source(keys, sample), 0).arrays()
+    assert lists["ids"].numel() * 4 + lists["scores"].numel() * 2 == HEADS * 8 * 16 * 140 * 6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"subspaces": 5}, "divisor of 32"),
+        ({"subspaces": 0}, "at least 1"),
+        ({"layout": "sparse"}, "dense, lists"),
+        ({"split": "random"}, "strided, contiguous"),
+        ({"alpha": 0.0}, "alpha"),
+        ({"alpha": "much"}, "type float"),
+        ({"colour": 3}, "colour"),
+    ],
+)
+def test_bad_parameters_are_refused_with_a_sentence(change: dict[str, Scalar], message: str) -> None:
+    keys, sample, _ = data()
+    with pytest.raises(InvalidArgumentError, match=message):
+        QueryTables.build({**DENSE, **change}, source(keys, sample), 0)
+
+
+def test_missing_parameters_and_bad_keys_are_refused() -> None:
+    keys, sample, _ = data()
+    with pytest.raises(InvalidArgumentError, match="missing parameters"):
+        QueryTables.build({"layout": "dense"}, source(keys, sample), 0)
+    keys[0, 3, 1] = torch.nan
+    with pytest.raises(InvalidArgumentError, match="NaN"):
+        QueryTables.build(DENSE, source(keys, sample), 0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_single_bad_element_is_found(bad: float, dtype: torch.dtype) -> None:
+    kv = torch.randn(2, 50, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    kv[0, 0, 0, 0] = torch.finfo(dtype).max
+    assert all_finite(kv)
+    kv[1, 49, 1, 15] = bad
+    assert not all_finite(kv)
+    assert all_finite(kv[:, :, 0])
+    assert all_finite(kv[:, :0])

@@ -1,0 +1,89 @@
+"""Products of matrices find what lookups find, query by query."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from index_store.indexes.interface import products as many_queries
+from index_store.indexes.interface.layer_index import LayerSource, QuerySample
+from index_store.indexes.interface.products import are_many
+from index_store.indexes.product_codes.products import score_codes_by_products
+from index_store.indexes.product_codes.search_numba import CodeReads, score_codes_reference
+from index_store.indexes.query_tables.products import sum_rows_by_products
+from index_store.indexes.query_tables.search_numba import TableReads, sum_rows_reference
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.methods.method import get_method
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+HEADS, POSITIONS, GROUP, KEYS, APPENDED = 2, 5, 3, 90, 20
+RANGES = [(0, 90), (7, 64), (8, 101), (95, 110), (50, 50)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("first", "end"), RANGES)
+def test_rows_of_tables(first: int, end: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_queries, "_TILE_BYTES", 4 * HEADS * 32 * 13)
+    generator = torch.Generator().manual_seed(first)
+
+    def table(columns: int) -> Tensor:
+        return torch.randint(-127, 128, (HEADS, 32, columns), dtype=torch.int8, generator=generator).to(
+            device
+        )
+
+    rows = torch.randint(0, 32, (HEADS, POSITIONS, GROUP, 6), dtype=torch.int32, generator=generator)
+    weights = torch.rand(rows.shape, generator=generator)
+    reads = TableReads(table(KEYS), table(APPENDED), rows.to(device), weights.to(device), first, end)
+    found = sum_rows_by_products(reads)
+    assert found.shape == (HEADS, POSITIONS, GROUP, end - first)
+    torch.testing.assert_close(found, sum_rows_reference(reads), rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("first", "end"), RANGES)
+def test_product_codes(first: int, end: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_queries, "_TILE_BYTES", 4 * HEADS * 16 * 13)
+    generator = torch.Generator().manual_seed(end)
+    codes = [
+        torch.randint(0, 9, (HEADS, count, 4), dtype=torch.uint8, generator=generator).to(device)
+        for count in (KEYS, APPENDED)
+    ]
+    slices = torch.randn(HEADS, POSITIONS, GROUP, 4, 4, generator=generator).to(device)
+    codebooks = torch.randn(HEADS, 4, 9, 4, generator=generator).to(device)
+    tables = torch.einsum("htgsb,hswb->htgsw", slices, codebooks)
+    expected = score_codes_reference(CodeReads(codes[0], codes[1], tables, first, end))
+    found = score_codes_by_products((codes[0], codes[1]), slices, codebooks, first, end)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_only_devices_are_asked_so() -> None:
+    assert not are_many(torch.empty(1, 500, 4))
+    assert are_many(torch.empty(1, 16, 4, device="meta"))
+    assert not are_many(torch.empty(1, 15, 4, device="meta"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["csattention", "pq"])
+def test_an_index_ranks_many_queries_like_few(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 positions of 2 heads are multiplied, 20 of them looked up; on the CPU, too, which is taken for a device."""
+    monkeypatch.setattr(many_queries, "on_host", lambda tensor: False)
+    generator = torch.Generator(device).manual_seed(0)
+    kv = torch.randn(2, 700, 2, 64, generator=generator, device=device)
+    queries = torch.randn(2, 300, 2, 64, generator=generator, device=device)
+    assert are_many(queries)
+    assert not are_many(queries[:, :20])
+    method = get_method(name)
+    spec = method.index
+    assert spec is not None
+    source = LayerSource(kv, QuerySample(queries, torch.arange(300)))
+    index = INDEX_KINDS[spec.kind].build(spec.parameters, source, 0)
+    asked = queries / 8
+    whole = index.rank(asked, 5, 650, None, method.search, 700).logits_HTGM
+    few = [
+        index.rank(asked[:, at : at + 20], 5, 650, None, method.search, 700).logits_HTGM
+        for at in range(0, 300, 20)
+    ]
+    torch.testing.assert_close(whole, torch.cat(few, dim=1), rtol=1e-3, atol=1e-3)

@@ -1,0 +1,171 @@
+"""A page's score bounds its keys' products from above, in the context and among appended keys."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from index_store.errors import InvalidArgumentError
+from index_store.indexes.exact import AppendedExact, ExactIndex
+from index_store.indexes.interface.layer_index import LayerSource, QuerySample
+from index_store.indexes.pages import Pages
+from index_store.selection.budgets import Ratio
+from tests.support_search import rows, step
+
+HEADS, DIM = 2, 16
+
+
+def no_queries() -> QuerySample:
+    return QuerySample(torch.empty(HEADS, 0, 1, DIM), torch.empty(0, dtype=torch.int64))
+
+
+def build(keys: torch.Tensor, size: int = 16) -> Pages:
+    return Pages.build({"size": size}, LayerSource(rows(keys), no_queries()), 0)
+
+
+def some_keys(count: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(HEADS, count, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(1, 90),
+    size=st.integers(1, 20),
+    batches=st.lists(st.integers(1, 25), max_size=4),
+    first=st.integers(0, 60),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    exponent=st.integers(-6, 4),
+)
+def test_a_page_bounds_each_of_its_keys_and_pages_hold_every_key_once(
+    count: int, size: int, batches: list[int], first: int, dtype: torch.dtype, exponent: int
+) -> None:
+    total = count + sum(batches)
+    keys = some_keys(total, seed=count, scale=10.0**exponent).to(dtype)
+    index = build(keys[:, :count], size)
+    appended = index.start_appending()
+    for part in keys[:, count:].split(batches, dim=1) if batches else ():
+        appended.append(rows(part))
+    first = min(first, total - 1)
+    queries = torch.randn(HEADS, 2, 3, DIM, generator=torch.Generator().manual_seed(size))
+    ranking = index.rank(queries, first, total, appended, {})
+    bounds, column, covered = ranking.logits_HTGM, 0, []
+    true = torch.einsum("htgd,hnd->htgn", queries.double(), keys.double())
+    for group in ranking.items.groups:
+        for begin, end in pairwise(group.offsets_HM[0].tolist()):
+            ids = group.keys_HX[0, begin:end].long()
+            assert first <= int(ids.max())
+            slack = 1e-6 * 10.0**exponent * DIM  # of float32 sums
+            assert (bounds[..., column, None].double() >= true[..., ids] - slack).all()
+            covered += ids.tolist()
+            column += 1
+    assert column == bounds.shape[-1]
+    assert len(covered) == len(set(covered))
+    assert set(range(first, total)) <= set(covered)
+    assert ranking.vectors_read == 2 * column
+
+
+def test_bounds_are_those_of_the_keys_themselves_where_keys_are_bfloat16() -> None:
+    keys = some_keys(50).bfloat16()
+    arrays = build(keys).arrays()
+    assert arrays["minima"].shape == (HEADS, 4, DIM)
+    assert torch.equal(arrays["minima"][:, 1], keys[:, 16:32].amin(1))
+    assert torch.equal(arrays["maxima"][:, 3], keys[:, 48:].amax(1))
+
+
+def test_bounds_are_rounded_away_from_the_keys_and_no_further_than_to_the_next_value() -> None:
+    keys = some_keys(500)
+    arrays = build(keys, 1).arrays()
+    minima, maxima = arrays["minima"].float(), arrays["maxima"].float()
+    assert (minima <= keys).all()
+    assert (maxima >= keys).all()
+    assert (maxima - minima <= keys.abs() / 64).all()
+
+
+def test_pages_of_one_key_rank_like_exact_products() -> None:
+    keys = some_keys(300).bfloat16()
+    queries = torch.randn(HEADS, 2, 3, DIM)
+    bounds = build(keys, 1).rank(queries, 5, 290, None, {}).logits_HTGM
+    torch.testing.assert_close(bounds, ExactIndex(keys).rank(queries, 5, 290, None, {}).logits_HTGM)
+
+
+@pytest.mark.parametrize("batch", [1, 5, 16, 40])
+def test_appended_pages_are_those_of_the_same_keys_at_once(batch: int) -> None:
+    keys, new = some_keys(40), some_keys(75, seed=1)
+    appended = build(keys).start_appending()
+    for part in new.split(batch, dim=1):
+        appended.append(rows(part))
+    whole = build(new).arrays()
+    assert appended.count == 75
+    assert torch.equal(appended.minima.rows, whole["minima"])
+    assert torch.equal(appended.maxima.rows, whole["maxima"])
+    assert appended.nbytes >= 2 * HEADS * 5 * DIM * 2
+
+
+def test_appending_nothing_changes_nothing() -> None:
+    appended = build(some_keys(40)).start_appending()
+    appended.append(rows(some_keys(0)))
+    assert appended.count == appended.nbytes == 0
+    appended.append(rows(some_keys(5)))
+    appended.append(rows(some_keys(0)))
+    assert appended.count == 5
+    assert appended.minima.count == 1
+
+
+def test_neighbouring_keys_of_one_topic_are_found() -> None:
+    generator = torch.Generator().manual_seed(5)
+    topics = 3 * torch.randn(HEADS, 40, 1, DIM, generator=generator)
+    keys = (topics + 0.3 * torch.randn(HEADS, 40, 16, DIM, generator=generator)).flatten(1, 2)
+    queries = topics[:, :5] / DIM**0.5
+    keep = Ratio(0.025)
+    true = keep.cut(ExactIndex(keys).rank(queries, 0, 640, None, {}), step(640)).ids_HTK
+    found = keep.cut(build(keys).rank(queries, 0, 640, None, {}), step(640)).ids_HTK
+    assert float((true[..., None] == found[..., None, :]).any(-1).float().mean()) > 0.9
+
+
+def test_a_range_of_appended_keys_alone_reads_their_pages_alone() -> None:
+    index = build(some_keys(40))
+    appended = index.start_appending()
+    appended.append(rows(some_keys(40, seed=1)))
+    ranking = index.rank(torch.ones(HEADS, 1, 1, DIM), 60, 75, appended, {})
+    assert ranking.logits_HTGM.shape[-1] == 2  # appended keys 20 to 34: the second and third page
+    selection = Ratio(1.0).cut(ranking, step(80))
+    assert selection.ids_HTK[0, 0, : selection.counts_HT[0, 0]].tolist() == list(range(60, 75))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"size": 0}, "at least 1"),
+        ({"size": "big"}, "type int"),
+        ({}, "missing parameters"),
+        ({"size": 16, "colour": 1}, "colour"),
+    ],
+)
+def test_bad_parameters_are_refused_with_a_sentence(parameters: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        Pages.build(parameters, LayerSource(rows(some_keys(20)), no_queries()), 0)
+
+
+def test_bad_keys_ranges_options_and_strangers_are_refused() -> None:
+    keys = some_keys(20)
+    queries = torch.ones(HEADS, 1, 1, DIM)
+    index = build(keys)
+    with pytest.raises(InvalidArgumentError, match="holds 20"):
+        index.rank(queries, 0, 21, None, {})
+    with pytest.raises(InvalidArgumentError, match="no search options"):
+        Pages.check_options({"size": 16}, {"group": "pooled"})
+    stranger = AppendedExact(HEADS, DIM)
+    stranger.append(rows(some_keys(3)))
+    with pytest.raises(InvalidArgumentError, match="AppendedExact"):
+        index.rank(queries, 0, 23, stranger, {})
+    keys[0, 3, 1] = torch.nan
+    with pytest.raises(InvalidArgumentError, match="NaN"):
+        build(keys)
+
+
+def test_bytes_per_token_are_those_stored() -> None:
+    stored = build(some_keys(1600)).nbytes / (HEADS * 1600)
+    assert stored == Pages.bytes_per_token({"size": 16}, DIM) == 4.0
+    assert not Pages.estimates_logits({"size": 16}, {})

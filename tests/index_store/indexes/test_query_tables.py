@@ -1,0 +1,231 @@
+"""Query tables by hand: tables whose numbers are known, and queries whose scores follow from them on paper."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from index_store.indexes.interface.layer_index import QuerySample, Scalar
+from index_store.indexes.query_tables.index import QueryTables
+from index_store.selection.budgets import Ratio
+from index_store.selection.ranking import Items, Ranking
+from tests.support_search import source, step
+
+HEADS, SUBSPACES, CENTROIDS, KEYS = 2, 2, 3, 6
+UNIFORM: dict[str, Scalar] = {"group": "pooled", "weights": "uniform"}
+BACKOFF: dict[str, Scalar] = {**UNIFORM, "backoff_cosine": 0.5, "backoff_centroids": 2}
+PROJECTED: dict[str, Scalar] = {"group": "pooled", "weights": "projection"}
+BY_HEAD: dict[str, Scalar] = {"group": "per_head", "weights": "projection"}
+
+DEGREES = (0.0, 80.0, 180.0)  # of the centroids
+SCALES = torch.tensor([[0.5, 2.0], [0.25, 4.0]])  # [head, subspace]
+TABLES = torch.tensor(  # [subspace, centroid, key]
+    [
+        [[10, 20, 30, -40, 7, 1], [60, -50, 40, -30, 20, -10], [-100, 90, 3, 5, -70, 11]],
+        [[1, 2, -3, 4, 5, 6], [-7, 13, 17, -19, 23, 29], [31, 37, -41, 43, 47, -53]],
+    ]
+)
+
+Layout = pytest.mark.parametrize("layout", ["dense", "lists"])
+
+
+def direction(degrees: float) -> Tensor:
+    return torch.tensor([math.cos(math.radians(degrees)), math.sin(math.radians(degrees))])
+
+
+def parameters(layout: str) -> dict[str, Scalar]:
+    return {
+        "layout": layout,
+        "subspaces": SUBSPACES,
+        "centroids": CENTROIDS,
+        "split": "contiguous",
+        "scores": "dot",
+        "alpha": 1.0,
+        "iterations": 1,
+    }
+
+
+def tables(layout: str, first_subspace: tuple[float, ...] = DEGREES) -> QueryTables:
+    """Two heads with the same integers and different scales. Lists hold every key."""
+    centroids_MCB = torch.stack(
+        [torch.stack([direction(angle) for angle in angles]) for angles in (first_subspace, DEGREES)]
+    )
+    arrays = {"centroids": centroids_MCB.repeat(HEADS, 1, 1, 1), "scales": SCALES}
+    scores = TABLES.expand(HEADS, *TABLES.shape)
+    if layout == "dense":
+        arrays["scores"] = scores.to(torch.int8).contiguous()
+    else:
+        falling = scores.sort(dim=-1, descending=True)
+        arrays["scores"] = falling.values.to(torch.int16)
+        arrays["ids"] = falling.indices.to(torch.int32)
+    return QueryTables.from_arrays(parameters(layout), arrays, torch.zeros(HEADS, KEYS, 2, 2 * SUBSPACES))
+
+
+def expand(*group: Tensor) -> Tensor:
+    """Queries [H, 1, G, D] of one position, the same in both heads."""
+    return torch.stack(group).expand(HEADS, 1, len(group), 2 * SUBSPACES).contiguous()
+
+
+def rank(layout: str, search: dict[str, Scalar], *group: Tensor) -> Tensor:
+    """Scores [H, KEYS] for one position and its group of queries."""
+    return tables(layout).rank(expand(*group), 0, KEYS, None, search).scores("average")[:, 0]
+
+
+def query(first: float, second: float, lengths: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+    """The query with these angles, in degrees, and lengths in the two subspaces."""
+    return torch.cat([direction(first) * lengths[0], direction(second) * lengths[1]])
+
+
+def weighted(weights: tuple[tuple[float, ...], tuple[float, ...]]) -> Tensor:
+    """Scores [H, KEYS] when the rows of subspace b count with weights[b], one weight per centroid."""
+    weights_MC = torch.tensor(weights, dtype=torch.float32)
+    rows_MN = (weights_MC[..., None] * TABLES).sum(1)
+    return torch.einsum("hm,mn->hn", SCALES, rows_MN)
+
+
+@Layout
+def test_the_nearest_row_of_every_subspace_counts_with_its_own_scale(layout: str) -> None:
+    scores = rank(layout, UNIFORM, query(70, 190))
+    torch.testing.assert_close(scores, weighted(((0, 1, 0), (0, 0, 1))))
+
+
+@Layout
+@pytest.mark.parametrize("length", [0.01, 1.0, 70.0])
+def test_uniform_weights_are_one_whatever_the_length_of_the_query(layout: str, length: float) -> None:
+    scores = rank(layout, UNIFORM, query(10, 85, (length, 3 * length)))
+    torch.testing.assert_close(scores, weighted(((1, 0, 0), (0, 1, 0))))
+
+
+@Layout
+def test_projection_weighs_a_row_by_the_query_along_its_centroid(layout: str) -> None:
+    scores = rank(layout, PROJECTED, query(20, 80, (3.0, 0.5)))
+    expected = weighted(((3 * math.cos(math.radians(20)), 0, 0), (0, 0.5, 0)))
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-4)
+
+
+@Layout
+def test_a_projection_never_weighs_less_than_nothing(layout: str) -> None:
+    one_sided = tables(layout, (50.0, 60.0, 70.0))
+    away = expand(query(220, 0, (5.0, 2.0)))
+    scores = one_sided.rank(away, 0, KEYS, None, PROJECTED).logits_HTGM[:, 0, 0]
+    torch.testing.assert_close(scores, weighted(((0, 0, 0), (2, 0, 0))), rtol=1e-5, atol=1e-4)
+
+
+@Layout
+@pytest.mark.parametrize("length", [0.01, 1.0, 70.0])
+@pytest.mark.parametrize(
+    ("degrees", "weights"),
+    [
+        (-50.0, (1.0, 0.0, 0.0)),
+        (-59.0, (1.0, 0.0, 0.0)),  # cosine 0.515
+        (-61.0, (0.5, 0.0, 0.5)),  # cosine 0.485; the next centroid is the one at 180 degrees
+        (-110.0, (0.5, 0.0, 0.5)),  # cosine 0.342 to 180 degrees; the next one is at 0
+        (-125.0, (0.0, 0.0, 1.0)),
+    ],
+)
+def test_backoff_shares_the_weight_below_the_cosine_and_not_above(
+    layout: str, degrees: float, weights: tuple[float, float, float], length: float
+) -> None:
+    scores = rank(layout, BACKOFF, query(degrees, 82, (length, length)))
+    torch.testing.assert_close(scores, weighted((weights, (0.0, 1.0, 0.0))), rtol=1e-5, atol=1e-4)
+
+
+@Layout
+def test_each_subspace_backs_off_for_itself(layout: str) -> None:
+    scores = rank(layout, BACKOFF, query(3, -70))
+    torch.testing.assert_close(scores, weighted(((1.0, 0.0, 0.0), (0.5, 0.0, 0.5))), rtol=1e-5, atol=1e-4)
+
+
+@Layout
+def test_the_pooled_query_is_the_mean_of_the_group(layout: str) -> None:
+    # The mean points at 80 degrees in subspace 0, where none of the queries points, and is as long as calculated.
+    group = [query(0, 0, (4.0, 1.0)), query(110, 0, (6.0, 2.0)), query(110, 0, (2.0, 6.0))]
+    mean = torch.stack(group).mean(0)
+    centroid = direction(DEGREES[1])
+    expected = weighted(((0, float(mean[:2] @ centroid), 0), (3.0, 0, 0)))
+    assert [int(q[:2] @ centroid > q[:2] @ direction(0)) for q in group] == [0, 1, 1]
+    torch.testing.assert_close(rank(layout, PROJECTED, *group), expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(rank(layout, UNIFORM, *group), rank(layout, UNIFORM, mean))
+
+
+@Layout
+def test_each_head_of_the_group_votes_with_its_softmax(layout: str) -> None:
+    group = [query(0, 180, (0.05, 0.01)), query(80, 0, (0.1, 0.02))]
+    first = weighted(((0.05, 0, 0), (0, 0, 0.01)))
+    second = weighted(((0, 0.1, 0), (0.02, 0, 0)))
+    expected = (first.softmax(-1) + second.softmax(-1)) / 2
+    scores = rank(layout, BY_HEAD, *group)
+    scores = scores / scores.sum(-1, keepdim=True)  # their scale means nothing
+    torch.testing.assert_close(scores, expected, rtol=1e-3, atol=1e-6)
+
+
+@settings(max_examples=80, deadline=None)
+@given(length=st.integers(1, 400), available=st.integers(1, 400), keep=st.floats(0.001, 1.0))
+def test_the_budget_keeps_that_share_of_the_sequence(length: int, available: int, keep: float) -> None:
+    """Of the sequence, not of the ranked keys; rounded up; the best ones, by their ids."""
+    scores = torch.randn(2, 3, available, generator=torch.Generator().manual_seed(available))
+    selection = Ratio(keep).cut(Ranking(scores[:, :, None], Items(11, 11 + available)), step(length))
+    count = min(available, math.ceil(keep * length))
+    assert (selection.counts_HT == count).all()
+    expected = scores.topk(count, dim=-1).indices.sort(-1).values + 11
+    assert torch.equal(selection.ids_HTK.long(), expected)
+
+
+@pytest.mark.parametrize(
+    ("keep", "length", "kept"), [(0.05, 100, 5), (0.05, 101, 6), (0.001, 3, 1), (1, 9, 9)]
+)
+def test_the_budget_in_examples(keep: float, length: int, kept: int) -> None:
+    selection = Ratio(keep).cut(Ranking(torch.rand(1, 1, 1, 9), Items(0, 9)), step(length))
+    assert selection.ids_HTK.shape == (1, 1, kept)
+
+
+def build(layout: str, split: str, scores: str, alpha: float) -> tuple[QueryTables, Tensor]:
+    """An index over random keys, and the exact scores [H, m, C, N] of its own centroids."""
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.randn(2, 150, 12, generator=generator)
+    sample = QuerySample(torch.randn(2, 50, 2, 12, generator=generator), torch.arange(50))
+    options = {**parameters(layout), "subspaces": 3, "centroids": 5, "split": split, "iterations": 4}
+    index = QueryTables.build({**options, "scores": scores, "alpha": alpha}, source(keys, sample), 0)
+    slices = keys.view(2, 150, 4, 3).transpose(2, 3) if split == "strided" else keys.view(2, 150, 3, 4)
+    if scores == "cosine":
+        slices = slices / slices.norm(dim=-1, keepdim=True)
+    exact = torch.einsum("hnmb,hmcb->hmcn", slices.double(), index.arrays()["centroids"].double())
+    return index, exact
+
+
+Splits = pytest.mark.parametrize("split", ["strided", "contiguous"])
+Scores = pytest.mark.parametrize("scores", ["dot", "cosine"])
+
+
+@Splits
+@Scores
+@pytest.mark.parametrize(("alpha", "length"), [(0.2, 30), (0.201, 31), (0.001, 1), (1.0, 150)])
+def test_lists_hold_the_best_keys_of_every_centroid(
+    split: str, scores: str, alpha: float, length: int
+) -> None:
+    index, exact = build("lists", split, scores, alpha)
+    arrays = index.arrays()
+    ids = arrays["ids"].long()
+    assert ids.shape == arrays["scores"].shape == (*exact.shape[:3], length)
+    assert (ids.sort(-1).values.diff(dim=-1) > 0).all()
+    expected = exact.topk(length, dim=-1).values
+    torch.testing.assert_close(exact.gather(-1, ids), expected, rtol=0, atol=1e-5)
+    scales = exact.abs().amax((2, 3)) / 32767
+    torch.testing.assert_close(arrays["scales"].double(), scales, rtol=1e-5, atol=0)
+    stored = arrays["scores"].double() * scales[..., None, None]
+    torch.testing.assert_close(stored, expected, rtol=0, atol=float(scales.max()))
+
+
+@Splits
+@Scores
+def test_dense_tables_hold_every_score_at_one_scale_per_subspace(split: str, scores: str) -> None:
+    index, exact = build("dense", split, scores, 0.2)
+    scales = exact.abs().amax((2, 3)) / 127
+    torch.testing.assert_close(index.arrays()["scales"].double(), scales, rtol=1e-5, atol=0)
+    stored = index.arrays()["scores"].double() * scales[..., None, None]
+    assert ((stored - exact).abs() <= 0.5001 * scales[..., None, None]).all()

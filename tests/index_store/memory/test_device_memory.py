@@ -1,0 +1,234 @@
+"""Contexts in device memory: padded rows, staging, checksums on the way. On the CPU the same code copies to the CPU."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode_engine.layers.session import Session
+from index_store.errors import ChecksumError, InvalidArgumentError, MemoryBudgetError
+from index_store.memory import device_memory
+from index_store.memory.arena import Arena
+from index_store.memory.context_loading import load_context, resident_bytes
+from index_store.memory.device_memory import (
+    DeviceBlock,
+    StagedArray,
+    StagingBuffers,
+    copy_padded,
+    device_bytes,
+)
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import get_method
+from index_store.store.catalog import Store
+from index_store.store.dtypes import STORED_DTYPES
+from tests.support_layers import build_index, small_spec
+from tests.support_store import KINDS, RecordedIndex, SyntheticContext, indexed_context, synthetic_context
+
+CPU = torch.device("cpu")
+DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Bit for bit: random floats may be NaN."""
+    left, right = (tensor.cpu().contiguous().view(torch.uint8) for tensor in (found, expected))
+    return torch.equal(left, right)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("piece", [97, 1000, 2**20])
+@pytest.mark.parametrize("tokens", [37, 256, 300])
+def test_contents(
+    store: Store, device: torch.device, piece: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_memory, "PIECE_BYTES", piece)
+    context = synthetic_context(tokens=tokens, index_dtypes=tuple(STORED_DTYPES))
+    context.write(store)
+    needed = resident_bytes(context.manifest, device)
+    arena = Arena(needed, kinds=KINDS, device=device)
+    with arena.acquire(store, context.id) as resident:
+        assert arena.stats().used_bytes == needed
+        assert arena.stats().page_locked_bytes == 0
+        assert resident.device.type == device.type
+        assert resident.tokens().tolist() == context.tokens.tolist()
+        for layer in range(3):
+            assert resident.kv(layer).is_contiguous()
+            assert resident.kv(layer).device.type == device.type
+            assert same(resident.kv(layer), context.kv[layer])
+        for row, layer in enumerate((1, 2)):
+            index = resident.index("tables", layer)
+            assert isinstance(index, RecordedIndex)
+            for entry, data in context.entries():
+                stored = index.stored[entry.path.rpartition("/")[2]]
+                assert same(stored, data[row])
+                assert stored.stride(2) == 1
+                assert (stored.data_ptr() - resident.kv(0).data_ptr()) % 256 == 0
+                if stored.dtype == torch.int8:
+                    assert stored.stride(1) == -(-tokens // 256) * 256
+                    assert stored.stride(0) == stored.shape[1] * stored.stride(1)
+                else:
+                    assert stored.is_contiguous()
+
+
+def test_padding_counts() -> None:
+    shape = (2, 4, 8, 37)
+    assert device_bytes(shape, torch.int8) == 2 * 4 * 8 * 256
+    assert device_bytes(shape, torch.uint8) == 2 * 4 * 8 * 37
+    assert device_bytes((2, 37), torch.int8) == 2 * 37
+    assert device_bytes(shape, torch.float16) == 2 * 2 * 4 * 8 * 37
+    manifest = synthetic_context(index_dtypes=("int8",)).manifest
+    # Two layers of an array [2, 4, 37].
+    assert resident_bytes(manifest, CPU) - resident_bytes(manifest) == 2 * (2 * 4 * 256 - 512)
+
+
+def test_copies_are_padded_alike() -> None:
+    tables = torch.randint(-128, 128, (2, 3, 5, 300), dtype=torch.int8)
+    copied = copy_padded(tables, CPU)
+    assert torch.equal(copied, tables)
+    assert copied.stride() == (3 * 5 * 512, 5 * 512, 512, 1)
+    assert copied.flatten(1, 2).data_ptr() == copied.data_ptr()
+    keys = torch.randn(2, 3, 5)
+    assert copy_padded(keys, CPU).is_contiguous()
+
+
+@pytest.mark.parametrize("piece", [1, 5, 16, 40, 41, 120])
+def test_every_piece_finds_its_place(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "PIECE_BYTES", piece)
+    contents = torch.randint(-128, 128, (3, 8, 40), dtype=torch.int8)
+    out = copy_padded(torch.zeros(2, 3, 8, 40, dtype=torch.int8), CPU)[1]
+    pieces = StagedArray(out, StagingBuffers(CPU))
+    raw = contents.flatten().view(torch.uint8).numpy()
+    done = 0
+    while done < raw.size:
+        buffer = pieces.buffer(done, raw.size - done)
+        assert 1 <= buffer.size <= piece
+        buffer[:] = raw[done : done + buffer.size]
+        pieces.filled(done, buffer.size)
+        done += buffer.size
+    assert torch.equal(out, contents)
+
+
+def test_damage_is_found_on_the_way(stored: Store, context: SyntheticContext) -> None:
+    path: Path = next(
+        p
+        for p in sorted((stored.path / "contexts" / context.id / "kv").rglob("*"))
+        if p.is_file() and p.name != "zarr.json"
+    )
+    opened = stored.open(context.id)
+    contents = bytearray(path.read_bytes())
+    contents[5] ^= 1
+    path.write_bytes(contents)
+    with pytest.raises(ChecksumError, match="altered or damaged"):
+        load_context(opened, kinds=KINDS, device=CPU)
+
+
+def test_a_context_too_large_for_the_budget_is_refused(stored: Store, context: SyntheticContext) -> None:
+    unpadded = resident_bytes(context.manifest)
+    with (
+        pytest.raises(MemoryBudgetError, match="do not fit"),
+        Arena(unpadded, kinds=KINDS, device=CPU).acquire(stored, context.id),
+    ):
+        pass
+    with pytest.raises(MemoryBudgetError, match="refused"):
+        DeviceBlock(1 << 60, CPU)
+
+
+def test_memory_is_freed(many: tuple[Store, list[SyntheticContext]]) -> None:
+    store, contexts = many
+    arena = Arena(resident_bytes(contexts[0].manifest, CPU), device=CPU)
+    gc.disable()
+    try:
+        with arena.acquire(store, contexts[0].id) as resident:
+            storage = weakref.ref(resident.kv(0).untyped_storage())
+            kept = resident.derived("twice", partial(torch.mul, resident.kv(0), 2))
+            derived = weakref.ref(kept)
+        del resident, kept
+        with arena.acquire(store, contexts[1].id):
+            assert storage() is None
+            assert derived() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "name", ["csattention+dropped", "csattention-paper", "pq+dropped", "multipole+dropped"]
+)
+def test_padding_changes_no_answer(store: Store, name: str, device: torch.device) -> None:
+    method = replace(get_method(name), recent=16, append_block=8)
+    assert method.index is not None
+    kv = torch.randn(3, 2, 150, 2, 16, generator=torch.Generator().manual_seed(0))
+    built = [build_index(method.index, kv[layer], group=2) for layer in (1, 2)]
+    parameters = small_spec(method.index).parameters
+    context = indexed_context(method.index.name, parameters, built, kv, group=2)
+    context.write(store)
+    outs = []
+    for where in (None, device):
+        with Arena(2**24, device=where).acquire(store, context.id) as resident:
+            outs.append(decode(Session(resident, method), where or CPU))
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-5)
+
+
+def decode(session: Session, device: torch.device) -> Tensor:
+    """A prompt, part of which leaves the recent window, then three steps; outputs of layers that search."""
+    generator = torch.Generator().manual_seed(1)
+    outs, position = [], 150
+    for count in (40, 1, 1, 1):
+        q = torch.randn(2, count, 2, 16, generator=generator)
+        k, v = torch.randn(2, 2, count, 16, generator=generator)
+        outs += [
+            layer.attend(q.to(device), k.to(device), v.to(device), position).cpu()
+            for layer in session.layers[1:]
+        ]
+        position += count
+    session.close()
+    return torch.cat(outs, dim=1)
+
+
+def resident_context() -> ResidentContext:
+    context = synthetic_context()
+    return ResidentContext(context.manifest, context.tokens, dict(enumerate(context.kv)), {})
+
+
+def test_derived_objects_are_made_once() -> None:
+    resident = resident_context()
+    made: list[int] = []
+
+    def make() -> list[int]:
+        made.append(len(made))
+        return resident.derived("inner", lambda: made)
+
+    threads = [threading.Thread(target=lambda: resident.derived(("outer", 1), make)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [0]
+    assert resident.derived(("outer", 1), list) is resident.derived("inner", list)
+    assert resident.derived(("outer", 2), list) == []
+
+
+def test_nothing_is_derived_after_the_release() -> None:
+    resident = resident_context()
+    resident.derived("kept", list)
+    resident.release()
+    with pytest.raises(InvalidArgumentError, match="released"):
+        resident.derived("kept", list)
+
+
+def test_what_could_not_be_made_is_tried_again() -> None:
+    resident = resident_context()
+
+    def fail() -> int:
+        raise ValueError("once")
+
+    with pytest.raises(ValueError, match="once"):
+        resident.derived("number", fail)
+    assert resident.derived("number", lambda: 7) == 7

@@ -1,0 +1,405 @@
+"""Contexts whose keys and values are in host memory and whose indexes are in a device's, loaded behind their use.
+
+On the CPU the same code takes the CPU for the device.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from index_store.errors import ChecksumError, InvalidArgumentError, MemoryBudgetError
+from index_store.memory.arena import Arena
+from index_store.memory.context_loading import choose_placement, load_context, placed_bytes, resident_bytes
+from index_store.memory.placement import (
+    MemoryBytes,
+    Placement,
+    parse_placement,
+    possible_placements,
+    slot_bytes,
+)
+from index_store.store.catalog import Store
+from index_store.store.dtypes import STORED_DTYPES
+from index_store.store.stored_context import Context
+from index_store.store.zarr_io import chunk_path
+from tests.support_store import KINDS, RecordedIndex, RecordingLocker, SyntheticContext, synthetic_context
+
+CPU = torch.device("cpu")
+DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
+NEEDED = placed_bytes(synthetic_context().manifest, CPU, Placement.HYBRID)
+ROOM = MemoryBytes(2**30, 2**30)
+SOON = 10.0
+
+
+def hybrid_arena(
+    budget: MemoryBytes = ROOM, locker: RecordingLocker | None = None, device: torch.device = CPU
+) -> Arena:
+    return Arena(budget, locker or RecordingLocker(), KINDS, device, Placement.HYBRID)
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    left, right = (tensor.cpu().contiguous().view(torch.uint8) for tensor in (found, expected))
+    return torch.equal(left, right)
+
+
+class Doors:
+    """Lets the layers of hybrid contexts through one by one: each is locked after it has been read."""
+
+    def __init__(self, arena_locker: RecordingLocker) -> None:
+        self._locker = arena_locker
+        self.open = threading.Semaphore(0)
+        self._locker.before = self._wait
+
+    def _wait(self) -> None:
+        assert self.open.acquire(timeout=SOON)
+
+    def let(self, layers: int) -> None:
+        self.open.release(layers)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [37, 300])
+def test_contents(store: Store, device: torch.device, tokens: int) -> None:
+    context = synthetic_context(tokens=tokens, index_dtypes=tuple(STORED_DTYPES))
+    context.write(store)
+    needed = placed_bytes(context.manifest, device, Placement.HYBRID)
+    locker = RecordingLocker()
+    arena = hybrid_arena(needed, locker, device)
+    with arena.acquire(store, context.id) as resident:
+        stats = arena.stats()
+        assert stats.used == stats.leased == needed
+        assert stats.page_locked_bytes == needed.host - -(-tokens * 8 // 256) * 256
+        assert (resident.placement, resident.kv_device) == (Placement.HYBRID, CPU)
+        assert resident.device.type == device.type
+        assert resident.tokens().tolist() == context.tokens.tolist()
+        for layer in range(3):
+            kv = resident.kv(layer)
+            assert kv.is_contiguous()
+            assert kv.device == CPU
+            assert kv.data_ptr() % mmap.PAGESIZE == 0
+            assert kv.data_ptr() in locker.locked
+            assert same(kv, context.kv[layer])
+        for row, layer in enumerate((1, 2)):
+            index = resident.index("tables", layer)
+            assert isinstance(index, RecordedIndex)
+            for entry, data in context.entries():
+                stored = index.stored[entry.path.rpartition("/")[2]]
+                assert stored.device.type == device.type
+                assert same(stored, data[row])
+                if stored.dtype == torch.int8:
+                    assert stored.stride(1) == -(-tokens // 256) * 256
+    arena.clear()
+    assert locker.locked == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["query_tables", "key_clusters"])
+def test_what_the_host_searches_is_there(store: Store, device: torch.device, kind: str) -> None:
+    """Its pages are not locked, since no device reads them; other indexes stay on the device."""
+    context = synthetic_context(tokens=300, index_kind=kind)
+    context.write(store)
+    needed = placed_bytes(context.manifest, device, Placement.HOST)
+    locker, kinds = RecordingLocker(), {kind: KINDS[RecordedIndex.kind]}
+    arena = Arena(needed, locker, kinds, device, Placement.HOST)
+    with arena.acquire(store, context.id) as resident:
+        assert arena.stats().used == needed
+        assert (resident.placement, resident.kv_device) == (Placement.HOST, CPU)
+        assert len(locker.locked) == 3
+        for row, layer in enumerate((1, 2)):
+            assert same(resident.kv(layer), context.kv[layer])
+            index = resident.index("tables", layer)
+            assert isinstance(index, RecordedIndex)
+            for entry, data in context.entries():
+                stored = index.stored[entry.path.rpartition("/")[2]]
+                assert same(stored, data[row])
+                assert stored.is_contiguous() == (kind == "query_tables" or stored.dtype != torch.int8)
+                assert stored.device.type == ("cpu" if kind == "query_tables" else device.type)
+    hybrid = placed_bytes(context.manifest, device, Placement.HYBRID)
+    assert (needed.device < hybrid.device) == (kind == "query_tables")
+
+
+@pytest.mark.parametrize(
+    ("kind", "spared", "placement"),
+    [
+        ("query_tables", 0, Placement.HYBRID),
+        ("query_tables", 1, Placement.HOST),
+        ("recorded", 1, Placement.HYBRID),
+    ],
+)
+def test_indexes_that_do_not_fit_are_searched_on_the_host(
+    kind: str, spared: int, placement: Placement
+) -> None:
+    manifest = synthetic_context(tokens=400, index_kind=kind).manifest
+    room = placed_bytes(manifest, CPU, Placement.HYBRID).device - spared
+    chosen, why = choose_placement(manifest, CPU, room)
+    assert chosen is placement
+    assert ("nor do its indexes'" in why) == (placement is Placement.HOST)
+
+
+def test_sizes() -> None:
+    manifest = synthetic_context().manifest
+    kv = manifest.kv_bytes // manifest.model.layers
+    pages = -(-kv // mmap.PAGESIZE) * mmap.PAGESIZE
+    assert NEEDED.host == manifest.model.layers * pages + 512
+    slots = slot_bytes(manifest)
+    assert 0 < slots < NEEDED.device < resident_bytes(manifest, CPU) - manifest.kv_bytes + slots
+    assert placed_bytes(manifest, CPU, Placement.HYBRID, lanes=3) == NEEDED + MemoryBytes(device=2 * slots)
+    assert placed_bytes(manifest) == MemoryBytes(host=resident_bytes(manifest))
+    assert placed_bytes(manifest, CPU) == MemoryBytes(device=resident_bytes(manifest, CPU))
+
+
+def test_every_lane_has_slots_of_its_own(stored: Store, context: SyntheticContext) -> None:
+    one, two = (Arena(NEEDED, RecordingLocker(), KINDS, CPU, Placement.HYBRID, lanes) for lanes in (1, 2))
+    with pytest.raises(MemoryBudgetError), two.acquire(stored, context.id):
+        pass
+    with one.acquire(stored, context.id):
+        pass
+
+
+def test_hybrid_needs_a_device(stored: Store, context: SyntheticContext) -> None:
+    with pytest.raises(InvalidArgumentError, match="use auto or device"):
+        Arena(ROOM, placement=Placement.HYBRID)
+    with stored.open(context.id) as opened, pytest.raises(InvalidArgumentError, match="needs a device"):
+        load_context(opened, placement=Placement.HYBRID)
+
+
+def test_names() -> None:
+    assert [parse_placement(name) for name in ("auto", "device", "hybrid", "host")] == [None, *Placement]
+    with pytest.raises(InvalidArgumentError, match="expected auto, device, hybrid, host"):
+        parse_placement("disk")
+
+
+def test_which_placements_are_possible() -> None:
+    assert possible_placements(None, on_gpu=False) == (Placement.DEVICE,)
+    assert possible_placements(Placement.HYBRID, on_gpu=True) == (Placement.HYBRID,)
+    assert possible_placements(None, on_gpu=True) == (Placement.DEVICE, Placement.HYBRID, Placement.HOST)
+
+
+def test_what_fits_goes_to_the_device(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    small, large = synthetic_context(tokens=20), synthetic_context(tokens=400)
+    for context in (small, large):
+        context.write(store)
+    budget = MemoryBytes(2**20, resident_bytes(large.manifest, CPU) - 1)
+    arena = Arena(budget, kinds=KINDS, device=CPU)
+    assert arena.placement(large.manifest) is Placement.HYBRID
+    with (
+        caplog.at_level(logging.INFO),
+        arena.acquire(store, small.id) as first,
+        arena.acquire(store, large.id) as second,
+    ):
+        assert (first.placement, second.placement) == (Placement.DEVICE, Placement.HYBRID)
+        assert same(second.kv(2), large.kv[2])
+        assert arena.placement(small.manifest) is Placement.DEVICE
+        device = (
+            resident_bytes(small.manifest, CPU) + placed_bytes(large.manifest, CPU, Placement.HYBRID).device
+        )
+        assert arena.stats().used.device == device
+    told = [record.getMessage() for record in caplog.records if "goes to" in record.getMessage()]
+    assert len(told) == 2
+    assert "placement device: its" in told[0]
+    assert f"placement hybrid: its {budget.device + 1} bytes do not fit into the device budget" in told[1]
+    alone = Arena(MemoryBytes(host=2**20))
+    assert alone.placement(large.manifest) is Placement.DEVICE
+
+
+@pytest.mark.parametrize(
+    ("lacking", "flag"), [("host", "raise --memory"), ("device", "raise --device-memory")]
+)
+def test_each_budget_binds(many: tuple[Store, list[SyntheticContext]], lacking: str, flag: str) -> None:
+    store, contexts = many
+    a, b, c, d = (context.id for context in contexts)
+    host, device = NEEDED.host, NEEDED.device
+    short = MemoryBytes(host - 1, 2**20) if lacking == "host" else MemoryBytes(2**20, device - 1)
+    with pytest.raises(MemoryBudgetError, match=flag), hybrid_arena(short).acquire(store, a):
+        pass
+    two = MemoryBytes(2 * host, 2**20) if lacking == "host" else MemoryBytes(2**20, 2 * device)
+    arena = hybrid_arena(two)
+    for id_ in (a, b, a, c):
+        with arena.acquire(store, id_):
+            pass
+    assert arena.ids() == [a, c]
+    with arena.acquire(store, a), arena.acquire(store, d):
+        assert arena.ids() == [a, d]
+        with pytest.raises(MemoryBudgetError, match=f"{flag} or try again later"), arena.acquire(store, b):
+            pass
+
+
+def test_failing_page_lock_is_told(
+    stored: Store, context: SyntheticContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena = hybrid_arena(locker=RecordingLocker(error="no more locked memory"))
+    with caplog.at_level(logging.WARNING), arena.acquire(stored, context.id) as resident:
+        assert same(resident.kv(2), context.kv[2])
+    assert arena.stats().page_locked_bytes == 0
+    assert "stay pageable, transfers will be slower: no more locked memory" in caplog.text
+
+
+def test_a_lease_comes_before_the_layers(stored: Store, context: SyntheticContext) -> None:
+    locker = RecordingLocker()
+    doors = Doors(locker)
+    arena = hybrid_arena(locker=locker)
+    with (
+        ThreadPoolExecutor(4) as pool,
+        arena.acquire(stored, context.id, early=True) as resident,
+        arena.acquire(stored, context.id, early=True) as shared,
+    ):
+        assert shared is resident
+        assert resident.tokens().tolist() == context.tokens.tolist()
+        first = pool.submit(resident.kv, 0)
+        late = pool.submit(resident.index, "tables", 2)
+        whole = pool.submit(arena.acquire(stored, context.id).__enter__)
+        doors.let(1)
+        assert same(first.result(SOON), context.kv[0])
+        assert not late.done()
+        assert arena.ids() == []
+        assert resident.all_layers_ns == 0 < resident.first_layer_ns
+        doors.let(2)
+        assert isinstance(late.result(SOON), RecordedIndex)
+        assert whole.result(SOON) is resident
+        resident.wait_for_layers()
+        assert resident.first_layer_ns < resident.all_layers_ns
+        assert arena.ids() == [context.id]
+        assert (arena.stats().loads, arena.stats().hits) == (1, 2)
+    assert arena.ids() == [context.id]
+
+
+def test_layers_come_in_order_on_the_cpu_too(stored: Store, context: SyntheticContext) -> None:
+    arena = Arena(2**20, kinds=KINDS)
+    with arena.acquire(stored, context.id, early=True) as resident:
+        for layer in range(3):
+            assert same(resident.kv(layer), context.kv[layer])
+
+
+def test_damage_reaches_those_who_need_the_layer(store: Store) -> None:
+    context, other = synthetic_context(seed=1), synthetic_context(seed=2)
+    for each in (context, other):
+        each.write(store)
+    path = chunk_path(store.path / "contexts" / context.id, context.manifest.kv, (2, 1))
+    good = path.read_bytes()
+    path.write_bytes(good[:5] + bytes([good[5] ^ 1]) + good[6:])
+    locker = RecordingLocker()
+    arena = hybrid_arena(locker=locker)
+    with arena.acquire(store, other.id) as undisturbed:
+        with arena.acquire(store, context.id, early=True) as resident:
+            assert same(resident.kv(1), context.kv[1])
+            for ask in (resident.kv, lambda layer: resident.index("tables", layer)):
+                with pytest.raises(ChecksumError, match="array 'kv'") as caught:
+                    ask(2)
+                assert caught.value.metadata["path"] == str(path)
+            with pytest.raises(ChecksumError):
+                resident.wait_for_layers()
+            for early in (True, False):
+                with pytest.raises(ChecksumError), arena.acquire(store, context.id, early=early):
+                    pytest.fail("leased what could not be loaded")
+            assert same(resident.kv(1), context.kv[1])
+            assert arena.ids() == [other.id]
+        assert arena.stats().used == NEEDED
+        assert len(locker.locked) == 3
+        assert same(undisturbed.kv(2), other.kv[2])
+    path.write_bytes(good)
+    with arena.acquire(store, context.id, early=True) as resident:
+        assert same(resident.kv(2), context.kv[2])
+
+
+def test_a_reader_that_dies(
+    stored: Store, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Context.read_head
+
+    def die(self: Context, path: str, layer: int, head: int, out: Tensor) -> None:
+        if layer == 1:
+            raise OSError("the disk is gone")
+        read(self, path, layer, head, out)
+
+    arena = hybrid_arena()
+    monkeypatch.setattr(Context, "read_head", die)
+    with arena.acquire(stored, context.id, early=True) as resident:
+        assert same(resident.kv(0), context.kv[0])
+        for layer in (1, 2):
+            with pytest.raises(OSError, match="the disk is gone"):
+                resident.kv(layer)
+    assert arena.stats().used == MemoryBytes()
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@no_collector()
+def test_loading_ends_with_the_last_lease(stored: Store, context: SyntheticContext) -> None:
+    locker = RecordingLocker()
+    doors = Doors(locker)
+    arena = hybrid_arena(locker=locker)
+    lease = arena.acquire(stored, context.id, early=True)
+    resident = lease.__enter__()
+    doors.let(1)
+    storage = weakref.ref(resident.kv(0).untyped_storage())
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(resident.kv, 2)
+        ending = pool.submit(lease.__exit__, None, None, None)
+        while arena.stats().leases:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        doors.let(1)  # the layer that was being locked
+        ending.result(SOON)
+        assert "released while it was being loaded" in str(waiting.exception(SOON))
+    assert locker.locked == []
+    assert arena.stats().used == MemoryBytes()
+    assert arena.stats().loads == 0
+    del resident, lease, waiting, ending
+    assert storage() is None
+
+
+@pytest.mark.slow
+def test_no_locked_memory_is_left(many: tuple[Store, list[SyntheticContext]]) -> None:
+    store, contexts = many
+    locker = RecordingLocker()
+    arena = hybrid_arena(MemoryBytes(2 * NEEDED.host, 2**20), locker)
+    for turn in range(1000):
+        context = contexts[turn * 7 % len(contexts)]
+        with arena.acquire(store, context.id, early=bool(turn % 3)) as resident:
+            if turn % 2:
+                resident.kv(turn % 3)
+            assert len(locker.locked) <= 6
+            assert arena.stats().page_locked_bytes <= 2 * NEEDED.host
+    arena.clear()
+    assert locker.locked == []
+
+
+def test_many_threads_under_both_budgets(many: tuple[Store, list[SyntheticContext]]) -> None:
+    store, contexts = many
+    budget = MemoryBytes(3 * NEEDED.host, 2 * NEEDED.device)
+    locker = RecordingLocker()
+    arena = hybrid_arena(budget, locker)
+
+    def use(seed: int) -> None:
+        for turn in range(12):
+            context = contexts[(seed + turn * 3) % len(contexts)]
+            early = (seed + turn) % 2 == 0
+            with arena.acquire(store, context.id, wait_for_memory=True, early=early) as resident:
+                layer = (seed + turn) % 3
+                assert same(resident.kv(layer), context.kv[layer])
+                assert arena.stats().used.fits(budget)
+
+    with ThreadPoolExecutor(5) as pool:
+        for future in [pool.submit(use, seed) for seed in range(5)]:
+            future.result(60)
+    assert arena.stats().leases == 0
+    arena.clear()
+    assert locker.locked == []

@@ -1,0 +1,281 @@
+"""A context in memory: its tensors, its indexes, and the memory that holds it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode_engine.layers.session import Session
+from index_store.errors import (
+    InvalidArgumentError,
+    MemoryBudgetError,
+    MethodUnsupportedError,
+)
+from index_store.indexes.exact import ExactIndex
+from index_store.indexes.interface.layer_index import LayerIndex
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.memory.arena import Arena
+from index_store.memory.context_loading import resident_bytes
+from index_store.memory.host_memory import ALIGNMENT, HostBlock
+from index_store.methods.method import Method, get_method
+from index_store.store.catalog import Store
+from index_store.store.dtypes import STORED_DTYPES
+from index_store.store.manifest import IndexEntry
+from tests.support_layers import build_index, small_spec
+from tests.support_store import (
+    KINDS,
+    PARAMETERS,
+    RecordedIndex,
+    RecordingLocker,
+    SyntheticContext,
+    indexed_context,
+    synthetic_context,
+)
+
+SIZE = resident_bytes(synthetic_context().manifest)
+
+
+def touch(arena: Arena, store: Store, context: SyntheticContext) -> None:
+    with arena.acquire(store, context.id):
+        pass
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_contents(store: Store, dtype: str) -> None:
+    context = synthetic_context(dtype=dtype, index_dtypes=tuple(STORED_DTYPES))
+    context.write(store)
+    arena = Arena(1 << 20, kinds=KINDS)
+    with arena.acquire(store, context.id) as resident:
+        assert resident.manifest == context.manifest
+        assert torch.equal(resident.tokens(), context.tokens)
+        for layer in range(3):
+            kv = resident.kv(layer)
+            assert kv.is_contiguous()
+            assert kv.dtype == STORED_DTYPES[dtype].torch_dtype
+            assert bits(kv) == bits(context.kv[layer])
+            assert bits(resident.keys(layer)) == bits(context.kv[layer, :, :, 0])
+            assert bits(resident.values(layer)) == bits(context.kv[layer, :, :, 1])
+            assert resident.keys(layer).data_ptr() == kv.data_ptr()
+        for row, layer in enumerate((1, 2)):
+            index = resident.index("tables", layer)
+            assert isinstance(index, RecordedIndex)
+            assert index.parameters == PARAMETERS
+            assert index.keys_HND.data_ptr() == resident.kv(layer).data_ptr()
+            for entry, data in context.entries():
+                stored = index.stored[entry.path.rpartition("/")[2]]
+                assert stored.is_contiguous()
+                assert bits(stored) == bits(data[row])
+        arrays = sum(
+            entry.nbytes for entry in context.manifest.arrays if entry.path not in ("tokens", "queries")
+        )
+        assert resident.nbytes == arrays + 37 * 8
+        assert resident.nbytes <= arena.stats().used_bytes == resident_bytes(context.manifest)
+
+
+def test_one_block_holds_a_context(many: tuple[Store, list[SyntheticContext]]) -> None:
+    store, contexts = many
+    with Arena(SIZE).acquire(store, contexts[0].id) as resident:
+        starts = [resident.kv(layer).data_ptr() for layer in range(3)]
+        assert max(starts) - min(starts) < SIZE
+        assert all((start - starts[0]) % ALIGNMENT == 0 for start in starts)
+        assert resident.kv(0).untyped_storage().data_ptr() == resident.kv(2).untyped_storage().data_ptr()
+
+
+def test_the_machine_refuses_memory() -> None:
+    with pytest.raises(MemoryBudgetError, match="refused"):
+        HostBlock(1 << 60)
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Memory comes back by reference counts alone: what is part of a cycle stays."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@no_collector()
+def test_memory_is_freed(many: tuple[Store, list[SyntheticContext]]) -> None:
+    store, contexts = many
+    arena = Arena(SIZE)
+    with arena.acquire(store, contexts[0].id) as resident:
+        storage = weakref.ref(resident.kv(0).untyped_storage())
+    del resident
+    assert storage() is not None
+    touch(arena, store, contexts[1])
+    assert storage() is None
+
+
+def searched_context(method: Method) -> SyntheticContext:
+    """A context of 150 tokens, 2 KV heads and groups of 2, with what the method searches."""
+    kv = torch.randn(3, 2, 150, 2, 16, generator=torch.Generator().manual_seed(0))
+    assert method.index is not None
+    built = [build_index(method.index, kv[layer], group=2) for layer in (1, 2)]
+    return indexed_context(method.index.name, small_spec(method.index).parameters, built, kv, group=2)
+
+
+def decode(session: Session) -> None:
+    """A prompt that is long enough for some of its tokens to leave the recent window, then three steps."""
+    generator = torch.Generator().manual_seed(1)
+    position = 150
+    for count in (140, 1, 1, 1):
+        q = torch.randn(2, count, 2, 16, generator=generator)
+        k, v = torch.randn(2, 2, count, 16, generator=generator)
+        for layer in session.layers:
+            layer.attend(q, k, v, position)
+        position += count
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "csattention+dropped",
+        "csattention-paper",
+        "multipole+dropped",
+        "multipole-tree+dropped",
+        "tactic",
+        "quest",
+        "pq+dropped",
+    ],
+)
+def test_memory_that_indexes_and_a_session_used_is_freed(store: Store, name: str, used: bool) -> None:
+    method = get_method(name)
+    assert method.index is not None
+    context = searched_context(method)
+    context.write(store)
+    arena = Arena(1 << 24)
+    with arena.acquire(store, context.id) as resident:
+        # The first calls compile the kernels, and the compiler leaves cycles behind that hold their arguments.
+        decode(Session(resident, method))
+    assert arena.drop(context.id)
+    with no_collector():
+        with arena.acquire(store, context.id) as resident:
+            storage = weakref.ref(resident.kv(0).untyped_storage())
+            assert type(resident.index(method.index.name, 1)) is INDEX_KINDS[method.index.kind]
+            session = Session(resident, method)
+            if used:
+                decode(session)
+                assert session.figures.searches > 0
+                assert session.figures.append_ns > 0
+            session.close()
+        assert storage() is not None
+        assert arena.drop(context.id)
+        assert storage() is None
+
+
+def test_tensors_are_refused_after_release(many: tuple[Store, list[SyntheticContext]]) -> None:
+    store, contexts = many
+    arena = Arena(SIZE)
+    with arena.acquire(store, contexts[0].id) as resident:
+        resident.kv(0)
+    arena.drop(contexts[0].id)
+    with pytest.raises(InvalidArgumentError, match="released"):
+        resident.kv(0)
+    with pytest.raises(InvalidArgumentError, match="released"):
+        resident.tokens()
+
+
+def test_index_is_made_once(many: tuple[Store, list[SyntheticContext]]) -> None:
+    store, contexts = many
+    arena = Arena(SIZE, kinds=KINDS)
+    with arena.acquire(store, contexts[0].id) as resident, ThreadPoolExecutor(8) as pool:
+        found = {id(index) for index in pool.map(lambda _: resident.index("tables", 1), range(32))}
+        assert len(found) == 1
+        assert resident.index("tables", 2) is not resident.index("tables", 1)
+
+
+def test_index_that_is_not_there(many: tuple[Store, list[SyntheticContext]]) -> None:
+    store, contexts = many
+    with Arena(SIZE, kinds=KINDS).acquire(store, contexts[0].id) as resident:
+        with pytest.raises(MethodUnsupportedError, match=r"no index 'clusters' \(it has: tables\)"):
+            resident.index("clusters", 1)
+        with pytest.raises(
+            MethodUnsupportedError, match=r"covers layers \[1, 2\], not layer 0; dense layers \[0\]"
+        ):
+            resident.index("tables", 0)
+    with (
+        Arena(SIZE).acquire(store, contexts[0].id) as resident,
+        pytest.raises(MethodUnsupportedError, match=r"of kind 'recorded', this program reads .*query"),
+    ):
+        resident.index("tables", 1)
+    with (
+        Arena(SIZE).acquire(store, contexts[0].id) as resident,
+        pytest.raises(InvalidArgumentError, match="layer 3"),
+    ):
+        resident.kv(3)
+
+
+def test_index_without_arrays(store: Store) -> None:
+    context = synthetic_context(index_dtypes=())
+    entry = IndexEntry("oracle", ExactIndex.kind, {}, (1, 2), ())
+    context = replace(context, draft=replace(context.draft, indexes=(entry,)))
+    context.write(store)
+    with Arena(1 << 20).acquire(store, context.id) as resident:
+        assert isinstance(resident.index("oracle", 2), LayerIndex)
+
+
+def test_page_locking(many: tuple[Store, list[SyntheticContext]]) -> None:
+    store, contexts = many
+    locker = RecordingLocker()
+    arena = Arena(2 * SIZE, locker)
+    for context in contexts:
+        touch(arena, store, context)
+    assert len(locker.locked) == 2
+    assert arena.stats().page_locked_bytes == 2 * SIZE
+    arena.clear()
+    assert locker.locked == []
+
+
+@no_collector()
+def test_memory_is_unlocked_when_an_arena_is_forgotten(many: tuple[Store, list[SyntheticContext]]) -> None:
+    store, contexts = many
+    locker = RecordingLocker()
+    arena = Arena(SIZE, locker)
+    touch(arena, store, contexts[0])
+    assert len(locker.locked) == 1
+    del arena
+    assert locker.locked == []
+
+
+def test_failing_page_lock_falls_back_and_says_why(
+    many: tuple[Store, list[SyntheticContext]], caplog: pytest.LogCaptureFixture
+) -> None:
+    store, contexts = many
+    arena = Arena(SIZE, RecordingLocker(error="no more locked memory"))
+    with caplog.at_level(logging.WARNING), arena.acquire(store, contexts[0].id) as resident:
+        assert bits(resident.kv(0)) == bits(contexts[0].kv[0])
+    assert "stay pageable" in caplog.text
+    assert "no more locked memory" in caplog.text
+    assert arena.stats().page_locked_bytes == 0
+    assert arena.drop(contexts[0].id)
+
+
+def test_no_files_stay_open(many: tuple[Store, list[SyntheticContext]]) -> None:
+    store, contexts = many
+
+    def open_files() -> Iterator[Path]:
+        return (path for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+
+    arena = Arena(len(contexts) * SIZE)
+    touch(arena, store, contexts[0])
+    before = len(list(open_files()))
+    for context in contexts:
+        touch(arena, store, context)
+    assert len(list(open_files())) == before

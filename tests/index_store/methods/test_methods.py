@@ -1,0 +1,211 @@
+"""The registry of methods, what its expressions mean, and what it refuses."""
+
+from dataclasses import replace
+
+import pytest
+
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
+from index_store.methods.method import DEFAULT_METHOD, METHODS, Method, get_method
+from index_store.methods.schedules import Schedule
+from index_store.selection.budgets import Ratio, Threshold, TokenCount
+from index_store.selection.mass import Mass
+from index_store.selection.remainders import REMAINDERS
+
+
+def specs_of(method: Method) -> list[str]:
+    return [spec.name for spec in method.index_specs()]
+
+
+def test_names_and_defaults() -> None:
+    assert list(METHODS) == [
+        "full",
+        "oracle",
+        "csattention",
+        "csattention-paper",
+        "squeezed",
+        "squeezed-tree",
+        "multipole",
+        "multipole-windowed",
+        "multipole-tree",
+        "tactic",
+        "quest",
+        "pq",
+    ]
+    assert DEFAULT_METHOD in METHODS
+    for name, method in METHODS.items():
+        assert method.name == name
+        assert method.summary.endswith(".")
+        assert method.source
+        assert method.schedule == Schedule()
+    tables = INDEX_SPECS["query_tables"].parameters
+    assert (tables["subspaces"], tables["centroids"]) == (16, 32)
+
+
+@pytest.mark.parametrize("spec", INDEX_SPECS.values(), ids=INDEX_SPECS)
+def test_listed_indexes_know_their_parameters_and_sizes(spec: IndexSpec) -> None:
+    size = INDEX_KINDS[spec.kind].bytes_per_token(spec.parameters, 128)
+    assert size > 0.0 if spec.stored else size == 0.0
+
+
+def test_stored_indexes() -> None:
+    assert specs_of(METHODS["full"]) == specs_of(METHODS["oracle"]) == []
+    assert specs_of(METHODS["csattention"]) == ["query_tables", "remainder_clusters"]
+    assert specs_of(METHODS["csattention"].without_remainder()) == ["query_tables"]
+    assert specs_of(METHODS["multipole"]) == ["key_clusters"]
+    assert specs_of(get_method("oracle+dipole")) == ["dipole_clusters"]
+
+
+def test_a_budget_takes_the_place_of_the_methods_own() -> None:
+    assert get_method("csattention") is METHODS["csattention"]
+    assert get_method("csattention", 0.02).budget == Ratio(0.02)
+    assert get_method("squeezed", 0.02).budget == Threshold(keep=0.02)
+    assert get_method("tactic", 0.02).budget == Ratio(0.02)
+    assert get_method("pq", mass=0.99).budget == Mass(0.99)
+    assert get_method("squeezed-tree", tokens=512).budget == TokenCount(512)
+    for wrong, match in (
+        ({"keep": 1.5}, "keep ratio"),
+        ({"mass": 0.0}, "mass"),
+        ({"tokens": 0}, "token budget"),
+        ({"keep": 0.1, "mass": 0.9}, "keep ratio and target mass are given"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=match):
+            get_method("csattention", **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [{"keep": 0.5}, {"mass": 0.5}, {"tokens": 5}, {"period": 2}])
+def test_full_attention_takes_no_budget_and_no_period(given: dict[str, float]) -> None:
+    with pytest.raises(MethodUnsupportedError, match="takes no"):
+        get_method("full", **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("expression", "remainder", "specs", "optional"),
+    [
+        ("csattention", "centred", ["query_tables", "remainder_clusters"], True),
+        ("csattention+centred", "centred", ["query_tables", "remainder_clusters"], False),
+        ("csattention+dropped", "dropped", ["query_tables"], False),
+        ("pq+dipole", "dipole", ["product_codes", "dipole_clusters"], False),
+        ("oracle+monopole", "monopole", ["remainder_clusters"], False),
+        ("tactic+monopole", "monopole", ["key_clusters"], False),
+        ("squeezed-tree+monopole", "monopole", ["cluster_tree"], False),
+        ("multipole+centred", "centred", ["key_clusters", "remainder_clusters"], False),
+        ("multipole+dropped", "dropped", ["key_clusters"], False),
+    ],
+)
+def test_remainders_of_expressions(expression: str, remainder: str, specs: list[str], optional: bool) -> None:
+    method = get_method(expression)
+    assert method.name == expression
+    assert method.remainder.name == remainder
+    assert specs_of(method) == specs
+    assert method.partition_optional is optional
+
+
+@pytest.mark.parametrize(
+    ("expression", "schedule"),
+    [
+        ("csattention@period=4", Schedule(period=4)),
+        ("pq+centred@lag", Schedule(lag=1)),
+        ("oracle@ahead@correct=0.9", Schedule(ahead=True, correct_below=0.9)),
+        ("squeezed@correct=-0.5@period=2", Schedule(period=2, correct_below=-0.5)),
+    ],
+)
+def test_schedules_of_expressions(expression: str, schedule: Schedule) -> None:
+    assert get_method(expression).schedule == schedule
+    assert get_method(expression, period=8).schedule == Schedule(period=8)
+
+
+def test_windows_and_search_options_of_expressions() -> None:
+    method = get_method("csattention+dropped@group=pooled@sinks=0@recent=32@lag", 0.01)
+    assert method.search == {"group": "pooled", "weights": "projection"}
+    assert (method.sinks, method.recent, method.append_block) == (0, 32, 64)
+    assert (method.schedule, method.budget) == (Schedule(lag=1), Ratio(0.01))
+    published = "@weights=uniform@backoff_cosine=0.5@backoff_centroids=2@append_block=1"
+    same = get_method(f"csattention+dropped@group=pooled@sinks=0@recent=32{published}")
+    fields = ("search", "sinks", "recent", "append_block", "drops_remainder", "budget")
+    assert all(getattr(same, name) == getattr(METHODS["csattention-paper"], name) for name in fields)
+    for wrong in ("csattention@group=each", "pq@group=pooled", "pq@colour=red", "csattention@sinks=-1"):
+        with pytest.raises(InvalidArgumentError):
+            get_method(wrong)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "quickest",
+        "pq+",
+        "pq+sixpole",
+        "+centred",
+        "pq@",
+        "pq@early",
+        "pq@period",
+        "pq@correct=x",
+        "pq@lag=1",
+        "pq@period=1.5",
+        "pq@sinks=inf",
+        "csattention@sinks=4",
+        "full@sinks=16",
+        "full@group=pooled",
+        "PQ",
+        "pq ",
+        "full+centred",
+        "csattention-paper+centred",
+    ],
+)
+def test_expressions_that_mean_nothing_are_refused(expression: str) -> None:
+    with pytest.raises(MethodUnsupportedError):
+        get_method(expression)
+
+
+@pytest.mark.parametrize(
+    "expression", ["pq@correct=0.9", "pq@period=2@lag", "pq@lag@ahead", "pq@lag@correct=2"]
+)
+def test_schedules_that_contradict_themselves_are_refused(expression: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        get_method(expression)
+
+
+def test_pairs_that_cannot_work_are_refused() -> None:
+    tables, paper = METHODS["csattention"], METHODS["csattention-paper"]
+    with pytest.raises(MethodUnsupportedError, match="both or neither"):
+        replace(tables, budget=None)
+    with pytest.raises(MethodUnsupportedError, match="both or neither"):
+        replace(METHODS["full"], budget=Ratio(0.1))
+    for method in (METHODS["quest"], paper):
+        with pytest.raises(MethodUnsupportedError, match="without estimating"):
+            replace(method, budget=Threshold(keep=0.1))
+    with pytest.raises(InvalidArgumentError, match="backoff"):
+        replace(tables, search={**tables.search, "backoff_centroids": 2})
+    with pytest.raises(InvalidArgumentError, match="group"):
+        replace(paper, search={"group": "softmax_sum", "weights": "uniform"})
+    with pytest.raises(InvalidArgumentError, match="index kind"):
+        IndexSpec("x", "ball_tree")
+
+
+def test_remainders_that_cannot_work_are_refused() -> None:
+    clusters = INDEX_SPECS["remainder_clusters"]
+    pq = METHODS["pq"]
+    with pytest.raises(MethodUnsupportedError, match="has no clusters"):
+        replace(pq, partition=None)
+    with pytest.raises(MethodUnsupportedError, match="needs clusters with moments 'full'"):
+        replace(pq, remainder=REMAINDERS["dipole"])
+    with pytest.raises(MethodUnsupportedError, match="needs clusters with moments 'diagonal'"):
+        replace(METHODS["multipole"], remainder=REMAINDERS["centred"])
+    moved = clusters.with_parameters(window=64)
+    with pytest.raises(MethodUnsupportedError, match="windowed RoPE"):
+        replace(pq, partition=moved)
+    assert replace(pq, remainder=REMAINDERS["monopole"], partition=moved).partition == moved
+    with pytest.raises(MethodUnsupportedError, match="attends to 4 sinks"):
+        replace(pq, sinks=4)
+    with pytest.raises(MethodUnsupportedError, match="leaves no key out"):
+        replace(METHODS["full"], remainder=REMAINDERS["monopole"])
+
+
+def test_index_spec_takes_overrides() -> None:
+    spec = INDEX_SPECS["query_tables"].with_parameters(layout="lists", subspaces=None)
+    assert spec.parameters["layout"] == "lists"
+    assert spec.parameters["subspaces"] == 16
+    with pytest.raises(InvalidArgumentError, match="no parameter"):
+        spec.with_parameters(colour="red")

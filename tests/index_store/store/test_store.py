@@ -1,0 +1,398 @@
+"""A store of contexts: round trips, finding, opening, expiry, deletion, clean-up."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from index_store.errors import (
+    ContextAmbiguousError,
+    ContextCorruptError,
+    ContextExpiredError,
+    ContextNotFoundError,
+    InvalidArgumentError,
+    ManifestError,
+    MissingChunkError,
+    StoreError,
+)
+from index_store.store.catalog import BrokenContext, Store
+from index_store.store.dtypes import STORED_DTYPES, dtype_name
+from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path
+from tests.support_store import CREATED, SyntheticContext, other_model, synthetic_context
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The tensor's elements as raw bytes: equality of these is bit-exact, NaN included."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def folder(store: Store, id_: str) -> Path:
+    return store.path / "contexts" / id_
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_round_trip_is_bit_exact(store: Store, dtype: str) -> None:
+    context = synthetic_context(dtype=dtype, index_dtypes=tuple(STORED_DTYPES))
+    context.kv.view(-1)[:3] = torch.tensor([float("nan"), float("inf"), -0.0])
+    context.write(store)
+    with store.open(context.id) as opened:
+        assert opened.manifest == context.manifest
+        assert torch.equal(opened.tokens(), context.tokens)
+        assert opened.tokens().dtype == torch.int64
+        for layer in range(3):
+            for head in range(2):
+                found = opened.array("kv", layer, head)
+                assert found.dtype == STORED_DTYPES[dtype].torch_dtype
+                assert found.shape == (37, 2, 8)
+                assert bits(found) == bits(context.kv[layer, head])
+        for entry, data in context.entries():
+            for row, layer in enumerate((1, 2)):
+                for head in range(2):
+                    found = opened.array(entry.path, layer, head)
+                    assert dtype_name(found.dtype) == entry.dtype
+                    assert bits(found) == bits(data[row, head])
+        for layer in range(3):
+            sample = opened.queries(layer)
+            assert bits(sample.queries_HPGD) == bits(context.queries[layer])
+            assert sample.positions_P.tolist() == list(context.draft.query_positions) == [36, 37, 38]
+            assert bits(opened.array("queries", layer, 1)) == bits(context.queries[layer, 1])
+    assert store.verify(context.id) == []
+
+
+def test_a_context_without_a_sample_of_queries(store: Store) -> None:
+    context = synthetic_context(query_rows=0)
+    context.write(store)
+    assert store.verify(context.id) == []
+    with (
+        store.open(context.id) as opened,
+        pytest.raises(InvalidArgumentError, match="has no sample of queries"),
+    ):
+        opened.queries(0)
+
+
+def test_all_zero_chunks_are_stored(store: Store) -> None:
+    context = synthetic_context()
+    context.kv.zero_()
+    context.tokens.zero_()
+    for data in context.arrays.values():
+        data.zero_()
+    context.write(store)
+    assert store.verify(context.id) == []
+    assert not store.open(context.id).array("kv", 2, 1).any()
+
+
+def test_zarr_reads_what_was_written(stored: Store, context: SyntheticContext) -> None:
+    group = zarr.open_group(folder(stored, context.id), mode="r")
+    assert np.array_equal(group["tokens"][:], context.tokens.numpy())
+    assert np.array_equal(group["kv"][:], context.kv.view(torch.uint16).numpy())
+    assert group["kv"].attrs["dtype"] == "bfloat16"
+    for entry, data in context.entries():
+        assert np.array_equal(group[entry.path][:], data.numpy())
+
+
+def test_chunk_file_is_the_raw_array(stored: Store, context: SyntheticContext) -> None:
+    raw = chunk_path(folder(stored, context.id), context.manifest.kv, (2, 1)).read_bytes()
+    assert raw[:-CHECKSUM_BYTES] == bits(context.kv[2, 1])
+
+
+def test_mapped_array_is_private(stored: Store, context: SyntheticContext) -> None:
+    opened = stored.open(context.id)
+    opened.array("kv", 0, 0).zero_()
+    assert bits(opened.array("kv", 0, 0)) == bits(context.kv[0, 0])
+    assert stored.verify(context.id) == []
+
+
+def test_mapping_holds_no_files_open(stored: Store, context: SyntheticContext) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    opened = stored.open(context.id)
+    for layer in range(3):
+        opened.array("kv", layer, 0)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize(
+    ("path", "layer", "head"),
+    [
+        ("kv", 3, 0),
+        ("kv", -1, 0),
+        ("kv", 0, 2),
+        ("kv", 0, -1),
+        ("index/tables/array_int8", 0, 0),
+        ("queries", 3, 0),
+        ("nothing", 0, 0),
+    ],
+)
+def test_outside_of_arrays(
+    stored: Store, context: SyntheticContext, path: str, layer: int, head: int
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=path):
+        stored.open(context.id).array(path, layer, head)
+
+
+def test_closed_context(stored: Store, context: SyntheticContext) -> None:
+    with stored.open(context.id) as opened:
+        kept = opened.array("kv", 0, 0)
+    with pytest.raises(InvalidArgumentError, match="closed"):
+        opened.array("kv", 0, 0)
+    assert bits(kept) == bits(context.kv[0, 0])
+
+
+def test_list_is_newest_first(store: Store) -> None:
+    old, new, middle = (
+        synthetic_context(seed=seed, created=CREATED + timedelta(days=days))
+        for seed, days in ((0, 0), (1, 9), (2, 5))
+    )
+    for context in (old, new, middle):
+        context.write(store)
+    assert store.list() == [new.manifest, middle.manifest, old.manifest]
+
+
+def test_list_skips_what_is_not_a_context(stored: Store, context: SyntheticContext) -> None:
+    contexts = stored.path / "contexts"
+    (contexts / f".tmp-{context.id}-00").mkdir()
+    (contexts / "notes").mkdir()
+    (contexts / "file.txt").write_text("x")
+    assert stored.list() == [context.manifest]
+
+
+def test_broken_contexts_are_reported_apart(stored: Store, context: SyntheticContext) -> None:
+    other = synthetic_context(seed=1)
+    other.write(stored)
+    (folder(stored, other.id) / "manifest.json").unlink()
+    assert stored.list() == [context.manifest]
+    manifest, broken = stored.entries()
+    assert manifest == context.manifest
+    assert isinstance(broken, BrokenContext)
+    assert broken.id == other.id
+    assert isinstance(broken.error, ManifestError)
+    assert stored.resolve(other.id[:10]) == other.id
+    stored.delete(other.id)
+    assert stored.entries() == [context.manifest]
+
+
+def test_manifest_in_the_wrong_folder(stored: Store, context: SyntheticContext) -> None:
+    other = "0" * 64
+    folder(stored, context.id).rename(folder(stored, other))
+    with pytest.raises(ManifestError, match=f"'id' is '{context.id}', expected '{other}'"):
+        stored.open(other)
+
+
+def test_resolve(store: Store) -> None:
+    first, second = synthetic_context(name="handbook"), synthetic_context(seed=1, name="code base, v2")
+    for context in (first, second):
+        context.write(store)
+    for ref in (first.id, f"contexts/{first.id}", first.id[:6], f"contexts/{first.id[:20]}", "handbook"):
+        assert store.resolve(ref) == first.id
+    assert store.resolve("code base, v2") == second.id
+    for ref in (first.id[:5], "0" * 64, "contexts/" + "0" * 64, "handboo", "", "contexts/", "000000"):
+        with pytest.raises(ContextNotFoundError, match="no context"):
+            store.resolve(ref)
+
+
+def test_resolve_ambiguous(store: Store) -> None:
+    contexts = [synthetic_context(seed=seed, name="same") for seed in range(2)]
+    for context in contexts:
+        context.write(store)
+    with pytest.raises(ContextAmbiguousError, match="fits 2 contexts") as caught:
+        store.resolve("same")
+    assert all(context.id[:16] in caught.value.message for context in contexts)
+
+
+def test_name_that_is_also_an_id_prefix(store: Store) -> None:
+    first = synthetic_context()
+    first.write(store)
+    synthetic_context(seed=1, name=first.id[:8]).write(store)
+    with pytest.raises(ContextAmbiguousError):
+        store.resolve(first.id[:8])
+
+
+@pytest.mark.parametrize(
+    "ref",
+    [
+        "../outside",
+        "..",
+        ".",
+        "/etc",
+        "contexts/../../x",
+        "a" * 63 + "/",
+        "A" * 64,
+        "g" * 64,
+        "a" * 65,
+        "a\0b",
+    ],
+)
+def test_ids_never_leave_the_store(store: Store, tmp_path: Path, ref: str) -> None:
+    (tmp_path / "outside").mkdir()
+    with pytest.raises(ContextNotFoundError):
+        store.resolve(ref)
+    for use in (store.manifest, store.open, store.delete, store.verify, store.writer):
+        with pytest.raises(InvalidArgumentError, match="64 lower-case hex digits"):
+            use(ref)
+    with pytest.raises(InvalidArgumentError), store.lock(ref):
+        pytest.fail("locked a bad id")
+    assert (tmp_path / "outside").exists()
+
+
+def test_unknown_context(store: Store) -> None:
+    for use in (store.manifest, store.open, store.delete, store.verify):
+        with pytest.raises(ContextNotFoundError, match="0000"):
+            use("0" * 64)
+
+
+def test_expired_context(store: Store) -> None:
+    context = synthetic_context(ttl=timedelta(hours=1))
+    context.write(store)
+    now = CREATED + timedelta(minutes=30)
+    early = Store(store.path, clock=lambda: now)
+    assert early.open(context.id).manifest.id == context.id
+    assert early.gc() == []
+    with pytest.raises(ContextExpiredError, match=f"{context.id} expired at 2026-01-02 04:04:05") as caught:
+        store.open(context.id)
+    assert caught.value.metadata["context"] == context.id
+    assert store.list() == [context.manifest]
+    assert store.expired(context.manifest)
+    (would,) = store.gc(dry_run=True)
+    assert (would.kind, would.path) == ("expired", folder(store, context.id))
+    assert would.nbytes > context.manifest.kv_bytes
+    assert store.list() == [context.manifest]
+    assert store.gc() == [would]
+    assert store.list() == []
+    assert os.listdir(store.path / "contexts") == []
+
+
+def test_expired_context_that_a_job_is_replacing_is_left_alone(store: Store) -> None:
+    context = synthetic_context(ttl=timedelta(hours=1))
+    context.write(store)
+    with store.lock(context.id):
+        assert store.gc() == []
+    assert len(store.gc()) == 1
+
+
+def test_delete_while_mapped(stored: Store, context: SyntheticContext) -> None:
+    other_process = Store(stored.path)
+    opened = stored.open(context.id)
+    mapped = [opened.array("kv", layer, head) for layer in range(3) for head in range(2)]
+    other_process.delete(context.id)
+    assert os.listdir(stored.path / "contexts") == []
+    assert b"".join(map(bits, mapped)) == bits(context.kv)
+    with pytest.raises(ContextNotFoundError, match="was deleted"):
+        opened.array("kv", 0, 0)
+    with pytest.raises(ContextNotFoundError, match="was deleted"):
+        opened.tokens()
+    with pytest.raises(ContextNotFoundError):
+        stored.open(context.id)
+    with pytest.raises(ContextNotFoundError):
+        stored.delete(context.id)
+
+
+def test_a_missing_chunk_is_no_deletion(stored: Store, context: SyntheticContext) -> None:
+    opened = stored.open(context.id)
+    chunk_path(folder(stored, context.id), context.manifest.kv, (0, 0)).unlink()
+    with pytest.raises(MissingChunkError):
+        opened.array("kv", 0, 0)
+
+
+def test_gc_finishes_a_deletion_that_was_interrupted(stored: Store, context: SyntheticContext) -> None:
+    trash = stored.path / "contexts" / f".trash-{context.id}-0123"
+    folder(stored, context.id).rename(trash)
+    assert stored.list() == []
+    assert [(item.kind, item.path) for item in stored.gc(dry_run=True)] == [("trash", trash)]
+    assert trash.exists()
+    assert [item.kind for item in stored.gc()] == ["trash"]
+    assert not trash.exists()
+
+
+def test_gc_spares_what_is_being_written(store: Store) -> None:
+    context = synthetic_context()
+    with store.writer(context.id) as writer:
+        writer.write_tokens(context.tokens)
+        assert store.gc() == []
+        with store.writer(context.id):
+            assert len(list((store.path / "contexts").iterdir())) == 2
+        assert store.list() == []
+    assert list((store.path / "contexts").iterdir()) == []
+
+
+def test_gc_removes_temporary_folders_without_a_writer(store: Store) -> None:
+    dead = store.path / "contexts" / f".tmp-{'0' * 64}-0123"
+    (dead / "kv").mkdir(parents=True)
+    (dead / "kv" / "zarr.json").write_text("{}")
+    assert [(item.kind, item.nbytes) for item in store.gc(dry_run=True)] == [("temporary", 2)]
+    assert dead.exists()
+    assert [item.path for item in store.gc()] == [dead]
+    dead.mkdir()
+    with store.writer("1" * 64):
+        assert not dead.exists()
+
+
+def test_gc_waits_for_nobody(store: Store) -> None:
+    held = store.path / "contexts" / f".tmp-{'0' * 64}-0123"
+    held.mkdir()
+    descriptor = os.open(held, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        assert store.gc() == []
+    finally:
+        os.close(descriptor)
+    assert len(store.gc()) == 1
+
+
+def test_longest_prefix(store: Store) -> None:
+    long = synthetic_context(tokens=40)
+    short = replace(synthetic_context(tokens=20, seed=1), tokens=long.tokens[:20])
+    unrelated = synthetic_context(tokens=30, seed=2)
+    foreign = synthetic_context(tokens=41, seed=0, model=other_model(fingerprint="f" * 64))
+    for context in (long, short, unrelated, foreign):
+        context.write(store)
+    asked = [*long.tokens.tolist(), 1, 2, 3]
+    assert store.longest_prefix("a" * 64, asked) == (long.manifest, 40)
+    assert store.longest_prefix("a" * 64, asked[:40]) == (long.manifest, 40)
+    assert store.longest_prefix("a" * 64, torch.tensor(asked[:39])) == (short.manifest, 20)
+    assert store.longest_prefix("a" * 64, asked[:19]) is None
+    assert store.longest_prefix("a" * 64, []) is None
+    assert store.longest_prefix("e" * 64, asked) is None
+    chunk_path(folder(store, long.id), long.manifest.tokens, (0,)).write_bytes(b"damaged")
+    assert store.longest_prefix("a" * 64, asked) == (short.manifest, 20)
+
+
+def test_longest_prefix_leaves_out_expired_ones(store: Store) -> None:
+    context = synthetic_context(ttl=timedelta(hours=1))
+    context.write(store)
+    assert store.longest_prefix("a" * 64, context.tokens.tolist()) is None
+
+
+def test_a_folder_that_is_no_store(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"no store here .*prefill-worker run --store"):
+        Store(tmp_path)
+    with pytest.raises(StoreError, match="no store here"):
+        Store(tmp_path / "missing")
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(StoreError, match="creating the store failed"):
+        Store(file, create=True)
+    Store(tmp_path / "a" / "b", create=True)
+    assert Store(tmp_path / "a" / "b").list() == []
+
+
+def test_reading_needs_no_lock_folder(stored: Store, context: SyntheticContext) -> None:
+    (stored.path / "locks").rmdir()
+    assert Store(stored.path).open(context.id).manifest == context.manifest
+    with stored.lock(context.id):
+        assert (stored.path / "locks" / context.id).exists()
+    assert os.listdir(stored.path / "locks") == []
+
+
+def test_a_folder_instead_of_a_chunk(stored: Store, context: SyntheticContext) -> None:
+    path = chunk_path(folder(stored, context.id), context.manifest.kv, (1, 1))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ContextCorruptError, match="kv"):
+        stored.open(context.id)

@@ -1,0 +1,228 @@
+"""Writing is all or nothing: full disks and wrong use leave nothing visible."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch
+
+from index_store.errors import (
+    InvalidArgumentError,
+    ManifestError,
+    MissingChunkError,
+    StoreError,
+    StoreFullError,
+)
+from index_store.store import folders
+from index_store.store.catalog import Store
+from index_store.store.zarr_io import chunk_path
+from tests.support_store import SyntheticContext, synthetic_context
+
+
+def names(store: Store) -> list[str]:
+    return sorted(os.listdir(store.path / "contexts"))
+
+
+@contextmanager
+def full_disk_at(
+    monkeypatch: pytest.MonkeyPatch, write: int, code: int = errno.ENOSPC
+) -> Iterator[list[int]]:
+    """The n-th file of an array, and every later one, fails half-way, as on a full disk."""
+    original, written = Path.open, [0]
+
+    def open_file(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> IO[Any]:
+        if mode == "wb" and path.name != "manifest.json":
+            written[0] += 1
+            if written[0] > write:
+                path.write_text("part")
+                raise OSError(code, os.strerror(code), str(path))
+        return original(path, mode, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_file)
+        yield written
+
+
+def test_full_disk_at_any_write(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = synthetic_context()
+    kept = synthetic_context(seed=1)
+    kept.write(store)
+    with full_disk_at(monkeypatch, 10**9) as written:
+        context.write(store)
+    store.delete(context.id)
+    assert written[0] == 10 + 1 + 6 + 6 + 4 * 4  # metadata of every node, then the chunks
+    for write in range(written[0]):
+        code = errno.EDQUOT if write % 2 else errno.ENOSPC
+        with full_disk_at(monkeypatch, write, code), pytest.raises(StoreFullError, match="no space is left"):
+            context.write(store)
+        assert names(store) == [kept.id]
+    context.write(store)
+    assert store.verify(context.id) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_while_syncing(
+    store: Store, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fsync(_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders.os, "fsync", fsync)
+        with pytest.raises(StoreFullError):
+            context.write(store)
+    assert names(store) == []
+
+
+def test_full_disk_while_writing_the_manifest(
+    store: Store, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_bytes(path: Path, _: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", write_bytes)
+        with pytest.raises(StoreFullError, match="index-store gc"):
+            context.write(store)
+    assert names(store) == []
+
+
+def test_the_kernel_refuses_to_write_more(store: Store) -> None:
+    context = synthetic_context(tokens=1000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # a KV chunk has 32,004 bytes
+    try:
+        with pytest.raises(StoreFullError, match=r"larger than .* allows.*ulimit -f") as caught:
+            context.write(store)
+        assert "no space" not in caught.value.message
+        assert names(store) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_other_write_errors(store: Store, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        full_disk_at(monkeypatch, 5, errno.EIO),
+        pytest.raises(StoreError, match="Input/output error") as caught,
+    ):
+        context.write(store)
+    assert not isinstance(caught.value, StoreFullError)
+    assert names(store) == []
+
+
+def test_leaving_without_publishing_removes_everything(store: Store, context: SyntheticContext) -> None:
+    with store.writer(context.id) as writer:
+        writer.write_tokens(context.tokens)
+        assert len(names(store)) == 1
+    assert names(store) == []
+    with suppress(KeyboardInterrupt), store.writer(context.id) as writer:
+        writer.write_tokens(context.tokens)
+        raise KeyboardInterrupt
+    assert names(store) == []
+
+
+def test_same_content_is_kept_not_replaced(stored: Store, context: SyntheticContext) -> None:
+    again = replace(context, draft=replace(context.draft, name="another name"))
+    again.write(stored)
+    assert stored.manifest(context.id).name == "handbook"
+    assert names(stored) == [context.id]
+
+
+def test_an_expired_context_is_replaced(store: Store) -> None:
+    old = synthetic_context(ttl=timedelta(hours=1))
+    old.write(store)
+    synthetic_context().write(store)
+    assert store.manifest(old.id).expires_at is None
+    assert names(store) == [old.id]
+
+
+def test_a_broken_context_is_replaced(stored: Store, context: SyntheticContext) -> None:
+    chunk_path(stored.path / "contexts" / context.id, context.manifest.kv, (0, 0)).unlink()
+    context.write(stored)
+    assert stored.verify(context.id) == []
+    assert names(stored) == [context.id]
+
+
+def test_an_incomplete_context_is_not_published(store: Store, context: SyntheticContext) -> None:
+    manifest = context.draft
+    with store.writer(context.id) as writer:
+        writer.write_tokens(context.tokens)
+        with pytest.raises(InvalidArgumentError, match="lists arrays"):
+            writer.publish(manifest)
+        for entry, _ in context.by_layer():
+            assert writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype) == entry
+        writer.write_chunk("kv", (0, 0), context.kv[0, 0])
+        for use in (writer.verify, lambda: writer.publish(manifest)):
+            with pytest.raises(MissingChunkError, match=r"kv/c/0/1/.* was never written"):
+                use()
+        with pytest.raises(InvalidArgumentError, match="that create_array returned"):
+            writer.publish(context.manifest)
+        with pytest.raises(InvalidArgumentError, match="expected"):
+            writer.publish(replace(manifest, id="0" * 64))
+    assert names(store) == []
+
+
+def test_wrong_chunks_are_refused(store: Store, context: SyntheticContext) -> None:
+    kv = context.manifest.kv
+    good = context.kv[0, 0]
+    with store.writer(context.id) as writer:
+        writer.create_array(kv.path, kv.shape, kv.chunks, kv.dtype)
+        for data, said in (
+            (good[:-1], "a chunk is"),
+            (good.transpose(0, 2), "a chunk is"),
+            (good.view(torch.int16), "a chunk is bfloat16, got int16"),
+            (good.float(), "a chunk is"),
+            (good.to(torch.complex64), "chunk"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=said):
+                writer.write_chunk("kv", (0, 0), data)
+        for indices in ((3, 0), (0, 2), (-1, 0), (0, 0, 1), (0,) * 6):
+            with pytest.raises(InvalidArgumentError, match="outside the grid"):
+                writer.write_chunk("kv", indices, good)
+        with pytest.raises(InvalidArgumentError, match="was not created"):
+            writer.write_chunk("keys", (0, 0), good)
+        with pytest.raises(InvalidArgumentError, match="created before"):
+            writer.create_array(kv.path, kv.shape, kv.chunks, kv.dtype)
+        with pytest.raises(ManifestError, match="path"):
+            writer.create_array("../kv", kv.shape, kv.chunks, kv.dtype)
+        writer.write_chunk("kv", (0, 0), good[None, None])
+        strided = torch.stack([good, good], dim=-1)[..., 0]
+        writer.write_chunk("kv", (0, 1), strided)
+        written = [chunk_path(next((store.path / "contexts").iterdir()), kv, (0, head)) for head in (0, 1)]
+        assert written[0].read_bytes() == written[1].read_bytes()
+
+
+def test_chunks_from_several_threads(store: Store) -> None:
+    context = synthetic_context(tokens=200)
+    manifest = context.draft
+    with store.writer(context.id) as writer:
+        writer.write_tokens(context.tokens)
+        jobs = []
+        for entry, data in context.by_layer():
+            writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+            jobs += [
+                (entry.path, (row, head), data[row, head])
+                for row in range(data.shape[0])
+                for head in range(data.shape[1])
+            ]
+        threads = [threading.Thread(target=writer.write_chunk, args=job) for job in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert writer.publish(manifest) == context.manifest
+    assert store.manifest(context.id) == context.manifest
+    assert store.verify(context.id) == []
+    assert torch.equal(
+        store.open(context.id).array("kv", 2, 1).view(torch.int16), context.kv[2, 1].view(torch.int16)
+    )

@@ -1,0 +1,78 @@
+"""Processes that write contexts, to be killed or to race with each other.
+
+Run as `python -m tests.index_store.store.writer_processes`. Reads one JSON request per line, forks a child for it and
+answers `started PID`, then `ended PID STATUS` when the child is gone. Forking keeps a child's start cheap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import index_store.store.writer
+from index_store.store.catalog import Store
+from index_store.store.writer import ContextWriter
+from tests.support_store import synthetic_context
+
+
+def main() -> None:
+    """Serves requests until standard input ends."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(serve(Store(request["store"]), request))
+        say(f"started {pid}")
+        threading.Thread(target=lambda pid=pid: say(f"ended {pid} {os.waitpid(pid, 0)[1]}")).start()
+
+
+def serve(store: Store, request: dict[str, Any]) -> int:
+    """Writes the context of the request's seed, as a prefill job does."""
+    context = synthetic_context(tokens=request.get("tokens", 400), seed=request["seed"])
+    if "die_at" in request:
+        die_at_step(request["die_at"])
+    if request.get("lock"):
+        with store.lock(context.id, lambda: say("waits")):
+            if any(manifest.id == context.id for manifest in store.list()):
+                say("found")
+                return 0
+            time.sleep(request.get("work", 0))
+            context.write(store)
+            say("wrote")
+            return 0
+    context.write(store)
+    return 0
+
+
+def die_at_step(step: int) -> None:
+    """Makes this process kill itself at its n-th step of writing: a chunk, the sync, before or after the rename."""
+    remaining = [step]
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if remaining[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            remaining[0] -= 1
+            return function(*args, **kwargs)
+
+        return call
+
+    ContextWriter.write_chunk = counted(ContextWriter.write_chunk)  # type: ignore[method-assign]
+    ContextWriter.create_array = counted(ContextWriter.create_array)  # type: ignore[method-assign]
+    index_store.store.writer.sync_tree = counted(index_store.store.writer.sync_tree)
+    index_store.store.writer.sync_path = counted(index_store.store.writer.sync_path)
+
+
+def say(line: str) -> None:
+    """One line, written at once: several processes share the pipe."""
+    os.write(1, f"{line}\n".encode())
+
+
+if __name__ == "__main__":
+    main()

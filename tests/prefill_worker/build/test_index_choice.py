@@ -1,0 +1,179 @@
+"""Which indexes a job builds, in which layers, and for which methods."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.methods.index_specs import INDEX_SPECS
+from prefill_worker.config import PrefillConfig
+from prefill_worker.build.index_choice import (IndexPlan, plan_indexes)
+
+
+def plan(*methods: str, **changes: Any) -> IndexPlan:
+    settings = {
+        "model": "reader",
+        "store": Path("store"),
+        "input": (Path("-"),),
+        "method": methods,
+        **changes,
+    }
+    return plan_indexes(PrefillConfig(**settings))
+
+
+def names(found: IndexPlan) -> set[str]:
+    return {spec.name for spec in found.specs}
+
+
+@pytest.mark.parametrize(
+    ("methods", "indexes", "expected"),
+    [
+        (("csattention",), (), {"query_tables", "remainder_clusters"}),
+        (("csattention+dropped",), (), {"query_tables"}),
+        (("csattention+dipole", "quest"), (), {"query_tables", "dipole_clusters", "pages"}),
+        (("full", "oracle"), (), set()),
+        (("oracle+centred",), (), {"remainder_clusters"}),
+        (("squeezed", "multipole", "tactic"), (), {"key_clusters"}),
+        (("squeezed-tree",), ("pages", "product_codes"), {"cluster_tree", "pages", "product_codes"}),
+        ((), ("key_clusters",), {"key_clusters"}),
+        (("pq",), ("remainder_clusters",), {"product_codes", "remainder_clusters"}),
+    ],
+)
+def test_indexes_of_methods_join_those_named(
+    methods: tuple[str, ...], indexes: tuple[str, ...], expected: set[str]
+) -> None:
+    found = plan(*methods, index=indexes)
+    assert names(found) == expected
+    assert [spec for spec in found.specs if spec != INDEX_SPECS[spec.name]] == []
+    if methods:
+        assert found.method_names == methods
+
+
+@pytest.mark.parametrize(
+    ("indexes", "methods"),
+    [
+        (("key_clusters",), ("squeezed", "multipole", "tactic")),
+        (("cluster_tree", "pages"), ("squeezed-tree", "multipole-tree", "quest")),
+        (("query_tables",), ("csattention",)),
+        (("remainder_clusters",), ("full",)),
+        (("remainder_clusters", "product_codes"), ("pq",)),
+        (tuple(name for name, spec in INDEX_SPECS.items() if spec.stored), None),
+    ],
+)
+def test_named_indexes_alone_serve_the_presets_they_are_enough_for(
+    indexes: tuple[str, ...], methods: tuple[str, ...] | None
+) -> None:
+    found = plan(index=indexes)
+    assert names(found) == set(indexes)
+    if methods is not None:
+        assert found.method_names == methods
+    else:
+        assert found.method_names[0] == "csattention"
+        assert not {"full", "oracle"} & set(found.method_names)
+
+
+@pytest.mark.parametrize(
+    ("methods", "indexes", "everywhere", "selective_layers_only"),
+    [
+        (("csattention",), (), {"query_tables", "remainder_clusters"}, set()),
+        (("csattention+dropped",), (), set(), {"query_tables"}),
+        (("csattention", "csattention-paper"), (), {"query_tables", "remainder_clusters"}, {"paper_tables"}),
+        (("csattention+dropped", "csattention"), (), {"query_tables", "remainder_clusters"}, set()),
+        (("squeezed", "tactic"), (), set(), {"key_clusters"}),
+        (("squeezed", "multipole"), (), {"key_clusters"}, set()),
+        (("quest",), ("remainder_clusters",), {"remainder_clusters"}, {"pages"}),
+        ((), ("query_tables",), set(), {"query_tables"}),
+        ((), ("query_tables", "remainder_clusters"), {"query_tables", "remainder_clusters"}, set()),
+    ],
+)
+def test_flat_layers_get_an_index_where_a_remainder_needs_it(
+    methods: tuple[str, ...],
+    indexes: tuple[str, ...],
+    everywhere: set[str],
+    selective_layers_only: set[str],
+) -> None:
+    found = plan(*methods, index=indexes)
+    layers = {spec.name: found.layers(spec, 4, (0, 2)) for spec in found.specs}
+    assert layers == dict.fromkeys(everywhere, (0, 1, 2, 3)) | dict.fromkeys(selective_layers_only, (1, 3))
+    assert all(found.layers(spec, 4, ()) == (0, 1, 2, 3) for spec in found.specs)
+
+
+def test_parameters_of_a_named_index() -> None:
+    found = plan("squeezed", index=("key_clusters:window=4096, keys_per_cluster=32,metric=euclidean",))
+    (spec,) = found.specs
+    assert spec.parameters == {
+        **INDEX_SPECS["key_clusters"].parameters,
+        "window": 4096,
+        "keys_per_cluster": 32,
+        "metric": "euclidean",
+    }
+    assert found.methods[0].index == spec
+
+
+def test_flags_reshape_query_tables_however_they_were_asked_for() -> None:
+    for found in (
+        plan("csattention", "csattention-paper", "pq", subspaces=4, tables="lists"),
+        plan("csattention-paper", "pq", index=("query_tables:subspaces=2",), subspaces=4, tables="lists"),
+    ):
+        specs = {spec.name: spec.parameters for spec in found.specs}
+        assert (specs["query_tables"]["subspaces"], specs["query_tables"]["layout"]) == (4, "lists")
+        assert specs["paper_tables"] == INDEX_SPECS["paper_tables"].parameters
+        assert specs["product_codes"] == INDEX_SPECS["product_codes"].parameters
+
+
+@pytest.mark.parametrize(
+    ("methods", "changes", "error", "message"),
+    [
+        (
+            (),
+            {"index": ("nothing",)},
+            InvalidArgumentError,
+            "--index is 'nothing', expected one of query_tables",
+        ),
+        ((), {"index": ("exact",)}, InvalidArgumentError, "--index is 'exact', expected one of query_tables"),
+        ((), {"index": ("pages", "pages:size=8")}, InvalidArgumentError, "expected different indexes"),
+        ((), {"index": ("pages:size",)}, InvalidArgumentError, "size is '', expected a number such as 16"),
+        (
+            (),
+            {"index": ("pages:size=many",)},
+            InvalidArgumentError,
+            "size is 'many', expected a number such as 16",
+        ),
+        (
+            (),
+            {"index": ("pages:sise=8",)},
+            InvalidArgumentError,
+            "cannot read 'sise=8', expected parameter=value",
+        ),
+        ((), {"index": ("pages:",)}, InvalidArgumentError, "cannot read ''"),
+        ((), {"index": ("paper_tables:subspaces=4",)}, InvalidArgumentError, "fixed by the paper"),
+        (
+            (),
+            {"index": ("pages",), "tables": "lists"},
+            InvalidArgumentError,
+            "shape query tables, but pages stores",
+        ),
+        (("full",), {"tables": "lists"}, InvalidArgumentError, "shape query tables, but full stores none"),
+        (
+            ("csattention-paper",),
+            {"centroids": 8},
+            InvalidArgumentError,
+            "fixed by the paper.*use --method csattention for",
+        ),
+        (
+            ("csattention",),
+            {"index": ("remainder_clusters:moments=none",)},
+            MethodUnsupportedError,
+            "needs clusters with moments 'diagonal', index 'remainder_clusters' has 'none'",
+        ),
+        (("squeezed+fancy",), {}, MethodUnsupportedError, "remainder is 'fancy'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    methods: tuple[str, ...], changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        plan(*methods, **changes)

@@ -1,0 +1,266 @@
+"""Layers built and written side by side: the same bytes as one after the other, and errors of any stage as they are."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from index_store.store.catalog import Store
+from index_store.errors import InvalidArgumentError, StoreFullError
+from index_store.methods.index_specs import INDEX_SPECS
+from index_store.indexes.key_clusters.index import KeyClusters
+from index_store.store.manifest import ModelIdentity
+from index_store.store.writer import ContextWriter
+from prefill_worker.build import layer_writing
+from prefill_worker.reading.capture import (Capture, SamplePlan)
+from prefill_worker.build.layer_writing import (UNDER_WAY, LayerWriting, WrittenLayers)
+from prefill_worker.build.stages import (ChunkWriting, Clock, SideStream, Stage)
+
+LAYERS, TOKENS, DIM = 5, 200, 16
+IDENTITY = ModelIdentity("tiny", "llama", "0", "0", LAYERS, 4, 2, DIM, 100, 4096)
+ID = "0" * 64
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
+
+
+def make_capture(device: str = "cpu", spoiled: int | None = None) -> Capture:
+    """What a model might leave; `spoiled` is a layer with a value that is not finite."""
+    positions = torch.arange(50, TOKENS)
+    capture = Capture(IDENTITY, TOKENS, torch.float32, SamplePlan(positions), device)
+    capture.begin_context_chunk(0, TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(LAYERS):
+        query, key, value = (
+            torch.randn(heads, TOKENS, DIM, generator=generator).to(device) for heads in (4, 2, 2)
+        )
+        if layer == spoiled:
+            value[1, 7, 3] = torch.inf
+        capture.attend(layer, query, key, value)
+    return capture
+
+
+def write(
+    store: Path,
+    capture: Capture,
+    overlap: bool = True,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    early: bool = False,
+) -> tuple[WrittenLayers, dict[str, str], Clock]:
+    """What was written, the checksums of every array, and the time it took."""
+    clock = Clock()
+    indexes = [
+        (INDEX_SPECS["query_tables"].with_parameters(centroids=4, subspaces=4), range(LAYERS)),
+        (INDEX_SPECS["remainder_clusters"].with_parameters(block=64), [0, 2, 3]),
+        (INDEX_SPECS["pages"], range(LAYERS)),
+        (INDEX_SPECS["product_codes"].with_parameters(bits=3, subspaces=4), [4]),
+    ]
+    with (
+        Store(store, create=True).writer(ID) as writer,
+        LayerWriting(writer, capture, None, 3, clock, overlap) as writing,
+    ):
+        writing.begin(indexes, measure=True)
+        if early:
+            for layer in range(LAYERS):
+                writing.add(layer)
+        written = writing.finish(progress)
+        arrays = [written.queries, *(array for index in written.indexes for array in index.arrays)]
+        writer.verify()
+        sums = {entry.path: writer._arrays.checksums(entry) for entry in arrays}
+        sums["kv"] = writer._arrays.checksums(writer._entries["kv"])
+    return written, sums, clock
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_side_by_side_and_one_after_the_other_write_the_same_bytes(tmp_path: Path, device: str) -> None:
+    results = [
+        write(tmp_path / str(number), make_capture(device), overlap, early=early)
+        for number, (overlap, early) in enumerate([(True, False), (False, False), (True, True)])
+    ]
+    for written, sums, clock in results:
+        assert sums == results[0][1]
+        assert written == results[0][0]
+        assert set(clock.seconds) == {"index", "thresholds", "dense_layers", "write"}
+        assert all(seconds > 0 for seconds in clock.seconds.values())
+        assert len(written.selectivity) == LAYERS
+        assert [index.layers for index in written.indexes][1] == (0, 2, 3)
+        assert len(written.indexes[1].thresholds) == 28
+
+
+def test_layers_are_freed_as_they_are_written(tmp_path: Path) -> None:
+    capture = make_capture()
+    seen = []
+
+    def progress(done: int, total: int) -> None:
+        held = [layer for layer in range(LAYERS) if capture._kept._kv[layer] is not None]
+        seen.append((done, total, held))
+
+    write(tmp_path, capture, progress=progress)
+    assert seen == [(done, LAYERS, list(range(done, LAYERS))) for done in range(1, LAYERS + 1)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_more_layers_are_under_way_than_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    capture = make_capture()
+    begun: list[int] = []
+    most = 0
+    original = LayerWriting._build
+
+    def build(self: LayerWriting, layer: int) -> None:
+        nonlocal most
+        begun.append(layer)
+        most = max(most, len(begun) - self._written)
+        original(self, layer)
+
+    monkeypatch.setattr(LayerWriting, "_build", build)
+    write(tmp_path, capture, overlap, early=True)
+    assert begun == list(range(LAYERS))
+    assert most == UNDER_WAY
+
+
+def test_layers_come_in_order(tmp_path: Path) -> None:
+    with (
+        Store(tmp_path, create=True).writer(ID) as writer,
+        LayerWriting(writer, make_capture(), None, 0, Clock()) as writing,
+    ):
+        writing.begin([])
+        with pytest.raises(ValueError, match="layer 1 was added, expected layer 0"):
+            writing.add(1)
+
+
+class BrokenError(Exception):
+    """What the tests let a stage fail with."""
+
+
+def _fail_at(call: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    calls = 0
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise BrokenError(f"call {call}")
+        return original(*arguments, **options)
+
+    return fail
+
+
+STAGES: dict[str, tuple[object, str]] = {
+    "waiting for the model": (SideStream, "mark"),
+    "checking": (layer_writing, "check_finite"),
+    "measuring": (layer_writing, "measure_selectivity"),
+    "building": (KeyClusters, "build"),
+    "calibrating": (layer_writing, "calibrate"),
+    "creating": (ContextWriter, "create_array"),
+    "writing": (ContextWriter, "write_chunk"),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_error_of_any_stage_surfaces_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, overlap: bool, device: str
+) -> None:
+    owner, name = STAGES[stage]
+    capture = make_capture(device)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, _fail_at(3, getattr(owner, name)))
+        with pytest.raises(BrokenError, match="call 3"):
+            write(tmp_path, capture, overlap)
+    assert [path.name for path in (tmp_path / "contexts").iterdir() if path.name != ".locks"] == []
+    assert [
+        thread.name for thread in threading.enumerate() if thread.name.startswith(("build", "write"))
+    ] == []
+    write(tmp_path, make_capture(device), overlap)  # the store can still be used
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_an_error_of_the_copy_surfaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChunkWriting, "_fetch", _fail_at(5, ChunkWriting._fetch))
+    with pytest.raises(BrokenError):
+        write(tmp_path, make_capture("cuda"))
+    assert [path.name for path in (tmp_path / "contexts").iterdir() if path.name != ".locks"] == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_values_that_are_not_finite_are_named(tmp_path: Path, device: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"layer 2 are not finite in float32"):
+        write(tmp_path, make_capture(device, spoiled=2))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_interrupt_waits_for_what_has_begun_and_drops_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """An interrupt arrives in the main thread, which waits for the others."""
+    done: list[int] = []
+    original = ContextWriter.write_chunk
+
+    def slowly(self: ContextWriter, path: str, indices: Any, data: Tensor) -> None:
+        time.sleep(0.01)
+        original(self, path, indices, data)
+        done.append(1)
+
+    monkeypatch.setattr(ContextWriter, "write_chunk", slowly)
+
+    def interrupt(finished: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, make_capture(), overlap, interrupt)
+    written = len(done)
+    assert written > 0
+    time.sleep(0.05)
+    assert len(done) == written
+    assert [path.name for path in (tmp_path / "contexts").iterdir() if path.name != ".locks"] == []
+
+
+def test_a_full_disk_in_a_writing_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: ContextWriter, *arguments: object) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        raise StoreFullError("no space is left")
+
+    monkeypatch.setattr(ContextWriter, "write_chunk", full)
+    with pytest.raises(StoreFullError, match="no space is left"):
+        write(tmp_path, make_capture())
+
+
+def test_a_stage_without_threads_runs_at_once() -> None:
+    ran: list[int] = []
+    with Stage(0, "none") as stage:
+        future = stage.submit(lambda: ran.append(1))
+        assert future.done()
+        assert ran == [1]
+
+        def fail() -> None:
+            raise BrokenError("at once")
+
+        failed = stage.submit(fail)
+        with pytest.raises(BrokenError, match="at once"):
+            failed.result()
+
+
+def test_the_clock_adds_up_over_threads() -> None:
+    clock = Clock()
+
+    def work() -> None:
+        with clock("work"):
+            time.sleep(0.05)
+
+    begin = time.perf_counter()
+    with Stage(4, "work") as stage:
+        for future in [stage.submit(work) for _ in range(4)]:
+            future.result()
+    assert clock.seconds["work"] >= 0.2
+    assert time.perf_counter() - begin < 0.2 + 0.5

@@ -1,0 +1,180 @@
+"""The command line: what it prints where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from index_store.errors import InvalidArgumentError, MemoryBudgetError
+from index_store.store.catalog import Store
+from prefill_worker.__main__ import main
+from prefill_worker.cli.command_line import app
+from tests.prefill_worker.conftest import DOCUMENT
+
+PHASES = ["tokenize", "load", "prefill", "layers", "index", "thresholds", "write", "publish", "verify"]
+
+
+def arguments(model: Path, document: Path, store: Path, *more: str) -> list[str]:
+    common = ["--model", str(model), "--store", str(store), "--dense-layers", "none"]
+    return ["run", *common, "--input", str(document), *more]
+
+
+def test_json_is_one_object(tiny_model: Path, document: Path, tmp_path: Path) -> None:
+    command = arguments(
+        tiny_model, document, tmp_path / "store", "--format", "json", "--name", "night", "--ttl", "7d"
+    )
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout)
+    manifest = Store(tmp_path / "store").manifest(report["id"])
+    assert report["created"] is True
+    assert report["name"] == "night"
+    assert report["tokens"] == len(DOCUMENT)
+    assert report["kv_bytes"] == manifest.kv_bytes
+    assert report["index_bytes"] == {index.name: index.nbytes for index in manifest.indexes}
+    assert set(report["index_bytes"]) == {"query_tables", "remainder_clusters"}
+    assert report["index_bytes_per_token"]["query_tables"] == round(
+        report["index_bytes"]["query_tables"] / len(DOCUMENT), 1
+    )
+    assert report["bytes_per_token"] == round(manifest.bytes_per_token(), 1)
+    assert report["dense_layers"] == list(manifest.dense_layers)
+    assert report["expires_at"] is not None
+    assert sorted(report["seconds"]) == sorted(PHASES)
+    assert f"prefill: {len(DOCUMENT)} of {len(DOCUMENT)} tokens" in done.stderr
+
+    assert report["not_applied"] == []
+    assert report["memory"] == {"keys_and_values": "device", "device_limit": None, "device_peak": None}
+
+    again = CliRunner().invoke(app, [*command[:-1], "9d"])
+    assert json.loads(again.stdout)["not_applied"] == ["ttl"]
+    assert json.loads(again.stdout)["created"] is False
+    assert json.loads(again.stdout)["id"] == report["id"]
+
+
+def test_text_names_everything(tiny_model: Path, document: Path, tmp_path: Path) -> None:
+    command = arguments(tiny_model, document, tmp_path / "store")
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.stderr
+    manifest = Store(tmp_path / "store").list()[0]
+    rows = dict(line.split("  ", 1) for line in done.stdout.splitlines())
+    printed = {label.strip(): value.strip() for label, value in rows.items()}
+    assert printed["context"] == manifest.id
+    assert printed["tokens"] == f"{len(DOCUMENT):,}"
+    assert printed["keys and values"] == f"{manifest.kv_bytes:,} bytes, bfloat16"
+    tables = manifest.index("query_tables")
+    assert tables is not None
+    assert printed["index query_tables"] == (
+        f"{tables.nbytes:,} bytes, {tables.nbytes / len(DOCUMENT):,.1f} per token, 2 of 2 layers"
+    )
+    assert "index remainder_clusters" in printed
+    assert printed["expires"] == "never"
+    assert all(f"seconds, {phase}" in printed for phase in PHASES)
+
+    again = CliRunner().invoke(app, command)
+    assert again.stdout.startswith("The store has this context already; nothing was done.")
+    assert manifest.id in again.stdout
+
+
+def test_indexes_by_name(tiny_model: Path, document: Path, tmp_path: Path) -> None:
+    def run(*more: str) -> dict[str, object]:
+        command = [*arguments(tiny_model, document, tmp_path / "store", *more), "--format", "json"]
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.stderr
+        found: dict[str, object] = json.loads(done.stdout)["index_bytes_per_token"]
+        return found
+
+    assert set(run("--index", "pages", "--index", "product_codes")) == {"pages", "product_codes"}
+    assert set(run("--index", "pages", "--method", "tactic")) == {"pages", "key_clusters"}
+
+
+def test_several_files_after_one_flag_and_standard_input(
+    tiny_model: Path, document: Path, tmp_path: Path
+) -> None:
+    second = tmp_path / "second.txt"
+    second.write_text("More.")
+    command = [*arguments(tiny_model, document, tmp_path / "store", str(second), "-"), "--format", "json"]
+    done = CliRunner().invoke(app, command, input="And more.")
+    assert json.loads(done.stdout)["tokens"] == len(f"{DOCUMENT}\nMore.\nAnd more.")
+
+
+@pytest.mark.parametrize(
+    "flags", [["--modell", "x"], ["--format", "xml"], ["--tables", "sparse"], ["--chunk", "many"], []]
+)
+def test_wrong_usage_is_exit_code_two(flags: list[str]) -> None:
+    assert CliRunner().invoke(app, ["run", *flags]).exit_code == 2
+
+
+@pytest.mark.parametrize("flags", [("--ttl", "soon"), ("--device-memory", "much")])
+def test_bad_values_are_errors_of_ours(
+    flags: tuple[str, str], tiny_model: Path, document: Path, tmp_path: Path
+) -> None:
+    done = CliRunner().invoke(app, arguments(tiny_model, document, tmp_path / "store", *flags))
+    assert isinstance(done.exception, InvalidArgumentError)
+
+
+def test_too_little_device_memory_is_refused_with_what_would_do(
+    tiny_model: Path, document: Path, tmp_path: Path
+) -> None:
+    command = arguments(
+        tiny_model, document, tmp_path / "store", "--device-memory", "1KB", "--format", "json"
+    )
+    refused = CliRunner().invoke(app, command)
+    assert isinstance(refused.exception, MemoryBudgetError)
+    assert "--device-memory is 1000 bytes" in refused.exception.message
+
+
+@pytest.fixture
+def run_main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """Runs the whole command in this process and returns its exit code."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(*given: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["prefill-worker", *given])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        return int(caught.value.code or 0)
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_an_error_of_the_system_is_one_sentence_too(
+    run_main: Callable[..., int], tmp_path: Path, document: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / ("m" * 300)
+    assert run_main(*arguments(model, document, tmp_path / "store")) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"error: {model}: File name too long\n"
+
+
+def test_the_store_may_come_from_the_environment(
+    run_main: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: Path,
+    document: Path,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("SPARSEKV_STORE", str(tmp_path / "store"))
+    assert (
+        run_main("run", "--model", str(tiny_model), "--input", str(document), "--dense-layers", "none") == 0
+    )
+    assert len(Store(tmp_path / "store").list()) == 1
+
+
+@pytest.mark.slow
+def test_an_error_is_one_sentence_and_exit_code_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "prefill_worker"]
+    command += arguments(Path("reader"), tmp_path / "missing.txt", tmp_path / "store")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"error: input {tmp_path / 'missing.txt'} cannot be read")
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,158 @@
+"""Killed, interrupted, crowded and out of disk: the store stays usable, and the next job cleans up."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import pytest
+
+from index_store.store.catalog import Store
+from prefill_worker.config import PrefillConfig
+from prefill_worker.jobs.job import run_job
+from prefill_worker.jobs.progress import reporter_for
+
+MakeConfig = Callable[..., PrefillConfig]
+KILLS = 12
+
+
+@pytest.fixture(scope="module")
+def processes() -> ForkServerContext:
+    """Processes that start in milliseconds: forked from a server that has everything imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.prefill_worker.jobs.test_interruptions"])
+    return context
+
+
+def run_in_process(config: PrefillConfig, result: Path | None = None) -> None:
+    report = run_job(config, reporter_for())
+    if result is not None:
+        result.write_text(json.dumps({"id": report.manifest.id, "created": report.created}))
+
+
+def leftovers(store: Path) -> list[str]:
+    return [name for name in os.listdir(store / "contexts") if name.startswith(".")]
+
+
+@pytest.mark.slow
+def test_kill_at_any_moment_leaves_a_usable_store(
+    processes: ForkServerContext, make_config: MakeConfig
+) -> None:
+    config = make_config()
+    keeper = run_job(replace(config, salt="keeper"), reporter_for()).manifest
+    # The first process also starts the server; the second one tells how long a job takes.
+    for salt in ("warm", "timed"):
+        start = time.perf_counter()
+        process = processes.Process(target=run_in_process, args=(replace(config, salt=salt),))
+        process.start()
+        process.join()
+        duration = time.perf_counter() - start
+        assert process.exitcode == 0
+    moments = random.Random(0)
+    killed = seen_leftovers = 0
+    for attempt in range(5 * KILLS):
+        process = processes.Process(target=run_in_process, args=(replace(config, salt=f"kill {attempt}"),))
+        process.start()
+        process.join(timeout=moments.uniform(0, duration))
+        process.kill()
+        process.join()
+        if process.exitcode != -signal.SIGKILL:
+            continue  # it was done before the blow
+        killed += 1
+        seen_leftovers += bool(leftovers(config.store))
+        store = Store(config.store)
+        assert all(store.verify(entry.id) == [] for entry in store.list())
+        assert len(store.entries()) == len(store.list())
+        assert keeper.id in {manifest.id for manifest in store.list()}
+        if killed == KILLS:
+            break
+    assert killed == KILLS
+    assert seen_leftovers > 0
+    # The next job, even one that finds its context there, removes what the dead ones left.
+    assert not run_job(replace(config, salt="keeper"), reporter_for()).created
+    assert leftovers(config.store) == []
+    assert run_job(replace(config, salt="kill 0"), reporter_for()).manifest.token_count == keeper.token_count
+    assert Store(config.store).verify(keeper.id) == []
+
+
+@pytest.mark.slow
+def test_two_jobs_on_the_same_content(
+    processes: ForkServerContext, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    results = [tmp_path / f"{number}.json" for number in range(3)]
+    jobs = [processes.Process(target=run_in_process, args=(make_config(), result)) for result in results]
+    for process in jobs:
+        process.start()
+    for process in jobs:
+        process.join()
+    reports = [json.loads(result.read_text()) for result in results]
+    assert len({report["id"] for report in reports}) == 1
+    assert sorted(report["created"] for report in reports) == [False, False, True]
+    store = Store(make_config().store)
+    assert [manifest.id for manifest in store.list()] == [reports[0]["id"]]
+    assert store.verify(reports[0]["id"]) == []
+    assert leftovers(make_config().store) == []
+
+
+def command(config: PrefillConfig, *more: str) -> list[str]:
+    arguments = [
+        "run",
+        "--model",
+        config.model,
+        "--input",
+        str(config.input[0]),
+        "--store",
+        str(config.store),
+    ]
+    return [sys.executable, "-m", "prefill_worker", *arguments, *more]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_ends_the_job_cleanly(make_config: MakeConfig, tmp_path: Path, sent: int, code: int) -> None:
+    config = make_config()
+    config.input[0].write_text("The tide came in, and went out again. " * 100)
+    process = subprocess.Popen(
+        command(config, "--chunk", "1"), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    seen = ""
+    for line in process.stderr:  # until the model reads
+        seen += line
+        if line.startswith("prefill:"):
+            break
+    process.send_signal(sent)
+    output, rest = process.communicate(timeout=60)
+    assert process.returncode == code, seen + rest
+    assert output == ""
+    assert "Traceback" not in rest
+    assert Store(config.store).entries() == []
+    assert leftovers(config.store) == []
+
+
+@pytest.mark.slow
+def test_a_disk_limit_ends_the_job_with_a_sentence(make_config: MakeConfig) -> None:
+    """A limit on the size of files stands for a disk that fills up while a chunk is written."""
+    config = make_config()
+    limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "limited", *command(config)]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "Raise the limit on file size" in last
+    assert "Traceback" not in done.stderr
+    assert Store(config.store).entries() == []
+    assert leftovers(config.store) == []

@@ -1,0 +1,140 @@
+"""What jobs refuse, and what a failure leaves."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from index_store.errors import (
+    ChecksumError,
+    InvalidArgumentError,
+    MethodUnsupportedError,
+    SparseKVError,
+    StoreError,
+    StoreFullError,
+)
+from index_store.store.catalog import Store
+from index_store.store.writer import ContextWriter
+from tests.prefill_worker.jobs.support_jobs import MakeConfig, hidden_entries, run
+from tests.support_models import write_model_folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": "nowhere"}, SparseKVError, "models are not downloaded"),
+        ({"method": ("nonsense",)}, MethodUnsupportedError, "nonsense"),
+        ({"method": ("full",)}, InvalidArgumentError, "shape query tables, but full stores none"),
+        ({"dense_layers": "0,2"}, InvalidArgumentError, "names layer 2, model 'tiny' has layers 0 to 1"),
+        ({"subspaces": 3}, InvalidArgumentError, "does not split into 3 subspaces"),
+        ({"centroids": 0}, InvalidArgumentError, "centroids"),
+        (
+            {"centroids": 10**9},
+            InvalidArgumentError,
+            r"--centroids is 10+, expected at most \d+: that many queries",
+        ),
+        (
+            {"method": ("csattention-paper",)},
+            InvalidArgumentError,
+            "fixed by the paper.*--method csattention for",
+        ),
+        (
+            {"method": ("csattention-paper", "full"), "tables": "dense"},
+            InvalidArgumentError,
+            "fixed by the paper",
+        ),
+    ],
+)
+def test_what_is_refused_leaves_nothing(
+    make_config: MakeConfig, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    config = make_config(**changes)
+    with pytest.raises(error, match=message):
+        run(config)
+    assert not config.store.exists()
+
+
+def test_too_long_for_the_model(make_config: MakeConfig, tmp_path: Path) -> None:
+    short = write_model_folder(tmp_path / "short", max_positions=128)
+    with pytest.raises(InvalidArgumentError, match="more than the 128 positions"):
+        run(make_config(model=str(short)))
+
+
+def test_overflow_of_the_stored_dtype_is_an_error(make_config: MakeConfig, tmp_path: Path) -> None:
+    wild = write_model_folder(tmp_path / "wild")
+    tensors = load_file(wild / "model.safetensors")
+    tensors["model.layers.1.self_attn.v_proj.weight"] *= 1e6
+    save_file(tensors, wild / "model.safetensors", metadata={"format": "pt"})
+    config = make_config(model=str(wild), dtype="float16", dense_layers="0,1")
+    with pytest.raises(InvalidArgumentError, match=r"layer 1 are not finite in float16"):
+        run(config)
+    assert hidden_entries(config.store) == []
+
+
+@pytest.mark.parametrize("moment", ["create_array", "write_chunk", "write_tokens", "publish"])
+def test_a_full_disk_leaves_nothing(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    config = make_config()
+    keeper = run(make_config(salt="keeper")).manifest
+    calls = 0
+
+    def fail(*_: object, **__: object) -> None:
+        raise StoreFullError("no space is left")
+
+    original = getattr(ContextWriter, moment)
+
+    def fail_late(self: ContextWriter, *arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return (
+            fail()
+            if calls > 2 or moment in ("publish", "write_tokens")
+            else original(self, *arguments, **options)
+        )
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ContextWriter, moment, fail_late)
+        with pytest.raises(StoreFullError):
+            run(config)
+    store = Store(config.store)
+    assert [manifest.id for manifest in store.list()] == [keeper.id]
+    assert hidden_entries(config.store) == []
+    assert run(config).created
+
+
+def test_space_is_checked_before_the_model_runs(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(StoreFullError, match="1000 are free"):
+        run(make_config())
+
+
+def test_a_store_that_is_a_file(make_config: MakeConfig, document: Path) -> None:
+    with pytest.raises(StoreError):
+        run(make_config(store=document))
+
+
+def test_bytes_that_went_bad_on_disk_are_never_published(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = ContextWriter.verify
+
+    def damage_then_verify(self: ContextWriter, *arguments: Any) -> None:
+        chunk = next((make_config().store / "contexts").rglob("kv/c/*/*/*/*/*"))
+        data = bytearray(chunk.read_bytes())
+        data[5] ^= 1
+        chunk.write_bytes(data)
+        original(self, *arguments)
+
+    monkeypatch.setattr(ContextWriter, "verify", damage_then_verify)
+    with pytest.raises(ChecksumError, match="kv"):
+        run(make_config())
+    assert Store(make_config().store).entries() == []
+    assert hidden_entries(make_config().store) == []

@@ -1,0 +1,260 @@
+"""MuSe in eager code: what it approximates, its causal tree, its clusters, its gradients and its refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from index_store.errors import InvalidArgumentError
+from prefill_worker.muse import MuseSettings, muse_attention
+from prefill_worker.muse.attention import attend_forward
+from prefill_worker.muse.backend import EAGER
+from prefill_worker.muse.kernels.clusters import (
+    STRETCH,
+    average_members_reference,
+    find_clusters_reference,
+    gather_members,
+    places_in_stretch,
+    scatter_members,
+)
+from prefill_worker.muse.kernels.reference import attend_reference
+from prefill_worker.muse.tree import divide_triangle, earlier_ranges
+from tests.prefill_worker.muse.muse_points import error, make_inputs, make_points
+
+SMALL = MuseSettings(clusters=12, iterations=3, block=32)
+
+
+def squared_error(found: Tensor, expected: Tensor) -> float:
+    return error(found, expected) ** 2
+
+
+def test_as_many_clusters_as_points_are_exact() -> None:
+    query, key, value = make_inputs(2, 4, 2, 50, 8)
+    settings = MuseSettings(clusters=50, cap=1.0)
+    found = muse_attention(query, key, value, enable_gqa=True, settings=settings)
+    torch.testing.assert_close(found, scaled_dot_product_attention(query, key, value, enable_gqa=True))
+
+
+def test_one_block_is_exact_causal_attention() -> None:
+    query, key, value = make_inputs(2, 4, 2, 30, 8)
+    found = muse_attention(query, key, value, is_causal=True, enable_gqa=True, settings=SMALL)
+    expected = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(found, expected)
+
+
+def test_scale_is_that_of_torch() -> None:
+    query, key, value = make_inputs(1, 2, 2, 40, 8)
+    settings = MuseSettings(clusters=40, cap=1.0)
+    found = muse_attention(query, key, value, scale=0.7, settings=settings)
+    torch.testing.assert_close(found, scaled_dot_product_attention(query, key, value, scale=0.7))
+
+
+def test_what_each_term_is_worth() -> None:
+    """The order of the paper's ablations (table 3), and more clusters are better (table 1)."""
+    query, key, value = make_inputs(1, 4, 2, 600, 16)
+    expected = scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+    def rated(settings: MuseSettings) -> float:
+        return squared_error(muse_attention(query, key, value, enable_gqa=True, settings=settings), expected)
+
+    whole = rated(SMALL)
+    assert rated(replace(SMALL, clusters=48)) < 0.7 * whole
+    assert whole < 0.8 * rated(replace(SMALL, dipole=False))
+    assert whole < 0.5 * rated(replace(SMALL, query_clusters=1))
+    clusters = [
+        find_clusters_reference(x.unsqueeze(2), 12, 1.5, 3, seed) for x, seed in ((query, 1), (key, 0))
+    ]
+    inputs = [x.unsqueeze(2) for x in (query, key, value)]
+    both, only = (
+        squared_error(attend_reference(*inputs, *clusters, 0.25, monopole=monopole)[0].squeeze(2), expected)
+        for monopole in (True, False)
+    )
+    assert both == pytest.approx(whole)
+    assert only > 4 * whole
+
+
+@pytest.mark.parametrize("count", [32, 33, 64, 95, 96, 97, 200, 256])
+def test_every_query_sees_every_earlier_key_once(count: int) -> None:
+    seen = torch.zeros(count, count, dtype=torch.int64)
+    for first in range(0, count, 32):
+        block = seen[first : first + 32, first : first + 32]
+        block += torch.ones_like(block).tril()
+    positions = torch.arange(count)[None, None]
+    for pairs in divide_triangle(count, 32):
+        keys, queries = pairs.keys(positions)[0, 0], pairs.of_queries(positions)[0, 0]
+        assert keys.shape == (pairs.ranges, pairs.size)
+        for own_keys, own_queries in zip(keys, queries, strict=True):
+            seen[own_queries[:, None], own_keys[None, :]] += 1
+    assert torch.equal(seen, torch.ones(count, count).tril().long())
+
+
+def test_ranges_before_a_block_are_all_blocks_before_it() -> None:
+    for number in range(70):
+        ranges = earlier_ranges(number)
+        assert [block for first, size in ranges for block in range(first, first + size)] == list(
+            range(number)
+        )
+        assert all(size & (size - 1) == 0 and first % size == 0 for first, size in ranges)
+
+
+@pytest.mark.parametrize("count", [100, 130, 333])
+def test_causal_does_not_look_ahead(count: int) -> None:
+    query, key, value = make_inputs(1, 2, 1, count, 8)
+    expected = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    found = muse_attention(query, key, value, is_causal=True, enable_gqa=True, settings=SMALL)
+    assert squared_error(found, expected) < 0.1
+    settings = MuseSettings(clusters=64, block=16)  # more clusters than a range has points
+    exact = muse_attention(query, key, value, is_causal=True, enable_gqa=True, settings=settings)
+    assert squared_error(exact[:, :, :128], expected[:, :, :128]) < 1e-20
+    changed = [x.clone() for x in (key, value)]
+    for x in changed:
+        x[:, :, 64:] += 1.0
+    later = muse_attention(query, *changed, is_causal=True, enable_gqa=True, settings=SMALL)
+    assert torch.equal(later[:, :, :64], found[:, :, :64])
+
+
+def test_lse_is_that_of_the_whole_softmax() -> None:
+    query, key, value = make_inputs(1, 2, 2, 64, 8)
+    settings = MuseSettings(clusters=64, block=16, cap=1.0)
+    _, lse, parts = attend_forward(query, key, value, 1.0, True, settings, EAGER)
+    logits = (query @ key.transpose(2, 3)).masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(lse, logits.logsumexp(-1))
+    assert [part.pairs.size for part in parts] == [16, 32]
+
+
+@pytest.mark.parametrize(("count", "cap"), [(200, 1.0), (200, 1.5), (2 * STRETCH + 37, 1.2), (9, 4.0)])
+def test_clusters_partition_the_points_under_the_cap(count: int, cap: float) -> None:
+    # One centre: without a cap nearly all points would be in few clusters.
+    points = make_points(1, 2, count, 4, spread=0.1, centres=1).unsqueeze(2)
+    points[:, :, :, ::3] *= 5
+    found = find_clusters_reference(points, 10, cap, 2, seed=0)
+    clusters = min(10, count)
+    rows = found.members[0][found.filled[0]]
+    assert torch.equal(rows.sort().values, torch.arange(count, dtype=torch.int32))
+    assert int(found.counts.sum(1)[1]) == count
+    stretches = max(1, count // STRETCH)
+    assert int(found.counts.max()) <= stretches * places_in_stretch(count, clusters, cap)
+    own = gather_members(points, found.members, found.counts)
+    torch.testing.assert_close(own.sum(2) / found.counts.clamp(min=1)[..., None], found.centroids)
+    assert torch.equal(scatter_members(own, found.members, found.counts, count), points.flatten(0, 2))
+
+
+def test_seeds_are_long_points_and_different_ones() -> None:
+    points = make_points(1, 1, 400, 4).unsqueeze(2)
+    points[:, :, :, 50:] *= 1e-6
+    found = find_clusters_reference(points, 20, 8.0, 1, seed=3)
+    # One cluster takes the short points, as far as the cap allows; the seeds among the long ones keep theirs.
+    assert int((found.counts > 0).sum()) >= 15
+    again = find_clusters_reference(points, 20, 8.0, 1, seed=3)
+    assert torch.equal(found.members, again.members)
+
+
+def test_identical_points_cluster() -> None:
+    points = torch.ones(1, 1, 1, 64, 4)
+    found = find_clusters_reference(points, 8, 1.0, 2, seed=0)
+    assert found.counts.tolist() == [[8] * 8]
+    zero = find_clusters_reference(torch.zeros_like(points), 8, 1.0, 2, seed=0)
+    assert zero.counts.tolist() == [[8] * 8]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dipole", [False, True])
+def test_gradcheck(causal: bool, dipole: bool) -> None:
+    inputs = [x.requires_grad_() for x in make_inputs(1, 2, 1, 9, 3)]
+    settings = MuseSettings(clusters=2, block=4, dipole=dipole)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return muse_attention(query, key, value, causal, enable_gqa=True, settings=settings)
+
+    assert torch.autograd.gradcheck(attend, inputs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_second_derivatives_are_refused(causal: bool) -> None:
+    inputs = [x.requires_grad_() for x in make_inputs(1, 1, 1, 9, 4)]
+    out = muse_attention(*inputs, causal, settings=MuseSettings(clusters=3, block=4))
+    (grad,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_fewer_tokens_than_clusters(count: int, causal: bool) -> None:
+    """Blocks of 2: with 5 tokens the last one is not full."""
+    inputs = [x.requires_grad_() for x in make_inputs(2, 4, 2, count, 3)]
+    settings = MuseSettings(clusters=8, block=2)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return muse_attention(query, key, value, causal, enable_gqa=True, settings=settings)
+
+    assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("dipole", [False, True])
+def test_gradients_are_those_of_autograd(dipole: bool) -> None:
+    query, key, value = (x.requires_grad_() for x in make_inputs(1, 4, 2, 300, 8))
+    settings = MuseSettings(clusters=10, dipole=dipole, seed=5)
+    grad = make_points(1, 4, 300, 8, dtype=torch.float64, seed=9)
+    out = muse_attention(query, key, value, enable_gqa=True, settings=settings)
+    found = torch.autograd.grad(out, (query, key, value), grad)
+    wide = [x.unsqueeze(2) for x in (query, key, value)]
+    of_keys, of_queries = (find_clusters_reference(wide[n], 10, 1.5, 1, 6 - n) for n in (1, 0))
+    again = attend_reference(*wide, of_queries, of_keys, 8**-0.5, dipole)[0].squeeze(2)
+    torch.testing.assert_close(out, again)
+    for one, other in zip(found, torch.autograd.grad(again, (query, key, value), grad), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_empty_clusters_count_for_nothing() -> None:
+    query, key, value = make_inputs(1, 1, 1, 40, 4)
+    key[:, :, 20:] = key[:, :, :20]  # twice the same: seeds may coincide, and clusters stay empty
+    wide = [x.unsqueeze(2).requires_grad_() for x in (query, key, value)]
+    own = find_clusters_reference(wide[1], 6, 8.0, 1, 0)
+    empty = replace(
+        own,
+        members=torch.cat([own.members, own.members[:, :1]], dim=1),
+        counts=torch.cat([own.counts, own.counts[:, :1] * 0], dim=1),
+        centroids=torch.cat([own.centroids, own.centroids[:, :1] * 0], dim=1),
+    )
+    of_queries = find_clusters_reference(wide[0], 6, 2.0, 1, 0)
+    found, expected = (attend_reference(*wide, of_queries, c, 0.5)[0] for c in (empty, own))
+    torch.testing.assert_close(found, expected)
+    gradient = torch.autograd.grad(found.square().sum(), wide)
+    assert all(bool(torch.isfinite(x).all()) for x in gradient)
+
+
+def test_means_round_to_the_points_dtype() -> None:
+    points = make_points(1, 1, 50, 4, dtype=torch.bfloat16).unsqueeze(2)
+    found = find_clusters_reference(points, 5, 2.0, 1, 0)
+    assert found.centroids.dtype == torch.bfloat16
+    means = average_members_reference(points.float(), found.members, found.counts)
+    torch.testing.assert_close(found.centroids.float(), means, rtol=1e-2, atol=1e-2)
+
+
+def test_refuses_what_does_not_fit() -> None:
+    query, key, value = make_inputs(1, 4, 2, 20, 4)
+    for arguments, part in (
+        ((query, key, value), "enable_gqa"),
+        ((query[0], key, value), r"expected \[batch"),
+        ((query, key[..., :2], value[..., :2]), "head dim"),
+        ((query[:, :, :10], key, value, True, None, True), "as many queries"),
+        ((query, key.float(), value, False, None, True), "float dtype"),
+        ((query[:, :3], key, value, False, None, True), "multiple"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=part):
+            muse_attention(*arguments)
+    for name, value_ in (
+        ("clusters", 0),
+        ("clusters", 129),
+        ("query_clusters", 0),
+        ("cap", 0.9),
+        ("iterations", 0),
+        ("block", 0),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"MuSe's {name} is"):
+            MuseSettings(**{name: value_})

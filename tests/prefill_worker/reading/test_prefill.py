@@ -1,0 +1,189 @@
+"""Chunked prefill captures what one pass of the unmodified model computes, in bounded memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from index_store.indexes.key_clusters.windowed_rope import undo_rotary
+from index_store.models.loading import LoadedModel, load_model, resolve_model
+from prefill_worker.reading.capture import Capture, plan_sample, register_attention
+from prefill_worker.reading.prefill import run_context, run_prompts
+from tests.support_models import FAMILIES, write_model_folder
+
+TOKENS = 157
+RECORDING = "record_queries_then_sdpa"
+
+
+def record_then_attend(
+    module: torch.nn.Module, query: Tensor, *arguments: Any, recorded: list[Tensor], **options: Any
+) -> Any:
+    recorded.append(query[0])
+    return sdpa_attention_forward(module, query, *arguments, **options)
+
+
+def ids_of(count: int, seed: int = 1) -> list[int]:
+    return torch.randint(3, 259, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def one_pass(folder: Path, ids: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """(queries [Hq, N, d], keys and values [H, N, 2, d]) of every layer from transformers' own forward."""
+    AttentionInterface.register(RECORDING, record_then_attend)
+    model: Any = load_model(resolve_model(str(folder)), RECORDING).model
+    recorded: list[Tensor] = []
+    with torch.inference_mode():
+        out = model(torch.tensor([ids]), use_cache=True, recorded=recorded)
+    kv = [torch.stack([layer.keys[0], layer.values[0]], dim=2) for layer in out.past_key_values.layers]
+    return recorded, kv
+
+
+def capture_of(loaded: LoadedModel, ids: list[int], chunk: int, rows: int = 1000, **options: Any) -> Capture:
+    prompts = options.get("prompts", [])
+    plan = plan_sample(len(ids), [len(prompt) for prompt in prompts], rows, options.get("seed", 0))
+    capture = Capture(loaded.identity, len(ids), options.get("dtype", torch.float32), plan)
+    run_context(loaded.model, capture, ids, chunk)
+    return capture
+
+
+def load(folder: Path) -> LoadedModel:
+    return load_model(resolve_model(str(folder)), register_attention())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk", [1, 50, TOKENS, 10_000])
+def test_chunks_give_what_one_pass_gives(tmp_path: Path, family: str, chunk: int) -> None:
+    folder = write_model_folder(tmp_path / family, family)
+    ids = ids_of(TOKENS)
+    queries, kv = one_pass(folder, ids)
+    capture = capture_of(load(folder), ids, chunk)
+    for layer in range(2):
+        torch.testing.assert_close(capture.kv(layer), kv[layer], rtol=1e-4, atol=1e-4)
+        sample = capture.query_sample(layer)
+        assert sample.positions_P.tolist() == list(range(TOKENS))
+        expected = queries[layer].unflatten(0, (2, 2)).transpose(1, 2)
+        torch.testing.assert_close(sample.queries_HPGD, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_bounded_sample_holds_the_queries_of_its_positions(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model", "qwen3")
+    ids = ids_of(400)
+    queries, _ = one_pass(folder, ids)
+    loaded = load(folder)
+    capture = capture_of(loaded, ids, 37, rows=150)
+    sample = capture.query_sample(1)
+    positions = sample.positions_P
+    assert len(positions) == 150
+    assert bool((positions.diff() > 0).all())
+    assert positions[-100:].tolist() == list(range(300, 400))
+    expected = queries[1].unflatten(0, (2, 2))[:, :, positions].transpose(1, 2)
+    torch.testing.assert_close(sample.queries_HPGD, expected, rtol=1e-4, atol=1e-4)
+    same, other = (capture_of(loaded, ids, 400, rows=150, seed=seed) for seed in (0, 1))
+    assert torch.equal(same.query_sample(0).positions_P, positions)
+    assert not torch.equal(other.query_sample(0).positions_P, positions)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_rotary_embedding_is_undone_by_the_models_frequencies(tmp_path: Path, family: str) -> None:
+    """In the first layer equal tokens have equal keys wherever they stand, once the embedding is undone."""
+    loaded = load(write_model_folder(tmp_path / family, family))
+    assert loaded.inverse_frequencies is not None
+    capture = capture_of(loaded, [*ids_of(30), *ids_of(30)], 60)
+    keys = undo_rotary(capture.kv(0)[:, :, 0], 0, loaded.inverse_frequencies)
+    torch.testing.assert_close(keys[:, :30], keys[:, 30:], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(capture.kv(0)[:, :30, 0], capture.kv(0)[:, 30:, 0], atol=0.1)
+
+
+@pytest.mark.parametrize("family", ["cohere", "glm"])
+def test_a_rotary_embedding_of_another_form_has_no_frequencies(tmp_path: Path, family: str) -> None:
+    """One turns neighbouring dimensions, the other turns only half of them."""
+    assert load(write_model_folder(tmp_path / family, family)).inverse_frequencies is None
+
+
+def test_calibration_prompts_add_queries_and_leave_no_trace(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    loaded = load(folder)
+    ids, prompts = ids_of(90), [ids_of(23, seed=2), ids_of(11, seed=3)]
+    capture = capture_of(loaded, ids, 32, prompts=prompts)
+    before = [capture.kv(layer).clone() for layer in range(2)]
+    run_prompts(loaded.model, capture, prompts, 8)
+    sample = capture.query_sample(1)
+    assert sample.positions_P.tolist() == sorted([*range(90), *range(90, 113), *range(90, 101)])
+    for layer in range(2):
+        assert torch.equal(capture.kv(layer), before[layer])
+    found = sample.queries_HPGD[:, sample.positions_P >= 90]
+    expected = []
+    for prompt in prompts:
+        queries, _ = one_pass(folder, ids + prompt)
+        expected.append(queries[1].unflatten(0, (2, 2)).transpose(1, 2)[:, 90:])
+    # Rows of equal position keep the order of the prompts.
+    order = torch.tensor([*range(23), *range(11)]).argsort(stable=True)
+    torch.testing.assert_close(found, torch.cat(expected, dim=1)[:, order], rtol=1e-4, atol=1e-4)
+
+
+def test_calibration_queries_are_bounded_too() -> None:
+    plan = plan_sample(1000, [300, 0, 500], rows=100, seed=4)
+    assert sum(len(kept) for kept in plan.prompts) == 100
+    assert all(bool((kept < length).all()) for kept, length in zip(plan.prompts, [300, 0, 500], strict=True))
+    assert min(len(plan.prompts[0]), len(plan.prompts[2])) > 20
+
+
+def test_later_tokens_attend_to_keys_as_stored(tmp_path: Path) -> None:
+    """Rounding must not depend on the chunk: a token sees its own chunk rounded as well."""
+    folder = write_model_folder(tmp_path / "model")
+    loaded, ids = load(folder), ids_of(120)
+    coarse, fine = (capture_of(loaded, ids, chunk, dtype=torch.bfloat16) for chunk in (120, 13))
+    exact = capture_of(loaded, ids, 120)
+    difference = (coarse.kv(1).float() - fine.kv(1).float()).abs().mean()
+    rounding = (coarse.kv(1).float() - exact.kv(1)).abs().mean()
+    assert difference < 0.02 * rounding
+
+
+class LargestResult(TorchDispatchMode):
+    """Notes the size of the largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for made in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(made, Tensor) and made._base is None and not func.is_view:
+                self.elements = max(self.elements, made.numel())
+        return result
+
+
+@pytest.mark.parametrize("query_heads", [4, 16])
+def test_no_tensor_grows_with_tokens_and_heads(tmp_path: Path, query_heads: int) -> None:
+    """Scores of one chunk would be chunk * N * query heads elements; nothing near that may exist."""
+    folder = write_model_folder(tmp_path / "model", query_heads=query_heads, head_dim=8)
+    loaded, chunk = load(folder), 128
+    largest = {}
+    for tokens in (1024, 4096):
+        plan = plan_sample(tokens, [], 64, 0)
+        capture = Capture(loaded.identity, tokens, torch.bfloat16, plan)
+        with LargestResult() as made:
+            run_context(loaded.model, capture, ids_of(tokens), chunk)
+        largest[tokens] = made.elements
+    past_kv, scores = 4096 * 2 * 2 * 8, chunk * 4096
+    assert largest[4096] <= past_kv < scores
+    per_pass = chunk * max(128, query_heads * 8)
+    assert largest[1024] <= max(1024 * 2 * 2 * 8, per_pass)
+
+
+def test_released_layers_are_gone(tmp_path: Path) -> None:
+    loaded = load(write_model_folder(tmp_path / "model"))
+    capture = capture_of(loaded, ids_of(20), 20)
+    capture.release(0)
+    with pytest.raises(ValueError, match="released"):
+        capture.kv(0)
+    with pytest.raises(ValueError, match="released"):
+        capture.query_sample(0)
+    assert capture.kv(1).shape == (2, 20, 2, 16)
