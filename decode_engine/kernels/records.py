@@ -10,9 +10,6 @@ and about KEEP of them attended; all others of the context and the whole tail ar
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 RECORD_FIELDS = 32
 
 KV, KV_HEAD = 0, 1
@@ -37,19 +34,3 @@ SLOTS, SLOT_HEAD, TAGS, STAMPS, TALLIES, SETS = range(24, 30)
 """A session's slot cache of the layer (`slot_cache.SlotCache`): address of its rows [H, slots, 2, d], bytes from one KV
 head to the next, addresses of tags and stamps [H, slots] int32 and of tallies [H, 8] int64, and its number of sets. All
 zero where there is no cache."""
-
-_FIELDS = tl.constexpr(RECORD_FIELDS)
-
-
-@triton.jit
-def field(records_ptr: tl.tensor, b: tl.tensor, index: tl.constexpr) -> tl.tensor:
-    """One int64 of a sequence's record."""
-    return tl.load(records_ptr + b * _FIELDS + index)
-
-
-@triton.jit
-def row_of(
-    place: tl.tensor, HEADS: tl.constexpr, FIRST_HEAD: tl.constexpr, SOME_HEADS: tl.constexpr
-) -> tl.tensor:
-    """The place-th row (sequence x KV head) of those whose heads are FIRST_HEAD .. FIRST_HEAD + SOME_HEADS - 1."""
-    return place // SOME_HEADS * HEADS + FIRST_HEAD + place % SOME_HEADS

@@ -9,29 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decode_engine.kernels.records import END, FIRST, KEYS, field
-
-_KEYS = tl.constexpr(KEYS)
-_FIRST = tl.constexpr(FIRST)
-_END = tl.constexpr(END)
+from decode_engine.kernels.fields import KEYS, field, searched_keys
 
 
 @triton.jit
 def context_entries(records_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
     """First searched key, their end, and how many keys of the context are always attended."""
-    first = field(records_ptr, b, _FIRST).to(tl.int32)
-    end = field(records_ptr, b, _END).to(tl.int32)
-    keys = field(records_ptr, b, _KEYS).to(tl.int32)
+    first, end = searched_keys(records_ptr, b)
+    keys = field(records_ptr, b, KEYS).to(tl.int32)
     return first, end, first + tl.maximum(keys - end, 0)
-
-
-@triton.jit
-def context_rows(
-    records_ptr: tl.tensor, b: tl.tensor, head: tl.tensor, ADDRESS: tl.constexpr, ELEMENT: tl.constexpr
-) -> tl.tensor:
-    """Pointer to a KV head's keys and values; the field of its stride follows that of the address."""
-    address = field(records_ptr, b, ADDRESS) + head * field(records_ptr, b, ADDRESS + 1)
-    return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), 16)
 
 
 @triton.jit

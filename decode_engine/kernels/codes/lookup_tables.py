@@ -16,14 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels import records
-from decode_engine.kernels.attention.partials import LOG2E, chained, wait_for_launch
+from decode_engine.kernels.attention.online_softmax import LOG2E
 from decode_engine.kernels.codes.batch import MAX_CODEWORDS, WORD_HEADS, CodePlan, CodeWork
-from decode_engine.kernels.records import field
+from decode_engine.kernels.fields import CODEBOOKS, aligned_pointer, searched_keys
+from decode_engine.kernels.launches import chained, wait_for_launch
 
-CODEBOOKS = tl.constexpr(records.CODEBOOKS)
-FIRST = tl.constexpr(records.FIRST)
-END = tl.constexpr(records.END)
 _LEVELS = 127
 _FEW = 16  # codewords of each subspace that tell how wide its entries spread
 _DEPTH = 2.0
@@ -59,9 +56,9 @@ def tables_kernel(
     w = tl.arange(0, W)
     few = tl.arange(0, FEW)
     # Before the wait: nobody writes codebooks, and records are written long before.
-    searches = field(records_ptr, b, END) > field(records_ptr, b, FIRST)
-    books_ptr = tl.multiple_of(field(records_ptr, b, CODEBOOKS).to(tl.pointer_type(tl.float32)), 16)
-    books_ptr += (row % HEADS) * (M * W * E)
+    first, end = searched_keys(records_ptr, b)
+    searches = end > first
+    books_ptr = aligned_pointer(records_ptr, b, (row % HEADS) * (M * W * E), CODEBOOKS, tl.float32)
     some_ptrs = books_ptr + (s[:, None, None] * W + few[None, :, None]) * E + e[None, None, :]
     some = tl.load(some_ptrs, mask=searches, other=0.0)
     book = tl.load(books_ptr + (own * W + w[:, None]) * E + e[None, :], mask=searches, other=0.0)

@@ -16,9 +16,9 @@ from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.codes.batch import BLOCK, RUN, WORD_HEADS, CodePlan
 from decode_engine.kernels.codes.lookup_tables import make_tables_reference
+from decode_engine.kernels.weight_bytes import rounded_reference
 
 _LEAST_CUT, _CUT_STEPS = (127 - 29) << 23, 12
-_BYTE_SHIFT, _BYTE_BASE = 20, 768
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,7 @@ def _rounded_weights(logits_GSK: Tensor, normaliser_G: Tensor) -> Tensor:
     """Sum over heads of the weights, rounded to bytes relative to the largest of each program: [S, K]."""
     peaks_GS = logits_GSK.amax(2)
     base_GS = torch.where(torch.isneginf(peaks_GS), 0.0, peaks_GS)
-    bits = torch.exp2(logits_GSK - base_GS[..., None]).view(torch.int32) + (1 << (_BYTE_SHIFT - 1))
-    byte = ((bits >> _BYTE_SHIFT) - _BYTE_BASE).clamp(min=0)
-    rounded = ((byte + _BYTE_BASE) << _BYTE_SHIFT).view(torch.float32)
+    rounded = rounded_reference(torch.exp2(logits_GSK - base_GS[..., None]))
     weights: Tensor = (rounded * torch.exp2(peaks_GS - normaliser_G[:, None])[..., None]).sum(0)
     return weights
 

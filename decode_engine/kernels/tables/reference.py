@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from decode_engine.kernels.attention.online_softmax import LOG2E
 from decode_engine.kernels.tables.batch import TableSequence
 from decode_engine.kernels.tables.plan import (
     BINS,
@@ -20,10 +21,9 @@ from decode_engine.kernels.tables.plan import (
     TablePlan,
     Workspace,
 )
+from decode_engine.kernels.weight_bytes import rounded_reference
 
-_BYTE_SHIFT, _BYTE_BASE = 20, 768
 _BIN_STEPS, _BIN_FLOOR = 8.0, 29.0
-_LOG2E = math.log2(math.e)
 
 
 def table_attention_reference(
@@ -95,7 +95,7 @@ def kept_keys(
         positions = (sums_LN[0].float() + reach) * (BINS / (2.0 * reach))
         limit = threshold(positions, searched & sampled_keys(keys, plan), sequence)
         return (sums_LN[0] >= torch.ceil(limit * (2.0 * reach / BINS) - reach)) & searched
-    logits_LN = (sums_LN.float() * (units_L * _LOG2E)[:, None]).masked_fill(~searched, -torch.inf)
+    logits_LN = (sums_LN.float() * (units_L * LOG2E)[:, None]).masked_fill(~searched, -torch.inf)
     weights_N = merged_weights(logits_LN, plan)
     positions = (weights_N.clamp(min=1e-30).log2() + _BIN_FLOOR) * _BIN_STEPS
     limit = threshold(positions, searched & spread_sample(keys, plan), sequence)
@@ -110,9 +110,8 @@ def merged_weights(logits_LN: Tensor, plan: TablePlan) -> Tensor:
     peaks_LP = torch.full((len(logits_LN), tiles), -torch.inf, device=keys.device)
     peaks_LP.scatter_reduce_(1, tile_N.expand_as(logits_LN), logits_LN, "amax")
     base_LN = torch.where(torch.isneginf(peaks_LP), 0.0, peaks_LP)[:, tile_N]
-    rounded_LN = ((logits_LN - base_LN).exp2().view(torch.int32) + (1 << (_BYTE_SHIFT - 1))) >> _BYTE_SHIFT
-    kept_LN = (rounded_LN.clamp(min=_BYTE_BASE) << _BYTE_SHIFT).view(torch.float32)
-    normalisers_L = torch.logsumexp(logits_LN.double() / _LOG2E, 1) * _LOG2E
+    kept_LN = rounded_reference((logits_LN - base_LN).exp2())
+    normalisers_L = torch.logsumexp(logits_LN.double() / LOG2E, 1) * LOG2E
     weights_LN: Tensor = kept_LN * (base_LN - normalisers_L[:, None]).exp2()
     return weights_LN.sum(0).float()
 

@@ -13,24 +13,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from decode_engine.kernels.attention.partials import chained
-from decode_engine.kernels.records import field
+from decode_engine.kernels.fields import searched_keys
+from decode_engine.kernels.launches import arrives_last, chained, let_next_begin, wait_alone
 from decode_engine.kernels.tables.device_functions import (
     BINS,
-    BYTE_BASE,
-    BYTE_HALF,
-    BYTE_LEAST,
-    BYTE_MASK,
-    BYTE_SHIFT,
-    END,
-    FIRST,
     LOG2E,
     MINI_WORDS,
     SAMPLE_RUN,
     SAMPLE_WORDS,
-    arrives_last,
     bin_or_none,
     linear_position,
     load_histograms,
@@ -45,6 +36,7 @@ from decode_engine.kernels.tables.device_functions import (
     tile_words,
 )
 from decode_engine.kernels.tables.plan import COMBINE_TILES, TablePlan, Workspace
+from decode_engine.kernels.weight_bytes import of_byte, to_byte
 
 
 @triton.jit
@@ -71,15 +63,16 @@ def pick_kernel(
     slot = tl.program_id(0)
     bh = slot // L
     b = bh // H
-    if field(records_ptr, b, END) > field(records_ptr, b, FIRST):
+    first, end = searched_keys(records_ptr, b)
+    if end > first:
         pick_rows(
             q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, slot, scale,
             G, GP, D, M, C, CP, STRIDED, POOLED, CHAINED,
         )  # fmt: skip
-    elif CHAINED:
-        gdc_wait()
-    if CHAINED:  # late, here and below: programs that come early only wait, in places that others need
-        gdc_launch_dependents()
+    else:
+        wait_alone(CHAINED)
+    # Late, here and below: programs that come early only wait, in places that others need.
+    let_next_begin(CHAINED)
 
 
 @triton.jit
@@ -123,11 +116,11 @@ def sample_pooled_kernel(
                 q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, bh, scale,
                 G, GP, D, M, C, CP, STRIDED, True, CHAINED,
             )  # fmt: skip
-        elif CHAINED:
-            gdc_wait()
+        else:
+            wait_alone(CHAINED)
         tl.debug_barrier()
-    elif CHAINED:
-        gdc_wait()
+    else:
+        wait_alone(CHAINED)
     word, mask = sampled_words(sequence, S)
     a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
@@ -137,8 +130,7 @@ def sample_pooled_kernel(
     b3 = bin_or_none(linear_position(a3, reach), searched(word, 3, sequence) & mask)
     counts = count_bins(tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * SAMPLE_WORDS]))
     store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, S, EARLY)
-    if CHAINED:
-        gdc_launch_dependents()
+    let_next_begin(CHAINED)
 
 
 @triton.jit
@@ -187,8 +179,7 @@ def score_kernel(
     tile = tl.program_id(0) // L
     bh = tl.program_id(1)
     sequence = load_sequence(records_ptr, bh // H)
-    if CHAINED:
-        gdc_wait()
+    wait_alone(CHAINED)
     slot = bh * L + tl.program_id(0) % L
     if tile < tile_count(sequence, BW):
         word, mask = tile_words(sequence, tile, BW)
@@ -206,23 +197,7 @@ def score_kernel(
         tl.store(logits_ptr + place.to(tl.int64) * BW + tl.arange(0, BW), packed)
         tl.store(peaks_ptr + place, peak)
         tl.store(masses_ptr + place, tl.sum(w0 + w1 + w2 + w3, 0))
-    if CHAINED:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def to_byte(weight: tl.tensor) -> tl.tensor:
-    """A weight from 0 to 1 as 5 exponent and 3 mantissa bits, rounded."""
-    rounded = (weight.to(tl.int32, bitcast=True) + BYTE_HALF) >> BYTE_SHIFT
-    return tl.maximum(rounded - BYTE_BASE, 0)
-
-
-@triton.jit
-def of_byte(words: tl.tensor, index: tl.constexpr) -> tl.tensor:
-    """The weight in byte `index` of every word: two integer operations."""
-    moved = words >> 4 if index == 3 else words << (20 - 8 * index)
-    bits = (moved & BYTE_MASK) | BYTE_LEAST
-    return bits.to(tl.float32, bitcast=True)
+    let_next_begin(CHAINED)
 
 
 @triton.jit
@@ -270,8 +245,7 @@ def combine_kernel(
     bh = tl.program_id(1)
     sequence = load_sequence(records_ptr, bh // H)
     tiles = tile_count(sequence, BW)
-    if CHAINED:
-        gdc_wait()
+    wait_alone(CHAINED)
     normalisers = merge_masses(peaks_ptr, masses_ptr, tiles, bh, P, L, LP, PP)
     heads = tl.arange(0, LP)
     tl.store(normalisers_ptr + bh * L + heads, normalisers, mask=heads < L)
@@ -300,8 +274,7 @@ def combine_kernel(
     b3 = bin_or_none(octave_position(w3), searched(word, 3, sequence) & inside)
     counts = count_bins(tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * TILES * MINI_WORDS]))
     store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, S, True)
-    if CHAINED:
-        gdc_launch_dependents()
+    let_next_begin(CHAINED)
 
 
 @triton.jit

@@ -9,9 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from decode_engine.kernels.attention.partials import chained
+from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
 from decode_engine.kernels.tables.device_functions import (
     linear_cut,
     load_histograms,
@@ -197,16 +196,14 @@ def select_kernel(
     tile = tl.program_id(0)
     bh = tl.program_id(1)
     sequence = load_sequence(records_ptr, bh // H)
-    if CHAINED:
-        gdc_wait()
+    wait_alone(CHAINED)
     place = bh * P + tile
     count = keep_keys(
         sequence, rows_ptr, weights_ptr, units_ptr, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr,
         limits_ptr, ids_ptr + place.to(tl.int64) * (4 * BW), bh, tile, P, L, J, S, BW, POOLED, EARLY, ASSEMBLY,
     )  # fmt: skip
     tl.store(counts_ptr + place, count)
-    if CHAINED:
-        gdc_launch_dependents()
+    let_next_begin(CHAINED)
 
 
 def select(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace, counts_BHP: Tensor) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import ClusterScores, KeyLists
-from decode_engine.kernels.attention.partials import LOG2E, Partials, merge_partials
+from decode_engine.kernels.attention.online_softmax import LOG2E
+from decode_engine.kernels.attention.partials import Partials, merge_partials
 from decode_engine.kernels.attention.sparse_attention import (
     MONOPOLE,
     SUMS,
