@@ -22,6 +22,7 @@ from decode_engine.kernels.attention.online_softmax import (
 from decode_engine.kernels.attention.partials import Partials, store_partial
 from decode_engine.kernels.fields import KEYS, KV, TAIL, TAIL_KEYS, field, head_rows
 from decode_engine.kernels.launches import chained, wait_for_launch
+from index_store.selection.attention_state import AttentionState
 
 
 @triton.jit
@@ -115,13 +116,14 @@ def attend_dense(q_BHGD: Tensor, records_BF: Tensor, partials: Partials, scale: 
     )
 
 
-def attend_dense_reference(q_HGD: Tensor, kv_HN2D: Tensor, scale: float) -> Tensor:
-    """Attention out [H, G, d] float32 of one sequence to rows [H, N, 2, d], context and tail together.
+def attend_dense_reference(q_HGD: Tensor, kv_HN2D: Tensor, scale: float) -> AttentionState:
+    """Attention [H, G, d] of one sequence to rows [H, N, 2, d], context and tail together, computed in float64.
 
-    It is 0 without keys.
+    Of fewer rows than all it is what every kernel that selects keys is compared with.
     """
     if kv_HN2D.shape[1] == 0:
-        return torch.zeros_like(q_HGD, dtype=torch.float32)
-    keys, values = kv_HN2D[:, :, 0].float(), kv_HN2D[:, :, 1].float()
-    logits = torch.einsum("hgd,hnd->hgn", q_HGD.float() * scale, keys)
-    return torch.einsum("hgn,hnd->hgd", logits.softmax(-1), values)
+        return AttentionState.empty(q_HGD.shape[:2], q_HGD.shape[2], q_HGD.device)
+    keys, values = kv_HN2D[:, :, 0].double(), kv_HN2D[:, :, 1].double()
+    logits = torch.einsum("hgd,hnd->hgn", q_HGD.double() * scale, keys)
+    out = torch.einsum("hgn,hnd->hgd", logits.softmax(-1), values)
+    return AttentionState(out.float(), logits.logsumexp(-1).float())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
+from decode_engine.kernels.attention.dense_attention import attend_dense_reference
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.clusters.cluster_tables import DeviceClusters
 from decode_engine.kernels.clusters.selection import RANGE
@@ -75,12 +76,16 @@ def attend_lists_reference(
             continue
         kv = sequence.kv_HN2D[row % heads]
         ids = torch.cat([sequence.always(), lists.of_row(row).cpu()]).to(kv.device)
-        chosen = torch.cat([kv[ids], sequence.tail_HT2D[row % heads, : sequence.tail_keys]]).float()
-        logits = q_GD.float() @ chosen[:, 0].t() * scale
-        states.append(AttentionState(torch.softmax(logits, -1) @ chosen[:, 1], logits.logsumexp(-1)))
+        chosen = torch.cat([kv[ids], sequence.tail_HT2D[row % heads, : sequence.tail_keys].to(kv)])
+        state = attend_dense_reference(q_GD[None].to(kv.device), chosen[None], scale)
+        states.append(AttentionState(state.out[0], state.lse[0]))
+    return _stacked(states, q_RGD.device)
+
+
+def _stacked(states: Sequence[AttentionState], device: torch.device) -> AttentionState:
     return AttentionState(
-        torch.stack([state.out for state in states]).to(q_RGD.device),
-        torch.stack([state.lse for state in states]).to(q_RGD.device),
+        torch.stack([state.out.to(device) for state in states]),
+        torch.stack([state.lse.to(device) for state in states]),
     )
 
 
@@ -132,10 +137,7 @@ def remainder_reference(
             ids = torch.cat([sequence.always(), lists.of_row(row).cpu()]).to(q_RGD.device)
             state = _remainder_of_row(q_GD, sequence, sequence.clusters, row % heads, ids, scale, kind)
         states.append(state)
-    return AttentionState(
-        torch.stack([state.out for state in states]).to(q_RGD.device),
-        torch.stack([state.lse for state in states]).to(q_RGD.device),
-    )
+    return _stacked(states, q_RGD.device)
 
 
 def _remainder_of_row(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from decode_engine.kernels.attention.dense_attention import attend_dense_reference
 from decode_engine.kernels.attention.online_softmax import LOG2E
 from decode_engine.kernels.tables.batch import TableSequence
 from decode_engine.kernels.tables.plan import (
@@ -176,12 +177,10 @@ def kept_mask(ids_PT: Tensor, counts_P: Tensor, keys: int) -> Tensor:
 def attend_exactly(
     q_GD: Tensor, sequence: TableSequence, kept_N: Tensor, scale: float, h: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention to the kept keys, the sinks, the recent window and the tail: out [G, d], lse [G], in float64."""
+    """Attention to the kept keys, the sinks, the recent window and the tail: out [G, d], lse [G]."""
     always = torch.ones_like(kept_N)
     always[sequence.first : sequence.end] = False
     context_N2D = sequence.context.kv_HN2D[h][kept_N | always]
-    kv_X2D = torch.cat([context_N2D, sequence.tail_HT2D[h, : sequence.tail_keys]]).double()
-    if len(kv_X2D) == 0:
-        return torch.zeros_like(q_GD), torch.full((len(q_GD),), -torch.inf, device=q_GD.device)
-    logits_GX = q_GD.double() @ kv_X2D[:, 0].T * scale
-    return logits_GX.softmax(-1) @ kv_X2D[:, 1], logits_GX.logsumexp(-1)
+    kv_X2D = torch.cat([context_N2D, sequence.tail_HT2D[h, : sequence.tail_keys]])
+    state = attend_dense_reference(q_GD[None], kv_X2D[None], scale)
+    return state.out[0], state.lse[0]
