@@ -10,6 +10,12 @@ and about KEEP of them attended; all others of the context and the whole tail ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
 RECORD_FIELDS = 32
 
 KV, KV_HEAD = 0, 1
@@ -28,9 +34,25 @@ CODES, CODEBOOKS = 14, 15
 """Product codes [H, N, m] uint8, codebooks [H, m, W, d/m] float32."""
 MEANS, VALUE_MEANS, SIZES, OFFSETS, MEMBERS, ASSIGNMENT, VARIANCES, CLUSTERS = range(16, 24)
 UNCLUSTERED = 30
-"""Clusters of keys: see `cluster_tables.DeviceClusters`; CLUSTERS is their number. Keys before UNCLUSTERED are in
+"""Clusters of keys: see `device_clusters.DeviceClusters`; CLUSTERS is their number. Keys before UNCLUSTERED are in
 none."""
 SLOTS, SLOT_HEAD, TAGS, STAMPS, TALLIES, SETS = range(24, 30)
 """A session's slot cache of the layer (`slot_cache.SlotCache`): address of its rows [H, slots, 2, d], bytes from one KV
 head to the next, addresses of tags and stamps [H, slots] int32 and of tallies [H, 8] int64, and its number of sets. All
 zero where there is no cache."""
+
+
+class Recorded(Protocol):
+    """A sequence that says what its record holds."""
+
+    def fields(self) -> Mapping[int, int]:
+        """Values of fields; the others are 0."""
+
+
+def records_of(sequences: Sequence[Recorded | None], device: torch.device | str) -> Tensor:
+    """Records [B, RECORD_FIELDS] int64 on the device; None is an idle row. The sequences must outlive their use."""
+    rows = torch.zeros(len(sequences), RECORD_FIELDS, dtype=torch.int64)
+    for row, sequence in zip(rows, sequences, strict=True):
+        for field, value in ({} if sequence is None else sequence.fields()).items():
+            row[field] = value
+    return rows.to(device)

@@ -17,12 +17,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import ClusterScores, KeyLists, check_queries
-from decode_engine.kernels.attention.list_entries import (
+from decode_engine.kernels.attention.key_lists import (
+    DTYPES,
+    HEAD_DIMS,
+    MAX_GROUP,
+    KeyLists,
     context_entries,
     distance,
     entry_ids,
@@ -62,6 +66,33 @@ def list_programs(rows: int, lists: KeyLists) -> int:
     """Programs of a row, and slots that they fill."""
     _, segments, width = lists.ids_RPW.shape
     return max(2, min(128, _PROGRAMS // rows, -(-segments * width // LIST_TILE) + 4))
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterScores:
+    """What a lookup finds about the clusters of every row, and what attention takes out of them.
+
+    logits_RCG: [R, C, G] float32, q . mean key in units of log2; -inf for clusters without keys; anything beyond a
+    context's clusters. spreads_RCG: [R, C, G] float32, 1 + v / 2 with the logits' variance v. taken_RC: [R, C]
+    int32 and taken_logits_RCG: [R, C, G] float32, number and sum of logits of the keys that were taken out; 0 after a
+    lookup. The last three are None where there are no variances.
+    """
+
+    logits_RCG: Tensor
+    spreads_RCG: Tensor | None = None
+    taken_RC: Tensor | None = None
+    taken_logits_RCG: Tensor | None = None
+
+    @staticmethod
+    def allocate(
+        rows: int, width: int, group: int, spread: bool, device: torch.device | str
+    ) -> ClusterScores:
+        """Uninitialised, for up to `width` clusters."""
+        logits = torch.empty(rows, width, group, device=device)
+        if not spread:
+            return ClusterScores(logits)
+        taken = torch.empty(rows, width, dtype=torch.int32, device=device)
+        return ClusterScores(logits, torch.empty_like(logits), taken, torch.empty_like(logits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +165,20 @@ def attend_lists(
         **chained(q_RGD.device),
     )
     return programs
+
+
+def check_queries(q_RGD: Tensor, sequences: int) -> None:
+    """Raises InvalidArgumentError unless the queries [R, G, d] are supported, contiguous, and R a multiple of B."""
+    rows, group, head_dim = q_RGD.shape
+    if not sequences or rows % sequences or not 1 <= group <= MAX_GROUP or head_dim not in HEAD_DIMS:
+        raise InvalidArgumentError(
+            f"queries have shape {tuple(q_RGD.shape)} for {sequences} sequences, expected [KV heads of all sequences, "
+            f"1..{MAX_GROUP}, one of {HEAD_DIMS}]"
+        )
+    if q_RGD.dtype not in DTYPES or not q_RGD.is_contiguous():
+        raise InvalidArgumentError(
+            f"queries are {q_RGD.dtype}, expected one of {', '.join(map(str, DTYPES))} in one contiguous piece"
+        )
 
 
 def one_list(lists: KeyLists, joined_RN: Tensor, locations_RN: Tensor | None) -> Tensor:

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import ClusterScores
 from decode_engine.kernels.attention.online_softmax import (
     HEAD_TILE,
     LOG2E,
@@ -26,6 +25,7 @@ from decode_engine.kernels.attention.online_softmax import (
     tile_options,
 )
 from decode_engine.kernels.attention.partials import Partials, store_partial
+from decode_engine.kernels.attention.sparse_attention import ClusterScores
 from decode_engine.kernels.fields import (
     CLUSTERS,
     MEANS,

@@ -14,7 +14,7 @@ from torch import Tensor
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.dense_attention import attend_dense_reference
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.clusters.cluster_tables import DeviceClusters
+from decode_engine.kernels.clusters.device_clusters import DeviceClusters
 from decode_engine.kernels.clusters.selection import RANGE
 from index_store.selection.attention_state import AttentionState
 
@@ -52,15 +52,6 @@ class ListedSequence:
     def always(self) -> Tensor:
         """Ids of the context's keys that are always attended, [count] int64."""
         return torch.tensor([*range(self.first), *range(self.end, self.kv_HN2D.shape[1])], dtype=torch.int64)
-
-
-def records_of(sequences: Sequence[ListedSequence | None], device: torch.device | str) -> Tensor:
-    """Records [B, RECORD_FIELDS] int64; None is an idle row."""
-    rows = torch.zeros(len(sequences), records.RECORD_FIELDS, dtype=torch.int64)
-    for row, sequence in zip(rows, sequences, strict=True):
-        for field, value in ({} if sequence is None else sequence.fields()).items():
-            row[field] = value
-    return rows.to(device)
 
 
 def attend_lists_reference(

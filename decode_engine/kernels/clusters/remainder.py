@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import ClusterScores, KeyLists
-from decode_engine.kernels.attention.list_entries import (
+from decode_engine.kernels.attention.key_lists import (
+    KeyLists,
     context_entries,
     distance,
     entry_ids,
@@ -32,7 +32,7 @@ from decode_engine.kernels.attention.online_softmax import (
     tile_options,
 )
 from decode_engine.kernels.attention.partials import Partials, store_partial
-from decode_engine.kernels.attention.sparse_attention import LIST_TILE, list_programs, one_list
+from decode_engine.kernels.attention.sparse_attention import LIST_TILE, ClusterScores, list_programs, one_list
 from decode_engine.kernels.clusters.lookup import cluster_pointers
 from decode_engine.kernels.fields import ASSIGNMENT, KEYS, KV, SLOTS, field, head_rows
 from decode_engine.kernels.launches import chained, let_next_begin, wait_alone

@@ -21,8 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import ClusterScores, KeyLists
+from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials
+from decode_engine.kernels.attention.sparse_attention import ClusterScores
 from decode_engine.kernels.clusters.budget import any_outside, count_searched
 from decode_engine.kernels.fields import CLUSTERS, KEEP, KEYS, MEMBERS, OFFSETS, SIZES, field, searched_keys
 from decode_engine.kernels.launches import chained, wait_for_launch

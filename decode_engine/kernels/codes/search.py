@@ -8,7 +8,7 @@ Keys are never sorted, their scores never leave the multiprocessor, and about as
 The floor is lookups, not bytes: a warp's 32 lookups of a word at random take shared memory 3.5 clocks (the fullest of
 32 banks), so 131,072 keys of 8 subspaces and 8 KV heads cost 4 us on 132 multiprocessors, where reading them costs 2.
 
-Shape legend: as in `code_batch`.
+Shape legend: as in `codes.sizes`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.codes import batch as code_batch
-from decode_engine.kernels.codes.batch import CodePlan, CodeWork
+from decode_engine.kernels.codes import sizes as code_sizes
 from decode_engine.kernels.codes.lookup_tables import make_tables
+from decode_engine.kernels.codes.sizes import CodeSizes, CodeWork
 from decode_engine.kernels.fields import CODES, END, KEEP, KEYS, aligned_pointer, field, searched_keys
 from decode_engine.kernels.launches import arrives_last, chained, wait_for_launch
 from decode_engine.kernels.weight_bytes import of_byte, to_byte
 
-BLOCK = tl.constexpr(code_batch.BLOCK)
-RUN = tl.constexpr(code_batch.RUN)
+BLOCK = tl.constexpr(code_sizes.BLOCK)
+RUN = tl.constexpr(code_sizes.RUN)
 _PAIR = tl.constexpr(0x00FF00FF)
 _LOW = tl.constexpr(0xFFFF)
 _TWO_23 = tl.constexpr(0x4B000000)  # as float32, the number whose mantissa counts in ones
@@ -310,35 +310,37 @@ def join_kernel(
         tl.store(to_ptr + n, tl.load(from_ptr + n, mask=n < count, other=0), mask=n < count)
 
 
-def search_codes(q_BHGD: Tensor, records_BF: Tensor, plan: CodePlan, work: CodeWork, lists: KeyLists) -> None:
-    """Launches the search of one step, which fills `lists`: one segment of plan.max_keys for each of B * H rows.
+def search_codes(
+    q_BHGD: Tensor, records_BF: Tensor, sizes: CodeSizes, work: CodeWork, lists: KeyLists
+) -> None:
+    """Launches the search of one step, which fills `lists`: one segment of sizes.max_keys for each of B * H rows.
 
     q_BHGD: [B, H, G, d] contiguous, unscaled, fp16, bf16 or float32. records_BF: [B, RECORD_FIELDS] int64. Does not
     wait for the device and may be captured in a CUDA graph.
     """
-    make_tables(q_BHGD, records_BF, plan, work)
-    rows, shape = q_BHGD.shape[0] * plan.kv_heads, plan.shape
-    sizes = {
-        "HEADS": plan.kv_heads,
-        "GROUP": plan.group,
-        "M": plan.subspaces,
-        "W": plan.codewords,
-        "WORDS": plan.words,
-        "WORD_HEADS": plan.word_heads,
+    make_tables(q_BHGD, records_BF, sizes, work)
+    rows, shape = q_BHGD.shape[0] * sizes.kv_heads, sizes.shape
+    launch_sizes = {
+        "HEADS": sizes.kv_heads,
+        "GROUP": sizes.group,
+        "M": sizes.subspaces,
+        "W": sizes.codewords,
+        "WORDS": sizes.words,
+        "WORD_HEADS": sizes.word_heads,
     }
-    sizes |= chained(q_BHGD.device)
+    launch_sizes |= chained(q_BHGD.device)
     tables = (records_BF, work.tables_ROX, work.units_RG)
     sample_kernel[(shape.samplers, rows)](
         *tables, work.sampled_ROX, work.peaks_RSG, work.masses_RSG, work.sampled_RSC, work.normalisers_RG,
         work.cuts_R, work.arrivals_R, SAMPLERS=shape.samplers, SAMPLE=shape.sample_keys,
-        num_warps=shape.sample_warps, **sizes,
+        num_warps=shape.sample_warps, **launch_sizes,
     )  # fmt: skip
-    keep_kernel[(plan.tiles, rows)](
+    keep_kernel[(sizes.tiles, rows)](
         *tables, work.normalisers_RG, work.cuts_R, work.ids_RPK, work.counts_RP,
-        BK=shape.tile_keys, COLUMNS=32 * shape.warps, num_warps=shape.warps, **sizes,
+        BK=shape.tile_keys, COLUMNS=32 * shape.warps, num_warps=shape.warps, **launch_sizes,
     )  # fmt: skip
-    join_kernel[(plan.tiles, rows)](
-        work.ids_RPK, work.counts_RP, lists.ids_RPW, lists.counts_RP, plan.max_keys, BK=shape.tile_keys,
-        TILES=triton.next_power_of_2(plan.tiles), AT_ONCE=128, num_warps=1 if plan.tiles <= 64 else 4,
+    join_kernel[(sizes.tiles, rows)](
+        work.ids_RPK, work.counts_RP, lists.ids_RPW, lists.counts_RP, sizes.max_keys, BK=shape.tile_keys,
+        TILES=triton.next_power_of_2(sizes.tiles), AT_ONCE=128, num_warps=1 if sizes.tiles <= 64 else 4,
         **chained(q_BHGD.device),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decode_engine.kernels.attention.list_entries import (
+from decode_engine.kernels.attention.key_lists import (
     context_entries,
     listed_keys,
     segment_ids,

@@ -4,7 +4,7 @@ A table row is read as 32-bit words of four keys. Programs take strided blocks o
 which tend to be kept together, are spread over programs. Rows are added by `dp4a`: weights are rounded to 8 bits
 relative to the largest, which is finer than the tables themselves, and the sum is exact.
 
-Suffix free names are scalars; `*_ptr` are addresses of the buffers in `Workspace` and of the records.
+Suffix free names are scalars; `*_ptr` are addresses of the buffers in `TableWork` and of the records.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from decode_engine.kernels.fields import (
     searched_keys,
 )
 from decode_engine.kernels.launches import wait_alone
-from decode_engine.kernels.tables import plan as table_plan
+from decode_engine.kernels.tables import sizes as table_sizes
 
 LOG2E = tl.constexpr(online_softmax.LOG2E)
-BINS = tl.constexpr(table_plan.BINS)
-MINI_WORDS = tl.constexpr(table_plan.MINI_KEYS // 4)
-SAMPLE_WORDS = tl.constexpr(table_plan.SAMPLE_KEYS // 4)
-SAMPLE_RUN = tl.constexpr(table_plan.SAMPLE_RUN_KEYS // 4)  # words
+BINS = tl.constexpr(table_sizes.BINS)
+MINI_WORDS = tl.constexpr(table_sizes.MINI_KEYS // 4)
+SAMPLE_WORDS = tl.constexpr(table_sizes.SAMPLE_KEYS // 4)
+SAMPLE_RUN = tl.constexpr(table_sizes.SAMPLE_RUN_KEYS // 4)  # words
 BIN_STEPS = tl.constexpr(8.0)  # bins per octave of a summed weight
 BIN_FLOOR = tl.constexpr(
     29.0

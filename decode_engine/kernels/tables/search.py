@@ -35,7 +35,7 @@ from decode_engine.kernels.tables.device_functions import (
     tile_count,
     tile_words,
 )
-from decode_engine.kernels.tables.plan import COMBINE_TILES, TablePlan, Workspace
+from decode_engine.kernels.tables.sizes import COMBINE_TILES, TableSizes, TableWork
 from decode_engine.kernels.weight_bytes import of_byte, to_byte
 
 
@@ -175,7 +175,7 @@ def score_kernel(
     ASSEMBLY: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Scores one tile for one head; see `Workspace.logits` for what is left. Byte 0 is weight 0."""
+    """Scores one tile for one head; see `TableWork.logits` for what is left. Byte 0 is weight 0."""
     tile = tl.program_id(0) // L
     bh = tl.program_id(1)
     sequence = load_sequence(records_ptr, bh // H)
@@ -300,63 +300,63 @@ def merge_masses(
     return highest + tl.log2(tl.where(total > 0.0, total, 1.0))
 
 
-def search(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace) -> None:
+def search(q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWork) -> None:
     """Launches the search of one step up to the threshold, or where it is not wanted early up to the histograms.
 
     q_BHGD: [B, H, G, d] contiguous, unscaled, in a float dtype. Does not wait for the device.
     """
-    rows, shape = q_BHGD.shape[0] * plan.kv_heads, plan.shape
-    if not plan.pooled or shape.pick_apart:
-        pick(q_BHGD, records_BF, plan, work)
-    options = {"H": plan.kv_heads} | chained(q_BHGD.device)
-    reading = {"J": plan.picks, "ASSEMBLY": q_BHGD.is_cuda}
+    rows, shape = q_BHGD.shape[0] * sizes.kv_heads, sizes.shape
+    if not sizes.pooled or shape.pick_apart:
+        pick(q_BHGD, records_BF, sizes, work)
+    options = {"H": sizes.kv_heads} | chained(q_BHGD.device)
+    reading = {"J": sizes.picks, "ASSEMBLY": q_BHGD.is_cuda}
     picked = (records_BF, work.rows, work.weights, work.units)
     found = (work.histograms, work.arrivals, work.limits)
-    if plan.pooled:
-        sample_pooled_kernel[(plan.samplers, rows)](
-            q_BHGD, *picked, *found, _pick_scale(plan), **_pick_sizes(plan), **reading, S=plan.samplers,
+    if sizes.pooled:
+        sample_pooled_kernel[(sizes.samplers, rows)](
+            q_BHGD, *picked, *found, _pick_scale(sizes), **_pick_sizes(sizes), **reading, S=sizes.samplers,
             PICK=not shape.pick_apart, EARLY=shape.early_threshold, num_warps=8, **options,
         )  # fmt: skip
         return
     scored, words = (work.logits, work.peaks, work.masses), shape.tile_keys // 4
-    score_kernel[(plan.queries * plan.tiles, rows)](
-        *picked, *scored, L=plan.queries, BW=words, **reading, **options
+    score_kernel[(sizes.queries * sizes.tiles, rows)](
+        *picked, *scored, L=sizes.queries, BW=words, **reading, **options
     )
-    combine_kernel[(plan.samplers, rows)](
-        records_BF, *scored, work.normalisers, *found, plan.tiles, L=plan.queries, BW=words,
-        PP=triton.next_power_of_2(plan.tiles), TILES=COMBINE_TILES, LP=triton.next_power_of_2(plan.queries),
-        S=plan.samplers, **options,
+    combine_kernel[(sizes.samplers, rows)](
+        records_BF, *scored, work.normalisers, *found, sizes.tiles, L=sizes.queries, BW=words,
+        PP=triton.next_power_of_2(sizes.tiles), TILES=COMBINE_TILES, LP=triton.next_power_of_2(sizes.queries),
+        S=sizes.samplers, **options,
     )  # fmt: skip
 
 
-def pick(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace) -> None:
+def pick(q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWork) -> None:
     """Launches the choice of the nearest centroids alone: fills rows, weights and units of `work`."""
-    pick_kernel[(q_BHGD.shape[0] * plan.kv_heads * plan.queries,)](
-        q_BHGD, records_BF, work.rows, work.weights, work.units, _pick_scale(plan),
-        H=plan.kv_heads, L=plan.queries, **_pick_sizes(plan), POOLED=plan.pooled, num_warps=8,
+    pick_kernel[(q_BHGD.shape[0] * sizes.kv_heads * sizes.queries,)](
+        q_BHGD, records_BF, work.rows, work.weights, work.units, _pick_scale(sizes),
+        H=sizes.kv_heads, L=sizes.queries, **_pick_sizes(sizes), POOLED=sizes.pooled, num_warps=8,
         **chained(q_BHGD.device),
     )  # fmt: skip
 
 
-def _pick_scale(plan: TablePlan) -> float:
+def _pick_scale(sizes: TableSizes) -> float:
     """Of a head's query, or of the sum of the group's that a pooled query is."""
-    return plan.scale / (plan.group // plan.queries)
+    return sizes.scale / (sizes.group // sizes.queries)
 
 
-def _pick_sizes(plan: TablePlan) -> dict[str, int | bool]:
+def _pick_sizes(sizes: TableSizes) -> dict[str, int | bool]:
     """What kernels that pick are compiled for."""
     return {
-        "G": plan.group,
-        "GP": triton.next_power_of_2(plan.group),
-        "D": plan.head_dim,
-        "M": plan.subspaces,
-        "C": plan.centroids,
-        "CP": triton.next_power_of_2(plan.centroids),
-        "STRIDED": plan.strided,
+        "G": sizes.group,
+        "GP": triton.next_power_of_2(sizes.group),
+        "D": sizes.head_dim,
+        "M": sizes.subspaces,
+        "C": sizes.centroids,
+        "CP": triton.next_power_of_2(sizes.centroids),
+        "STRIDED": sizes.strided,
     }
 
 
-def unpacked_weights(work: Workspace) -> Tensor:
+def unpacked_weights(work: TableWork) -> Tensor:
     """The 8-bit weights of the picked rows times their unit, [B, H, L, J] float32."""
     shifts = torch.arange(0, 32, 8, device=work.weights.device)
     return ((work.weights[..., None] >> shifts) & 255).flatten(-2) * work.units[..., :1]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.list_entries import distance
+from decode_engine.kernels.attention.key_lists import distance
 from decode_engine.kernels.attention.online_softmax import (
     LOG2E,
     attend_tile,
@@ -23,9 +23,9 @@ from decode_engine.kernels.attention.partials import merge_partials, store_parti
 from decode_engine.kernels.fields import KEYS, KV, TAIL, TAIL_KEYS, field, head_rows, searched_keys
 from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
 from decode_engine.kernels.tables.device_functions import load_sequence
-from decode_engine.kernels.tables.plan import TablePlan, Workspace
 from decode_engine.kernels.tables.search import search
 from decode_engine.kernels.tables.selection import found, keep_keys, selection_sizes
+from decode_engine.kernels.tables.sizes import TableSizes, TableWork
 
 NEAR_RUNS = tl.constexpr(8)  # runs of exact rows that a program without a tile takes before others help
 
@@ -152,21 +152,23 @@ def attend_kernel(
     let_next_begin(CHAINED)
 
 
-def attend(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace, counts_BHP: Tensor) -> None:
+def attend(
+    q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWork, counts_BHP: Tensor
+) -> None:
     """Launches selection and attention of one step after `search`: fills counts, ids and partials."""
     whole = q_BHGD.element_size() == 4
     partials = work.partials
-    attend_kernel[(plan.programs, q_BHGD.shape[0] * plan.kv_heads)](
+    attend_kernel[(sizes.programs, q_BHGD.shape[0] * sizes.kv_heads)](
         q_BHGD, records_BF, *found(work), counts_BHP,
-        partials.sums_RSGD, partials.peaks_RSG, partials.totals_RSG, plan.scale * LOG2E, plan.tiles,
-        H=plan.kv_heads, G=plan.group, D=plan.head_dim, BN=plan.shape.rows,
-        EXACT=plan.shape.exact_programs, PRECISION="ieee" if whole else "tf32", **selection_sizes(q_BHGD, plan),
-        **plan.shape.options(), **chained(q_BHGD.device),
+        partials.sums_RSGD, partials.peaks_RSG, partials.totals_RSG, sizes.scale * LOG2E, sizes.tiles,
+        H=sizes.kv_heads, G=sizes.group, D=sizes.head_dim, BN=sizes.shape.rows,
+        EXACT=sizes.shape.exact_programs, PRECISION="ieee" if whole else "tf32", **selection_sizes(q_BHGD, sizes),
+        **sizes.shape.options(), **chained(q_BHGD.device),
     )  # fmt: skip
 
 
 def table_attention(
-    q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace, counts_BHP: Tensor
+    q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWork, counts_BHP: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attention of one decode step to sinks, recent window, tail and the keys that the tables select.
 
@@ -175,7 +177,7 @@ def table_attention(
     [B, H, G] float32; keys that are kept neither by the tables nor always are dropped. Does not wait for the device
     and may be captured in a CUDA graph.
     """
-    search(q_BHGD, records_BF, plan, work)
-    attend(q_BHGD, records_BF, plan, work, counts_BHP)
+    search(q_BHGD, records_BF, sizes, work)
+    attend(q_BHGD, records_BF, sizes, work, counts_BHP)
     out, lse = merge_partials(work.partials, q_BHGD.dtype)
     return out.view_as(q_BHGD), lse.view(q_BHGD.shape[:3])
