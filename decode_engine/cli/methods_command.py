@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from decode_engine.rpc.client import Client, MethodInfo, MethodList
-from index_store.cli.console import FormatOption, OutputFormat, print_json, print_table
+from index_store.cli.console import print_json, print_table
+from index_store.cli.options import FormatOption, OutputFormat
 from index_store.errors import InvalidArgumentError
 
 _USUAL_HEAD_DIM, _USUAL_DTYPE = 128, "bfloat16"

@@ -6,10 +6,10 @@ from dataclasses import asdict
 
 import typer
 
-from decode_engine.cli.commands import ServerOption
-from decode_engine.config import DEFAULT_LISTEN
+from decode_engine.config import DEFAULT_LISTEN, ServerOption
 from decode_engine.rpc.client import Client, ServerStatus
-from index_store.cli.console import FormatOption, OutputFormat, print_json
+from index_store.cli.console import print_json
+from index_store.cli.options import FormatOption, OutputFormat
 
 
 def status(server: ServerOption = DEFAULT_LISTEN, output: FormatOption = OutputFormat.TEXT) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from decode_engine.__main__ import main
-from decode_engine.cli.commands import describe_summary
+from decode_engine.cli.ask_command import describe_summary
 from decode_engine.errors import ShuttingDownError
 from decode_engine.rpc.client import Client, SelectionFigures, Summary, Timings
 from decode_engine.rpc.server import DecodeServer
