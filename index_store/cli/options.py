@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import StrEnum
-from functools import cache, wraps
+from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -86,7 +86,6 @@ class AtLeast:
     least: int
 
 
-@cache
 def options_of(config: type[Any]) -> tuple[tuple[Field[Any], Any, tuple[Any, ...]], ...]:
     """Every field of a configuration with its type and what it is annotated with."""
     hints = get_type_hints(config, vars(sys.modules[config.__module__]), {}, include_extras=True)
