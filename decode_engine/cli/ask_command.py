@@ -107,7 +107,7 @@ def ask(
     if output is OutputFormat.JSON:
         print_json({"context": found.name, "text": text, "token_ids": token_ids, **asdict(summary)})
     if show_timings:
-        for line in describe_summary(summary):
+        for line in summary_lines(summary):
             typer.echo(line, err=True)
 
 
@@ -152,7 +152,7 @@ def _collect(generation: Generation) -> tuple[str, list[int]]:
     return "".join(piece.text for piece in pieces), [id_ for piece in pieces for id_ in piece.token_ids]
 
 
-def describe_summary(summary: Summary) -> list[str]:
+def summary_lines(summary: Summary) -> list[str]:
     """What a generation touched and took, in a few lines."""
     times, keys = summary.timings, summary.selection
     sparse = (

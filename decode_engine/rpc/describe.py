@@ -77,7 +77,7 @@ def describe_broken(broken: BrokenContext) -> context_pb2.Context:
 def describe_methods(head_dim: int, dtype: str) -> generation_pb2.ListMethodsResponse:
     """All methods, with their sizes for a model's head dim and for keys and values stored in that dtype."""
     return generation_pb2.ListMethodsResponse(
-        methods=[describe_method(method, head_dim) for method in METHODS.values()],
+        methods=[_describe_method(method, head_dim) for method in METHODS.values()],
         head_dim=head_dim,
         dtype=dtype,
         kv_bytes_per_token=2 * head_dim * stored_dtype(dtype).itemsize,
@@ -101,7 +101,7 @@ def describe_status(engine: EngineStats, arena: ArenaStats) -> generation_pb2.Se
     )
 
 
-def describe_method(method: Method, head_dim: int) -> generation_pb2.Method:
+def _describe_method(method: Method, head_dim: int) -> generation_pb2.Method:
     """A method as the API shows it."""
     budget = method.budget
     partition = None if method.drops_remainder else method.partition or method.index
