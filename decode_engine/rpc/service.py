@@ -262,7 +262,7 @@ def _submit(
             backend.store, plan.manifest.id, check=check, wait_for_memory=True, early=True
         )
         resident = stack.enter_context(lease)
-        if backend.engine.stats().places > 1:
+        if backend.engine.places > 1:
             resident.wait_for_layers(check)
         submitted_ns = backend.engine.clock_ns()
         tokenizer = backend.runner.tokenizer
