@@ -92,7 +92,7 @@ class MassMeter:
                 "or leave the schedule out",
                 method=method.name,
             )
-        session = Session(self._context, method)
+        session = Session(self._context, method.on(self._context.manifest))
         try:
             found = [
                 _measure_layer(layer, queries_HPGD, self._positions)

@@ -234,7 +234,7 @@ def test_placements_give_the_same_answers(tmp_path: Path, name: str, device: tor
     for placement in Placement:
         arena = Arena(room, device=device, placement=placement)
         with arena.acquire(store, context.id, early=True) as resident:
-            session = Session(resident, method)
+            session = Session(resident, method.on(resident.manifest))
             assert session.nbytes == 0
             assert session.device == resident.device == device
             outs.append(torch.cat([run(layer, device) for layer in session.layers]))
@@ -257,7 +257,7 @@ def test_a_session_waits_for_no_layer_before_it_needs_it() -> None:
     context = synthetic_context(dtype="float32")
     resident = Asked(context.manifest, context.tokens, dict(enumerate(context.kv)), {})
     resident.asked = []
-    session = Session(resident, get_method("full"))
+    session = Session(resident, get_method("full").on(resident.manifest))
     assert resident.asked == []
     with torch.inference_mode():
         tail = session.layers[1].tail
