@@ -1,9 +1,11 @@
-"""The layers stay apart: imports run downhill, and each third-party package has its few places."""
+"""The house stays in order: imports run downhill, between packages and between folders, without circles; each
+third-party package has its few places; a folder is one idea with a sentence, and a name means one thing."""
 
 from __future__ import annotations
 
 import ast
 import fnmatch
+import graphlib
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +23,80 @@ MAY_IMPORT = {
     "decode_engine": {"sparsekv", "index_store"},
 }
 
-GRPC_PLACES = ("sparsekv/v1/*", "decode_engine/rpc/*", "decode_engine/rpc/client.py")
+# Folders from the top floor to the ground. A folder may import those behind it, anywhere in a file, and itself.
+# A package's own files, errors and configuration, are a floor like any other; `__main__` may import all.
+FLOORS = (
+    "decode_engine/cli",
+    "decode_engine/evaluation/tuning",
+    "decode_engine/evaluation/comparison",
+    "decode_engine/evaluation",
+    "decode_engine/evaluation/tasks",
+    "decode_engine/rpc",
+    "decode_engine/model",
+    "decode_engine/steps",
+    "decode_engine/steps/attention",
+    "decode_engine/engine",
+    "decode_engine/layers",
+    "decode_engine/host_search",
+    "decode_engine/kernels/slots",
+    "decode_engine/kernels/codes",
+    "decode_engine/kernels/clusters",
+    "decode_engine/kernels/tables",
+    "decode_engine/kernels/attention",
+    "decode_engine/kernels",
+    "decode_engine",
+    "prefill_worker/cli",
+    "prefill_worker/jobs",
+    "prefill_worker/build",
+    "prefill_worker",
+    "prefill_worker/reading",
+    "prefill_worker/muse",
+    "prefill_worker/muse/kernels",
+    "index_store/cli",
+    "index_store/memory",
+    "index_store/methods",
+    "index_store/indexes",
+    "index_store/indexes/query_tables",
+    "index_store/indexes/key_clusters",
+    "index_store/indexes/product_codes",
+    "index_store/models",
+    "index_store/store",
+    "index_store/indexes/interface",
+    "index_store/kmeans",
+    "index_store/selection",
+    "index_store",
+    "sparsekv/v1",
+    "sparsekv",
+)
+
+MOST_ENTRIES = 12
+
+# Names that several folders of one package use for the same part of different things.
+ROLES = {
+    "index": "the index itself, a LayerIndex",
+    "parameters": "what an index is built with",
+    "build": "an index's arrays, on the host",
+    "build_triton": "the same arrays, on a device",
+    "search_numba": "the host's compiled search",
+    "products": "the search for many queries at once, as products of matrices",
+    "batch": "what a batch's kernels work on",
+    "search": "the kernels that search",
+    "selection": "the kernels that select",
+    "reference": "the eager references of the kernels beside it",
+    "registry": "all there are, by name",
+}
+
+GRPC_PLACES = ("sparsekv/v1/*", "decode_engine/rpc/*")
 
 # Where a third-party package may be imported; a package that is not listed may be imported anywhere.
 PLACES = {
-    "triton": ("*/kernels/*",),
+    "triton": ("*/kernels/*", "*_triton.py"),
+    "numba": (
+        "index_store/launch.py",
+        "decode_engine/host_search/*_words.py",
+        "decode_engine/rpc/server.py",
+    ),
+    "llvmlite": ("decode_engine/host_search/*_words.py",),
     "grpc": GRPC_PLACES,
     "grpc_status": GRPC_PLACES,
     "grpc_health": GRPC_PLACES,
@@ -129,37 +200,101 @@ def test_relative_imports_resolve() -> None:
     assert names == ["decode_engine", "decode_engine.evaluation.b"]
 
 
+def modules() -> dict[str, str]:
+    """Names of all modules, each with its path below the import root."""
+    return {
+        where.removesuffix(".py").removesuffix("/__init__").replace("/", "."): where
+        for where, _ in source_files()
+    }
+
+
+def own_imports(source: str, where: str, known: dict[str, str]) -> Iterator[tuple[str, int]]:
+    """Paths of our own modules that a source imports, inside of functions, too, with line numbers."""
+    for node in ast.walk(ast.parse(source, where)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            deeper = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module for name in deeper]
+        for name in names:
+            if name in known and known[name] != where:
+                yield known[name], getattr(node, "lineno", 0)
+
+
+def climbs(source: str, where: str, known: dict[str, str]) -> list[str]:
+    """Imports of a folder that is above, or that has no floor."""
+    if Path(where).name == "__main__.py":
+        return []
+    own = str(Path(where).parent)
+    found = []
+    for target, line in own_imports(source, where, known):
+        folder = str(Path(target).parent)
+        if folder != own and FLOORS.index(folder) < FLOORS.index(own):
+            found.append(f"{where}:{line} imports {target}: {folder} is above {own} (FLOORS in {__file__})")
+    return found
+
+
+def test_every_folder_has_its_floor() -> None:
+    assert sorted(FLOORS) == sorted({str(Path(where).parent) for where, _ in source_files()})
+
+
+def test_imports_between_folders_run_one_way() -> None:
+    known = modules()
+    found = [line for where, path in source_files() for line in climbs(path.read_text(), where, known)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("from decode_engine.rpc.client import Client", 1),
+        ("def f():\n    from decode_engine.rpc import client", 1),
+        ("import decode_engine.cli.logs", 1),
+        ("from decode_engine.layers.session import Session\nfrom index_store.errors import StoreError", 0),
+    ],
+)
+def test_a_climb_is_found(source: str, count: int) -> None:
+    assert len(climbs(source, "decode_engine/engine/engine.py", modules())) == count
+
+
 def test_modules_do_not_import_each_other_in_circles() -> None:
-    files = {
-        where.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
+    known = modules()
+    edges = {
+        where: {target for target, _ in own_imports(path.read_text(), where, known)}
         for where, path in source_files()
     }
-    edges = {
-        name: {target for target, _ in top_level_imports(path, name) if target in files and target != name}
-        for name, path in files.items()
+    graphlib.TopologicalSorter(edges).prepare()  # raises CycleError, which names the circle
+
+
+def test_every_folder_is_one_idea_and_says_which() -> None:
+    for folder in FLOORS:
+        path = ROOT / ("protos" if folder.startswith("sparsekv") else "") / folder
+        entries = {
+            entry.name
+            for entry in path.iterdir()
+            if entry.name not in {"__init__.py", "__main__.py", "__pycache__"}
+            and not entry.name.startswith(".")
+        }
+        assert len(entries) <= MOST_ENTRIES, f"{folder} has {len(entries)} entries: {sorted(entries)}"
+        assert ast.get_docstring(ast.parse((path / "__init__.py").read_text())), f"{folder} says nothing"
+
+
+def test_a_name_means_one_thing_in_a_package() -> None:
+    places: dict[tuple[str, str], list[str]] = {}
+    for where, path in source_files():
+        if path.stem not in {"__init__", "__main__", *ROLES}:
+            places.setdefault((where.split("/")[0], path.stem), []).append(where)
+    assert {key: found for key, found in places.items() if len(found) > 1} == {}
+
+
+def test_tests_mirror_the_folders() -> None:
+    tests = {
+        file.parent.relative_to(ROOT / "tests").as_posix()
+        for package in PACKAGES[1:]
+        for file in (ROOT / "tests" / package).rglob("test_*.py")
     }
-    done: set[str] = set()
-
-    def visit(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, " -> ".join((*trail[trail.index(name) :], name))
-        if name not in done:
-            for target in sorted(edges[name]):
-                visit(target, (*trail, name))
-            done.add(name)
-
-    for name in sorted(edges):
-        visit(name, ())
-
-
-def top_level_imports(path: Path, name: str) -> Iterator[tuple[str, int]]:
-    """Modules that a file imports while it is being imported itself (not inside functions)."""
-    tree = ast.parse(path.read_text())
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module, node.lineno
-            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+    assert tests - set(FLOORS) == set()
 
 
 def test_every_package_is_listed_for_the_wheel() -> None:

@@ -5,7 +5,7 @@ in the GPU's memory. Several layers' worth of everything take turns, so that no 
 cache. Every sequence of a batch has a context of its own and a tail of 64 tokens. Keys scatter around centres, within
 blocks of 8192 tokens, and are clustered by the product's own k-means on the device.
 
-Steps run through the classes that serve requests (`decode_engine.device`), over records:
+Steps run through the classes that serve requests (`decode_engine.steps`), over records:
 
 - `listed`: attention to random lists of a share of all keys, to sinks, recent window and tail, merged.
 - `multipole`: lookup of the centroids, selection up to the budget, attention to the selected keys and to the means of

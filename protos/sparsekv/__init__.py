@@ -1,0 +1,1 @@
+"""The wire: messages and services that clients and servers share."""

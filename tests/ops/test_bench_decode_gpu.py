@@ -41,7 +41,10 @@ def test_nothing_is_fetched_ahead_from_gpu_memory() -> None:
 
 
 def test_every_kernel_has_a_kind(bench: ModuleType) -> None:
-    files = (ROOT / "decode_engine" / "kernels").glob("*.py")
+    files = [
+        *(ROOT / "decode_engine").rglob("kernels/**/*.py"),
+        *(ROOT / "decode_engine").rglob("*_triton.py"),
+    ]
     kernels = {name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M)}
     assert len(kernels) > 10
     kinds = {

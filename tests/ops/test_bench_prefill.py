@@ -16,14 +16,14 @@ BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "prefill_gpu.py"
 
 SPOIL = """
 import sys, runpy
-from index_store.kernels import device_clusters
-build = device_clusters.build_device_clusters
+from index_store.indexes.key_clusters import build_triton
+build = build_triton.build_device_clusters
 
 def spoiled(*arguments, **options):
     arrays = build(*arguments, **options)
     return {**arrays, "means": arrays["means"] * 0.0}
 
-device_clusters.build_device_clusters = spoiled
+build_triton.build_device_clusters = spoiled
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

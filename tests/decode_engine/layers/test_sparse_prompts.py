@@ -119,11 +119,11 @@ def test_in_host_memory_and_in_small_pieces(name: str, monkeypatch: pytest.Monke
     whole = expected.attend(*new, COUNT, shared=True)
     assert torch.equal(beside.attend(*new, COUNT, shared=True), whole)
     for name_ in (
-        "selector._SCORE_BYTES",
+        "sparse_layer._SCORE_BYTES",
         "selected_attention.GATHER_BYTES",
         "prompt_selection._LOGIT_BYTES",
     ):
-        monkeypatch.setattr(f"decode_engine.{name_}", 4096)
+        monkeypatch.setattr(f"decode_engine.layers.{name_}", 4096)
     pieces = SparseLayer(kv, search, method, Figures())
     torch.testing.assert_close(pieces.attend(*new, COUNT, shared=True), whole, rtol=1e-4, atol=1e-5)
     # A step after the prompt searches for itself; one token is a step.

@@ -23,14 +23,14 @@ from tests.support_layers import build_layer
 
 HEADS, GROUP, DIM, COUNT, PROMPT, STEPS = 2, 3, 16, 400, 45, 4
 KERNELS = (
-    "cluster_sums",
-    "code_search",
-    "collect",
-    "list_search",
-    "searchable",
-    "table_search",
-    "top_k",
-    "tree_search",
+    "selection.cluster_sums_numba",
+    "selection.collect_numba",
+    "selection.searchable_numba",
+    "selection.top_k_numba",
+    "indexes.key_clusters.tree_numba",
+    "indexes.product_codes.search_numba",
+    "indexes.query_tables.lists_numba",
+    "indexes.query_tables.search_numba",
 )
 
 EXPRESSIONS = [
@@ -99,9 +99,7 @@ def check(method: Method, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None
     layer = make_layer(method, kv_HN2D)
     if kernels == "eager":
         for name in KERNELS:
-            monkeypatch.setattr(
-                importlib.import_module(f"index_store.kernels.{name}"), "on_host", lambda _: False
-            )
+            monkeypatch.setattr(importlib.import_module(f"index_store.{name}"), "on_host", lambda _: False)
     with torch.device("meta"):
         out, seen = run_layer(layer, inputs)
         samples = [sample_layer(0, each, torch.tensor([0], device="cpu")) for each in seen]

@@ -19,7 +19,7 @@ import pytest
 from index_store.store.catalog import Store
 from tests.support_store import synthetic_context
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Processes:

@@ -13,7 +13,7 @@ from prefill_worker.muse import MuseSettings
 from tests.ops.scripts import load_script
 from tests.prefill_worker.muse.muse_points import make_inputs
 
-FOLDER = Path(__file__).resolve().parents[2] / "ops" / "bench"
+FOLDER = Path(__file__).resolve().parents[3] / "ops" / "bench"
 
 
 def test_without_a_device_they_say_so(

@@ -13,7 +13,7 @@ import torch
 from prefill_worker.muse import MuseSettings
 from tests.ops.scripts import load_script
 
-SCRIPT = Path(__file__).resolve().parents[2] / "ops" / "bench" / "muse_training.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "ops" / "bench" / "muse_training.py"
 
 
 @pytest.fixture(scope="module")
