@@ -8,9 +8,9 @@ from typing import overload
 
 import torch
 
-from decode_engine.layers.dense_layer import DenseLayer, LayerAttention
+from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
-from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
+from decode_engine.layers.sparse_layer import LayerAttention, LayerSearch, SparseLayer
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.registry import INDEX_KINDS

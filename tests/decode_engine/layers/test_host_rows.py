@@ -16,12 +16,12 @@ from torch import Tensor
 
 from decode_engine.evaluation.probe import sample_layer
 from decode_engine.layers import dense_layer, host_rows
-from decode_engine.layers.dense_layer import DenseLayer, LayerAttention, attend_dense_together
+from decode_engine.layers.dense_layer import DenseLayer, attend_dense_together
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.host_rows import copy_rows, pick_rows, stream_blocks
 from decode_engine.layers.partial_attention import attend_shared, attend_streamed
 from decode_engine.layers.session import Session
-from decode_engine.layers.sparse_layer import LayerSearch, Observation, SparseLayer
+from decode_engine.layers.sparse_layer import LayerAttention, LayerSearch, Observation, SparseLayer
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
