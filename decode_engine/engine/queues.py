@@ -25,9 +25,7 @@ from typing import Generic
 from decode_engine.engine.requests import Place, Request, SessionT, Stream
 from decode_engine.engine.sampler import Sampler
 from decode_engine.errors import EngineCrashedError
-
-MAX_PASSED = 8
-"""How many requests of other contexts are admitted before one whose memory is not free."""
+from index_store.memory.patience import Patience, note_passed
 
 MAX_PIECES = 4
 """Pieces of prompts that one step feeds."""
@@ -35,14 +33,14 @@ MAX_PIECES = 4
 
 @dataclass(eq=False, slots=True)
 class Job(Generic[SessionT]):
-    """A submitted request and how far it is. passed: how often others were admitted while its memory was not free."""
+    """A submitted request and how far it is. patience: while others are admitted and its memory is not free."""
 
     request: Request[SessionT]
     place: Place
     stream: Stream
     sampler: Sampler
     submitted_ns: int
-    passed: int = 0
+    patience: Patience = field(default_factory=Patience)
     session: SessionT | None = None
     fed: int = 0
     last_token: int = -1
@@ -88,13 +86,12 @@ class Waiting(Generic[SessionT]):
         for queue in self._queues.values():
             job = queue[0]
             if free_bytes is None or job.request.memory <= free_bytes:
-                for other in blocked:
-                    other.passed += 1
+                note_passed(other.patience for other in blocked)
                 self.remove(job)
                 if queue:
                     self._queues[job.request.context] = self._queues.pop(job.request.context)
                 return job
-            if job.passed >= MAX_PASSED:
+            if job.patience.ended:
                 return None
             blocked.append(job)
         return None

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from decode_engine.layers.session import fit_method
 from decode_engine.layers.tail import Tail
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import Method
+from index_store.methods.method import FittedMethod
 from index_store.store.dtypes import stored_dtype
-from index_store.store.manifest import Manifest
 
 SHARE = 4
 """Sessions may hold one part in this many of the memory that is free when the model has been loaded."""
@@ -25,22 +23,14 @@ _LEAST_ENTRIES = 16  # of what is inserted into a list
 _USUAL_PIECE = 256  # keys appended at once
 
 
-def session_bytes(manifest: Manifest, method: Method, tokens: int) -> int:
-    """Bytes that a session of the method over the context may come to hold when it adds `tokens`.
-
-    Raises what `fit_method` raises.
-    """
-    method = fit_method(manifest, method)
-    model = manifest.model
-    dtype = stored_dtype(manifest.dtype).torch_dtype
+def session_bytes(fitted: FittedMethod, tokens: int) -> int:
+    """Bytes that a session of the method over its context may come to hold when it adds `tokens`."""
+    model = fitted.manifest.model
+    dtype = stored_dtype(fitted.manifest.dtype).torch_dtype
     total = model.layers * _tail_bytes(model.kv_heads, model.head_dim, dtype, tokens)
-    if method.index is not None:
-        flat = set(manifest.dense_layers) if method.drops_remainder else set()
-        searching = model.layers - len(flat)
-        partition = None if method.drops_remainder else method.partition
-        for spec in (method.index, partition):
-            if spec is not None:
-                total += searching * model.kv_heads * _extension_bytes(spec, model.head_dim, tokens)
+    for spec in (fitted.method.index, fitted.partition):
+        if spec is not None:
+            total += len(fitted.searching) * model.kv_heads * _extension_bytes(spec, model.head_dim, tokens)
     return total
 
 

@@ -82,7 +82,7 @@ def _remainder_bytes(session: Session, layer: int) -> int:
 
     Of a tree at most: what is not expanded is not read.
     """
-    method = session.effective_method
+    method = session.method
     spec = method.index if method.partition is None else method.partition
     if method.drops_remainder or spec is None:
         return 0

@@ -124,7 +124,7 @@ def seconds_per_token(
     runner: ModelRunner, context: ResidentContext, method: Method, token_ids: Sequence[int]
 ) -> float:
     """Median seconds of a decode step, over the given tokens fed one at a time after two that warm up."""
-    session = runner.start(context, method)
+    session = runner.start(context, method.on(context.manifest))
     seconds = []
     try:
         for token in token_ids:
@@ -140,7 +140,7 @@ def seconds_per_token(
 def _predict(
     runner: ModelRunner, context: ResidentContext, method: Method, segment: Segment
 ) -> tuple[Tensor, Touched, tuple[LayerSample, ...]]:
-    session = runner.start(context, method)
+    session = runner.start(context, method.on(context.manifest))
     probe = Probe([session.position + offset for offset in segment.observed_offsets()])
     try:
         if segment.observed:

@@ -1,4 +1,4 @@
-"""Layers that attend to everything, and what every layer of a session can do.
+"""Layers that attend to everything.
 
 Shape legend: H KV heads, T query positions, G group heads, N context tokens, d head dim.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter_ns
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,39 +15,6 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.partial_attention import attend_shared, attend_streamed
 from decode_engine.layers.tail import Tail
 from index_store.selection.attention_state import AttentionState
-
-
-class LayerAttention(Protocol):
-    """Attention of one layer of one session."""
-
-    tail: Tail
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the layer holds besides the shared context."""
-        ...
-
-    @property
-    def exact(self) -> DenseLayer:
-        """The same layer and tail, attended to fully."""
-        ...
-
-    def attend(
-        self,
-        q_HTGD: Tensor,
-        keys_HTD: Tensor,
-        values_HTD: Tensor,
-        position: int,
-        predicted_HTGD: Tensor | None = None,
-        *,
-        shared: bool = False,
-    ) -> Tensor:
-        """Adds T new keys at `position`.. and returns attention out [H, T, G, d] float32 for their queries.
-
-        Queries are float32 and scaled by 1/sqrt(d). predicted_HTGD: the same queries as the layer before foretold them.
-        shared: of a prompt, whose positions share one selection.
-        """
-        ...
 
 
 class DenseLayer:
@@ -74,10 +40,12 @@ class DenseLayer:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that the layer holds besides the shared context."""
         return self.tail.nbytes
 
     @property
     def exact(self) -> DenseLayer:
+        """The same layer and tail, attended to fully."""
         return self
 
     @property
@@ -85,16 +53,8 @@ class DenseLayer:
         """Equal for layers that share a context's keys and values."""
         return self._kv_HN2D.data_ptr()
 
-    def attend(
-        self,
-        q_HTGD: Tensor,
-        keys_HTD: Tensor,
-        values_HTD: Tensor,
-        position: int,
-        predicted_HTGD: Tensor | None = None,
-        *,
-        shared: bool = False,
-    ) -> Tensor:
+    def attend(self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int) -> Tensor:
+        """As `SparseLayer.attend`."""
         return attend_dense_together([(self, q_HTGD, keys_HTD, values_HTD, position)])[0]
 
     def read_context(self, q_HTGD: Tensor) -> AttentionState:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter_ns
 
 import torch
@@ -27,6 +28,7 @@ from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.exact_part import ExactPart
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.prompt_selection import PromptWeights
+from decode_engine.layers.searchers import Choice, EachPosition, Searcher, Searchers
 from decode_engine.layers.selected_attention import KeyRows, LeftOut, attend_selection
 from decode_engine.layers.tail import Tail
 from index_store.errors import MethodUnsupportedError
@@ -79,16 +81,6 @@ class Observation:
     bytes_read: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """A selection, and how it was made: by which queries, at which position, from which range."""
-
-    selection: Selection
-    q_HTGD: Tensor
-    made_at: int
-    search_end: int
-
-
 class SparseLayer:
     """Attends to a selection, the sinks, the recent window and the tail, and approximately to the rest.
 
@@ -117,7 +109,7 @@ class SparseLayer:
         self._budget = method.budget
         self._figures = figures
         self._appended: dict[LayerIndex, AppendedKeys] = {}
-        self._choices: list[_Choice] = []  # the newest two that later steps may use
+        self._searchers = Searchers(method.schedule, figures)
         self._vectors_read, self._bytes_read = 0.0, 0.0
         place = kv_HN2D.device if device is None else device
         on_cpu = place.type == "cpu"
@@ -146,11 +138,16 @@ class SparseLayer:
         *,
         shared: bool = False,
     ) -> Tensor:
-        """See `LayerAttention.attend`. predicted_HTGD: the queries as foretold by the layer before, if they were."""
+        """Adds T new keys at `position`.. and returns attention out [H, T, G, d] float32 for their queries.
+
+        Queries are float32 and scaled by 1/sqrt(d). predicted_HTGD: the same queries as the layer before foretold them,
+        if it did. shared: of a prompt, whose positions share one selection.
+        """
         self.tail.write(position - self._kv_HN2D.shape[1], keys_HTD, values_HTD)
         if shared and q_HTGD.shape[1] > 1:
             return self._attend_shared(q_HTGD, position)
-        return self._attend_all(q_HTGD, position, predicted_HTGD, q_HTGD.shape[1] == 1)
+        searcher = self._searchers.choose(position, q_HTGD.shape[1], predicted_HTGD)
+        return self._attend_all(q_HTGD, position, searcher)
 
     def replay(self, q_HTGD: Tensor, position: int) -> Tensor:
         """What `attend` would have returned for the context's own queries at `position`.., had the context ended there.
@@ -158,20 +155,16 @@ class SparseLayer:
         Every query sees the keys up to its own, none of the session's; nothing is added. Indexes know all of the
         context: later keys are in their clusters, and are taken out of the remainder.
         """
-        return self._attend_all(q_HTGD, position, None, False)
+        return self._attend_all(q_HTGD, position, EachPosition())
 
-    def _attend_all(
-        self, q_HTGD: Tensor, position: int, predicted_HTGD: Tensor | None, is_step: bool
-    ) -> Tensor:
-        """is_step: this is a decode step, which may use and leave selections for others."""
+    def _attend_all(self, q_HTGD: Tensor, position: int, searcher: Searcher) -> Tensor:
         end = position + q_HTGD.shape[1]
         outs: list[Tensor] = []
         first = position
         while first < end:
             last = min(end, self._next_move(first))
             part = slice(first - position, last - position)
-            predicted = None if predicted_HTGD is None else predicted_HTGD[:, part]
-            outs.append(self._attend_together(q_HTGD[:, part], first, predicted, is_step))
+            outs.append(self._attend_together(q_HTGD[:, part], first, searcher))
             first = last
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
@@ -183,9 +176,7 @@ class SparseLayer:
         block = self._method.append_block
         return position + block - (position - self._method.recent) % block
 
-    def _attend_together(
-        self, q_HTGD: Tensor, position: int, predicted_HTGD: Tensor | None, is_step: bool
-    ) -> Tensor:
+    def _attend_together(self, q_HTGD: Tensor, position: int, searcher: Searcher) -> Tensor:
         """Attention of positions that share a search_end, the first of which is `position`."""
         search_end = self._search_end(position)
         if search_end == self._sinks:
@@ -194,9 +185,7 @@ class SparseLayer:
         self._append_until(search_end)
         outs: list[Tensor] = []
         for part in self._passes(q_HTGD, search_end - self._sinks, self._score_bytes):
-            first = part.start
-            predicted = None if predicted_HTGD is None else predicted_HTGD[:, part]
-            outs.append(self._attend_some(q_HTGD[:, part], position + first, predicted, is_step))
+            outs.append(self._attend_some(q_HTGD[:, part], position + part.start, searcher))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def _passes(self, q_HTGD: Tensor, scored: int, score_bytes: int) -> list[slice]:
@@ -247,27 +236,17 @@ class SparseLayer:
         self._figures.search_ns += perf_counter_ns() - begin
         return selection
 
-    def _attend_some(
-        self, q_HTGD: Tensor, position: int, predicted_HTGD: Tensor | None, is_step: bool
-    ) -> Tensor:
-        search_end = self._search_end(position)
+    def _attend_some(self, q_HTGD: Tensor, position: int, searcher: Searcher) -> Tensor:
+        usual = self._search_end(position)
         self._vectors_read = self._bytes_read = 0.0
-        earlier = self._earlier(position) if is_step else None
-        exact = self._always.attend(q_HTGD, position, earlier.search_end if earlier else search_end)
-        if self._method.schedule.ahead and predicted_HTGD is not None:
-            _, earlier = self._search(predicted_HTGD, position, search_end, exact.lse)
-        if earlier is None:
-            ranking, choice = self._search(q_HTGD, position, search_end, exact.lse)
-        else:
-            ranking, choice = None, self._corrected(q_HTGD, position, earlier, exact.lse)
-        pieces = self._pieces(q_HTGD, position, ranking)
+        exact = self._always.attend(q_HTGD, position, searcher.search_end(position, usual))
         rows = KeyRows(self._kv_HN2D, self.tail.rows)
+        choice = searcher.choose(q_HTGD, position, usual, partial(self._search, position, exact.lse, rows))
+        pieces = self._pieces(q_HTGD, position, choice.pieces)
         left = LeftOut(self._method.remainder, pieces, self._elsewhere(q_HTGD, choice.search_end, pieces))
         state = attend_selection(q_HTGD, rows, choice.selection, left, self._figures)
         out = state.merge(exact).out
         self._always.count(position, q_HTGD.shape[1], choice.search_end)
-        if is_step:
-            self._leave(q_HTGD, position, exact.lse, choice)
         self._observe(q_HTGD, position, choice.search_end, choice.selection, rows, out)
         return out
 
@@ -285,44 +264,6 @@ class SparseLayer:
             self.observer(
                 Observation(q_HTGD, position, self._sinks, search_end, selection, rows, out_HTGD, *read)
             )
-
-    def _earlier(self, position: int) -> _Choice | None:
-        """The selection of an earlier step that the schedule lets this step use."""
-        schedule = self._method.schedule
-        # A step that is repeated after a failure has left a selection already, which is not an earlier one.
-        older = [choice for choice in self._choices if choice.made_at < position]
-        if not older:
-            return None
-        age = position - older[-1].made_at
-        return older[-1] if age < schedule.period or (schedule.lag and age == 1) else None
-
-    def _leave(self, q_HTGD: Tensor, position: int, exact_lse_HTG: Tensor, used: _Choice) -> None:
-        """Leaves a selection for later steps: the one just used, or with a lag one made with this step's query."""
-        schedule = self._method.schedule
-        if schedule.lag and used.made_at != position:
-            _, used = self._search(q_HTGD, position, self._search_end(position), exact_lse_HTG)
-        if schedule.by_step:
-            others = [choice for choice in self._choices if choice.made_at < used.made_at]
-            self._choices = [*others[-1:], used]
-
-    def _corrected(self, q_HTGD: Tensor, position: int, earlier: _Choice, exact_lse_HTG: Tensor) -> _Choice:
-        """The earlier selection, but searched again in KV heads whose queries have turned away too far."""
-        limit = self._method.schedule.correct_below
-        if limit is None:
-            return earlier
-        cosine_HT = torch.nn.functional.cosine_similarity(q_HTGD, earlier.q_HTGD, dim=-1).amin(2)
-        wrong_HT = cosine_HT < limit
-        self._figures.corrected += int(wrong_HT.sum())
-        self._figures.correctable += wrong_HT.numel()
-        if not bool(wrong_HT.any()):
-            return earlier
-        _, fresh = self._search(q_HTGD, position, earlier.search_end, exact_lse_HTG)
-        return _Choice(
-            _merge_selections(wrong_HT, fresh.selection, earlier.selection),
-            torch.where(wrong_HT[:, :, None, None], q_HTGD, earlier.q_HTGD),
-            earlier.made_at,
-            earlier.search_end,
-        )
 
     def _append_until(self, search_end: int) -> None:
         """Makes the tail keys before search_end searchable, and no others, block by block.
@@ -351,10 +292,9 @@ class SparseLayer:
         return self._index.rank(q_HTGD, self._sinks, search_end, appended, search, position)
 
     def _search(
-        self, q_HTGD: Tensor, position: int, search_end: int, exact_lse_HTG: Tensor
-    ) -> tuple[Ranking, _Choice]:
+        self, position: int, exact_lse_HTG: Tensor, rows: KeyRows, q_HTGD: Tensor, search_end: int
+    ) -> Choice:
         begin = perf_counter_ns()
-        rows = KeyRows(self._kv_HN2D, self.tail.rows)
         ranking = self._rank(q_HTGD, position, search_end)
         step = Step(
             search_end + self._method.recent,
@@ -367,19 +307,22 @@ class SparseLayer:
         self._bytes_read += ranking.bytes_read
         self._figures.searches += q_HTGD.shape[1]
         self._figures.search_ns += perf_counter_ns() - begin
-        return ranking, _Choice(selection, q_HTGD, position, search_end)
+        return Choice(selection, q_HTGD, position, search_end, ranking.pieces)
 
     def _elsewhere(self, q_HTGD: Tensor, search_end: int, pieces: Sequence[Piece]) -> ExactKeys | None:
         appended = self._appended.get(self._indexes[-1])
         held = self._kv_HN2D.shape[1] + (appended.count if appended else 0)
         return self._always.elsewhere(q_HTGD, search_end, held, pieces)
 
-    def _pieces(self, q_HTGD: Tensor, position: int, ranking: Ranking | None) -> tuple[Piece, ...]:
-        """The clusters that the remainder is computed over, scored; none when it is dropped."""
+    def _pieces(self, q_HTGD: Tensor, position: int, scored: Sequence[Piece] | None) -> Sequence[Piece]:
+        """The clusters that the remainder is computed over, scored; none when it is dropped.
+
+        scored: those of the searched index, where the search has scored them with these queries.
+        """
         if self._method.drops_remainder:
             return ()
-        if self._partition is None and ranking is not None:
-            return ranking.pieces
+        if self._partition is None and scored is not None:
+            return scored
         index = self._index if self._partition is None else self._partition
         begin = perf_counter_ns()
         pieces = index.pieces(q_HTGD, self._appended.get(index), position)
@@ -387,14 +330,5 @@ class SparseLayer:
         return pieces
 
 
-def _merge_selections(wrong_HT: Tensor, fresh: Selection, earlier: Selection) -> Selection:
-    """The fresh selection where `wrong_HT`, the earlier one elsewhere."""
-    width = max(fresh.ids_HTK.shape[2], earlier.ids_HTK.shape[2])
-    ids = [
-        torch.nn.functional.pad(selection.ids_HTK, (0, width - selection.ids_HTK.shape[2]))
-        for selection in (fresh, earlier)
-    ]
-    return Selection(
-        torch.where(wrong_HT.unsqueeze(-1), ids[0], ids[1]),
-        torch.where(wrong_HT, fresh.counts_HT, earlier.counts_HT),
-    )
+LayerAttention = DenseLayer | SparseLayer
+"""Attention of one layer of one session: both have `tail`, `nbytes` and `exact`."""

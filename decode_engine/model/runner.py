@@ -13,7 +13,7 @@ from decode_engine.config import Compilation, Prompts, search_cores
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.stepping import decode_by_forward
 from decode_engine.host_search.workers import SearchThreads
-from decode_engine.layers.session import Session, fit_method, require_index
+from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import ATTENTION_NAME, DecodeStep, register_attention
 from decode_engine.steps.layer_ahead import predicted_queries
 from decode_engine.steps.step_model import step_model
@@ -21,7 +21,7 @@ from decode_engine.steps.stepper import Stepper
 from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import Method
+from index_store.methods.method import FittedMethod
 from index_store.models.loading import ModelFolder, load_model, load_tokenizer
 from index_store.store.manifest import Manifest, require_dtype, require_model
 
@@ -72,29 +72,24 @@ class ModelRunner:
         """Ends the threads that search on the host. No step may be in progress, and none may follow."""
         self._searching.close()
 
-    def prepare(
-        self, manifest: Manifest, method: Method, sessions: int, placement: Placement = Placement.DEVICE
-    ) -> None:
-        """Captures decode steps of up to `sessions` sessions on such a context, where steps are captured.
-
-        placement: of the context.
-
-        Raises as `start` does when the context does not fit model or method.
-        """
+    def check(self, manifest: Manifest) -> None:
+        """Raises ModelMismatchError or DtypeMismatchError unless the model can decode against the context."""
         require_model(manifest, self.identity)
         require_dtype(manifest, self.kv_dtype)
-        require_index(manifest, method)
-        if self._stepper is not None:
-            self._stepper.prepare(fit_method(manifest, method), manifest, sessions, placement)
 
-    def start(self, context: ResidentContext, method: Method) -> Session:
-        """A new session.
+    def prepare(self, fitted: FittedMethod, sessions: int, placement: Placement = Placement.DEVICE) -> None:
+        """Captures decode steps of up to `sessions` sessions on such a context, where steps are captured.
 
-        Raises ModelMismatchError, DtypeMismatchError or MethodUnsupportedError when the context does not fit.
+        placement: of the context. Raises as `check` does.
         """
-        require_model(context.manifest, self.identity)
-        require_dtype(context.manifest, self.kv_dtype)
-        return Session(context, method)
+        self.check(fitted.manifest)
+        if self._stepper is not None:
+            self._stepper.prepare(fitted, sessions, placement)
+
+    def start(self, context: ResidentContext, fitted: FittedMethod) -> Session:
+        """A new session. Raises as `check` does, and what `Session` raises."""
+        self.check(context.manifest)
+        return Session(context, fitted)
 
     def read(
         self, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]], *, all_logits: bool = False

@@ -70,12 +70,13 @@ def _warm_up_method(
         except InvalidArgumentError as error:
             logger.info("method %s does not fit the model and is not warmed up: %s", method.name, error)
             return False
-        session = runner.start(context, method)
+        fitted = method.on(context.manifest)
+        session = runner.start(context, fitted)
         runner.forward([session], [[0] * prompt])
         for _ in range(_DECODE_STEPS):
             runner.decode([session], [0], [Sampler(SamplingParameters())])
         session.close()
-        runner.prepare(context.manifest, method, 1 if method.sparse else sessions, placement)
+        runner.prepare(fitted, 1 if method.sparse else sessions, placement)
         context.release()  # captured steps remember the session until another one takes its row
     return True
 
@@ -104,7 +105,7 @@ def prepare_for(
     """
     for manifest in manifests:
         try:
-            runner.prepare(manifest, method, sessions, placement(manifest))
+            runner.prepare(method.on(manifest), sessions, placement(manifest))
         except SparseKVError as error:
             logger.info("no steps are captured for context %s: %s", manifest.id[:12], error)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from decode_engine.layers.session import require_index
 from index_store.errors import SparseKVError
 from index_store.methods.method import METHODS, Method, get_method
 from index_store.store.manifest import Manifest
@@ -61,7 +60,7 @@ def _unusable(manifest: Manifest, chosen: DefaultMethod) -> SparseKVError | None
 def _refusal(manifest: Manifest, method: Method) -> SparseKVError | None:
     """Why the context cannot be decoded against by the method; None when it can."""
     try:
-        require_index(manifest, method)
+        method.on(manifest)
     except SparseKVError as error:
         return error
     return None

@@ -16,7 +16,7 @@ from decode_engine.engine.requests import Finished, FinishReason, Request, Strea
 from decode_engine.engine.session_memory import session_bytes
 from decode_engine.engine.text import TextStream
 from decode_engine.errors import CancelledError, DeadlineExceededError, NotReadyError
-from decode_engine.layers.session import Session, fit_method, require_index
+from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc.describe import (
     describe_broken,
@@ -36,9 +36,9 @@ from decode_engine.rpc.validation import (
 )
 from index_store.errors import ContextCorruptError, ContextNotFoundError, FormatVersionError, SparseKVError
 from index_store.memory.arena import Arena
-from index_store.methods.method import Method
+from index_store.methods.method import FittedMethod
 from index_store.store.catalog import BrokenContext, Store
-from index_store.store.manifest import Manifest, require_dtype, require_model
+from index_store.store.manifest import Manifest
 from index_store.store.tuned_defaults import TunedDefault
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
@@ -69,8 +69,7 @@ class Backend:
         """
         manifest = self.store.manifest(id_)
         self.store.check_expiry(manifest)
-        require_model(manifest, self.runner.identity)
-        require_dtype(manifest, self.runner.kv_dtype)
+        self.runner.check(manifest)
         return manifest
 
     def describe(self, entry: Manifest | BrokenContext, resident: set[str]) -> context_pb2.Context:
@@ -174,16 +173,15 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _CheckedOrder:
     """An order and what it means on its context.
 
-    method: as it runs there (`fit_method`). memory: bytes that its session may come to hold. arrived_ns: when the call
-    came, on the engine's clock.
+    fitted: the method on the context. memory: bytes that its session may come to hold. arrived_ns: when the call came,
+    on the engine's clock.
     """
 
     order: Order
-    manifest: Manifest
-    method: Method
+    fitted: FittedMethod
     prompt: list[int]
     max_tokens: int
     memory: int
@@ -212,10 +210,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[generation_pb2.GenerateResponse]:
         backend = self._slot.get()
-        plan = _plan(backend, request)
-        deadline_ns = _deadline_ns(context, plan.arrived_ns)
+        checked = _check(backend, request)
+        deadline_ns = _deadline_ns(context, checked.arrived_ns)
         check = _call_check(context, backend, deadline_ns)
-        stream, load_ns, submitted_ns = _submit(backend, plan, deadline_ns, check)
+        stream, load_ns, submitted_ns = _submit(backend, checked, deadline_ns, check)
         try:
             if not context.add_callback(stream.cancel):
                 stream.cancel()
@@ -223,28 +221,28 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 if isinstance(event, Token):
                     yield generation_pb2.GenerateResponse(token_ids=[event.token_id], text=event.text)
                 else:
-                    summary = _summarise(plan, event, load_ns, submitted_ns - plan.arrived_ns)
+                    summary = _summarise(checked, event, load_ns, submitted_ns - checked.arrived_ns)
                     yield generation_pb2.GenerateResponse(text=event.text, summary=summary)
         finally:
             stream.cancel()
 
 
-def _plan(backend: Backend, request: generation_pb2.GenerateRequest) -> _Plan:
+def _check(backend: Backend, request: generation_pb2.GenerateRequest) -> _CheckedOrder:
     """Checks a request against its context, before anything is loaded."""
     arrived_ns = backend.engine.clock_ns()
     order = parse_order(request)
     manifest = backend.servable(order.context_id)
     method = choose_method(order, manifest, None if order.method else backend.tuned_default(manifest.id))
-    require_index(manifest, method)
+    fitted = method.on(manifest)
     identity = backend.runner.identity
     prompt = prompt_tokens(order, backend.runner.tokenizer, identity.vocab_size)
     max_tokens = fit_max_tokens(order, manifest, identity, len(prompt))
-    memory = session_bytes(manifest, method, len(prompt) + max_tokens)
-    return _Plan(order, manifest, fit_method(manifest, method), prompt, max_tokens, memory, arrived_ns)
+    memory = session_bytes(fitted, len(prompt) + max_tokens)
+    return _CheckedOrder(order, fitted, prompt, max_tokens, memory, arrived_ns)
 
 
 def _submit(
-    backend: Backend, plan: _Plan, deadline_ns: int | None, check: Callable[[], None]
+    backend: Backend, checked: _CheckedOrder, deadline_ns: int | None, check: Callable[[], None]
 ) -> tuple[Stream, int, int]:
     """Has the context loaded, and queues the request.
 
@@ -254,29 +252,28 @@ def _submit(
     Returns the stream, the nanoseconds of loading and the time of submission. The context's lease goes over to the
     engine, which ends it when it has let go of the session.
     """
-    place = backend.engine.reserve(plan.manifest.id, plan.memory)
+    id_ = checked.fitted.manifest.id
+    place = backend.engine.reserve(id_, checked.memory)
     with ExitStack() as stack:
         stack.callback(place.release)
         before = backend.engine.clock_ns()
-        lease = backend.arena.acquire(
-            backend.store, plan.manifest.id, check=check, wait_for_memory=True, early=True
-        )
+        lease = backend.arena.acquire(backend.store, id_, check=check, wait_for_memory=True, early=True)
         resident = stack.enter_context(lease)
         if backend.engine.places > 1:
             resident.wait_for_layers(check)
         submitted_ns = backend.engine.clock_ns()
         tokenizer = backend.runner.tokenizer
         request: Request[Any] = Request(
-            start=lambda: backend.runner.start(resident, plan.method),
-            prompt=plan.prompt,
-            max_tokens=plan.max_tokens,
-            sampling=plan.order.sampling,
-            sink=TextStream(tokenizer.decode, plan.prompt, plan.order.stops),
+            start=lambda: backend.runner.start(resident, checked.fitted),
+            prompt=checked.prompt,
+            max_tokens=checked.max_tokens,
+            sampling=checked.order.sampling,
+            sink=TextStream(tokenizer.decode, checked.prompt, checked.order.stops),
             end_ids=frozenset(tokenizer.eos_ids),
             deadline_ns=deadline_ns,
             on_close=stack.pop_all().close,
-            context=plan.manifest.id,
-            memory=plan.memory,
+            context=id_,
+            memory=checked.memory,
         )
     return backend.engine.submit(place, request), submitted_ns - before, submitted_ns
 
@@ -303,15 +300,17 @@ def _call_check(
     return check
 
 
-def _summarise(plan: _Plan, end: Finished, load_ns: int, before_ns: int) -> generation_pb2.GenerationSummary:
+def _summarise(
+    checked: _CheckedOrder, end: Finished, load_ns: int, before_ns: int
+) -> generation_pb2.GenerationSummary:
     """The last message's summary. before_ns: from the arrival of the call to the submission to the engine."""
-    times, figures = end.times, end.figures
+    times, figures, method = end.times, end.figures, checked.fitted.method
     searched = figures.sparse_available > 0
     return generation_pb2.GenerationSummary(
         finish_reason=_FINISH_REASONS[end.reason],
         usage=generation_pb2.Usage(
-            context_tokens=plan.manifest.token_count,
-            prompt_tokens=len(plan.prompt),
+            context_tokens=checked.fitted.manifest.token_count,
+            prompt_tokens=len(checked.prompt),
             completion_tokens=end.completion_tokens,
         ),
         timings=generation_pb2.Timings(
@@ -338,8 +337,8 @@ def _summarise(plan: _Plan, end: Finished, load_ns: int, before_ns: int) -> gene
             fraction_sparse=figures.sparse_fraction if searched else None,
             fraction_all=figures.fraction,
         ),
-        method=plan.method.name,
+        method=method.name,
         seed=end.seed,
-        budget="" if plan.method.budget is None else plan.method.budget.label,
-        remainder=describe_remainder(plan.method),
+        budget="" if method.budget is None else method.budget.label,
+        remainder=describe_remainder(method),
     )

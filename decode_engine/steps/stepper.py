@@ -16,7 +16,7 @@ from torch import Tensor
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.stepping import advance
 from decode_engine.host_search.workers import SearchThreads
-from decode_engine.layers.session import Session, is_dense
+from decode_engine.layers.session import Session
 from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.attention.host_steps import HostSteps
 from decode_engine.steps.attention.hybrid_steps import HybridSteps
@@ -27,9 +27,9 @@ from decode_engine.steps.step_graph import Captures, Choice, StepGraph, StepMode
 from index_store.errors import SparseKVError
 from index_store.memory.placement import Placement
 from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import Method
+from index_store.methods.method import FittedMethod, Method
 from index_store.store.dtypes import stored_dtype
-from index_store.store.manifest import Manifest, ModelIdentity
+from index_store.store.manifest import ModelIdentity
 
 MAX_ROWS = 32
 _LEAST_KEYS = 2**12
@@ -118,22 +118,19 @@ class Stepper:
         self._sorted: WeakKeyDictionary[Session, _Batchable | str] = WeakKeyDictionary()
         self._refused: set[tuple[str, str]] = set()
 
-    def prepare(
-        self, method: Method, manifest: Manifest, sessions: int, placement: Placement = Placement.DEVICE
-    ) -> None:
+    def prepare(self, fitted: FittedMethod, sessions: int, placement: Placement = Placement.DEVICE) -> None:
         """Captures greedy steps of up to `sessions` sessions on such a context, and compiles what the model compiles.
 
-        method: as it runs over the context (`session.fit_method`). placement: of the context. Does nothing for a method
-        without kernels.
+        placement: of the context. Does nothing for a method without kernels.
         """
-        kind = self._sort(method, manifest, placement)
+        kind = self._sort(fitted, placement)
         if isinstance(kind, _Batchable):
             lanes = self._lanes(kind)
             largest = _size(-(-min(sessions, MAX_ROWS) // lanes))
             for lane in range(lanes):
                 for size in (2**n for n in range(largest.bit_length())):
                     with self._on_stream(lane):
-                        self._graph(kind, method, size, kind.max_keys, 0, lane).prepare(Choice.GREEDY)
+                        self._graph(kind, fitted.method, size, kind.max_keys, 0, lane).prepare(Choice.GREEDY)
 
     def takes(self, session: Session) -> bool:
         """Whether the session's steps can run here; a reason why not is logged once per method."""
@@ -251,7 +248,7 @@ class Stepper:
         """
         kind = self._required(sessions[0])
         max_keys = max(self._required(session).max_keys for session in sessions)
-        return self._graph(kind, sessions[0].effective_method, _size(len(sessions)), max_keys, part, lane)
+        return self._graph(kind, sessions[0].method, _size(len(sessions)), max_keys, part, lane)
 
     def _required(self, session: Session) -> _Batchable:
         """The kind of batch that the session goes into. Raises SparseKVError when it cannot run in any."""
@@ -267,15 +264,16 @@ class Stepper:
             context = session.context
             reason = unreadable(context, self._device)
             if reason is None:
-                kind = self._sort(session.effective_method, context.manifest, context.placement)
+                kind = self._sort(session.fitted, context.placement)
             else:
                 self._log_refusal(session.method.name, reason)
                 kind = reason
             self._sorted[session] = kind
         return kind
 
-    def _sort(self, method: Method, manifest: Manifest, placement: Placement) -> _Batchable | str:
+    def _sort(self, fitted: FittedMethod, placement: Placement) -> _Batchable | str:
         """The kind of batch that sessions go into, or why they cannot run in any."""
+        method, manifest = fitted.method, fitted.manifest
         reason: str | None = None
         searching: type[StepAttention] | str = self._dense
         if stored_dtype(manifest.dtype).torch_dtype != self._dtype:
@@ -290,14 +288,15 @@ class Stepper:
         if reason is not None or isinstance(searching, str):
             self._log_refusal(method.name, str(reason))
             return str(reason)
-        dense = [is_dense(manifest, method, layer) for layer in range(manifest.model.layers)]
-        layers = tuple(self._dense if each else searching for each in dense)
+        layers = tuple(
+            searching if layer in fitted.searching else self._dense for layer in range(manifest.model.layers)
+        )
         max_keys = max(_LEAST_KEYS, 1 << (manifest.token_count - 1).bit_length())
         parts = (method.remainder.name, tuple(sorted(method.search.items())))
         key = (placement, layers, _spec_key(method.index), _spec_key(method.partition), parts)
         number = self._keys.setdefault(key, len(self._keys))
         row_bytes = 2 * manifest.model.head_dim * self._dtype.itemsize if placement.kv_on_host else 0
-        return _Batchable(number, layers, sum(not each for each in dense), row_bytes, max_keys)
+        return _Batchable(number, layers, len(fitted.searching), row_bytes, max_keys)
 
     def _log_refusal(self, method: str, reason: str) -> None:
         if (method, reason) not in self._refused:
@@ -310,7 +309,7 @@ class Stepper:
         Tails grow here, on the current stream, before any lane runs: no lane then writes where another one still reads.
         """
         of = step.of
-        method, size = of.sessions[0].effective_method, _size(len(of.sessions))
+        method, size = of.sessions[0].method, _size(len(of.sessions))
         with self._on_stream(of.lane):
             graph = self._graph(of.kind, method, size, of.max_keys, of.part, of.lane)
         seats = graph.batch.seat(of.sessions)
@@ -375,7 +374,7 @@ def _size(count: int) -> int:
 
 
 def _reads_host_wholly(session: Session) -> bool:
-    return session.context.placement.kv_on_host and not session.effective_method.sparse
+    return session.context.placement.kv_on_host and not session.method.sparse
 
 
 def _spec_key(spec: IndexSpec | None) -> Hashable:

@@ -17,7 +17,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -31,6 +31,7 @@ from index_store.errors import (
 )
 from index_store.memory.context_loading import LoadedContext, choose_placement, placed_bytes, start_loading
 from index_store.memory.host_memory import PageLocker, default_page_locker
+from index_store.memory.patience import Patience, note_passed
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import IndexKinds, ResidentContext
 from index_store.store.catalog import Store
@@ -71,9 +72,6 @@ class ArenaStats:
         return self.leased.total
 
 
-MAX_PASSED = 8
-"""How many leases others get before one who waits for memory."""
-
 _CHECK_INTERVAL_S = 0.05
 
 
@@ -99,10 +97,10 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """One who waits for `needed` bytes. passed: leases that others got meanwhile who came later, or do not wait."""
+    """One who waits for `needed` bytes, and is passed by leases of those who came later, or do not wait."""
 
     needed: MemoryBytes
-    passed: int = 0
+    patience: Patience = field(default_factory=Patience)
 
 
 class Arena:
@@ -268,8 +266,7 @@ class Arena:
             place = self._wait_for_turn(manifest.id, needed, check) if wait_for_memory else len(self._waiting)
             slot = self._slots.get(manifest.id)
             victims = [] if slot is not None else self._make_room(needed)
-            for waiter in list(self._waiting)[:place]:
-                waiter.passed += 1
+            note_passed(waiter.patience for waiter in list(self._waiting)[:place])
             if slot is not None:
                 slot.leases += 1
                 slot.drop_when_free = False
@@ -353,7 +350,7 @@ class Arena:
     def _may_enter(self, place: int, here: bool, needed: MemoryBytes) -> bool:
         """Whether it is the turn of who has this place in the line, and the context is here or fits."""
         earlier = list(self._waiting)[:place]
-        if earlier and earlier[0].passed >= MAX_PASSED:
+        if earlier and earlier[0].patience.ended:
             return False
         return here or (self._fits(needed) and not any(self._fits(other.needed) for other in earlier))
 

@@ -6,7 +6,7 @@ refused when they are made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -19,6 +19,8 @@ from index_store.methods.schedules import Schedule
 from index_store.selection.budgets import Budget, Ratio, Threshold, TokenCount
 from index_store.selection.mass import Mass
 from index_store.selection.remainders import MOMENTS, REMAINDERS, Dropped, Monopole, Remainder
+from index_store.selection.threshold_curve import ThresholdCurve
+from index_store.store.manifest import IndexEntry, Manifest
 
 
 def _nothing() -> Mapping[str, Scalar]:
@@ -106,6 +108,77 @@ class Method:
         """The same method over a context that lacks the partition."""
         return replace(self, remainder=Dropped(), partition=None, partition_optional=False)
 
+    def on(self, manifest: Manifest) -> FittedMethod:
+        """The method as it runs over the context.
+
+        Raises MethodUnsupportedError unless the context holds what the method searches and approximates with, built so
+        that the method can work with it, and InvalidArgumentError for a keep ratio that no threshold was calibrated
+        for, or a search option that an index as it was built cannot take.
+        """
+        method = self._as_built(manifest)
+        thresholds = None
+        for spec in method.index_specs():
+            entry = method._require_entry(manifest, spec)
+            searched = method.index is not None and spec.name == method.index.name
+            INDEX_KINDS[entry.kind].check_options(entry.parameters, method.search if searched else {})
+            if searched:
+                thresholds = method._require_thresholds(manifest, entry)
+            lacking = method._searching_layers(manifest) - set(entry.layers)
+            if lacking:
+                raise MethodUnsupportedError(
+                    f"method {self.name!r} searches every layer, index {spec.name!r} of context {manifest.id} lacks "
+                    f"layers {sorted(lacking)}; prefill it again with --method {self.name}",
+                    method=self.name,
+                    context=manifest.id,
+                )
+        return FittedMethod(method, manifest, method._searching_layers(manifest), thresholds)
+
+    def _as_built(self, manifest: Manifest) -> Method:
+        """With the indexes as they were built; without the remainder where that may be and its clusters lack."""
+        entries = [manifest.index(spec.name) for spec in self.index_specs()]
+        layers = set(range(manifest.model.layers))
+        whole = all(entry is not None and layers <= set(entry.layers) for entry in entries)
+        method = self.without_remainder() if self.partition_optional and not whole else self
+
+        def as_built(spec: IndexSpec | None) -> IndexSpec | None:
+            entry = manifest.index(spec.name) if spec is not None and spec.stored else None
+            return (
+                spec if spec is None or entry is None else IndexSpec(spec.name, entry.kind, entry.parameters)
+            )
+
+        return replace(method, index=as_built(method.index), partition=as_built(method.partition))
+
+    def _searching_layers(self, manifest: Manifest) -> frozenset[int]:
+        """The layers that attend to less than everything."""
+        layers = frozenset(range(manifest.model.layers) if self.sparse else ())
+        return layers - set(manifest.dense_layers) if self.drops_remainder else layers
+
+    def _require_entry(self, manifest: Manifest, spec: IndexSpec) -> IndexEntry:
+        entry = manifest.index(spec.name)
+        if entry is None:
+            available = ", ".join(e.name for e in manifest.indexes) or "none"
+            raise MethodUnsupportedError(
+                f"method {self.name!r} needs index {spec.name!r}, context {manifest.id} has {available}; "
+                f"prefill it again with --method {self.name}",
+                method=self.name,
+                context=manifest.id,
+            )
+        return entry
+
+    def _require_thresholds(self, manifest: Manifest, entry: IndexEntry) -> ThresholdCurve | None:
+        """The searched index's calibration; raises where the budget needs one that is not there."""
+        curve = ThresholdCurve(entry.thresholds) if entry.thresholds else None
+        if isinstance(self.budget, Threshold) and self.budget.keep is not None:
+            if curve is None:
+                raise MethodUnsupportedError(
+                    f"method {self.name!r} cuts at a calibrated threshold, index {entry.name!r} of context "
+                    f"{manifest.id} has none; prefill it again with --method {self.name}",
+                    method=self.name,
+                    context=manifest.id,
+                )
+            curve(self.budget.keep)
+        return curve
+
     def _check_pair(self, index: IndexSpec, budget: Budget) -> None:
         kind = INDEX_KINDS[index.kind]
         kind.check_options(index.parameters, self.search)
@@ -155,6 +228,26 @@ class Method:
                 f"{left_out} keys: those between would be lost",
                 method=self.name,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class FittedMethod:
+    """A method on a context that holds all it needs (`Method.on`): resolved once, and valid as long as the context.
+
+    method: with its indexes as they were built, and without its remainder where that is optional and its clusters
+    lack. searching: layers that attend to less than everything. thresholds: the searched index's offline calibration,
+    from keep ratio to threshold; None when it has none.
+    """
+
+    method: Method
+    manifest: Manifest
+    searching: frozenset[int]
+    thresholds: Callable[[float], float] | None
+
+    @property
+    def partition(self) -> IndexSpec | None:
+        """The index besides the searched one, whose clusters make the remainder; None where there is none."""
+        return None if self.method.drops_remainder else self.method.partition
 
 
 _LISTED = (

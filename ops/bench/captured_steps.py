@@ -71,7 +71,9 @@ class Lanes:
 
     def takes(self, method: Method) -> bool:
         """Whether the method's steps run in graphs."""
-        return all(self.stepper.takes(Session(context, method)) for context in self.contexts)
+        return all(
+            self.stepper.takes(Session(context, method.on(context.manifest))) for context in self.contexts
+        )
 
     def start(self, method: Method) -> None:
         """New sessions in place of those that there are. Raises CheckFailedError for a method without kernels."""

@@ -124,7 +124,7 @@ class Requests:
         """Seconds from the request to its first token on the host."""
         begin = time.perf_counter()
         with self.arena.acquire(self._store, self._id, early=early) as context:
-            session = Session(context, method)
+            session = Session(context, method.on(context.manifest))
             int(self.read(session, ids, prompts).argmax())
             taken = time.perf_counter() - begin
             session.close()
@@ -133,7 +133,7 @@ class Requests:
     def logits(self, method: Method, ids: Sequence[int], prompts: Prompts) -> Tensor:
         """After the prompt, [V] float32."""
         with self.arena.acquire(self._store, self._id) as context:
-            session = Session(context, method)
+            session = Session(context, method.on(context.manifest))
             found = self.read(session, ids, prompts)
             session.close()
         return found
@@ -141,7 +141,7 @@ class Requests:
     def step_seconds(self, method: Method, ids: Sequence[int]) -> float:
         """Median seconds of a decode step after a prompt, by the general path."""
         with self.arena.acquire(self._store, self._id) as context:
-            session = Session(context, method)
+            session = Session(context, method.on(context.manifest))
             token, times = int(self.read(session, ids, Prompts.EXACT).argmax()), []
             for _ in range(STEPS):
                 begin = time.perf_counter()

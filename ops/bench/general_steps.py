@@ -96,7 +96,7 @@ def start_sessions(contexts: Sequence[ResidentContext], method: Method) -> list[
     """Sessions with a few tokens of their own, of random keys and values, which are the same every time."""
     sessions = []
     for row, context in enumerate(contexts):
-        session = Session(context, method)
+        session = Session(context, method.on(context.manifest))
         generator = torch.Generator(session.device).manual_seed(row)
         model = context.manifest.model
         shape = (2, model.kv_heads, PROMPT, model.head_dim)

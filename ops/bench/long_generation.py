@@ -142,7 +142,7 @@ def generate(
     options: Options,
 ) -> Iterator[Stretch]:
     """Generates from the token `first` on; yields one stretch after another."""
-    session = runner.start(context, get_method(expression, options.keep))
+    session = runner.start(context, get_method(expression, options.keep).on(context.manifest))
     sampler = Sampler(SamplingParameters(temperature=1.0, seed=options.seed))
     observer = Observer(session)
     token = first

@@ -140,7 +140,7 @@ def measure(
     warm_up: int, seed: int,
 ) -> dict[str, float]:  # fmt: skip
     """Shares over the tokens that are generated after `first`."""
-    session = runner.start(context, get_method(expression, keep))
+    session = runner.start(context, get_method(expression, keep).on(context.manifest))
     sampler, token, counts = Sampler(SamplingParameters(temperature=1.0, seed=seed)), first, Counts()
     observed: dict[int, Observation] = {}
     for number, layer in enumerate(session.layers):

@@ -10,6 +10,8 @@ import torch
 from decode_engine.engine.session_memory import session_bytes
 from decode_engine.kernels.clusters.device_clusters import DeviceClusters
 from decode_engine.layers.session import fit_method
+=======
+from decode_engine.kernels.clusters.cluster_tables import DeviceClusters
 from decode_engine.steps.attention.host_steps import HostSteps
 from decode_engine.steps.attention.registry import step_attention_for
 from decode_engine.steps.stepper import MAX_ROWS
@@ -50,7 +52,7 @@ class Served:
     @cached_property
     def derived(self) -> int:
         """Bytes that kernels make of clusters, for all layers, where they search or approximate with any."""
-        method = fit_method(self.manifest, self.method)
+        method = self.method.on(self.manifest).method
         partition = None if method.drops_remainder else method.partition or method.index
         specs = {spec.name: spec for spec in (method.index, partition) if spec is not None}
         captured = not isinstance(step_attention_for(method, self.manifest, self.placement), str)
@@ -59,7 +61,7 @@ class Served:
     @cached_property
     def session(self) -> int:
         """Of the device's memory, beside the context."""
-        return session_bytes(self.manifest, self.method, self.tokens)
+        return session_bytes(self.method.on(self.manifest), self.tokens)
 
     def needed(self, sessions: int, contexts: int) -> MemoryBytes:
         """Of so many sessions over so many contexts, the model's weights not included."""
@@ -78,7 +80,7 @@ class Served:
 
     @property
     def _searched_on_host(self) -> bool:
-        method = fit_method(self.manifest, self.method)
+        method = self.method.on(self.manifest).method
         return step_attention_for(method, self.manifest, self.placement) is HostSteps
 
     def _derived_from(self, spec: IndexSpec) -> int:

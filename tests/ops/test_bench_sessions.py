@@ -55,7 +55,7 @@ def test_sessions_take_what_the_engine_counts(bench: ModuleType) -> None:
         context = placed_bytes(manifest, GPU, placement)
         needed = served.needed(5, 2)
         rows = 8 * 8 * 131072 * 13  # eight rows for five sessions
-        assert needed.device == 2 * context.device + 5 * session_bytes(manifest, method, 512) + rows
+        assert needed.device == 2 * context.device + 5 * session_bytes(method.on(manifest), 512) + rows
         assert needed.host == 2 * context.host
     assert served.batches(33).device == 33 * 8 * 131072 * 13
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from decode_engine.layers.session import fit_method, require_index
 from index_store.errors import MethodUnsupportedError, SparseKVError
 from index_store.methods.method import METHODS, Method, get_method
 from index_store.selection.mass import Mass
@@ -77,8 +76,7 @@ def _family(manifest: Manifest, expression: str) -> Family:
         raise MethodUnsupportedError(
             f"method {expression!r} attends to every key, there is no budget to tune", method=expression
         )
-    require_index(manifest, method)
-    needed = {spec.name for spec in fit_method(manifest, method).index_specs()}
+    needed = {spec.name for spec in method.on(manifest).method.index_specs()}
     nbytes = sum(index.nbytes for index in manifest.indexes if index.name in needed)
     if isinstance(method.budget, Mass):
         candidates = tuple(Candidate(expression, mass=mass) for mass in MASSES)

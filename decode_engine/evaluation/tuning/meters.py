@@ -14,9 +14,8 @@ from torch import Tensor
 
 from decode_engine.evaluation.probe import sample_layer
 from decode_engine.evaluation.scoring import Segment, reference_log_probs, score_segment
-from decode_engine.layers.dense_layer import LayerAttention
 from decode_engine.layers.session import Session
-from decode_engine.layers.sparse_layer import Observation, SparseLayer
+from decode_engine.layers.sparse_layer import LayerAttention, Observation, SparseLayer
 from decode_engine.model.runner import ModelRunner
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.memory.resident import ResidentContext
@@ -92,7 +91,7 @@ class MassMeter:
                 "or leave the schedule out",
                 method=method.name,
             )
-        session = Session(self._context, method)
+        session = Session(self._context, method.on(self._context.manifest))
         try:
             found = [
                 _measure_layer(layer, queries_HPGD, self._positions)

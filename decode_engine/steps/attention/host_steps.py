@@ -219,7 +219,7 @@ class _Places:
     def of(cls, session: Session) -> _Places:
         """Raises InvalidArgumentError for tables that threads cannot read."""
         layers = [layer for layer, each in enumerate(session.layers) if not isinstance(each, DenseLayer)]
-        context, method = session.context, session.effective_method
+        context, method = session.context, session.method
         addresses = [[array.data_ptr() for array in _arrays(context, method, layer)] for layer in layers]
         indexes = [ref(_index(context, method, layer)) for layer in layers]
         return cls(context.manifest.id[:12], layers, np.array(addresses, np.int64), indexes)

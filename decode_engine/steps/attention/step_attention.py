@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class StepPlan:
     """All that kernels of a decode step are compiled and buffers sized for.
 
-    model: layers, heads and head dimension. method: as it runs over the contexts (`session.fit_method`), without what
+    model: layers, heads and head dimension. method: as it runs over the contexts (`Method.on`), without what
     differs between requests: how much the budget keeps comes with the records. size: rows B of the batch. max_keys:
     no context is longer; a power of two. dtype: of keys, values and queries, float16 or bfloat16. searching: threads of
     the host that search for this batch, where it is searched there. lane: steps of different lanes run at once, and

@@ -88,7 +88,7 @@ class StepBatch:
 
         When it raises, the row is idle.
         """
-        context, method = session.context, session.effective_method
+        context, method = session.context, session.method
         if context.manifest.token_count > self.plan.max_keys:
             raise InvalidArgumentError(
                 f"a context of {context.manifest.token_count} tokens in a batch of up to {self.plan.max_keys}"
@@ -192,7 +192,7 @@ def step_counts(session: Session) -> Mapping[int, int]:
     The searched range ends where it does on a CPU (`selector.SparseLayer`), but for the session's own tokens, which
     are all attended exactly.
     """
-    method, keys = session.effective_method, session.context.manifest.token_count
+    method, keys = session.method, session.context.manifest.token_count
     counts = {records.KEYS: keys, records.TAIL_KEYS: session.position + 1 - keys, records.STEP: 0}
     if method.budget is None:
         return counts | {records.FIRST: 0, records.END: 0, records.KEEP: 0}
@@ -203,7 +203,7 @@ def step_counts(session: Session) -> Mapping[int, int]:
 
 def counts_hold_until(session: Session) -> int:
     """The first later position whose `step_counts` differ from the present ones in more than TAIL_KEYS, perhaps."""
-    method, position = session.effective_method, session.position
+    method, position = session.method, session.position
     if method.budget is None:
         return sys.maxsize
     return position + method.append_block - (position - method.recent) % method.append_block

@@ -7,9 +7,10 @@ import random
 import pytest
 
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.queues import MAX_PASSED, MAX_PIECES
+from decode_engine.engine.queues import MAX_PIECES
 from decode_engine.errors import CancelledError, SessionMemoryError, TooManyRequestsError
 from index_store.errors import InvalidArgumentError
+from index_store.memory.patience import MAX_PASSED
 from tests.decode_engine.engine.fake_runner import (
     Client,
     FakeEngine,

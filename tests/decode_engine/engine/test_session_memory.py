@@ -28,10 +28,10 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 def test_sessions_hold_what_was_estimated(runner: ModelRunner, name: str, tokens: int) -> None:
     method = get_method(name)
     context = made_up_context(runner.identity, runner.kv_dtype, method)
-    session = runner.start(context, method)
+    session = runner.start(context, method.on(context.manifest))
     for done in range(0, tokens, _PIECE):
         runner.forward([session], [[0] * min(_PIECE, tokens - done)])
-    estimate = session_bytes(context.manifest, method, tokens)
+    estimate = session_bytes(method.on(context.manifest), tokens)
     assert session.nbytes <= 1.02 * estimate  # clusters count their members and a few vectors besides
     appended = session.nbytes - runner.identity.layers * session.layers[0].tail.nbytes
     if appended and name != "csattention-paper":  # lists take up fewer keys where these score low
@@ -43,27 +43,28 @@ def test_layers_that_attend_to_everything_append_nothing(runner: ModelRunner) ->
     method = get_method("csattention+dropped")
     manifest = made_up_context(runner.identity, runner.kv_dtype, method).manifest
     one, two, full = (
-        session_bytes(replace(manifest, dense_layers=layers), method, 1000) for layers in ((), (0,), (0, 1))
+        session_bytes(method.on(replace(manifest, dense_layers=layers)), 1000)
+        for layers in ((), (0,), (0, 1))
     )
     assert one - two == two - full > 0
-    assert full == session_bytes(manifest, get_method("full"), 1000)
+    assert full == session_bytes(get_method("full").on(manifest), 1000)
 
 
 @pytest.mark.parametrize("piece", [1, 100, 500])
 def test_tails_hold_what_was_estimated_whatever_the_pieces(runner: ModelRunner, piece: int) -> None:
     method = get_method("full")
     context = made_up_context(runner.identity, runner.kv_dtype, method)
-    session = runner.start(context, method)
+    session = runner.start(context, method.on(context.manifest))
     tail = session.layers[0].tail
     while tail.length < 4050:
         tail.reserve(min(tail.length + piece, 4050))
         tail.length = min(tail.length + piece, 4050)
-    assert tail.nbytes * len(session.layers) <= session_bytes(context.manifest, method, 4050)
+    assert tail.nbytes * len(session.layers) <= session_bytes(method.on(context.manifest), 4050)
 
 
 def test_the_estimate_grows_by_doubling(runner: ModelRunner) -> None:
     method = get_method("full")
     manifest = made_up_context(runner.identity, runner.kv_dtype, method).manifest
     row = 2 * manifest.model.kv_heads * 32 * 4 * manifest.model.layers
-    sizes = [session_bytes(manifest, method, tokens) for tokens in (1, 128, 129, 256, 257, 32768)]
+    sizes = [session_bytes(method.on(manifest), tokens) for tokens in (1, 128, 129, 256, 257, 32768)]
     assert sizes == [rows * row for rows in (128, 128, 256, 256, 512, 32768)]

@@ -126,7 +126,7 @@ class FakeSession:
 
     def __init__(self, layers: list[Any], method: Method, arrays: dict[str, Tensor] | None = None) -> None:
         self.layers = layers
-        self.effective_method = method
+        self.method = method
         self.context = self
         self._arrays = arrays or {}
 

@@ -129,7 +129,7 @@ def test_mass_and_error_are_those_of_the_keys_attended(
 ) -> None:
     """Recomputed key by key over the same 16 positions, each seeing only the keys before it."""
     found = meter.measure(method)
-    session = served.runner.start(served.context, method)
+    session = served.start(method)
     masses, errors, attended, available = [], [], 0.0, 0
     for number, layer in enumerate(session.layers):
         queries, positions = late_queries(served, number)

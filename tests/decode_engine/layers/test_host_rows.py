@@ -16,12 +16,12 @@ from torch import Tensor
 
 from decode_engine.evaluation.probe import sample_layer
 from decode_engine.layers import dense_layer, host_rows
-from decode_engine.layers.dense_layer import DenseLayer, LayerAttention, attend_dense_together
+from decode_engine.layers.dense_layer import DenseLayer, attend_dense_together
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.host_rows import copy_rows, pick_rows, stream_blocks
 from decode_engine.layers.partial_attention import attend_shared, attend_streamed
 from decode_engine.layers.session import Session
-from decode_engine.layers.sparse_layer import LayerSearch, Observation, SparseLayer
+from decode_engine.layers.sparse_layer import LayerAttention, LayerSearch, Observation, SparseLayer
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
@@ -234,7 +234,7 @@ def test_placements_give_the_same_answers(tmp_path: Path, name: str, device: tor
     for placement in Placement:
         arena = Arena(room, device=device, placement=placement)
         with arena.acquire(store, context.id, early=True) as resident:
-            session = Session(resident, method)
+            session = Session(resident, method.on(resident.manifest))
             assert session.nbytes == 0
             assert session.device == resident.device == device
             outs.append(torch.cat([run(layer, device) for layer in session.layers]))
@@ -257,7 +257,7 @@ def test_a_session_waits_for_no_layer_before_it_needs_it() -> None:
     context = synthetic_context(dtype="float32")
     resident = Asked(context.manifest, context.tokens, dict(enumerate(context.kv)), {})
     resident.asked = []
-    session = Session(resident, get_method("full"))
+    session = Session(resident, get_method("full").on(resident.manifest))
     assert resident.asked == []
     with torch.inference_mode():
         tail = session.layers[1].tail

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from decode_engine.evaluation.probe import sample_layer
-from decode_engine.layers.dense_layer import DenseLayer, LayerAttention
+from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
-from decode_engine.layers.sparse_layer import Observation, SparseLayer
+from decode_engine.layers.sparse_layer import LayerAttention, Observation, SparseLayer
 from index_store.methods.method import METHODS, Method, get_method
 from index_store.selection.budgets import Budget, Ratio, Threshold, TokenCount
 from index_store.selection.mass import Mass

@@ -131,7 +131,7 @@ def test_logits_of_a_model(runners: tuple[ModelRunner, ModelRunner], expression:
     context = made_up_context(host.identity, host.kv_dtype, method, 1500, distinct=2)
     logits = []
     for runner, resident in ((host, context), (gpu, moved_context(context, method))):
-        sessions = [runner.start(resident, method) for _ in range(2)]
+        sessions = [runner.start(resident, method.on(resident.manifest)) for _ in range(2)]
         prompt = [[(7 * i + 3 * row) % 250 for i in range(200)] for row in range(2)]
         found = runner.forward(sessions, prompt, all_logits=True)
         for step in range(3):

@@ -47,7 +47,7 @@ def pass_through(door: threading.Semaphore) -> None:
 
 def answer(runner: ModelRunner, context: ResidentContext, method: str) -> tuple[list[int], list[float]]:
     """Greedy tokens after a prompt in two pieces, and their logits."""
-    session = runner.start(context, get_method(method))
+    session = runner.start(context, get_method(method).on(context.manifest))
     prompt = runner.tokenizer.encode(PROMPT)
     runner.forward([session], [prompt[:5]])
     (logits,) = runner.forward([session], [prompt[5:]])
@@ -85,7 +85,7 @@ def test_answers_on_a_gpu_do_not_depend_on_the_placement(served: Served, method:
         with arena.acquire(served.store, served.context.manifest.id, early=True) as context:
             expected = "cuda" if placement is Placement.DEVICE else "cpu"
             assert context.kv(2).device.type == context.kv_device.type == expected
-            session = runner.start(context, get_method(method))
+            session = runner.start(context, get_method(method).on(context.manifest))
             assert not runner.has_graph(session)  # no kernels for its head dimension
             session.close()
             found.append(answer(runner, context, method))
@@ -137,10 +137,10 @@ def test_a_context_that_breaks_harms_no_other_session(
     monkeypatch.setattr(Context, "read_head", die)
     arena = hybrid()
     runner, method = served.runner, get_method("csattention+dropped")
-    whole = runner.start(served.context, method)
-    (expected,) = runner.forward([runner.start(served.context, method)], [[7]])
+    whole = runner.start(served.context, method.on(served.context.manifest))
+    (expected,) = runner.forward([runner.start(served.context, method.on(served.context.manifest))], [[7]])
     with arena.acquire(served.store, served.context.manifest.id, early=True) as context:
-        broken = runner.start(context, method)
+        broken = runner.start(context, method.on(context.manifest))
         sessions: list[Session] = [whole, broken]
         results = forward_each(runner.forward, sessions, [[7], [7]])
         assert isinstance(results[0], torch.Tensor)
@@ -179,7 +179,7 @@ def test_1000_sessions_leave_no_locked_memory_and_no_slots(served: Served) -> No
     slots: list[weakref.ref[torch.Tensor]] = []
     for turn in range(1000):
         with arena.acquire(served.store, id_) as context:
-            session = served.runner.start(context, method)
+            session = served.runner.start(context, method.on(context.manifest))
             for layer in range(1, 3):
                 assert slot_cache(context, layer).fields(layer)[records.SLOTS]
             if turn % 10 == 0:

@@ -66,7 +66,7 @@ def test_predictions_are_right_behind_a_layer_without_effect(served: Served) -> 
     model = served.runner.model
     prompt = served.runner.tokenizer.encode(PROMPT)
     for idle in range(LAYERS - 1):
-        session = served.runner.start(served.context, get_method("csattention", 0.1))
+        session = served.start(get_method("csattention", 0.1))
         found, predicted = true_queries(session), dict[int, Tensor]()
         with without_effect(model, idle), predicted_queries(model, predicted):
             served.runner.forward([session], [prompt])
@@ -86,7 +86,7 @@ def test_nothing_is_predicted_afterwards(served: Served) -> None:
     predicted = dict[int, Tensor]()
     with predicted_queries(served.runner.model, predicted):
         pass
-    session = served.runner.start(served.context, get_method("csattention", 0.1))
+    session = served.start(get_method("csattention", 0.1))
     served.runner.forward([session], [[5]])
     assert predicted == {}
 
@@ -95,8 +95,8 @@ def test_ahead_behind_layers_without_effect_is_the_same_as_searching_in_time(ser
     prompt = served.runner.tokenizer.encode(PROMPT)
     model = served.runner.model
     with without_effect(model, 0), without_effect(model, 1):
-        plain = served.runner.start(served.context, get_method("csattention", 0.1))
-        ahead = served.runner.start(served.context, get_method("csattention@ahead@correct=0.999", 0.1))
+        plain = served.start(get_method("csattention", 0.1))
+        ahead = served.start(get_method("csattention@ahead@correct=0.999", 0.1))
         for fed in (prompt, [5], [77]):
             expected, found = (served.runner.forward([session], [fed])[0] for session in (plain, ahead))
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -106,7 +106,7 @@ def test_ahead_behind_layers_without_effect_is_the_same_as_searching_in_time(ser
 def test_corrected_everywhere_it_is_the_same_as_searching_in_time(served: Served) -> None:
     prompt = served.runner.tokenizer.encode(PROMPT)
     plain, ahead, blind = (
-        served.runner.start(served.context, get_method(f"csattention{schedule}", 0.02))
+        served.start(get_method(f"csattention{schedule}", 0.02))
         for schedule in ("", "@ahead@correct=1", "@ahead")
     )
     for fed in (prompt, [5], [77]):

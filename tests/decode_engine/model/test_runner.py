@@ -57,7 +57,7 @@ def test_full_equals_transformers_generate_token_by_token(served: Served) -> Non
     with torch.inference_mode():
         own = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=1)
     expected = own[0, ids.shape[1] :].tolist()
-    session = served.runner.start(served.context, METHODS["full"])
+    session = served.start(METHODS["full"])
     assert session.position == served.context.manifest.token_count
     prompt = ids[0, session.position :].tolist()
     assert greedy(served.runner, session, prompt, 40) == expected
@@ -67,8 +67,8 @@ def test_full_equals_transformers_generate_token_by_token(served: Served) -> Non
 @pytest.mark.parametrize("name", ["csattention", "csattention+dropped", "oracle", "oracle+centred"])
 def test_a_budget_of_everything_equals_full(served: Served, name: str) -> None:
     prompt = served.runner.tokenizer.encode(PROMPT)
-    full = served.runner.start(served.context, METHODS["full"])
-    sparse = served.runner.start(served.context, replace(get_method(name, 1.0), recent=8, append_block=8))
+    full = served.start(METHODS["full"])
+    sparse = served.start(replace(get_method(name, 1.0), recent=8, append_block=8))
     one = served.runner.forward([full], [prompt], all_logits=True)[0]
     two = served.runner.forward([sparse], [prompt], all_logits=True)[0]
     torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-3)
@@ -94,10 +94,10 @@ def test_a_budget_of_everything_equals_full(served: Served, name: str) -> None:
 )
 def test_it_makes_no_difference_how_a_prompt_is_cut(llama: Served, method: Method) -> None:
     prompt = llama.runner.tokenizer.encode(PROMPT * 3)
-    one_by_one = llama.runner.start(llama.context, method)
+    one_by_one = llama.start(method)
     expected = torch.cat([llama.runner.forward([one_by_one], [[token]])[0] for token in prompt])
     for size in (len(prompt), 7, 20):
-        session = llama.runner.start(llama.context, method)
+        session = llama.start(method)
         pieces = [
             llama.runner.forward([session], [prompt[start : start + size]], all_logits=True)[0]
             for start in range(0, len(prompt), size)
@@ -116,8 +116,8 @@ def test_a_batch_of_sessions_equals_one_by_one(llama: Served) -> None:
         METHODS["full"],
         get_method("csattention-paper", 0.1),
     ]
-    together = [llama.runner.start(llama.context, method) for method in methods]
-    apart = [llama.runner.start(llama.context, method) for method in methods]
+    together = [llama.start(method) for method in methods]
+    apart = [llama.start(method) for method in methods]
     prompts = [[10, 20, 30], [40, 50, 60, 61, 62], [70, 80], [90, 91, 92]]
     for session, other, prompt in zip(together, apart, prompts, strict=True):
         llama.runner.forward([session], [prompt])
@@ -133,7 +133,7 @@ def test_a_batch_of_sessions_equals_one_by_one(llama: Served) -> None:
 
 def test_sparse_methods_touch_less_and_say_how_much(llama: Served) -> None:
     for name in ("csattention", "csattention+dropped"):
-        session = llama.runner.start(llama.context, get_method(name, 0.05))
+        session = llama.start(get_method(name, 0.05))
         llama.runner.forward([session], [llama.runner.tokenizer.encode(PROMPT)])
         figures = session.figures
         assert 0.05 < figures.sparse_fraction < 0.6
@@ -150,17 +150,17 @@ def test_a_context_that_does_not_fit_is_refused(llama: Served, tmp_path: Path) -
         resolve_model(str(write_model_folder(tmp_path / "other", "llama", layers=3, head_dim=32, seed=9)))
     )
     with pytest.raises(ModelMismatchError):
-        other.start(llama.context, METHODS["full"])
+        other.start(llama.context, METHODS["full"].on(llama.context.manifest))
     half = ModelRunner(resolve_model(str(llama.folder)), dtype="bfloat16")
     with pytest.raises(DtypeMismatchError):
-        half.start(llama.context, METHODS["full"])
+        half.start(llama.context, METHODS["full"].on(llama.context.manifest))
     without = next(serve(tmp_path, "llama", methods=("full",)))
     with pytest.raises(MethodUnsupportedError, match="--method csattention"):
-        without.runner.start(without.context, METHODS["csattention"])
+        without.start(METHODS["csattention"])
 
 
 def test_bad_tokens_are_refused_and_change_nothing(llama: Served) -> None:
-    session = llama.runner.start(llama.context, METHODS["csattention"])
+    session = llama.start(METHODS["csattention"])
     position = session.position
     wrong: list[list[list[int]]] = [[[]], [[1], [2]], [[-1]], [[llama.runner.identity.vocab_size]]]
     for tokens in wrong:
@@ -199,7 +199,9 @@ def test_a_step_that_failed_midway_can_be_repeated(llama: Served, name: str, sch
         method = replace(get_method(name, 0.1), recent=8, append_block=4, schedule=schedule)
     runner = llama.runner
     prompt = runner.tokenizer.encode(PROMPT)
-    undisturbed, disturbed = (runner.start(llama.context, method) for _ in range(2))
+    undisturbed, disturbed = (
+        runner.start(llama.context, method.on(llama.context.manifest)) for _ in range(2)
+    )
     fed = prompt
     for step in range(12):
         expected = runner.forward([undisturbed], [fed])[0]
@@ -216,8 +218,8 @@ def test_a_step_that_failed_midway_can_be_repeated(llama: Served, name: str, sch
 def test_a_batch_that_failed_midway_can_be_repeated_one_by_one(llama: Served) -> None:
     methods = [METHODS["full"], get_method("csattention", 0.1), get_method("csattention-paper", 0.1)]
     runner = llama.runner
-    disturbed = [runner.start(llama.context, method) for method in methods]
-    undisturbed = [runner.start(llama.context, method) for method in methods]
+    disturbed = [runner.start(llama.context, method.on(llama.context.manifest)) for method in methods]
+    undisturbed = [runner.start(llama.context, method.on(llama.context.manifest)) for method in methods]
     prompt = runner.tokenizer.encode(PROMPT)
     for session in (*disturbed, *undisturbed):
         runner.forward([session], [prompt])
@@ -235,15 +237,15 @@ def test_a_batch_that_failed_midway_can_be_repeated_one_by_one(llama: Served) ->
 def test_prompts_may_be_read_with_exact_attention(llama: Served, name: str) -> None:
     runner = ModelRunner(resolve_model(str(llama.folder)), prompts=Prompts.EXACT)
     prompt = runner.tokenizer.encode(PROMPT)
-    full = runner.start(llama.context, METHODS["full"])
-    sparse = runner.start(llama.context, get_method(name, 0.05))
+    full = runner.start(llama.context, METHODS["full"].on(llama.context.manifest))
+    sparse = runner.start(llama.context, get_method(name, 0.05).on(llama.context.manifest))
     (expected,) = runner.forward([full], [prompt])
     for cut in (prompt[:3], prompt[3:]):
         (got,) = runner.read([sparse], [cut])
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert sparse.figures.fraction == 1.0
     # From here on it selects, in the prompt as well, whose keys it holds.
-    twin = llama.runner.start(llama.context, get_method(name, 1.0))
+    twin = llama.start(get_method(name, 1.0))
     llama.runner.read([twin], [prompt])
     runner.forward([sparse], [[7]])
     assert 0 < sparse.figures.sparse_fraction < 0.9
@@ -255,13 +257,17 @@ def test_the_tokens_of_a_prompt_may_share_a_selection(llama: Served, name: str) 
     runner = ModelRunner(resolve_model(str(llama.folder)), prompts=Prompts.SPARSE)
     prompt = runner.tokenizer.encode(PROMPT)
     method = METHODS[name]
-    full = runner.start(llama.context, METHODS["full"])
-    whole = runner.start(llama.context, with_everything(method) if method.sparse else method)
+    full = runner.start(llama.context, METHODS["full"].on(llama.context.manifest))
+    everything = with_everything(method) if method.sparse else method
+    whole = runner.start(llama.context, everything.on(llama.context.manifest))
     (expected,) = runner.forward([full], [prompt])
     (got,) = runner.read([whole], [prompt])
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
     if method.sparse:
-        few, each = (runner.start(llama.context, with_budget(method, 0.05)) for _ in range(2))
+        few, each = (
+            runner.start(llama.context, with_budget(method, 0.05).on(llama.context.manifest))
+            for _ in range(2)
+        )
         (shared,), (alone,) = runner.read([few], [prompt]), runner.forward([each], [prompt])
         assert few.figures.fraction < 1.0
         assert few.figures.searches < each.figures.searches

@@ -26,7 +26,7 @@ def test_made_up_context_searches_in_every_layer(library: Library) -> None:
     runner = ModelRunner(resolve_model(str(library.model)))
     method = METHODS["csattention"]
     context = made_up_context(runner.identity, runner.kv_dtype, method)
-    session = runner.start(context, method)
+    session = runner.start(context, method.on(context.manifest))
     runner.forward([session], [[0] * (method.recent + method.append_block + 1)])
     runner.forward([session], [[0]])
     assert session.figures.sparse_available == session.figures.available > 0

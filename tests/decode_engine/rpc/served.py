@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
+from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from index_store.memory.arena import Arena
 from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method
 from index_store.models.loading import resolve_model
 from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
@@ -31,6 +33,10 @@ class Served:
     store: Store
     context: ResidentContext
     runner: ModelRunner
+
+    def start(self, method: Method) -> Session:
+        """A session of the method over the context."""
+        return self.runner.start(self.context, method.on(self.context.manifest))
 
 
 def serve(

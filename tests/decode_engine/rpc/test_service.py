@@ -24,7 +24,7 @@ def test_tokens_equal_those_of_the_runner(server: DecodeServer, client: Client, 
     backend = server.backend
     with backend.arena.acquire(backend.store, lamp.removeprefix("contexts/")) as resident:
         for name in ("full", "csattention"):
-            session = backend.runner.start(resident, get_method(name))
+            session = backend.runner.start(resident, get_method(name).on(resident.manifest))
             logits = backend.runner.forward([session], [prompt])[0]
             expected = []
             for _ in range(12):

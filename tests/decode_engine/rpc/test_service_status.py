@@ -21,7 +21,7 @@ from tests.decode_engine.rpc.service_support import LONG, wait_until
 
 def _need(server: DecodeServer, context: str, tokens: int) -> int:
     manifest = server.backend.store.manifest(context.removeprefix("contexts/"))
-    return session_bytes(manifest, get_method("full"), tokens)
+    return session_bytes(get_method("full").on(manifest), tokens)
 
 
 def test_status_tells_what_runs_and_counts_what_was_fed(

@@ -74,7 +74,7 @@ def decode(
     context = made_up_context(
         runner.identity, runner.kv_dtype, method, 140, device=DEVICE, placement=placement
     )
-    session = runner.start(context, method)
+    session = runner.start(context, method.on(context.manifest))
     runner.forward([session], [[5, 9, 2]])
     token, logits = 3, []
     for _ in range(steps):

@@ -81,7 +81,7 @@ def start(runner: ModelRunner, method: Method, placement: Placement) -> list[Ses
         context = made_up_context(
             runner.identity, dtype, method, length, device=DEVICE, seed=seed, placement=placement
         )
-        sessions.append(Session(context, method))
+        sessions.append(Session(context, method.on(context.manifest)))
         runner.forward(sessions[-1:], [prompt])
     return sessions
 
@@ -154,7 +154,7 @@ def test_tokens_in_two_lanes(
 
     def started() -> list[Session]:
         session, other = start(runner, method, placement)[1:]
-        same = Session(session.context, method)
+        same = Session(session.context, method.on(session.context.manifest))
         runner.forward([same], [PROMPTS[0]])
         return [session, same, other]
 

@@ -62,7 +62,10 @@ def make_contexts(runner: ModelRunner, method: Method, placement: Placement) -> 
 
 def begin(runner: ModelRunner, contexts: list[ResidentContext], method: Method) -> list[Session]:
     """Two sessions of one context and one of another, with prompts read."""
-    sessions = [runner.start(context, method) for context in (contexts[0], contexts[0], contexts[1])]
+    sessions = [
+        runner.start(context, method.on(context.manifest))
+        for context in (contexts[0], contexts[0], contexts[1])
+    ]
     for row, session in enumerate(sessions):
         runner.forward([session], [[5 + row, 9, 2]], exact=True)
     return sessions
@@ -140,7 +143,7 @@ def test_pageable_memory_goes_the_general_path(runner: ModelRunner, caplog: pyte
     pageable = ResidentContext(
         made.manifest, made.tokens(), kv, {}, placement=Placement.HYBRID, device=torch.device("cuda")
     )
-    session = runner.start(pageable, method)
+    session = runner.start(pageable, method.on(pageable.manifest))
     with caplog.at_level("INFO"):
         assert not runner.has_graph(session)
     assert "not page-locked" in caplog.text
@@ -174,7 +177,7 @@ def test_no_locked_memory_is_left_after_1000_sessions(served: Served) -> None:
     sampler, used = Sampler(SamplingParameters()), []
     for turn in range(1000):
         with arena.acquire(served.store, id_) as context:
-            session = runner.start(context, method)
+            session = runner.start(context, method.on(context.manifest))
             runner.read([session], [prompt])
             assert runner.has_graph(session)
             assert isinstance(runner.decode([session], [3], [sampler])[0], int)

@@ -92,7 +92,7 @@ def run(
     queries = torch.zeros(4, H, G, D)
     for row, length in enumerate(lengths):
         context = made_up_context(IDENTITY, "float32", method, length, seed=row)
-        session = Session(context, method)
+        session = Session(context, method.on(context.manifest))
         layer = session.layers[1]
         assert isinstance(layer, SparseLayer)
         layer.observer = observations.append

@@ -70,7 +70,9 @@ def begin(runner: ModelRunner, method: Method, placement: Placement) -> list[Ses
         )
         for length in LENGTHS
     ]  # fmt: skip
-    sessions = [Session(context, method) for context in (contexts[0], contexts[0], contexts[1])]
+    sessions = [
+        Session(context, method.on(context.manifest)) for context in (contexts[0], contexts[0], contexts[1])
+    ]
     for row, session in enumerate(sessions):
         runner.forward([session], [[5 + row, 9, 2]], exact=True)
     return sessions

@@ -52,7 +52,7 @@ def start(
     """A session on a made-up context that has read a prompt."""
     method = METHODS[name]
     context = made_up_context(runner.identity, runner.kv_dtype, method, length, placement=placement)
-    session = runner.start(context, method)
+    session = runner.start(context, method.on(context.manifest))
     runner.forward([session], [prompt])
     return session
 
@@ -177,7 +177,7 @@ def test_counts_and_tails_are_right_at_every_step(runner: ModelRunner) -> None:
     stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
     method = replace(METHODS["multipole"], recent=40, append_block=8)
     contexts = [made_up_context(runner.identity, runner.kv_dtype, method, n) for n in (150, 90, 200, 70)]
-    sessions = [runner.start(context, method) for context in contexts]
+    sessions = [runner.start(context, method.on(context.manifest)) for context in contexts]
     seen = set()
     for step in range(90):
         batch = sessions[: 3 - (step // 20) % 2] if step < 60 else sessions[1:]
@@ -296,7 +296,8 @@ def test_a_method_without_kernels_is_refused_with_a_reason(
     runner: ModelRunner, stepper: Stepper, caplog: pytest.LogCaptureFixture
 ) -> None:
     method = METHODS["quest"]
-    session = runner.start(made_up_context(runner.identity, runner.kv_dtype, method), method)
+    context = made_up_context(runner.identity, runner.kv_dtype, method)
+    session = runner.start(context, method.on(context.manifest))
     with caplog.at_level("INFO"):
         assert not stepper.takes(session)
         assert not stepper.takes(session)
@@ -306,7 +307,7 @@ def test_a_method_without_kernels_is_refused_with_a_reason(
 def test_what_is_prepared_is_what_runs(runner: ModelRunner) -> None:
     stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
     sessions = [start(runner, [5]) for _ in range(3)]
-    stepper.prepare(METHODS["full"], sessions[0].context.manifest, 5)
+    stepper.prepare(sessions[0].fitted, 5)
     ready = [stepper._graphs[key] for key in stepper._graphs]
     assert [graph.batch.plan.size for graph in ready] == [1, 2, 4, 8]
     assert stepper.graph(sessions) is ready[2]
@@ -337,7 +338,7 @@ def test_steps_over_host_memory_equal_the_general_path(runner: ModelRunner, step
     prompts, contexts = [[5, 9], [7], [1, 2, 3]], [made[0], made[0], made[1]]
 
     def sessions() -> list[Session]:
-        begun = [runner.start(context, method) for context in contexts]
+        begun = [runner.start(context, method.on(context.manifest)) for context in contexts]
         for session, prompt in zip(begun, prompts, strict=True):
             runner.forward([session], [prompt])
         return begun
@@ -360,17 +361,19 @@ def test_placements_are_batches_of_their_own(runner: ModelRunner) -> None:
     one, other = start(runner, [5]), start(runner, [5], placement=Placement.HYBRID)
     assert stepper.step([one, other], [1, 2], [Sampler(GREEDY)] * 2) == [2, 3]
     assert stepper.graph([one]) is not stepper.graph([other])
-    stepper.prepare(METHODS["full"], other.context.manifest, 1, Placement.HYBRID)
+    stepper.prepare(other.fitted, 1, Placement.HYBRID)
     assert len(stepper._graphs) == 2
 
 
 def test_sessions_that_read_one_context_wholly_share_the_read_elsewhere(runner: ModelRunner) -> None:
     stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
     one = start(runner, [5], placement=Placement.HYBRID)
-    again = runner.start(one.context, METHODS["full"])
+    again = runner.start(one.context, METHODS["full"].on(one.context.manifest))
     other = start(runner, [5], placement=Placement.HYBRID)
     here = [start(runner, [5]), start(runner, [5])]
     assert stepper.taken([one, again, other, *here]) == [False, False, True, True, True]
     assert stepper.taken([one, other]) == [True, True]
     sparse = start(runner, [5], name="multipole", placement=Placement.HYBRID)
-    assert stepper.taken([sparse, runner.start(sparse.context, METHODS["multipole"])]) == [True, True]
+    assert stepper.taken(
+        [sparse, runner.start(sparse.context, METHODS["multipole"].on(sparse.context.manifest))]
+    ) == [True, True]

@@ -55,7 +55,7 @@ def start(runner: ModelRunner, name: str, row: int, keep: float = 0.1) -> Sessio
     context = made_up_context(
         runner.identity, runner.kv_dtype, method, LENGTHS[row], distinct=2, device="cuda", seed=row
     )
-    session = runner.start(context, method)
+    session = runner.start(context, method.on(context.manifest))
     runner.forward([session], [[5 + row, 9, 2]])
     return session
 

@@ -96,7 +96,9 @@ def step_logits(runner: ModelRunner, waves: int) -> tuple[Tensor, list[tuple[int
         )
         for length in (230, 130)
     ]
-    sessions = [Session(context, method) for context in (contexts[0], contexts[0], contexts[1])]
+    sessions = [
+        Session(context, method.on(context.manifest)) for context in (contexts[0], contexts[0], contexts[1])
+    ]
     try:
         for row, session in enumerate(sessions):
             runner.forward([session], [[5 + row, 9]])

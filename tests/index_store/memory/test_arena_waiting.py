@@ -10,8 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from index_store.errors import MemoryBudgetError
-from index_store.memory.arena import MAX_PASSED, Arena
+from index_store.memory.arena import Arena
 from index_store.memory.context_loading import resident_bytes
+from index_store.memory.patience import MAX_PASSED
 from index_store.store.catalog import Store
 from tests.support_store import RecordingLocker, SyntheticContext, synthetic_context
 

@@ -172,7 +172,7 @@ def test_padding_changes_no_answer(store: Store, name: str, device: torch.device
     outs = []
     for where in (None, device):
         with Arena(2**24, device=where).acquire(store, context.id) as resident:
-            outs.append(decode(Session(resident, method), where or CPU))
+            outs.append(decode(Session(resident, method.on(resident.manifest)), where or CPU))
     torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-5)
 
 

@@ -163,13 +163,13 @@ def test_memory_that_indexes_and_a_session_used_is_freed(store: Store, name: str
     arena = Arena(1 << 24)
     with arena.acquire(store, context.id) as resident:
         # The first calls compile the kernels, and the compiler leaves cycles behind that hold their arguments.
-        decode(Session(resident, method))
+        decode(Session(resident, method.on(resident.manifest)))
     assert arena.drop(context.id)
     with no_collector():
         with arena.acquire(store, context.id) as resident:
             storage = weakref.ref(resident.kv(0).untyped_storage())
             assert type(resident.index(method.index.name, 1)) is INDEX_KINDS[method.index.kind]
-            session = Session(resident, method)
+            session = Session(resident, method.on(resident.manifest))
             if used:
                 decode(session)
                 assert session.figures.searches > 0

@@ -1,0 +1,118 @@
+"""Which selection a position gets, whatever makes the selections: searches are counted, none is computed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decode_engine.layers.figures import Figures
+from decode_engine.layers.searchers import Choice, Searchers
+from index_store.methods.schedules import Schedule
+from index_store.selection.budgets import Selection
+
+H, G, D, USUAL = 2, 2, 4, 100
+
+
+class Searches:
+    """Numbers the searches that it is asked for; the number is the key that is selected."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.figures = Figures()
+        self.searchers = Searchers(schedule, self.figures)
+        self.made: list[tuple[Tensor, int]] = []
+
+    def step(
+        self, position: int, q_HTGD: Tensor, predicted_HTGD: Tensor | None = None, usual: int = USUAL
+    ) -> Choice:
+        """The choice of one call."""
+
+        def search(queries: Tensor, end: int) -> Choice:
+            self.made.append((queries, end))
+            ids = torch.full((*queries.shape[:2], 1), len(self.made), dtype=torch.int32)
+            return Choice(Selection(ids, torch.ones_like(ids[..., 0])), queries, position, end, ())
+
+        searcher = self.searchers.choose(position, q_HTGD.shape[1], predicted_HTGD)
+        choice = searcher.choose(q_HTGD, position, usual, search)
+        assert searcher.search_end(position, usual) == choice.search_end
+        return choice
+
+
+def query(positions: int = 1, seed: int = 0) -> Tensor:
+    return torch.randn(H, positions, G, D, generator=torch.Generator().manual_seed(seed))
+
+
+def keys(choice: Choice) -> list[int]:
+    """The selected key of every KV head at the first position."""
+    return [int(row) for row in choice.selection.ids_HTK[:, 0, 0]]
+
+
+def test_without_a_schedule_every_call_searches_with_its_own_queries() -> None:
+    searches = Searches(Schedule())
+    for position in range(3):
+        assert searches.step(position, query(), query(seed=9)).pieces == ()
+    assert len(searches.made) == 3
+    assert all(torch.equal(made, query()) for made, _ in searches.made)
+
+
+def test_a_selection_serves_a_period_over_the_range_it_was_made_from() -> None:
+    searches = Searches(Schedule(period=3))
+    found = [searches.step(position, query(), usual=USUAL + position) for position in range(5)]
+    assert [keys(choice)[0] for choice in found] == [1, 1, 1, 2, 2]
+    assert [choice.search_end for choice in found] == [100, 100, 100, 103, 103]
+    # What scored its clusters was another step's query.
+    assert [choice.pieces for choice in found] == [(), None, None, (), None]
+
+
+def test_a_lag_uses_the_step_before_and_searches_for_the_next() -> None:
+    searches = Searches(Schedule(lag=1))
+    assert [keys(searches.step(position, query()))[0] for position in range(4)] == [1, 1, 2, 3]
+    assert len(searches.made) == 4
+    assert keys(searches.step(9, query())) == [5, 5]  # not of the step before, which left none
+
+
+def test_a_repeated_step_chooses_the_same() -> None:
+    for schedule in (Schedule(period=2), Schedule(lag=1)):
+        once, twice = Searches(schedule), Searches(schedule)
+        for position in range(6):
+            choice = once.step(position, query(seed=position))
+            for _ in range(2):
+                again = twice.step(position, query(seed=position))
+            assert again.made_at == choice.made_at
+            assert torch.equal(again.q_HTGD, choice.q_HTGD)
+
+
+def test_prompts_neither_use_nor_leave_selections() -> None:
+    searches = Searches(Schedule(period=4))
+    searches.step(0, query())
+    assert keys(searches.step(1, query(2))) == [2, 2]
+    assert keys(searches.step(3, query())) == [1, 1]
+
+
+def test_a_correction_replaces_the_heads_that_turned_away() -> None:
+    searches = Searches(Schedule(period=4, correct_below=0.5))
+    searches.step(0, query())
+    turned = query()
+    turned[1, :, 1] *= -1.0
+    choice = searches.step(1, turned, usual=USUAL + 7)
+    assert (keys(choice), choice.search_end) == ([1, 2], USUAL)
+    assert (searches.figures.corrected, searches.figures.correctable) == (1, 2)
+    assert torch.equal(choice.q_HTGD, turned)
+    assert keys(searches.step(2, turned)) == [1, 2]
+
+
+def test_ahead_searches_with_the_part_of_the_prediction_that_is_attended() -> None:
+    searches = Searches(Schedule(ahead=True, correct_below=-1.0))
+    own, foretold = query(6), query(6, seed=1)
+    searcher = searches.searchers.choose(50, 6, foretold)
+    seen: list[Tensor] = []
+
+    def search(queries: Tensor, end: int) -> Choice:
+        seen.append(queries)
+        ids = torch.zeros(*queries.shape[:2], 1, dtype=torch.int32)
+        return Choice(Selection(ids, ids[..., 0]), queries, 52, end, ())
+
+    choice = searcher.choose(own[:, 2:5], 52, USUAL, search)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], foretold[:, 2:5])
+    assert (choice.pieces, choice.search_end) == (None, USUAL)
+    assert searches.step(50, query()).pieces == ()  # nothing was foretold
