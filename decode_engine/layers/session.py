@@ -14,13 +14,14 @@ from decode_engine.layers.dense_layer import DenseLayer, LayerAttention
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
 from index_store.errors import MethodUnsupportedError
-from index_store.indexes.interface.layer_index import LayerIndex, Scalar
+from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method
 from index_store.selection.budgets import Threshold
 from index_store.selection.threshold_curve import ThresholdCurve
+from index_store.store.json_fields import Scalar
 from index_store.store.manifest import Manifest
 
 NO_OPTIONS: Mapping[str, Scalar] = MappingProxyType({})

@@ -9,14 +9,9 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import (
-    AppendedKeys,
-    LayerIndex,
-    LayerSource,
-    Scalar,
-    check_keys,
-)
+from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, check_keys
 from index_store.selection.ranking import Items, Ranking
+from index_store.store.json_fields import Scalar
 
 
 class AppendedExact(AppendedKeys):

@@ -17,15 +17,10 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.growing import GrowingRows
-from index_store.indexes.interface.layer_index import (
-    AppendedKeys,
-    LayerIndex,
-    LayerSource,
-    Scalar,
-    check_keys,
-)
+from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, check_keys
 from index_store.indexes.interface.parameter_types import typed_parameters
 from index_store.selection.ranking import Items, Members, Ranking
+from index_store.store.json_fields import Scalar
 
 # Of the range of float32, in half its bytes, whatever the keys' own type; rounding goes away from the keys.
 _BOUND_DTYPE = torch.bfloat16

@@ -17,21 +17,8 @@ from torch import Tensor
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.selection.clusters import Piece
 from index_store.selection.ranking import Ranking
-
-Scalar = str | int | float | bool
-
-
-@dataclass(frozen=True, slots=True)
-class QuerySample:
-    """Queries of one layer kept for building indexes: a bounded, seeded sample of the context's own queries.
-
-    queries_HPGD: [H, P, G, d] float32, after RoPE, not scaled by 1/sqrt(d).
-    positions_P: [P] int64, the token position of each sampled row, ascending. Rows of calibration prompts have
-        positions >= the context's token count.
-    """
-
-    queries_HPGD: Tensor
-    positions_P: Tensor
+from index_store.store.json_fields import Scalar
+from index_store.store.stored_context import QuerySample
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import Scalar
+from index_store.store.json_fields import Scalar
 
 _KINDS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 

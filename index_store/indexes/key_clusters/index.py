@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, Scalar
+from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource
 from index_store.indexes.key_clusters.build import build_clusters
 from index_store.indexes.key_clusters.online import OnlineClusters
 from index_store.indexes.key_clusters.parameters import ClusterParameters, ClusterSearch
 from index_store.indexes.key_clusters.windowed_rope import move_queries
 from index_store.selection.clusters import Clusters, Piece
 from index_store.selection.ranking import Items, Members, Ranking
+from index_store.store.json_fields import Scalar
 
 
 class KeyClusters(LayerIndex):

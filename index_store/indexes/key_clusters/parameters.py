@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import Scalar
 from index_store.indexes.interface.parameter_types import typed_parameters
 from index_store.kmeans.first_centroids import METRICS
+from index_store.store.json_fields import Scalar
 
 MOMENTS = ("none", "diagonal", "full")
 """What clusters keep beside mean keys and value sums: nothing, the keys' variances, also Cov(values, keys)."""

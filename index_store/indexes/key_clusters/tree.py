@@ -16,12 +16,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from index_store.indexes.interface.layer_index import LayerSource, Scalar
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_clusters.build import build_tree
 from index_store.indexes.key_clusters.index import KeyClusters, score_clusters
 from index_store.indexes.key_clusters.parameters import ClusterParameters, TreeParameters, TreeSearch
 from index_store.indexes.key_clusters.tree_numba import search_tree
 from index_store.selection.clusters import Clusters, Piece
+from index_store.store.json_fields import Scalar
 
 
 class ClusterTree(KeyClusters):

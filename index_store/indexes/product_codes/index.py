@@ -18,13 +18,7 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.growing import GrowingRows
-from index_store.indexes.interface.layer_index import (
-    AppendedKeys,
-    LayerIndex,
-    LayerSource,
-    Scalar,
-    check_keys,
-)
+from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, check_keys
 from index_store.indexes.interface.parameter_types import typed_parameters
 from index_store.indexes.interface.products import are_many
 from index_store.indexes.interface.subspaces import subspace_dims
@@ -32,6 +26,7 @@ from index_store.indexes.product_codes.products import score_codes_by_products
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes
 from index_store.kmeans.clustering import euclidean_kmeans
 from index_store.selection.ranking import Items, Ranking
+from index_store.store.json_fields import Scalar
 
 _MAX_BITS = 8
 _KEYS_AT_ONCE = 2048  # keys compared with all codewords at a time

@@ -22,13 +22,7 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import (
-    AppendedKeys,
-    LayerIndex,
-    LayerSource,
-    Scalar,
-    check_keys,
-)
+from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, check_keys
 from index_store.indexes.interface.products import are_many
 from index_store.indexes.query_tables.build import INT8_MAX, INT16_MAX, build_tables
 from index_store.indexes.query_tables.lists_numba import Lists, insert_keys, score_lists
@@ -36,6 +30,7 @@ from index_store.indexes.query_tables.parameters import TableParameters, TableSe
 from index_store.indexes.query_tables.products import sum_rows_by_products
 from index_store.indexes.query_tables.search_numba import TableReads, softmax_sum_rows, sum_rows
 from index_store.selection.ranking import Items, Ranking
+from index_store.store.json_fields import Scalar
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Self
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import Scalar
 from index_store.indexes.interface.parameter_types import typed_parameters
 from index_store.indexes.interface.subspaces import subspace_dims
+from index_store.store.json_fields import Scalar
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ import torch
 from decode_engine.kernels.codes.batch import code_shape
 from decode_engine.kernels.codes.reference import CodeSequence, kept_keys
 from decode_engine.kernels.codes.search import search_codes
-from index_store.indexes.interface.layer_index import LayerSource, QuerySample
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.selection.ranking import Items, Ranking
+from index_store.store.stored_context import QuerySample
 from tests.decode_engine.kernels.problems.code_problems import (
     SMALL,
     assert_equals_reference,

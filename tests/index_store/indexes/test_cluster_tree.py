@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import Scalar
 from index_store.indexes.key_clusters.build import divide
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_clusters.parameters import TreeParameters
 from index_store.indexes.key_clusters.tree import ClusterTree, expand
 from index_store.indexes.key_clusters.tree_numba import search_tree, search_tree_reference
+from index_store.store.json_fields import Scalar
 from tests.index_store.indexes.test_key_clusters import DIM, FLAT, HEADS, KEYS, TREE, queries, source
 
 DIAGONAL: dict[str, Scalar] = {**TREE, "moments": "diagonal"}

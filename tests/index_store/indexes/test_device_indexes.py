@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import LayerSource, QuerySample
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_clusters.build import (
     build_clusters,
     build_clusters_on_device,
@@ -26,6 +26,7 @@ from index_store.indexes.query_tables.build import build_tables, build_tables_on
 from index_store.indexes.query_tables.parameters import TableParameters
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS
+from index_store.store.stored_context import QuerySample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")]

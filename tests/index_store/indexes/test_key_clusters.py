@@ -11,13 +11,15 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.exact import ExactIndex
-from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, QuerySample, Scalar
+from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
 from index_store.indexes.key_clusters.build import divide
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_clusters.parameters import ClusterParameters
 from index_store.indexes.key_clusters.tree import ClusterTree
 from index_store.indexes.key_clusters.windowed_rope import move_queries, undo_rotary
 from index_store.selection.clusters import Piece
+from index_store.store.json_fields import Scalar
+from index_store.store.stored_context import QuerySample
 
 HEADS, KEYS, DIM, GROUP = 2, 700, 16, 3
 FREQUENCIES = 10_000.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
