@@ -34,8 +34,8 @@ class ClusterTree(KeyClusters):
 
     kind = "cluster_tree"
 
-    _parameters_type = TreeParameters
-    _search_type = TreeSearch
+    parameters_type = TreeParameters
+    search_type = TreeSearch
 
     def __init__(self, parameters: ClusterParameters, arrays: Mapping[str, Tensor]) -> None:
         super().__init__(parameters, arrays)

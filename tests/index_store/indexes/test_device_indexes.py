@@ -203,7 +203,7 @@ def test_tables_need_queries_with_directions(spoil: float) -> None:
 @pytest.mark.parametrize(("count", "bits"), [(150, 3), (9, 4)])
 def test_codes(count: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_source(count)
-    parameters = CodeParameters(8, bits, "strided", 6)
+    parameters = CodeParameters(subspaces=8, bits=bits, split="strided", iterations=6)
     dims = parameters.dims(32)
     found = build_device_codes(source.keys_HND, dims, codewords=2**bits, iterations=6, seed=0)
     host = ProductCodes.build(

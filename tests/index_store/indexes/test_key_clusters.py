@@ -157,7 +157,7 @@ def test_blocks_divide_the_keys(count: int, sinks: int, block: int, per: int) ->
 def test_clusters_stay_inside_their_block(name: str) -> None:
     kind, parameters = CASES[name]
     arrays = build(name).arrays()
-    blocks = divide(KEYS, kind._parameters_type.parse(parameters))
+    blocks = divide(KEYS, kind.parameters_type.parse(parameters))
     for block in blocks:
         inside = arrays["assignment"][:, block.first : block.end]
         assert int(inside.min()) >= block.first_cluster
