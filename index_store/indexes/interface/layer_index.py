@@ -17,7 +17,7 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.interface.parameters import Parameters
-from index_store.selection.clusters import Piece
+from index_store.selection.clustered_keys import ScoredClusters
 from index_store.selection.ranking import Ranking
 from index_store.store.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
@@ -213,7 +213,7 @@ class LayerIndex(ABC):
 
     def pieces(
         self, queries_HTGD: Tensor, appended: AppendedKeys | None, position: int | None = None
-    ) -> tuple[Piece, ...]:
+    ) -> tuple[ScoredClusters, ...]:
         """The clusters that together hold every key of the index, with the queries' products with their means.
 
         Only for indexes that partition the keys; raises MethodUnsupportedError otherwise.

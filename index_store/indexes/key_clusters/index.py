@@ -21,7 +21,7 @@ from index_store.indexes.key_clusters.build import build_clusters
 from index_store.indexes.key_clusters.online import OnlineClusters
 from index_store.indexes.key_clusters.parameters import ClusterParameters, ClusterSearch
 from index_store.indexes.key_clusters.windowed_rope import move_queries
-from index_store.selection.clusters import Clusters, Piece
+from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.selection.ranking import Items, Members, Ranking
 from index_store.store.json_fields import Scalar
 
@@ -39,7 +39,7 @@ class KeyClusters(LayerIndex):
         super().__init__(arrays, arrays["assignment"].shape[1])
         self._parameters = parameters
         self._members = Members(arrays["offsets"], arrays["members"])
-        self._clusters = Clusters(
+        self._clusters = ClusteredKeys(
             arrays["counts"],
             arrays["means"],
             arrays["value_sums"],
@@ -112,13 +112,15 @@ class KeyClusters(LayerIndex):
 
     def pieces(
         self, queries_HTGD: Tensor, appended: AppendedKeys | None, position: int | None = None
-    ) -> tuple[Piece, ...]:
+    ) -> tuple[ScoredClusters, ...]:
         own = self._own_clusters(appended)
         moved = self._moved(queries_HTGD, position)
         shared, _ = self._search(moved, {})
         return shared if own is None else (*shared, score_clusters(own.clusters, moved))
 
-    def _search(self, queries_HTGD: Tensor, search: Mapping[str, Scalar]) -> tuple[tuple[Piece, ...], float]:
+    def _search(
+        self, queries_HTGD: Tensor, search: Mapping[str, Scalar]
+    ) -> tuple[tuple[ScoredClusters, ...], float]:
         """The context's pieces, first that of the clusters whose members are listed, and the vectors read for them."""
         ClusterSearch.parse(search)
         return (score_clusters(self._clusters, queries_HTGD),), float(self._clusters.counts_HC.shape[1])
@@ -139,10 +141,10 @@ class KeyClusters(LayerIndex):
         return move_queries(queries_HTGD, position, self._parameters.window, self._frequencies_F)
 
 
-def score_clusters(clusters: Clusters, queries_HTGD: Tensor) -> Piece:
+def score_clusters(clusters: ClusteredKeys, queries_HTGD: Tensor) -> ScoredClusters:
     """Products of the queries with every cluster's mean key, -inf for empty clusters."""
     heads, positions, group, head_dim = queries_HTGD.shape
     flat = queries_HTGD.reshape(heads, positions * group, head_dim)
     logits = torch.bmm(flat, clusters.means_HCD.transpose(1, 2)).view(heads, positions, group, -1)
     logits.masked_fill_((clusters.counts_HC == 0)[:, None, None], -torch.inf)
-    return Piece(clusters, logits, queries_HTGD)
+    return ScoredClusters(clusters, logits, queries_HTGD)

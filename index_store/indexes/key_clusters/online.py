@@ -21,7 +21,7 @@ from index_store.indexes.interface.layer_index import AppendedKeys
 from index_store.indexes.key_clusters.moments import check_moments, measure, sum_by_cluster
 from index_store.indexes.key_clusters.windowed_rope import check_frequencies, undo_rotary
 from index_store.kmeans.first_centroids import METRICS
-from index_store.selection.clusters import Clusters
+from index_store.selection.clustered_keys import ClusteredKeys
 from index_store.selection.ranking import Members
 
 _REFINEMENTS = 3
@@ -50,9 +50,9 @@ class OnlineClusters(AppendedKeys):
         seed: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        """first_id: of the first appended key. metric: one of `kmeans.METRICS`. block: W; 0 never splits.
+        """first_id: of the first appended key. metric: one of METRICS. block: W; 0 never splits.
 
-        moments: one of `cluster_parameters.MOMENTS`. frequencies: [d/2] inverse frequencies of the rotary embedding,
+        moments: one of MOMENTS. frequencies: [d/2] inverse frequencies of the rotary embedding,
         which is undone before anything else, a key's id being its position (windowed RoPE); None keeps keys as they
         are. device: of the keys that will come. Raises InvalidArgumentError for a value out of range.
         """
@@ -108,9 +108,9 @@ class OnlineClusters(AppendedKeys):
         return held + sum(rows.nbytes for rows in self._buffers())
 
     @property
-    def clusters(self) -> Clusters:
+    def clusters(self) -> ClusteredKeys:
         """The clusters of all appended keys, closed blocks first; views that the next append may overwrite."""
-        return Clusters(
+        return ClusteredKeys(
             counts_HC=self._counts.rows,
             means_HCD=self._means.rows,
             value_sums_HCD=self._value_sums.rows,
