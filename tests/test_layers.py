@@ -64,6 +64,7 @@ FLOORS = (
     "index_store/indexes/interface",
     "index_store/kmeans",
     "index_store/selection",
+    "index_store/attention",
     "index_store",
     "sparsekv/v1",
     "sparsekv",

@@ -15,7 +15,7 @@ from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.clusters.cluster_tables import DeviceClusters
 from decode_engine.kernels.clusters.selection import RANGE
-from index_store.selection.attention_state import AttentionState
+from index_store.attention.attention_state import AttentionState
 
 
 @dataclass(frozen=True, slots=True)
