@@ -14,7 +14,7 @@ from torch import Tensor
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.partial_attention import attend_shared, attend_streamed
 from decode_engine.layers.tail import Tail
-from index_store.selection.attention_state import AttentionState
+from index_store.attention.attention_state import AttentionState
 
 
 class DenseLayer:

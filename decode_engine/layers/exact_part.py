@@ -16,7 +16,7 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.host_rows import copy_rows
 from decode_engine.layers.partial_attention import attend_shared
 from decode_engine.layers.tail import Tail
-from index_store.selection.attention_state import AttentionState
+from index_store.attention.attention_state import AttentionState
 from index_store.selection.clustered_keys import ScoredClusters
 from index_store.selection.remainders import ExactKeys
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from decode_engine.layers.host_rows import stream_blocks
-from index_store.selection.attention_state import AttentionState
+from index_store.attention.attention_state import AttentionState
+from index_store.attention.fused import HALVES, attend_to_all, attend_to_themselves
 
 BLOCK_BYTES = 4 * 2**20
 """Keys and values converted to float32 at a time. A block of this size stays in the last-level cache and in memory that
@@ -18,8 +19,6 @@ the allocator reuses; blocks of tens of MiB are mapped anew on every call, which
 
 FUSED_POSITIONS = 8
 """Query positions from which on a GPU attends by a fused kernel, which splits its work over queries, not over keys."""
-
-FUSED_DTYPES = (torch.float16, torch.bfloat16)
 
 DEVICE_BLOCK_BYTES = 128 * 2**20
 """The same in device memory, and the logits held at a time there: few launches, whatever N and T are."""
@@ -33,7 +32,7 @@ def attend_shared(q_HTGD: Tensor, kv_HN2D: Tensor, *, causal: bool) -> Attention
     """
     heads, positions, group, head_dim = q_HTGD.shape
     count = kv_HN2D.shape[1]
-    if q_HTGD.is_cuda and positions >= FUSED_POSITIONS and kv_HN2D.dtype in FUSED_DTYPES and count > 0:
+    if q_HTGD.is_cuda and positions >= FUSED_POSITIONS and kv_HN2D.dtype in HALVES and count > 0:
         return _attend_fused(q_HTGD, kv_HN2D, causal)
     step = _keys_at_once(q_HTGD)
     q_HRD = q_HTGD.reshape(heads, positions * group, head_dim)
@@ -67,29 +66,17 @@ def _attend_fused(q_HTGD: Tensor, kv_HN2D: Tensor, causal: bool) -> AttentionSta
 
     Queries lose nothing by the conversion: divided by their scale they are what the model made, in that dtype.
     """
-    heads, positions, group, head_dim = q_HTGD.shape
+    positions, head_dim = q_HTGD.shape[1], q_HTGD.shape[3]
     q = (q_HTGD * head_dim**0.5).to(kv_HN2D.dtype)
     before = kv_HN2D.shape[1] - positions if causal else kv_HN2D.shape[1]
     states = []
     if before > 0:
-        # All queries see all keys: the group's heads are just more queries of the one KV head.
-        past = kv_HN2D[None, :, :before]
-        out, lse = _fused(q.reshape(1, heads, -1, head_dim), past[:, :, :, 0], past[:, :, :, 1], causal=False)
-        shape = (heads, positions, group)
-        states.append(AttentionState(out.view(*shape, head_dim).float(), lse.view(shape)))
+        past = attend_to_all(q, kv_HN2D[:, :before])
+        states.append(AttentionState(past.out.float(), past.lse))
     if causal:
-        own = kv_HN2D[:, before:].repeat_interleave(group, dim=0)[None]
-        rows = q.transpose(1, 2).reshape(1, heads * group, positions, head_dim)
-        out, lse = _fused(rows, own[:, :, :, 0], own[:, :, :, 1], causal=True)
-        turned = out.view(heads, group, positions, head_dim).transpose(1, 2).float()
-        states.append(AttentionState(turned, lse.view(heads, group, positions).transpose(1, 2)))
+        own = attend_to_themselves(q.transpose(1, 2), kv_HN2D[:, before:])
+        states.append(AttentionState(own.out.transpose(1, 2).float(), own.lse.transpose(1, 2)))
     return states[0] if len(states) == 1 else states[0].merge(states[1])
-
-
-def _fused(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output [1, heads, T, d] and float32 log-sum-exp [1, heads, T]; logits are scaled by 1/sqrt(d)."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)[:2]
-    return out, lse
 
 
 def _keys_at_once(q_HTGD: Tensor) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.host_rows import pick_rows
 from decode_engine.layers.partial_attention import attend_logits
-from index_store.selection.attention_state import AttentionState
+from index_store.attention.attention_state import AttentionState
 from index_store.selection.budgets import Selection
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.selection.remainders import ExactKeys, Remainder

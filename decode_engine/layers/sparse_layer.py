@@ -31,10 +31,10 @@ from decode_engine.layers.prompt_selection import PromptWeights
 from decode_engine.layers.searchers import Choice, EachPosition, Searcher, Searchers
 from decode_engine.layers.selected_attention import KeyRows, LeftOut, attend_selection
 from decode_engine.layers.tail import Tail
+from index_store.attention.attention_state import AttentionState
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex
 from index_store.methods.method import Method
-from index_store.selection.attention_state import AttentionState
 from index_store.selection.budgets import Selection, Step
 from index_store.selection.clustered_keys import ScoredClusters
 from index_store.selection.ranking import Ranking

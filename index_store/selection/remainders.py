@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from index_store.selection.attention_state import AttentionState
+from index_store.attention.attention_state import AttentionState
 from index_store.selection.cluster_sums_numba import cluster_sums
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 

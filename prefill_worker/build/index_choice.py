@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from index_store.errors import InvalidArgumentError
-from index_store.methods.index_specs import (INDEX_SPECS, IndexSpec)
+from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
+from index_store.methods.method import METHODS, Method, get_method
 from index_store.store.json_fields import Scalar
-from index_store.methods.method import (METHODS, Method, get_method)
 from prefill_worker.config import PrefillConfig
 
 FIXED_INDEXES = frozenset({"paper_tables"})

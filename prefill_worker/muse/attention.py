@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from index_store.attention.attention_state import AttentionState
+from index_store.attention.fused import attend_fused, attend_fused_backward
 from index_store.errors import InvalidArgumentError
 from prefill_worker.muse.backend import Backend, backend_for
-from prefill_worker.muse.exact import attend_block, attend_block_backward
 from prefill_worker.muse.kernels.clusters import Clusters
 from prefill_worker.muse.kernels.reference import Moments, Summaries
 from prefill_worker.muse.settings import MuseSettings
@@ -83,7 +84,8 @@ def attend_forward(
         pairs = list(divide_triangle(query.shape[2], settings.block))
         for block in _blocks(query.shape[2], settings.block):
             own_key, own_value = (_spread(x[:, :, block], group) for x in (key, value))
-            out[:, :, block], lse[:, :, block] = attend_block(query[:, :, block], own_key, own_value, scale)
+            state = attend_fused(query[:, :, block], own_key, own_value, causal=True, scale=scale, cudnn=True)
+            out[:, :, block], lse[:, :, block] = state.out, state.lse
     parts = []
     for number, own in enumerate(pairs):
         queries = own.of_queries(query)
@@ -173,13 +175,12 @@ class _Gradients:
         query, key, value = self._inputs
         for own in _blocks(query.shape[2], block):
             own_key, own_value = (_spread(x[:, :, own], self._group) for x in (key, value))
-            of_query, of_key, of_value = attend_block_backward(
+            of_query, of_key, of_value = attend_fused_backward(
                 self._grad[:, :, own],
                 query[:, :, own],
                 own_key,
                 own_value,
-                self._out[:, :, own],
-                self._lse[:, :, own],
+                AttentionState(self._out[:, :, own], self._lse[:, :, own]),
                 self._scale,
             )
             self.query[:, :, own] = of_query

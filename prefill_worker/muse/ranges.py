@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from index_store.attention.fused import attend_to_themselves
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.layer_index import ClusterStarts
 from index_store.store.manifest import ModelIdentity
 from prefill_worker.muse.backend import KERNEL_DIMS, backend_for
-from prefill_worker.muse.exact import attend_block
 from prefill_worker.muse.kernels.clusters import STRETCH, Clusters
 from prefill_worker.muse.kernels.reference import Moments
 from prefill_worker.muse.settings import MuseSettings
@@ -89,15 +89,14 @@ class RangeAttention:
             raise InvalidArgumentError(
                 f"the model's heads have {dim} dimensions; --attention muse takes {KERNEL_DIMS} on a GPU"
             )
-        dtype, scale = queries_EGTD.dtype, 1 / math.sqrt(dim)
-        query = queries_EGTD.reshape(1, kv_heads * group, count, dim)
-        own = chunk_ET2D.to(dtype).repeat_interleave(group, dim=0)
-        out, lse = attend_block(query, own[None, :, :, 0], own[None, :, :, 1], scale)
+        exact = attend_to_themselves(queries_EGTD, chunk_ET2D, cudnn=True)
         ranges = earlier_ranges(start // block)
         if ranges:
-            lse = lse.to(torch.promote_types(lse.dtype, torch.float32)).contiguous()
-            self._attend_ranges(layer, query, ranges, read, out, lse)
-        return out.reshape(kv_heads, group, count, dim)
+            heads = (1, kv_heads * group, count)
+            lse = exact.lse.view(heads).to(torch.promote_types(exact.lse.dtype, torch.float32)).contiguous()
+            query = queries_EGTD.reshape(*heads, dim)
+            self._attend_ranges(layer, query, ranges, read, exact.out.view(*heads, dim), lse)
+        return exact.out
 
     def _attend_ranges(
         self,

@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
+
+from index_store.attention.attention_state import AttentionState
+from index_store.attention.fused import attend_to_all, attend_to_themselves, cudnn_takes
 
 PAST_BLOCK = 65_536
 """Keys of the past that are attended to, and converted to the compute dtype, at a time."""
@@ -53,13 +55,14 @@ def attend_causally(
     the queries' dtype, one block at a time. Blocks that are divided alike give the same bits wherever they come from.
     Returns [H, G, T, d] in the queries' dtype.
     """
-    parts = _Parts(_attend_to_chunk(queries_HGTD, chunk_HT2D))
+    own = attend_to_themselves(queries_HGTD, chunk_HT2D)
+    state = AttentionState(own.out.float(), own.lse.float())
     by_cudnn = _cudnn_takes(queries_HGTD)
     for past in pasts:
         for block_HS2D in _blocks(past, past_block, by_cudnn):
             fast = by_cudnn and block_HS2D.shape[1] >= _CUDNN_BLOCK
-            parts.add(*_attend_to_past(queries_HGTD, block_HS2D, fast))
-    return parts.out.to(queries_HGTD.dtype)
+            state = state.merge_(attend_to_all(queries_HGTD, block_HS2D, cudnn=fast))
+    return state.out.to(queries_HGTD.dtype)
 
 
 def _blocks(past: Tensor | Past, largest: int, by_cudnn: bool) -> Iterator[Tensor]:
@@ -85,65 +88,7 @@ def divide_past(count: int, largest: int, smallest: int) -> Iterator[tuple[int, 
         start = end
 
 
-class _Parts:
-    """The sum of partial results, each weighted by its share of the softmax, in place."""
-
-    def __init__(self, first: tuple[Tensor, Tensor]) -> None:
-        self.out = first[0].float()
-        self._lse = first[1].float()
-
-    def add(self, out: Tensor, lse: Tensor) -> None:
-        total = torch.logaddexp(self._lse, lse)
-        self.out.mul_((self._lse - total).exp_()[..., None])
-        self.out.addcmul_(out.to(self.out.dtype), (lse - total).exp_()[..., None])
-        self._lse = total
-
-
 def _cudnn_takes(queries_HGTD: Tensor) -> bool:
     """Whether cuDNN's kernel is there for these queries, and worth its preparations."""
-    if not queries_HGTD.is_cuda or queries_HGTD.shape[2] < _CUDNN_QUERIES:
-        return False
-    if queries_HGTD.dtype not in (torch.float16, torch.bfloat16):
-        return False
     sample = queries_HGTD[:1, 0][None]
-    parameters = torch.backends.cuda.SDPAParams(sample, sample, sample, None, 0.0, False, False)
-    return bool(torch.backends.cuda.can_use_cudnn_attention(parameters))
-
-
-def _attend_to_past(queries_HGTD: Tensor, past_HS2D: Tensor, by_cudnn: bool) -> tuple[Tensor, Tensor]:
-    """All queries see all keys, so the group's heads are just more queries of the one KV head."""
-    heads, group, count, dim = queries_HGTD.shape
-    past = past_HS2D.to(queries_HGTD.dtype)
-    query = queries_HGTD.reshape(1, heads, group * count, dim)
-    key, value = past[None, :, :, 0], past[None, :, :, 1]
-    if by_cudnn:
-        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)[:2]
-    else:
-        out, lse = _fused_attention(query, key, value, causal=False)
-    return out.reshape(heads, group, count, dim), lse.reshape(heads, group, count)
-
-
-def _attend_to_chunk(queries_HGTD: Tensor, chunk_HT2D: Tensor) -> tuple[Tensor, Tensor]:
-    heads, group, count, dim = queries_HGTD.shape
-    chunk = chunk_HT2D.to(queries_HGTD.dtype).repeat_interleave(group, dim=0)
-    out, lse = _fused_attention(
-        queries_HGTD.reshape(1, heads * group, count, dim),
-        chunk[None, :, :, 0],
-        chunk[None, :, :, 1],
-        causal=True,
-    )
-    return out.reshape(heads, group, count, dim), lse.reshape(heads, group, count)
-
-
-def _fused_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """(output [1, heads, T, d], log-sum-exp [1, heads, T]) of torch's fused kernel for the device and dtype."""
-    if query.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
-    elif query.dtype in (torch.float16, torch.bfloat16):
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)[:2]
-    else:
-        out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, compute_log_sumexp=True, dropout_p=0.0, is_causal=causal
-        )[:2]
-        lse = lse[..., : query.shape[2]]  # the kernel pads it to a multiple of 32
-    return out, lse
+    return queries_HGTD.shape[2] >= _CUDNN_QUERIES and cudnn_takes(sample, sample, sample, causal=False)

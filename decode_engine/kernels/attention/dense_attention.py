@@ -22,7 +22,7 @@ from decode_engine.kernels.attention.online_softmax import (
 from decode_engine.kernels.attention.partials import Partials, store_partial
 from decode_engine.kernels.fields import KEYS, KV, TAIL, TAIL_KEYS, field, head_rows
 from decode_engine.kernels.launches import chained, wait_for_launch
-from index_store.selection.attention_state import AttentionState
+from index_store.attention.attention_state import AttentionState
 
 
 @triton.jit

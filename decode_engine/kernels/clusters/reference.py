@@ -16,7 +16,7 @@ from decode_engine.kernels.attention.dense_attention import attend_dense_referen
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.clusters.device_clusters import DeviceClusters
 from decode_engine.kernels.clusters.selection import RANGE
-from index_store.selection.attention_state import AttentionState
+from index_store.attention.attention_state import AttentionState
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from index_store.attention.attention_state import AttentionState
 from prefill_worker.muse.kernels.clusters import (
     Clusters,
     average_members_reference,
@@ -179,9 +180,8 @@ def attend_summaries_into_reference(
     """Stage 2 into `out` and `lse`, in place; with `merge` these hold another part of the softmax, which is kept."""
     out, lse = attend_summaries_reference(queries_BHRND, clusters, summaries, dipoles_YCDD, scale)
     if merge:
-        total = torch.logaddexp(lse_BHRN, lse)
-        old, new = torch.exp(lse_BHRN - total)[..., None], torch.exp(lse - total)[..., None]
-        out, lse = old * _wide(out_BHRND) + new * _wide(out), total
+        state = AttentionState(_wide(out_BHRND), lse_BHRN).merge(AttentionState(_wide(out), lse))
+        out, lse = state.out, state.lse
     out_BHRND.copy_(out)
     lse_BHRN.copy_(lse)
 

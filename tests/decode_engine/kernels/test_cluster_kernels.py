@@ -33,12 +33,12 @@ from decode_engine.kernels.clusters.reference import (
 from decode_engine.kernels.clusters.remainder import correct_clusters
 from decode_engine.kernels.clusters.selection import SelectionBuffers, select_clusters
 from decode_engine.kernels.records import records_of
+from index_store.attention.attention_state import AttentionState
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.key_clusters.build import divide_keys
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_clusters.parameters import ClusterParameters
 from index_store.methods.index_specs import INDEX_SPECS
-from index_store.selection.attention_state import AttentionState
 from index_store.selection.budgets import best_keys
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.selection.remainders import REMAINDERS, ExactKeys

@@ -22,11 +22,11 @@ from decode_engine.layers.host_rows import copy_rows, pick_rows, stream_blocks
 from decode_engine.layers.partial_attention import attend_shared, attend_streamed
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import LayerAttention, LayerSearch, Observation, SparseLayer
+from index_store.attention.attention_state import AttentionState
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method, get_method
-from index_store.selection.attention_state import AttentionState
 from index_store.store.catalog import Store
 from tests.support_layers import ALL_METHODS, build_index, build_search, small_spec, with_budget
 from tests.support_store import indexed_context, synthetic_context

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from index_store.selection.attention_state import AttentionState
+from index_store.attention.attention_state import AttentionState
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.selection.remainders import REMAINDERS, ExactKeys
 

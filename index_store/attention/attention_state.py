@@ -17,7 +17,8 @@ from torch import Tensor
 class AttentionState:
     """A partial attention result over some set of keys.
 
-    out: [..., d] float32, softmax-weighted mean of the values of the set; 0 for an empty set.
+    out: [..., d] float32, softmax-weighted mean of the values of the set; 0 for an empty set. A fused kernel's is in
+        the queries' dtype.
     lse: [...] float32, natural logarithm of sum(exp(logit)) over the set; -inf for an empty set.
     """
 
@@ -34,9 +35,18 @@ class AttentionState:
 
     def merge(self, other: AttentionState) -> AttentionState:
         """State of the disjoint union of both sets of keys. Associative and commutative."""
+        lse, own, others = self._weigh(other)
+        return AttentionState(self.out * own + other.out * others, lse)
+
+    def merge_(self, other: AttentionState) -> AttentionState:
+        """`merge` in the memory of this state's `out`, which has to be float32; other.out may be of any float dtype."""
+        lse, own, others = self._weigh(other)
+        self.out.mul_(own).addcmul_(other.out.to(self.out.dtype), others)
+        return AttentionState(self.out, lse)
+
+    def _weigh(self, other: AttentionState) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-sum-exp of the union, and both parts' shares of it, [..., 1]."""
         lse = torch.logaddexp(self.lse, other.lse)
         # exp(-inf - -inf) is nan: where both parts are empty, subtract 0 so that both weights become 0.
         base = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse)
-        weight_self = torch.exp(self.lse - base).unsqueeze(-1)
-        weight_other = torch.exp(other.lse - base).unsqueeze(-1)
-        return AttentionState(self.out * weight_self + other.out * weight_other, lse)
+        return lse, torch.exp(self.lse - base).unsqueeze(-1), torch.exp(other.lse - base).unsqueeze(-1)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from index_store.selection.attention_state import AttentionState
+from index_store.attention.attention_state import AttentionState
 
 
 def attend(logits: torch.Tensor, values: torch.Tensor) -> AttentionState:

@@ -1,0 +1,1 @@
+"""From recorded queries, keys and values to stored layers and indexes."""
