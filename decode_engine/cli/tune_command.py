@@ -16,7 +16,7 @@ from decode_engine.cli.device_option import DeviceOption, PlacementOption, say_d
 from decode_engine.config import AUTO, check_placement
 from decode_engine.evaluation.context_arena import arena_for
 from decode_engine.evaluation.progress import show_progress
-from decode_engine.evaluation.tuning.candidates import find_families
+from decode_engine.evaluation.tuning.candidates import find_sweeps
 from decode_engine.evaluation.tuning.meters import (
     CONTINUATION_TOKENS,
     QUERIES,
@@ -96,12 +96,12 @@ def tune_command(
     picked = say_device(device)
     opened = Store(store)
     manifest = opened.manifest(opened.resolve(context))
-    families = find_families(manifest, [part.strip() for part in methods.split(",") if part.strip()])
+    sweeps = find_sweeps(manifest, [part.strip() for part in methods.split(",") if part.strip()])
     with (
         show_progress(sys.stderr) as start_stage,
         _open_meter(opened, manifest, target, wanted, picked, placement, model, prompts) as meter,
     ):
-        outcomes = tune(families, meter, start_stage)
+        outcomes = tune(sweeps, meter, start_stage)
     best = outcomes[0]
     written = best.reached and not dry_run
     if written:

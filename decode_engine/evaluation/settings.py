@@ -8,7 +8,7 @@ from pathlib import Path
 from decode_engine.config import Prompts, check_device, check_placement
 from decode_engine.evaluation.prefill_command import attention_flags
 from decode_engine.evaluation.scoring import WARM_UP_STEPS
-from decode_engine.evaluation.tasks import Part, get_family
+from decode_engine.evaluation.tasks import DocumentSet, get_family
 from index_store.errors import InvalidArgumentError
 from index_store.methods.method import METHODS, Method, get_method
 from index_store.selection.mass import Mass
@@ -134,13 +134,13 @@ class EvaluationConfig:
         names = {*self.methods, *self.index_for}
         return sorted(name for name in names if get_method(name).index_specs())
 
-    def parts(self, length: int) -> list[Part]:
+    def document_sets(self, length: int) -> list[DocumentSet]:
         """How many contexts of each task, and how many questions in each, answer for all questions of a length."""
-        parts = []
+        sets = []
         for task, questions in self.questions_by_task().items():
             facts = get_family(task).questions_in(length, self.facts)
-            parts.append(Part(-(-questions // facts), facts, task, self.distractors))
-        return parts
+            sets.append(DocumentSet(-(-questions // facts), facts, task, self.distractors))
+        return sets
 
     def questions_by_task(self) -> dict[str, int]:
         """The questions of a length, divided evenly; the first tasks get what is left over."""
