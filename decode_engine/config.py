@@ -1,4 +1,4 @@
-"""What the programs are told: the same names as the command line's flags."""
+"""What the server is told, and the options that it shares with other commands."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Annotated
 
+from typer import Option
+
+from index_store.cli.options import AUTO, SIZE, AtLeast, Spelled, StoreOption, check_bounds
 from index_store.errors import InvalidArgumentError
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
 
-AUTO = "auto"
 MAX_LANES = 4
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):(\d{1,5})")
@@ -137,40 +140,148 @@ class Prompts(Enum):
     EACH = "each"
 
 
+ServerOption = Annotated[
+    str, Option("--server", envvar="SPARSEKV_SERVER", metavar="HOST:PORT", help="The server to ask.")
+]
+ModelOption = Annotated[
+    str, Option("--model", help="Packaged model (reader) or path of a Hugging Face folder.")
+]
+TextOption = Annotated[
+    tuple[Path, ...],
+    Option("--text", help="Text to make contexts of, may be repeated; packaged novels by default."),
+]
+DistractorsOption = Annotated[
+    int | None,
+    Option("--distractors", help="Further statements that resemble an asked one; by task if not given."),
+]
+DeviceOption = Annotated[
+    str, Option(help="Where the model and its contexts are: auto (a GPU if there is one), cpu or cuda.")
+]
+PlacementOption = Annotated[
+    str,
+    Option(
+        "--placement",  # some versions of typer would call it as the metavar is written
+        metavar="PLACEMENT",
+        help="Where contexts are beside a GPU: device (all in its memory), hybrid (keys and values in host memory, "
+        "indexes in the GPU's), host (query tables in host memory too, searched by the CPU), or auto (device for what "
+        "fits there, else hybrid, host for indexes that do not fit either).",
+    ),
+]
+PromptsOption = Annotated[
+    Prompts,
+    Option(
+        help="What the tokens of a prompt attend to: all of the context (exact), what one search selects for all of "
+        "them together (sparse), what a search for each selects (each). auto: exact on a GPU, each on a CPU."
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """`decode-engine serve`.
+    """`decode-engine serve`: what its flags say, sizes in bytes.
 
-    memory, device_memory: byte budgets of contexts in memory of the host and of a GPU, None for their defaults
-    (`devices.memory_budget`). placement: what of a context goes where (`Placement`), auto for as it fits.
-    max_sessions: requests in progress at once; max_waiting: requests beyond those. prompt_chunk: prompt tokens per
-    step, None for the device's default. prompts: what they attend to. threads: of searches and matrix products.
-    search_threads: that search beside a GPU for contexts of placement host. lanes: that batches over contexts in host
-    memory are split into. waves: in which the lists of a layer come back from the host, by KV heads; 0 for as many as
-    pay. compilation: of the model around the attention, on a GPU. prefetch: rows of contexts in host memory are fetched
-    a layer ahead. grace: seconds that running requests get when the server is told to stop.
+    memory, device_memory: None for their defaults (`devices.memory_budget`). session_memory: None for a share of what
+    is free. prompt_chunk: None for the device's default.
     """
 
-    store: Path
-    model: str
-    listen: str = DEFAULT_LISTEN
-    memory: int | None = None
-    device_memory: int | None = None
-    placement: str = AUTO
-    session_memory: int | None = None
-    max_sessions: int = 16
-    max_waiting: int = 64
-    prompt_chunk: int | None = None
-    prompts: Prompts = Prompts.AUTO
-    threads: int = field(default_factory=available_cores)
-    search_threads: int = field(default_factory=search_cores)
-    lanes: int = 1
-    waves: int = 0
-    device: str = "auto"
-    compilation: Compilation = Compilation.OFF
-    prefetch: bool = False
-    dtype: str = "auto"
-    grace: float = 10.0
+    store: StoreOption
+    model: Annotated[str, Option(help="'reader', or the path of a Hugging Face model folder.")]
+    listen: Annotated[str, Option(metavar="HOST:PORT", help="Where to listen; port 0 picks a free one.")] = (
+        DEFAULT_LISTEN
+    )
+    memory: Annotated[
+        int | None,
+        Option(
+            metavar="SIZE",
+            help="Host memory for contexts, for example 8GiB; the least recently used go first, requests wait while "
+            "those in use fill it. auto: 8GiB, or beside a GPU half of what is free once the model is loaded.",
+        ),
+        SIZE,
+        AtLeast(1),
+    ] = None
+    device_memory: Annotated[
+        int | None,
+        Option(
+            metavar="SIZE",
+            help="GPU memory for contexts, likewise. auto: half of what is free once the model is loaded.",
+        ),
+        SIZE,
+        AtLeast(1),
+    ] = None
+    placement: PlacementOption = AUTO
+    session_memory: Annotated[
+        int | None,
+        Option(
+            metavar="SIZE",
+            help="Memory that requests in progress may come to need together for prompts and answers; others wait. "
+            "auto: a quarter of what is free once the model is loaded.",
+        ),
+        SIZE,
+        AtLeast(1),
+    ] = None
+    max_sessions: Annotated[int, Option(help="Requests in progress at once."), AtLeast(1)] = 16
+    max_waiting: Annotated[int, Option(help="Requests that may wait; more are refused."), AtLeast(0)] = 64
+    prompt_chunk: Annotated[
+        int | None,
+        Option(
+            min=0,
+            help="Prompt tokens per step, of all prompts; answers pause for that long. 0: 256 on a CPU, 512 on a GPU.",
+        ),
+        Spelled(0, lambda tokens: tokens or None),
+        AtLeast(1),
+    ] = None
+    prompts: PromptsOption = Prompts.AUTO
+    threads: Annotated[
+        int,
+        Option(help="Threads of searches and matrix products; 0 means all cores."),
+        Spelled(0, lambda threads: threads or available_cores()),
+        AtLeast(1),
+    ] = field(default_factory=available_cores)
+    search_threads: Annotated[
+        int,
+        Option(
+            min=0,
+            help="Threads that search on the CPU beside a GPU, for contexts of placement host; each takes a core "
+            "while a step runs. 0: all cores but two.",
+        ),
+        Spelled(0, lambda threads: threads or search_cores()),
+        AtLeast(1),
+    ] = field(default_factory=search_cores)
+    lanes: Annotated[
+        int,
+        Option(
+            help="Parts that a batch over contexts in host memory is split into. They run at once, so that one's rows "
+            "are fetched, or searched for, while the GPU computes another. Each reads the model's weights for itself, "
+            "and has slots of its own for rows."
+        ),
+        AtLeast(1),
+    ] = 1
+    waves: Annotated[
+        int,
+        Option(
+            help="Parts, by KV heads, in which the lists of a layer come back in placement host: rows of one are "
+            "fetched while threads search for the next. 0: two where a lane has one session, four where it has more."
+        ),
+        AtLeast(0),
+    ] = 0
+    device: DeviceOption = AUTO
+    compilation: Annotated[
+        Compilation,
+        Option(
+            "--compile",
+            help="Compile the model around the attention, on a GPU: faster steps for a start that takes minutes.",
+        ),
+    ] = Compilation.OFF
+    prefetch: Annotated[
+        bool,
+        Option(
+            "--prefetch",
+            help="Fetch rows of contexts in host memory a layer ahead, for queries that are foretold from the layer "
+            "before; where a GPU searches.",
+        ),
+    ] = False
+    dtype: Annotated[str, Option(help="Stored dtype of the contexts to serve; auto: the model's.")] = AUTO
+    grace: Annotated[float, Option(help="Seconds for running requests when told to stop."), AtLeast(0)] = 10.0
 
     def __post_init__(self) -> None:
         check_address(self.listen)
@@ -178,21 +289,7 @@ class ServeConfig:
         check_placement(self.placement, self.device, self.device_memory)
         check_compilation(self.compilation, self.device)
         check_prefetch(self.prefetch, self.device, self.placement)
-        for name, value, least in (
-            ("memory", 1 if self.memory is None else self.memory, 1),
-            ("device-memory", 1 if self.device_memory is None else self.device_memory, 1),
-            ("session-memory", 1 if self.session_memory is None else self.session_memory, 1),
-            ("max-sessions", self.max_sessions, 1),
-            ("max-waiting", self.max_waiting, 0),
-            ("prompt-chunk", 1 if self.prompt_chunk is None else self.prompt_chunk, 1),
-            ("threads", self.threads, 1),
-            ("search-threads", self.search_threads, 1),
-            ("lanes", self.lanes, 1),
-            ("waves", self.waves, 0),
-            ("grace", self.grace, 0),
-        ):
-            if value < least:
-                raise InvalidArgumentError(f"--{name} is {value}, expected at least {least}")
+        check_bounds(self)
         cores = os.cpu_count() or 1
         if self.threads > cores:
             raise InvalidArgumentError(
@@ -203,43 +300,3 @@ class ServeConfig:
                 f"--search-threads is {self.search_threads} and --lanes {self.lanes}, expected at most {cores}, the "
                 f"cores of this machine, and {MAX_LANES}"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class AskConfig:
-    """`decode-engine ask`. What is None is left to the server; at most one of keep, mass and tokens_kept is given."""
-
-    context: str
-    prompt: str
-    server: str = DEFAULT_LISTEN
-    raw: bool = False
-    method: str | None = None
-    keep: float | None = None
-    mass: float | None = None
-    tokens_kept: int | None = None
-    period: int = 0
-    max_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] | None = None
-    timeout: float | None = None
-
-    def __post_init__(self) -> None:
-        check_address(self.server)
-        sizes = {"--keep": self.keep, "--mass": self.mass, "--tokens-kept": self.tokens_kept}
-        given = [flag for flag, size in sizes.items() if size is not None]
-        if len(given) > 1:
-            raise InvalidArgumentError(
-                f"{' and '.join(given)} are given, expected at most one of {', '.join(sizes)}"
-            )
-        if self.timeout is not None and not self.timeout > 0:  # NaN included
-            raise InvalidArgumentError(f"--timeout is {self.timeout:g}, expected more than 0 seconds")
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Those given, else the end of the line for a question: an answer is one line unless asked otherwise."""
-        if self.stop is not None:
-            return self.stop
-        return () if self.raw else ("\n",)

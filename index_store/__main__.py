@@ -9,7 +9,7 @@ from index_store.cli.entry import launch
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line: exit code 0 done, 1 an error told in one sentence, 2 wrong usage, 130 interrupted."""
-    launch("index_store.cli.commands", argv)
+    launch("index_store.cli.command_line", argv)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a prefill job is told: the same names as the command line's flags."""
+"""What a prefill job is told: the flags of `prefill-worker run`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import re
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import torch
+from typer import Option
 
+from index_store.cli.options import AUTO, SIZE, AtLeast, OneOf, StoreOption, check_bounds
 from index_store.errors import InvalidArgumentError
-from index_store.methods.method import DEFAULT_METHOD
-from index_store.store.dtypes import KV_DTYPES
-from prefill_worker.muse.settings import MuseSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from prefill_worker.muse.settings import MuseSettings
 
 _TTL = re.compile(r"0+|([0-9]+)([smhd])")
 _TTL_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -24,59 +28,98 @@ _MOST_DIGITS = 10  # of a number in range: seconds
 class PrefillConfig:
     """One job. `input` are files in order, `-` is standard input.
 
-    method: methods whose indexes the context shall hold; with none, only the indexes named. index: further indexes by
-        name, each perhaps with build parameters ("key_clusters:window=4096,keys_per_cluster=32"). tables, subspaces,
-        centroids, split: build parameters of query tables, None for the index's own. dense_layers: "auto", "none" or
-        layer numbers ("0,1").
+    method: methods whose indexes the context shall hold, see `methods`. index: further indexes by name, each perhaps
+        with build parameters ("key_clusters:window=4096,keys_per_cluster=32"). tables, subspaces, centroids, split:
+        build parameters of query tables, None for the index's own.
     dtype: how K and V are stored, "auto" for the checkpoint's dtype. chunk: tokens per forward pass.
     attention: "exact", or "muse" for what attends to the past through clusters: clusters, exact blocks and the rest of
         it are the muse_ settings (`prefill_worker.muse.settings`), and a pass carries one block, whatever chunk says.
     query_sample: queries per layer and KV head that indexes are built from (tokens times group).
-    ttl: time to live ("30m", "12h", "7d"), None for ever. salt: keeps equal documents of different owners apart.
     device_memory: bytes of the device's memory that the job may use beside the model's weights, None for what is free.
+
+    What takes seconds to import is imported where it is needed: a command line shows its help without it.
     """
 
-    model: str
-    store: Path
-    input: tuple[Path, ...]
-    name: str | None = None
-    method: tuple[str, ...] = (DEFAULT_METHOD,)
-    index: tuple[str, ...] = ()
-    tables: str | None = None
-    subspaces: int | None = None
-    centroids: int | None = None
-    split: str | None = None
-    calibration: Path | None = None
-    dense_layers: str = "auto"
-    dtype: str = "auto"
-    chunk: int = 2048
-    attention: str = "exact"
-    muse_block: int = 8192
-    muse_clusters: int = 64
-    muse_cap: float = 1.5
-    muse_iterations: int = 1
-    muse_dipole: bool = True
-    query_sample: int = 8192
-    ttl: str | None = None
-    salt: str = ""
-    seed: int = 0
-    device: str = "auto"
-    device_memory: int | None = None
+    model: Annotated[str, Option(help="'reader', or the path of a Hugging Face model folder.")]
+    input: Annotated[tuple[Path, ...], Option(help="Text file; may be repeated; - is standard input.")]
+    store: StoreOption
+    name: Annotated[str | None, Option(help="Display name; by default the first file's name.")] = None
+    method: Annotated[
+        tuple[str, ...],
+        Option(help="Method whose indexes to build; may be repeated. Default: csattention, without --index."),
+    ] = ()
+    index: Annotated[
+        tuple[str, ...],
+        Option(
+            help="Index to build, NAME or NAME:parameter=value,...; may be repeated, and joins those of --method.",
+            metavar="NAME",
+        ),
+    ] = ()
+    tables: Annotated[
+        str | None,
+        Option(help="Layout of query tables; default: the index's own."),
+        OneOf("dense", "lists"),
+    ] = None
+    subspaces: Annotated[int | None, Option(help="Slices of query tables; default: the index's own.")] = None
+    centroids: Annotated[int | None, Option(help="Centroids of query tables; default: the index's own.")] = (
+        None
+    )
+    split: Annotated[
+        str | None,
+        Option(help="How slices are formed; default: the index's own."),
+        OneOf("strided", "contiguous"),
+    ] = None
+    calibration: Annotated[Path | None, Option(help="Example prompts: one question per line, or .jsonl.")] = (
+        None
+    )
+    dense_layers: Annotated[str, Option(help="auto, none, or layers such as 0,1.")] = AUTO
+    dtype: Annotated[str, Option(help="Of stored keys and values: auto, float32, float16, bfloat16.")] = AUTO
+    chunk: Annotated[
+        int,
+        Option(help="Tokens per forward pass; with --attention muse, passes are its blocks."),
+        AtLeast(1),
+    ] = 2048
+    attention: Annotated[
+        str,
+        Option(help="exact, or muse: the past approximated by clusters, for very long contexts."),
+        OneOf("exact", "muse"),
+    ] = "exact"
+    muse_block: Annotated[int, Option(help="Tokens of a block that MuSe attends exactly.")] = 8192
+    muse_clusters: Annotated[int, Option(help="MuSe's clusters of queries and of keys.")] = 64
+    muse_cap: Annotated[float, Option(help="MuSe's largest cluster, in multiples of the mean one.")] = 1.5
+    muse_iterations: Annotated[int, Option(help="MuSe's iterations of k-means.")] = 1
+    muse_dipole: Annotated[bool, Option(help="MuSe with dipole terms.")] = True
+    query_sample: Annotated[
+        int, Option(help="Queries per KV head that indexes are built from."), AtLeast(64)
+    ] = 8192
+    ttl: Annotated[str | None, Option(help="Time to live, for example 30m, 12h, 7d; default: for ever.")] = (
+        None
+    )
+    salt: Annotated[str, Option(help="Keeps equal documents of different owners apart.")] = ""
+    seed: Annotated[int, Option(help="Of the query sample and the clustering."), AtLeast(0)] = 0
+    device: Annotated[str, Option(help="auto, cpu or cuda.")] = AUTO
+    device_memory: Annotated[
+        int | None,
+        Option(
+            metavar="SIZE",
+            help="Device memory to use beside the model's weights, for example 20GiB; keys and values that do not fit "
+            "stay in host memory. auto: what is free once the model is loaded.",
+        ),
+        SIZE,
+        AtLeast(1),
+    ] = None
 
     def __post_init__(self) -> None:
-        for flag, value, least in (
-            ("--chunk", self.chunk, 1),
-            ("--query-sample", self.query_sample, 64),
-            ("--seed", self.seed, 0),
-            ("--device-memory", 1 if self.device_memory is None else self.device_memory, 1),
-        ):
-            if value < least:
-                raise InvalidArgumentError(f"{flag} is {value}, expected at least {least}")
+        from index_store.memory.devices import pick_device
+        from index_store.store.dtypes import KV_DTYPES
+        from prefill_worker.muse.settings import MuseSettings
+
+        check_bounds(self)
         if not self.input:
             raise InvalidArgumentError("no input: pass at least one file, or - for standard input")
-        if len(set(self.method)) != len(self.method) or not (self.method or self.index):
+        if len(set(self.method)) != len(self.method):
             raise InvalidArgumentError(
-                f"--method is {', '.join(self.method) or 'empty'}, expected one or more different methods"
+                f"--method is {', '.join(self.method)}, expected one or more different methods"
             )
         if self.dtype != "auto" and self.dtype not in KV_DTYPES:
             raise InvalidArgumentError(
@@ -87,10 +130,7 @@ class PrefillConfig:
         given = replace(self._muse_given, seed=0)  # raises for what is out of range
         if self.attention == "exact" and given != MuseSettings():
             raise InvalidArgumentError("--muse-... settings shape --attention muse, which was not asked for")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise InvalidArgumentError(f"--device is {self.device!r}, expected auto, cpu or cuda")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise InvalidArgumentError("--device is cuda, but torch sees no CUDA device; use cpu or auto")
+        pick_device(self.device)
         if self.name is not None and not (self.name.isprintable() and 0 < len(self.name) <= 500):
             raise InvalidArgumentError(
                 f"--name is {self.name[:80]!r}, expected 1 to 500 printable characters"
@@ -99,12 +139,23 @@ class PrefillConfig:
         parse_dense_layers(self.dense_layers)
 
     @property
+    def methods(self) -> tuple[str, ...]:
+        """Methods whose indexes to build: those given, else the default one; none where only indexes are named."""
+        if self.method or self.index:
+            return self.method
+        from index_store.methods.method import DEFAULT_METHOD
+
+        return (DEFAULT_METHOD,)
+
+    @property
     def muse(self) -> MuseSettings | None:
         """The settings of approximate attention; None where attention is exact."""
         return self._muse_given if self.attention == "muse" else None
 
     @property
     def _muse_given(self) -> MuseSettings:
+        from prefill_worker.muse.settings import MuseSettings
+
         return MuseSettings(
             clusters=self.muse_clusters,
             cap=self.muse_cap,
@@ -122,9 +173,9 @@ class PrefillConfig:
     @property
     def torch_device(self) -> torch.device:
         """Where the model runs."""
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
+        from index_store.memory.devices import pick_device
+
+        return pick_device(self.device)
 
 
 def parse_ttl(text: str | None) -> timedelta | None:

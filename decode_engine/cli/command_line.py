@@ -9,8 +9,9 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from decode_engine.cli.commands import ask, serve
+from decode_engine.cli.ask_command import ask
 from decode_engine.cli.methods_command import methods
+from decode_engine.cli.serve_command import serve
 from decode_engine.cli.status_command import status
 
 
@@ -27,7 +28,7 @@ def _evaluate_merge() -> Callable[..., None]:
 
 
 def _make_document() -> Callable[..., None]:
-    from decode_engine.cli.document_command import make_document_command
+    from decode_engine.cli.make_document_command import make_document_command
 
     return make_document_command
 

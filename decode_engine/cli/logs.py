@@ -1,4 +1,4 @@
-"""Log lines on standard error: text for people, one JSON object per line for programs."""
+"""Standard error: log lines as text for people or JSON for programs, and which device computes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
 
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OWN_PACKAGES = ("decode_engine", "index_store")
@@ -46,3 +52,16 @@ def logging_to_stderr(as_json: bool) -> Iterator[None]:
         for logger, level in zip(loggers, levels, strict=True):
             logger.removeHandler(handler)
             logger.setLevel(level)
+
+
+def say_device(name: str) -> torch.device:
+    """The device that was picked; says on standard error which, where that was left open.
+
+    Raises InvalidArgumentError like `pick_device`.
+    """
+    from index_store.memory.devices import describe_device, pick_device
+
+    device = pick_device(name)
+    if name != device.type:
+        typer.echo(f"computing on {describe_device(device)}", err=True)
+    return device

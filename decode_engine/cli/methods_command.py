@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from decode_engine.rpc.client import Client, MethodInfo, MethodList
-from index_store.cli.console import FormatOption, OutputFormat, print_json, print_table
+from index_store.cli.console import print_json, print_table
+from index_store.cli.options import FormatOption, OutputFormat
 from index_store.errors import InvalidArgumentError
 
 _USUAL_HEAD_DIM, _USUAL_DTYPE = 128, "bfloat16"
@@ -76,14 +77,14 @@ def _parameter_lines(method: MethodInfo) -> Iterator[str]:
 
 def _local_methods(model: str | None) -> MethodList:
     from decode_engine.rpc.describe import describe_methods
-    from decode_engine.rpc.replies import read_methods
+    from decode_engine.rpc.replies import read_reply
 
     if model is None:
-        return read_methods(describe_methods(_USUAL_HEAD_DIM, _USUAL_DTYPE))
+        return read_reply(MethodList, describe_methods(_USUAL_HEAD_DIM, _USUAL_DTYPE))
     from index_store.models.loading import checkpoint_dtype, identify, resolve_model
 
     folder = resolve_model(model)
-    return read_methods(describe_methods(identify(folder).head_dim, checkpoint_dtype(folder)))
+    return read_reply(MethodList, describe_methods(identify(folder).head_dim, checkpoint_dtype(folder)))
 
 
 def _server_methods(address: str) -> MethodList:

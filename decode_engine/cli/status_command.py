@@ -6,10 +6,10 @@ from dataclasses import asdict
 
 import typer
 
-from decode_engine.cli.commands import ServerOption
-from decode_engine.config import DEFAULT_LISTEN
+from decode_engine.config import DEFAULT_LISTEN, ServerOption
 from decode_engine.rpc.client import Client, ServerStatus
-from index_store.cli.console import FormatOption, OutputFormat, print_json
+from index_store.cli.console import print_json
+from index_store.cli.options import FormatOption, OutputFormat
 
 
 def status(server: ServerOption = DEFAULT_LISTEN, output: FormatOption = OutputFormat.TEXT) -> None:
@@ -19,11 +19,11 @@ def status(server: ServerOption = DEFAULT_LISTEN, output: FormatOption = OutputF
     if output is OutputFormat.JSON:
         print_json({**asdict(found), "mean_batch": found.mean_batch})
         return
-    for line in describe_status(found):
+    for line in status_lines(found):
         typer.echo(line)
 
 
-def describe_status(found: ServerStatus) -> list[str]:
+def status_lines(found: ServerStatus) -> list[str]:
     """A server's status in a few lines."""
     placed = ""
     if found.context_device_limit_bytes:

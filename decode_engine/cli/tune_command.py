@@ -1,19 +1,21 @@
-"""The command `decode-engine tune`."""
+"""The command `tune`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import typer
+from typer import Option
 
-from decode_engine.cli.device_option import DeviceOption, PlacementOption, say_device
-from decode_engine.config import AUTO, check_placement
+from decode_engine.cli.logs import say_device
+from decode_engine.config import DeviceOption, PlacementOption, check_placement
 from decode_engine.evaluation.context_arena import arena_for
 from decode_engine.evaluation.progress import show_progress
 from decode_engine.evaluation.tuning.candidates import find_sweeps
@@ -27,14 +29,14 @@ from decode_engine.evaluation.tuning.meters import (
 )
 from decode_engine.evaluation.tuning.trials import Outcome, tune
 from decode_engine.model.runner import ModelRunner
-from index_store.cli.console import (
+from index_store.cli.console import fail, format_bytes, print_json, print_table
+from index_store.cli.options import (
+    AUTO,
     FormatOption,
     OutputFormat,
     StoreOption,
-    fail,
-    format_bytes,
-    print_json,
-    print_table,
+    comma_separated,
+    configured,
 )
 from index_store.errors import InvalidArgumentError
 from index_store.memory.resident import ResidentContext
@@ -45,68 +47,95 @@ from index_store.store.manifest import Manifest
 from index_store.store.tuned_defaults import TunedDefault
 
 
-def tune_command(
-    store: StoreOption,
-    context: Annotated[str, typer.Option("--context", metavar="ID", help="Id, its first digits, or a name.")],
+@dataclass(frozen=True, slots=True)
+class TuneConfig:
+    """`decode-engine tune`. One of target_mass and target_kl is given, with the latter a model."""
+
+    store: StoreOption
+    context: Annotated[str, Option("--context", metavar="ID", help="Id, its first digits, or a name.")]
     target_mass: Annotated[
         float | None,
-        typer.Option(
+        Option(
             "--target-mass",
             help=f"Attention mass to capture: the average over layers, heads and {QUERIES} of the last queries.",
         ),
-    ] = None,
+    ] = None
     target_kl: Annotated[
         float | None,
-        typer.Option("--target-kl", help="KL divergence from full attention to stay below, nats per token."),
-    ] = None,
+        Option("--target-kl", help="KL divergence from full attention to stay below, nats per token."),
+    ] = None
     model: Annotated[
-        str | None, typer.Option("--model", help="For --target-kl: 'reader', or a Hugging Face folder.")
-    ] = None,
+        str | None, Option("--model", help="For --target-kl: 'reader', or a Hugging Face folder.")
+    ] = None
     prompts: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--prompts",
             help=f"For --target-kl: texts to predict, one per line; by default the context's last "
             f"{CONTINUATION_TOKENS} tokens once more.",
         ),
-    ] = None,
+    ] = None
     methods: Annotated[
-        str,
-        typer.Option(
+        tuple[str, ...],
+        Option(
             "--methods",
             help=f"Methods to try, comma-separated, each {EXPRESSION_HELP}; by default all that fit.",
         ),
-    ] = "",
-    device: DeviceOption = AUTO,
-    placement: PlacementOption = AUTO,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only measure, keep nothing.")] = False,
-    output_format: FormatOption = OutputFormat.TEXT,
-) -> None:
+        comma_separated(""),
+    ] = ()
+    device: DeviceOption = AUTO
+    placement: PlacementOption = AUTO
+    dry_run: Annotated[bool, Option("--dry-run", help="Only measure, keep nothing.")] = False
+
+    def __post_init__(self) -> None:
+        if (self.target_mass is None) == (self.target_kl is None):
+            raise InvalidArgumentError("expected one of --target-mass and --target-kl")
+        if self.target_mass is not None and not 0.0 < self.target_mass <= 1.0:
+            raise InvalidArgumentError(
+                f"--target-mass is {self.target_mass}, expected a number above 0 and at most 1 such as 0.99"
+            )
+        if self.target_kl is not None and not self.target_kl > 0.0:
+            raise InvalidArgumentError(
+                f"--target-kl is {self.target_kl}, expected a positive number such as 0.005"
+            )
+        if (self.target_kl is None) != (self.model is None):
+            raise InvalidArgumentError(
+                "--model belongs to --target-kl: a model is needed there, and only there"
+            )
+        if self.prompts is not None and self.target_kl is None:
+            raise InvalidArgumentError("--prompts belongs to --target-kl, and --target-mass is given")
+        check_placement(self.placement, self.device)
+
+    @property
+    def target(self) -> tuple[str, float]:
+        """What is measured, "mass" or "kl", and what it is to reach."""
+        if self.target_kl is not None:
+            return "kl", self.target_kl
+        return "mass", cast(float, self.target_mass)
+
+
+@configured(TuneConfig)
+def tune_command(config: TuneConfig, output: FormatOption = OutputFormat.TEXT) -> None:
     """Find the cheapest method and budget that reach a quality on a stored context, and make them its default.
 
     Requests that name no method get it from then on. The context itself is not changed. Exits with 1 when no method
     reaches the target.
     """
-    target, wanted = _check_target(target_mass, target_kl)
-    if (target == "kl") != (model is not None):
-        raise InvalidArgumentError("--model belongs to --target-kl: a model is needed there, and only there")
-    if prompts is not None and target != "kl":
-        raise InvalidArgumentError("--prompts belongs to --target-kl, and --target-mass is given")
-    check_placement(placement, device)
-    picked = say_device(device)
-    opened = Store(store)
-    manifest = opened.manifest(opened.resolve(context))
-    sweeps = find_sweeps(manifest, [part.strip() for part in methods.split(",") if part.strip()])
+    target, wanted = config.target
+    device = say_device(config.device)
+    store = Store(config.store)
+    manifest = store.manifest(store.resolve(config.context))
+    sweeps = find_sweeps(manifest, config.methods)
     with (
         show_progress(sys.stderr) as start_stage,
-        _open_meter(opened, manifest, target, wanted, picked, placement, model, prompts) as meter,
+        _open_meter(config, store, manifest, device) as meter,
     ):
         outcomes = tune(sweeps, meter, start_stage)
     best = outcomes[0]
-    written = best.reached and not dry_run
+    written = best.reached and not config.dry_run
     if written:
-        opened.set_default_method(manifest.id, _record(manifest, best, target, wanted))
-    if output_format is OutputFormat.JSON:
+        store.set_default_method(manifest.id, _record(manifest, best, target, wanted))
+    if output is OutputFormat.JSON:
         print_json(_document(manifest, outcomes, target, wanted, written=written))
     else:
         _print(manifest, outcomes, written=written)
@@ -117,43 +146,24 @@ def tune_command(
         )
 
 
-def _check_target(mass: float | None, kl: float | None) -> tuple[str, float]:
-    if mass is not None and kl is None:
-        if not 0.0 < mass <= 1.0:
-            raise InvalidArgumentError(
-                f"--target-mass is {mass}, expected a number above 0 and at most 1 such as 0.99"
-            )
-        return "mass", mass
-    if kl is not None and mass is None:
-        if not kl > 0.0:
-            raise InvalidArgumentError(f"--target-kl is {kl}, expected a positive number such as 0.005")
-        return "kl", kl
-    raise InvalidArgumentError("expected one of --target-mass and --target-kl")
-
-
 @contextmanager
 def _open_meter(
-    store: Store,
-    manifest: Manifest,
-    target: str,
-    wanted: float,
-    device: torch.device,
-    placement: str,
-    model: str | None,
-    prompts: Path | None,
+    config: TuneConfig, store: Store, manifest: Manifest, device: torch.device
 ) -> Iterator[Meter]:
     """Loads the context, and what the target needs."""
+    target, wanted = config.target
     with ExitStack() as stack:
         runner = None
-        if model is not None:
-            runner = ModelRunner(resolve_model(model), device, manifest.dtype)
+        if config.model is not None:
+            runner = ModelRunner(resolve_model(config.model), device, manifest.dtype)
             stack.callback(runner.close)
         stored = stack.enter_context(store.open(manifest.id))
-        resident = stack.enter_context(arena_for([manifest], device, placement).acquire(store, manifest.id))
+        arena = arena_for([manifest], device, config.placement)
+        resident = stack.enter_context(arena.acquire(store, manifest.id))
         if target == "mass" or runner is None:
             yield MassMeter(stored, resident, wanted)
         else:
-            yield KlMeter(runner, resident, _texts(resident, runner.tokenizer, prompts), wanted)
+            yield KlMeter(runner, resident, _texts(resident, runner.tokenizer, config.prompts), wanted)
 
 
 def _texts(resident: ResidentContext, tokenizer: Tokenizer, prompts: Path | None) -> list[list[int]]:

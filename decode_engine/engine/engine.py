@@ -120,9 +120,9 @@ class Engine(Generic[SessionT]):
                 waiting=len(queues.waiting),
                 prompting=len(queues.prompting),
                 decoding=len(queues.decoding),
-                places=self._places.total(),
+                requests=self._places.total(),
                 session_bytes=queues.held_bytes,
-                session_limit=queues.memory,
+                session_limit_bytes=queues.memory,
             )
 
     def reserve(self, context: str = "", memory: int = 0) -> Place:

@@ -132,11 +132,11 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What the engine does now, and did since it started.
+    """What the engine does now, and did since it started, under the names of the API's ServerStatus.
 
     waiting, prompting, decoding: requests that wait for admission, read their prompts, and decode.
-    places: of these, and of those about to be submitted.
-    session_bytes: memory that the admitted ones may come to hold. session_limit: bound of that; None without one.
+    requests: of these, and of those about to be submitted.
+    session_bytes: memory that the admitted ones may come to hold. session_limit_bytes: bound of that; None without one.
     steps: turns of the scheduler. prompt_tokens: fed in them.
     decode_steps: turns in which somebody decoded. decode_tokens: tokens fed by these, so that their quotient is the
     mean batch. decode_batch: sessions that decoded in the latest turn.
@@ -146,9 +146,9 @@ class EngineStats:
     waiting: int = 0
     prompting: int = 0
     decoding: int = 0
-    places: int = 0
+    requests: int = 0
     session_bytes: int = 0
-    session_limit: int | None = None
+    session_limit_bytes: int | None = None
     steps: int = 0
     prompt_tokens: int = 0
     decode_steps: int = 0

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
-from decode_engine.config import Prompts, check_device, check_placement
+from typer import Option
+
+from decode_engine.config import (
+    DeviceOption,
+    DistractorsOption,
+    ModelOption,
+    PlacementOption,
+    Prompts,
+    PromptsOption,
+    TextOption,
+    check_device,
+    check_placement,
+)
 from decode_engine.evaluation.prefill_command import attention_flags
 from decode_engine.evaluation.scoring import WARM_UP_STEPS
-from decode_engine.evaluation.tasks import DocumentSet, get_family
+from decode_engine.evaluation.tasks import FAMILIES, DocumentSet, get_family, parse_length
+from index_store.cli.options import AUTO, comma_separated
 from index_store.errors import InvalidArgumentError
+from index_store.methods.expressions import EXPRESSION_HELP
 from index_store.methods.method import METHODS, Method, get_method
 from index_store.selection.mass import Mass
 
@@ -43,15 +59,19 @@ class Variant:
         return "all" if self.keep is None else f"{self.keep:.2%}"
 
 
+def _parse_number(label: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidArgumentError(f"{label} is {text!r}, expected a number such as 0.02") from None
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig:
-    """What to evaluate; the same names as the command's flags.
+    """What to evaluate: what the flags of `decode-engine evaluate` say.
 
-    out: folder of the results, and of the store unless `store` names another. tasks: families that share the questions
-    evenly. facts: questions per context at most. distractors: further statements per context that resemble those asked
-    about, None for each family's own number. methods: expressions for `get_method`. keep, mass: budgets, the latter for
-    methods that follow attention mass. text: sources of the contexts, joined; the packaged novels when empty.
-    text_tokens: length of the plain text scored after every context. chat: ask through the model's chat template.
+    tasks: families that share the questions evenly. methods: expressions for `get_method`. text: sources of the
+    contexts, joined; the packaged novels when empty.
     index: indexes with other parameters than the methods' own, each as `prefill-worker run --index` takes it.
     attention: "exact", or how a second set of contexts is prefilled, which is compared with the first
     (`attention_flags`). index_for: methods whose indexes the contexts get besides, so that runs of different methods
@@ -59,29 +79,59 @@ class EvaluationConfig:
     prompts: what a question's tokens attend to; auto is each what a search for it selects, on any device.
     """
 
-    model: str
-    out: Path
-    context_lengths: tuple[int, ...] = (8192, 32768)
-    tasks: tuple[str, ...] = ("single",)
-    questions: int = 216
-    facts: int = 24
-    distractors: int | None = None
-    methods: tuple[str, ...] = tuple(METHODS)
-    keep: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1)
-    mass: tuple[float, ...] = (0.5, 0.7, 0.9, 0.95)
-    text: tuple[Path, ...] = ()
-    text_tokens: int = 96
-    chat: bool = False
-    dense_layers: str = "auto"
-    calibration: Path | None = None
-    index: tuple[str, ...] = ()
-    attention: str = "exact"
-    index_for: tuple[str, ...] = ()
-    store: Path | None = None
-    seed: int = 0
-    device: str = "auto"
-    placement: str = "auto"
-    prompts: Prompts = Prompts.AUTO
+    out: Annotated[Path, Option(help="Folder for the results, the pictures and the store.")]
+    model: ModelOption = "reader"
+    context_lengths: Annotated[
+        tuple[int, ...],
+        Option("--context-length", help="Context lengths in tokens, comma-separated."),
+        comma_separated("8k,32k", parse_length),
+    ] = (8192, 32768)
+    tasks: Annotated[
+        tuple[str, ...],
+        Option(help=f"Tasks, comma-separated: {', '.join(FAMILIES)}."),
+        comma_separated("single"),
+    ] = ("single",)
+    questions: Annotated[int, Option(help="Questions per context length, over all tasks.")] = 216
+    facts: Annotated[int, Option(help="Questions per context at most.")] = 24
+    distractors: DistractorsOption = None
+    methods: Annotated[
+        tuple[str, ...],
+        Option(help=f"Methods, comma-separated, each {EXPRESSION_HELP}."),
+        comma_separated(",".join(METHODS)),
+    ] = tuple(METHODS)
+    keep: Annotated[
+        tuple[float, ...],
+        Option(help="Fractions of the keys to keep, comma-separated."),
+        comma_separated("0.01,0.02,0.05,0.1", partial(_parse_number, "keep")),
+    ] = (0.01, 0.02, 0.05, 0.1)
+    mass: Annotated[
+        tuple[float, ...],
+        Option(help="Attention masses to keep, for methods that follow mass."),
+        comma_separated("0.5,0.7,0.9,0.95", partial(_parse_number, "mass")),
+    ] = (0.5, 0.7, 0.9, 0.95)
+    text: TextOption = ()
+    text_tokens: Annotated[int, Option(help="Plain-text tokens scored after each context.")] = 96
+    chat: Annotated[bool, Option("--chat", help="Ask through the model's own chat template.")] = False
+    dense_layers: Annotated[str, Option(help="As for prefill-worker run.")] = AUTO
+    calibration: Annotated[Path | None, Option(help="As for prefill-worker run.")] = None
+    index: Annotated[tuple[str, ...], Option(metavar="NAME", help="As for prefill-worker run.")] = ()
+    index_for: Annotated[
+        tuple[str, ...],
+        Option(help="Further methods to build indexes for, so that several runs share contexts."),
+        comma_separated(""),
+    ] = ()
+    store: Annotated[Path | None, Option(help="Store for the contexts; OUT/store by default.")] = None
+    seed: Annotated[int, Option(help="Decides facts, depths and parts of the text.")] = 0
+    device: DeviceOption = AUTO
+    placement: PlacementOption = AUTO
+    prompts: PromptsOption = Prompts.AUTO
+    attention: Annotated[
+        str,
+        Option(
+            help="muse, or muse:block=1024,clusters=64,monopole: prefill every context with approximate attention as "
+            "well, and compare what it answers with full attention to the exact one."
+        ),
+    ] = "exact"
 
     def __post_init__(self) -> None:
         check_device(self.device)

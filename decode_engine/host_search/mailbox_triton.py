@@ -23,12 +23,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 from decode_engine.host_search.shared_search import COUNT_BITS, LINE
-from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.attention.partials import chained, wait_for_launch
-from decode_engine.kernels.records import field, row_of
+from decode_engine.kernels.fields import STEP, field, row_of
+from decode_engine.kernels.launches import chained, wait_for_launch
 
-_STEP = tl.constexpr(records.STEP)
 _LINE = tl.constexpr(LINE)
 _COUNT_BITS = tl.constexpr(COUNT_BITS)
 _COUNT_MASK = tl.constexpr((1 << COUNT_BITS) - 1)
@@ -160,7 +158,7 @@ def post_kernel(
     """One program per row."""
     b = tl.program_id(0)
     wait_for_launch(CHAINED)
-    step = field(records_ptr, b, _STEP)
+    step = field(records_ptr, b, STEP)
     if step > 0:
         value = tl.arange(0, BLOCK)
         out_ptr = out_address.to(tl.int64).to(tl.pointer_type(tl.float32)) + b.to(tl.int64) * VALUES
@@ -209,7 +207,7 @@ def await_kernel(
     row = row_of(tl.program_id(0), HEADS, FIRST_HEAD, SOME_HEADS)
     if CHAINED:
         gdc_wait()
-    step = field(records_ptr, row // HEADS, _STEP)
+    step = field(records_ptr, row // HEADS, STEP)
     waiting = (step > 0) & (tl.load(gave_up_ptr, volatile=True) == 0)
     wanted = step * layers + layer
     answer_ptr = answers_address.to(tl.int64).to(tl.pointer_type(tl.int64)) + row * _LINE

@@ -10,8 +10,11 @@ and about KEEP of them attended; all others of the context and the whole tail ar
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 RECORD_FIELDS = 32
 
@@ -31,25 +34,25 @@ CODES, CODEBOOKS = 14, 15
 """Product codes [H, N, m] uint8, codebooks [H, m, W, d/m] float32."""
 MEANS, VALUE_MEANS, SIZES, OFFSETS, MEMBERS, ASSIGNMENT, VARIANCES, CLUSTERS = range(16, 24)
 UNCLUSTERED = 30
-"""Clusters of keys: see `cluster_tables.DeviceClusters`; CLUSTERS is their number. Keys before UNCLUSTERED are in
+"""Clusters of keys: see `device_clusters.DeviceClusters`; CLUSTERS is their number. Keys before UNCLUSTERED are in
 none."""
 SLOTS, SLOT_HEAD, TAGS, STAMPS, TALLIES, SETS = range(24, 30)
 """A session's slot cache of the layer (`slot_cache.SlotCache`): address of its rows [H, slots, 2, d], bytes from one KV
 head to the next, addresses of tags and stamps [H, slots] int32 and of tallies [H, 8] int64, and its number of sets. All
 zero where there is no cache."""
 
-_FIELDS = tl.constexpr(RECORD_FIELDS)
+
+class Recorded(Protocol):
+    """A sequence that says what its record holds."""
+
+    def fields(self) -> Mapping[int, int]:
+        """Values of fields; the others are 0."""
 
 
-@triton.jit
-def field(records_ptr: tl.tensor, b: tl.tensor, index: tl.constexpr) -> tl.tensor:
-    """One int64 of a sequence's record."""
-    return tl.load(records_ptr + b * _FIELDS + index)
-
-
-@triton.jit
-def row_of(
-    place: tl.tensor, HEADS: tl.constexpr, FIRST_HEAD: tl.constexpr, SOME_HEADS: tl.constexpr
-) -> tl.tensor:
-    """The place-th row (sequence x KV head) of those whose heads are FIRST_HEAD .. FIRST_HEAD + SOME_HEADS - 1."""
-    return place // SOME_HEADS * HEADS + FIRST_HEAD + place % SOME_HEADS
+def records_of(sequences: Sequence[Recorded | None], device: torch.device | str) -> Tensor:
+    """Records [B, RECORD_FIELDS] int64 on the device; None is an idle row. The sequences must outlive their use."""
+    rows = torch.zeros(len(sequences), RECORD_FIELDS, dtype=torch.int64)
+    for row, sequence in zip(rows, sequences, strict=True):
+        for field, value in ({} if sequence is None else sequence.fields()).items():
+            row[field] = value
+    return rows.to(device)

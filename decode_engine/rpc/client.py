@@ -40,8 +40,7 @@ from decode_engine.rpc.replies import (
     Timings,
     WarmResult,
     read_context,
-    read_methods,
-    read_status,
+    read_reply,
     read_summary,
 )
 from decode_engine.rpc.status import error_info
@@ -244,13 +243,7 @@ class Client:
         with self._translated():
             request = context_pb2.WarmContextRequest(name=name)
             response = self._contexts.WarmContext(request, timeout=self._timeout_s)
-        return WarmResult(
-            read_context(response.context),
-            response.already_resident,
-            response.load_ns,
-            response.first_layer_ns,
-            response.all_layers_ns,
-        )
+        return read_reply(WarmResult, response)
 
     def list_methods(self) -> MethodList:
         """The server's methods, with their sizes for its model."""
@@ -258,7 +251,7 @@ class Client:
             response = self._generations.ListMethods(
                 generation_pb2.ListMethodsRequest(), timeout=self._timeout_s
             )
-        return read_methods(response)
+        return read_reply(MethodList, response)
 
     def server_status(self) -> ServerStatus:
         """What the server does now, and did since it started."""
@@ -266,7 +259,7 @@ class Client:
             response = self._generations.GetServerStatus(
                 generation_pb2.GetServerStatusRequest(), timeout=self._timeout_s
             )
-        return read_status(response)
+        return read_reply(ServerStatus, response)
 
     def generate(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from datetime import datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -77,7 +77,7 @@ def describe_broken(broken: BrokenContext) -> context_pb2.Context:
 def describe_methods(head_dim: int, dtype: str) -> generation_pb2.ListMethodsResponse:
     """All methods, with their sizes for a model's head dim and for keys and values stored in that dtype."""
     return generation_pb2.ListMethodsResponse(
-        methods=[describe_method(method, head_dim) for method in METHODS.values()],
+        methods=[_describe_method(method, head_dim) for method in METHODS.values()],
         head_dim=head_dim,
         dtype=dtype,
         kv_bytes_per_token=2 * head_dim * stored_dtype(dtype).itemsize,
@@ -85,14 +85,9 @@ def describe_methods(head_dim: int, dtype: str) -> generation_pb2.ListMethodsRes
 
 
 def describe_status(engine: EngineStats, arena: ArenaStats) -> generation_pb2.ServerStatus:
-    """What scheduler and memory do, as the API shows it."""
+    """What scheduler and memory do, as the API shows it: the scheduler's figures under their own names."""
     return generation_pb2.ServerStatus(
-        waiting=engine.waiting,
-        prompting=engine.prompting,
-        decoding=engine.decoding,
-        requests=engine.places,
-        session_bytes=engine.session_bytes,
-        session_limit_bytes=engine.session_limit,
+        **asdict(engine),
         context_bytes=arena.used_bytes,
         context_used_bytes=arena.leased_bytes,
         context_limit_bytes=arena.budget_bytes,
@@ -100,21 +95,13 @@ def describe_status(engine: EngineStats, arena: ArenaStats) -> generation_pb2.Se
         context_loads=arena.loads,
         context_hits=arena.hits,
         context_evictions=arena.evictions,
-        steps=engine.steps,
-        prompt_tokens=engine.prompt_tokens,
-        decode_steps=engine.decode_steps,
-        decode_tokens=engine.decode_tokens,
-        decode_batch=engine.decode_batch,
         context_device_bytes=arena.used.device,
         context_device_used_bytes=arena.leased.device,
         context_device_limit_bytes=arena.budget.device,
-        host_bytes_read=engine.host_bytes_read,
-        rows_reused=engine.rows_reused,
-        device_wait_for_host_ns=engine.device_wait_for_host_ns,
     )
 
 
-def describe_method(method: Method, head_dim: int) -> generation_pb2.Method:
+def _describe_method(method: Method, head_dim: int) -> generation_pb2.Method:
     """A method as the API shows it."""
     budget = method.budget
     partition = None if method.drops_remainder else method.partition or method.index

@@ -1,13 +1,18 @@
-"""What a server answers, as plain values."""
+"""What a server answers, as plain values: the fields of the API's messages under the same names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from sparsekv.v1 import context_pb2, generation_pb2
+
+ReplyT = TypeVar("ReplyT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,93 +200,47 @@ class ServerStatus:
         return self.decode_tokens / max(self.decode_steps, 1)
 
 
-def read_status(message: generation_pb2.ServerStatus) -> ServerStatus:
-    """A server's status as a plain value."""
-    return ServerStatus(**{name: getattr(message, name) for name in ServerStatus.__slots__})
-
-
-def read_methods(message: generation_pb2.ListMethodsResponse) -> MethodList:
-    """The methods of the API as plain values."""
-    return MethodList(
-        tuple(_read_method(method) for method in message.methods),
-        message.head_dim,
-        message.dtype,
-        message.kv_bytes_per_token,
-    )
-
-
-def _read_method(message: generation_pb2.Method) -> MethodInfo:
-    return MethodInfo(
-        name=message.name,
-        summary=message.summary,
-        source=message.source,
-        index=message.index,
-        partition=message.partition,
-        indexes=tuple(message.indexes),
-        keep_ratio=_optional(message, "keep_ratio"),
-        target_mass=_optional(message, "target_mass"),
-        token_budget=message.token_budget if message.HasField("token_budget") else None,
-        budget=message.budget,
-        remainder=message.remainder,
-        remainder_optional=message.remainder_optional,
-        parameters=dict(sorted(message.parameters.items())),
-        bytes_per_token=message.bytes_per_token,
-    )
+def read_reply(kind: type[ReplyT], message: Message, **given: object) -> ReplyT:
+    """A message as a plain value, whose fields have the names of the message's; `given` are those that have not."""
+    names = [field.name for field in fields(kind) if field.name not in given]  # type: ignore[arg-type]
+    return kind(**{name: _value(message, name) for name in names}, **given)
 
 
 def read_context(message: context_pb2.Context) -> ContextInfo:
     """A context of the API as a plain value."""
-    expires = message.HasField("expire_time")
-    return ContextInfo(
-        name=message.name,
-        display_name=message.display_name,
-        model=message.model,
-        architecture=message.architecture,
-        token_count=message.token_count,
-        dtype=message.dtype,
-        kv_bytes=message.kv_bytes,
-        index_bytes=message.index_bytes,
-        state=context_pb2.Context.State.Name(message.state).lower(),
-        state_message=message.state_message,
-        create_time=message.create_time.ToDatetime(UTC),
-        expire_time=message.expire_time.ToDatetime(UTC) if expires else None,
-        resident=message.resident,
-        methods=tuple(message.methods),
-        default_method=message.default_method,
-        default_budget=message.default_budget,
-        tuned=message.tuned,
-        indexes=tuple(
-            IndexInfo(i.name, i.kind, dict(i.parameters), i.bytes_per_token, tuple(i.layers))
-            for i in message.indexes
-        ),
-        dense_layers=tuple(message.dense_layers),
-        placement=message.placement,
-    )
+    return read_reply(ContextInfo, message, create_time=message.create_time.ToDatetime(UTC))
 
 
 def read_summary(message: generation_pb2.GenerationSummary) -> Summary:
     """A generation's summary as a plain value."""
-    usage, timings, selection = message.usage, message.timings, message.selection
-    return Summary(
-        finish_reason=generation_pb2.GenerationSummary.FinishReason.Name(message.finish_reason).lower(),
-        context_tokens=usage.context_tokens,
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        timings=Timings(**{name: getattr(timings, name) for name in Timings.__slots__}),
-        selection=SelectionFigures(
-            searches=selection.searches,
-            keys_kept=selection.keys_kept,
-            keys_attended=selection.keys_attended,
-            keys_available=selection.keys_available,
-            fraction_sparse=_optional(selection, "fraction_sparse"),
-            fraction_all=selection.fraction_all,
-        ),
-        method=message.method,
-        budget=message.budget,
-        remainder=message.remainder,
-        seed=message.seed,
-    )
+    usage = {field.name: getattr(message.usage, field.name) for field in message.usage.DESCRIPTOR.fields}
+    return read_reply(Summary, message, **usage)
 
 
-def _optional(message: Any, field: str) -> float | None:
-    return getattr(message, field) if message.HasField(field) else None
+_READERS: Mapping[str, Callable[[Any], object]] = {
+    "sparsekv.v1.Context": read_context,
+    "sparsekv.v1.Context.Index": lambda message: read_reply(IndexInfo, message),
+    "sparsekv.v1.Method": lambda message: read_reply(MethodInfo, message),
+    "sparsekv.v1.Timings": lambda message: read_reply(Timings, message),
+    "sparsekv.v1.SelectionFigures": lambda message: read_reply(SelectionFigures, message),
+}
+"""What makes plain values of the messages inside messages."""
+
+
+def _value(message: Message, name: str) -> object:
+    """A field's value: None where it may be unset and is, an enumerator's name in small letters."""
+    field, value = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
+    if field.message_type is None:
+        if field.has_presence and not message.HasField(name):
+            return None
+        if field.enum_type is not None:
+            return field.enum_type.values_by_number[value].name.lower()
+        return tuple(value) if field.is_repeated else value
+    if field.message_type.GetOptions().map_entry:
+        return dict(sorted(value.items()))
+    if isinstance(value, Timestamp):
+        return value.ToDatetime(UTC) if message.HasField(name) else None
+    read = _READERS[field.message_type.full_name]
+    if field.is_repeated:
+        return tuple(map(read, value))
+    return read(value)

@@ -43,7 +43,7 @@ _HEALTH_NAMES = ("", *SERVICES)
 _MAX_REQUEST_BYTES = 32 * 2**20
 _KEEPALIVE_MS = 20_000
 _LAST_WORDS_S = 1.0  # after the grace, for the reason why the rest was ended to reach its clients
-PROMPT_CHUNKS = {"cpu": 256, "cuda": 512}
+_PROMPT_CHUNKS = {"cpu": 256, "cuda": 512}
 """Prompt tokens per step, which other streams wait for; a GPU reads twice as many in less time."""
 _SPARE_THREADS = 16  # for health checks and context calls beside the generations
 
@@ -154,7 +154,7 @@ class DecodeServer:
             runner,
             max_sessions=config.max_sessions,
             max_waiting=config.max_waiting,
-            prompt_chunk=config.prompt_chunk or PROMPT_CHUNKS[device.type],
+            prompt_chunk=config.prompt_chunk or _PROMPT_CHUNKS[device.type],
             session_memory=session_memory,
             on_start=self._set_threads,
             on_crash=lambda error: self._set_health(serving=False),

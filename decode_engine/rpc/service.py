@@ -259,7 +259,7 @@ def _submit(
         before = backend.engine.clock_ns()
         lease = backend.arena.acquire(backend.store, id_, check=check, wait_for_memory=True, early=True)
         resident = stack.enter_context(lease)
-        if backend.engine.stats().places > 1:
+        if backend.engine.places > 1:
             resident.wait_for_layers(check)
         submitted_ns = backend.engine.clock_ns()
         tokenizer = backend.runner.tokenizer

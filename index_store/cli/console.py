@@ -9,9 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from enum import StrEnum
-from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
 import typer
 from rich.console import Console
@@ -19,21 +17,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from index_store.errors import SparseKVError
-
-
-class OutputFormat(StrEnum):
-    """How a command prints its result."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-StoreOption = Annotated[
-    Path, typer.Option("--store", envvar="SPARSEKV_STORE", metavar="DIR", help="The store's folder.")
-]
-FormatOption = Annotated[
-    OutputFormat, typer.Option("--format", help="Text, or one JSON object on standard output.")
-]
 
 
 def run_app(app: typer.Typer, argv: Sequence[str] | None = None) -> NoReturn:

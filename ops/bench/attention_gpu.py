@@ -38,9 +38,15 @@ from gpu_timing import copy_bandwidth, eager_us, full_attention_us, graph_us, ke
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from decode_engine.kernels.tables.batch import TableContext, TableSequence, records_of
-from decode_engine.kernels.tables.plan import LaunchShape, TablePlan, Workspace
-from decode_engine.kernels.tables.reference import attend_exactly, kept_mask, table_attention_reference
+from decode_engine.kernels.records import records_of
+from decode_engine.kernels.tables.reference import (
+    TableSequence,
+    attend_exactly,
+    kept_mask,
+    table_attention_reference,
+)
+from decode_engine.kernels.tables.sizes import TableShape, TableSizes, TableWork
+from decode_engine.kernels.tables.table_context import TableContext
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.table_steps import TableSteps
 from index_store.methods.index_specs import INDEX_SPECS
@@ -133,7 +139,7 @@ class Memory:
 class Steps:
     """The decode steps of a figure: every layer's sequences, records and attention."""
 
-    def __init__(self, memory: Memory, figure: Figure, share: float, shape: LaunchShape | None) -> None:
+    def __init__(self, memory: Memory, figure: Figure, share: float, shape: TableShape | None) -> None:
         self.keep = round(share * figure.length)
         heads = KV_HEADS * GROUP
         identity = ModelIdentity(
@@ -147,7 +153,7 @@ class Steps:
         self.records = [records_of(of_layer, device) for of_layer in self.sequences]
 
     @property
-    def plan(self) -> TablePlan:
+    def plan(self) -> TableSizes:
         return self.attention.buffers.plan
 
     def attend(self, layer: int) -> Tensor:
@@ -165,7 +171,7 @@ def check(steps: Steps, layer: int = 0) -> None:
     """Compares selection and output of the first sequences with eager ones. Raises CheckFailedError."""
     plan, work = steps.plan, steps.attention.buffers.work
     few, q = steps.sequences[layer][:2], steps.memory.q[layer]
-    reference = Workspace.make(plan, len(few), q.device)
+    reference = TableWork.make(plan, len(few), q.device)
     counts, expected_counts = steps.attention.counts_LBHP[layer].fill_(-1), reference.counts()
     out = steps.attend(layer)
     table_attention_reference(q[: len(few)], few, plan, reference, expected_counts)
@@ -188,7 +194,7 @@ def check(steps: Steps, layer: int = 0) -> None:
                 raise CheckFailedError(f"relative error {error:.1e}")
 
 
-def bytes_floor(figure: Figure, plan: TablePlan, kept: int) -> int:
+def bytes_floor(figure: Figure, plan: TableSizes, kept: int) -> int:
     """The least that one layer's step has to read."""
     heads = figure.batch * KV_HEADS
     tables = heads * plan.queries * plan.subspaces * figure.length
@@ -197,7 +203,7 @@ def bytes_floor(figure: Figure, plan: TablePlan, kept: int) -> int:
 
 
 def measure(
-    memory: Memory, figure: Figure, share: float, shape: LaunchShape | None, parts: bool
+    memory: Memory, figure: Figure, share: float, shape: TableShape | None, parts: bool
 ) -> dict[str, Any]:
     """Checks and times one launch shape. Raises CheckFailedError."""
     steps = Steps(memory, figure, share, shape)
@@ -214,7 +220,7 @@ def measure(
     return result
 
 
-def shapes_to_try(shape: LaunchShape) -> list[LaunchShape]:
+def shapes_to_try(shape: TableShape) -> list[TableShape]:
     """Neighbours of a launch shape, for --sweep."""
     tile = shape.tile_keys
     tries = [
@@ -231,7 +237,7 @@ def shapes_to_try(shape: LaunchShape) -> list[LaunchShape]:
     return [other for other in dict.fromkeys(tries) if other != shape]
 
 
-def sweep(memory: Memory, figure: Figure, share: float, chosen: LaunchShape) -> None:
+def sweep(memory: Memory, figure: Figure, share: float, chosen: TableShape) -> None:
     """Times neighbours of the chosen launch shape, to stderr."""
     for other in shapes_to_try(chosen):
         changed = {k: v for k, v in asdict(other).items() if v != asdict(chosen)[k]}
@@ -248,7 +254,7 @@ def run_figure(
     for share, bar in figure.bars.items():
         result = measure(memory, figure, share, None, parts=True)
         if sweeping:
-            sweep(memory, figure, share, LaunchShape(**result["launch"]))
+            sweep(memory, figure, share, TableShape(**result["launch"]))
         rows.append(
             {
                 "figure": figure.name,

@@ -56,14 +56,14 @@ from index_builds import (
 from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.clusters.cluster_tables import DeviceClusters
+from decode_engine.kernels.clusters.device_clusters import DeviceClusters
 from decode_engine.kernels.clusters.reference import (
     ListedSequence,
     attend_lists_reference,
-    records_of,
     remainder_reference,
 )
-from decode_engine.kernels.tables.batch import TableContext, padded_rows
+from decode_engine.kernels.records import records_of
+from decode_engine.kernels.tables.table_context import TableContext, padded_rows
 from decode_engine.steps.attention.cluster_steps import ClusterSteps
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
@@ -237,7 +237,7 @@ def csattention_figure(bench: Bench, name: str) -> dict[str, Any]:
             made.append(
                 TableContext(kv, padded_rows(arrays["scores"]), arrays["centroids"], arrays["scales"])
             )
-            for field, value in made[-1].record().items():
+            for field, value in made[-1].fields().items():
                 records[b, field] = value
     steps = ListedSteps(bench.plan(method))
     out = steps.attend(0, bench.q[0], bench.records[0]).clone()

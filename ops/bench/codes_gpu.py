@@ -46,8 +46,8 @@ from torch import Tensor
 
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.codes.batch import CodeShape
 from decode_engine.kernels.codes.reference import CodeSequence, kept_keys
+from decode_engine.kernels.codes.sizes import CodeShape
 from decode_engine.steps.attention.code_steps import CodeSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import KeySelection, StepPlan

@@ -49,7 +49,8 @@ from torch import Tensor
 
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.clusters.reference import ListedSequence, attend_lists_reference, records_of
+from decode_engine.kernels.clusters.reference import ListedSequence, attend_lists_reference
+from decode_engine.kernels.records import records_of
 from decode_engine.kernels.slots.gather_rows import CopyShape, RowCopies, copy_rows
 from decode_engine.kernels.slots.slot_cache import RowCounts, SlotCache
 from decode_engine.steps.attention.code_steps import CodeSelection

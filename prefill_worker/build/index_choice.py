@@ -56,7 +56,7 @@ def plan_indexes(config: PrefillConfig) -> IndexPlan:
     parameters that it cannot work with, InvalidArgumentError for an unknown index or parameter.
     """
     named = [_named_spec(text) for text in config.index]
-    methods = [get_method(name) for name in config.method]
+    methods = [get_method(name) for name in config.methods]
     specs = {spec.name: spec for method in methods for spec in method.index_specs()}
     for spec in named:
         specs[spec.name] = spec
@@ -162,7 +162,7 @@ def _reshapable(spec: IndexSpec) -> bool:
 
 
 def _refuse(config: PrefillConfig, specs: Mapping[str, IndexSpec]) -> None:
-    asked = ", ".join((*config.method, *config.index))
+    asked = ", ".join((*config.methods, *config.index))
     flags = "--tables, --subspaces, --centroids and --split"
     if FIXED_INDEXES & set(specs):
         others = [method.name for method in METHODS.values() if any(map(_reshapable, method.index_specs()))]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from index_store.cli.console import FormatOption, OutputFormat, StoreOption, print_json
+from index_store.cli.console import print_json
 from index_store.cli.entry import INTERRUPTED
-from prefill_worker.cli import flags
+from index_store.cli.options import FormatOption, OutputFormat, configured
+from prefill_worker.config import PrefillConfig
 
 if TYPE_CHECKING:
     from index_store.store.manifest import IndexEntry, Manifest
@@ -29,82 +33,36 @@ def _root() -> None:
     """Makes `run` a command of its own, so that others can join it."""
 
 
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ends an interrupted job with a sentence, from the moment on in which its configuration is made."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted; nothing incomplete was kept", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
 @app.command()
+@_interruptible()
+@configured(PrefillConfig)
 def run(
-    model: flags.Model,
-    input_: flags.Input,
-    store: StoreOption,
-    more_inputs: flags.MoreInputs = None,
-    name: flags.Name = None,
-    method: flags.Method = None,
-    index: flags.Index = None,
-    tables: flags.Tables = None,
-    subspaces: flags.Subspaces = None,
-    centroids: flags.Centroids = None,
-    split: flags.Split = None,
-    calibration: flags.Calibration = None,
-    dense_layers: flags.DenseLayers = "auto",
-    dtype: flags.Dtype = "auto",
-    chunk: flags.Chunk = 2048,
-    attention: flags.Attention = flags.AttentionKind.EXACT,
-    muse_block: flags.MuseBlock = 8192,
-    muse_clusters: flags.MuseClusters = 64,
-    muse_cap: flags.MuseCap = 1.5,
-    muse_iterations: flags.MuseIterations = 1,
-    muse_dipole: flags.MuseDipole = True,
-    query_sample: flags.QuerySample = 8192,
-    ttl: flags.Ttl = None,
-    salt: flags.Salt = "",
-    seed: flags.Seed = 0,
-    device: flags.Device = "auto",
-    device_memory: flags.DeviceMemory = "auto",
+    config: PrefillConfig,
+    more_inputs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FILE]...", help="More text files.")
+    ] = None,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
     """Prefills a document, stores it and prints what was stored. The same content again does nothing.
 
     The store is made when it is not there.
     """
-    # Imported here, not above: torch and transformers take seconds, which --help and usage errors need not wait
-    # for, and an interrupt while they load must end as cleanly as one later.
-    try:
-        from index_store.memory.memory_sizes import parse_size
-        from index_store.methods.method import DEFAULT_METHOD
-        from prefill_worker.config import PrefillConfig
-        from prefill_worker.jobs.job import run_job
-        from prefill_worker.jobs.progress import reporter_for
+    # Imported here, not above: torch and transformers take seconds, which --help and usage errors need not wait for.
+    from prefill_worker.jobs.job import run_job
+    from prefill_worker.jobs.progress import reporter_for
 
-        config = PrefillConfig(
-            model=model,
-            store=store,
-            input=(*input_, *(more_inputs or ())),
-            name=name,
-            method=tuple(method or (() if index else (DEFAULT_METHOD,))),
-            index=tuple(index or ()),
-            tables=tables and tables.value,
-            subspaces=subspaces,
-            centroids=centroids,
-            split=split and split.value,
-            calibration=calibration,
-            dense_layers=dense_layers,
-            dtype=dtype,
-            chunk=chunk,
-            attention=attention.value,
-            muse_block=muse_block,
-            muse_clusters=muse_clusters,
-            muse_cap=muse_cap,
-            muse_iterations=muse_iterations,
-            muse_dipole=muse_dipole,
-            query_sample=query_sample,
-            ttl=ttl,
-            salt=salt,
-            seed=seed,
-            device=device,
-            device_memory=None if device_memory == "auto" else parse_size(device_memory),
-        )
-        report = run_job(config, reporter_for(sys.stderr))
-    except KeyboardInterrupt:
-        typer.echo("interrupted; nothing incomplete was kept", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+    config = replace(config, input=(*config.input, *(more_inputs or ())))
+    report = run_job(config, reporter_for(sys.stderr))
     if output is OutputFormat.JSON:
         print_json(report_json(report))
     else:

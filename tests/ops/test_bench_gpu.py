@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from decode_engine.kernels.tables.plan import LaunchShape, TablePlan
+from decode_engine.kernels.tables.sizes import TableShape, TableSizes
 from tests.ops.scripts import check_refusal_without_device, load_script
 
 FOLDER = Path(__file__).resolve().parents[2] / "ops" / "bench"
@@ -27,7 +27,7 @@ def test_without_a_device_it_says_so() -> None:
 def test_every_figure_can_be_planned(bench: ModuleType) -> None:
     for figure in bench.FIGURES:
         sizes = (figure.subspaces, figure.centroids, figure.length, figure.pooled)
-        plan = TablePlan(bench.KV_HEADS, bench.GROUP, bench.HEAD_DIM, *sizes)
+        plan = TableSizes(bench.KV_HEADS, bench.GROUP, bench.HEAD_DIM, *sizes)
         assert plan.subspaces * plan.centroids == bench.TABLE_ROWS
         assert set(figure.bars) == {0.05, 0.01}
         assert figure.method().index.parameters["centroids"] == figure.centroids
@@ -35,7 +35,7 @@ def test_every_figure_can_be_planned(bench: ModuleType) -> None:
 
 def test_bytes_are_those_of_tables_and_rows(bench: ModuleType) -> None:
     figure = bench.Figure("small", 1000, 2, 16, False, {0.05: 0.0})
-    plan = TablePlan(8, 4, 128, 16, 32, 1000, False)
+    plan = TableSizes(8, 4, 128, 16, 32, 1000, False)
     tables = 2 * 8 * 4 * 16 * 1000
     exact = 2 * 8 * (bench.SINKS + bench.RECENT + bench.TAIL)
     assert bench.bytes_floor(figure, plan, 700) == tables + (700 + exact) * 512
@@ -61,5 +61,5 @@ def test_a_wrong_result_is_not_timed(bench: ModuleType, pooled: bool) -> None:
 
 
 def test_neighbours_of_a_launch_shape_differ(bench: ModuleType) -> None:
-    shape = LaunchShape()
+    shape = TableShape()
     assert shape not in bench.shapes_to_try(shape)

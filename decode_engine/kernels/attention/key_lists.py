@@ -1,4 +1,8 @@
-"""Lists of selected keys: what searches on a device leave, and attention reads.
+"""Lists of selected keys, which searches on a device leave and attention reads; and how kernels walk along them.
+
+What a row attends to one by one is one sequence of entries that its programs share: listed keys, segment after segment,
+then the context's keys outside of the searched range, then the tail. Functions for kernels say which key an entry is
+and where its row lies, in elements from the context's first row on.
 
 Shape legend: R rows (sequence x KV head), P segments of a row, W keys that a segment has room for.
 """
@@ -8,27 +12,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from decode_engine.kernels.fields import KEYS, field, searched_keys
 from index_store.errors import InvalidArgumentError
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def check_queries(q_RGD: Tensor, sequences: int) -> None:
-    """Raises InvalidArgumentError unless the queries [R, G, d] are supported, contiguous, and R a multiple of B."""
-    rows, group, head_dim = q_RGD.shape
-    if not sequences or rows % sequences or not 1 <= group <= MAX_GROUP or head_dim not in HEAD_DIMS:
-        raise InvalidArgumentError(
-            f"queries have shape {tuple(q_RGD.shape)} for {sequences} sequences, expected [KV heads of all sequences, "
-            f"1..{MAX_GROUP}, one of {HEAD_DIMS}]"
-        )
-    if q_RGD.dtype not in DTYPES or not q_RGD.is_contiguous():
-        raise InvalidArgumentError(
-            f"queries are {q_RGD.dtype}, expected one of {', '.join(map(str, DTYPES))} in one contiguous piece"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,28 +65,134 @@ class KeyLists:
         return ids[ids >= 0]
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterScores:
-    """What a lookup finds about the clusters of every row, and what attention takes out of them.
+@triton.jit
+def context_entries(records_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """First searched key, their end, and how many keys of the context are always attended."""
+    first, end = searched_keys(records_ptr, b)
+    keys = field(records_ptr, b, KEYS).to(tl.int32)
+    return first, end, first + tl.maximum(keys - end, 0)
 
-    logits_RCG: [R, C, G] float32, q . mean key in units of log2; -inf for clusters without keys; anything beyond a
-    context's clusters. spreads_RCG: [R, C, G] float32, 1 + v / 2 with the logits' variance v. taken_RC: [R, C]
-    int32 and taken_logits_RCG: [R, C, G] float32, number and sum of logits of the keys that were taken out; 0 after a
-    lookup. The last three are None where there are no variances.
-    """
 
-    logits_RCG: Tensor
-    spreads_RCG: Tensor | None = None
-    taken_RC: Tensor | None = None
-    taken_logits_RCG: Tensor | None = None
+@triton.jit
+def listed_keys(
+    counts_ptr: tl.tensor, row: tl.tensor, width: tl.tensor, SEGMENTS: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
+    """Entries of each of a row's segments, [TILE]."""
+    segment = tl.arange(0, TILE)
+    counts = tl.load(counts_ptr + row.to(tl.int64) * SEGMENTS + segment, mask=segment < SEGMENTS, other=0)
+    return tl.minimum(counts, width)
 
-    @staticmethod
-    def allocate(
-        rows: int, width: int, group: int, spread: bool, device: torch.device | str
-    ) -> ClusterScores:
-        """Uninitialised, for up to `width` clusters."""
-        logits = torch.empty(rows, width, group, device=device)
-        if not spread:
-            return ClusterScores(logits)
-        taken = torch.empty(rows, width, dtype=torch.int32, device=device)
-        return ClusterScores(logits, torch.empty_like(logits), taken, torch.empty_like(logits))
+
+@triton.jit
+def share_of(entries: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """First entry and end of this program's share, in whole tiles."""
+    share = tl.cdiv(tl.cdiv(entries, tl.num_programs(0)), TILE) * TILE
+    first = tl.minimum(tl.program_id(0) * share, entries)
+    return first, tl.minimum(first + share, entries)
+
+
+@triton.jit
+def segment_ids(
+    ids_ptr: tl.tensor,
+    counts: tl.tensor,
+    width: tl.tensor,
+    entry: tl.tensor,
+    stop: tl.tensor,
+    SEGMENTS: tl.constexpr,
+) -> tl.tensor:
+    """Key ids of entries of a row's segments, one after the other; -1 from stop on."""
+    if SEGMENTS == 1:
+        place = entry.to(tl.int64)
+    else:
+        passed = entry[None, :] >= tl.cumsum(counts, 0)[:, None]
+        segment = tl.minimum(tl.sum(passed.to(tl.int32), 0), SEGMENTS - 1)
+        ahead = tl.sum(tl.where(passed, counts[:, None], 0), 0)
+        place = segment.to(tl.int64) * width + (entry - ahead)
+    return tl.load(ids_ptr + place, mask=entry < stop, other=-1)
+
+
+@triton.jit
+def join(
+    ids_ptr: tl.tensor,
+    joined_ptr: tl.tensor,
+    counts: tl.tensor,
+    width: tl.tensor,
+    begin: tl.tensor,
+    stop: tl.tensor,
+    SEGMENTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Writes down entries begin..stop-1 of a row's segments as one list."""
+    for start in range(begin, stop, CHUNK):
+        entry = start + tl.arange(0, CHUNK)
+        ids = segment_ids(ids_ptr, counts, width, entry, stop, SEGMENTS)
+        tl.store(joined_ptr + entry, ids, mask=entry < stop)
+
+
+@triton.jit
+def entry_ids(
+    joined_ptr: tl.tensor,
+    entry: tl.tensor,
+    listed: tl.tensor,
+    in_context: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+) -> tl.tensor:
+    """Key ids of a row's entries, those of the list and then those always attended; -1 from in_context on."""
+    ids = tl.load(joined_ptr + entry, mask=entry < listed, other=-1)
+    return with_always(ids, entry, listed, in_context, first, end)
+
+
+@triton.jit
+def with_always(
+    ids: tl.tensor,
+    entry: tl.tensor,
+    listed: tl.tensor,
+    in_context: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+) -> tl.tensor:
+    """Key ids of entries, given those that are listed."""
+    always = entry - listed
+    always = tl.where(always < first, always, end + always - first)
+    return tl.where((entry >= listed) & (entry < in_context), always, ids)
+
+
+@triton.jit
+def distance(from_ptr: tl.tensor, to_ptr: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
+    """In elements; found in units of 16 bytes, so that loads are known to be aligned."""
+    units = (to_ptr.to(tl.int64) - from_ptr.to(tl.int64)) // 16
+    return units * (128 // ELEMENT.primitive_bitwidth)
+
+
+@triton.jit
+def places(
+    ids: tl.tensor,
+    entry: tl.tensor,
+    in_context: tl.tensor,
+    stop: tl.tensor,
+    to_tail: tl.tensor,
+    DIM: tl.constexpr,
+) -> tl.tensor:
+    """Which entries are keys, and where they begin from the context's first row on; those after the context's are the
+    tail's."""
+    in_tail = (entry >= in_context) & (entry < stop)
+    of_tail = to_tail + (entry - in_context).to(tl.int64) * (2 * DIM)
+    return (ids >= 0) | in_tail, tl.where(in_tail, of_tail, ids.to(tl.int64) * (2 * DIM))
+
+
+@triton.jit
+def located(
+    where: tl.tensor,
+    locations_ptr: tl.tensor,
+    place: tl.tensor,
+    present: tl.tensor,
+    to_slots: tl.tensor,
+    LOCATED: tl.constexpr,
+    DIM: tl.constexpr,
+) -> tl.tensor:
+    """Where entries begin, from the context's first row on: in their slots, or for those without one where they did."""
+    if LOCATED:
+        slot = tl.load(locations_ptr + place, mask=present, other=-1)
+        where = tl.where(slot >= 0, to_slots + slot.to(tl.int64) * (2 * DIM), where.to(tl.int64))
+    return where

@@ -5,12 +5,11 @@ to, and the sum of its weights. Sums are plain numbers, not normalised: a part m
 leave a cluster), and its sum of weights may then be zero or negative while the merged one is positive.
 
 Shape legend: R rows (sequence x KV head), S slots, G group heads, D head dim. Logits are in units of log2 inside the
-kernels, since exp2 is one instruction; results are natural.
+kernels; results are natural.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +17,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LOG2E = 1.0 / math.log(2.0)
+from decode_engine.kernels.attention.online_softmax import HEAD_TILE, LOG2E
+from decode_engine.kernels.launches import chained, wait_for_launch
+
 _AT_ONCE = 8192
 """Numbers that a merging program holds: half of its registers."""
 
@@ -46,16 +46,6 @@ class Partials:
             torch.empty(rows, slots, group, **options),
             torch.empty(rows, slots, group, **options),
         )
-
-
-def chained(device: torch.device) -> dict[str, Any]:
-    """Options of launches that may begin while the one before ends: from compute capability 9.0 on.
-
-    Such a kernel first waits for the results of the one before, but its programs are in place by then.
-    """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
-        return {"CHAINED": True, "launch_pdl": True}
-    return {"CHAINED": False}
 
 
 def merge_partials(partials: Partials, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -102,28 +92,28 @@ def merge_partials_reference(partials: Partials, dtype: torch.dtype = torch.floa
 
 
 @triton.jit
-def wait_for_launch(CHAINED: tl.constexpr) -> None:
-    """Waits for the results of the launch before, and lets the next one begin to wait for this one's.
-
-    Where that pays, which is a matter of trying: programs that come early take places of those that still work.
-    """
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
-@triton.jit
-def wait_alone(CHAINED: tl.constexpr) -> None:
-    """Waits for the results of the launch before; the next one begins with `let_next_begin`."""
-    if CHAINED:
-        gdc_wait()
-
-
-@triton.jit
-def let_next_begin(CHAINED: tl.constexpr) -> None:
-    """Lets the next launch begin, if all programs of this one have come here."""
-    if CHAINED:
-        gdc_launch_dependents()
+def store_partial(
+    sums_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    row: tl.tensor,
+    slots: tl.tensor,
+    slot: tl.tensor,
+    peaks: tl.tensor,
+    totals: tl.tensor,
+    sums: tl.tensor,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SUMS: tl.constexpr,
+) -> None:
+    """Writes what a program found into its slot, one of a row's `slots`; without SUMS only peaks and totals."""
+    heads = tl.arange(0, HEAD_TILE)
+    at = (row.to(tl.int64) * slots + slot) * GROUP + heads
+    tl.store(peaks_ptr + at, peaks, mask=heads < GROUP)
+    tl.store(totals_ptr + at, totals, mask=heads < GROUP)
+    if SUMS:
+        into = sums_ptr + at[:, None] * DIM + tl.arange(0, DIM)[None, :]
+        tl.store(into, sums, mask=(heads < GROUP)[:, None] & (peaks != float("-inf"))[:, None])
 
 
 @triton.jit

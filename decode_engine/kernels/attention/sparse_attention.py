@@ -16,17 +16,18 @@ row, W keys that a segment has room for, S slots, C clusters, X programs of a ro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import ClusterScores, KeyLists, check_queries
-from decode_engine.kernels.attention.list_entries import (
+from decode_engine.kernels.attention.key_lists import (
+    DTYPES,
+    HEAD_DIMS,
+    MAX_GROUP,
+    KeyLists,
     context_entries,
-    context_rows,
     distance,
     entry_ids,
     join,
@@ -35,25 +36,28 @@ from decode_engine.kernels.attention.list_entries import (
     places,
     share_of,
 )
-from decode_engine.kernels.attention.partials import LOG2E, Partials, chained, wait_for_launch
-from decode_engine.kernels.records import ASSIGNMENT, KEYS, KV, SLOTS, TAIL, TAIL_KEYS, field
+from decode_engine.kernels.attention.online_softmax import (
+    HEAD_TILE,
+    LOG2E,
+    add_weighted,
+    grow,
+    load_group,
+    no_keys_yet,
+    tile_logits,
+    tile_options,
+)
+from decode_engine.kernels.attention.partials import Partials, store_partial
+from decode_engine.kernels.fields import ASSIGNMENT, KEYS, KV, SLOTS, TAIL, TAIL_KEYS, field, head_rows
+from decode_engine.kernels.launches import chained, wait_for_launch
 from index_store.errors import InvalidArgumentError
-
-_KV = tl.constexpr(KV)
-_SLOTS = tl.constexpr(SLOTS)
-_TAIL = tl.constexpr(TAIL)
-_KEYS = tl.constexpr(KEYS)
-_TAIL_KEYS = tl.constexpr(TAIL_KEYS)
-_ASSIGNMENT = tl.constexpr(ASSIGNMENT)
 
 NOTHING, MONOPOLE, SUMS = 0, 1, 2
 """What is taken out of clusters."""
 _MONOPOLE = tl.constexpr(MONOPOLE)
-_TILE = 32
+LIST_TILE = 32
+"""Keys that a program attends to at a time."""
 _STAGES = 5  # A tile's ids are loaded before its keys, so that half of them are keys and values in flight.
 _CHUNK = tl.constexpr(128)
-
-
 _PROGRAMS = 384
 """Of all rows together: about one round of what a large device holds at a time."""
 
@@ -61,7 +65,34 @@ _PROGRAMS = 384
 def list_programs(rows: int, lists: KeyLists) -> int:
     """Programs of a row, and slots that they fill."""
     _, segments, width = lists.ids_RPW.shape
-    return max(2, min(128, _PROGRAMS // rows, -(-segments * width // _TILE) + 4))
+    return max(2, min(128, _PROGRAMS // rows, -(-segments * width // LIST_TILE) + 4))
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterScores:
+    """What a lookup finds about the clusters of every row, and what attention takes out of them.
+
+    logits_RCG: [R, C, G] float32, q . mean key in units of log2; -inf for clusters without keys; anything beyond a
+    context's clusters. spreads_RCG: [R, C, G] float32, 1 + v / 2 with the logits' variance v. taken_RC: [R, C]
+    int32 and taken_logits_RCG: [R, C, G] float32, number and sum of logits of the keys that were taken out; 0 after a
+    lookup. The last three are None where there are no variances.
+    """
+
+    logits_RCG: Tensor
+    spreads_RCG: Tensor | None = None
+    taken_RC: Tensor | None = None
+    taken_logits_RCG: Tensor | None = None
+
+    @staticmethod
+    def allocate(
+        rows: int, width: int, group: int, spread: bool, device: torch.device | str
+    ) -> ClusterScores:
+        """Uninitialised, for up to `width` clusters."""
+        logits = torch.empty(rows, width, group, device=device)
+        if not spread:
+            return ClusterScores(logits)
+        taken = torch.empty(rows, width, dtype=torch.int32, device=device)
+        return ClusterScores(logits, torch.empty_like(logits), taken, torch.empty_like(logits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,102 +161,30 @@ def attend_lists(
         TAKE=NOTHING if take_out is None else take_out.mode,
         KEPT=kept_RX is not None,
         LOCATED=locations_RN is not None,
-        **tile_options(q_RGD.dtype, _STAGES),
+        **tile_options(q_RGD.dtype, LIST_TILE, _STAGES),
         **chained(q_RGD.device),
     )
     return programs
+
+
+def check_queries(q_RGD: Tensor, sequences: int) -> None:
+    """Raises InvalidArgumentError unless the queries [R, G, d] are supported, contiguous, and R a multiple of B."""
+    rows, group, head_dim = q_RGD.shape
+    if not sequences or rows % sequences or not 1 <= group <= MAX_GROUP or head_dim not in HEAD_DIMS:
+        raise InvalidArgumentError(
+            f"queries have shape {tuple(q_RGD.shape)} for {sequences} sequences, expected [KV heads of all sequences, "
+            f"1..{MAX_GROUP}, one of {HEAD_DIMS}]"
+        )
+    if q_RGD.dtype not in DTYPES or not q_RGD.is_contiguous():
+        raise InvalidArgumentError(
+            f"queries are {q_RGD.dtype}, expected one of {', '.join(map(str, DTYPES))} in one contiguous piece"
+        )
 
 
 def one_list(lists: KeyLists, joined_RN: Tensor, locations_RN: Tensor | None) -> Tensor:
     """Where a row's listed keys stand one after the other: a list of one segment is that by itself."""
     segments = lists.ids_RPW.shape[1]
     return lists.ids_RPW[:, 0] if segments == 1 and locations_RN is None else joined_RN
-
-
-def tile_options(dtype: torch.dtype, stages: int) -> dict[str, Any]:
-    """Shape of a launch: keys per iteration, loads in flight, warps."""
-    whole = dtype == torch.float32
-    return {
-        "TILE": _TILE,
-        "STAGES": 1 if whole else stages,
-        "PRECISION": "ieee" if whole else "tf32",
-        "num_warps": 4,
-    }
-
-
-@triton.jit
-def load_group(
-    q_ptr: tl.tensor, row: tl.tensor, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr
-) -> tl.tensor:
-    """The queries of a row's group, padded with zeros to ROWS."""
-    heads = tl.arange(0, ROWS)
-    dims = tl.arange(0, DIM)
-    at = (row * GROUP + heads)[:, None] * DIM + dims[None, :]
-    return tl.load(q_ptr + at, mask=heads[:, None] < GROUP, other=0.0)
-
-
-@triton.jit
-def add_weighted(
-    sums: tl.tensor, weights: tl.tensor, values: tl.tensor, FINE: tl.constexpr, PRECISION: tl.constexpr
-) -> tl.tensor:
-    """sums [rows, d] + weights [rows, keys] @ values [keys, d].
-
-    FINE: weights count with twice the digits of the values' type, for sums that others largely cancel.
-    """
-    coarse = weights.to(values.dtype)
-    sums = tl.dot(coarse, values, sums, input_precision=PRECISION)
-    if FINE and values.dtype != tl.float32:
-        rest = (weights - coarse.to(tl.float32)).to(values.dtype)
-        sums = tl.dot(rest, values, sums, input_precision=PRECISION)
-    return sums
-
-
-@triton.jit
-def store_partial(
-    sums_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    totals_ptr: tl.tensor,
-    row: tl.tensor,
-    slots: tl.tensor,
-    slot: tl.tensor,
-    peaks: tl.tensor,
-    totals: tl.tensor,
-    sums: tl.tensor,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> tl.tensor:
-    """Writes what a program found into its slot."""
-    heads = tl.arange(0, ROWS)
-    at = (row.to(tl.int64) * slots + slot) * GROUP + heads
-    tl.store(peaks_ptr + at, peaks, mask=heads < GROUP)
-    tl.store(totals_ptr + at, totals, mask=heads < GROUP)
-    into = sums_ptr + at[:, None] * DIM + tl.arange(0, DIM)[None, :]
-    tl.store(into, sums, mask=(heads < GROUP)[:, None] & (peaks != float("-inf"))[:, None])
-
-
-@triton.jit
-def grow(
-    peaks: tl.tensor,
-    totals: tl.tensor,
-    logits: tl.tensor,
-    factors: tl.tensor,
-    away: tl.tensor,
-    TAKE: tl.constexpr,
-) -> tl.tensor:
-    """A running softmax: peaks and totals with more logits, what earlier weights shrink by, and the new weights.
-
-    factors: of the weights. TAKE: the weights of logits `away` are taken off.
-    """
-    higher = tl.maximum(peaks, tl.max(logits, 1))
-    if TAKE:
-        higher = tl.maximum(higher, tl.max(away, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    shrink = tl.exp2(peaks - base)
-    weights = tl.exp2(logits - base[:, None]) * factors
-    if TAKE:
-        weights -= tl.exp2(away - base[:, None])
-    return higher, totals * shrink + tl.sum(weights, 1), shrink, weights
 
 
 @triton.jit
@@ -241,7 +200,7 @@ def take(
     TILE: tl.constexpr,
 ) -> tl.tensor:
     """Takes keys out of their clusters, those of the row being `before` and on; logits of the clusters' means."""
-    heads = tl.arange(0, 16)
+    heads = tl.arange(0, HEAD_TILE)
     member = cluster >= 0
     inside = (heads < GROUP)[:, None] & member[None, :]
     at = cluster[None, :] * GROUP + heads[:, None]
@@ -294,13 +253,13 @@ def attend_kernel(
     b = row // HEADS
     head = (row % HEADS).to(tl.int64)
     element: tl.constexpr = q_ptr.dtype.element_ty
-    rows_ptr = context_rows(records_ptr, b, head, _KV, element)
-    keys = field(records_ptr, b, _KEYS).to(tl.int32)
-    to_tail = distance(rows_ptr, context_rows(records_ptr, b, head, _TAIL, element), element)
-    to_slots = distance(rows_ptr, context_rows(records_ptr, b, head, _SLOTS, element), element)
+    rows_ptr = head_rows(records_ptr, b, head, KV, element)
+    keys = field(records_ptr, b, KEYS).to(tl.int32)
+    to_tail = distance(rows_ptr, head_rows(records_ptr, b, head, TAIL, element), element)
+    to_slots = distance(rows_ptr, head_rows(records_ptr, b, head, SLOTS, element), element)
     first, end, always = context_entries(records_ptr, b)
-    tail_keys = field(records_ptr, b, _TAIL_KEYS).to(tl.int32)
-    assignment_ptr = field(records_ptr, b, _ASSIGNMENT).to(tl.pointer_type(tl.int32)) + head * keys
+    tail_keys = field(records_ptr, b, TAIL_KEYS).to(tl.int32)
+    assignment_ptr = field(records_ptr, b, ASSIGNMENT).to(tl.pointer_type(tl.int32)) + head * keys
     before = row.to(tl.int64) * cluster_width
     ids_ptr += row.to(tl.int64) * SEGMENTS * width
     joined_ptr += row.to(tl.int64) * room
@@ -313,10 +272,8 @@ def attend_kernel(
     if SEGMENTS > 1 and not LOCATED:
         join(ids_ptr, joined_ptr, counts, width, begin, tl.minimum(stop, listed), SEGMENTS, _CHUNK)
         tl.debug_barrier()
-    q = load_group(q_ptr, row, GROUP, DIM, 16)
-    peaks = tl.full([16], float("-inf"), tl.float32)
-    totals = tl.zeros([16], tl.float32)
-    sums = tl.zeros([16, DIM], tl.float32)
+    q = load_group(q_ptr, row, GROUP, DIM)
+    peaks, totals, sums = no_keys_yet(DIM)
     attended = tl.zeros([TILE], tl.int32)
     for at in tl.range(begin, stop, TILE, num_stages=STAGES):
         entry = at + tl.arange(0, TILE)
@@ -331,8 +288,7 @@ def attend_kernel(
         where = where[:, None] + dims[None, :]
         tile_keys = tl.load(rows_ptr + where, mask=valid[:, None], other=0.0)
         values = tl.load(rows_ptr + DIM + where, mask=valid[:, None], other=0.0)
-        logits = tl.dot(q, tl.trans(tile_keys), input_precision=PRECISION) * scale
-        logits = tl.where(valid[None, :], logits, float("-inf"))
+        logits = tile_logits(q, tile_keys, valid, scale, PRECISION)
         means = logits
         if TAKE > 0:
             cluster = tl.load(assignment_ptr + ids, mask=ids >= 0, other=-1)
@@ -342,16 +298,6 @@ def attend_kernel(
     if KEPT:
         tl.store(kept_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(attended, 0))
     store_partial(
-        sums_ptr,
-        peaks_ptr,
-        totals_ptr,
-        row,
-        slots,
-        first_slot + tl.program_id(0),
-        peaks,
-        totals,
-        sums,
-        GROUP,
-        DIM,
-        16,
-    )
+        sums_ptr, peaks_ptr, totals_ptr, row, slots, first_slot + tl.program_id(0), peaks, totals, sums,
+        GROUP, DIM, True,
+    )  # fmt: skip

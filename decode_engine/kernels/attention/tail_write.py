@@ -10,13 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels import records
-from decode_engine.kernels.attention.partials import chained, wait_for_launch
-from decode_engine.kernels.records import field
-
-TAIL = tl.constexpr(records.TAIL)
-TAIL_HEAD = tl.constexpr(records.TAIL_HEAD)
-TAIL_KEYS = tl.constexpr(records.TAIL_KEYS)
+from decode_engine.kernels.fields import TAIL, TAIL_KEYS, field, head_rows
+from decode_engine.kernels.launches import chained, wait_for_launch
 
 
 @triton.jit
@@ -43,8 +38,7 @@ def tail_write_kernel(
         there = (h < HEADS)[:, None]
         k = tl.load(k_ptr + b.to(tl.int64) * k_row + h[:, None] * k_head + d[None, :], mask=there)
         v = tl.load(v_ptr + b.to(tl.int64) * v_row + h[:, None] * v_head + d[None, :], mask=there)
-        heads = field(records_ptr, b, TAIL) + h * field(records_ptr, b, TAIL_HEAD)
-        rows = tl.multiple_of(heads.to(tl.pointer_type(k_ptr.dtype.element_ty)), 8) + (count - 1) * (2 * DIM)
+        rows = head_rows(records_ptr, b, h, TAIL, k_ptr.dtype.element_ty) + (count - 1) * (2 * DIM)
         tl.store(rows[:, None] + d[None, :], k, mask=there)
         tl.store(rows[:, None] + DIM + d[None, :], v, mask=there)
 

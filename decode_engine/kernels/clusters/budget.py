@@ -12,20 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decode_engine.kernels.records import ASSIGNMENT, END, FIRST, KEYS, UNCLUSTERED, field
-
-_ASSIGNMENT = tl.constexpr(ASSIGNMENT)
-_END = tl.constexpr(END)
-_FIRST = tl.constexpr(FIRST)
-_KEYS = tl.constexpr(KEYS)
-_UNCLUSTERED = tl.constexpr(UNCLUSTERED)
+from decode_engine.kernels.fields import ASSIGNMENT, END, FIRST, KEYS, UNCLUSTERED, field, searched_keys
 
 
 @triton.jit
 def any_outside(records_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
     """Whether a sequence's clusters hold keys that are not searched: recent ones, or sinks that are not left out."""
-    before = field(records_ptr, b, _FIRST) > field(records_ptr, b, _UNCLUSTERED)
-    return before | (field(records_ptr, b, _END) < field(records_ptr, b, _KEYS))
+    before = field(records_ptr, b, FIRST) > field(records_ptr, b, UNCLUSTERED)
+    return before | (field(records_ptr, b, END) < field(records_ptr, b, KEYS))
 
 
 @triton.jit
@@ -44,11 +38,10 @@ def count_searched(
         sizes = tl.load(sizes_ptr + at, mask=at < clusters, other=0)
         tl.store(counts_ptr + at, sizes, mask=at < clusters)
     tl.debug_barrier()
-    keys = field(records_ptr, b, _KEYS)
-    assignment_ptr = field(records_ptr, b, _ASSIGNMENT).to(tl.pointer_type(tl.int32)) + head * keys
-    unclustered = field(records_ptr, b, _UNCLUSTERED).to(tl.int32)
-    first = field(records_ptr, b, _FIRST).to(tl.int32)
-    end = field(records_ptr, b, _END).to(tl.int32)
+    keys = field(records_ptr, b, KEYS)
+    assignment_ptr = field(records_ptr, b, ASSIGNMENT).to(tl.pointer_type(tl.int32)) + head * keys
+    unclustered = field(records_ptr, b, UNCLUSTERED).to(tl.int32)
+    first, end = searched_keys(records_ptr, b)
     count_off(assignment_ptr, counts_ptr, unclustered, first, AT_ONCE)
     count_off(assignment_ptr, counts_ptr, end, keys.to(tl.int32), AT_ONCE)
     tl.debug_barrier()

@@ -10,28 +10,33 @@ Shape legend: B sequences, H KV heads, R = B * H rows, G group heads, C clusters
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import ClusterScores
-from decode_engine.kernels.attention.partials import LOG2E, Partials, chained, wait_for_launch
-from decode_engine.kernels.attention.sparse_attention import add_weighted, grow, load_group, store_partial
-from decode_engine.kernels.records import (
+from decode_engine.kernels.attention.online_softmax import (
+    HEAD_TILE,
+    LOG2E,
+    add_weighted,
+    grow,
+    load_group,
+    no_keys_yet,
+    tile_logits,
+    tile_options,
+)
+from decode_engine.kernels.attention.partials import Partials, store_partial
+from decode_engine.kernels.attention.sparse_attention import ClusterScores
+from decode_engine.kernels.fields import (
     CLUSTERS,
     MEANS,
     SIZES,
     VALUE_MEANS,
     VARIANCES,
+    aligned_pointer,
     field,
 )
+from decode_engine.kernels.launches import chained, wait_for_launch
 
-_CLUSTERS = tl.constexpr(CLUSTERS)
-_MEANS = tl.constexpr(MEANS)
-_SIZES = tl.constexpr(SIZES)
-_VALUE_MEANS = tl.constexpr(VALUE_MEANS)
-_VARIANCES = tl.constexpr(VARIANCES)
 _TILE = 64
 
 
@@ -53,7 +58,6 @@ def look_up(
     width = scores.logits_RCG.shape[1]
     piece = piece_size(rows, width)
     splits = lookup_slots(rows, width)
-    whole = q_RGD.dtype == torch.float32
     lookup_kernel[(splits, rows)](
         q_RGD,
         records_BF,
@@ -72,12 +76,9 @@ def look_up(
         GROUP=group,
         DIM=head_dim,
         PIECE=piece,
-        TILE=_TILE,
         SPREAD=scores.spreads_RCG is not None,
         ATTEND=attend,
-        STAGES=1 if whole else 3,
-        PRECISION="ieee" if whole else "tf32",
-        num_warps=4,
+        **tile_options(q_RGD.dtype, _TILE, 3),
         **chained(q_RGD.device),
     )
     return splits
@@ -124,19 +125,15 @@ def cluster_pointers(
 ) -> tl.tensor:
     """Means, mean values, sizes, variances and their units of a row's clusters."""
     b = row // HEADS
-    clusters = field(records_ptr, b, _CLUSTERS)
+    clusters = field(records_ptr, b, CLUSTERS)
     before = (row % HEADS).to(tl.int64) * clusters
-    means_ptr = tl.multiple_of(field(records_ptr, b, _MEANS).to(tl.pointer_type(ELEMENT)), 16)
-    values_ptr = tl.multiple_of(field(records_ptr, b, _VALUE_MEANS).to(tl.pointer_type(ELEMENT)), 16)
-    sizes_ptr = field(records_ptr, b, _SIZES).to(tl.pointer_type(tl.int32))
-    numbers = field(records_ptr, b, _VARIANCES)
-    units_ptr = (numbers + HEADS * clusters * DIM).to(tl.pointer_type(tl.float32))
-    numbers_ptr = tl.multiple_of(numbers.to(tl.pointer_type(tl.int8)), 16)
+    sizes_ptr = field(records_ptr, b, SIZES).to(tl.pointer_type(tl.int32))
+    units_ptr = (field(records_ptr, b, VARIANCES) + HEADS * clusters * DIM).to(tl.pointer_type(tl.float32))
     return (
-        means_ptr + before * DIM,
-        values_ptr + before * DIM,
+        aligned_pointer(records_ptr, b, before * DIM, MEANS, ELEMENT),
+        aligned_pointer(records_ptr, b, before * DIM, VALUE_MEANS, ELEMENT),
         sizes_ptr + before,
-        numbers_ptr + before * DIM,
+        aligned_pointer(records_ptr, b, before * DIM, VARIANCES, tl.int8),
         units_ptr + before,
     )
 
@@ -154,7 +151,7 @@ def store_spreads(
 ) -> None:
     """Stores spreads, and that nothing has been taken out of their clusters."""
     tl.store(spreads_ptr + into, spreads, mask=inside)
-    tl.store(taken_logits_ptr + into, tl.zeros([16, TILE], tl.float32), mask=inside)
+    tl.store(taken_logits_ptr + into, tl.zeros([HEAD_TILE, TILE], tl.float32), mask=inside)
     tl.store(taken_ptrs, tl.zeros([TILE], tl.int32), mask=exists)
 
 
@@ -188,24 +185,22 @@ def lookup_kernel(
     split = tl.program_id(0)
     row = tl.program_id(1)
     # Records and clusters were written long ago, the queries perhaps by the launch before.
-    clusters = field(records_ptr, row // HEADS, _CLUSTERS).to(tl.int32)
+    clusters = field(records_ptr, row // HEADS, CLUSTERS).to(tl.int32)
     means_ptr, values_ptr, sizes_ptr, numbers_ptr, units_ptr = cluster_pointers(
         records_ptr, row, HEADS, DIM, q_ptr.dtype.element_ty
     )
     dims = tl.arange(0, DIM)
-    heads = tl.arange(0, 16)
+    heads = tl.arange(0, HEAD_TILE)
     end = tl.minimum(split * PIECE + PIECE, clusters)
     wait_for_launch(CHAINED)
-    q = load_group(q_ptr, row, GROUP, DIM, 16)
+    q = load_group(q_ptr, row, GROUP, DIM)
     logits_ptr += row.to(tl.int64) * width * GROUP
     if SPREAD:
         upper, lower, unit = squares_in_bytes(q, scale)
         spreads_ptr += row.to(tl.int64) * width * GROUP
         taken_logits_ptr += row.to(tl.int64) * width * GROUP
         taken_ptr += row.to(tl.int64) * width
-    peaks = tl.full([16], float("-inf"), tl.float32)
-    totals = tl.zeros([16], tl.float32)
-    sums = tl.zeros([16, DIM], tl.float32)
+    peaks, totals, sums = no_keys_yet(DIM)
     for start in tl.range(split * PIECE, end, TILE, num_stages=STAGES):
         at = start + tl.arange(0, TILE)
         exists = at < clusters
@@ -218,8 +213,7 @@ def lookup_kernel(
             units = tl.load(units_ptr + at, mask=exists, other=0.0)
         if ATTEND:
             values = tl.load(values_ptr + offsets)
-        logits = tl.dot(q, tl.trans(means), input_precision=PRECISION) * scale_log2
-        logits = tl.where((sizes > 0)[None, :], logits, float("-inf"))
+        logits = tile_logits(q, means, sizes > 0, scale_log2, PRECISION)
         into = at[None, :] * GROUP + heads[:, None]
         inside = (heads[:, None] < GROUP) & exists[None, :]
         tl.store(logits_ptr + into, logits, mask=inside)
@@ -233,9 +227,4 @@ def lookup_kernel(
             if values.dtype == tl.float16:
                 weights = tl.minimum(weights, 60000.0)
             sums = add_weighted(sums * shrink[:, None], weights, values, SPREAD, PRECISION)
-    if ATTEND:
-        store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, split, peaks, totals, sums, GROUP, DIM, 16)
-    else:
-        at_split = (row.to(tl.int64) * slots + split) * GROUP + heads
-        tl.store(peaks_ptr + at_split, peaks, mask=heads < GROUP)
-        tl.store(totals_ptr + at_split, totals, mask=heads < GROUP)
+    store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, split, peaks, totals, sums, GROUP, DIM, ATTEND)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
+from decode_engine.kernels.attention.dense_attention import attend_dense_reference
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.clusters.cluster_tables import DeviceClusters
+from decode_engine.kernels.clusters.device_clusters import DeviceClusters
 from decode_engine.kernels.clusters.selection import RANGE
 from index_store.selection.attention_state import AttentionState
 
@@ -53,15 +54,6 @@ class ListedSequence:
         return torch.tensor([*range(self.first), *range(self.end, self.kv_HN2D.shape[1])], dtype=torch.int64)
 
 
-def records_of(sequences: Sequence[ListedSequence | None], device: torch.device | str) -> Tensor:
-    """Records [B, RECORD_FIELDS] int64; None is an idle row."""
-    rows = torch.zeros(len(sequences), records.RECORD_FIELDS, dtype=torch.int64)
-    for row, sequence in zip(rows, sequences, strict=True):
-        for field, value in ({} if sequence is None else sequence.fields()).items():
-            row[field] = value
-    return rows.to(device)
-
-
 def attend_lists_reference(
     q_RGD: Tensor, sequences: Sequence[ListedSequence | None], lists: KeyLists, scale: float
 ) -> AttentionState:
@@ -75,12 +67,16 @@ def attend_lists_reference(
             continue
         kv = sequence.kv_HN2D[row % heads]
         ids = torch.cat([sequence.always(), lists.of_row(row).cpu()]).to(kv.device)
-        chosen = torch.cat([kv[ids], sequence.tail_HT2D[row % heads, : sequence.tail_keys]]).float()
-        logits = q_GD.float() @ chosen[:, 0].t() * scale
-        states.append(AttentionState(torch.softmax(logits, -1) @ chosen[:, 1], logits.logsumexp(-1)))
+        chosen = torch.cat([kv[ids], sequence.tail_HT2D[row % heads, : sequence.tail_keys].to(kv)])
+        state = attend_dense_reference(q_GD[None].to(kv.device), chosen[None], scale)
+        states.append(AttentionState(state.out[0], state.lse[0]))
+    return _stacked(states, q_RGD.device)
+
+
+def _stacked(states: Sequence[AttentionState], device: torch.device) -> AttentionState:
     return AttentionState(
-        torch.stack([state.out for state in states]).to(q_RGD.device),
-        torch.stack([state.lse for state in states]).to(q_RGD.device),
+        torch.stack([state.out.to(device) for state in states]),
+        torch.stack([state.lse.to(device) for state in states]),
     )
 
 
@@ -132,10 +128,7 @@ def remainder_reference(
             ids = torch.cat([sequence.always(), lists.of_row(row).cpu()]).to(q_RGD.device)
             state = _remainder_of_row(q_GD, sequence, sequence.clusters, row % heads, ids, scale, kind)
         states.append(state)
-    return AttentionState(
-        torch.stack([state.out for state in states]).to(q_RGD.device),
-        torch.stack([state.lse for state in states]).to(q_RGD.device),
-    )
+    return _stacked(states, q_RGD.device)
 
 
 def _remainder_of_row(

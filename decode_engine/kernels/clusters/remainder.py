@@ -15,37 +15,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import ClusterScores, KeyLists
-from decode_engine.kernels.attention.list_entries import (
+from decode_engine.kernels.attention.key_lists import (
+    KeyLists,
     context_entries,
-    context_rows,
     distance,
     entry_ids,
     listed_keys,
     located,
     share_of,
 )
-from decode_engine.kernels.attention.partials import Partials, chained, let_next_begin, wait_alone
-from decode_engine.kernels.attention.sparse_attention import (
+from decode_engine.kernels.attention.online_softmax import (
+    HEAD_TILE,
     add_weighted,
-    list_programs,
-    one_list,
-    store_partial,
+    no_keys_yet,
+    raise_peaks,
     tile_options,
 )
+from decode_engine.kernels.attention.partials import Partials, store_partial
+from decode_engine.kernels.attention.sparse_attention import LIST_TILE, ClusterScores, list_programs, one_list
 from decode_engine.kernels.clusters.lookup import cluster_pointers
-from decode_engine.kernels.records import (
-    ASSIGNMENT,
-    KEYS,
-    KV,
-    SLOTS,
-    field,
-)
-
-_ASSIGNMENT = tl.constexpr(ASSIGNMENT)
-_KEYS = tl.constexpr(KEYS)
-_KV = tl.constexpr(KV)
-_SLOTS = tl.constexpr(SLOTS)
+from decode_engine.kernels.fields import ASSIGNMENT, KEYS, KV, SLOTS, field, head_rows
+from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
 
 
 def correct_clusters(
@@ -89,7 +79,7 @@ def correct_clusters(
         SEGMENTS=lists.ids_RPW.shape[1],
         SEGMENTS_TILE=triton.next_power_of_2(lists.ids_RPW.shape[1]),
         LOCATED=locations_RN is not None,
-        **tile_options(q_RGD.dtype, 2),
+        **tile_options(q_RGD.dtype, LIST_TILE, 2),
         **chained(q_RGD.device),
     )
 
@@ -107,7 +97,7 @@ def weigh_members(
     """Of every key's cluster: mean logits [heads, keys] before and now, the factor of weights [heads, keys], and keys
     before, now and taken."""
     member = cluster >= 0
-    heads = tl.arange(0, 16)
+    heads = tl.arange(0, HEAD_TILE)
     sizes = tl.load(sizes_ptr + cluster, mask=member, other=1).to(tl.float32)
     taken = tl.load(taken_ptr + cluster, mask=member, other=1).to(tl.float32)
     at = cluster[None, :] * GROUP + heads[:, None]
@@ -156,11 +146,11 @@ def correct_kernel(
     b = row // HEADS
     head = (row % HEADS).to(tl.int64)
     element: tl.constexpr = q_ptr.dtype.element_ty
-    rows_ptr = context_rows(records_ptr, b, head, _KV, element)
-    to_slots = distance(rows_ptr, context_rows(records_ptr, b, head, _SLOTS, element), element)
+    rows_ptr = head_rows(records_ptr, b, head, KV, element)
+    to_slots = distance(rows_ptr, head_rows(records_ptr, b, head, SLOTS, element), element)
     _, value_means_ptr, sizes_ptr, _, _ = cluster_pointers(records_ptr, row, HEADS, DIM, element)
-    assignment_ptr = field(records_ptr, b, _ASSIGNMENT).to(tl.pointer_type(tl.int32))
-    assignment_ptr += head * field(records_ptr, b, _KEYS)
+    assignment_ptr = field(records_ptr, b, ASSIGNMENT).to(tl.pointer_type(tl.int32))
+    assignment_ptr += head * field(records_ptr, b, KEYS)
     first, end, always = context_entries(records_ptr, b)
     logits_ptr += row.to(tl.int64) * cluster_width * GROUP
     spreads_ptr += row.to(tl.int64) * cluster_width * GROUP
@@ -168,9 +158,7 @@ def correct_kernel(
     taken_logits_ptr += row.to(tl.int64) * cluster_width * GROUP
     joined_ptr += row.to(tl.int64) * room
     dims = tl.arange(0, DIM)
-    peaks = tl.full([16], float("-inf"), tl.float32)
-    totals = tl.zeros([16], tl.float32)
-    sums = tl.zeros([16, DIM], tl.float32)
+    peaks, totals, sums = no_keys_yet(DIM)
     wait_alone(CHAINED)
     counts = listed_keys(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
     listed = tl.minimum(tl.sum(counts, 0), room)
@@ -192,9 +180,7 @@ def correct_kernel(
         before, now, factors, sizes, left, taken = weigh_members(
             cluster, sizes_ptr, logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr, GROUP
         )
-        higher = tl.maximum(peaks, tl.maximum(tl.max(before, 1), tl.max(now, 1)))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(peaks - base)
+        peaks, base, shrink = raise_peaks(peaks, tl.maximum(tl.max(before, 1), tl.max(now, 1)))
         before = tl.exp2(before - base[:, None]) * factors
         now = tl.exp2(now - base[:, None]) * factors
         share = (1.0 / taken)[None, :]
@@ -202,19 +188,8 @@ def correct_kernel(
         sums = add_weighted(sums * shrink[:, None], -now, values, False, PRECISION)
         whole = (now - before) * sizes[None, :] * share
         sums = add_weighted(sums, whole, value_means, True, PRECISION)
-        peaks = higher
     store_partial(
-        sums_ptr,
-        peaks_ptr,
-        totals_ptr,
-        row,
-        slots,
-        first_slot + tl.program_id(0),
-        peaks,
-        totals,
-        sums,
-        GROUP,
-        DIM,
-        16,
-    )
+        sums_ptr, peaks_ptr, totals_ptr, row, slots, first_slot + tl.program_id(0), peaks, totals, sums,
+        GROUP, DIM, True,
+    )  # fmt: skip
     let_next_begin(CHAINED)

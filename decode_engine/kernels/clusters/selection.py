@@ -21,19 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import ClusterScores, KeyLists
-from decode_engine.kernels.attention.partials import Partials, chained, wait_for_launch
+from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.partials import Partials
+from decode_engine.kernels.attention.sparse_attention import ClusterScores
 from decode_engine.kernels.clusters.budget import any_outside, count_searched
-from decode_engine.kernels.records import CLUSTERS, END, FIRST, KEEP, KEYS, MEMBERS, OFFSETS, SIZES, field
-
-_CLUSTERS = tl.constexpr(CLUSTERS)
-_END = tl.constexpr(END)
-_FIRST = tl.constexpr(FIRST)
-_KEEP = tl.constexpr(KEEP)
-_KEYS = tl.constexpr(KEYS)
-_MEMBERS = tl.constexpr(MEMBERS)
-_OFFSETS = tl.constexpr(OFFSETS)
-_SIZES = tl.constexpr(SIZES)
+from decode_engine.kernels.fields import CLUSTERS, KEEP, KEYS, MEMBERS, OFFSETS, SIZES, field, searched_keys
+from decode_engine.kernels.launches import chained, wait_for_launch
 
 RANGE = 24
 """Distance from the heaviest cluster, in units of log2, beyond which clusters are not told apart: what is lighter by
@@ -343,14 +336,13 @@ def select_kernel(
     row = tl.program_id(1)
     b = row // HEADS
     head = (row % HEADS).to(tl.int64)
-    clusters = field(records_ptr, b, _CLUSTERS).to(tl.int32)
-    keys = field(records_ptr, b, _KEYS)
-    first = field(records_ptr, b, _FIRST).to(tl.int32)
-    end = field(records_ptr, b, _END).to(tl.int32)
-    keep = field(records_ptr, b, _KEEP)
-    sizes_ptr = field(records_ptr, b, _SIZES).to(tl.pointer_type(tl.int32)) + head * clusters
-    offsets_ptr = field(records_ptr, b, _OFFSETS).to(tl.pointer_type(tl.int32)) + head * (clusters + 1)
-    members_ptr = field(records_ptr, b, _MEMBERS).to(tl.pointer_type(tl.int32)) + head * keys
+    clusters = field(records_ptr, b, CLUSTERS).to(tl.int32)
+    keys = field(records_ptr, b, KEYS)
+    first, end = searched_keys(records_ptr, b)
+    keep = field(records_ptr, b, KEEP)
+    sizes_ptr = field(records_ptr, b, SIZES).to(tl.pointer_type(tl.int32)) + head * clusters
+    offsets_ptr = field(records_ptr, b, OFFSETS).to(tl.pointer_type(tl.int32)) + head * (clusters + 1)
+    members_ptr = field(records_ptr, b, MEMBERS).to(tl.pointer_type(tl.int32)) + head * keys
     counted_ptr = searched_ptr + (row.to(tl.int64) * programs + program) * width
     differ = any_outside(records_ptr, b)
     if differ:

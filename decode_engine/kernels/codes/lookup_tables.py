@@ -6,7 +6,7 @@ bits, which leave room to add two of them in a byte. They are counted from the l
 downwards, which a softmax does not notice. The step is one of 127 in twice the widest range that a few codewords of
 each subspace span; what lies deeper makes no difference, and is cut. That is finer than what a code leaves of a key.
 
-Shape legend: as in `code_batch`.
+Shape legend: as in `codes.sizes`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels import records
-from decode_engine.kernels.attention.partials import LOG2E, chained, wait_for_launch
-from decode_engine.kernels.codes.batch import MAX_CODEWORDS, WORD_HEADS, CodePlan, CodeWork
-from decode_engine.kernels.records import field
+from decode_engine.kernels.attention.online_softmax import LOG2E
+from decode_engine.kernels.codes.sizes import MAX_CODEWORDS, WORD_HEADS, CodeSizes, CodeWork
+from decode_engine.kernels.fields import CODEBOOKS, aligned_pointer, searched_keys
+from decode_engine.kernels.launches import chained, wait_for_launch
 
-CODEBOOKS = tl.constexpr(records.CODEBOOKS)
-FIRST = tl.constexpr(records.FIRST)
-END = tl.constexpr(records.END)
 _LEVELS = 127
 _FEW = 16  # codewords of each subspace that tell how wide its entries spread
 _DEPTH = 2.0
@@ -59,9 +56,9 @@ def tables_kernel(
     w = tl.arange(0, W)
     few = tl.arange(0, FEW)
     # Before the wait: nobody writes codebooks, and records are written long before.
-    searches = field(records_ptr, b, END) > field(records_ptr, b, FIRST)
-    books_ptr = tl.multiple_of(field(records_ptr, b, CODEBOOKS).to(tl.pointer_type(tl.float32)), 16)
-    books_ptr += (row % HEADS) * (M * W * E)
+    first, end = searched_keys(records_ptr, b)
+    searches = end > first
+    books_ptr = aligned_pointer(records_ptr, b, (row % HEADS) * (M * W * E), CODEBOOKS, tl.float32)
     some_ptrs = books_ptr + (s[:, None, None] * W + few[None, :, None]) * E + e[None, None, :]
     some = tl.load(some_ptrs, mask=searches, other=0.0)
     book = tl.load(books_ptr + (own * W + w[:, None]) * E + e[None, :], mask=searches, other=0.0)
@@ -104,41 +101,41 @@ def stack(parts: tl.tensor) -> tl.tensor:
     return stacked
 
 
-def make_tables(q_BHGD: Tensor, records_BF: Tensor, plan: CodePlan, work: CodeWork) -> None:
+def make_tables(q_BHGD: Tensor, records_BF: Tensor, sizes: CodeSizes, work: CodeWork) -> None:
     """Fills tables and units of `work` for one step's queries [B, H, G, d], contiguous, unscaled."""
-    tables_kernel[(plan.subspaces, q_BHGD.shape[0] * plan.kv_heads)](
+    tables_kernel[(sizes.subspaces, q_BHGD.shape[0] * sizes.kv_heads)](
         q_BHGD,
         records_BF,
         work.tables_ROX,
         work.units_RG,
-        plan.scale * LOG2E,
-        HEADS=plan.kv_heads,
-        GROUP=plan.group,
-        DIM=plan.head_dim,
-        M=plan.subspaces,
-        W=plan.codewords,
-        WORDS=plan.words,
-        WORD_HEADS=plan.word_heads,
-        FEW=min(_FEW, plan.codewords),
-        STRIDED=plan.strided,
-        num_warps=8 if plan.codewords == MAX_CODEWORDS else 4,
+        sizes.scale * LOG2E,
+        HEADS=sizes.kv_heads,
+        GROUP=sizes.group,
+        DIM=sizes.head_dim,
+        M=sizes.subspaces,
+        W=sizes.codewords,
+        WORDS=sizes.words,
+        WORD_HEADS=sizes.word_heads,
+        FEW=min(_FEW, sizes.codewords),
+        STRIDED=sizes.strided,
+        num_warps=8 if sizes.codewords == MAX_CODEWORDS else 4,
         **chained(q_BHGD.device),
     )
 
 
-def make_tables_reference(q_GD: Tensor, codebooks_MWE: Tensor, plan: CodePlan) -> tuple[Tensor, Tensor]:
+def make_tables_reference(q_GD: Tensor, codebooks_MWE: Tensor, sizes: CodeSizes) -> tuple[Tensor, Tensor]:
     """The same for one row: words [O, M * W] int32 and units [G] float32."""
-    if plan.strided:
-        slices_GME = q_GD.float().view(plan.group, -1, plan.subspaces).transpose(1, 2)
+    if sizes.strided:
+        slices_GME = q_GD.float().view(sizes.group, -1, sizes.subspaces).transpose(1, 2)
     else:
-        slices_GME = q_GD.float().view(plan.group, plan.subspaces, -1)
+        slices_GME = q_GD.float().view(sizes.group, sizes.subspaces, -1)
     products_GMW = torch.einsum("gme,mwe->gmw", slices_GME, codebooks_MWE.float())
     few_GMW = products_GMW[:, :, :_FEW]
     span_G = (few_GMW.amax(-1) - few_GMW.amin(-1)).amax(-1) * _DEPTH
     factor_G = _LEVELS / span_G.clamp(min=1e-30)
     below_GMW = (products_GMW.amax(-1, keepdim=True) - products_GMW) * factor_G[:, None, None]
     levels = (_LEVELS + 0.5 - below_GMW).clamp(min=0).to(torch.int32)
-    words = torch.zeros(plan.words, plan.subspaces * plan.codewords, dtype=torch.int32, device=q_GD.device)
+    words = torch.zeros(sizes.words, sizes.subspaces * sizes.codewords, dtype=torch.int32, device=q_GD.device)
     for g, level in enumerate(levels.flatten(1)):
         words[g // WORD_HEADS] |= level << (8 * (g % WORD_HEADS))
-    return words, span_G * (plan.scale * LOG2E / _LEVELS)
+    return words, span_G * (sizes.scale * LOG2E / _LEVELS)

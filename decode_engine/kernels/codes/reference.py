@@ -1,6 +1,6 @@
 """The product-code search in plain torch: the same tables, the same sample, the same keys.
 
-Shape legend: as in `code_batch`.
+Shape legend: as in `codes.sizes`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.codes.batch import BLOCK, RUN, WORD_HEADS, CodePlan
 from decode_engine.kernels.codes.lookup_tables import make_tables_reference
+from decode_engine.kernels.codes.sizes import BLOCK, RUN, WORD_HEADS, CodeSizes
+from decode_engine.kernels.weight_bytes import rounded_reference
 
 _LEAST_CUT, _CUT_STEPS = (127 - 29) << 23, 12
-_BYTE_SHIFT, _BYTE_BASE = 20, 768
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,49 +44,51 @@ class CodeSequence:
 
 
 def search_codes_reference(
-    q_BHGD: Tensor, sequences: Sequence[CodeSequence | None], plan: CodePlan, lists: KeyLists
+    q_BHGD: Tensor, sequences: Sequence[CodeSequence | None], sizes: CodeSizes, lists: KeyLists
 ) -> None:
     """What `search_codes` lists, in ascending order; None for an idle sequence."""
     lists.counts_RP.zero_()
     for b, sequence in enumerate(sequences):
-        for h in range(plan.kv_heads):
+        for h in range(sizes.kv_heads):
             if sequence is not None and sequence.end > sequence.first:
-                ids = kept_keys(q_BHGD[b, h], sequence, h, plan).nonzero()[:, 0]
-                row = b * plan.kv_heads + h
+                ids = kept_keys(q_BHGD[b, h], sequence, h, sizes).nonzero()[:, 0]
+                row = b * sizes.kv_heads + h
                 lists.ids_RPW[row, 0, : len(ids)] = ids.to(torch.int32)
                 lists.counts_RP[row, 0] = len(ids)
 
 
-def kept_keys(q_GD: Tensor, sequence: CodeSequence, h: int, plan: CodePlan) -> Tensor:
+def kept_keys(q_GD: Tensor, sequence: CodeSequence, h: int, sizes: CodeSizes) -> Tensor:
     """Which keys a row keeps, [N] bool."""
-    logits_GN = estimated_logits(q_GD, sequence, h, plan)
+    logits_GN = estimated_logits(q_GD, sequence, h, sizes)
     keys = torch.arange(logits_GN.shape[1], device=q_GD.device)
     searched = (keys >= sequence.first) & (keys < sequence.end)
-    sample_SK = _sample(sequence, plan).to(q_GD.device)
+    sample_SK = _sample(sequence, sizes).to(q_GD.device)
     sampled_GSK = logits_GN[:, sample_SK.clamp(max=len(keys) - 1)]
     there_SK = (sample_SK >= sequence.first) & (sample_SK < sequence.end)
     sampled_GSK.masked_fill_(~there_SK, -torch.inf)
     normaliser_G = _normalisers(sampled_GSK, int(there_SK.sum()), sequence)
-    half = plan.shape.sample_keys // 2
+    half = sizes.shape.sample_keys // 2
     weights_SK = _rounded_weights(sampled_GSK, normaliser_G)[:, :half][there_SK[:, :half]]
     cut = _cut(weights_SK, sequence)
     return (torch.exp2(logits_GN - normaliser_G[:, None]).sum(0) >= cut) & searched
 
 
-def estimated_logits(q_GD: Tensor, sequence: CodeSequence, h: int, plan: CodePlan) -> Tensor:
+def estimated_logits(q_GD: Tensor, sequence: CodeSequence, h: int, sizes: CodeSizes) -> Tensor:
     """In log2, from the rounded tables and up to a number for each head: [G, N] float32."""
-    words, units_G = make_tables_reference(q_GD, sequence.codebooks_HMWE[h], plan)
-    entries = sequence.codes_HNM[h].long() + torch.arange(plan.subspaces, device=q_GD.device) * plan.codewords
+    words, units_G = make_tables_reference(q_GD, sequence.codebooks_HMWE[h], sizes)
+    entries = (
+        sequence.codes_HNM[h].long() + torch.arange(sizes.subspaces, device=q_GD.device) * sizes.codewords
+    )
     rows = []
-    for g in range(plan.group):
+    for g in range(sizes.group):
         levels = (words[g // WORD_HEADS] >> (8 * (g % WORD_HEADS))) & 255
         rows.append(levels[entries].sum(1).float() * units_G[g])
     return torch.stack(rows)
 
 
-def _sample(sequence: CodeSequence, plan: CodePlan) -> Tensor:
+def _sample(sequence: CodeSequence, sizes: CodeSizes) -> Tensor:
     """[S, K]: keys that each sampling program looks at; those from `end` on do not exist."""
-    shape = plan.shape
+    shape = sizes.shape
     base = sequence.first // BLOCK * BLOCK
     half = shape.sample_keys // RUN // 2
     runs, taken = -(-(sequence.end - base) // RUN), 2 * shape.samplers * half
@@ -99,7 +101,7 @@ def _sample(sequence: CodeSequence, plan: CodePlan) -> Tensor:
 
 
 def _normalisers(logits_GSK: Tensor, sampled: int, sequence: CodeSequence) -> Tensor:
-    """log2 of every head's sum of weights over all searched keys, estimated: see `code_search.find_cut`."""
+    """log2 of every head's sum of weights over all searched keys, estimated: see `search.find_cut`."""
     highest_G = logits_GSK.amax((1, 2))
     weights = torch.exp2(logits_GSK.double() - highest_G[:, None, None])
     others = (weights.sum(2) - weights.amax(2)) * ((sequence.end - sequence.first) / sampled)
@@ -110,9 +112,7 @@ def _rounded_weights(logits_GSK: Tensor, normaliser_G: Tensor) -> Tensor:
     """Sum over heads of the weights, rounded to bytes relative to the largest of each program: [S, K]."""
     peaks_GS = logits_GSK.amax(2)
     base_GS = torch.where(torch.isneginf(peaks_GS), 0.0, peaks_GS)
-    bits = torch.exp2(logits_GSK - base_GS[..., None]).view(torch.int32) + (1 << (_BYTE_SHIFT - 1))
-    byte = ((bits >> _BYTE_SHIFT) - _BYTE_BASE).clamp(min=0)
-    rounded = ((byte + _BYTE_BASE) << _BYTE_SHIFT).view(torch.float32)
+    rounded = rounded_reference(torch.exp2(logits_GSK - base_GS[..., None]))
     weights: Tensor = (rounded * torch.exp2(peaks_GS - normaliser_G[:, None])[..., None]).sum(0)
     return weights
 

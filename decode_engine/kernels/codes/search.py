@@ -8,7 +8,7 @@ Keys are never sorted, their scores never leave the multiprocessor, and about as
 The floor is lookups, not bytes: a warp's 32 lookups of a word at random take shared memory 3.5 clocks (the fullest of
 32 banks), so 131,072 keys of 8 subspaces and 8 KV heads cost 4 us on 132 multiprocessors, where reading them costs 2.
 
-Shape legend: as in `code_batch`.
+Shape legend: as in `codes.sizes`.
 """
 
 from __future__ import annotations
@@ -17,31 +17,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.attention.partials import chained, wait_for_launch
-from decode_engine.kernels.codes import batch as code_batch
-from decode_engine.kernels.codes.batch import CodePlan, CodeWork
+from decode_engine.kernels.codes import sizes as code_sizes
 from decode_engine.kernels.codes.lookup_tables import make_tables
-from decode_engine.kernels.records import field
-from decode_engine.kernels.tables.device_functions import arrives_last
+from decode_engine.kernels.codes.sizes import CodeSizes, CodeWork
+from decode_engine.kernels.fields import CODES, END, KEEP, KEYS, aligned_pointer, field, searched_keys
+from decode_engine.kernels.launches import arrives_last, chained, wait_for_launch
+from decode_engine.kernels.weight_bytes import of_byte, to_byte
 
-CODES = tl.constexpr(records.CODES)
-KEYS = tl.constexpr(records.KEYS)
-FIRST = tl.constexpr(records.FIRST)
-END = tl.constexpr(records.END)
-KEEP = tl.constexpr(records.KEEP)
-BLOCK = tl.constexpr(code_batch.BLOCK)
-RUN = tl.constexpr(code_batch.RUN)
+BLOCK = tl.constexpr(code_sizes.BLOCK)
+RUN = tl.constexpr(code_sizes.RUN)
 _PAIR = tl.constexpr(0x00FF00FF)
 _LOW = tl.constexpr(0xFFFF)
 _TWO_23 = tl.constexpr(0x4B000000)  # as float32, the number whose mantissa counts in ones
 _TWO_23_F = tl.constexpr(8388608.0)
-_BYTE_SHIFT = tl.constexpr(20)  # a weight's byte: 5 exponent and 3 mantissa bits of its float32, 2^-31 to 1
-_BYTE_HALF = tl.constexpr(1 << 19)
-_BYTE_BASE = tl.constexpr(768)
-_BYTE_MASK = tl.constexpr(255 << 20)
-_BYTE_LEAST = tl.constexpr(768 << 20)
 _LEAST_CUT = tl.constexpr(
     (127 - 29) << 23
 )  # bits of 2^-29; summed weights are at most 2^3, and less is nothing
@@ -54,8 +43,8 @@ def load_codes(
 ) -> tl.tensor:
     """Codes of keys before END, four in a word, a key's words adjacent; key: [K * M / 4] int32, what a word is of."""
     b = row // HEADS
-    codes_ptr = tl.multiple_of(field(records_ptr, b, CODES).to(tl.pointer_type(tl.int32)), 16)
-    codes_ptr += (row % HEADS) * field(records_ptr, b, KEYS) * (M // 4)
+    before = (row % HEADS) * field(records_ptr, b, KEYS) * (M // 4)
+    codes_ptr = aligned_pointer(records_ptr, b, before, CODES, tl.int32)
     at = key * (M // 4) + tl.arange(0, key.shape[0]) % (M // 4)
     return tl.load(codes_ptr + at, mask=key < field(records_ptr, b, END).to(tl.int32), other=0)
 
@@ -98,19 +87,6 @@ def logit_sums(
 
 
 @triton.jit
-def to_byte(weight: tl.tensor) -> tl.tensor:
-    """A weight from 0 to 1 as 5 exponent and 3 mantissa bits, rounded."""
-    return tl.maximum(((weight.to(tl.int32, bitcast=True) + _BYTE_HALF) >> _BYTE_SHIFT) - _BYTE_BASE, 0)
-
-
-@triton.jit
-def of_byte(words: tl.tensor, index: tl.constexpr) -> tl.tensor:
-    """The weight in byte `index` of every word; 0 stands for 2^-31."""
-    moved = words >> 4 if index == 3 else words << (20 - 8 * index)
-    return ((moved & _BYTE_MASK) | _BYTE_LEAST).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def sample_kernel(
     records_ptr: tl.tensor,
     tables_ptr: tl.tensor,
@@ -135,8 +111,7 @@ def sample_kernel(
     """Program (s, row): evenly spread runs of the searched keys, or all of them where they are few."""
     row = tl.program_id(1)
     b = row // HEADS
-    first = field(records_ptr, b, FIRST).to(tl.int32)
-    end = field(records_ptr, b, END).to(tl.int32)
+    first, end = searched_keys(records_ptr, b)
     base = first // BLOCK * BLOCK
     # Before the wait: nobody writes codes, and the tables are still being made.
     sampled = sampled_keys(base, end, tl.arange(0, SAMPLE * M // 4) // (M // 4), SAMPLERS, SAMPLE)
@@ -269,8 +244,7 @@ def keep_kernel(
     row = tl.program_id(1)
     b = row // HEADS
     place = row * tl.num_programs(0) + tile
-    first = field(records_ptr, b, FIRST).to(tl.int32)
-    end = field(records_ptr, b, END).to(tl.int32)
+    first, end = searched_keys(records_ptr, b)
     base = first // BLOCK * BLOCK
     tiles = tl.where(end > first, tl.cdiv(end - base, BK), 0)
     count = 0
@@ -336,35 +310,37 @@ def join_kernel(
         tl.store(to_ptr + n, tl.load(from_ptr + n, mask=n < count, other=0), mask=n < count)
 
 
-def search_codes(q_BHGD: Tensor, records_BF: Tensor, plan: CodePlan, work: CodeWork, lists: KeyLists) -> None:
-    """Launches the search of one step, which fills `lists`: one segment of plan.max_keys for each of B * H rows.
+def search_codes(
+    q_BHGD: Tensor, records_BF: Tensor, sizes: CodeSizes, work: CodeWork, lists: KeyLists
+) -> None:
+    """Launches the search of one step, which fills `lists`: one segment of sizes.max_keys for each of B * H rows.
 
     q_BHGD: [B, H, G, d] contiguous, unscaled, fp16, bf16 or float32. records_BF: [B, RECORD_FIELDS] int64. Does not
     wait for the device and may be captured in a CUDA graph.
     """
-    make_tables(q_BHGD, records_BF, plan, work)
-    rows, shape = q_BHGD.shape[0] * plan.kv_heads, plan.shape
-    sizes = {
-        "HEADS": plan.kv_heads,
-        "GROUP": plan.group,
-        "M": plan.subspaces,
-        "W": plan.codewords,
-        "WORDS": plan.words,
-        "WORD_HEADS": plan.word_heads,
+    make_tables(q_BHGD, records_BF, sizes, work)
+    rows, shape = q_BHGD.shape[0] * sizes.kv_heads, sizes.shape
+    launch_sizes = {
+        "HEADS": sizes.kv_heads,
+        "GROUP": sizes.group,
+        "M": sizes.subspaces,
+        "W": sizes.codewords,
+        "WORDS": sizes.words,
+        "WORD_HEADS": sizes.word_heads,
     }
-    sizes |= chained(q_BHGD.device)
+    launch_sizes |= chained(q_BHGD.device)
     tables = (records_BF, work.tables_ROX, work.units_RG)
     sample_kernel[(shape.samplers, rows)](
         *tables, work.sampled_ROX, work.peaks_RSG, work.masses_RSG, work.sampled_RSC, work.normalisers_RG,
         work.cuts_R, work.arrivals_R, SAMPLERS=shape.samplers, SAMPLE=shape.sample_keys,
-        num_warps=shape.sample_warps, **sizes,
+        num_warps=shape.sample_warps, **launch_sizes,
     )  # fmt: skip
-    keep_kernel[(plan.tiles, rows)](
+    keep_kernel[(sizes.tiles, rows)](
         *tables, work.normalisers_RG, work.cuts_R, work.ids_RPK, work.counts_RP,
-        BK=shape.tile_keys, COLUMNS=32 * shape.warps, num_warps=shape.warps, **sizes,
+        BK=shape.tile_keys, COLUMNS=32 * shape.warps, num_warps=shape.warps, **launch_sizes,
     )  # fmt: skip
-    join_kernel[(plan.tiles, rows)](
-        work.ids_RPK, work.counts_RP, lists.ids_RPW, lists.counts_RP, plan.max_keys, BK=shape.tile_keys,
-        TILES=triton.next_power_of_2(plan.tiles), AT_ONCE=128, num_warps=1 if plan.tiles <= 64 else 4,
+    join_kernel[(sizes.tiles, rows)](
+        work.ids_RPK, work.counts_RP, lists.ids_RPW, lists.counts_RP, sizes.max_keys, BK=shape.tile_keys,
+        TILES=triton.next_power_of_2(sizes.tiles), AT_ONCE=128, num_warps=1 if sizes.tiles <= 64 else 4,
         **chained(q_BHGD.device),
     )  # fmt: skip

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.partials import chained, wait_for_launch
+from decode_engine.kernels.launches import chained, wait_for_launch
 from index_store.errors import InvalidArgumentError
 
 _ALIGNMENT = 16

@@ -15,9 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decode_engine.kernels import records
-from decode_engine.kernels.attention.partials import wait_for_launch
-from decode_engine.kernels.records import field, row_of
+from decode_engine.kernels.fields import SETS, SLOTS, STAMPS, TAGS, aligned_pointer, field, row_of
+from decode_engine.kernels.fields import TALLIES as TALLIES_FIELD
+from decode_engine.kernels.launches import wait_for_launch
 from decode_engine.kernels.slots import gather_rows
 from decode_engine.kernels.slots.gather_rows import row_words
 from decode_engine.kernels.slots.slot_cache import BYPASSED, CROWDED, CURRENT, DONE, TALLIES, WAYS
@@ -27,17 +27,11 @@ from decode_engine.kernels.slots.slot_lookup import (
     LAST_TURN,
     TURN,
     first_slots,
-    head_pointer,
 )
 
 NOWHERE = 1
 """Target of a miss that found no slot; no address, which are multiples of 16."""
 
-_SLOTS = tl.constexpr(records.SLOTS)
-_TAGS = tl.constexpr(records.TAGS)
-_STAMPS = tl.constexpr(records.STAMPS)
-_TALLIES = tl.constexpr(records.TALLIES)
-_SETS = tl.constexpr(records.SETS)
 _TALLY = tl.constexpr(TALLIES)
 _DONE = tl.constexpr(DONE)
 _CURRENT = tl.constexpr(CURRENT)
@@ -127,8 +121,8 @@ def claim_misses(
     ended = tl.minimum(program + tl.arange(0, ENDED) * claimers, rows - 1)
     ended = row_of(ended, HEADS, FIRST_HEAD, SOME_HEADS)
     of_head = (ended % HEADS).to(tl.int64) * _TALLY
-    ended_ptr = head_pointer(records_ptr, ended // HEADS, of_head, _TALLIES, tl.int64)
-    cached = field(records_ptr, ended // HEADS, _SETS) > 0
+    ended_ptr = aligned_pointer(records_ptr, ended // HEADS, of_head, TALLIES_FIELD, tl.int64)
+    cached = field(records_ptr, ended // HEADS, SETS) > 0
     wait_for_launch(CHAINED)
     current = tl.load(ended_ptr + _CURRENT, mask=cached, other=0, cache_modifier=".cg")
     count, turn = misses_of_step(counts_ptr, misses_room)
@@ -140,12 +134,12 @@ def claim_misses(
         row = (entries >> _ENTRY_BITS).to(tl.int32)
         b = row // HEADS
         head = (row % HEADS).to(tl.int64)
-        sets = field(records_ptr, b, _SETS)
-        tallies_ptr = head_pointer(records_ptr, b, head * _TALLY, _TALLIES, tl.int64)
+        sets = field(records_ptr, b, SETS)
+        tallies_ptr = aligned_pointer(records_ptr, b, head * _TALLY, TALLIES_FIELD, tl.int64)
         slots = head * sets * _WAYS
-        stamps_ptr = head_pointer(records_ptr, b, slots, _STAMPS, tl.int32)
-        tags_ptr = head_pointer(records_ptr, b, slots, _TAGS, tl.int32)
-        target = field(records_ptr, b, _SLOTS) + head * field(records_ptr, b, _SLOTS + 1)
+        stamps_ptr = aligned_pointer(records_ptr, b, slots, STAMPS, tl.int32)
+        tags_ptr = aligned_pointer(records_ptr, b, slots, TAGS, tl.int32)
+        target = field(records_ptr, b, SLOTS) + head * field(records_ptr, b, SLOTS + 1)
         step = tl.load(tallies_ptr + _CURRENT, mask=there, other=0, cache_modifier=".cg")
         slot = claim_slots(stamps_ptr, ids, sets, there, step.to(tl.int32), TILE, _WAYS)
         owner = slot >= 0

@@ -54,7 +54,7 @@ import triton
 from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.attention.partials import chained
+from decode_engine.kernels.launches import chained
 from decode_engine.kernels.slots.gather_rows import WORD, CopyShape, check_shape
 from decode_engine.kernels.slots.slot_claims import bring_kernel
 from decode_engine.kernels.slots.slot_lookup import find_kernel

@@ -12,16 +12,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decode_engine.kernels import records
-from decode_engine.kernels.attention.list_entries import (
+from decode_engine.kernels.attention.key_lists import (
     context_entries,
     listed_keys,
     segment_ids,
     share_of,
     with_always,
 )
-from decode_engine.kernels.attention.partials import wait_for_launch
-from decode_engine.kernels.records import field, row_of
+from decode_engine.kernels.fields import KV, SETS, STAMPS, TAGS, aligned_pointer, field, row_of
+from decode_engine.kernels.fields import TALLIES as TALLIES_FIELD
+from decode_engine.kernels.launches import wait_for_launch
 from decode_engine.kernels.slots.slot_cache import (
     BYPASSED,
     CROWDED,
@@ -43,11 +43,6 @@ ENTRY_BITS = 32
 CLAIM_FIRST = 1
 """Added to a miss's source where a slot is to be claimed before the row is read."""
 
-_KV = tl.constexpr(records.KV)
-_TAGS = tl.constexpr(records.TAGS)
-_STAMPS = tl.constexpr(records.STAMPS)
-_TALLIES = tl.constexpr(records.TALLIES)
-_SETS = tl.constexpr(records.SETS)
 _TALLY = tl.constexpr(TALLIES)
 _DONE = tl.constexpr(DONE)
 _CURRENT = tl.constexpr(CURRENT)
@@ -70,15 +65,6 @@ def first_slots(ids: tl.tensor, sets: tl.tensor, WAYS: tl.constexpr) -> tl.tenso
     one = (ids.to(tl.int64) * _HASH) & 0xFFFFFFFF
     other = (ids.to(tl.int64) * _OTHER_HASH) & 0xFFFFFFFF
     return ((one * sets) >> 32).to(tl.int32) * WAYS, ((other * sets) >> 32).to(tl.int32) * WAYS
-
-
-@triton.jit
-def head_pointer(
-    records_ptr: tl.tensor, b: tl.tensor, offset: tl.tensor, ADDRESS: tl.constexpr, ELEMENT: tl.constexpr
-) -> tl.tensor:
-    """Pointer to what lies `offset` elements behind an address of the record, one or several."""
-    # The hint belongs here: on what a function returns it is lost, and sets would be loaded by words.
-    return tl.multiple_of(field(records_ptr, b, ADDRESS).to(tl.pointer_type(ELEMENT)), 16) + offset
 
 
 @triton.jit
@@ -176,12 +162,12 @@ def find_kernel(
     b = row // HEADS
     head = (row % HEADS).to(tl.int64)
     first, end, always = context_entries(records_ptr, b)
-    sets = field(records_ptr, b, _SETS)
+    sets = field(records_ptr, b, SETS)
     cached = sets > 0
-    tags_ptr = head_pointer(records_ptr, b, head * sets * _WAYS, _TAGS, tl.int32)
-    stamps_ptr = head_pointer(records_ptr, b, head * sets * _WAYS, _STAMPS, tl.int32)
-    tallies_ptr = head_pointer(records_ptr, b, head * _TALLY, _TALLIES, tl.int64)
-    source = field(records_ptr, b, _KV) + head * field(records_ptr, b, _KV + 1)
+    tags_ptr = aligned_pointer(records_ptr, b, head * sets * _WAYS, TAGS, tl.int32)
+    stamps_ptr = aligned_pointer(records_ptr, b, head * sets * _WAYS, STAMPS, tl.int32)
+    tallies_ptr = aligned_pointer(records_ptr, b, head * _TALLY, TALLIES_FIELD, tl.int64)
+    source = field(records_ptr, b, KV) + head * field(records_ptr, b, KV + 1)
     ids_ptr += row.to(tl.int64) * SEGMENTS * width
     joined_ptr += row.to(tl.int64) * room
     locations_ptr += row.to(tl.int64) * room

@@ -4,40 +4,34 @@ A table row is read as 32-bit words of four keys. Programs take strided blocks o
 which tend to be kept together, are spread over programs. Rows are added by `dp4a`: weights are rounded to 8 bits
 relative to the largest, which is finer than the tables themselves, and the sum is exact.
 
-Suffix free names are scalars; `*_ptr` are addresses of the buffers in `Workspace` and of the records.
+Suffix free names are scalars; `*_ptr` are addresses of the buffers in `TableWork` and of the records.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
-from decode_engine.kernels import records
-from decode_engine.kernels.records import field
-from decode_engine.kernels.tables import plan as table_plan
+from decode_engine.kernels.attention import online_softmax
+from decode_engine.kernels.fields import (
+    CENTROIDS,
+    KEEP,
+    KEYS,
+    SCALES,
+    TABLE_ROW,
+    TABLES,
+    aligned_pointer,
+    field,
+    searched_keys,
+)
+from decode_engine.kernels.launches import wait_alone
+from decode_engine.kernels.tables import sizes as table_sizes
 
-TABLES = tl.constexpr(records.TABLES)
-TABLE_ROW = tl.constexpr(records.TABLE_ROW)
-CENTROIDS = tl.constexpr(records.CENTROIDS)
-SCALES = tl.constexpr(records.SCALES)
-KEYS = tl.constexpr(records.KEYS)
-FIRST = tl.constexpr(records.FIRST)
-END = tl.constexpr(records.END)
-KEEP = tl.constexpr(records.KEEP)
-BINS = tl.constexpr(table_plan.BINS)
-MINI_WORDS = tl.constexpr(table_plan.MINI_KEYS // 4)
-SAMPLE_WORDS = tl.constexpr(table_plan.SAMPLE_KEYS // 4)
-SAMPLE_RUN = tl.constexpr(table_plan.SAMPLE_RUN_KEYS // 4)  # words
-
-LOG2E = tl.constexpr(1.4426950408889634)
-BYTE_SHIFT = tl.constexpr(
-    20
-)  # a weight's byte: 5 exponent and 3 mantissa bits of its float32, from 2^-31 to 1
-BYTE_HALF = tl.constexpr(1 << 19)
-BYTE_MASK = tl.constexpr(255 << 20)
-BYTE_BASE = tl.constexpr(768)
-BYTE_LEAST = tl.constexpr(768 << 20)
+LOG2E = tl.constexpr(online_softmax.LOG2E)
+BINS = tl.constexpr(table_sizes.BINS)
+MINI_WORDS = tl.constexpr(table_sizes.MINI_KEYS // 4)
+SAMPLE_WORDS = tl.constexpr(table_sizes.SAMPLE_KEYS // 4)
+SAMPLE_RUN = tl.constexpr(table_sizes.SAMPLE_RUN_KEYS // 4)  # words
 BIN_STEPS = tl.constexpr(8.0)  # bins per octave of a summed weight
 BIN_FLOOR = tl.constexpr(
     29.0
@@ -78,11 +72,11 @@ def load_centroids(
     W: tl.constexpr,
 ) -> tl.tensor:
     """CB centroids of every subspace, from `first` on: [M, CB, W]."""
-    centroids_ptr = field(records_ptr, b, CENTROIDS).to(tl.pointer_type(tl.float32))
     c = first + tl.arange(0, CB)
     offsets = ((h * M + tl.arange(0, M))[:, None] * C + c[None, :]) * W
     places = offsets[:, :, None] + tl.arange(0, W)[None, None, :]
-    return tl.load(tl.multiple_of(centroids_ptr, 16) + places, mask=(c < C)[None, :, None], other=0.0)
+    places_ptr = aligned_pointer(records_ptr, b, places, CENTROIDS, tl.float32)
+    return tl.load(places_ptr, mask=(c < C)[None, :, None], other=0.0)
 
 
 @triton.jit
@@ -143,8 +137,7 @@ def pick_rows(
     scales_ptr = field(records_ptr, b, SCALES).to(tl.pointer_type(tl.float32))
     scales = tl.load(scales_ptr + h * M + s) * scale
     centroids = load_centroids(records_ptr, b, h, 0, M, C, CB, W)
-    if CHAINED:
-        gdc_wait()
+    wait_alone(CHAINED)
     q = load_query(q_ptr, slot, G, GP, D, M, STRIDED, POOLED)
     best = tl.full([M], float("-inf"), tl.float32)
     nearest = tl.zeros([M], tl.int32)
@@ -274,8 +267,8 @@ def load_sequence(records_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
     Keys are 0 where none is searched, for then no row is picked. No launch of a step writes records, so they are read
     before the launch before has ended.
     """
-    first = field(records_ptr, b, FIRST).to(tl.int32)
-    span = field(records_ptr, b, END).to(tl.int32) - first
+    first, end = searched_keys(records_ptr, b)
+    span = end - first
     keys = tl.where(span > 0, field(records_ptr, b, KEYS), 0).to(tl.int32)
     return keys, first, span, field(records_ptr, b, KEEP).to(tl.int32), field(records_ptr, b, TABLES)
 
@@ -373,13 +366,3 @@ def threshold(sequence: tl.tensor, counts: tl.tensor) -> tl.tensor:
     limit = border.to(tl.float32) + (above - wanted) / tl.maximum(inside, 1.0)
     limit = tl.where(wanted > 0.0, tl.maximum(limit, 1.0), 2.0 * BINS)
     return tl.where(keep >= available, 0.0, limit)
-
-
-@triton.jit
-def arrives_last(arrivals_ptr: tl.tensor, bh: tl.tensor) -> tl.tensor:
-    """Whether all other programs of this head have been here: what they wrote before is then visible."""
-    tl.debug_barrier()
-    last = tl.atomic_add(arrivals_ptr + bh, 1, sem="acq_rel") == tl.num_programs(0) - 1
-    if last:
-        tl.store(arrivals_ptr + bh, 0)
-    return last

@@ -13,24 +13,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from decode_engine.kernels.attention.partials import chained
-from decode_engine.kernels.records import field
+from decode_engine.kernels.fields import searched_keys
+from decode_engine.kernels.launches import arrives_last, chained, let_next_begin, wait_alone
 from decode_engine.kernels.tables.device_functions import (
     BINS,
-    BYTE_BASE,
-    BYTE_HALF,
-    BYTE_LEAST,
-    BYTE_MASK,
-    BYTE_SHIFT,
-    END,
-    FIRST,
     LOG2E,
     MINI_WORDS,
     SAMPLE_RUN,
     SAMPLE_WORDS,
-    arrives_last,
     bin_or_none,
     linear_position,
     load_histograms,
@@ -44,7 +35,8 @@ from decode_engine.kernels.tables.device_functions import (
     tile_count,
     tile_words,
 )
-from decode_engine.kernels.tables.plan import COMBINE_TILES, TablePlan, Workspace
+from decode_engine.kernels.tables.sizes import COMBINE_TILES, TableSizes, TableWork
+from decode_engine.kernels.weight_bytes import of_byte, to_byte
 
 
 @triton.jit
@@ -71,15 +63,16 @@ def pick_kernel(
     slot = tl.program_id(0)
     bh = slot // L
     b = bh // H
-    if field(records_ptr, b, END) > field(records_ptr, b, FIRST):
+    first, end = searched_keys(records_ptr, b)
+    if end > first:
         pick_rows(
             q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, slot, scale,
             G, GP, D, M, C, CP, STRIDED, POOLED, CHAINED,
         )  # fmt: skip
-    elif CHAINED:
-        gdc_wait()
-    if CHAINED:  # late, here and below: programs that come early only wait, in places that others need
-        gdc_launch_dependents()
+    else:
+        wait_alone(CHAINED)
+    # Late, here and below: programs that come early only wait, in places that others need.
+    let_next_begin(CHAINED)
 
 
 @triton.jit
@@ -123,11 +116,11 @@ def sample_pooled_kernel(
                 q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, bh, scale,
                 G, GP, D, M, C, CP, STRIDED, True, CHAINED,
             )  # fmt: skip
-        elif CHAINED:
-            gdc_wait()
+        else:
+            wait_alone(CHAINED)
         tl.debug_barrier()
-    elif CHAINED:
-        gdc_wait()
+    else:
+        wait_alone(CHAINED)
     word, mask = sampled_words(sequence, S)
     a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
@@ -137,8 +130,7 @@ def sample_pooled_kernel(
     b3 = bin_or_none(linear_position(a3, reach), searched(word, 3, sequence) & mask)
     counts = count_bins(tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * SAMPLE_WORDS]))
     store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, S, EARLY)
-    if CHAINED:
-        gdc_launch_dependents()
+    let_next_begin(CHAINED)
 
 
 @triton.jit
@@ -183,12 +175,11 @@ def score_kernel(
     ASSEMBLY: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Scores one tile for one head; see `Workspace.logits` for what is left. Byte 0 is weight 0."""
+    """Scores one tile for one head; see `TableWork.logits` for what is left. Byte 0 is weight 0."""
     tile = tl.program_id(0) // L
     bh = tl.program_id(1)
     sequence = load_sequence(records_ptr, bh // H)
-    if CHAINED:
-        gdc_wait()
+    wait_alone(CHAINED)
     slot = bh * L + tl.program_id(0) % L
     if tile < tile_count(sequence, BW):
         word, mask = tile_words(sequence, tile, BW)
@@ -206,23 +197,7 @@ def score_kernel(
         tl.store(logits_ptr + place.to(tl.int64) * BW + tl.arange(0, BW), packed)
         tl.store(peaks_ptr + place, peak)
         tl.store(masses_ptr + place, tl.sum(w0 + w1 + w2 + w3, 0))
-    if CHAINED:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def to_byte(weight: tl.tensor) -> tl.tensor:
-    """A weight from 0 to 1 as 5 exponent and 3 mantissa bits, rounded."""
-    rounded = (weight.to(tl.int32, bitcast=True) + BYTE_HALF) >> BYTE_SHIFT
-    return tl.maximum(rounded - BYTE_BASE, 0)
-
-
-@triton.jit
-def of_byte(words: tl.tensor, index: tl.constexpr) -> tl.tensor:
-    """The weight in byte `index` of every word: two integer operations."""
-    moved = words >> 4 if index == 3 else words << (20 - 8 * index)
-    bits = (moved & BYTE_MASK) | BYTE_LEAST
-    return bits.to(tl.float32, bitcast=True)
+    let_next_begin(CHAINED)
 
 
 @triton.jit
@@ -270,8 +245,7 @@ def combine_kernel(
     bh = tl.program_id(1)
     sequence = load_sequence(records_ptr, bh // H)
     tiles = tile_count(sequence, BW)
-    if CHAINED:
-        gdc_wait()
+    wait_alone(CHAINED)
     normalisers = merge_masses(peaks_ptr, masses_ptr, tiles, bh, P, L, LP, PP)
     heads = tl.arange(0, LP)
     tl.store(normalisers_ptr + bh * L + heads, normalisers, mask=heads < L)
@@ -300,8 +274,7 @@ def combine_kernel(
     b3 = bin_or_none(octave_position(w3), searched(word, 3, sequence) & inside)
     counts = count_bins(tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * TILES * MINI_WORDS]))
     store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, S, True)
-    if CHAINED:
-        gdc_launch_dependents()
+    let_next_begin(CHAINED)
 
 
 @triton.jit
@@ -327,63 +300,63 @@ def merge_masses(
     return highest + tl.log2(tl.where(total > 0.0, total, 1.0))
 
 
-def search(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace) -> None:
+def search(q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWork) -> None:
     """Launches the search of one step up to the threshold, or where it is not wanted early up to the histograms.
 
     q_BHGD: [B, H, G, d] contiguous, unscaled, in a float dtype. Does not wait for the device.
     """
-    rows, shape = q_BHGD.shape[0] * plan.kv_heads, plan.shape
-    if not plan.pooled or shape.pick_apart:
-        pick(q_BHGD, records_BF, plan, work)
-    options = {"H": plan.kv_heads} | chained(q_BHGD.device)
-    reading = {"J": plan.picks, "ASSEMBLY": q_BHGD.is_cuda}
+    rows, shape = q_BHGD.shape[0] * sizes.kv_heads, sizes.shape
+    if not sizes.pooled or shape.pick_apart:
+        pick(q_BHGD, records_BF, sizes, work)
+    options = {"H": sizes.kv_heads} | chained(q_BHGD.device)
+    reading = {"J": sizes.picks, "ASSEMBLY": q_BHGD.is_cuda}
     picked = (records_BF, work.rows, work.weights, work.units)
     found = (work.histograms, work.arrivals, work.limits)
-    if plan.pooled:
-        sample_pooled_kernel[(plan.samplers, rows)](
-            q_BHGD, *picked, *found, _pick_scale(plan), **_pick_sizes(plan), **reading, S=plan.samplers,
+    if sizes.pooled:
+        sample_pooled_kernel[(sizes.samplers, rows)](
+            q_BHGD, *picked, *found, _pick_scale(sizes), **_pick_sizes(sizes), **reading, S=sizes.samplers,
             PICK=not shape.pick_apart, EARLY=shape.early_threshold, num_warps=8, **options,
         )  # fmt: skip
         return
     scored, words = (work.logits, work.peaks, work.masses), shape.tile_keys // 4
-    score_kernel[(plan.queries * plan.tiles, rows)](
-        *picked, *scored, L=plan.queries, BW=words, **reading, **options
+    score_kernel[(sizes.queries * sizes.tiles, rows)](
+        *picked, *scored, L=sizes.queries, BW=words, **reading, **options
     )
-    combine_kernel[(plan.samplers, rows)](
-        records_BF, *scored, work.normalisers, *found, plan.tiles, L=plan.queries, BW=words,
-        PP=triton.next_power_of_2(plan.tiles), TILES=COMBINE_TILES, LP=triton.next_power_of_2(plan.queries),
-        S=plan.samplers, **options,
+    combine_kernel[(sizes.samplers, rows)](
+        records_BF, *scored, work.normalisers, *found, sizes.tiles, L=sizes.queries, BW=words,
+        PP=triton.next_power_of_2(sizes.tiles), TILES=COMBINE_TILES, LP=triton.next_power_of_2(sizes.queries),
+        S=sizes.samplers, **options,
     )  # fmt: skip
 
 
-def pick(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace) -> None:
+def pick(q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWork) -> None:
     """Launches the choice of the nearest centroids alone: fills rows, weights and units of `work`."""
-    pick_kernel[(q_BHGD.shape[0] * plan.kv_heads * plan.queries,)](
-        q_BHGD, records_BF, work.rows, work.weights, work.units, _pick_scale(plan),
-        H=plan.kv_heads, L=plan.queries, **_pick_sizes(plan), POOLED=plan.pooled, num_warps=8,
+    pick_kernel[(q_BHGD.shape[0] * sizes.kv_heads * sizes.queries,)](
+        q_BHGD, records_BF, work.rows, work.weights, work.units, _pick_scale(sizes),
+        H=sizes.kv_heads, L=sizes.queries, **_pick_sizes(sizes), POOLED=sizes.pooled, num_warps=8,
         **chained(q_BHGD.device),
     )  # fmt: skip
 
 
-def _pick_scale(plan: TablePlan) -> float:
+def _pick_scale(sizes: TableSizes) -> float:
     """Of a head's query, or of the sum of the group's that a pooled query is."""
-    return plan.scale / (plan.group // plan.queries)
+    return sizes.scale / (sizes.group // sizes.queries)
 
 
-def _pick_sizes(plan: TablePlan) -> dict[str, int | bool]:
+def _pick_sizes(sizes: TableSizes) -> dict[str, int | bool]:
     """What kernels that pick are compiled for."""
     return {
-        "G": plan.group,
-        "GP": triton.next_power_of_2(plan.group),
-        "D": plan.head_dim,
-        "M": plan.subspaces,
-        "C": plan.centroids,
-        "CP": triton.next_power_of_2(plan.centroids),
-        "STRIDED": plan.strided,
+        "G": sizes.group,
+        "GP": triton.next_power_of_2(sizes.group),
+        "D": sizes.head_dim,
+        "M": sizes.subspaces,
+        "C": sizes.centroids,
+        "CP": triton.next_power_of_2(sizes.centroids),
+        "STRIDED": sizes.strided,
     }
 
 
-def unpacked_weights(work: Workspace) -> Tensor:
+def unpacked_weights(work: TableWork) -> Tensor:
     """The 8-bit weights of the picked rows times their unit, [B, H, L, J] float32."""
     shifts = torch.arange(0, 32, 8, device=work.weights.device)
     return ((work.weights[..., None] >> shifts) & 255).flatten(-2) * work.units[..., :1]

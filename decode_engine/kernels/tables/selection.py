@@ -1,7 +1,7 @@
 """Which of a tile's keys are kept by query tables, as a list; no key is ever sorted.
 
 A program compares the scores of its tile's keys with the threshold and writes the ids of those that pass into its part
-of `Workspace.ids`. About `keep` keys are kept, not exactly: the threshold comes from a sample.
+of `TableWork.ids`. About `keep` keys are kept, not exactly: the threshold comes from a sample.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from decode_engine.kernels.attention.partials import chained
+from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
 from decode_engine.kernels.tables.device_functions import (
     linear_cut,
     load_histograms,
@@ -23,8 +22,8 @@ from decode_engine.kernels.tables.device_functions import (
     tile_count,
     tile_words,
 )
-from decode_engine.kernels.tables.plan import TablePlan, Workspace
 from decode_engine.kernels.tables.search import search, summed_weights
+from decode_engine.kernels.tables.sizes import TableSizes, TableWork
 
 COMPACT_WORDS = tl.constexpr(128)
 
@@ -197,28 +196,28 @@ def select_kernel(
     tile = tl.program_id(0)
     bh = tl.program_id(1)
     sequence = load_sequence(records_ptr, bh // H)
-    if CHAINED:
-        gdc_wait()
+    wait_alone(CHAINED)
     place = bh * P + tile
     count = keep_keys(
         sequence, rows_ptr, weights_ptr, units_ptr, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr,
         limits_ptr, ids_ptr + place.to(tl.int64) * (4 * BW), bh, tile, P, L, J, S, BW, POOLED, EARLY, ASSEMBLY,
     )  # fmt: skip
     tl.store(counts_ptr + place, count)
-    if CHAINED:
-        gdc_launch_dependents()
+    let_next_begin(CHAINED)
 
 
-def select(q_BHGD: Tensor, records_BF: Tensor, plan: TablePlan, work: Workspace, counts_BHP: Tensor) -> None:
+def select(
+    q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWork, counts_BHP: Tensor
+) -> None:
     """Search and selection of one step without the attention: fills ids and counts_BHP [B, H, P] int32."""
-    search(q_BHGD, records_BF, plan, work)
-    select_kernel[(plan.tiles, q_BHGD.shape[0] * plan.kv_heads)](
-        records_BF, *found(work), counts_BHP, plan.tiles,
-        H=plan.kv_heads, **selection_sizes(q_BHGD, plan), num_warps=plan.shape.warps, **chained(q_BHGD.device),
+    search(q_BHGD, records_BF, sizes, work)
+    select_kernel[(sizes.tiles, q_BHGD.shape[0] * sizes.kv_heads)](
+        records_BF, *found(work), counts_BHP, sizes.tiles,
+        H=sizes.kv_heads, **selection_sizes(q_BHGD, sizes), num_warps=sizes.shape.warps, **chained(q_BHGD.device),
     )  # fmt: skip
 
 
-def found(work: Workspace) -> tuple[Tensor, ...]:
+def found(work: TableWork) -> tuple[Tensor, ...]:
     """What the search leaves, and where the kept keys go."""
     return (
         *(work.rows, work.weights, work.units, work.logits, work.peaks, work.normalisers),
@@ -226,14 +225,14 @@ def found(work: Workspace) -> tuple[Tensor, ...]:
     )
 
 
-def selection_sizes(q_BHGD: Tensor, plan: TablePlan) -> dict[str, int | bool]:
+def selection_sizes(q_BHGD: Tensor, sizes: TableSizes) -> dict[str, int | bool]:
     """What kernels that keep keys are compiled for."""
     return {
-        "L": plan.queries,
-        "J": plan.picks,
-        "S": plan.samplers,
-        "BW": plan.shape.tile_keys // 4,
-        "POOLED": plan.pooled,
-        "EARLY": plan.shape.early_threshold or not plan.pooled,
+        "L": sizes.queries,
+        "J": sizes.picks,
+        "S": sizes.samplers,
+        "BW": sizes.shape.tile_keys // 4,
+        "POOLED": sizes.pooled,
+        "EARLY": sizes.shape.early_threshold or not sizes.pooled,
         "ASSEMBLY": q_BHGD.is_cuda,
     }

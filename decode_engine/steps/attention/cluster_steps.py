@@ -11,10 +11,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import ClusterScores, KeyLists
+from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials, merge_partials
-from decode_engine.kernels.attention.sparse_attention import MONOPOLE, TakeOut, attend_lists, list_programs
-from decode_engine.kernels.clusters.cluster_tables import DeviceClusters, most_clusters
+from decode_engine.kernels.attention.sparse_attention import (
+    MONOPOLE,
+    ClusterScores,
+    TakeOut,
+    attend_lists,
+    list_programs,
+)
+from decode_engine.kernels.clusters.device_clusters import DeviceClusters, most_clusters
 from decode_engine.kernels.clusters.lookup import look_up, lookup_slots
 from decode_engine.kernels.clusters.selection import SelectionBuffers, select_clusters
 from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.codes.batch import CodePlan, CodeShape, CodeWork, code_shape, refuse_sizes
 from decode_engine.kernels.codes.search import search_codes
+from decode_engine.kernels.codes.sizes import CodeShape, CodeSizes, CodeWork, code_shape, refuse_sizes
 from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.product_codes.index import CodeParameters, ProductCodes
@@ -29,7 +29,7 @@ class CodeSelection(KeySelection):
         """shape: how kernels cut their work, by default what suits the plan."""
         super().__init__(plan)
         parameters = _parameters(plan.method)
-        self.code_plan = CodePlan(
+        self.code_plan = CodeSizes(
             plan.model.kv_heads,
             plan.group,
             plan.model.head_dim,

@@ -13,11 +13,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import ClusterScores, KeyLists
+from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials, merge_partials
 from decode_engine.kernels.attention.sparse_attention import (
     MONOPOLE,
     SUMS,
+    ClusterScores,
     TakeOut,
     attend_lists,
     list_programs,

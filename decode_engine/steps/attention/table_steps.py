@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.tables.batch import TableContext, has_padded_rows, padded_rows
-from decode_engine.kernels.tables.plan import (
-    LaunchShape,
-    TablePlan,
-    Workspace,
-    launch_shape,
-    unsupported_sizes,
-)
 from decode_engine.kernels.tables.selection import select
+from decode_engine.kernels.tables.sizes import (
+    TableShape,
+    TableSizes,
+    TableWork,
+    refuse_sizes,
+    table_shape,
+)
 from decode_engine.kernels.tables.table_attention import table_attention
+from decode_engine.kernels.tables.table_context import TableContext, has_padded_rows, padded_rows
 from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.query_tables.parameters import TableParameters, TableSearch
@@ -71,7 +71,7 @@ def table_refusal(method: Method, manifest: Manifest) -> str | None:
     if budget.group != "average":
         return f"its budget's group rule is {budget.group!r}; kernels average"
     model = manifest.model
-    return unsupported_sizes(
+    return refuse_sizes(
         model.query_heads // model.kv_heads,
         model.head_dim,
         manifest.token_count,
@@ -92,16 +92,16 @@ def table_fields(context: ResidentContext, method: Method, layer: int) -> Mappin
     scores_HMCN = arrays["scores"]
     if not has_padded_rows(scores_HMCN):
         scores_HMCN = context.derived((padded_rows, name, layer), lambda: padded_rows(scores_HMCN))
-    return TableContext(context.kv(layer), scores_HMCN, arrays["centroids"], arrays["scales"]).record()
+    return TableContext(context.kv(layer), scores_HMCN, arrays["centroids"], arrays["scales"]).fields()
 
 
 class TableBuffers:
     """What searching query tables takes: a plan for the kernels, and buffers."""
 
-    def __init__(self, plan: StepPlan, shape: LaunchShape | None = None) -> None:
+    def __init__(self, plan: StepPlan, shape: TableShape | None = None) -> None:
         tables = _Tables.required(plan.method)
         pooled = tables.search.group == "pooled"
-        self.plan = TablePlan(
+        self.plan = TableSizes(
             plan.model.kv_heads,
             plan.group,
             plan.model.head_dim,
@@ -110,15 +110,15 @@ class TableBuffers:
             plan.max_keys,
             pooled,
             strided=tables.parameters.split == "strided",
-            shape=shape or launch_shape(plan.max_keys, plan.rows),
+            shape=shape or table_shape(plan.max_keys, plan.rows),
         )
-        self.work = Workspace.make(self.plan, plan.size, plan.device)
+        self.work = TableWork.make(self.plan, plan.size, plan.device)
 
 
 class TableSteps(StepAttention):
     """Search and attention fused: the keys that a program finds it attends to. What is not selected is dropped."""
 
-    def __init__(self, plan: StepPlan, shape: LaunchShape | None = None) -> None:
+    def __init__(self, plan: StepPlan, shape: TableShape | None = None) -> None:
         """shape: how kernels cut their work, by default what suits the plan."""
         super().__init__(plan)
         self.buffers = TableBuffers(plan, shape)

@@ -1,1 +1,1 @@
-"""Triton kernels of MuSe, each named like the eager reference that it equals."""
+"""Stages of MuSe as Triton kernels, and as the eager references that they are named after and that run elsewhere."""

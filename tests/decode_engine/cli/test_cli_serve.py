@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from decode_engine.__main__ import main
-from decode_engine.cli.commands import describe_summary
+from decode_engine.cli.ask_command import summary_lines
 from decode_engine.errors import ShuttingDownError
 from decode_engine.rpc.client import Client, SelectionFigures, Summary, Timings
 from decode_engine.rpc.server import DecodeServer
@@ -240,15 +240,15 @@ def test_the_parts_of_the_time_add_up() -> None:
     keys = SelectionFigures(1, 1, 1, 1, fraction_sparse=0.25, fraction_all=0.5)
     # 40 ms in all, 21 of them in parts
     summary = Summary("stop", 9, 2, 3, times, keys, method="pq", budget="2.00%", remainder="centred", seed=0)
-    first, *_, last = describe_summary(summary)
+    first, *_, last = summary_lines(summary)
     assert first == (
         "method pq (2.00%, remainder centred): 25.00% of the keys in the layers that search, 50.00% over all layers"
     )
     assert last.startswith("of it, in sum over all layers and steps: load 1.0, queue 2.0, search 3.0,")
     assert last.endswith("the rest of the model and waiting 19.0 ms")
-    assert len(describe_summary(summary)) == 4
+    assert len(summary_lines(summary)) == 4
     moved = replace(times, host_bytes_read=3 * 2**20, rows_reused=5, device_wait_for_host_ns=2 * 10**6)
-    line = describe_summary(replace(summary, timings=moved))[-2]
+    line = summary_lines(replace(summary, timings=moved))[-2]
     assert "3.0 MiB read from host memory in steps, 5 rows found on the device, which waited 2.0 ms" in line
 
 

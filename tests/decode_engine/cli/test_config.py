@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from decode_engine.config import MAX_LANES, AskConfig, Compilation, ServeConfig, check_address, is_loopback
+from decode_engine.cli.ask_command import AskConfig
+from decode_engine.cli.tune_command import TuneConfig
+from decode_engine.config import MAX_LANES, Compilation, ServeConfig, check_address, is_loopback
+from decode_engine.evaluation.settings import EvaluationConfig
+from index_store.cli.options import Spelled, options_of
 from index_store.errors import InvalidArgumentError
 from index_store.memory.devices import context_device, default_budget, memory_budget, pick_device
 from index_store.memory.placement import MemoryBytes
@@ -130,3 +136,12 @@ def test_nothing_is_fetched_ahead_of_contexts_in_gpu_memory(monkeypatch: pytest.
         assert ServeConfig(Path(), "reader", placement=placement, prefetch=True).prefetch
     with pytest.raises(InvalidArgumentError, match="--prefetch is given, but with --placement device"):
         ServeConfig(Path(), "reader", placement="device", prefetch=True)
+
+
+@pytest.mark.parametrize("config", [ServeConfig, EvaluationConfig, TuneConfig])
+def test_a_flags_default_means_the_fields_default(config: type[Any]) -> None:
+    for field, _, marks in options_of(config):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        for mark in marks:
+            if isinstance(mark, Spelled):
+                assert mark.read(mark.default) == default

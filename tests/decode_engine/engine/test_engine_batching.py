@@ -168,7 +168,7 @@ def test_admitted_requests_never_need_more_than_the_memory(runner: FakeRunner) -
         engine.step()
         stats = engine.stats()
         most = max(most, stats.session_bytes)
-        assert stats.session_limit == 100
+        assert stats.session_limit_bytes == 100
         assert stats.session_bytes <= 100
     assert most == 100
     assert all(len(results(client)[0]) == client.request.max_tokens for client in clients)
@@ -248,16 +248,16 @@ def test_figures_tell_what_runs_and_what_was_fed(runner: FakeRunner) -> None:
     engine = Engine(runner, max_sessions=2, max_waiting=4, prompt_chunk=8, session_memory=50)
     for name, length in (("a", 4), ("b", 20), ("c", 1)):
         submit(engine, make_client(name, prompt=range(length), max_tokens=6, context=name, memory=20))
-    assert (engine.stats().waiting, engine.stats().places) == (3, 3)
+    assert (engine.stats().waiting, engine.stats().requests) == (3, 3)
     engine.step()
     stats = engine.stats()
     assert (stats.waiting, stats.prompting, stats.decoding) == (1, 1, 1)
-    assert (stats.session_bytes, stats.session_limit) == (40, 50)
+    assert (stats.session_bytes, stats.session_limit_bytes) == (40, 50)
     assert (stats.steps, stats.prompt_tokens) == (1, 8)
     assert (stats.decode_steps, stats.decode_tokens, stats.decode_batch) == (1, 1, 1)
     run(engine, 30)
     stats = engine.stats()
-    assert (stats.waiting, stats.prompting, stats.decoding, stats.places, stats.session_bytes) == (0,) * 5
+    assert (stats.waiting, stats.prompting, stats.decoding, stats.requests, stats.session_bytes) == (0,) * 5
     fed = sum(count * len(names) for names, count in runner.calls)
     assert stats.prompt_tokens + stats.decode_tokens == fed == 25 + 3 * 5
     batches = [names for names, count in runner.calls if count == 1 and len(names) > 1]

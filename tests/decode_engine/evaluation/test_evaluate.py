@@ -64,7 +64,6 @@ def test_question_segment_ends_as_the_question_says() -> None:
 
 def test_variants_cross_methods_with_their_budgets_after_full_attention() -> None:
     config = EvaluationConfig(
-        "reader",
         Path("x"),
         methods=("csattention@lag", "full", "tactic", "squeezed"),
         keep=(0.01, 0.05),
@@ -85,9 +84,7 @@ def test_variants_cross_methods_with_their_budgets_after_full_attention() -> Non
 
 def test_contexts_get_the_same_indexes_whichever_run_measures_them() -> None:
     def config(methods: str, index_for: str) -> EvaluationConfig:
-        return EvaluationConfig(
-            "reader", Path("x"), methods=tuple(methods.split()), index_for=tuple(index_for.split())
-        )
+        return EvaluationConfig(Path("x"), methods=tuple(methods.split()), index_for=tuple(index_for.split()))
 
     one = config("full oracle tactic csattention@lag", "squeezed tactic")
     assert one.indexed() == ["csattention@lag", "squeezed", "tactic"]
@@ -95,7 +92,7 @@ def test_contexts_get_the_same_indexes_whichever_run_measures_them() -> None:
 
 
 def test_questions_are_shared_among_tasks_and_contexts() -> None:
-    config = EvaluationConfig("reader", Path("x"), questions=216, facts=24)
+    config = EvaluationConfig(Path("x"), questions=216, facts=24)
     assert config.document_sets(8192) == [DocumentSet(9, 24)]
     assert replace(config, questions=25).document_sets(8192) == [DocumentSet(2, 24)]
     several = replace(config, tasks=("single", "words"), questions=31, distractors=1)
@@ -108,7 +105,7 @@ def test_a_context_with_too_many_questions_is_asked_at_every_depth() -> None:
         questions = tuple(Question(str(i), "a", "p", i, i / count, family=family) for i in range(count))
         return Document("", 10, questions, "", family)
 
-    config = EvaluationConfig("reader", Path("x"), tasks=("single", "chain"), questions=12)
+    config = EvaluationConfig(Path("x"), tasks=("single", "chain"), questions=12)
     documents = [document("single", 4), document("single", 8), document("chain", 6)]
     shared = share_questions(config, documents)
     assert [[int(question.question) for question in chosen] for _, chosen in shared] == [
@@ -142,7 +139,7 @@ def test_a_wrong_configuration_is_refused_before_any_work(
     wrong: dict[str, Any], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        EvaluationConfig("reader", Path("x"), **wrong)
+        EvaluationConfig(Path("x"), **wrong)
 
 
 def test_a_failed_prefill_is_quoted(tmp_path: Path) -> None:
@@ -257,7 +254,6 @@ def test_evaluate_command_end_to_end(run: Run, tmp_path: Path) -> None:
 def test_scores_do_not_depend_on_the_placement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the CPU for a device, whose host is itself."""
     config = EvaluationConfig(
-        "reader",
         tmp_path / "device",
         context_lengths=(1024,),
         questions=3,

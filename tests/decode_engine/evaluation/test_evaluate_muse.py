@@ -44,12 +44,12 @@ def test_what_a_usage_error_says_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_variants_are_there_twice() -> None:
-    config = EvaluationConfig("reader", Path("o"), methods=("full",), attention="muse:block=512")
+    config = EvaluationConfig(Path("o"), methods=("full",), attention="muse:block=512")
     assert [variant.name for variant in config.variants()] == ["full"]
     assert [variant.name for variant in config.approximated()] == ["full after muse:block=512"]
-    assert EvaluationConfig("reader", Path("o")).approximated() == []
+    assert EvaluationConfig(Path("o")).approximated() == []
     with pytest.raises(InvalidArgumentError, match="cannot read 'speed=2'"):
-        EvaluationConfig("reader", Path("o"), attention="muse:speed=2")
+        EvaluationConfig(Path("o"), attention="muse:speed=2")
 
 
 @pytest.mark.slow

@@ -11,26 +11,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import ClusterScores, KeyLists
-from decode_engine.kernels.attention.partials import LOG2E, Partials, merge_partials
+from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.online_softmax import LOG2E
+from decode_engine.kernels.attention.partials import Partials, merge_partials
 from decode_engine.kernels.attention.sparse_attention import (
     MONOPOLE,
     SUMS,
+    ClusterScores,
     TakeOut,
     attend_lists,
     list_programs,
 )
-from decode_engine.kernels.clusters.cluster_tables import most_clusters
+from decode_engine.kernels.clusters.device_clusters import most_clusters
 from decode_engine.kernels.clusters.lookup import look_up, lookup_slots
 from decode_engine.kernels.clusters.reference import (
     attend_lists_reference,
     cluster_logits,
-    records_of,
     remainder_reference,
     select_clusters_reference,
 )
 from decode_engine.kernels.clusters.remainder import correct_clusters
 from decode_engine.kernels.clusters.selection import SelectionBuffers, select_clusters
+from decode_engine.kernels.records import records_of
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.key_clusters.build import divide
 from index_store.indexes.key_clusters.index import KeyClusters

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.clusters.cluster_tables import DeviceClusters
+from decode_engine.kernels.clusters.device_clusters import DeviceClusters
 from decode_engine.kernels.clusters.reference import (
     ListedSequence,
     attend_lists_reference,
-    records_of,
     remainder_reference,
 )
+from decode_engine.kernels.records import records_of
 from decode_engine.steps.attention.cluster_steps import ClusterSteps
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan

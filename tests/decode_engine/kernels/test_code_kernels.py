@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.codes.batch import CodeShape, code_shape
 from decode_engine.kernels.codes.lookup_tables import make_tables, make_tables_reference
 from decode_engine.kernels.codes.reference import estimated_logits
+from decode_engine.kernels.codes.sizes import CodeShape, code_shape
+from decode_engine.kernels.records import records_of
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.code_steps import CodeSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
@@ -35,7 +36,6 @@ from tests.decode_engine.kernels.problems.code_problems import (
     make_queries,
     make_sequence,
     poisoned,
-    records_of,
     searched,
 )
 
@@ -88,7 +88,7 @@ def test_tables_equal_the_reference(
     sequences = [make_sequence(plan, 20, 0, 20, 5), make_sequence(plan, 30, 1, 30, 5)]
     q = make_queries(plan, torch.float16, 2)
     work, _ = poisoned(plan, 2)
-    make_tables(q, records_of(sequences), plan, work)
+    make_tables(q, records_of(sequences, DEVICE), plan, work)
     for row in range(4):
         b, h = divmod(row, 2)
         words, units = make_tables_reference(q[b, h], sequences[b].codebooks_HMWE[h], plan)

@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decode_engine.kernels.codes.batch import code_shape
 from decode_engine.kernels.codes.reference import CodeSequence, kept_keys
 from decode_engine.kernels.codes.search import search_codes
+from decode_engine.kernels.codes.sizes import code_shape
+from decode_engine.kernels.records import records_of
 from index_store.indexes.interface.layer_index import LayerSource, QuerySample
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.selection.ranking import Items, Ranking
 from tests.decode_engine.kernels.problems.code_problems import (
+    DEVICE,
     SMALL,
     assert_equals_reference,
     listed_keys,
@@ -21,7 +23,6 @@ from tests.decode_engine.kernels.problems.code_problems import (
     make_queries,
     make_sequence,
     poisoned,
-    records_of,
     searched,
 )
 
@@ -56,7 +57,7 @@ def test_a_replayed_graph_equals_eager_and_follows_its_records() -> None:
     torch.manual_seed(5)
     plan = make_plan(4, 128, 8, 256, shape=SMALL)
     sequences = [make_sequence(plan, *size) for size in (SHORT, LONG, ALL_KEPT)]
-    q, rows = make_queries(plan, torch.bfloat16, 3), records_of(sequences)
+    q, rows = make_queries(plan, torch.bfloat16, 3), records_of(sequences, DEVICE)
     work, lists = poisoned(plan, 3)
     search_codes(q, rows, plan, work, lists)
     torch.cuda.synchronize()
@@ -65,7 +66,7 @@ def test_a_replayed_graph_equals_eager_and_follows_its_records() -> None:
         for _ in range(3):  # the next step begins while this one ends
             search_codes(q, rows, plan, work, lists)
     for turned in (sequences, sequences[1:] + sequences[:1]):
-        rows.copy_(records_of(turned))
+        rows.copy_(records_of(turned, DEVICE))
         q.copy_(make_queries(plan, torch.bfloat16, 3))
         lists.ids_RPW.fill_(-1)
         graph.replay()

@@ -11,18 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decode_engine.kernels.tables.batch import (
-    TableContext,
-    TableSequence,
-    has_padded_rows,
-    padded_rows,
-    records_of,
-)
-from decode_engine.kernels.tables.plan import LaunchShape, TablePlan, launch_shape
-from decode_engine.kernels.tables.reference import sampled_keys, spread_sample
+from decode_engine.kernels.records import records_of
+from decode_engine.kernels.tables.reference import TableSequence, sampled_keys, spread_sample
 from decode_engine.kernels.tables.search import pick, unpacked_weights
 from decode_engine.kernels.tables.selection import select
+from decode_engine.kernels.tables.sizes import TableShape, TableSizes, table_shape
 from decode_engine.kernels.tables.table_attention import table_attention
+from decode_engine.kernels.tables.table_context import TableContext, has_padded_rows, padded_rows
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.query_tables.search_numba import (
     TableReads,
@@ -143,10 +138,10 @@ def test_the_best_keys_of_the_cpu_search_are_kept(pooled: bool) -> None:
     ],
 )
 def test_a_sample_counts_keys_that_lie_together(
-    sample: Callable[[torch.Tensor, TablePlan], torch.Tensor], keys: int, spread: float
+    sample: Callable[[torch.Tensor, TableSizes], torch.Tensor], keys: int, spread: float
 ) -> None:
     """Text attends to stretches of text, here of 80 tokens and 1 % of them all: their count is estimated."""
-    plan = TablePlan(2, 2, 64, 8, 4, keys, pooled=sample is sampled_keys, shape=launch_shape(keys, 8))
+    plan = TableSizes(2, 2, 64, 8, 4, keys, pooled=sample is sampled_keys, shape=table_shape(keys, 8))
     taken = sample(torch.arange(keys), plan)
     estimates = torch.empty(100)
     for seed in range(100):
@@ -211,7 +206,7 @@ def test_a_selection_alone_equals_the_attended_one() -> None:
 @pytest.mark.parametrize("count", [1, 20, 500])
 def test_launch_shapes_are_valid(count: int, pooled: bool) -> None:
     for rows in (8, 128):
-        TablePlan(8, 4, 128, 8, 64, count * 4096, pooled, shape=launch_shape(count * 4096, rows))
+        TableSizes(8, 4, 128, 8, 64, count * 4096, pooled, shape=table_shape(count * 4096, rows))
 
 
 @pytest.mark.parametrize(
@@ -223,8 +218,8 @@ def test_launch_shapes_are_valid(count: int, pooled: bool) -> None:
         ({"subspaces": 3}, "3 subspaces"),
         ({"subspaces": 64}, "64 subspaces"),
         ({"centroids": 257}, "257 centroids"),
-        ({"shape": LaunchShape(tile_keys=768)}, "tile_keys is 768"),
-        ({"shape": LaunchShape(sample_programs=3)}, "sample_programs is 3"),
+        ({"shape": TableShape(tile_keys=768)}, "tile_keys is 768"),
+        ({"shape": TableShape(sample_programs=3)}, "sample_programs is 3"),
     ],
 )
 def test_sizes_that_kernels_cannot_do_are_refused(changes: dict[str, object], message: str) -> None:

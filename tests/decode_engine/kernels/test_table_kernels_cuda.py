@@ -7,10 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decode_engine.kernels.tables.batch import TableContext, TableSequence, records_of
-from decode_engine.kernels.tables.plan import LaunchShape, TablePlan, Workspace, launch_shape
-from decode_engine.kernels.tables.reference import attend_exactly, kept_mask, table_attention_reference
+from decode_engine.kernels.records import records_of
+from decode_engine.kernels.tables.reference import (
+    TableSequence,
+    attend_exactly,
+    kept_mask,
+    table_attention_reference,
+)
+from decode_engine.kernels.tables.sizes import TableShape, TableSizes, TableWork, table_shape
 from decode_engine.kernels.tables.table_attention import table_attention
+from decode_engine.kernels.tables.table_context import TableContext
 from tests.decode_engine.kernels.problems.table_problems import (
     DEVICE,
     SMALL,
@@ -95,12 +101,12 @@ def test_graph_replay_equals_eager_and_follows_its_records(pooled: bool) -> None
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize(
     "shape",
-    [LaunchShape(), LaunchShape(early_threshold=True), LaunchShape(early_threshold=True, pick_apart=True)],
+    [TableShape(), TableShape(early_threshold=True), TableShape(early_threshold=True, pick_apart=True)],
 )
-def test_layers_in_one_graph_do_not_mix(shape: LaunchShape, pooled: bool) -> None:
+def test_layers_in_one_graph_do_not_mix(shape: TableShape, pooled: bool) -> None:
     """Launches overlap: many steps on other data, without a pause, equal each step alone."""
     torch.manual_seed(8)
-    plan = TablePlan(8, 4, 128, 8, 64, 65536, pooled, shape=shape)
+    plan = TableSizes(8, 4, 128, 8, 64, 65536, pooled, shape=shape)
     layers = [
         make_sequence(plan, torch.bfloat16, 65536 - 300 * i, 8, 65000 - 300 * i, 9, 3000) for i in range(4)
     ]
@@ -136,8 +142,8 @@ def test_layers_in_one_graph_do_not_mix(shape: LaunchShape, pooled: bool) -> Non
 def test_a_million_keys_are_addressed(keys: int, pooled: bool) -> None:
     """Tables and rows of the last head begin beyond 2^31 bytes and elements."""
     heads, subspaces, centroids = 5, 8, 64
-    shape = launch_shape(keys, heads)
-    plan = TablePlan(heads, 2, 128, subspaces, centroids, keys, pooled, shape=shape)
+    shape = table_shape(keys, heads)
+    plan = TableSizes(heads, 2, 128, subspaces, centroids, keys, pooled, shape=shape)
     kv = torch.empty(heads, keys, 2, 128, dtype=torch.bfloat16, device="cuda").normal_()
     tables = torch.empty(heads, subspaces, centroids, keys, dtype=torch.int8, device="cuda")
     tables.random_(-127, 128)
@@ -147,7 +153,7 @@ def test_a_million_keys_are_addressed(keys: int, pooled: bool) -> None:
     sequence = TableSequence(context, tail, 10, keys - 64, 8, 20_000)
     q = make_queries(plan, torch.bfloat16, 1)
     work, counts = poisoned(plan, 1)
-    reference = Workspace.make(plan, 1, DEVICE)
+    reference = TableWork.make(plan, 1, DEVICE)
     expected_counts = reference.counts()
     out, _ = table_attention(q, records_of([sequence], DEVICE), plan, work, counts)
     table_attention_reference(q, [sequence], plan, reference, expected_counts)

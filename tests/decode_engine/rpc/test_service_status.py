@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from decode_engine.cli.command_line import app
-from decode_engine.cli.status_command import describe_status
+from decode_engine.cli.status_command import status_lines
 from decode_engine.engine.session_memory import session_bytes
 from decode_engine.errors import SessionMemoryError
 from decode_engine.rpc.client import Client
@@ -89,7 +89,5 @@ def test_the_command_tells_what_the_server_tells(server: DecodeServer, client: C
 
 def test_what_was_moved_is_told_where_something_was(client: Client) -> None:
     status = replace(client.server_status(), host_bytes_read=3 * 2**20, rows_reused=17)
-    assert (
-        "3 MiB read by the device, 17 rows found on it; requests waited 0 ms" in describe_status(status)[-1]
-    )
-    assert "contexts since the start" in describe_status(client.server_status())[-1]
+    assert "3 MiB read by the device, 17 rows found on it; requests waited 0 ms" in status_lines(status)[-1]
+    assert "contexts since the start" in status_lines(client.server_status())[-1]

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.tables.batch import TableContext, TableSequence, padded_rows, records_of
-from decode_engine.kernels.tables.reference import attend_exactly, kept_mask
+from decode_engine.kernels.records import records_of
+from decode_engine.kernels.tables.reference import TableSequence, attend_exactly, kept_mask
+from decode_engine.kernels.tables.table_context import TableContext, padded_rows
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.table_steps import TableSelection, TableSteps

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from index_store.errors import InvalidArgumentError
+from index_store.methods.method import DEFAULT_METHOD
 from prefill_worker.config import PrefillConfig, parse_dense_layers, parse_ttl
 
 
@@ -67,7 +68,6 @@ def test_other_dense_layers_are_refused(text: str) -> None:
         ({"seed": -1}, "--seed"),
         ({"input": ()}, "no input"),
         ({"method": ("full", "full")}, "--method"),
-        ({"method": ()}, "--method"),
         ({"method": ("full", "full"), "index": ("pages",)}, "--method"),
         ({"dtype": "int8"}, "--dtype"),
         ({"device": "tpu"}, "--device"),
@@ -80,3 +80,10 @@ def test_other_dense_layers_are_refused(text: str) -> None:
 def test_bad_flags_are_named(changes: dict[str, Any], flag: str) -> None:
     with pytest.raises(InvalidArgumentError, match=flag):
         config(**changes)
+
+
+def test_the_default_method_is_built_unless_something_is_named() -> None:
+    assert config().methods == (DEFAULT_METHOD,)
+    assert config(method=("pq",)).methods == ("pq",)
+    assert config(index=("pages",)).methods == ()
+    assert config(method=("pq",), index=("pages",)).methods == ("pq",)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.clusters.cluster_tables import DeviceClusters
-from decode_engine.kernels.clusters.reference import ListedSequence, records_of
+from decode_engine.kernels.clusters.device_clusters import DeviceClusters
+from decode_engine.kernels.clusters.reference import ListedSequence
+from decode_engine.kernels.records import records_of
 from index_store.indexes.key_clusters.build_triton import list_device_members, measure_members_reference
 
 SINKS = 3

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.codes.batch import CodePlan, CodeShape, CodeWork
 from decode_engine.kernels.codes.reference import CodeSequence, search_codes_reference
 from decode_engine.kernels.codes.search import search_codes
+from decode_engine.kernels.codes.sizes import CodeShape, CodeSizes, CodeWork
+from decode_engine.kernels.records import records_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = CodeShape(tile_keys=512, samplers=2, sample_keys=256, sample_warps=4)
@@ -27,31 +27,22 @@ def make_plan(
     strided: bool = True,
     max_keys: int = 2048,
     shape: CodeShape = SMALL,
-) -> CodePlan:
-    return CodePlan(KV_HEADS, group, head_dim, subspaces, codewords, max_keys, strided, shape)
+) -> CodeSizes:
+    return CodeSizes(KV_HEADS, group, head_dim, subspaces, codewords, max_keys, strided, shape)
 
 
-def make_sequence(plan: CodePlan, keys: int, first: int, end: int, keep: int) -> CodeSequence:
+def make_sequence(plan: CodeSizes, keys: int, first: int, end: int, keep: int) -> CodeSequence:
     """Random codes and codewords."""
     shape = (plan.kv_heads, plan.subspaces, plan.codewords, plan.head_dim // plan.subspaces)
     codes = torch.randint(0, plan.codewords, (plan.kv_heads, keys, plan.subspaces), dtype=torch.uint8)
     return CodeSequence(codes.to(DEVICE), torch.randn(shape).to(DEVICE), first, end, keep)
 
 
-def make_queries(plan: CodePlan, dtype: torch.dtype, size: int) -> Tensor:
+def make_queries(plan: CodeSizes, dtype: torch.dtype, size: int) -> Tensor:
     return (2.0 * torch.randn(size, plan.kv_heads, plan.group, plan.head_dim)).to(dtype).to(DEVICE)
 
 
-def records_of(sequences: Sequence[CodeSequence | None]) -> Tensor:
-    """[B, RECORD_FIELDS] on the device."""
-    rows = torch.zeros(len(sequences), records.RECORD_FIELDS, dtype=torch.int64)
-    for b, sequence in enumerate(sequences):
-        for field, value in ({} if sequence is None else sequence.fields()).items():
-            rows[b, field] = value
-    return rows.to(DEVICE)
-
-
-def poisoned(plan: CodePlan, size: int) -> tuple[CodeWork, KeyLists]:
+def poisoned(plan: CodeSizes, size: int) -> tuple[CodeWork, KeyLists]:
     """Buffers in which what is not written shows: nan, and ids and counts that no list can have."""
     work = CodeWork.make(plan, size, DEVICE)
     for floats in (work.units_RG, work.peaks_RSG, work.masses_RSG, work.normalisers_RG, work.cuts_R):
@@ -64,10 +55,10 @@ def poisoned(plan: CodePlan, size: int) -> tuple[CodeWork, KeyLists]:
     return work, lists
 
 
-def searched(plan: CodePlan, q_BHGD: Tensor, sequences: Sequence[CodeSequence | None]) -> KeyLists:
+def searched(plan: CodeSizes, q_BHGD: Tensor, sequences: Sequence[CodeSequence | None]) -> KeyLists:
     """What the kernels list."""
     work, lists = poisoned(plan, len(sequences))
-    search_codes(q_BHGD, records_of(sequences), plan, work, lists)
+    search_codes(q_BHGD, records_of(sequences, DEVICE), plan, work, lists)
     assert not work.arrivals_R.any()
     return lists
 
@@ -82,7 +73,7 @@ def listed_keys(lists: KeyLists, row: int) -> list[int]:
 
 
 def assert_equals_reference(
-    plan: CodePlan, dtype: torch.dtype, sequences: Sequence[CodeSequence | None]
+    plan: CodeSizes, dtype: torch.dtype, sequences: Sequence[CodeSequence | None]
 ) -> None:
     """The kernels list what the reference lists, but for keys at the very edge of what is kept."""
     q = make_queries(plan, dtype, len(sequences))

@@ -5,23 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.tables.batch import TableContext, TableSequence, records_of
-from decode_engine.kernels.tables.plan import LaunchShape, TablePlan, Workspace
-from decode_engine.kernels.tables.reference import attend_exactly, kept_mask, table_attention_reference
+from decode_engine.kernels.records import records_of
+from decode_engine.kernels.tables.reference import (
+    TableSequence,
+    attend_exactly,
+    kept_mask,
+    table_attention_reference,
+)
+from decode_engine.kernels.tables.sizes import TableShape, TableSizes, TableWork
 from decode_engine.kernels.tables.table_attention import table_attention
+from decode_engine.kernels.tables.table_context import TableContext
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = LaunchShape(tile_keys=512, rows=16, exact_programs=2, sample_programs=1)
+SMALL = TableShape(tile_keys=512, rows=16, exact_programs=2, sample_programs=1)
 
 
 def make_plan(
     group: int, head_dim: int, subspaces: int, centroids: int, pooled: bool, strided: bool
-) -> TablePlan:
+) -> TableSizes:
     """Two KV heads, contexts of up to 1500 keys."""
-    return TablePlan(2, group, head_dim, subspaces, centroids, 1500, pooled, strided, shape=SMALL)
+    return TableSizes(2, group, head_dim, subspaces, centroids, 1500, pooled, strided, shape=SMALL)
 
 
-def make_context(plan: TablePlan, keys: int, dtype: torch.dtype) -> TableContext:
+def make_context(plan: TableSizes, keys: int, dtype: torch.dtype) -> TableContext:
     """Random keys and tables, the columns after the last key poisoned with the largest score."""
     heads, width = plan.kv_heads, plan.head_dim // plan.subspaces
     rows = torch.randint(
@@ -38,7 +44,7 @@ def make_context(plan: TablePlan, keys: int, dtype: torch.dtype) -> TableContext
 
 
 def make_sequence(
-    plan: TablePlan, dtype: torch.dtype, keys: int, first: int, end: int, tail: int, keep: int
+    plan: TableSizes, dtype: torch.dtype, keys: int, first: int, end: int, tail: int, keep: int
 ) -> TableSequence:
     """A sequence whose tail's memory holds nan after the last token."""
     rows = torch.randn(plan.kv_heads, tail + 5, 2, plan.head_dim)
@@ -47,13 +53,13 @@ def make_sequence(
     return TableSequence(context, rows.to(dtype).to(DEVICE), first, end, tail, keep)
 
 
-def make_queries(plan: TablePlan, dtype: torch.dtype, size: int) -> Tensor:
+def make_queries(plan: TableSizes, dtype: torch.dtype, size: int) -> Tensor:
     return (3.0 * torch.randn(size, plan.kv_heads, plan.group, plan.head_dim)).to(dtype).to(DEVICE)
 
 
-def poisoned(plan: TablePlan, size: int) -> tuple[Workspace, Tensor]:
+def poisoned(plan: TableSizes, size: int) -> tuple[TableWork, Tensor]:
     """A workspace and counts in which what is not written shows: nan, and counts and ids that no tile can have."""
-    work = Workspace.make(plan, size, DEVICE)
+    work = TableWork.make(plan, size, DEVICE)
     partials = work.partials
     for buffer in (partials.sums_RSGD, partials.peaks_RSG, partials.totals_RSG):
         buffer.fill_(torch.nan)
@@ -72,7 +78,7 @@ def checked_mask(ids_PT: Tensor, counts_P: Tensor, keys: int) -> Tensor:
 
 
 def assert_equals_reference(
-    plan: TablePlan, dtype: torch.dtype, batch: list[TableSequence | None], tolerance: float
+    plan: TableSizes, dtype: torch.dtype, batch: list[TableSequence | None], tolerance: float
 ) -> None:
     """By the kernels a step keeps what the reference keeps, and attends to exactly that."""
     q = make_queries(plan, dtype, len(batch))

@@ -8,16 +8,8 @@ from typing import Annotated
 import typer
 
 from index_store.cli import report
-from index_store.cli.console import (
-    FormatOption,
-    OutputFormat,
-    StoreOption,
-    byte_progress,
-    format_bytes,
-    on_terminal,
-    print_json,
-    print_table,
-)
+from index_store.cli.console import byte_progress, format_bytes, on_terminal, print_json, print_table
+from index_store.cli.options import FormatOption, OutputFormat, StoreOption
 from index_store.errors import SparseKVError
 from index_store.store.catalog import BrokenContext, Store
 from index_store.store.manifest import Manifest

@@ -55,7 +55,7 @@ def code_shape(max_keys: int, subspaces: int, group: int) -> CodeShape:
 
 
 @dataclass(frozen=True, slots=True)
-class CodePlan:
+class CodeSizes:
     """One layer shape: everything that a kernel is compiled for.
 
     max_keys: the longest context of the batch. strided: dimensions of subspace b are those with i mod M = b, otherwise
@@ -143,9 +143,9 @@ class CodeWork:
     counts_RP: Tensor
 
     @classmethod
-    def make(cls, plan: CodePlan, size: int, device: torch.device | str) -> CodeWork:
+    def make(cls, sizes: CodeSizes, size: int, device: torch.device | str) -> CodeWork:
         """Buffers for `size` sequences."""
-        rows, group, shape = size * plan.kv_heads, plan.group, plan.shape
+        rows, group, shape = size * sizes.kv_heads, sizes.group, sizes.shape
         samplers = shape.samplers
 
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -153,15 +153,15 @@ class CodeWork:
 
         i32, f32 = torch.int32, torch.float32
         return cls(
-            tables_ROX=empty(i32, plan.words, plan.subspaces * plan.codewords),
+            tables_ROX=empty(i32, sizes.words, sizes.subspaces * sizes.codewords),
             units_RG=empty(f32, group),
-            sampled_ROX=empty(i32, plan.words, samplers * shape.sample_keys // 2),
+            sampled_ROX=empty(i32, sizes.words, samplers * shape.sample_keys // 2),
             peaks_RSG=empty(f32, samplers, group),
             masses_RSG=empty(f32, samplers, group),
             sampled_RSC=empty(i32, samplers, 2),
             normalisers_RG=empty(f32, group),
             cuts_R=empty(f32),
             arrivals_R=torch.zeros(rows, dtype=i32, device=device),
-            ids_RPK=empty(i32, plan.tiles, shape.tile_keys),
-            counts_RP=empty(i32, plan.tiles),
+            ids_RPK=empty(i32, sizes.tiles, shape.tile_keys),
+            counts_RP=empty(i32, sizes.tiles),
         )

@@ -35,7 +35,7 @@ MAX_KEYS = 2**21
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchShape:
+class TableShape:
     """How the work is cut; results do not depend on it, but for the sample that threshold and normalisers come from.
 
     tile_keys: keys scored by one program, a power of two and a multiple of MINI_KEYS. rows: keys attended at a time.
@@ -62,7 +62,7 @@ class LaunchShape:
         return options | ({"maxnreg": self.registers} if self.registers else {})
 
 
-def launch_shape(max_keys: int, rows: int) -> LaunchShape:
+def table_shape(max_keys: int, rows: int) -> TableShape:
     """A launch shape for contexts of up to max_keys and `rows` sequences times KV heads; best of some on an H200.
 
     Few rows fill the device once, so what counts is the time from the first load to the last store; many rows fill it
@@ -71,7 +71,7 @@ def launch_shape(max_keys: int, rows: int) -> LaunchShape:
     samples = triton.next_power_of_2(max(8, min(16, max_keys // 2**14)))
     samples = min(samples, triton.next_power_of_2(-(-max_keys // SAMPLE_KEYS)))
     if rows > 32:
-        return LaunchShape(
+        return TableShape(
             tile_keys=4096,
             sample_programs=max(1, samples // 2),
             stages=2,
@@ -80,8 +80,8 @@ def launch_shape(max_keys: int, rows: int) -> LaunchShape:
             early_threshold=True,
         )
     if max_keys * rows <= 2**21:
-        return LaunchShape(sample_programs=samples, registers=128)
-    return LaunchShape(
+        return TableShape(sample_programs=samples, registers=128)
+    return TableShape(
         tile_keys=8192,
         rows=64,
         exact_programs=2,
@@ -93,7 +93,7 @@ def launch_shape(max_keys: int, rows: int) -> LaunchShape:
 
 
 @dataclass(frozen=True, slots=True)
-class TablePlan:
+class TableSizes:
     """One layer shape and search: everything that a kernel is compiled for.
 
     max_keys: the longest context of the batch. pooled: one search with the group's mean query, otherwise one per head,
@@ -109,10 +109,10 @@ class TablePlan:
     max_keys: int
     pooled: bool
     strided: bool = True
-    shape: LaunchShape = LaunchShape()
+    shape: TableShape = TableShape()
 
     def __post_init__(self) -> None:
-        reason = unsupported_sizes(self.group, self.head_dim, self.max_keys, self.subspaces, self.centroids)
+        reason = refuse_sizes(self.group, self.head_dim, self.max_keys, self.subspaces, self.centroids)
         if reason is not None:
             raise InvalidArgumentError(reason)
         for label, size, least in (
@@ -155,7 +155,7 @@ class TablePlan:
         return self.tiles + self.shape.exact_programs
 
 
-def unsupported_sizes(group: int, head_dim: int, keys: int, subspaces: int, centroids: int) -> str | None:
+def refuse_sizes(group: int, head_dim: int, keys: int, subspaces: int, centroids: int) -> str | None:
     """Why kernels cannot do tables of these sizes, None when they can."""
     if not 1 <= group <= 8 or head_dim not in (64, 128) or not 1 <= keys <= MAX_KEYS:
         return (
@@ -171,7 +171,7 @@ def unsupported_sizes(group: int, head_dim: int, keys: int, subspaces: int, cent
 
 
 @dataclass(frozen=True, slots=True)
-class Workspace:
+class TableWork:
     """Buffers between the launches of a step, made once per batch size and used by every layer.
 
     rows [B, H, L, J] int32 and weights [B, H, L, J/4] int32: where the picked table rows begin, in blocks of MINI_KEYS
@@ -198,27 +198,27 @@ class Workspace:
     partials: Partials
 
     @classmethod
-    def make(cls, plan: TablePlan, size: int, device: torch.device) -> Workspace:
+    def make(cls, sizes: TableSizes, size: int, device: torch.device) -> TableWork:
         """Buffers for `size` sequences."""
-        heads, queries, tiles, tile = plan.kv_heads, plan.queries, plan.tiles, plan.shape.tile_keys
+        heads, queries, tiles, tile = sizes.kv_heads, sizes.queries, sizes.tiles, sizes.shape.tile_keys
 
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty(size, heads, *shape, dtype=dtype, device=device)
 
         i32, f32 = torch.int32, torch.float32
         return cls(
-            rows=empty(i32, queries, plan.picks),
-            weights=empty(i32, queries, plan.picks // 4),
+            rows=empty(i32, queries, sizes.picks),
+            weights=empty(i32, queries, sizes.picks // 4),
             units=empty(f32, queries, 2),
-            logits=empty(i32, queries, 0 if plan.pooled else tiles, tile // 4),
+            logits=empty(i32, queries, 0 if sizes.pooled else tiles, tile // 4),
             peaks=empty(f32, queries, tiles),
             masses=empty(f32, queries, tiles),
-            histograms=empty(i32, plan.samplers, BINS),
+            histograms=empty(i32, sizes.samplers, BINS),
             arrivals=torch.zeros(size, heads, dtype=i32, device=device),
             normalisers=empty(f32, queries),
             limits=empty(f32),
             ids=empty(i32, tiles, tile),
-            partials=Partials.allocate(size * heads, plan.programs, plan.group, plan.head_dim, device),
+            partials=Partials.allocate(size * heads, sizes.programs, sizes.group, sizes.head_dim, device),
         )
 
     def counts(self) -> Tensor:

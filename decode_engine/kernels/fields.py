@@ -1,0 +1,79 @@
+"""Records as kernels read them: the fields of `records`, and functions that load what they say.
+
+Addresses are in bytes and become pointers here, so that every kernel says the same about how they are aligned.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from decode_engine.kernels import records
+
+KV = tl.constexpr(records.KV)
+TAIL = tl.constexpr(records.TAIL)
+KEYS = tl.constexpr(records.KEYS)
+FIRST = tl.constexpr(records.FIRST)
+END = tl.constexpr(records.END)
+TAIL_KEYS = tl.constexpr(records.TAIL_KEYS)
+KEEP = tl.constexpr(records.KEEP)
+STEP = tl.constexpr(records.STEP)
+TABLES = tl.constexpr(records.TABLES)
+TABLE_ROW = tl.constexpr(records.TABLE_ROW)
+CENTROIDS = tl.constexpr(records.CENTROIDS)
+SCALES = tl.constexpr(records.SCALES)
+CODES = tl.constexpr(records.CODES)
+CODEBOOKS = tl.constexpr(records.CODEBOOKS)
+MEANS = tl.constexpr(records.MEANS)
+VALUE_MEANS = tl.constexpr(records.VALUE_MEANS)
+SIZES = tl.constexpr(records.SIZES)
+OFFSETS = tl.constexpr(records.OFFSETS)
+MEMBERS = tl.constexpr(records.MEMBERS)
+ASSIGNMENT = tl.constexpr(records.ASSIGNMENT)
+VARIANCES = tl.constexpr(records.VARIANCES)
+CLUSTERS = tl.constexpr(records.CLUSTERS)
+UNCLUSTERED = tl.constexpr(records.UNCLUSTERED)
+SLOTS = tl.constexpr(records.SLOTS)
+TAGS = tl.constexpr(records.TAGS)
+STAMPS = tl.constexpr(records.STAMPS)
+TALLIES = tl.constexpr(records.TALLIES)
+SETS = tl.constexpr(records.SETS)
+_FIELDS = tl.constexpr(records.RECORD_FIELDS)
+
+
+@triton.jit
+def field(records_ptr: tl.tensor, b: tl.tensor, index: tl.constexpr) -> tl.tensor:
+    """One int64 of a sequence's record."""
+    return tl.load(records_ptr + b * _FIELDS + index)
+
+
+@triton.jit
+def row_of(
+    place: tl.tensor, HEADS: tl.constexpr, FIRST_HEAD: tl.constexpr, SOME_HEADS: tl.constexpr
+) -> tl.tensor:
+    """The place-th row (sequence x KV head) of those whose heads are FIRST_HEAD .. FIRST_HEAD + SOME_HEADS - 1."""
+    return place // SOME_HEADS * HEADS + FIRST_HEAD + place % SOME_HEADS
+
+
+@triton.jit
+def searched_keys(records_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """First key that is searched, and the end of these; both int32."""
+    return field(records_ptr, b, FIRST).to(tl.int32), field(records_ptr, b, END).to(tl.int32)
+
+
+@triton.jit
+def aligned_pointer(
+    records_ptr: tl.tensor, b: tl.tensor, offset: tl.tensor, ADDRESS: tl.constexpr, ELEMENT: tl.constexpr
+) -> tl.tensor:
+    """Pointer to what lies `offset` elements behind an address of the record that is a multiple of 16."""
+    # The hint belongs here: on what a function returns it is lost, and words would be loaded one by one.
+    return tl.multiple_of(field(records_ptr, b, ADDRESS).to(tl.pointer_type(ELEMENT)), 16) + offset
+
+
+@triton.jit
+def head_rows(
+    records_ptr: tl.tensor, b: tl.tensor, head: tl.tensor, ADDRESS: tl.constexpr, ELEMENT: tl.constexpr
+) -> tl.tensor:
+    """Pointer to a KV head's keys and values; the field of its stride follows that of the address."""
+    address = field(records_ptr, b, ADDRESS) + head * field(records_ptr, b, ADDRESS + 1)
+    return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), 16)
