@@ -11,12 +11,14 @@ from torch import Tensor
 
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
-from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, QuerySample, Scalar
+from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import METHODS, Method, get_method
 from index_store.selection.budgets import Ratio, Threshold
 from index_store.selection.mass import Mass
+from index_store.store.json_fields import Scalar
+from index_store.store.stored_context import QuerySample
 
 ALL_METHODS: Mapping[str, Method] = MappingProxyType(
     {name: method for name, method in METHODS.items() if method.sparse}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from index_store.indexes.interface.layer_index import LayerSource, QuerySample
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.selection.budgets import Step
+from index_store.store.stored_context import QuerySample
 
 
 def source(keys_HND: Tensor, queries: QuerySample, values_HND: Tensor | None = None) -> LayerSource:

@@ -11,11 +11,12 @@ import google_crc32c
 import torch
 from torch import Tensor
 
-from index_store.indexes.interface.layer_index import LayerIndex, Scalar
+from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.selection.threshold_curve import KEEP_GRID
 from index_store.store.catalog import Store
 from index_store.store.context_id import context_id
 from index_store.store.dtypes import STORED_DTYPES, dtype_name
+from index_store.store.json_fields import Scalar
 from index_store.store.manifest import (
     ArrayEntry,
     IndexEntry,

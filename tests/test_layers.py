@@ -102,7 +102,7 @@ PLACES = {
     "grpc_health": GRPC_PLACES,
     "grpc_reflection": GRPC_PLACES,
     "zarr": ("index_store/store/zarr_io.py",),
-    "faiss": ("index_store/kmeans/clustering.py",),
+    "faiss": ("index_store/kmeans/kmeans.py",),
     "transformers": (
         "index_store/models/loading.py",
         "index_store/models/tokenizer.py",

@@ -17,7 +17,7 @@ from decode_engine.layers.host_rows import copy_rows
 from decode_engine.layers.partial_attention import attend_shared
 from decode_engine.layers.tail import Tail
 from index_store.selection.attention_state import AttentionState
-from index_store.selection.clusters import Piece
+from index_store.selection.clustered_keys import ScoredClusters
 from index_store.selection.remainders import ExactKeys
 
 
@@ -54,7 +54,7 @@ class ExactPart:
         self._figures.count_exact(available - skipped, available)
 
     def elsewhere(
-        self, q_HTGD: Tensor, search_end: int, held: int, pieces: Sequence[Piece]
+        self, q_HTGD: Tensor, search_end: int, held: int, pieces: Sequence[ScoredClusters]
     ) -> ExactKeys | None:
         """Keys outside of the searched range that are in the pieces' clusters; None when there are none.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from decode_engine.layers.figures import Figures
 from index_store.methods.schedules import Schedule
 from index_store.selection.budgets import Selection
-from index_store.selection.clusters import Piece
+from index_store.selection.clustered_keys import ScoredClusters
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Choice:
     q_HTGD: Tensor
     made_at: int
     search_end: int
-    pieces: Sequence[Piece] | None
+    pieces: Sequence[ScoredClusters] | None
 
 
 Search = Callable[[Tensor, int], Choice]

@@ -17,7 +17,7 @@ from decode_engine.layers.host_rows import pick_rows
 from decode_engine.layers.partial_attention import attend_logits
 from index_store.selection.attention_state import AttentionState
 from index_store.selection.budgets import Selection
-from index_store.selection.clusters import Clusters, Piece
+from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.selection.remainders import ExactKeys, Remainder
 
 GATHER_BYTES = 16 * 2**20
@@ -95,7 +95,7 @@ class LeftOut:
     """
 
     remainder: Remainder
-    pieces: Sequence[Piece]
+    pieces: Sequence[ScoredClusters]
     elsewhere: ExactKeys | None
 
 
@@ -153,13 +153,13 @@ class _Block:
             return tensor[self.heads]
         return tensor[self.heads, self.positions]
 
-    def of_piece(self, piece: Piece) -> Piece:
+    def of_piece(self, piece: ScoredClusters) -> ScoredClusters:
         def some(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor[self.heads]
 
         clusters = piece.clusters
         if self.heads.start != 0 or self.heads.stop < len(clusters.counts_HC):
-            clusters = Clusters(
+            clusters = ClusteredKeys(
                 clusters.counts_HC[self.heads],
                 clusters.means_HCD[self.heads],
                 clusters.value_sums_HCD[self.heads],
@@ -169,7 +169,7 @@ class _Block:
                 some(clusters.covariances_HCDD),
                 some(clusters.parents_HC),
             )
-        return Piece(clusters, self.of(piece.logits_HTGC), self.of(piece.queries_HTGD))
+        return ScoredClusters(clusters, self.of(piece.logits_HTGC), self.of(piece.queries_HTGD))
 
     def of_keys(self, keys: ExactKeys) -> ExactKeys:
         return ExactKeys(

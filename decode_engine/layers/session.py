@@ -86,7 +86,7 @@ class Session:
         """The layers; their tails know how many tokens they hold."""
         if self._advanced_to is not None:
             for layer in self._layers:
-                layer.tail.length = self._advanced_to
+                layer.tail.count = self._advanced_to
             self._advanced_to = None
         return self._layers
 

@@ -36,7 +36,7 @@ from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex
 from index_store.methods.method import Method
 from index_store.selection.attention_state import AttentionState
 from index_store.selection.budgets import Selection, Step
-from index_store.selection.clusters import Piece
+from index_store.selection.clustered_keys import ScoredClusters
 from index_store.selection.ranking import Ranking
 from index_store.selection.remainders import ExactKeys
 
@@ -309,12 +309,16 @@ class SparseLayer:
         self._figures.search_ns += perf_counter_ns() - begin
         return Choice(selection, q_HTGD, position, search_end, ranking.pieces)
 
-    def _elsewhere(self, q_HTGD: Tensor, search_end: int, pieces: Sequence[Piece]) -> ExactKeys | None:
+    def _elsewhere(
+        self, q_HTGD: Tensor, search_end: int, pieces: Sequence[ScoredClusters]
+    ) -> ExactKeys | None:
         appended = self._appended.get(self._indexes[-1])
         held = self._kv_HN2D.shape[1] + (appended.count if appended else 0)
         return self._always.elsewhere(q_HTGD, search_end, held, pieces)
 
-    def _pieces(self, q_HTGD: Tensor, position: int, scored: Sequence[Piece] | None) -> Sequence[Piece]:
+    def _pieces(
+        self, q_HTGD: Tensor, position: int, scored: Sequence[ScoredClusters] | None
+    ) -> Sequence[ScoredClusters]:
         """The clusters that the remainder is computed over, scored; none when it is dropped.
 
         scored: those of the searched index, where the search has scored them with these queries.

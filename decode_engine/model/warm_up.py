@@ -14,7 +14,7 @@ import torch
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.model.runner import ModelRunner
 from index_store.errors import InvalidArgumentError, SparseKVError
-from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, QuerySample
+from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.placement import HOST_SEARCHED, Placement
 from index_store.memory.resident import ResidentContext
@@ -31,6 +31,7 @@ from index_store.store.manifest import (
     kv_entry,
     tokens_entry,
 )
+from index_store.store.stored_context import QuerySample
 
 _TOKENS = 512
 _DECODE_STEPS = 2

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from index_store.indexes.exact import ExactIndex
+from index_store.indexes.exact_index import ExactIndex
 from index_store.indexes.interface.layer_index import LayerIndex
+from index_store.indexes.key_clusters.cluster_tree import ClusterTree
 from index_store.indexes.key_clusters.index import KeyClusters
-from index_store.indexes.key_clusters.tree import ClusterTree
-from index_store.indexes.pages import Pages
+from index_store.indexes.key_pages import Pages
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.query_tables.index import QueryTables
 

@@ -119,31 +119,6 @@ def choose_placement(
     )
 
 
-def resident_bytes(manifest: Manifest, device: torch.device | None = None) -> int:
-    """Bytes that a context takes where it is in one memory only."""
-    return placed_bytes(manifest, device).total
-
-
-def load_context(
-    context: Context,
-    locker: PageLocker | None = None,
-    kinds: IndexKinds | None = None,
-    device: torch.device | None = None,
-    placement: Placement = Placement.DEVICE,
-) -> LoadedContext:
-    """Reads every array into memory. Takes what `start_loading` takes, and returns when all is there.
-
-    Raises the matching ContextCorruptError, or MemoryBudgetError; nothing is kept then.
-    """
-    loaded = start_loading(context, locker, kinds, device, placement)
-    try:
-        loaded.wait()
-    except BaseException:
-        loaded.release()
-        raise
-    return loaded
-
-
 def start_loading(
     context: Context,
     locker: PageLocker | None = None,

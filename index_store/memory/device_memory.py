@@ -34,12 +34,6 @@ def device_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape[:-1]).numel() * row_length(shape, dtype) * dtype.itemsize
 
 
-def copy_padded(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A copy of an array [H, ...] as it lies in device memory."""
-    block = DeviceBlock(device_bytes(tuple(tensor.shape), tensor.dtype), device)
-    return block.take(tuple(tensor.shape), tensor.dtype).copy_(tensor)
-
-
 class DeviceBlock:
     """One contiguous range of device memory, cut into tensors from its front, with padded rows (see above)."""
 

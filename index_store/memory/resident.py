@@ -156,11 +156,6 @@ class ResidentContext:
         return self._device
 
     @property
-    def kv_device(self) -> torch.device:
-        """Where keys and values are."""
-        return self._device if self.placement is Placement.DEVICE else torch.device("cpu")
-
-    @property
     def first_layer_ns(self) -> int:
         """Nanoseconds that loading took until the first layer was there; 0 before, and where nothing was loaded."""
         return 0 if self._gate is None else self._gate.first_layer_ns

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from index_store.errors import MethodUnsupportedError
-from index_store.indexes.interface.layer_index import Scalar
 from index_store.methods.schedules import Schedule
+from index_store.store.json_fields import Scalar
 
 EXPRESSION_HELP = "PRESET[+REMAINDER][@period=P|@lag|@ahead][@correct=COSINE][@OPTION=VALUE]"
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import Scalar
 from index_store.indexes.registry import INDEX_KINDS
+from index_store.store.json_fields import Scalar
 
 
 def _nothing() -> Mapping[str, Scalar]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
-from index_store.indexes.interface.layer_index import Scalar
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.expressions import EXPRESSION_HELP, read_expression
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
@@ -20,6 +19,7 @@ from index_store.selection.budgets import Budget, Ratio, Threshold, TokenCount
 from index_store.selection.mass import Mass
 from index_store.selection.remainders import MOMENTS, REMAINDERS, Dropped, Monopole, Remainder
 from index_store.selection.threshold_curve import ThresholdCurve
+from index_store.store.json_fields import Scalar
 from index_store.store.manifest import IndexEntry, Manifest
 
 

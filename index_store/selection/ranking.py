@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.selection.clusters import Piece
+from index_store.selection.clustered_keys import ScoredClusters
 
 GROUP_RULES = ("average", "max", "union")
 """How a KV head's selection follows from those of its query heads: by the average or the largest of their estimated
@@ -65,7 +65,7 @@ class Ranking:
         self,
         logits_HTGM: Tensor,
         items: Items,
-        pieces: Sequence[Piece] = (),
+        pieces: Sequence[ScoredClusters] = (),
         vectors_read: float = 0.0,
         bytes_read: float = 0.0,
     ) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from index_store.selection.attention_state import AttentionState
 from index_store.selection.cluster_sums_numba import cluster_sums
-from index_store.selection.clusters import Clusters, Piece
+from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Remainder(ABC):
     """What the clusters must hold: `none`, `diagonal` (variances) or `full` (covariances of values and keys)."""
 
     @abstractmethod
-    def state(self, pieces: Sequence[Piece], exact: Sequence[ExactKeys]) -> AttentionState | None:
+    def state(self, pieces: Sequence[ScoredClusters], exact: Sequence[ExactKeys]) -> AttentionState | None:
         """Approximate attention to every key of the pieces that is not among the exact ones.
 
         out [H, T, G, d], lse [H, T, G]. None when nothing is approximated at all.
@@ -77,21 +77,21 @@ class Dropped(Remainder):
     name = "dropped"
     summary = "Keys that were not selected are left out."
 
-    def state(self, pieces: Sequence[Piece], exact: Sequence[ExactKeys]) -> AttentionState | None:
+    def state(self, pieces: Sequence[ScoredClusters], exact: Sequence[ExactKeys]) -> AttentionState | None:
         return None
 
 
 class ClusterRemainder(Remainder):
     """Every key that is left in a cluster gets the same weight."""
 
-    def state(self, pieces: Sequence[Piece], exact: Sequence[ExactKeys]) -> AttentionState | None:
+    def state(self, pieces: Sequence[ScoredClusters], exact: Sequence[ExactKeys]) -> AttentionState | None:
         state: AttentionState | None = None
         for piece in pieces:
             part = self._piece_state(piece, exact)
             state = part if state is None else state.merge(part)
         return state
 
-    def _piece_state(self, piece: Piece, exact: Sequence[ExactKeys]) -> AttentionState:
+    def _piece_state(self, piece: ScoredClusters, exact: Sequence[ExactKeys]) -> AttentionState:
         clusters = piece.clusters
         left = _take_out(piece, exact)
         logits = self.mean_logits(piece, left)
@@ -115,14 +115,14 @@ class ClusterRemainder(Remainder):
         return AttentionState(out.masked_fill_(empty.unsqueeze(-1), 0.0), lse)
 
     @abstractmethod
-    def mean_logits(self, piece: Piece, left: _Left) -> Tensor:
+    def mean_logits(self, piece: ScoredClusters, left: _Left) -> Tensor:
         """A new tensor [H, T, G, C]: mean logit of the keys left in a cluster; may be anything where none is left."""
 
-    def _variances(self, clusters: Clusters) -> Tensor | None:
+    def _variances(self, clusters: ClusteredKeys) -> Tensor | None:
         """What spreads the logits of a cluster around their mean; None where that does not count."""
         return None
 
-    def _pull(self, piece: Piece, left: _Left, weights_HTGC: Tensor) -> Tensor | float:
+    def _pull(self, piece: ScoredClusters, left: _Left, weights_HTGC: Tensor) -> Tensor | float:
         """What is added to the numerator, sum over clusters of w_c V_c: [H, T, G, d]."""
         return 0.0
 
@@ -133,7 +133,7 @@ class Monopole(ClusterRemainder):
     name = "monopole"
     summary = "Keys that were not selected count as the mean key of their cluster."
 
-    def mean_logits(self, piece: Piece, left: _Left) -> Tensor:
+    def mean_logits(self, piece: ScoredClusters, left: _Left) -> Tensor:
         return piece.logits_HTGC.clone()
 
 
@@ -149,13 +149,13 @@ class Centred(ClusterRemainder):
     summary = "Clusters stand for what was not selected: exact mean logit, variance to second order."
     moments = "diagonal"
 
-    def mean_logits(self, piece: Piece, left: _Left) -> Tensor:
+    def mean_logits(self, piece: ScoredClusters, left: _Left) -> Tensor:
         # 0 * -inf would be nan where a piece does not stand for a cluster; such a low logit has no weight either.
         mean = piece.logits_HTGC.clamp(min=torch.finfo(torch.float32).min / 1e6)
         mean.mul_(piece.clusters.counts_HC[:, None, None]).sub_(left.logit_sums_HTGC)
         return mean.div_(left.counts_HTC[:, :, None].clamp(min=1.0))
 
-    def _variances(self, clusters: Clusters) -> Tensor | None:
+    def _variances(self, clusters: ClusteredKeys) -> Tensor | None:
         if clusters.variances_HCD is None:
             raise ValueError("the centred remainder needs clusters with variances")
         return clusters.variances_HCD
@@ -171,7 +171,7 @@ class Dipole(Centred):
     summary = "Centred, with the covariance of values and keys: d x d numbers per cluster."
     moments = "full"
 
-    def _pull(self, piece: Piece, left: _Left, weights_HTGC: Tensor) -> Tensor:
+    def _pull(self, piece: ScoredClusters, left: _Left, weights_HTGC: Tensor) -> Tensor:
         clusters = piece.clusters
         if clusters.covariances_HCDD is None:
             raise ValueError("the dipole remainder needs clusters with covariances")
@@ -191,9 +191,9 @@ MOMENTS = ("none", "diagonal", "full")
 """Moments that clusters may hold besides means and sums, each including those before it."""
 
 
-def _take_out(piece: Piece, exact: Sequence[ExactKeys]) -> _Left:
+def _take_out(piece: ScoredClusters, exact: Sequence[ExactKeys]) -> _Left:
     """Counts and logits of the exact keys, cluster by cluster."""
-    clusters: Clusters = piece.clusters
+    clusters: ClusteredKeys = piece.clusters
     heads, positions, group, count = piece.logits_HTGC.shape
     removed = piece.logits_HTGC.new_zeros(heads, positions, count)
     logit_sums = piece.logits_HTGC.new_zeros(heads, positions, group, count)

@@ -5,6 +5,7 @@ Shape legend: H KV heads, N tokens of the context, d head dim.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,9 +18,21 @@ from index_store.errors import (
     InvalidArgumentError,
     MissingChunkError,
 )
-from index_store.indexes.interface.layer_index import QuerySample
 from index_store.store.manifest import ArrayEntry, Manifest
 from index_store.store.zarr_io import Pieces, map_chunk, read_chunk_into, read_chunk_pieces
+
+
+@dataclass(frozen=True, slots=True)
+class QuerySample:
+    """Queries of one layer kept for building indexes: a bounded, seeded sample of the context's own queries.
+
+    queries_HPGD: [H, P, G, d] float32, after RoPE, not scaled by 1/sqrt(d).
+    positions_P: [P] int64, the token position of each sampled row, ascending. Rows of calibration prompts have
+        positions >= the context's token count.
+    """
+
+    queries_HPGD: Tensor
+    positions_P: Tensor
 
 
 class Context:

@@ -45,11 +45,12 @@ from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.sparse_layer import LayerSearch, Observation, SparseLayer
 from index_store.errors import SparseKVError
-from index_store.indexes.interface.layer_index import LayerSource, QuerySample
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method, get_method
+from index_store.store.stored_context import QuerySample
 
 BARS = {32768: 3.0, 131072: 6.0}
 WARM_UP = 3

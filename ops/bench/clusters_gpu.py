@@ -67,7 +67,8 @@ from decode_engine.kernels.tables.table_context import TableContext, padded_rows
 from decode_engine.steps.attention.cluster_steps import ClusterSteps
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
-from index_store.indexes.key_clusters.build_triton import build_device_clusters, divide_keys
+from index_store.indexes.key_clusters.build import divide_keys
+from index_store.indexes.key_clusters.build_triton import build_device_clusters
 from index_store.indexes.query_tables.build_triton import build_device_tables
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method, get_method

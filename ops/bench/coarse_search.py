@@ -40,11 +40,12 @@ from torch import Tensor
 
 from decode_engine.evaluation.comparison.machine import describe_machine
 from decode_engine.evaluation.tasks import make_document, parse_length, source_text
-from index_store.indexes.interface.layer_index import LayerSource, QuerySample
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.query_tables.search_numba import TILE, add_rows
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.models.loading import load_model, load_tokenizer, resolve_model
+from index_store.store.stored_context import QuerySample
 from prefill_worker.reading.capture import Capture, plan_sample, register_attention
 from prefill_worker.reading.prefill import run_context
 

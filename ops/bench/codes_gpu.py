@@ -51,12 +51,13 @@ from decode_engine.kernels.codes.sizes import CodeShape
 from decode_engine.steps.attention.code_steps import CodeSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
-from index_store.indexes.interface.layer_index import LayerSource, QuerySample
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.methods.method import METHODS, Method
 from index_store.selection.budgets import Ratio
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.manifest import ModelIdentity
+from index_store.store.stored_context import QuerySample
 
 KV_HEADS, GROUP, HEAD_DIM, DTYPE = 8, 4, 128, torch.bfloat16
 SUBSPACES, CODEWORDS = 8, 256

@@ -14,7 +14,8 @@ import torch
 from gpu_timing import event_ms
 from torch import Tensor
 
-from index_store.indexes.key_clusters.build_triton import build_device_clusters, divide_keys
+from index_store.indexes.key_clusters.build import divide_keys
+from index_store.indexes.key_clusters.build_triton import build_device_clusters
 from index_store.indexes.query_tables.build_triton import build_device_tables
 
 KV_HEADS, GROUP, HEAD_DIM, DTYPE = 8, 4, 128, torch.bfloat16

@@ -43,7 +43,7 @@ from decode_engine.layers.sparse_layer import Observation, SparseLayer
 from decode_engine.model.runner import ModelRunner
 from index_store.errors import SparseKVError
 from index_store.memory.arena import Arena
-from index_store.memory.context_loading import resident_bytes
+from index_store.memory.context_loading import placed_bytes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import get_method
 from index_store.models.loading import resolve_model
@@ -253,7 +253,7 @@ def main(
         runner = ModelRunner(resolve_model(model))
         id_, first = prefill(runner, model, names, parse_length(context_length), out)
         store = Store(out / "store")
-        with Arena(resident_bytes(store.manifest(id_))).acquire(store, id_) as context:
+        with Arena(placed_bytes(store.manifest(id_))).acquire(store, id_) as context:
             for name in names:
                 base = {"method": name, "keep": keep, "context": context.manifest.token_count}
                 stretches: list[Stretch] = []

@@ -24,10 +24,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from decode_engine.evaluation.tasks import make_document, source_text
-from index_store.indexes.interface.layer_index import LayerSource, QuerySample
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.models.loading import load_model, load_tokenizer, resolve_model
+from index_store.store.stored_context import QuerySample
 from prefill_worker.muse.attention import muse_attention
 from prefill_worker.muse.backend import EAGER, backend_for
 from prefill_worker.muse.kernels.reference import attend_reference

@@ -42,7 +42,7 @@ from decode_engine.model.runner import ModelRunner
 from decode_engine.steps.layer_ahead import predicted_queries
 from index_store.errors import SparseKVError
 from index_store.memory.arena import Arena
-from index_store.memory.context_loading import resident_bytes
+from index_store.memory.context_loading import placed_bytes
 from index_store.memory.placement import slots_per_head
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import get_method
@@ -176,7 +176,7 @@ def main(
         runner = ModelRunner(resolve_model(model))
         id_, first = prefill(runner, model, [method], parse_length(context_length), out)
         store = Store(out / "store")
-        with Arena(resident_bytes(store.manifest(id_))).acquire(store, id_) as context:
+        with Arena(placed_bytes(store.manifest(id_))).acquire(store, id_) as context:
             for share in (float(part) for part in keep.split(",")):
                 row: dict[str, Any] = {
                     "method": method,

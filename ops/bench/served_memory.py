@@ -9,9 +9,6 @@ import torch
 
 from decode_engine.engine.session_memory import session_bytes
 from decode_engine.kernels.clusters.device_clusters import DeviceClusters
-from decode_engine.layers.session import fit_method
-=======
-from decode_engine.kernels.clusters.cluster_tables import DeviceClusters
 from decode_engine.steps.attention.host_steps import HostSteps
 from decode_engine.steps.attention.registry import step_attention_for
 from decode_engine.steps.stepper import MAX_ROWS

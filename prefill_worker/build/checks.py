@@ -11,7 +11,8 @@ from torch import Tensor
 from index_store.store.dtypes import dtype_name
 from index_store.errors import InvalidArgumentError
 from index_store.methods.index_specs import IndexSpec
-from index_store.indexes.interface.layer_index import (LayerSource, QuerySample, all_finite)
+from index_store.indexes.interface.layer_index import LayerSource, all_finite
+from index_store.store.stored_context import QuerySample
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.store.manifest import ModelIdentity
 from prefill_worker.reading.capture import Capture

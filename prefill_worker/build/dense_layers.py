@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from index_store.indexes.interface.layer_index import QuerySample
+from index_store.store.stored_context import QuerySample
 
 JUDGED_QUERIES = 48
 """Queries a layer is judged by, spread over the later half of the sample."""

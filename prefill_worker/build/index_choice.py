@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from index_store.errors import InvalidArgumentError
 from index_store.methods.index_specs import (INDEX_SPECS, IndexSpec)
-from index_store.indexes.interface.layer_index import Scalar
+from index_store.store.json_fields import Scalar
 from index_store.methods.method import (METHODS, Method, get_method)
 from prefill_worker.config import PrefillConfig
 

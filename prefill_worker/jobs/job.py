@@ -18,7 +18,6 @@ from index_store.errors import (
     InvalidArgumentError,
     StoreFullError,
 )
-from index_store.indexes.interface.layer_index import Scalar
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.models.loading import (
     ModelFolder,
@@ -32,6 +31,7 @@ from index_store.models.loading import (
 from index_store.store.catalog import Store, utc_now
 from index_store.store.context_id import context_id
 from index_store.store.dtypes import dtype_name, stored_dtype
+from index_store.store.json_fields import Scalar
 from index_store.store.manifest import ArrayEntry, Manifest, ModelIdentity, kv_entry
 from index_store.store.writer import ContextWriter
 from prefill_worker.build import dense_layers as rule

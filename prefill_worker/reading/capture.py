@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from index_store.indexes.interface.layer_index import ClusterStarts, QuerySample
+from index_store.indexes.interface.layer_index import ClusterStarts
 from index_store.selection.calibration import CALIBRATION_QUERIES
 from index_store.store.manifest import ModelIdentity
+from index_store.store.stored_context import QuerySample
 from prefill_worker.muse.ranges import RangeAttention
 from prefill_worker.reading.causal_attention import attend_causally
 from prefill_worker.reading.kept_layers import DeviceLayers, HostLayers, KeptLayers

@@ -90,7 +90,7 @@ def _in_bytes(variances_HCD: Tensor) -> Tensor:
 
 
 def most_clusters(max_keys: int, keys_per_cluster: int, block: int) -> int:
-    """Clusters per head of contexts of up to max_keys, as `cluster_building.divide` makes them."""
+    """Clusters per head of contexts of up to max_keys, as `divide_keys` makes them."""
     whole = -(-max_keys // keys_per_cluster)
     # A block of another size may end in a cluster that is not full.
     return whole + (max_keys // block + 1 if block % keys_per_cluster else 0) if block else whole

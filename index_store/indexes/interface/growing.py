@@ -5,13 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from index_store.errors import InvalidArgumentError
+
 _SMALLEST = 64
 
 
 class GrowingRows:
-    """Rows [H, n, ...] at the start of a buffer whose capacity doubles when it is full.
+    """Rows [H, n, ...] at the start of a buffer that grows by doubling, so that room depends on n alone.
 
-    limit: rows that there will be at most, when that is known; a buffer never grows beyond it.
+    room: rows that there is room for from the beginning. limit: rows that there will be at most, when that is known;
+    a buffer never grows beyond it.
+    count: n. Whoever writes rows into the buffer himself makes room for them before, and sets it after.
     """
 
     def __init__(
@@ -19,21 +23,23 @@ class GrowingRows:
         heads: int,
         *row: int,
         dtype: torch.dtype = torch.float32,
+        room: int = 0,
         limit: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.buffer = torch.empty(heads, 0, *row, dtype=dtype, device=device)
-        self._count = 0
+        self.buffer = torch.empty(heads, room, *row, dtype=dtype, device=device)
+        self.count = 0
         self._limit = limit
 
     @property
     def rows(self) -> Tensor:
         """View of the rows, [H, n, ...]: writing rows changes it, growing detaches it."""
-        return self.buffer[:, : self._count]
+        return self.buffer[:, : self.count]
 
     @property
-    def count(self) -> int:
-        return self._count
+    def capacity(self) -> int:
+        """Rows that there is room for."""
+        return self.buffer.shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -42,18 +48,29 @@ class GrowingRows:
 
     def append(self, rows: Tensor) -> None:
         """Adds rows [H, k, ...] behind the last one."""
-        self.write(self._count, rows)
+        self.put(self.count, rows)
 
-    def write(self, start: int, rows: Tensor) -> None:
-        """Puts rows [H, k, ...] at start..start+k-1; what stood from there on is gone. `start` is at most n."""
+    def put(self, start: int, rows: Tensor) -> None:
+        """Puts rows [H, k, ...] at start..start+k-1; what stood from there on is gone.
+
+        Raises InvalidArgumentError when rows before `start` are missing.
+        """
+        if start > self.count:
+            raise InvalidArgumentError(f"rows {self.count}..{start - 1} were never written")
         end = start + rows.shape[1]
-        capacity = self.buffer.shape[1]
-        if end > capacity:
-            wanted = max(_SMALLEST, 2 * capacity)
-            if self._limit is not None:
-                wanted = min(wanted, self._limit)
-            grown = self.buffer.new_empty(self.buffer.shape[0], max(wanted, end), *self.buffer.shape[2:])
-            grown[:, :start] = self.buffer[:, :start]
-            self.buffer = grown
+        self.reserve(end)
         self.buffer[:, start:end] = rows
-        self._count = end
+        self.count = end
+
+    def reserve(self, count: int) -> None:
+        """Makes room for `count` rows; those written so far may move."""
+        if count <= self.capacity:
+            return
+        capacity = max(_SMALLEST, self.capacity)
+        while capacity < count:
+            capacity *= 2
+        if self._limit is not None:
+            capacity = max(count, min(capacity, self._limit))
+        grown = self.buffer.new_empty(self.buffer.shape[0], capacity, *self.buffer.shape[2:])
+        grown[:, : self.count] = self.rows
+        self.buffer = grown

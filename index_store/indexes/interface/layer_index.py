@@ -9,29 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from functools import cached_property
+from typing import ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
-from index_store.selection.clusters import Piece
+from index_store.indexes.interface.parameters import Parameters
+from index_store.selection.clustered_keys import ScoredClusters
 from index_store.selection.ranking import Ranking
-
-Scalar = str | int | float | bool
-
-
-@dataclass(frozen=True, slots=True)
-class QuerySample:
-    """Queries of one layer kept for building indexes: a bounded, seeded sample of the context's own queries.
-
-    queries_HPGD: [H, P, G, d] float32, after RoPE, not scaled by 1/sqrt(d).
-    positions_P: [P] int64, the token position of each sampled row, ascending. Rows of calibration prompts have
-        positions >= the context's token count.
-    """
-
-    queries_HPGD: Tensor
-    positions_P: Tensor
+from index_store.store.json_fields import Scalar
+from index_store.store.stored_context import QuerySample
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +62,31 @@ class LayerSource:
 
 
 class AppendedKeys(ABC):
-    """Session-private extension of a shared index by keys that arrived while decoding. Never touches the index."""
+    """Session-private extension of a shared index by keys that arrived while decoding. Never touches the index.
 
-    @abstractmethod
+    count: number of appended keys.
+    """
+
+    def __init__(self, heads: int, head_dim: int) -> None:
+        self.count = 0
+        self._heads, self._head_dim = heads, head_dim
+
     def append(self, kv_HT2D: Tensor) -> None:
-        """Adds T keys and values [H, T, 2, d] (any float dtype, after RoPE); ids continue those already present."""
+        """Adds T keys and values [H, T, 2, d] (any float dtype, after RoPE); ids continue those already present.
 
-    @property
+        Raises InvalidArgumentError for another shape.
+        """
+        heads, head_dim = self._heads, self._head_dim
+        if kv_HT2D.dim() != 4 or kv_HT2D.shape[::2] != (heads, 2) or kv_HT2D.shape[3] != head_dim:
+            raise InvalidArgumentError(
+                f"appended keys and values are {tuple(kv_HT2D.shape)}, expected [{heads}, T, 2, {head_dim}]"
+            )
+        self._extend(kv_HT2D)
+        self.count += kv_HT2D.shape[1]
+
     @abstractmethod
-    def count(self) -> int:
-        """Number of appended keys."""
+    def _extend(self, kv_HT2D: Tensor) -> None:
+        """Does what `append` promises for keys of the right shape; `count` is still that of the keys before them."""
 
     @property
     @abstractmethod
@@ -90,18 +94,38 @@ class AppendedKeys(ABC):
         """Host memory held, in bytes."""
 
 
+Own = TypeVar("Own", bound=AppendedKeys)
+
+
 class LayerIndex(ABC):
-    """The index of one layer: all KV heads, immutable, shared by every session of the context."""
+    """The index of one layer: all KV heads, immutable, shared by every session of the context.
+
+    key_count: keys of the context, N.
+    """
 
     kind: ClassVar[str]
+
+    parameters_type: ClassVar[type[Parameters]]
+    search_type: ClassVar[type[Parameters] | None] = None
+    """What build parameters and search options are; None where a search has no options."""
 
     partitions: ClassVar[bool] = False
     """Whether the index divides the keys into clusters that a remainder can be computed over (`pieces`)."""
 
+    def __init__(self, arrays: Mapping[str, Tensor], key_count: int) -> None:
+        self._arrays = dict(arrays)
+        self.key_count = key_count
+
     @classmethod
-    @abstractmethod
     def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
         """Raises InvalidArgumentError unless build parameters and search options are complete, known and fit."""
+        cls.parameters_type.parse(parameters)
+        if cls.search_type is not None:
+            cls.search_type.parse(search)
+        elif search:
+            raise InvalidArgumentError(
+                f"{cls.parameters_type.label} take no search options, got {sorted(search)}"
+            )
 
     @classmethod
     @abstractmethod
@@ -121,9 +145,9 @@ class LayerIndex(ABC):
         Raises InvalidArgumentError for a parameter that is missing, unknown or out of range.
         """
 
-    @abstractmethod
     def arrays(self) -> dict[str, Tensor]:
         """What is stored: name -> [H, ...] tensor (contiguous; int8, int16, int32, float16 or float32)."""
+        return dict(self._arrays)
 
     @classmethod
     @abstractmethod
@@ -136,7 +160,6 @@ class LayerIndex(ABC):
     def start_appending(self) -> AppendedKeys:
         """A fresh, empty session-private extension."""
 
-    @abstractmethod
     def rank(
         self,
         queries_HTGD: Tensor,
@@ -151,11 +174,46 @@ class LayerIndex(ABC):
         Ids >= N address appended keys; `end_key` never exceeds N + appended.count. `search` holds the method's
         search options (for example pooling of the group, backoff). position: of the first query, the others follow;
         needed by indexes that undo the rotary embedding.
+        Raises InvalidArgumentError for keys that the index does not hold, for an extension of another kind of index,
+        for search options that do not fit, and without a position that is needed.
         """
+        held = self.key_count + (0 if appended is None else appended.count)
+        if end_key > held:
+            raise InvalidArgumentError(f"keys up to {end_key} were asked for, the index holds {held}")
+        return self._score(queries_HTGD, first_key, end_key, appended, search, position)
+
+    @abstractmethod
+    def _score(
+        self,
+        queries_HTGD: Tensor,
+        first_key: int,
+        end_key: int,
+        appended: AppendedKeys | None,
+        search: Mapping[str, Scalar],
+        position: int | None,
+    ) -> Ranking:
+        """Does what `rank` promises for keys that the index holds; `_own` tells what was appended."""
+
+    def _own(self, appended: AppendedKeys | None, extension: type[Own]) -> Own:
+        """What was appended, if only nothing, as the index's kind of extension.
+
+        Raises InvalidArgumentError for another kind.
+        """
+        own = self._nothing_appended if appended is None else appended
+        if isinstance(own, extension):
+            return own
+        raise InvalidArgumentError(
+            f"index kind {self.kind!r} got appended keys of type {type(own).__name__}, "
+            "expected those that start_appending() returned"
+        )
+
+    @cached_property
+    def _nothing_appended(self) -> AppendedKeys:
+        return self.start_appending()
 
     def pieces(
         self, queries_HTGD: Tensor, appended: AppendedKeys | None, position: int | None = None
-    ) -> tuple[Piece, ...]:
+    ) -> tuple[ScoredClusters, ...]:
         """The clusters that together hold every key of the index, with the queries' products with their means.
 
         Only for indexes that partition the keys; raises MethodUnsupportedError otherwise.
@@ -165,7 +223,7 @@ class LayerIndex(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of all stored arrays."""
-        return sum(array.numel() * array.element_size() for array in self.arrays().values())
+        return sum(array.numel() * array.element_size() for array in self._arrays.values())
 
 
 def check_keys(keys_HND: Tensor) -> None:

@@ -6,17 +6,17 @@ Shape legend: H KV heads, N keys, P keys of one block, C clusters, K coarse clus
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.layer_index import LayerSource, all_finite, check_keys
-from index_store.indexes.key_clusters.moments import Moments, measure, sum_by_cluster
+from index_store.indexes.key_clusters.moments import ClusterMoments, measure, sum_by_cluster
 from index_store.indexes.key_clusters.parameters import ClusterParameters, TreeParameters
 from index_store.indexes.key_clusters.windowed_rope import check_frequencies, undo_rotary
-from index_store.kmeans.clustering import assign_clusters
+from index_store.kmeans.kmeans import assign_clusters
 
 _SEEDS = 2**31
 
@@ -37,8 +37,7 @@ _ORDER = (
 """In which a layer's arrays are stored; those of a tree come behind."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class KeyBlock(NamedTuple):
     """Consecutive keys first..end-1 that are clustered together, and the numbers of their clusters."""
 
     first: int
@@ -47,19 +46,19 @@ class Block:
     end_cluster: int
 
 
-def divide(count: int, parameters: ClusterParameters) -> list[Block]:
+def divide_keys(count: int, keys_per_cluster: int, block: int, sinks: int) -> list[KeyBlock]:
     """Blocks of all keys but the sinks: W keys each, W/2 to 3W/2 in the last one (Multipole Attention section 3.3).
 
     A context of fewer keys is one block. No key at all beside the sinks still makes one block, with an empty cluster.
     """
-    first = min(parameters.sinks, count)
-    size = parameters.block if parameters.block > 0 else count
-    blocks: list[Block] = []
+    first = min(sinks, count)
+    size = block if block > 0 else count
+    blocks: list[KeyBlock] = []
     cluster = 0
     while first < count or not blocks:
         end = first + size if count - first > 1.5 * size else count
-        clusters = max(1, math.ceil((end - first) / parameters.keys_per_cluster))
-        blocks.append(Block(first, end, cluster, cluster + clusters))
+        clusters = max(1, math.ceil((end - first) / keys_per_cluster))
+        blocks.append(KeyBlock(first, end, cluster, cluster + clusters))
         first, cluster = end, cluster + clusters
     return blocks
 
@@ -80,7 +79,7 @@ def build_clusters(parameters: ClusterParameters, source: LayerSource, seed: int
     if source.kv_HN2D.is_cuda:
         return build_clusters_on_device(parameters, source, seed)
     heads, count, head_dim = source.keys_HND.shape
-    blocks = divide(count, parameters)
+    blocks = _blocks(count, parameters)
     clusters = blocks[-1].end_cluster
     arrays = _empty_arrays(parameters.moments, heads, count, clusters, head_dim)
     order_HN, iterations = _order(parameters, source)
@@ -126,7 +125,7 @@ def build_clusters_on_device(
         compared_HND = undo_rotary(source.keys_HND, 0, frequencies_F)
     arrays = build_device_clusters(
         source.kv_HN2D,
-        _block_table(count, parameters),
+        _blocks(count, parameters),
         metric=parameters.metric,
         iterations=iterations,
         moments=parameters.moments,
@@ -147,7 +146,7 @@ def _order(parameters: ClusterParameters, source: LayerSource) -> tuple[Tensor |
     if source.starts is None or parameters.window > 0:
         return None, parameters.iterations
     clusters_HN = source.starts.clusters_HN.long()
-    blocks = divide(clusters_HN.shape[1], parameters)
+    blocks = _blocks(clusters_HN.shape[1], parameters)
     ends = torch.tensor([blocks[0].first, *(block.end for block in blocks)], device=clusters_HN.device)
     block_N = torch.bucketize(torch.arange(clusters_HN.shape[1], device=ends.device), ends, right=True)
     # Keys of one block stay together; those in none come first, as they do.
@@ -155,8 +154,8 @@ def _order(parameters: ClusterParameters, source: LayerSource) -> tuple[Tensor |
     return keyed_HN.argsort(dim=1, stable=True), max(1, parameters.iterations // _STARTED)
 
 
-def _block_table(count: int, parameters: ClusterParameters) -> list[tuple[int, int, int, int]]:
-    return [(b.first, b.end, b.first_cluster, b.end_cluster) for b in divide(count, parameters)]
+def _blocks(count: int, parameters: ClusterParameters) -> list[KeyBlock]:
+    return divide_keys(count, parameters.keys_per_cluster, parameters.block, parameters.sinks)
 
 
 def build_tree(parameters: TreeParameters, source: LayerSource, seed: int) -> dict[str, Tensor]:
@@ -173,7 +172,7 @@ def build_tree(parameters: TreeParameters, source: LayerSource, seed: int) -> di
         return build_tree_on_device(parameters, arrays, seed)
     heads, count = arrays["assignment"].shape
     parents_HC = torch.empty(arrays["counts"].shape, dtype=torch.int64)
-    blocks = divide(count, parameters)
+    blocks = _blocks(count, parameters)
     coarse = 0
     for number, block in enumerate(blocks):
         own = max(1, math.ceil((block.end - block.first) / parameters.keys_per_coarse))
@@ -204,7 +203,7 @@ def build_tree_on_device(
     frequencies = {"frequencies": arrays["frequencies"]} if "frequencies" in arrays else {}
     tree = build_device_tree(
         arrays,
-        _block_table(arrays["assignment"].shape[1], parameters),
+        _blocks(arrays["assignment"].shape[1], parameters),
         keys_per_coarse=parameters.keys_per_coarse,
         metric=parameters.metric,
         iterations=parameters.iterations,
@@ -226,7 +225,7 @@ def list_members(assignment_HX: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
     return offsets.to(torch.int32), last_HX.argsort(dim=1, stable=True).to(torch.int32)
 
 
-def _moment_arrays(moments: Moments) -> dict[str, Tensor]:
+def _moment_arrays(moments: ClusterMoments) -> dict[str, Tensor]:
     named = {
         "counts": moments.counts_HC,
         "means": moments.means_HCD,

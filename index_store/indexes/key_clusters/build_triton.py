@@ -5,8 +5,6 @@ Shape legend: H KV heads, N keys, C clusters, D head dim.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -28,9 +26,9 @@ def build_device_clusters(
     compared_HND: Tensor | None = None,
     order_HN: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The arrays of `cluster_building.build_clusters`, on the device of the keys, without `frequencies`.
+    """The arrays of `build.build_clusters`, on the device of the keys, without `frequencies`.
 
-    kv_HN2D: [H, N, 2, d] keys and values. blocks: keys first..end-1 and their clusters, as `cluster_building.divide`
+    kv_HN2D: [H, N, 2, d] keys and values. blocks: keys first..end-1 and their clusters, as `build.divide_keys`
     has them; keys in none (the sinks) are in no cluster. compared_HND: what means and variances are of and, rounded to
     the keys' dtype, what is clustered, where that is not the keys as stored (windowed RoPE). moments: none, diagonal
     or full. order_HN: see `device_kmeans.find_clusters`.
@@ -46,20 +44,6 @@ def build_device_clusters(
     if moments == "full":
         arrays["covariances"] = covary_members(keys_HND, kv_HN2D[:, :, 1], offsets, members, arrays)
     return {**arrays, "assignment": assignment, "offsets": offsets, "members": members}
-
-
-def divide_keys(count: int, keys_per_cluster: int, block: int, sinks: int) -> Blocks:
-    """Blocks of all keys but the sinks, the last one of half to one and a half `block` keys; one of all for 0."""
-    first = min(sinks, count)
-    size = block if block > 0 else count
-    blocks: list[tuple[int, int, int, int]] = []
-    cluster = 0
-    while first < count or not blocks:
-        end = first + size if count - first > 1.5 * size else count
-        clusters = max(1, math.ceil((end - first) / keys_per_cluster))
-        blocks.append((first, end, cluster, cluster + clusters))
-        first, cluster = end, cluster + clusters
-    return blocks
 
 
 def list_device_members(assignment_HN: Tensor, clusters: int) -> tuple[Tensor, Tensor]:

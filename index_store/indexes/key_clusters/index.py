@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, Scalar
+from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource
 from index_store.indexes.key_clusters.build import build_clusters
 from index_store.indexes.key_clusters.online import OnlineClusters
 from index_store.indexes.key_clusters.parameters import ClusterParameters, ClusterSearch
 from index_store.indexes.key_clusters.windowed_rope import move_queries
-from index_store.selection.clusters import Clusters, Piece
+from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.selection.ranking import Items, Members, Ranking
+from index_store.store.json_fields import Scalar
 
 
 class KeyClusters(LayerIndex):
@@ -31,14 +32,14 @@ class KeyClusters(LayerIndex):
     kind = "key_clusters"
     partitions = True
 
-    _parameters_type: ClassVar[type[ClusterParameters]] = ClusterParameters
-    _search_type: ClassVar[type[ClusterSearch]] = ClusterSearch
+    parameters_type: ClassVar[type[ClusterParameters]] = ClusterParameters
+    search_type = ClusterSearch
 
     def __init__(self, parameters: ClusterParameters, arrays: Mapping[str, Tensor]) -> None:
+        super().__init__(arrays, arrays["assignment"].shape[1])
         self._parameters = parameters
-        self._arrays = dict(arrays)
         self._members = Members(arrays["offsets"], arrays["members"])
-        self._clusters = Clusters(
+        self._clusters = ClusteredKeys(
             arrays["counts"],
             arrays["means"],
             arrays["value_sums"],
@@ -48,23 +49,13 @@ class KeyClusters(LayerIndex):
         )
         self._frequencies_F = arrays["frequencies"][0] if parameters.window > 0 else None
 
-    @property
-    def key_count(self) -> int:
-        """Keys of the context."""
-        return self._clusters.assignment_HX.shape[1]
-
-    @classmethod
-    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
-        cls._parameters_type.parse(parameters)
-        cls._search_type.parse(search)
-
     @classmethod
     def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
         return True
 
     @classmethod
     def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
-        parsed = cls._parameters_type.parse(parameters)
+        parsed = cls.parameters_type.parse(parameters)
         vectors = {"none": 2, "diagonal": 3, "full": 3 + head_dim}[parsed.moments]
         counts_and_offsets = 8
         members_and_assignment = 8
@@ -74,17 +65,14 @@ class KeyClusters(LayerIndex):
 
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:
-        parsed = cls._parameters_type.parse(parameters)
+        parsed = cls.parameters_type.parse(parameters)
         return cls(parsed, build_clusters(parsed, source, seed))
-
-    def arrays(self) -> dict[str, Tensor]:
-        return dict(self._arrays)
 
     @classmethod
     def from_arrays(
         cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], kv_HN2D: Tensor
     ) -> Self:
-        return cls(cls._parameters_type.parse(parameters), arrays)
+        return cls(cls.parameters_type.parse(parameters), arrays)
 
     def start_appending(self) -> OnlineClusters:
         heads, _, head_dim = self._clusters.means_HCD.shape
@@ -101,19 +89,16 @@ class KeyClusters(LayerIndex):
             device=self._clusters.means_HCD.device,
         )
 
-    def rank(
+    def _score(
         self,
         queries_HTGD: Tensor,
         first_key: int,
         end_key: int,
         appended: AppendedKeys | None,
         search: Mapping[str, Scalar],
-        position: int | None = None,
+        position: int | None,
     ) -> Ranking:
         own = self._own_clusters(appended)
-        held = self.key_count + (0 if appended is None else appended.count)
-        if end_key > held:
-            raise InvalidArgumentError(f"keys up to {end_key} were asked for, the index holds {held}")
         moved = self._moved(queries_HTGD, position)
         shared, vectors_read = self._search(moved, search)
         groups, scored = [self._members], [shared[0]]
@@ -127,27 +112,23 @@ class KeyClusters(LayerIndex):
 
     def pieces(
         self, queries_HTGD: Tensor, appended: AppendedKeys | None, position: int | None = None
-    ) -> tuple[Piece, ...]:
+    ) -> tuple[ScoredClusters, ...]:
         own = self._own_clusters(appended)
         moved = self._moved(queries_HTGD, position)
         shared, _ = self._search(moved, {})
         return shared if own is None else (*shared, score_clusters(own.clusters, moved))
 
-    def _search(self, queries_HTGD: Tensor, search: Mapping[str, Scalar]) -> tuple[tuple[Piece, ...], float]:
+    def _search(
+        self, queries_HTGD: Tensor, search: Mapping[str, Scalar]
+    ) -> tuple[tuple[ScoredClusters, ...], float]:
         """The context's pieces, first that of the clusters whose members are listed, and the vectors read for them."""
         ClusterSearch.parse(search)
         return (score_clusters(self._clusters, queries_HTGD),), float(self._clusters.counts_HC.shape[1])
 
     def _own_clusters(self, appended: AppendedKeys | None) -> OnlineClusters | None:
         """The session's clusters, None when there are none yet."""
-        if appended is None or appended.count == 0:
-            return None
-        if not isinstance(appended, OnlineClusters):
-            raise InvalidArgumentError(
-                f"index kind {self.kind!r} got appended keys of type {type(appended).__name__}, "
-                "expected those that start_appending() returned"
-            )
-        return appended
+        own = self._own(appended, OnlineClusters)
+        return own if own.count else None
 
     def _moved(self, queries_HTGD: Tensor, position: int | None) -> Tensor:
         if self._frequencies_F is None:
@@ -160,10 +141,10 @@ class KeyClusters(LayerIndex):
         return move_queries(queries_HTGD, position, self._parameters.window, self._frequencies_F)
 
 
-def score_clusters(clusters: Clusters, queries_HTGD: Tensor) -> Piece:
+def score_clusters(clusters: ClusteredKeys, queries_HTGD: Tensor) -> ScoredClusters:
     """Products of the queries with every cluster's mean key, -inf for empty clusters."""
     heads, positions, group, head_dim = queries_HTGD.shape
     flat = queries_HTGD.reshape(heads, positions * group, head_dim)
     logits = torch.bmm(flat, clusters.means_HCD.transpose(1, 2)).view(heads, positions, group, -1)
     logits.masked_fill_((clusters.counts_HC == 0)[:, None, None], -torch.inf)
-    return Piece(clusters, logits, queries_HTGD)
+    return ScoredClusters(clusters, logits, queries_HTGD)

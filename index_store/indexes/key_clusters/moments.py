@@ -17,8 +17,8 @@ _PADDED_ROWS = 16_384  # member rows of several clusters multiplied at a time, p
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
-    """The per-cluster arrays of `index_store.selection.clusters.Clusters`, as defined there."""
+class ClusterMoments:
+    """The per-cluster arrays of `ClusteredKeys`, as defined there."""
 
     counts_HC: Tensor
     means_HCD: Tensor
@@ -35,7 +35,7 @@ def check_moments(moments: str) -> None:
 
 def measure(
     keys_HXD: Tensor, values_HXD: Tensor, assignment_HX: Tensor, clusters: int, moments: str
-) -> Moments:
+) -> ClusterMoments:
     """Moments of clusters 0..clusters-1 from float32 keys and values [H, X, d] and the keys' clusters [H, X] int64.
 
     Every key belongs to a cluster. A cluster without members has zeros everywhere.
@@ -45,17 +45,17 @@ def measure(
     means = sum_by_cluster(keys_HXD, assignment_HX, clusters) / members
     value_sums = sum_by_cluster(values_HXD, assignment_HX, clusters)
     if moments == "none":
-        return Moments(counts, means, value_sums)
+        return ClusterMoments(counts, means, value_sums)
     centred_keys = keys_HXD - _rows_of(means, assignment_HX)
     variances = sum_by_cluster(centred_keys.square(), assignment_HX, clusters) / members
     if moments == "diagonal":
-        return Moments(counts, means, value_sums, variances)
+        return ClusterMoments(counts, means, value_sums, variances)
     centred_values = values_HXD - _rows_of(value_sums / members, assignment_HX)
     products = [
         _products_by_cluster(*head, clusters)
         for head in zip(centred_values, centred_keys, assignment_HX, strict=True)
     ]
-    return Moments(counts, means, value_sums, variances, torch.stack(products))
+    return ClusterMoments(counts, means, value_sums, variances, torch.stack(products))
 
 
 def sum_by_cluster(rows_HXD: Tensor, assignment_HX: Tensor, clusters: int) -> Tensor:

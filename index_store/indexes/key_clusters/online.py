@@ -21,7 +21,7 @@ from index_store.indexes.interface.layer_index import AppendedKeys
 from index_store.indexes.key_clusters.moments import check_moments, measure, sum_by_cluster
 from index_store.indexes.key_clusters.windowed_rope import check_frequencies, undo_rotary
 from index_store.kmeans.first_centroids import METRICS
-from index_store.selection.clusters import Clusters
+from index_store.selection.clustered_keys import ClusteredKeys
 from index_store.selection.ranking import Members
 
 _REFINEMENTS = 3
@@ -50,9 +50,9 @@ class OnlineClusters(AppendedKeys):
         seed: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        """first_id: of the first appended key. metric: one of `kmeans.METRICS`. block: W; 0 never splits.
+        """first_id: of the first appended key. metric: one of METRICS. block: W; 0 never splits.
 
-        moments: one of `cluster_parameters.MOMENTS`. frequencies: [d/2] inverse frequencies of the rotary embedding,
+        moments: one of MOMENTS. frequencies: [d/2] inverse frequencies of the rotary embedding,
         which is undone before anything else, a key's id being its position (windowed RoPE); None keeps keys as they
         are. device: of the keys that will come. Raises InvalidArgumentError for a value out of range.
         """
@@ -64,7 +64,7 @@ class OnlineClusters(AppendedKeys):
                 f"online clusters: {keys_per_cluster} keys per cluster in blocks of {block}; expected at least 1 "
                 "key and a block of at least 0"
             )
-        self._shape = (heads, head_dim)
+        super().__init__(heads, head_dim)
         self._first_id = first_id
         self._keys_per_cluster = keys_per_cluster
         self._cosine = metric == "cosine"
@@ -90,12 +90,7 @@ class OnlineClusters(AppendedKeys):
         )
         self._members: Members | None = None
 
-    def append(self, kv_HT2D: Tensor) -> None:
-        heads, head_dim = self._shape
-        if kv_HT2D.dim() != 4 or kv_HT2D.shape[::2] != (heads, 2) or kv_HT2D.shape[3] != head_dim:
-            raise InvalidArgumentError(
-                f"appended keys and values are {tuple(kv_HT2D.shape)}, expected [{heads}, T, 2, {head_dim}]"
-            )
+    def _extend(self, kv_HT2D: Tensor) -> None:
         keys, values = kv_HT2D[:, :, 0].float(), kv_HT2D[:, :, 1].float()
         if self._frequencies is not None:
             keys = undo_rotary(keys, self._first_id + self.count, self._frequencies)
@@ -107,19 +102,15 @@ class OnlineClusters(AppendedKeys):
         self._members = None
 
     @property
-    def count(self) -> int:
-        return self._closed_keys + self._keys.count
-
-    @property
     def nbytes(self) -> int:
         members = () if self._members is None else (self._members.offsets_HM, self._members.keys_HX)
         held: int = sum(tensor.numel() * tensor.element_size() for tensor in (self._open_HX, *members))
         return held + sum(rows.nbytes for rows in self._buffers())
 
     @property
-    def clusters(self) -> Clusters:
+    def clusters(self) -> ClusteredKeys:
         """The clusters of all appended keys, closed blocks first; views that the next append may overwrite."""
-        return Clusters(
+        return ClusteredKeys(
             counts_HC=self._counts.rows,
             means_HCD=self._means.rows,
             value_sums_HCD=self._value_sums.rows,
@@ -178,8 +169,8 @@ class OnlineClusters(AppendedKeys):
                 self._closed_members.append(self._open_members())
                 self._closed_keys += keys.shape[1]
                 self._closed_clusters += clusters
-        self._keys.write(0, keys)
-        self._values.write(0, values)
+        self._keys.put(0, keys)
+        self._values.put(0, values)
 
     def _open_members(self) -> Tensor:
         """[H, X] int32: ids of the open block's keys, ordered by cluster."""
@@ -189,7 +180,7 @@ class OnlineClusters(AppendedKeys):
     def _store(self, keys_HXD: Tensor, values_HXD: Tensor, clusters: int) -> None:
         """Writes the open block's clusters behind those of the closed blocks."""
         moments = measure(keys_HXD, values_HXD, self._open_HX, clusters, self._moments)
-        self._assignment.write(self._closed_keys, self._open_HX + self._closed_clusters)
+        self._assignment.put(self._closed_keys, self._open_HX + self._closed_clusters)
         for rows, of_clusters in (
             (self._counts, moments.counts_HC),
             (self._means, moments.means_HCD),
@@ -198,7 +189,7 @@ class OnlineClusters(AppendedKeys):
             (self._covariances, moments.covariances_HCDD),
         ):
             if rows is not None and of_clusters is not None:
-                rows.write(self._closed_clusters, of_clusters)
+                rows.put(self._closed_clusters, of_clusters)
 
     def _clusters_for(self, keys: int) -> int:
         return -(-keys // self._keys_per_cluster)

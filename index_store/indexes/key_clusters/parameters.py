@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import Scalar
-from index_store.indexes.interface.parameter_types import typed_parameters
+from index_store.indexes.interface.parameters import Parameters
 from index_store.kmeans.first_centroids import METRICS
 
 MOMENTS = ("none", "diagonal", "full")
@@ -16,7 +14,7 @@ MOMENTS = ("none", "diagonal", "full")
 
 
 @dataclass(frozen=True)
-class ClusterParameters:
+class ClusterParameters(Parameters):
     """Build parameters of key clusters.
 
     keys_per_cluster: on average. metric: k-means of directions (`cosine`) or of the keys as they are (`euclidean`).
@@ -38,32 +36,15 @@ class ClusterParameters:
     allowed_moments: ClassVar[tuple[str, ...]] = MOMENTS
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("metric", self.metric, METRICS),
-            ("moments", self.moments, self.allowed_moments),
-        ):
-            if value not in allowed:
-                raise InvalidArgumentError(
-                    f"{self.label}: {name} is {value!r}, expected one of {', '.join(allowed)}"
-                )
-        for name, number, least in (
-            ("keys_per_cluster", self.keys_per_cluster, 1),
-            ("iterations", self.iterations, 1),
-            ("window", self.window, 0),
-            ("sinks", self.sinks, 0),
-        ):
-            if number < least:
-                raise InvalidArgumentError(f"{self.label}: {name} is {number}, expected at least {least}")
+        self._require_one_of("metric", METRICS)
+        self._require_one_of("moments", self.allowed_moments)
+        self._require_at_least(1, "keys_per_cluster", "iterations")
+        self._require_at_least(0, "window", "sinks")
         if self.block != 0 and self.block < self.keys_per_cluster:
             raise InvalidArgumentError(
                 f"{self.label}: block is {self.block}, expected 0 (all keys at once) or at least "
                 f"keys_per_cluster, {self.keys_per_cluster}"
             )
-
-    @classmethod
-    def parse(cls, parameters: Mapping[str, Scalar]) -> Self:
-        """Raises InvalidArgumentError for a missing, unknown, ill-typed or out-of-range parameter."""
-        return cls(**typed_parameters(parameters, cls, cls.label))
 
 
 @dataclass(frozen=True)
@@ -88,15 +69,10 @@ class TreeParameters(ClusterParameters):
 
 
 @dataclass(frozen=True)
-class ClusterSearch:
+class ClusterSearch(Parameters):
     """Search options of key clusters: none."""
 
     label: ClassVar[str] = "key cluster search"
-
-    @classmethod
-    def parse(cls, search: Mapping[str, Scalar]) -> Self:
-        """Raises InvalidArgumentError for an unknown, ill-typed or out-of-range option."""
-        return cls(**typed_parameters(search, cls, cls.label))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def build_device_tree(
     iterations: int,
     seed: int,
 ) -> dict[str, Tensor]:
-    """The arrays of `cluster_building.build_tree` over fine clusters built by `build_device_clusters`."""
+    """The arrays of `build.build_tree` over fine clusters built by `build_device_clusters`."""
     coarse_blocks, coarse = [], 0
     for first, end, begin, stop in blocks:
         own = max(1, math.ceil((end - first) / keys_per_coarse))

@@ -11,81 +11,55 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.growing import GrowingRows
-from index_store.indexes.interface.layer_index import (
-    AppendedKeys,
-    LayerIndex,
-    LayerSource,
-    Scalar,
-    check_keys,
-)
-from index_store.indexes.interface.parameter_types import typed_parameters
+from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, check_keys
 from index_store.indexes.interface.products import are_many
-from index_store.indexes.interface.subspaces import subspace_dims
+from index_store.indexes.interface.subspaces import SubspaceParameters
 from index_store.indexes.product_codes.products import score_codes_by_products
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes
-from index_store.kmeans.clustering import euclidean_kmeans
+from index_store.kmeans.kmeans import euclidean_kmeans
 from index_store.selection.ranking import Items, Ranking
+from index_store.store.json_fields import Scalar
 
 _MAX_BITS = 8
 _KEYS_AT_ONCE = 2048  # keys compared with all codewords at a time
 
 
-@dataclass(frozen=True, slots=True)
-class CodeParameters:
+@dataclass(frozen=True)
+class CodeParameters(SubspaceParameters):
     """Build parameters.
 
-    subspaces: S, a divisor of the head dimension. bits: of a code, 1 to 8. split: dimensions of subspace b are those
-        with i mod S = b (`strided`) or a slice (`contiguous`). iterations: of k-means.
+    bits: of a code, 1 to 8.
     """
 
-    subspaces: int
     bits: int
-    split: str
-    iterations: int
+
+    label: ClassVar[str] = "product codes"
 
     def __post_init__(self) -> None:
-        if self.split not in ("strided", "contiguous"):
-            raise InvalidArgumentError(
-                f"product codes: split is {self.split!r}, expected one of strided, contiguous"
-            )
-        for name, number in (("subspaces", self.subspaces), ("iterations", self.iterations)):
-            if number < 1:
-                raise InvalidArgumentError(f"product codes: {name} is {number}, expected at least 1")
+        super().__post_init__()
         if not 1 <= self.bits <= _MAX_BITS:
             raise InvalidArgumentError(f"product codes: bits is {self.bits}, expected 1 to {_MAX_BITS}")
-
-    @classmethod
-    def parse(cls, parameters: Mapping[str, Scalar]) -> Self:
-        """Raises InvalidArgumentError for a missing, unknown, ill-typed or out-of-range parameter."""
-        return cls(**typed_parameters(parameters, cls, "product codes"))
-
-    def dims(self, head_dim: int) -> Tensor:
-        """[S, B] int64: the dimensions of each subspace."""
-        return subspace_dims(head_dim, self.subspaces, self.split)
 
 
 class AppendedCodes(AppendedKeys):
     """A session's own codes, of the context's codebooks."""
 
     def __init__(self, codebooks_HSWB: Tensor, dims_SB: Tensor) -> None:
+        heads, subspaces = codebooks_HSWB.shape[:2]
+        super().__init__(heads, dims_SB.numel())
         self._codebooks_HSWB = codebooks_HSWB
         self._dims_SB = dims_SB
-        heads, subspaces = codebooks_HSWB.shape[:2]
         self.codes = GrowingRows(heads, subspaces, dtype=torch.uint8, device=codebooks_HSWB.device)
 
-    def append(self, kv_HT2D: Tensor) -> None:
+    def _extend(self, kv_HT2D: Tensor) -> None:
         self.codes.append(_encode(kv_HT2D[:, :, 0], self._codebooks_HSWB, self._dims_SB))
-
-    @property
-    def count(self) -> int:
-        return self.codes.count
 
     @property
     def nbytes(self) -> int:
@@ -96,25 +70,14 @@ class ProductCodes(LayerIndex):
     """Codes and codebooks of one layer's keys."""
 
     kind = "product_codes"
+    parameters_type = CodeParameters
 
     def __init__(self, parameters: CodeParameters, arrays: Mapping[str, Tensor]) -> None:
-        self._arrays = dict(arrays)
         self._codes_HNS = arrays["codes"]
+        super().__init__(arrays, self._codes_HNS.shape[1])
         self._codebooks_HSWB = arrays["codebooks"]
         _, subspaces, _, width = self._codebooks_HSWB.shape
         self._dims_SB = parameters.dims(subspaces * width).to(self._codes_HNS.device)
-        self._nothing_appended = self.start_appending()
-
-    @property
-    def key_count(self) -> int:
-        """Keys of the context."""
-        return self._codes_HNS.shape[1]
-
-    @classmethod
-    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
-        CodeParameters.parse(parameters)
-        if search:
-            raise InvalidArgumentError(f"product codes take no search options, got {sorted(search)}")
 
     @classmethod
     def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
@@ -131,9 +94,6 @@ class ProductCodes(LayerIndex):
         check_keys(keys)
         return cls(parsed, _build_arrays(parsed, keys, seed))
 
-    def arrays(self) -> dict[str, Tensor]:
-        return dict(self._arrays)
-
     @classmethod
     def from_arrays(
         cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], kv_HN2D: Tensor
@@ -143,24 +103,16 @@ class ProductCodes(LayerIndex):
     def start_appending(self) -> AppendedCodes:
         return AppendedCodes(self._codebooks_HSWB, self._dims_SB)
 
-    def rank(
+    def _score(
         self,
         queries_HTGD: Tensor,
         first_key: int,
         end_key: int,
         appended: AppendedKeys | None,
         search: Mapping[str, Scalar],
-        position: int | None = None,
+        position: int | None,
     ) -> Ranking:
-        own = self._nothing_appended if appended is None else appended
-        if not isinstance(own, AppendedCodes):
-            raise InvalidArgumentError(
-                f"product codes got appended keys of type {type(own).__name__}, expected those that "
-                "start_appending() returned"
-            )
-        held = self.key_count + own.count
-        if end_key > held:
-            raise InvalidArgumentError(f"keys up to {end_key} were asked for, the index holds {held}")
+        own = self._own(appended, AppendedCodes)
         slices = queries_HTGD[..., self._dims_SB]
         codes = (self._codes_HNS, own.codes.buffer)
         if are_many(slices):

@@ -22,13 +22,7 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import (
-    AppendedKeys,
-    LayerIndex,
-    LayerSource,
-    Scalar,
-    check_keys,
-)
+from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, check_keys
 from index_store.indexes.interface.products import are_many
 from index_store.indexes.query_tables.build import INT8_MAX, INT16_MAX, build_tables
 from index_store.indexes.query_tables.lists_numba import Lists, insert_keys, score_lists
@@ -36,6 +30,7 @@ from index_store.indexes.query_tables.parameters import TableParameters, TableSe
 from index_store.indexes.query_tables.products import sum_rows_by_products
 from index_store.indexes.query_tables.search_numba import TableReads, softmax_sum_rows, sum_rows
 from index_store.selection.ranking import Items, Ranking
+from index_store.store.json_fields import Scalar
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +56,21 @@ class AppendedDense(AppendedKeys):
     """A session's own table columns, grown by doubling."""
 
     def __init__(self, scorer: _KeyScorer) -> None:
+        heads, subspaces, centroids, width = scorer.centroids_HMCB.shape
+        super().__init__(heads, subspaces * width)
         self._scorer = scorer
-        self._count = 0
-        heads, subspaces, centroids, _ = scorer.centroids_HMCB.shape
         device = scorer.centroids_HMCB.device
         self.rows_HSN = torch.empty(heads, subspaces * centroids, 0, dtype=torch.int8, device=device)
 
-    def append(self, kv_HT2D: Tensor) -> None:
+    def _extend(self, kv_HT2D: Tensor) -> None:
         scores_HTS = self._scorer.score(kv_HT2D[:, :, 0], INT8_MAX).to(torch.int8)
         new = scores_HTS.shape[1]
-        if self._count + new > self.rows_HSN.shape[2]:
+        if self.count + new > self.rows_HSN.shape[2]:
             heads, rows, capacity = self.rows_HSN.shape
-            grown = self.rows_HSN.new_empty(heads, rows, max(64, 2 * capacity, self._count + new))
-            grown[:, :, : self._count] = self.rows_HSN[:, :, : self._count]
+            grown = self.rows_HSN.new_empty(heads, rows, max(64, 2 * capacity, self.count + new))
+            grown[:, :, : self.count] = self.rows_HSN[:, :, : self.count]
             self.rows_HSN = grown
-        self.rows_HSN[:, :, self._count : self._count + new] = scores_HTS.transpose(1, 2)
-        self._count += new
-
-    @property
-    def count(self) -> int:
-        return self._count
+        self.rows_HSN[:, :, self.count : self.count + new] = scores_HTS.transpose(1, 2)
 
     @property
     def nbytes(self) -> int:
@@ -91,10 +81,10 @@ class AppendedLists(AppendedKeys):
     """What streaming inserts changed in the shared lists: shorter stored parts and sorted insert buffers."""
 
     def __init__(self, scorer: _KeyScorer, ids_HSL: Tensor, values_HSL: Tensor, first_id: int) -> None:
+        heads, rows, capacity, device = *ids_HSL.shape, ids_HSL.device
+        super().__init__(heads, scorer.dims_MB.numel())
         self._scorer = scorer
         self._first_id = first_id
-        self._count = 0
-        heads, rows, capacity, device = *ids_HSL.shape, ids_HSL.device
         self.lists = Lists(
             ids_HSL,
             values_HSL,
@@ -104,11 +94,10 @@ class AppendedLists(AppendedKeys):
             torch.zeros(heads, rows, dtype=torch.int32, device=device),
         )
 
-    def append(self, kv_HT2D: Tensor) -> None:
+    def _extend(self, kv_HT2D: Tensor) -> None:
         scores_HTS = self._scorer.score(kv_HT2D[:, :, 0], INT16_MAX).to(torch.int16)
         self._reserve(int(self.lists.inserted_HS.max()) + scores_HTS.shape[1])
-        insert_keys(self.lists, scores_HTS, self._first_id + self._count)
-        self._count += scores_HTS.shape[1]
+        insert_keys(self.lists, scores_HTS, self._first_id + self.count)
 
     def _reserve(self, entries: int) -> None:
         capacity = self.lists.inserted_ids_HSE.shape[2]
@@ -122,10 +111,6 @@ class AppendedLists(AppendedKeys):
         )
 
     @property
-    def count(self) -> int:
-        return self._count
-
-    @property
     def nbytes(self) -> int:
         return self.lists.inserted_ids_HSE.numel() * 6 + self.lists.kept_HS.numel() * 8
 
@@ -134,11 +119,12 @@ class QueryTables(LayerIndex):
     """The tables of one layer in either layout."""
 
     kind = "query_tables"
+    parameters_type = TableParameters
+    search_type = TableSearch
 
     def __init__(self, parameters: TableParameters, arrays: Mapping[str, Tensor], keys_HND: Tensor) -> None:
+        super().__init__(arrays, keys_HND.shape[1])
         self._parameters = parameters
-        self._arrays = dict(arrays)
-        self.key_count = keys_HND.shape[1]
         self._scores_HSN = arrays["scores"].flatten(1, 2)
         self._ids_HSL = arrays["ids"].flatten(1, 2) if parameters.layout == "lists" else None
         self._scorer = _KeyScorer(
@@ -147,12 +133,11 @@ class QueryTables(LayerIndex):
             parameters.dims(keys_HND.shape[2]).to(arrays["centroids"].device),
             parameters.scores == "cosine",
         )
-        self._nothing_appended = self.start_appending()
 
     @classmethod
     def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
-        layout = TableParameters.parse(parameters).layout
-        options = TableSearch.parse(search)
+        super().check_options(parameters, search)
+        layout, options = parameters["layout"], TableSearch.parse(search)
         if layout == "lists" and options.group == "per_head" and options.weights == "uniform":
             raise InvalidArgumentError(
                 "table search: with uniform weights a key that no list holds has no score, so there is nothing to "
@@ -178,9 +163,6 @@ class QueryTables(LayerIndex):
         check_keys(source.keys_HND)
         return cls(parsed, build_tables(parsed, source, seed), source.keys_HND)
 
-    def arrays(self) -> dict[str, Tensor]:
-        return dict(self._arrays)
-
     @classmethod
     def from_arrays(
         cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], kv_HN2D: Tensor
@@ -194,14 +176,14 @@ class QueryTables(LayerIndex):
             return AppendedDense(self._scorer)
         return AppendedLists(self._scorer, self._ids_HSL, self._scores_HSN, self.key_count)
 
-    def rank(
+    def _score(
         self,
         queries_HTGD: Tensor,
         first_key: int,
         end_key: int,
         appended: AppendedKeys | None,
         search: Mapping[str, Scalar],
-        position: int | None = None,
+        position: int | None,
     ) -> Ranking:
         options = TableSearch.parse(search)
         # Tables in host memory are searched there, also for queries on a device.
@@ -211,40 +193,15 @@ class QueryTables(LayerIndex):
             queries_HTGD = queries_HTGD.mean(2, keepdim=True)
         rows, weights = self._nearest(queries_HTGD, options)
         items = Items(first_key, end_key)
-        if self._parameters.layout == "lists":
-            return Ranking(self._score_lists(rows, weights, items, appended, options).to(device), items)
-        extension = self._nothing_appended if appended is None else appended
-        if not isinstance(extension, AppendedDense) or end_key > self.key_count + extension.count:
-            raise InvalidArgumentError(
-                f"keys up to {end_key} were asked for, the index holds {self.key_count}"
-            )
-        return _TableRanking(
-            TableReads(self._scores_HSN, extension.rows_HSN, rows, weights, first_key, end_key), items, device
-        )
-
-    def _score_lists(
-        self,
-        rows: Tensor,
-        weights: Tensor,
-        items: Items,
-        appended: AppendedKeys | None,
-        options: TableSearch,
-    ) -> Tensor:
-        extension = self._nothing_appended if appended is None else appended
-        first, end = items.first_key, items.end_key
-        if not isinstance(extension, AppendedLists) or end > self.key_count + extension.count:
-            raise InvalidArgumentError(f"keys up to {end} were asked for, the index holds {self.key_count}")
-        scores = torch.empty(*rows.shape[:3], end - first, device=rows.device)
+        if self._ids_HSL is None:
+            own_HSN = self._own(appended, AppendedDense).rows_HSN
+            reads = TableReads(self._scores_HSN, own_HSN, rows, weights, first_key, end_key)
+            return _TableRanking(reads, items, device)
+        scores = torch.empty(*rows.shape[:3], end_key - first_key, device=rows.device)
         floor_missing = options.weights == "projection"
-        score_lists(
-            extension.lists,
-            rows.flatten(1, 2),
-            weights.flatten(1, 2),
-            first,
-            floor_missing,
-            scores.flatten(1, 2),
-        )
-        return scores
+        lists, flat = self._own(appended, AppendedLists).lists, (rows.flatten(1, 2), weights.flatten(1, 2))
+        score_lists(lists, *flat, first_key, floor_missing, scores.flatten(1, 2))
+        return Ranking(scores.to(device), items)
 
     def _nearest(self, queries_HTGD: Tensor, options: TableSearch) -> tuple[Tensor, Tensor]:
         """Table rows [H, T, G, J] int32 and their weights [H, T, G, J] float32, in units of the stored integers."""

@@ -2,67 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
-
-from torch import Tensor
+from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import Scalar
-from index_store.indexes.interface.parameter_types import typed_parameters
-from index_store.indexes.interface.subspaces import subspace_dims
+from index_store.indexes.interface.parameters import Parameters
+from index_store.indexes.interface.subspaces import SubspaceParameters
 
 
-@dataclass(frozen=True, slots=True)
-class TableParameters:
+@dataclass(frozen=True)
+class TableParameters(SubspaceParameters):
     """Build parameters.
 
-    layout: `dense` or `lists`. subspaces, centroids: m and C. split: dimensions of subspace b are those with
-        i mod m = b (`strided`) or a slice (`contiguous`). scores: `dot` keeps raw key slices, `cosine` normalises
-        them. alpha: list capacity as a fraction of the keys. iterations: of k-means.
+    layout: `dense` or `lists`. centroids: C of each of m subspaces. scores: `dot` keeps raw key slices, `cosine`
+        normalises them. alpha: list capacity as a fraction of the keys.
     """
 
     layout: str
-    subspaces: int
     centroids: int
-    split: str
     scores: str
     alpha: float
-    iterations: int
+
+    label: ClassVar[str] = "query tables"
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("layout", self.layout, ("dense", "lists")),
-            ("split", self.split, ("strided", "contiguous")),
-            ("scores", self.scores, ("dot", "cosine")),
-        ):
-            if value not in allowed:
-                raise InvalidArgumentError(
-                    f"query tables: {name} is {value!r}, expected one of {', '.join(allowed)}"
-                )
-        for name, number in (
-            ("subspaces", self.subspaces),
-            ("centroids", self.centroids),
-            ("iterations", self.iterations),
-        ):
-            if number < 1:
-                raise InvalidArgumentError(f"query tables: {name} is {number}, expected at least 1")
+        super().__post_init__()
+        self._require_one_of("layout", ("dense", "lists"))
+        self._require_one_of("scores", ("dot", "cosine"))
+        self._require_at_least(1, "centroids")
         if not 0.0 < self.alpha <= 1.0:
             raise InvalidArgumentError(f"query tables: alpha is {self.alpha}, expected above 0 and at most 1")
 
-    @classmethod
-    def parse(cls, parameters: Mapping[str, Scalar]) -> Self:
-        """Raises InvalidArgumentError for a missing, unknown, ill-typed or out-of-range parameter."""
-        return cls(**typed_parameters(parameters, cls, "query tables"))
 
-    def dims(self, head_dim: int) -> Tensor:
-        """[m, B] int64: the dimensions of each subspace."""
-        return subspace_dims(head_dim, self.subspaces, self.split)
-
-
-@dataclass(frozen=True, slots=True)
-class TableSearch:
+@dataclass(frozen=True)
+class TableSearch(Parameters):
     """Search options.
 
     group: `per_head` scores the keys for every head of the group, `pooled` once for their mean query.
@@ -76,15 +49,11 @@ class TableSearch:
     backoff_cosine: float = 0.0
     backoff_centroids: int = 1
 
+    label: ClassVar[str] = "table search"
+
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("group", self.group, ("per_head", "pooled")),
-            ("weights", self.weights, ("projection", "uniform")),
-        ):
-            if value not in allowed:
-                raise InvalidArgumentError(
-                    f"table search: {name} is {value!r}, expected one of {', '.join(allowed)}"
-                )
+        self._require_one_of("group", ("per_head", "pooled"))
+        self._require_one_of("weights", ("projection", "uniform"))
         if self.backoff_centroids < 1 or not 0.0 <= self.backoff_cosine <= 1.0:
             raise InvalidArgumentError(
                 f"table search: backoff to {self.backoff_centroids} centroids below cosine {self.backoff_cosine}; "
@@ -95,8 +64,3 @@ class TableSearch:
                 "table search: backoff shares a uniform weight between centroids; weights by projection already "
                 "fall with the cosine, so the pair is refused"
             )
-
-    @classmethod
-    def parse(cls, search: Mapping[str, Scalar]) -> Self:
-        """Raises InvalidArgumentError for a missing, unknown, ill-typed or out-of-range option."""
-        return cls(**typed_parameters(search, cls, "table search"))

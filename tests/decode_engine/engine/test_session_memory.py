@@ -56,9 +56,9 @@ def test_tails_hold_what_was_estimated_whatever_the_pieces(runner: ModelRunner, 
     context = made_up_context(runner.identity, runner.kv_dtype, method)
     session = runner.start(context, method.on(context.manifest))
     tail = session.layers[0].tail
-    while tail.length < 4050:
-        tail.reserve(min(tail.length + piece, 4050))
-        tail.length = min(tail.length + piece, 4050)
+    while tail.count < 4050:
+        tail.reserve(min(tail.count + piece, 4050))
+        tail.count = min(tail.count + piece, 4050)
     assert tail.nbytes * len(session.layers) <= session_bytes(method.on(context.manifest), 4050)
 
 

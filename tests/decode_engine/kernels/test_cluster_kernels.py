@@ -34,13 +34,13 @@ from decode_engine.kernels.clusters.remainder import correct_clusters
 from decode_engine.kernels.clusters.selection import SelectionBuffers, select_clusters
 from decode_engine.kernels.records import records_of
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.key_clusters.build import divide
+from index_store.indexes.key_clusters.build import divide_keys
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_clusters.parameters import ClusterParameters
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.selection.attention_state import AttentionState
 from index_store.selection.budgets import best_keys
-from index_store.selection.clusters import Clusters, Piece
+from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.selection.remainders import REMAINDERS, ExactKeys
 from tests.decode_engine.kernels.problems.cluster_problems import (
     SINKS,
@@ -280,9 +280,8 @@ def test_a_selection_among_more_clusters_than_a_program_holds(monkeypatch: pytes
 
 @pytest.mark.parametrize(("keys", "block", "each"), [(130, 32, 16), (127, 30, 16), (1, 8, 4), (500, 0, 16)])
 def test_buffers_hold_all_clusters(keys: int, block: int, each: int) -> None:
-    parameters = ClusterParameters(each, "cosine", block, 1, "none", 0, 0)
     for count in range(1, keys + 1):
-        assert divide(count, parameters)[-1].end_cluster <= most_clusters(keys, each, block)
+        assert divide_keys(count, each, block, 0)[-1].end_cluster <= most_clusters(keys, each, block)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -375,7 +374,7 @@ def _on_cpu(problem: Problem, row: int, lists: KeyLists, kind: str) -> Attention
         queries @ rows[:, 0].t(),
         rows[None, None, :, 1],
     )
-    clusters = Clusters(
+    clusters = ClusteredKeys(
         arrays["counts"][head],
         arrays["means"][head],
         arrays["value_sums"][head],
@@ -384,6 +383,6 @@ def _on_cpu(problem: Problem, row: int, lists: KeyLists, kind: str) -> Attention
     )
     own = torch.einsum("htgd,hcd->htgc", queries, clusters.means_HCD)
     own.masked_fill_((clusters.counts_HC == 0)[:, None, None], -torch.inf)
-    state = REMAINDERS[kind].state([Piece(clusters, own, queries)], [exact])
+    state = REMAINDERS[kind].state([ScoredClusters(clusters, own, queries)], [exact])
     assert state is not None
     return AttentionState(state.out[0, 0], state.lse[0, 0])

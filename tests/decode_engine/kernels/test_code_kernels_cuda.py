@@ -11,9 +11,10 @@ from decode_engine.kernels.codes.reference import CodeSequence, kept_keys
 from decode_engine.kernels.codes.search import search_codes
 from decode_engine.kernels.codes.sizes import code_shape
 from decode_engine.kernels.records import records_of
-from index_store.indexes.interface.layer_index import LayerSource, QuerySample
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.selection.ranking import Items, Ranking
+from index_store.store.stored_context import QuerySample
 from tests.decode_engine.kernels.problems.code_problems import (
     DEVICE,
     SMALL,

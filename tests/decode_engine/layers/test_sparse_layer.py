@@ -299,7 +299,7 @@ def test_a_failed_step_can_run_again(name: str) -> None:
     layer.attend(*first, 100)
     once = layer.attend(*second, 103)
     assert torch.equal(layer.attend(*second, 103), once)
-    assert layer.tail.length == 4
+    assert layer.tail.count == 4
 
 
 @pytest.mark.parametrize("name", ["csattention", "multipole", "csattention-paper"])
@@ -334,4 +334,4 @@ def test_a_replayed_query_sees_no_later_key(name: str) -> None:
         if not few._method.drops_remainder:
             mean = reference(q * 0, kv, nothing, nothing, position)
             torch.testing.assert_close(out, mean, rtol=1e-4, atol=1e-4)
-    assert few.tail.length == full.tail.length == 0
+    assert few.tail.count == full.tail.count == 0

@@ -18,7 +18,6 @@ from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes
 from index_store.indexes.query_tables.search_numba import TableReads, softmax_sum_rows
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.memory.device_memory import copy_padded
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import METHODS, Method, get_method
@@ -34,6 +33,7 @@ from tests.decode_engine.model.test_explicit_devices import (
     some_tokens,
 )
 from tests.support_layers import build_search, small_spec
+from tests.support_memory import copy_padded
 from tests.support_models import write_model_folder
 
 pytestmark = [

@@ -196,7 +196,7 @@ def test_counts_and_tails_are_right_at_every_step(runner: ModelRunner) -> None:
             runner.forward([batch[1]], [[3, 4]])
         if step % 7 == 0:
             for layer in batch[0].layers:
-                assert layer.tail.length == batch[0].position - batch[0].context.manifest.token_count
+                assert layer.tail.count == batch[0].position - batch[0].context.manifest.token_count
     assert len(seen) > 6
 
 
@@ -254,13 +254,13 @@ def test_a_tail_that_comes_back_to_its_address_is_followed(runner: ModelRunner) 
     tails = [layer.tail for layer in session.layers]
     rooms = []
     for tail in tails:
-        small = tail._kv
+        small = tail.buffer
         rooms.append(small.new_empty(small.shape[0], 2 * small.shape[1], *small.shape[2:]))
-        tail._kv = rooms[-1].flatten()[: small.numel()].view(small.shape)
+        tail.buffer = rooms[-1].flatten()[: small.numel()].view(small.shape)
     stepper.step([session], [1], samplers)
     for tail, room in zip(tails, rooms, strict=True):
         assert tail.address == room.data_ptr()
-        tail._kv = room
+        tail.buffer = room
     stepper.step([session], [2], samplers)
     distances = stepper.graph([session]).batch._host_LBF[:, 0, records.TAIL_HEAD]
     assert distances.tolist() == [tail.head_bytes for tail in tails]

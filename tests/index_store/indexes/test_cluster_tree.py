@@ -9,15 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import Scalar
-from index_store.indexes.key_clusters.build import divide
+from index_store.indexes.key_clusters.build import divide_keys
+from index_store.indexes.key_clusters.cluster_tree import ClusterTree, expand
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_clusters.parameters import TreeParameters
-from index_store.indexes.key_clusters.tree import ClusterTree, expand
 from index_store.indexes.key_clusters.tree_numba import search_tree, search_tree_reference
+from index_store.store.json_fields import Scalar
 from tests.index_store.indexes.test_key_clusters import DIM, FLAT, HEADS, KEYS, TREE, queries, source
 
 DIAGONAL: dict[str, Scalar] = {**TREE, "moments": "diagonal"}
+_PARSED = TreeParameters.parse(DIAGONAL)
+BLOCKS = divide_keys(KEYS, _PARSED.keys_per_cluster, _PARSED.block, _PARSED.sinks)
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +48,7 @@ def test_fine_clusters_are_the_flat_ones_in_the_order_of_their_parents(tree: Clu
 def test_coarse_moments_equal_direct_sums(tree: ClusterTree) -> None:
     arrays = tree.arrays()
     keys, values = source().keys_HND.float(), source().values_HND.float()
-    coarse = sum(
-        -(-(block.end - block.first) // 40) for block in divide(KEYS, TreeParameters.parse(DIAGONAL))
-    )
+    coarse = sum(-(-(block.end - block.first) // 40) for block in BLOCKS)
     assert arrays["coarse_counts"].shape == (HEADS, coarse)
     assert arrays["coarse_counts"].sum(1).tolist() == [KEYS - 5] * HEADS
     for head in range(HEADS):
@@ -71,7 +71,7 @@ def test_coarse_moments_equal_direct_sums(tree: ClusterTree) -> None:
 def test_coarse_clusters_stay_inside_their_block(tree: ClusterTree) -> None:
     arrays = tree.arrays()
     first = 0
-    for block in divide(KEYS, TreeParameters.parse(DIAGONAL)):
+    for block in BLOCKS:
         parents = arrays["parents"][:, block.first_cluster : block.end_cluster]
         own = -(-(block.end - block.first) // 40)
         assert first <= int(parents.min()) <= int(parents.max()) < first + own

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.key_clusters.build import divide_keys
 from index_store.indexes.key_clusters.build_triton import (
     build_device_clusters,
     covary_members,
     covary_members_reference,
-    divide_keys,
     list_device_members,
     measure_members,
     measure_members_reference,
@@ -110,7 +110,7 @@ def test_a_centroid_among_more_than_a_tile_holds(dtype: torch.dtype, halved: boo
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
 def test_clusters_are_as_tight_as_the_hosts(metric: str) -> None:
-    from index_store.kmeans.clustering import assign_clusters
+    from index_store.kmeans.kmeans import assign_clusters
 
     # Points without order: wherever k-means starts, it ends about equally well.
     vectors = torch.randn(1, 200, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -121,16 +121,6 @@ def test_clusters_are_as_tight_as_the_hosts(metric: str) -> None:
     own_spread = _spread(points, assignment[0].long())
     assert own_spread < 1.05 * _spread(points, theirs)
     assert own_spread < 0.92 * float((points - points.mean(0)).square().sum())
-
-
-def test_blocks_are_those_of_the_host() -> None:
-    from index_store.indexes.key_clusters.build import divide
-    from index_store.indexes.key_clusters.parameters import ClusterParameters
-
-    for count, block in ((0, 100), (5, 100), (90, 100), (100, 100), (151, 100), (400, 100), (400, 0)):
-        parameters = ClusterParameters(7, "cosine", block, 5, "none", 0, 8)
-        blocks = [(b.first, b.end, b.first_cluster, b.end_cluster) for b in divide(count, parameters)]
-        assert divide_keys(count, 7, block, 8) == blocks
 
 
 def test_members_are_those_of_the_host() -> None:
@@ -283,7 +273,7 @@ def test_seeds(count: int) -> None:
 
 
 def test_query_kmeans_is_as_tight_as_the_hosts() -> None:
-    from index_store.kmeans.clustering import spherical_kmeans
+    from index_store.kmeans.kmeans import spherical_kmeans
 
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(3, 500, 8, generator=generator)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import LayerSource, QuerySample
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_clusters.build import (
     build_clusters,
     build_clusters_on_device,
@@ -26,6 +26,7 @@ from index_store.indexes.query_tables.build import build_tables, build_tables_on
 from index_store.indexes.query_tables.parameters import TableParameters
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS
+from index_store.store.stored_context import QuerySample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")]
@@ -202,7 +203,7 @@ def test_tables_need_queries_with_directions(spoil: float) -> None:
 @pytest.mark.parametrize(("count", "bits"), [(150, 3), (9, 4)])
 def test_codes(count: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_source(count)
-    parameters = CodeParameters(8, bits, "strided", 6)
+    parameters = CodeParameters(subspaces=8, bits=bits, split="strided", iterations=6)
     dims = parameters.dims(32)
     found = build_device_codes(source.keys_HND, dims, codewords=2**bits, iterations=6, seed=0)
     host = ProductCodes.build(

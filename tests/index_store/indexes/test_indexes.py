@@ -8,17 +8,19 @@ import pytest
 import torch
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.exact import ExactIndex
-from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, QuerySample, Scalar, all_finite
+from index_store.indexes.exact_index import ExactIndex
+from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, all_finite
+from index_store.indexes.key_clusters.cluster_tree import ClusterTree
 from index_store.indexes.key_clusters.index import KeyClusters
-from index_store.indexes.key_clusters.tree import ClusterTree
-from index_store.indexes.pages import Pages
+from index_store.indexes.key_pages import Pages
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.arena import Arena
 from index_store.selection.budgets import Ratio
 from index_store.store.catalog import Store
+from index_store.store.json_fields import Scalar
+from index_store.store.stored_context import QuerySample
 from tests.support_search import rows, source, step
 from tests.support_store import indexed_context
 

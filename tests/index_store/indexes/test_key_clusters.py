@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.exact import ExactIndex
-from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, QuerySample, Scalar
-from index_store.indexes.key_clusters.build import divide
+from index_store.indexes.exact_index import ExactIndex
+from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
+from index_store.indexes.key_clusters.build import divide_keys
+from index_store.indexes.key_clusters.cluster_tree import ClusterTree
 from index_store.indexes.key_clusters.index import KeyClusters
-from index_store.indexes.key_clusters.parameters import ClusterParameters
-from index_store.indexes.key_clusters.tree import ClusterTree
 from index_store.indexes.key_clusters.windowed_rope import move_queries, undo_rotary
-from index_store.selection.clusters import Piece
+from index_store.selection.clustered_keys import ScoredClusters
+from index_store.store.json_fields import Scalar
+from index_store.store.stored_context import QuerySample
 
 HEADS, KEYS, DIM, GROUP = 2, 700, 16, 3
 FREQUENCIES = 10_000.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
@@ -133,8 +134,7 @@ def test_cosine_clusters_directions_but_averages_raw_keys() -> None:
 def test_blocks_divide_the_keys(count: int, sinks: int, block: int, per: int) -> None:
     if 0 < block < per:
         block = per
-    parameters = ClusterParameters.parse({**FLAT, "sinks": sinks, "block": block, "keys_per_cluster": per})
-    blocks = divide(count, parameters)
+    blocks = divide_keys(count, per, block, sinks)
     assert blocks[0].first == min(sinks, count)
     assert blocks[-1].end == count
     assert blocks[0].first_cluster == 0
@@ -155,7 +155,8 @@ def test_blocks_divide_the_keys(count: int, sinks: int, block: int, per: int) ->
 def test_clusters_stay_inside_their_block(name: str) -> None:
     kind, parameters = CASES[name]
     arrays = build(name).arrays()
-    blocks = divide(KEYS, kind._parameters_type.parse(parameters))
+    parsed = kind.parameters_type.parse(parameters)
+    blocks = divide_keys(KEYS, parsed.keys_per_cluster, parsed.block, parsed.sinks)
     for block in blocks:
         inside = arrays["assignment"][:, block.first : block.end]
         assert int(inside.min()) >= block.first_cluster
@@ -218,7 +219,7 @@ def test_one_key_per_cluster_ranks_like_the_exact_index() -> None:
     torch.testing.assert_close(by_key, exact.logits_HTGM, rtol=1e-4, atol=1e-5)
 
 
-def counted(pieces: tuple[Piece, ...], ids: Tensor) -> Tensor:
+def counted(pieces: tuple[ScoredClusters, ...], ids: Tensor) -> Tensor:
     """How many pieces stand for each key and query head, [H, T, G, K]."""
     total = torch.zeros(1)
     for piece in pieces:

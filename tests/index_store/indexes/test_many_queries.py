@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from index_store.indexes.interface import products as many_queries
-from index_store.indexes.interface.layer_index import LayerSource, QuerySample
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.interface.products import are_many
 from index_store.indexes.product_codes.products import score_codes_by_products
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes_reference
@@ -15,6 +15,7 @@ from index_store.indexes.query_tables.products import sum_rows_by_products
 from index_store.indexes.query_tables.search_numba import TableReads, sum_rows_reference
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.method import get_method
+from index_store.store.stored_context import QuerySample
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HEADS, POSITIONS, GROUP, KEYS, APPENDED = 2, 5, 3, 90, 20

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.exact import AppendedExact, ExactIndex
-from index_store.indexes.interface.layer_index import LayerSource, QuerySample
-from index_store.indexes.pages import Pages
+from index_store.indexes.exact_index import AppendedExact, ExactIndex
+from index_store.indexes.interface.layer_index import LayerSource
+from index_store.indexes.key_pages import Pages
 from index_store.selection.budgets import Ratio
+from index_store.store.stored_context import QuerySample
 from tests.support_search import rows, step
 
 HEADS, DIM = 2, 16

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.exact import AppendedExact, ExactIndex
-from index_store.indexes.interface.layer_index import LayerSource, QuerySample, Scalar
+from index_store.indexes.exact_index import AppendedExact, ExactIndex
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes, score_codes_reference
-from index_store.kmeans.clustering import euclidean_kmeans
+from index_store.kmeans.kmeans import euclidean_kmeans
 from index_store.selection.budgets import Ratio
+from index_store.store.json_fields import Scalar
+from index_store.store.stored_context import QuerySample
 from tests.support_search import rows, step
 
 HEADS, DIM = 2, 16

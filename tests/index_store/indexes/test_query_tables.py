@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from index_store.indexes.interface.layer_index import QuerySample, Scalar
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.selection.budgets import Ratio
 from index_store.selection.ranking import Items, Ranking
+from index_store.store.json_fields import Scalar
+from index_store.store.stored_context import QuerySample
 from tests.support_search import source, step
 
 HEADS, SUBSPACES, CENTROIDS, KEYS = 2, 2, 3, 6

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from index_store.errors import InvalidArgumentError
-from index_store.kmeans.clustering import assign_clusters, spherical_kmeans
+from index_store.kmeans.kmeans import assign_clusters, spherical_kmeans
 
 
 def test_finds_planted_directions_whatever_their_lengths() -> None:

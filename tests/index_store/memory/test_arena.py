@@ -21,9 +21,9 @@ from index_store.errors import (
     StoreError,
 )
 from index_store.memory.arena import Arena
-from index_store.memory.context_loading import resident_bytes
 from index_store.store.catalog import Store
 from index_store.store.zarr_io import chunk_path
+from tests.support_memory import resident_bytes
 from tests.support_store import (
     CREATED,
     RecordingLocker,

@@ -17,19 +17,13 @@ from decode_engine.layers.session import Session
 from index_store.errors import ChecksumError, InvalidArgumentError, MemoryBudgetError
 from index_store.memory import device_memory
 from index_store.memory.arena import Arena
-from index_store.memory.context_loading import load_context, resident_bytes
-from index_store.memory.device_memory import (
-    DeviceBlock,
-    StagedArray,
-    StagingBuffers,
-    copy_padded,
-    device_bytes,
-)
+from index_store.memory.device_memory import DeviceBlock, StagedArray, StagingBuffers, device_bytes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import get_method
 from index_store.store.catalog import Store
 from index_store.store.dtypes import STORED_DTYPES
 from tests.support_layers import build_index, small_spec
+from tests.support_memory import copy_padded, load_context, resident_bytes
 from tests.support_store import KINDS, RecordedIndex, SyntheticContext, indexed_context, synthetic_context
 
 CPU = torch.device("cpu")

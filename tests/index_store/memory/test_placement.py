@@ -21,7 +21,7 @@ from torch import Tensor
 
 from index_store.errors import ChecksumError, InvalidArgumentError, MemoryBudgetError
 from index_store.memory.arena import Arena
-from index_store.memory.context_loading import choose_placement, load_context, placed_bytes, resident_bytes
+from index_store.memory.context_loading import choose_placement, placed_bytes
 from index_store.memory.placement import (
     MemoryBytes,
     Placement,
@@ -33,6 +33,7 @@ from index_store.store.catalog import Store
 from index_store.store.dtypes import STORED_DTYPES
 from index_store.store.stored_context import Context
 from index_store.store.zarr_io import chunk_path
+from tests.support_memory import load_context, resident_bytes
 from tests.support_store import KINDS, RecordedIndex, RecordingLocker, SyntheticContext, synthetic_context
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def test_contents(store: Store, device: torch.device, tokens: int) -> None:
         stats = arena.stats()
         assert stats.used == stats.leased == needed
         assert stats.page_locked_bytes == needed.host - -(-tokens * 8 // 256) * 256
-        assert (resident.placement, resident.kv_device) == (Placement.HYBRID, CPU)
+        assert (resident.placement, resident.kv(0).device) == (Placement.HYBRID, CPU)
         assert resident.device.type == device.type
         assert resident.tokens().tolist() == context.tokens.tolist()
         for layer in range(3):
@@ -114,7 +115,7 @@ def test_what_the_host_searches_is_there(store: Store, device: torch.device, kin
     arena = Arena(needed, locker, kinds, device, Placement.HOST)
     with arena.acquire(store, context.id) as resident:
         assert arena.stats().used == needed
-        assert (resident.placement, resident.kv_device) == (Placement.HOST, CPU)
+        assert (resident.placement, resident.kv(0).device) == (Placement.HOST, CPU)
         assert len(locker.locked) == 3
         for row, layer in enumerate((1, 2)):
             assert same(resident.kv(layer), context.kv[layer])

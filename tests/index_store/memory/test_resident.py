@@ -21,17 +21,17 @@ from index_store.errors import (
     MemoryBudgetError,
     MethodUnsupportedError,
 )
-from index_store.indexes.exact import ExactIndex
+from index_store.indexes.exact_index import ExactIndex
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.arena import Arena
-from index_store.memory.context_loading import resident_bytes
 from index_store.memory.host_memory import ALIGNMENT, HostBlock
 from index_store.methods.method import Method, get_method
 from index_store.store.catalog import Store
 from index_store.store.dtypes import STORED_DTYPES
 from index_store.store.manifest import IndexEntry
 from tests.support_layers import build_index, small_spec
+from tests.support_memory import resident_bytes
 from tests.support_store import (
     KINDS,
     PARAMETERS,

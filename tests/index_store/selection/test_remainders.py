@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from index_store.selection.attention_state import AttentionState
-from index_store.selection.clusters import Clusters, Piece
+from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.selection.remainders import REMAINDERS, ExactKeys
 
 H, T, G, D = 2, 3, 2, 8
 
 
-def clusters_of(kv_HN2D: Tensor, assignment_HN: Tensor, count: int, first_id: int = 0) -> Clusters:
+def clusters_of(kv_HN2D: Tensor, assignment_HN: Tensor, count: int, first_id: int = 0) -> ClusteredKeys:
     """Moments by definition, cluster by cluster."""
     keys, values = kv_HN2D[:, :, 0], kv_HN2D[:, :, 1]
     heads, _, dim = keys.shape
@@ -30,12 +30,14 @@ def clusters_of(kv_HN2D: Tensor, assignment_HN: Tensor, count: int, first_id: in
                 means[head, cluster], sums[head, cluster] = k.mean(0), v.sum(0)
                 variances[head, cluster] = k.var(0, unbiased=False)
                 covariances[head, cluster] = (v - v.mean(0)).T @ (k - k.mean(0))
-    return Clusters(counts, means, sums, assignment_HN.to(torch.int32), first_id, variances, covariances)
+    return ClusteredKeys(counts, means, sums, assignment_HN.to(torch.int32), first_id, variances, covariances)
 
 
-def piece_of(q: Tensor, clusters: Clusters) -> Piece:
+def piece_of(q: Tensor, clusters: ClusteredKeys) -> ScoredClusters:
     logits = torch.einsum("htgd,hcd->htgc", q, clusters.means_HCD)
-    return Piece(clusters, logits.masked_fill((clusters.counts_HC == 0)[:, None, None], -torch.inf), q)
+    return ScoredClusters(
+        clusters, logits.masked_fill((clusters.counts_HC == 0)[:, None, None], -torch.inf), q
+    )
 
 
 def exact_keys(q: Tensor, kv: Tensor, kept_HTN: Tensor) -> ExactKeys:

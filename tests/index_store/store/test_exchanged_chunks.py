@@ -13,10 +13,10 @@ import torch
 
 from index_store.errors import ChecksumError, InvalidArgumentError
 from index_store.memory.arena import Arena
-from index_store.memory.context_loading import load_context
 from index_store.store.catalog import Store
 from index_store.store.manifest import index_array_entry
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path, read_chunk_into
+from tests.support_memory import load_context
 from tests.support_store import KINDS, SyntheticContext, synthetic_context
 
 ARRAYS = [entry.path for entry in synthetic_context().draft.arrays]

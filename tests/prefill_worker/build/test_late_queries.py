@@ -10,7 +10,8 @@ from index_store.selection.budgets import Step
 from index_store.selection.budgets import Threshold
 from index_store.selection.calibration import (ThresholdCalibrator, ThresholdCurve)
 from index_store.methods.index_specs import INDEX_SPECS
-from index_store.indexes.interface.layer_index import (LayerSource, QuerySample)
+from index_store.indexes.interface.layer_index import LayerSource
+from index_store.store.stored_context import QuerySample
 from index_store.indexes.key_clusters.index import KeyClusters
 from prefill_worker.reading.capture import plan_sample
 from prefill_worker.build.late_queries import (calibrate, late_rows, stored_rows)

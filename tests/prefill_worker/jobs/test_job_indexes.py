@@ -11,13 +11,14 @@ import torch
 from index_store.errors import (
     InvalidArgumentError,
 )
-from index_store.indexes.interface.layer_index import LayerIndex, QuerySample
+from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.memory.arena import Arena
 from index_store.methods.method import METHODS
 from index_store.models.loading import load_model, load_tokenizer, resolve_model
 from index_store.selection.budgets import Threshold
 from index_store.selection.threshold_curve import ThresholdCurve
 from index_store.store.catalog import Store
+from index_store.store.stored_context import QuerySample
 from prefill_worker.reading.capture import Capture, plan_sample, register_attention
 from prefill_worker.reading.prefill import run_context
 from tests.prefill_worker.conftest import DOCUMENT

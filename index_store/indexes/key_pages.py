@@ -10,69 +10,54 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.growing import GrowingRows
-from index_store.indexes.interface.layer_index import (
-    AppendedKeys,
-    LayerIndex,
-    LayerSource,
-    Scalar,
-    check_keys,
-)
-from index_store.indexes.interface.parameter_types import typed_parameters
+from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, check_keys
+from index_store.indexes.interface.parameters import Parameters
 from index_store.selection.ranking import Items, Members, Ranking
+from index_store.store.json_fields import Scalar
 
 # Of the range of float32, in half its bytes, whatever the keys' own type; rounding goes away from the keys.
 _BOUND_DTYPE = torch.bfloat16
 
 
-@dataclass(frozen=True, slots=True)
-class PageParameters:
+@dataclass(frozen=True)
+class PageParameters(Parameters):
     """Build parameters. size: keys per page."""
 
     size: int
 
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise InvalidArgumentError(f"pages: size is {self.size}, expected at least 1")
+    label: ClassVar[str] = "pages"
 
-    @classmethod
-    def parse(cls, parameters: Mapping[str, Scalar]) -> Self:
-        """Raises InvalidArgumentError for a missing, unknown, ill-typed or out-of-range parameter."""
-        return cls(**typed_parameters(parameters, cls, "pages"))
+    def __post_init__(self) -> None:
+        self._require_at_least(1, "size")
 
 
 class AppendedPages(AppendedKeys):
     """A session's own pages, of which the last one grows."""
 
     def __init__(self, heads: int, head_dim: int, size: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(heads, head_dim)
         self._size = size
-        self._count = 0
         self.minima = GrowingRows(heads, head_dim, dtype=_BOUND_DTYPE, device=device)
         self.maxima = GrowingRows(heads, head_dim, dtype=_BOUND_DTYPE, device=device)
 
-    def append(self, kv_HT2D: Tensor) -> None:
+    def _extend(self, kv_HT2D: Tensor) -> None:
         keys = kv_HT2D[:, :, 0]
-        room = -self._count % self._size
+        room = -self.count % self._size
         if room > 0 and keys.shape[1] > 0:
             last = self.minima.count - 1
             minima, maxima = _bounds(keys[:, :room], self._size)
-            self.minima.write(last, torch.minimum(self.minima.rows[:, last:], minima))
-            self.maxima.write(last, torch.maximum(self.maxima.rows[:, last:], maxima))
+            self.minima.put(last, torch.minimum(self.minima.rows[:, last:], minima))
+            self.maxima.put(last, torch.maximum(self.maxima.rows[:, last:], maxima))
         if keys.shape[1] > room:
             minima, maxima = _bounds(keys[:, room:], self._size)
             self.minima.append(minima)
             self.maxima.append(maxima)
-        self._count += keys.shape[1]
-
-    @property
-    def count(self) -> int:
-        return self._count
 
     @property
     def nbytes(self) -> int:
@@ -83,17 +68,11 @@ class Pages(LayerIndex):
     """The pages of one layer's keys; the last one may be shorter than the others."""
 
     kind = "pages"
+    parameters_type = PageParameters
 
     def __init__(self, parameters: PageParameters, arrays: Mapping[str, Tensor], key_count: int) -> None:
+        super().__init__(arrays, key_count)
         self._size = parameters.size
-        self._arrays = dict(arrays)
-        self.key_count = key_count
-
-    @classmethod
-    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
-        PageParameters.parse(parameters)
-        if search:
-            raise InvalidArgumentError(f"pages take no search options, got {sorted(search)}")
 
     @classmethod
     def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
@@ -111,9 +90,6 @@ class Pages(LayerIndex):
         minima, maxima = _bounds(keys, parsed.size)
         return cls(parsed, {"minima": minima, "maxima": maxima}, keys.shape[1])
 
-    def arrays(self) -> dict[str, Tensor]:
-        return dict(self._arrays)
-
     @classmethod
     def from_arrays(
         cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], kv_HN2D: Tensor
@@ -124,34 +100,27 @@ class Pages(LayerIndex):
         minima = self._arrays["minima"]
         return AppendedPages(minima.shape[0], minima.shape[2], self._size, minima.device)
 
-    def rank(
+    def _score(
         self,
         queries_HTGD: Tensor,
         first_key: int,
         end_key: int,
         appended: AppendedKeys | None,
         search: Mapping[str, Scalar],
-        position: int | None = None,
+        position: int | None,
     ) -> Ranking:
         """A page that lies in the range in part only is ranked whole, by the bound of all of its keys."""
-        held = self.key_count + (0 if appended is None else appended.count)
-        if end_key > held:
-            raise InvalidArgumentError(f"keys up to {end_key} were asked for, the index holds {held}")
+        own = self._own(appended, AppendedPages)
         minima, maxima = self._arrays["minima"], self._arrays["maxima"]
         parts = [self._part(minima, maxima, 0, self.key_count, first_key, end_key)]
         if end_key > self.key_count:
-            if not isinstance(appended, AppendedPages):
-                raise InvalidArgumentError(
-                    f"pages got appended keys of type {type(appended).__name__}, expected those that "
-                    "start_appending() returned"
-                )
-            own = (appended.minima.rows, appended.maxima.rows)
-            parts.append(self._part(*own, self.key_count, appended.count, first_key, end_key))
-        bounds = torch.cat([_upper_bounds(queries_HTGD, *vectors) for *vectors, _ in parts], dim=-1)
+            bounds = (own.minima.rows, own.maxima.rows)
+            parts.append(self._part(*bounds, self.key_count, own.count, first_key, end_key))
+        upper = torch.cat([_upper_bounds(queries_HTGD, *vectors) for *vectors, _ in parts], dim=-1)
         items = Items(first_key, end_key, tuple(members for *_, members in parts))
-        vectors_read = 2 * bounds.shape[-1]
+        vectors_read = 2 * upper.shape[-1]
         bytes_read = vectors_read * queries_HTGD.shape[-1] * _BOUND_DTYPE.itemsize
-        return Ranking(bounds, items, vectors_read=float(vectors_read), bytes_read=float(bytes_read))
+        return Ranking(upper, items, vectors_read=float(vectors_read), bytes_read=float(bytes_read))
 
     def _part(
         self, minima_HPD: Tensor, maxima_HPD: Tensor, first_id: int, keys: int, first_key: int, end_key: int

@@ -16,12 +16,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from index_store.indexes.interface.layer_index import LayerSource, Scalar
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_clusters.build import build_tree
 from index_store.indexes.key_clusters.index import KeyClusters, score_clusters
 from index_store.indexes.key_clusters.parameters import ClusterParameters, TreeParameters, TreeSearch
 from index_store.indexes.key_clusters.tree_numba import search_tree
-from index_store.selection.clusters import Clusters, Piece
+from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
+from index_store.store.json_fields import Scalar
 
 
 class ClusterTree(KeyClusters):
@@ -33,13 +34,13 @@ class ClusterTree(KeyClusters):
 
     kind = "cluster_tree"
 
-    _parameters_type = TreeParameters
-    _search_type = TreeSearch
+    parameters_type = TreeParameters
+    search_type = TreeSearch
 
     def __init__(self, parameters: ClusterParameters, arrays: Mapping[str, Tensor]) -> None:
         super().__init__(parameters, arrays)
         self._coarse_offsets_HK = arrays["coarse_offsets"]
-        self._coarse = Clusters(
+        self._coarse = ClusteredKeys(
             arrays["coarse_counts"],
             arrays["coarse_means"],
             arrays["coarse_value_sums"],
@@ -61,7 +62,9 @@ class ClusterTree(KeyClusters):
         parsed = TreeParameters.parse(parameters)
         return cls(parsed, build_tree(parsed, source, seed))
 
-    def _search(self, queries_HTGD: Tensor, search: Mapping[str, Scalar]) -> tuple[tuple[Piece, ...], float]:
+    def _search(
+        self, queries_HTGD: Tensor, search: Mapping[str, Scalar]
+    ) -> tuple[tuple[ScoredClusters, ...], float]:
         coarse_keep = TreeSearch.parse(search).coarse_keep
         coarse = score_clusters(self._coarse, queries_HTGD)
         expanded_HTK = expand(coarse.logits_HTGC, self._coarse.counts_HC, coarse_keep)
@@ -75,7 +78,7 @@ class ClusterTree(KeyClusters):
         compared = (expanded_HTK * self._coarse_offsets_HK.diff(dim=1)[:, None]).sum(-1)
         coarse.logits_HTGC.masked_fill_(expanded_HTK[:, :, None], -torch.inf)
         vectors_read = expanded_HTK.shape[2] + float(compared.double().mean())
-        return (Piece(self._clusters, logits, queries_HTGD), coarse), vectors_read
+        return (ScoredClusters(self._clusters, logits, queries_HTGD), coarse), vectors_read
 
 
 def expand(logits_HTGK: Tensor, counts_HK: Tensor, keep: float) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Clusters:
+class ClusteredKeys:
     """Moments of disjoint clusters of keys and their values.
 
     counts_HC: [H, C] float32, keys in each; 0 where a KV head has fewer clusters. means_HCD: [H, C, d] float32, mean of
@@ -44,7 +44,7 @@ class Clusters:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ScoredClusters:
     """Clusters and what queries make of them.
 
     logits_HTGC: [H, T, G, C] float32, q . mean key of every cluster; -inf where another piece stands for the cluster's
@@ -53,6 +53,6 @@ class Piece:
         where the clusters are (windowed RoPE), the true ones otherwise.
     """
 
-    clusters: Clusters
+    clusters: ClusteredKeys
     logits_HTGC: Tensor
     queries_HTGD: Tensor

@@ -9,29 +9,21 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import (
-    AppendedKeys,
-    LayerIndex,
-    LayerSource,
-    Scalar,
-    check_keys,
-)
+from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, check_keys
 from index_store.selection.ranking import Items, Ranking
+from index_store.store.json_fields import Scalar
 
 
 class AppendedExact(AppendedKeys):
     """Plain float32 copies of the appended keys."""
 
     def __init__(self, heads: int, head_dim: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(heads, head_dim)
         self.keys_HTD = torch.empty(heads, 0, head_dim, device=device)
 
-    def append(self, kv_HT2D: Tensor) -> None:
+    def _extend(self, kv_HT2D: Tensor) -> None:
         new_HTD = kv_HT2D[:, :, 0].float()
         self.keys_HTD = torch.cat([self.keys_HTD.to(new_HTD.device), new_HTD], dim=1)
-
-    @property
-    def count(self) -> int:
-        return self.keys_HTD.shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -44,6 +36,7 @@ class ExactIndex(LayerIndex):
     kind = "exact"
 
     def __init__(self, keys_HND: Tensor) -> None:
+        super().__init__({}, keys_HND.shape[1])
         self._keys_HND = keys_HND
 
     @classmethod
@@ -67,9 +60,6 @@ class ExactIndex(LayerIndex):
         check_keys(source.keys_HND)
         return cls(source.keys_HND)
 
-    def arrays(self) -> dict[str, Tensor]:
-        return {}
-
     @classmethod
     def from_arrays(
         cls,
@@ -84,22 +74,21 @@ class ExactIndex(LayerIndex):
         heads, _, head_dim = self._keys_HND.shape
         return AppendedExact(heads, head_dim, self._keys_HND.device)
 
-    def rank(
+    def _score(
         self,
         queries_HTGD: Tensor,
         first_key: int,
         end_key: int,
         appended: AppendedKeys | None,
         search: Mapping[str, Scalar],
-        position: int | None = None,
+        position: int | None,
     ) -> Ranking:
         heads, positions, group, head_dim = queries_HTGD.shape
-        count = self._keys_HND.shape[1]
+        own = self._own(appended, AppendedExact)
+        count = self.key_count
         keys = self._keys_HND[:, first_key : min(end_key, count)].to(queries_HTGD.device).float()
         if end_key > count:
-            if not isinstance(appended, AppendedExact):
-                raise InvalidArgumentError(f"keys up to {end_key} were asked for, the index holds {count}")
-            keys = torch.cat([keys, appended.keys_HTD[:, max(first_key - count, 0) : end_key - count]], dim=1)
+            keys = torch.cat([keys, own.keys_HTD[:, max(first_key - count, 0) : end_key - count]], dim=1)
         flat = queries_HTGD.reshape(heads, positions * group, head_dim)
         logits = torch.bmm(flat, keys.transpose(1, 2)).view(heads, positions, group, -1)
         searched = float(end_key - first_key)
