@@ -18,7 +18,7 @@ from decode_engine.cli.logs import say_device
 from decode_engine.config import DeviceOption, PlacementOption, check_placement
 from decode_engine.evaluation.context_arena import arena_for
 from decode_engine.evaluation.progress import show_progress
-from decode_engine.evaluation.tuning.candidates import find_families
+from decode_engine.evaluation.tuning.candidates import find_sweeps
 from decode_engine.evaluation.tuning.meters import (
     CONTINUATION_TOKENS,
     QUERIES,
@@ -125,12 +125,12 @@ def tune_command(config: TuneConfig, output: FormatOption = OutputFormat.TEXT) -
     device = say_device(config.device)
     store = Store(config.store)
     manifest = store.manifest(store.resolve(config.context))
-    families = find_families(manifest, config.methods)
+    sweeps = find_sweeps(manifest, config.methods)
     with (
         show_progress(sys.stderr) as start_stage,
         _open_meter(config, store, manifest, device) as meter,
     ):
-        outcomes = tune(families, meter, start_stage)
+        outcomes = tune(sweeps, meter, start_stage)
     best = outcomes[0]
     written = best.reached and not config.dry_run
     if written:

@@ -50,19 +50,18 @@ class Runner(Protocol[SessionT_contra]):
         """
 
 
-class TokenPiece(Protocol):
-    """What a token means for the reader of a generation."""
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """Text that a token made certain, and whether it completed a stop string (which the text leaves out)."""
 
-    @property
-    def text(self) -> str: ...
-    @property
-    def stopped(self) -> bool: ...
+    text: str
+    stopped: bool
 
 
 class TokenSink(Protocol):
     """Turns tokens into text and finds stop strings; called on the scheduler's thread only."""
 
-    def push(self, token_id: int) -> TokenPiece:
+    def push(self, token_id: int) -> TokenText:
         """Adds a token."""
 
     def flush(self) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from decode_engine.engine.requests import TokenText
 from index_store.errors import InvalidArgumentError
 
 MAX_STOP_STRINGS = 16
@@ -149,14 +149,6 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Text that a token made certain, and whether it completed a stop string (which the text leaves out)."""
-
-    text: str
-    stopped: bool
-
-
 class TextStream:
     """A session's tokens as its client reads them: detokenised, ended by stop strings."""
 
@@ -169,9 +161,9 @@ class TextStream:
         self._detokenizer = Detokenizer(decode, prompt_ids)
         self._stops = StopStrings(stops)
 
-    def push(self, token_id: int) -> Piece:
+    def push(self, token_id: int) -> TokenText:
         """Adds a token."""
-        return Piece(*self._stops.push(self._detokenizer.push(token_id)))
+        return TokenText(*self._stops.push(self._detokenizer.push(token_id)))
 
     def flush(self) -> str:
         """Held-back text at the end of a generation. An incomplete character is dropped."""

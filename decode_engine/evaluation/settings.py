@@ -22,7 +22,7 @@ from decode_engine.config import (
 )
 from decode_engine.evaluation.prefill_command import attention_flags
 from decode_engine.evaluation.scoring import WARM_UP_STEPS
-from decode_engine.evaluation.tasks import FAMILIES, Part, get_family, parse_length
+from decode_engine.evaluation.tasks import FAMILIES, DocumentSet, get_family, parse_length
 from index_store.cli.options import AUTO, comma_separated
 from index_store.errors import InvalidArgumentError
 from index_store.methods.expressions import EXPRESSION_HELP
@@ -184,13 +184,13 @@ class EvaluationConfig:
         names = {*self.methods, *self.index_for}
         return sorted(name for name in names if get_method(name).index_specs())
 
-    def parts(self, length: int) -> list[Part]:
+    def document_sets(self, length: int) -> list[DocumentSet]:
         """How many contexts of each task, and how many questions in each, answer for all questions of a length."""
-        parts = []
+        sets = []
         for task, questions in self.questions_by_task().items():
             facts = get_family(task).questions_in(length, self.facts)
-            parts.append(Part(-(-questions // facts), facts, task, self.distractors))
-        return parts
+            sets.append(DocumentSet(-(-questions // facts), facts, task, self.distractors))
+        return sets
 
     def questions_by_task(self) -> dict[str, int]:
         """The questions of a length, divided evenly; the first tasks get what is left over."""

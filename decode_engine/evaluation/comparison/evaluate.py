@@ -100,7 +100,7 @@ class _Evaluation:
             tokenizer,
             self.text,
             length - len(tokenizer.prefix_ids),
-            config.parts(length),
+            config.document_sets(length),
             seed=config.seed,
             spare=16 * config.text_tokens,
         )

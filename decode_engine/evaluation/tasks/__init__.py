@@ -3,7 +3,7 @@
 from decode_engine.evaluation.tasks.body import Encoder
 from decode_engine.evaluation.tasks.documents import (
     Document,
-    Part,
+    DocumentSet,
     Question,
     chat_question,
     make_document,
@@ -28,9 +28,9 @@ __all__ = [
     "PROMPT",
     "STATEMENTS",
     "Document",
+    "DocumentSet",
     "Encoder",
     "Family",
-    "Part",
     "Question",
     "chat_question",
     "get_family",

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from decode_engine.evaluation.tasks.facts import random_number
-from decode_engine.evaluation.tasks.family import LIST_SEPARATOR, Asked, Family, Plan, places_of
+from decode_engine.evaluation.tasks.family import LIST_SEPARATOR, Asked, Draft, Family, places_of
 
 LINKS = 4
 SET = " The variable {name} is {value}."
 COPY = " The variable {name} equals the variable {other}."
 
 
-def plan_chain(rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int) -> Plan:
+def draft_chain(rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int) -> Draft:
     """One chain of LINKS variables for every question, its links in order at different depths.
 
     Every other question asks for the value of the last variable, the others for all variables that hold the value.
@@ -41,7 +41,7 @@ def plan_chain(rng: np.random.Generator, words: Sequence[str], questions: int, d
     for number in range(distractors):
         name, value = names[questions * LINKS + number], values[questions + number]
         statements[places[questions * LINKS + number]] = SET.format(name=name, value=value)
-    return Plan(tuple(statements), tuple(asked))
+    return Draft(tuple(statements), tuple(asked))
 
 
 def _question(number: int, chain: Sequence[str], value: str, places: tuple[int, ...]) -> Asked:
@@ -59,6 +59,6 @@ def _question(number: int, chain: Sequence[str], value: str, places: tuple[int, 
 CHAIN = Family(
     "chain",
     f"chains of {LINKS} variables set to one another: the value of the last one, or all that hold a value",
-    plan_chain,
+    draft_chain,
     tokens_per_question=256,
 )

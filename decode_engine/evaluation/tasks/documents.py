@@ -58,7 +58,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DocumentSet:
     """`count` documents of one family, with `facts` questions in each.
 
     distractors: statements per document that resemble others; the family's own number when None.
@@ -97,19 +97,19 @@ def make_document(
             "at most one per fact, and no negative number"
         )
     rng = np.random.default_rng(seed)
-    plan = task.plan(rng, held_out_words(), facts, extra)
-    count = len(plan.statements)
-    room = tokens - len(encoder.encode("".join(plan.statements)))
+    draft = task.draft(rng, held_out_words(), facts, extra)
+    count = len(draft.statements)
+    room = tokens - len(encoder.encode("".join(draft.statements)))
     if room < 2 * tokens // 3:
         raise InvalidArgumentError(
             f"{facts} facts of task {family!r} take {tokens - room} of {tokens} tokens, expected at most a third; "
             "ask for fewer facts or a longer document"
         )
     depths = (np.arange(count) + rng.random(count)) / count
-    body = Body(encoder, text, start, plan.statements, depths, room)
+    body = Body(encoder, text, start, draft.statements, depths, room)
     end = body.fit(tokens)
     places = body.statement_tokens(end)
-    by_depth = sorted(plan.asked, key=lambda one: min(one.evidence))
+    by_depth = sorted(draft.asked, key=lambda one: min(one.evidence))
     chosen = [by_depth[i] for i in np.linspace(0, len(by_depth) - 1, asked).round().astype(int)]
     return Document(
         text=body.assemble(end),
@@ -135,7 +135,7 @@ def _question(asked: Asked, places: Sequence[int], tokens: int, family: str) -> 
 
 
 def make_documents(
-    encoder: Encoder, text: str, tokens: int, parts: Sequence[Part], *, seed: int, spare: int = 0
+    encoder: Encoder, text: str, tokens: int, sets: Sequence[DocumentSet], *, seed: int, spare: int = 0
 ) -> list[Document]:
     """Documents over different parts of the text, which overlap only when the text is too short for that.
 
@@ -145,7 +145,7 @@ def make_documents(
     needed = round(tokens * characters_per_token(encoder, text) * 1.05) + 1_000 + spare
     if needed > len(text):
         raise too_short(len(text), needed)
-    each = [part for part in parts for _ in range(part.count)]
+    each = [one for one in sets for _ in range(one.count)]
     stride = len(text) // len(each)
     if stride >= needed:
         offsets = np.random.default_rng(seed).integers(0, stride - needed + 1, len(each))
@@ -157,13 +157,13 @@ def make_documents(
             encoder,
             text,
             tokens,
-            facts=part.facts,
+            facts=one.facts,
             seed=seed + i,
-            distractors=part.distractors,
+            distractors=one.distractors,
             start=word_end(text, start) if start else 0,
-            family=part.family,
+            family=one.family,
         )
-        for i, (part, start) in enumerate(zip(each, starts, strict=True))
+        for i, (one, start) in enumerate(zip(each, starts, strict=True))
     ]
 
 

@@ -18,7 +18,7 @@ class Asked:
     """A question before it is known where its evidence stands.
 
     opening: what an answer begins with; the right continuation is a space and `answer`. evidence: which statements
-    have to be read for it, as positions in `Plan.statements`.
+    have to be read for it, as positions in `Draft.statements`.
     """
 
     question: str
@@ -28,14 +28,14 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Draft:
     """statements: sentences, each with a leading space, in the order in which the document will hold them."""
 
     statements: tuple[str, ...]
     asked: tuple[Asked, ...]
 
 
-class MakePlan(Protocol):
+class MakeDraft(Protocol):
     """Draws statements and questions.
 
     Everything follows from `rng`: whoever changes the order of its draws changes every document of the family.
@@ -43,7 +43,7 @@ class MakePlan(Protocol):
 
     def __call__(
         self, rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int
-    ) -> Plan:
+    ) -> Draft:
         """`questions` questions, with `distractors` statements that nobody asks about but that resemble others."""
         ...
 
@@ -58,7 +58,7 @@ class Family:
 
     name: str
     summary: str
-    plan: MakePlan
+    draft: MakeDraft
     distractors: int = 0
     tokens_per_question: int = 1
 

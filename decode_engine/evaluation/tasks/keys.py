@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from decode_engine.evaluation.tasks.facts import Fact, random_attribute, random_phrase, random_value
-from decode_engine.evaluation.tasks.family import Family, Plan
+from decode_engine.evaluation.tasks.family import Draft, Family
 from decode_engine.evaluation.tasks.single import ask_each
 
 
-def plan_keys(rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int) -> Plan:
+def draft_keys(rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int) -> Draft:
     """Facts about names of two or three words, and in turn another attribute of a name or a name one word away."""
     facts: list[Fact] = []
     taken: set[tuple[str, str]] = set()
@@ -43,7 +43,7 @@ def _one_word_away(rng: np.random.Generator, words: Sequence[str], name: str) ->
 KEYS = Family(
     "keys",
     "one fact among near misses: other attributes of the same name, and names that differ in one word",
-    plan_keys,
+    draft_keys,
     distractors=3,
     tokens_per_question=256,
 )

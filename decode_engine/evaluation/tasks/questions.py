@@ -6,24 +6,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from decode_engine.evaluation.tasks.family import Asked, Family, Plan
-from decode_engine.evaluation.tasks.single import plan_single
+from decode_engine.evaluation.tasks.family import Asked, Draft, Family
+from decode_engine.evaluation.tasks.single import draft_single
 
 AT_ONCE = 3
 
 
-def plan_questions(rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int) -> Plan:
+def draft_questions(
+    rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int
+) -> Draft:
     """As many facts as questions (AT_ONCE at least); every prompt asks for AT_ONCE of them, in random order.
 
     Each fact leads one prompt; the others of a prompt are drawn from all.
     """
-    single = plan_single(rng, words, max(questions, AT_ONCE), distractors)
+    single = draft_single(rng, words, max(questions, AT_ONCE), distractors)
     asked = []
     for number in range(questions):
         others = [i for i in range(len(single.asked)) if i != number]
         chosen = [number, *(int(i) for i in rng.choice(others, AT_ONCE - 1, replace=False))]
         asked.append(_together([single.asked[i] for i in chosen]))
-    return Plan(single.statements, tuple(asked))
+    return Draft(single.statements, tuple(asked))
 
 
 def _together(asked: Sequence[Asked]) -> Asked:
@@ -36,4 +38,6 @@ def _together(asked: Sequence[Asked]) -> Asked:
     )
 
 
-QUESTIONS = Family("questions", f"{AT_ONCE} facts asked for in one prompt, answered in order", plan_questions)
+QUESTIONS = Family(
+    "questions", f"{AT_ONCE} facts asked for in one prompt, answered in order", draft_questions
+)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from decode_engine.evaluation.tasks.facts import Fact, make_facts, random_statement, random_value
-from decode_engine.evaluation.tasks.family import LIST_SEPARATOR, Asked, Family, Plan, places_of
+from decode_engine.evaluation.tasks.family import LIST_SEPARATOR, Asked, Draft, Family, places_of
 
 VALUES = 4
 QUESTION = "What are all values of the {attribute} of the {name}, in order of appearance?"
 
 
-def plan_values(rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int) -> Plan:
+def draft_values(rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int) -> Draft:
     """VALUES statements for every question; the answer lists their values in the order of the text."""
     drawn = make_facts(rng, words, questions, distractors)
     subjects, others = drawn[:questions], drawn[questions:]
@@ -36,7 +36,7 @@ def plan_values(rng: np.random.Generator, words: Sequence[str], questions: int, 
                 tuple(places[i] for i in own),
             )
         )
-    return Plan(tuple(statements[i] for i in order), tuple(asked))
+    return Draft(tuple(statements[i] for i in order), tuple(asked))
 
 
 def _distinct_values(rng: np.random.Generator, words: Sequence[str]) -> list[str]:
@@ -51,6 +51,6 @@ def _distinct_values(rng: np.random.Generator, words: Sequence[str]) -> list[str
 VALUES_FAMILY = Family(
     "values",
     f"all {VALUES} values that one attribute of one name has, in order",
-    plan_values,
+    draft_values,
     tokens_per_question=256,
 )

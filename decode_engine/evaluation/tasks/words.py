@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from decode_engine.evaluation.tasks.facts import random_phrase
-from decode_engine.evaluation.tasks.family import LIST_SEPARATOR, Asked, Family, Plan, places_of
+from decode_engine.evaluation.tasks.family import LIST_SEPARATOR, Asked, Draft, Family, places_of
 
 FREQUENT = (7, 5, 3)
 """How often the words that are asked for occur."""
@@ -21,7 +21,7 @@ OPENING = "The list of the {name} most often has"
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 
 
-def plan_words(rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int) -> Plan:
+def draft_words(rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int) -> Draft:
     """One list for every question and distractor, given in parts of PER_STATEMENT words all over the text."""
     statements: list[str] = []
     subjects: list[tuple[str, list[str], range]] = []
@@ -52,7 +52,7 @@ def plan_words(rng: np.random.Generator, words: Sequence[str], questions: int, d
         )
         for name, frequent, own in subjects[:questions]
     ]
-    return Plan(tuple(statements[i] for i in order), tuple(asked))
+    return Draft(tuple(statements[i] for i in order), tuple(asked))
 
 
 def _coded_word(rng: np.random.Generator, taken: set[str]) -> str:
@@ -71,6 +71,6 @@ def _coded_word(rng: np.random.Generator, taken: set[str]) -> str:
 WORDS = Family(
     "words",
     "the three most frequent of the made-up words that a list has, its parts all over the text",
-    plan_words,
+    draft_words,
     tokens_per_question=1024,
 )

@@ -37,7 +37,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class BudgetSweep:
     """One method at all budgets, the smallest first. index_bytes: of what it needs stored."""
 
     expression: str
@@ -45,20 +45,20 @@ class Family:
     index_bytes: int
 
 
-def find_families(manifest: Manifest, expressions: Sequence[str]) -> list[Family]:
+def find_sweeps(manifest: Manifest, expressions: Sequence[str]) -> list[BudgetSweep]:
     """The methods to try: those named, or all that the context supports.
 
     Raises MethodUnsupportedError for a named method that is unknown, has no budget or cannot be used with the context,
     and when the context supports none.
     """
     if expressions:
-        return [_family(manifest, expression) for expression in expressions]
+        return [_sweep(manifest, expression) for expression in expressions]
     found = []
     for name in METHODS:
         if name in _NEVER:
             continue
         try:
-            found.append(_family(manifest, name))
+            found.append(_sweep(manifest, name))
         except SparseKVError:
             continue
     if not found:
@@ -70,7 +70,7 @@ def find_families(manifest: Manifest, expressions: Sequence[str]) -> list[Family
     return found
 
 
-def _family(manifest: Manifest, expression: str) -> Family:
+def _sweep(manifest: Manifest, expression: str) -> BudgetSweep:
     method = get_method(expression)
     if not method.sparse:
         raise MethodUnsupportedError(
@@ -82,4 +82,4 @@ def _family(manifest: Manifest, expression: str) -> Family:
         candidates = tuple(Candidate(expression, mass=mass) for mass in MASSES)
     else:
         candidates = tuple(Candidate(expression, keep=keep) for keep in KEEPS)
-    return Family(expression, candidates, nbytes)
+    return BudgetSweep(expression, candidates, nbytes)

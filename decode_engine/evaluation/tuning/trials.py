@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode_engine.evaluation.progress import Advance, StartStage
-from decode_engine.evaluation.tuning.candidates import Candidate, Family
+from decode_engine.evaluation.tuning.candidates import BudgetSweep, Candidate
 from decode_engine.evaluation.tuning.meters import Measurement, Meter
 
 
@@ -20,17 +20,17 @@ class Outcome:
     reached: bool
 
 
-def tune(families: Sequence[Family], meter: Meter, start_stage: StartStage) -> list[Outcome]:
+def tune(sweeps: Sequence[BudgetSweep], meter: Meter, start_stage: StartStage) -> list[Outcome]:
     """One outcome per method, the best first: those that reach the target, by cost, then the others, by distance.
 
     What a method achieves is taken to grow with its budget, so that few budgets have to be measured. Cost is keys
     attended, and at the same number of keys the bytes of the indexes.
     """
-    most = max(len(family.candidates).bit_length() for family in families)
-    advance = start_stage("measuring", most * len(families))
+    most = max(len(sweep.candidates).bit_length() for sweep in sweeps)
+    advance = start_stage("measuring", most * len(sweeps))
     outcomes = []
-    for family in families:
-        outcome, measured = _tune_family(family, meter, advance)
+    for sweep in sweeps:
+        outcome, measured = _tune_sweep(sweep, meter, advance)
         for _ in range(most - measured):
             advance()
         outcomes.append(outcome)
@@ -44,19 +44,19 @@ def _rank(outcome: Outcome, meter: Meter) -> tuple[bool, float, int]:
     return not outcome.reached, cost, outcome.index_bytes
 
 
-def _tune_family(family: Family, meter: Meter, advance: Advance) -> tuple[Outcome, int]:
+def _tune_sweep(sweep: BudgetSweep, meter: Meter, advance: Advance) -> tuple[Outcome, int]:
     """The outcome and how many budgets were measured."""
     found: dict[int, Measurement] = {}
-    low, high = 0, len(family.candidates)
+    low, high = 0, len(sweep.candidates)
     while low < high:
         middle = (low + high) // 2
-        found[middle] = meter.measure(family.candidates[middle].method())
+        found[middle] = meter.measure(sweep.candidates[middle].method())
         advance()
         if meter.reaches(found[middle]):
             high = middle
         else:
             low = middle + 1
-    reached = low < len(family.candidates)
+    reached = low < len(sweep.candidates)
     # A search that ends at the end has measured the largest budget.
-    place = low if reached else len(family.candidates) - 1
-    return Outcome(family.candidates[place], found[place], family.index_bytes, reached), len(found)
+    place = low if reached else len(sweep.candidates) - 1
+    return Outcome(sweep.candidates[place], found[place], sweep.index_bytes, reached), len(found)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.requests import Finished, Request, Stream, Token
+from decode_engine.engine.requests import Finished, Request, Stream, Token, TokenText
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.stepping import decode_by_forward
 from decode_engine.layers.figures import Figures
@@ -71,21 +71,15 @@ class FakeRunner:
         return decode_by_forward(self.forward, sessions, last_tokens, samplers)
 
 
-@dataclass(frozen=True)
-class Piece:
-    text: str
-    stopped: bool
-
-
 @dataclass
 class LetterSink:
     """Token n reads as the letter n; the generation stops at `stop_at`; `flush` gives a full stop."""
 
     stop_at: int | None = None
 
-    def push(self, token_id: int) -> Piece:
+    def push(self, token_id: int) -> TokenText:
         stopped = token_id == self.stop_at
-        return Piece("" if stopped else chr(ord("A") + token_id), stopped)
+        return TokenText("" if stopped else chr(ord("A") + token_id), stopped)
 
     def flush(self) -> str:
         return "."

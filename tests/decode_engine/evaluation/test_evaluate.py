@@ -20,7 +20,7 @@ from decode_engine.evaluation.comparison.summary import Score
 from decode_engine.evaluation.prefill_command import PrefillCommand, PrefillFailedError
 from decode_engine.evaluation.progress import show_progress
 from decode_engine.evaluation.settings import EvaluationConfig
-from decode_engine.evaluation.tasks import Document, Part, Question, held_out_text
+from decode_engine.evaluation.tasks import Document, DocumentSet, Question, held_out_text
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes, Placement
@@ -93,11 +93,11 @@ def test_contexts_get_the_same_indexes_whichever_run_measures_them() -> None:
 
 def test_questions_are_shared_among_tasks_and_contexts() -> None:
     config = EvaluationConfig(Path("x"), questions=216, facts=24)
-    assert config.parts(8192) == [Part(9, 24)]
-    assert replace(config, questions=25).parts(8192) == [Part(2, 24)]
+    assert config.document_sets(8192) == [DocumentSet(9, 24)]
+    assert replace(config, questions=25).document_sets(8192) == [DocumentSet(2, 24)]
     several = replace(config, tasks=("single", "words"), questions=31, distractors=1)
     assert several.questions_by_task() == {"single": 16, "words": 15}
-    assert several.parts(8192) == [Part(1, 24, "single", 1), Part(2, 8, "words", 1)]
+    assert several.document_sets(8192) == [DocumentSet(1, 24, "single", 1), DocumentSet(2, 8, "words", 1)]
 
 
 def test_a_context_with_too_many_questions_is_asked_at_every_depth() -> None:

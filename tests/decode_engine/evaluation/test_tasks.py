@@ -18,8 +18,8 @@ from decode_engine.evaluation.tasks import (
     ATTRIBUTES,
     FAMILIES,
     PROMPT,
+    DocumentSet,
     Encoder,
-    Part,
     Question,
     chat_question,
     get_family,
@@ -222,7 +222,11 @@ def test_a_document_asks_no_more_than_it_has_room_for() -> None:
 
 
 def test_several_families_share_the_text(novels: str) -> None:
-    parts = [Part(2, 4, "single"), Part(1, 2, "words", distractors=1), Part(1, 3, "chain")]
+    parts = [
+        DocumentSet(2, 4, "single"),
+        DocumentSet(1, 2, "words", distractors=1),
+        DocumentSet(1, 3, "chain"),
+    ]
     documents = make_documents(ReaderTokens(), novels, 2048, parts, seed=0, spare=500)
     assert [document.family for document in documents] == ["single", "single", "words", "chain"]
     assert [len(document.questions) for document in documents] == [4, 4, 2, 3]
@@ -327,7 +331,7 @@ def test_distractors_are_in_the_text_but_not_asked(novels: str) -> None:
 
 
 def test_documents_of_one_length_do_not_share_text(novels: str) -> None:
-    documents = make_documents(ReaderTokens(), novels, 2048, [Part(9, 3)], seed=0, spare=500)
+    documents = make_documents(ReaderTokens(), novels, 2048, [DocumentSet(9, 3)], seed=0, spare=500)
     starts = [novels.find(document.text[:60]) for document in documents]
     ends = [len(novels) - len(document.continuation) for document in documents]
     assert all(start >= 0 for start in starts)
@@ -361,7 +365,7 @@ def test_what_cannot_be_made_is_refused(arguments: dict[str, int], message: str,
 
 def test_a_text_shorter_than_one_context_is_refused(novels: str) -> None:
     with pytest.raises(InvalidArgumentError, match="longer text"):
-        make_documents(Bytes(), novels[:3000], 4096, [Part(1, 2)], seed=0)
+        make_documents(Bytes(), novels[:3000], 4096, [DocumentSet(1, 2)], seed=0)
 
 
 def test_questions_are_written_one_per_line(tmp_path: Path, novels: str) -> None:

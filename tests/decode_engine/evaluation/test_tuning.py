@@ -13,7 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from decode_engine.cli.command_line import app
-from decode_engine.evaluation.tuning.candidates import KEEPS, MASSES, Candidate, Family, find_families
+from decode_engine.evaluation.tuning.candidates import KEEPS, MASSES, BudgetSweep, Candidate, find_sweeps
 from decode_engine.evaluation.tuning.meters import KlMeter, MassMeter, Measurement, continuation
 from decode_engine.evaluation.tuning.trials import tune
 from decode_engine.layers.sparse_layer import Observation, SparseLayer
@@ -61,8 +61,8 @@ class Scripted:
         return self._target - (measurement.mass or 0.0)
 
 
-def family(expression: str, index_bytes: int = 0) -> Family:
-    return Family(expression, tuple(Candidate(expression, keep=keep) for keep in KEEPS), index_bytes)
+def sweep(expression: str, index_bytes: int = 0) -> BudgetSweep:
+    return BudgetSweep(expression, tuple(Candidate(expression, keep=keep) for keep in KEEPS), index_bytes)
 
 
 def no_progress(label: str, total: int) -> object:
@@ -73,7 +73,7 @@ def no_progress(label: str, total: int) -> object:
 def test_the_smallest_budget_that_is_enough_is_found(strength: float) -> None:
     scripted = Scripted({"quest": strength}, 0.9)
     advanced: list[int] = []
-    outcomes = tune([family("quest")], scripted, lambda label, total: lambda: advanced.append(total))
+    outcomes = tune([sweep("quest")], scripted, lambda label, total: lambda: advanced.append(total))
     enough = [keep for keep in KEEPS if keep * strength >= 0.9]
     assert outcomes[0].reached
     assert outcomes[0].candidate.keep == enough[0]
@@ -84,8 +84,8 @@ def test_the_smallest_budget_that_is_enough_is_found(strength: float) -> None:
 def test_the_cheapest_comes_first_and_then_those_that_fell_short() -> None:
     strengths = {"quest": 10.0, "pq": 60.0, "csattention": 60.0, "multipole": 1.0, "squeezed": 2.0}
     sizes = {"pq": 10, "csattention": 500}
-    families = [family(name, sizes.get(name, 1)) for name in strengths]
-    outcomes = tune(families, Scripted(strengths, 0.9), no_progress)  # type: ignore[arg-type]
+    sweeps = [sweep(name, sizes.get(name, 1)) for name in strengths]
+    outcomes = tune(sweeps, Scripted(strengths, 0.9), no_progress)  # type: ignore[arg-type]
     assert [(o.candidate.expression, o.reached) for o in outcomes] == [
         ("pq", True),
         ("csattention", True),
@@ -99,18 +99,18 @@ def test_the_cheapest_comes_first_and_then_those_that_fell_short() -> None:
 
 def test_what_the_context_supports_is_tried(served: Served) -> None:
     manifest = served.context.manifest
-    found = {family.expression: family for family in find_families(manifest, ())}
+    found = {sweep.expression: sweep for sweep in find_sweeps(manifest, ())}
     assert set(METHODS) <= set(found)
     assert not {"full", "oracle"} & set(found)
     for family_ in found.values():
         assert family_.index_bytes > 0
         budgets = [candidate.mass or candidate.keep for candidate in family_.candidates]
         assert budgets == list(MASSES if family_.expression == "tactic" else KEEPS)
-    with_remainder, without = find_families(manifest, ["csattention", "csattention+dropped"])
+    with_remainder, without = find_sweeps(manifest, ["csattention", "csattention+dropped"])
     assert with_remainder.index_bytes > without.index_bytes
     for wrong in ("full", "pq", "nothing"):
         with pytest.raises(MethodUnsupportedError):
-            find_families(manifest, [wrong])
+            find_sweeps(manifest, [wrong])
 
 
 def late_queries(served: Served, layer: int) -> tuple[Tensor, list[int]]:
