@@ -24,7 +24,6 @@ attention to the same contexts in GPU memory by the general path, unless that wo
 host memory; searches on the host have to list the very keys that the general path lists.
 
 One JSON line per case, as it comes; one that fails says why, the others run all the same, and the exit code is 1.
-`placements_table.py` makes a table and a picture.
 """
 
 from __future__ import annotations

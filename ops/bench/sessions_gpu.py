@@ -10,8 +10,6 @@ holds the rest of the contexts, and what batches exchange with searching cores.
 `limit` what the next one lacks; `shared` is that on one context, with the first of these sizes. The model has the
 shape of Llama-3.1-8B, the contexts are described by manifests, and nothing of that size is made: no GPU is needed.
 
-`memory_gpu.py` compares the counts with what is taken of a GPU's memory.
-
 One JSON line per method and placement; `--table` prints a table for a document instead.
 """
 

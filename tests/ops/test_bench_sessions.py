@@ -1,11 +1,10 @@
-"""How many sessions fit: counted by what the engine counts, and compared with what contexts and steps take."""
+"""How many sessions fit: counted by what the engine counts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +18,7 @@ from index_store.memory.placement import MemoryBytes, Placement
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import METHODS, get_method
 from index_store.store.manifest import ModelIdentity
-from tests.ops.scripts import check_refusal_without_device, load_script
-from tests.ops.tiny_model import IDENTITY, make_model
+from tests.ops.scripts import load_script
 
 FOLDER = Path(__file__).resolve().parents[2] / "ops" / "bench"
 LARGE = ModelIdentity("large", "llama", "0" * 64, "0" * 64, 32, 32, 8, 128, 128256, 2**17)
@@ -101,48 +99,3 @@ def test_the_table_has_a_row_for_each_placement(
     assert len(rows) == 2 + 2 * len(Placement)
     # Of these two layers alone the embeddings leave nothing.
     assert "| 0 (device) |" in rows[2]
-
-
-def test_a_comparison_needs_a_device() -> None:
-    check_refusal_without_device(FOLDER / "memory_gpu.py")
-
-
-def test_more_than_counted_is_a_miss() -> None:
-    check = load_script(FOLDER / "memory_gpu.py")
-    row = {"context_counted": 10**9, "context_taken": 10**9, "rest_counted": 10**8, "rest_taken": 10**8}
-    assert not check.misses(row)
-    assert check.misses({**row, "context_taken": 1_120_000_000})
-    assert check.misses({**row, "rest_taken": 130_000_000})
-
-
-def test_contexts_are_loaded_and_stepped_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything but the counter, which only a GPU has."""
-    monkeypatch.setattr("decode_engine.steps.stepper._LEAST_KEYS", 256)
-    check = load_script(FOLDER / "memory_gpu.py")
-    monkeypatch.setattr(check, "DTYPE", "float32")
-    monkeypatch.setattr(check, "STEPS", 1)
-    counted = iter([0, 3 * 10**5, 4 * 10**5] * 6)
-    monkeypatch.setattr(check, "allocated", lambda device: next(counted))
-    wide: Any = replace(IDENTITY, layers=1, query_heads=2, kv_heads=1, head_dim=64)
-    rows = list(check.compared(make_model(wide), wide, "full", METHODS["full"], torch.device("cpu"), 300))
-    assert [row["placement"] for row in rows] == ["device", "hybrid", "host"]
-    for row in rows:
-        assert (row["context_taken"], row["rest_taken"]) == (3 * 10**5, 10**5)
-        assert row["rest_counted"] > 0
-        assert "missed" not in row
-    assert rows[0]["context_counted"] > 300 * 2 * 64 * 4 > rows[1]["context_counted"]
-
-
-def test_a_placement_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = load_script(FOLDER / "memory_gpu.py")
-    monkeypatch.setattr(check, "DTYPE", "float32")
-
-    def take(*arguments: Any) -> tuple[int, int]:
-        if Placement.HYBRID in arguments:
-            raise RuntimeError("no room")
-        return 0, 0
-
-    monkeypatch.setattr(check, "taken", take)
-    rows = list(check.compared(None, IDENTITY, "full", METHODS["full"], torch.device("cpu"), 300))
-    assert [row.get("error") for row in rows] == [None, "RuntimeError: no room", None]
-    assert not any("missed" in row for row in rows)
