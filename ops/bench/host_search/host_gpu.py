@@ -24,36 +24,28 @@ waves as they are served in, wait for 10 % of a step or longer at 32,768 tokens,
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import typer
-from captured_steps import Lanes, tidy_up, time_captured
-from general_steps import (
-    compare,
-    failure,
-    first_tokens,
-    forward,
-    parse_method,
-    parse_shapes,
-    require_device,
-    start_sessions,
-)
-from placed_contexts import PlacedContexts, make_ranges, release
-from random_model import make_model
+from harness.captured_steps import Lanes, tidy_up, time_captured
+from harness.checks import compare, failure
+from harness.contexts import PlacedContexts, make_ranges, release
+from harness.general_steps import first_tokens, forward, start_sessions
+from harness.parsing import parse_counts, parse_method, parse_shapes
+from harness.random_model import make_model
+from harness.report import reporting
 from search_cpu import read_us
 from torch import Tensor
 
 from decode_engine.config import Compilation, search_cores
-from decode_engine.evaluation.comparison.machine import describe_machine
 from decode_engine.host_search.mailbox import usual_waves
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.steps.step_model import step_model
@@ -176,52 +168,41 @@ def main(
     bars: Annotated[bool, typer.Option(help="Fail when a figure misses its bar.")] = False,
 ) -> None:
     """Times decode steps that are searched for on the host."""
-    require_device()
     listed, sizes = {label: parse_method(label) for label in methods.split(",")}, parse_shapes(shapes)
     for label, method in listed.items():
         if method.index is None or method.index.kind not in HOST_SEARCHED:
             raise typer.BadParameter(f"{label}: the host searches query tables and nothing else")
     lane_counts, wave_counts = parse_counts(lanes), parse_counts(waves, least=0)
     threads = threads or search_cores()
-    model, identity = make_model(layers)
-    ranges = make_ranges(host_gb, list(listed.values()))
-    run, machine, failed = step_model(model, compilation), describe_machine(), False
-    for length, batch in sizes:
-        placed = PlacedContexts(identity, list(listed.values()), length, batch, model.device, ranges)
-        contexts = placed.make(Placement.HOST)
-        placed.release()
-        tidy_up()
-        bench = Bench(model, run, contexts, threads, turns)
-        fitting = [count for count in lane_counts if count <= batch]
-        for label, method in listed.items():
-            for row in method_figures(bench, method, fitting, wave_counts):
-                line: dict[str, Any] = {
-                    "figure": "host", "method": label, "tokens": length, "batch": batch, "layers": layers,
-                    "threads": threads, "waves": row["waves"], "compilation": compilation.value, "machine": machine,
-                } | row  # fmt: skip
-                missed = misses(line)
-                failed = failed or "error" in line or (missed and bars)
-                typer.echo(json.dumps(line | ({"missed": True} if missed else {})))
-        release(contexts)
-    raise typer.Exit(1 if failed else 0)
+    with reporting("host_gpu", bars) as report:
+        model, identity = make_model(layers)
+        ranges = make_ranges(host_gb, list(listed.values()))
+        run = step_model(model, compilation)
+        for length, batch in sizes:
+            placed = PlacedContexts(identity, list(listed.values()), length, batch, model.device, ranges)
+            contexts = placed.make(Placement.HOST)
+            placed.release()
+            tidy_up()
+            bench = Bench(model, run, contexts, threads, turns)
+            fitting = [count for count in lane_counts if count <= batch]
+            for label, method in listed.items():
+                for row in method_figures(bench, method, fitting, wave_counts):
+                    line: dict[str, Any] = {
+                        "figure": "host", "method": label, "tokens": length, "batch": batch, "layers": layers,
+                        "threads": threads, "compilation": compilation.value,
+                    } | row  # fmt: skip
+                    report.add(line, *missed(line))
+            release(contexts)
 
 
-def parse_counts(text: str, least: int = 1) -> list[int]:
-    """Numbers, comma-separated. Raises typer.BadParameter for anything else."""
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < least:
-        raise typer.BadParameter(f"numbers are {text!r}, expected some from {least} on, such as 1,2")
-    return counts
-
-
-def misses(line: Mapping[str, Any]) -> bool:
-    """Whether the figure has a bar and does not reach it."""
+def missed(line: Mapping[str, Any]) -> list[str]:
+    """What a figure falls short of."""
     served = (0, usual_waves(-(-line["batch"] // line["lanes"])))
     barred = (line["tokens"], line["batch"]) == BAR_SHAPE and line["lanes"] > 1 and line["waves"] in served
-    return barred and bool(line.get("wait", 0.0) >= WAIT_BAR)
+    wait = line.get("wait", 0.0)
+    return (
+        [f"{line['method']}: waits for {wait:.1%}, bar {WAIT_BAR:.0%}"] if barred and wait >= WAIT_BAR else []
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ Shape legend: H KV heads, G query heads per KV head, D head dim, N keys, m subsp
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -26,27 +25,28 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import numpy as np
 import torch
 import typer
+from harness.checks import CheckFailedError
+from harness.report import reporting
 from torch import Tensor
 
-from decode_engine.evaluation.comparison.machine import describe_machine
 from decode_engine.evaluation.tasks import parse_length
 from decode_engine.host_search.mailbox import Mailbox, SearchedRow, SearchPlan
 from decode_engine.host_search.search_threads import read_shares, search_all
 from decode_engine.host_search.shared_search import LINE
 from decode_engine.host_search.shared_words import read_word
 from decode_engine.host_search.workers import SearchWorkers
-from index_store.errors import SparseKVError
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.indexes.query_tables.search_numba import TILE
 from index_store.memory.host_memory import HostBlock
@@ -59,10 +59,6 @@ SEARCHES, WARM_UP, TURNS = 32, 3, 15
 BARS = {8: 150.0, 16: 280.0}
 OF_READ_BAR = 0.9
 BAR_LENGTH, BAR_THREADS = 131072, 16
-
-
-class CheckFailedError(Exception):
-    """A result is wrong, so its time means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +198,6 @@ def measure(search: Search, keep: float, huge_pages: bool) -> dict[str, Any]:
     reading = read_us(search.tables.scores, search.bytes_read, search.threads)
     median = statistics.median(times)
     return {
-        "bench": "search_cpu",
         "context": search.length,
         "subspaces": search.subspaces,
         "group": "pooled" if search.pooled else "per_head",
@@ -214,7 +209,6 @@ def measure(search: Search, keep: float, huge_pages: bool) -> dict[str, Any]:
         "read_us": round(reading, 1),
         "of_read": round(reading / median, 3),
         "gb_per_s": round(search.bytes_read / median / 1e3, 1),
-        "machine": describe_machine(),
     }
 
 
@@ -245,32 +239,19 @@ def main(
     bars: Annotated[bool, typer.Option(help="Fail when a figure misses its bar.")] = False,
 ) -> None:
     """Times searches on the CPU."""
-    problems = []
-    try:
-        for length in (parse_length(text) for text in lengths.split(",")):
-            for number in (int(text) for text in subspaces.split(",")):
-                for pooled in (True, False) if per_head else (True,):
-                    search = Search(
-                        length,
-                        number,
-                        pooled=pooled,
-                        keep=keep,
-                        threads=threads or os.cpu_count() or 1,
-                        huge_pages=huge_pages,
-                    )
-                    try:
-                        row = measure(search, keep, huge_pages)
-                    finally:
-                        search.close()
-                    typer.echo(json.dumps(row))
-                    problems += missed(row)
-    except (CheckFailedError, SparseKVError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-    for problem in problems:
-        typer.echo(f"missed: {problem}", err=True)
-    if bars and problems:
-        raise typer.Exit(1)
+    with reporting("search_cpu", bars, gpu=False) as report:
+        for length, number, pooled in product(
+            [parse_length(text) for text in lengths.split(",")],
+            [int(text) for text in subspaces.split(",")],
+            (True, False) if per_head else (True,),
+        ):
+            used = threads or os.cpu_count() or 1
+            search = Search(length, number, pooled=pooled, keep=keep, threads=used, huge_pages=huge_pages)
+            try:
+                row = measure(search, keep, huge_pages)
+            finally:
+                search.close()
+            report.add(row, *missed(row))
 
 
 if __name__ == "__main__":

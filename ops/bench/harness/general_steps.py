@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
 import torch
-import typer
 from torch import Tensor
 
 from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import DecodeStep
+from harness.checks import compare
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method, get_method
 from index_store.selection.budgets import Ratio
@@ -24,55 +22,6 @@ from index_store.selection.budgets import Ratio
 PROMPT = 4
 WARM_UP = 5
 LEAST_TURNS, GENERAL_SECONDS = 10, 10.0
-TOLERANCE = 0.1
-"""Root mean square of the difference of logits, relative to their standard deviation: rounding to bfloat16 in 32 random
-layers makes about 0.05."""
-
-
-class CheckFailedError(Exception):
-    """A result is wrong, so its time means nothing."""
-
-
-def failure(error: Exception) -> dict[str, str]:
-    """What a line says of a case that has failed; where that was no check, the traceback goes to stderr."""
-    if isinstance(error, CheckFailedError):
-        return {"error": str(error)[:300]}
-    traceback.print_exception(error)
-    return {"error": f"{type(error).__name__}: {error}"[:300]}
-
-
-def require_device() -> None:
-    """Ends a benchmark that needs a GPU where there is none."""
-    if not torch.cuda.is_available():
-        typer.echo("error: this benchmark needs a CUDA device", err=True)
-        raise typer.Exit(1)
-
-
-def parse_shapes(text: str) -> list[tuple[int, int]]:
-    """LENGTHxBATCH, comma-separated. Raises typer.BadParameter for anything else."""
-    shapes = []
-    for part in text.split(","):
-        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part)
-        if found is None:
-            raise typer.BadParameter(f"shape is {part!r}, expected LENGTHxBATCH such as 131072x1")
-        shapes.append((int(found[1]), int(found[2])))
-    return shapes
-
-
-def parse_method(text: str) -> Method:
-    """NAME[:KEEP][/m8][/pooled]: m8 are tables of 8 subspaces with 64 centroids, pooled searches once for a group."""
-    expression, *variants = text.split("/")
-    name, _, keep = expression.partition(":")
-    method = get_method(name, float(keep) if keep else None)
-    for variant in variants:
-        if variant == "m8" and method.index is not None:
-            parameters = {**method.index.parameters, "subspaces": 8, "centroids": 64}
-            method = replace(method, index=replace(method.index, name="m8_tables", parameters=parameters))
-        elif variant == "pooled":
-            method = replace(method, search={**method.search, "group": "pooled"})
-        else:
-            raise typer.BadParameter(f"variant is {variant!r}, expected m8 or pooled")
-    return method
 
 
 def forward(model: Any, sessions: Sequence[Session], tokens: Sequence[int]) -> Tensor:
@@ -146,26 +95,24 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def time_general(
-    model: Any, sessions: Sequence[Session], turns: int, limit_s: float, warm_up: int = WARM_UP
-) -> list[float]:
+def time_general(model: Any, sessions: Sequence[Session], turns: int, limit_s: float) -> list[float]:
     """Seconds of each step by the general path, see `time_steps`."""
 
     def step(tokens: Sequence[int]) -> list[int]:
         chosen: list[int] = forward(model, sessions, tokens).argmax(-1).tolist()
         return chosen
 
-    _, tokens = time_steps(step, first_tokens(sessions), warm_up, limit_s)
+    _, tokens = time_steps(step, first_tokens(sessions), WARM_UP, limit_s)
     return time_steps(step, tokens, turns, limit_s)[0]
 
 
 def measure_general(
-    model: Any, contexts: Sequence[ResidentContext], method: Method, turns: int, warm_up: int = WARM_UP
+    model: Any, contexts: Sequence[ResidentContext], method: Method, turns: int
 ) -> dict[str, Any]:
     """Times of steps by the general path, which any method can go."""
     difference = general_difference(model, contexts, method) if method.sparse else None
     sessions = start_sessions(contexts, method)
-    seconds = time_general(model, sessions, turns, GENERAL_SECONDS, warm_up)
+    seconds = time_general(model, sessions, turns, GENERAL_SECONDS)
     return step_figures(seconds, len(sessions)) | {
         "captured": False,
         "logits_difference": None if difference is None else round(difference, 4),
@@ -183,11 +130,3 @@ def general_difference(model: Any, contexts: Sequence[ResidentContext], method: 
     if whole[0].figures.sparse_fraction < 1.0:
         return None
     return compare(got_BV, full_logits(model, contexts))
-
-
-def compare(got_BV: Tensor, expected_BV: Tensor, tolerance: float = TOLERANCE) -> float:
-    """Difference of logits relative to their spread. Raises CheckFailedError when it is too large."""
-    difference = float((got_BV - expected_BV).square().mean().sqrt() / expected_BV.std())
-    if not difference < tolerance:
-        raise CheckFailedError(f"logits differ by {difference:.3f} of their spread, limit {tolerance}")
-    return difference

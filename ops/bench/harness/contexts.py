@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-from random_model import DTYPE, QUERY_STD
 from torch import Tensor
 
 from decode_engine.model.warm_up import made_up_context
+from harness.random_model import DTYPE, QUERY_STD
 from index_store.memory.devices import finish
 from index_store.memory.host_memory import HostBlock, aligned, copy_source, default_page_locker
 from index_store.memory.placement import HOST_SEARCHED, Placement

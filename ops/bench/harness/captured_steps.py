@@ -13,15 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from general_steps import (
-    WARM_UP,
-    CheckFailedError,
-    compare,
-    first_tokens,
-    start_sessions,
-    step_figures,
-    time_steps,
-)
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -37,6 +28,9 @@ from decode_engine.steps.attention.step_attention import StepAttention
 from decode_engine.steps.attention.step_batch import step_counts
 from decode_engine.steps.step_graph import StepGraph, StepModel
 from decode_engine.steps.stepper import Stepper
+from harness import general_steps
+from harness.checks import CheckFailedError, compare
+from harness.general_steps import first_tokens, start_sessions, step_figures, time_steps
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.selection.budgets import Ratio, best_keys
@@ -207,7 +201,7 @@ def time_captured(lanes: Lanes, method: Method, turns: int, limit_s: float = mat
     tokens = lanes.step(first_tokens(lanes.contexts))
     first_s = time.perf_counter() - begin
     check_lists(lanes, method)
-    _, tokens = time_steps(lanes.step, tokens, WARM_UP, limit_s)
+    _, tokens = time_steps(lanes.step, tokens, general_steps.WARM_UP, limit_s)
     (read, reused), waited_s = lanes.moved(), lanes.waited_s()
     seconds, tokens = time_steps(lanes.step, tokens, turns, limit_s)
     read_then, reused_then = lanes.moved()

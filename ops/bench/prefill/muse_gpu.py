@@ -1,7 +1,5 @@
 """MuSe on a GPU: its kernels against their eager references, and its time against torch's attention.
 
-usage: python ops/bench/muse_gpu.py [--figures check,training,prefill,reader,kernels] [--tokens 1048576] [--clusters 64]
-
 `check` compares kernels with references in float32 and bfloat16, and gradients at 4,096 tokens with those of autograd
 through the eager reference; no time is reported when it fails. `training` takes forward and backward, acausal, of so
 many tokens times heads in sequences of 1K to 64K, 64 dimensions, bfloat16, beside every backend of
@@ -20,14 +18,21 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import harness  # noqa: F401 - before torch: sets up OpenMP
+
+# isort: split
 import torch
 import typer
-from gpu_timing import BACKENDS, event_ms, kernel_us
+from harness.checks import CheckFailedError
+from harness.report import reporting
+from harness.timing import BACKENDS, event_ms, kernel_us
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -56,10 +61,6 @@ CHECK_NAMES = tuple(f"{str(dtype).removeprefix('torch.')} {dim}" for dtype, dim,
 
 LONGEST_SLOW_MS = 400.0
 """Beyond this, a backend is timed once and at longer lengths no more."""
-
-
-class CheckFailedError(Exception):
-    """A result is not what it must be: no time is reported."""
 
 
 def make_points(
@@ -131,7 +132,7 @@ def by_autograd(
 
 def check_figure(clusters: int, dtypes: list[str]) -> dict[str, Any]:
     """Relative errors of output and gradients at 4,096 tokens with grouped heads, and how many points cluster alike."""
-    row: dict[str, Any] = {"bench": "muse_gpu", "figure": "check"}
+    row: dict[str, Any] = {"figure": "check"}
     settings = MuseSettings(clusters=clusters, block=512)
     for dtype, dim, most in CHECKS:
         name = f"{str(dtype).removeprefix('torch.')} {dim}"
@@ -235,7 +236,7 @@ def training_figure(
         return muse_attention(q, k, v, settings=settings)
 
     torch.cuda.reset_peak_memory_stats()
-    row: dict[str, Any] = {"bench": "muse_gpu", "figure": "training", "length": length}
+    row: dict[str, Any] = {"figure": "training", "length": length}
     row["muse"] = steps_ms(training_step(inputs, muse, grad))
     row["muse_forward"] = steps_ms(lambda: muse(*inputs))
     row["muse_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -253,7 +254,7 @@ def prefill_figure(length: int, settings: MuseSettings) -> dict[str, Any]:
     def exact() -> Tensor:
         return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
-    row: dict[str, Any] = {"bench": "muse_gpu", "figure": "prefill", "length": length}
+    row: dict[str, Any] = {"figure": "prefill", "length": length}
     row["block"] = settings.block
     row["muse"] = steps_ms(muse, 5)
     times = sdpa_times(lambda: exact, {SDPBackend.EFFICIENT_ATTENTION})
@@ -296,7 +297,7 @@ def reader_figure(
         capture = read(length)
         times.append(time.perf_counter() - begin)
     last = capture.kv(loaded.identity.layers - 1).float()
-    row: dict[str, Any] = {"bench": "muse_gpu", "figure": "reader", "length": length, "chunk": chunk}
+    row: dict[str, Any] = {"figure": "reader", "length": length, "chunk": chunk}
     row["attention"] = "exact" if settings is None else f"muse, block {settings.block}"
     return {**row, "seconds": min(times), "checksum": float(last.abs().mean())}
 
@@ -310,15 +311,31 @@ def kernel_figure(tokens: int, settings: MuseSettings, length: int = 8192) -> di
         step()
     times = {name[:60]: us for name, us in kernel_us([step]).items() if us > 5}
     ordered = dict(sorted(times.items(), key=lambda item: -item[1]))
-    return {"bench": "muse_gpu", "figure": "kernels", "length": length, "us": ordered}
+    return {"figure": "kernels", "length": length, "us": ordered}
 
 
-def emit(row: dict[str, Any]) -> None:
-    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-    sys.stdout.write(json.dumps({**rounded, "machine": machine}) + "\n")
-    sys.stdout.flush()
-    torch.cuda.empty_cache()
+def figure_rows(
+    wanted: Sequence[str], checks: str, tokens: int, lengths: str, settings: MuseSettings
+) -> Iterator[dict[str, Any]]:
+    """All that are wanted."""
+    if "check" in wanted:
+        yield check_figure(settings.clusters, checks.split(","))
+    if "kernels" in wanted:
+        yield kernel_figure(tokens, settings)
+    if "training" in wanted:
+        too_slow: set[SDPBackend] = set()
+        for power in range(10, 17):
+            yield training_figure(2**power, tokens, settings, too_slow)
+    if "reader" in wanted:
+        loaded = reader_model(2**19)
+        for length in (2**17, 2**18):
+            for chunk in (2048, settings.block):
+                yield reader_figure(loaded, length, None, chunk)
+            for own in (settings.block // 4, settings.block):
+                yield reader_figure(loaded, length, replace(settings, block=own), own)
+    if "prefill" in wanted:
+        for part in lengths.split(","):
+            yield prefill_figure(int(part), settings)
 
 
 def main(
@@ -332,33 +349,11 @@ def main(
     lengths: Annotated[str, typer.Option(help="Of the prefill figures.")] = "32768,65536,131072,262144",
 ) -> None:
     """Checks and times MuSe; one JSON line per figure."""
-    if not torch.cuda.is_available():
-        typer.echo("error: this benchmark needs a CUDA device", err=True)
-        raise typer.Exit(1)
     settings = MuseSettings(clusters=clusters, iterations=iterations, cap=cap, block=block)
-    wanted = figures.split(",")
-    try:
-        if "check" in wanted:
-            emit(check_figure(clusters, checks.split(",")))
-        if "kernels" in wanted:
-            emit(kernel_figure(tokens, settings))
-        if "training" in wanted:
-            too_slow: set[SDPBackend] = set()
-            for power in range(10, 17):
-                emit(training_figure(2**power, tokens, settings, too_slow))
-        if "reader" in wanted:
-            loaded = reader_model(2**19)
-            for length in (2**17, 2**18):
-                for chunk in (2048, block):
-                    emit(reader_figure(loaded, length, None, chunk))
-                for own in (block // 4, block):
-                    emit(reader_figure(loaded, length, replace(settings, block=own), own))
-        if "prefill" in wanted:
-            for part in lengths.split(","):
-                emit(prefill_figure(int(part), settings))
-    except CheckFailedError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+    with reporting("muse_gpu") as report:
+        for row in figure_rows(figures.split(","), checks, tokens, lengths, settings):
+            report.add(row)
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

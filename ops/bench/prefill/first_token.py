@@ -1,8 +1,5 @@
 """Time to first token on a GPU: from a cold store, from a warm arena, and for a second request on the same context.
 
-usage: python ops/bench/first_token.py [--tokens 32768,131072] [--methods pq:0.01,squeezed:0.05] [--folder DIR]
-           [--no-cold]
-
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16; contexts are random,
 written as files by the store's own writer, with the indexes of all methods. A request is what the engine makes of one:
 a lease on the context, a session, the prompt in pieces, the likeliest token on the host. Everything has run once
@@ -22,28 +19,30 @@ attention in device memory. One JSON line per figure; the exit code is 1 when a 
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import torch
 import typer
-from general_steps import CheckFailedError
-from page_cache import cached_share, drop_from_page_cache, files_below, read_into_page_cache
-from random_model import QUERY_STD, make_model
+from harness.checks import compare
+from harness.page_cache import cached_share, drop_from_page_cache, files_below, read_into_page_cache
+from harness.parsing import parse_counts, parse_method
+from harness.random_model import DTYPE, QUERY_STD, make_model
+from harness.report import reporting
+from harness.timing import seconds
 from torch import Tensor
 
 from decode_engine.config import Prompts
@@ -51,7 +50,6 @@ from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import DecodeStep
 from decode_engine.model.warm_up import made_up_context
 from index_store.memory.arena import Arena
-from index_store.memory.devices import finish
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method, get_method
@@ -59,7 +57,6 @@ from index_store.selection.budgets import Ratio
 from index_store.store.catalog import Store
 from index_store.store.manifest import Manifest, ModelIdentity
 
-DTYPE = "bfloat16"
 DEVICE = torch.device("cuda")
 PLACEMENTS = (Placement.DEVICE, Placement.HYBRID)
 DISTINCT = 2
@@ -70,14 +67,6 @@ WRITERS = 8
 TURNS = 4
 STEPS = 6
 CHECKED_PROMPT = 24
-TOLERANCE = 0.1
-"""Root mean square of the difference of logits, relative to their spread: rounding in 32 random layers."""
-
-
-def parse_method(text: str) -> Method:
-    """NAME[:KEEP]."""
-    name, _, keep = text.partition(":")
-    return get_method(name, float(keep) if keep else None)
 
 
 def host_chunks(made: ResidentContext, layer: int) -> list[tuple[str, int, Tensor]]:
@@ -170,16 +159,6 @@ class Requests:
         return logits
 
 
-def compare(found: Tensor, expected: Tensor, what: str) -> float:
-    """Difference of logits relative to their spread. Raises CheckFailedError when it is too large."""
-    difference = float((found - expected).square().mean().sqrt() / expected.std())
-    if not difference < TOLERANCE:
-        raise CheckFailedError(
-            f"logits of {what} differ by {difference:.3f} of their spread, limit {TOLERANCE}"
-        )
-    return round(difference, 4)
-
-
 def check(
     requests: Requests, methods: Sequence[Method], expected: Tensor | None, where: str
 ) -> tuple[dict[str, float], Tensor]:
@@ -187,12 +166,14 @@ def check(
     ids = prompt_of(CHECKED_PROMPT)
     exact = requests.logits(get_method("full"), ids, Prompts.EXACT)
     wanted = exact if expected is None else expected
-    found = {"exact": compare(exact, wanted, f"exact prompts, {where}")}
+    found = {"exact": compare(exact, wanted, of=f" of exact prompts, {where}")}
     for method in methods:
         if isinstance(method.budget, Ratio):
             whole = replace(method, budget=Ratio(1.0))
             label = f"sparse_{method.name}"
-            found[label] = compare(requests.logits(whole, ids, Prompts.SPARSE), wanted, f"{label}, {where}")
+            found[label] = compare(
+                requests.logits(whole, ids, Prompts.SPARSE), wanted, of=f" of {label}, {where}"
+            )
     return found, wanted
 
 
@@ -266,7 +247,7 @@ def figures(
         for placement in PLACEMENTS:
             where = {"placement": placement.value}
             requests = Requests(model, store, manifest, placement)
-            load_s = seconds(lambda requests=requests: load(requests, store, manifest))  # type: ignore[misc]
+            load_s = seconds(partial(load, requests, store, manifest), DEVICE)
             stats = requests.arena.stats()
             differences, expected = check(requests, methods, expected, placement.value)
             yield {**where, "figure": "check", **differences}
@@ -305,20 +286,6 @@ def load(requests: Requests, store: Store, manifest: Manifest) -> None:
         pass
 
 
-def seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    finish(DEVICE)
-    return time.perf_counter() - begin
-
-
-def emit(row: dict[str, Any]) -> None:
-    rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-    machine = f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    typer.echo(json.dumps({"bench": "first_token", **rounded, "machine": machine}))
-    sys.stdout.flush()
-
-
 def main(
     tokens: Annotated[str, typer.Option(help="Lengths of contexts, comma-separated.")] = "32768,131072",
     methods: Annotated[str, typer.Option(help="NAME[:KEEP], comma-separated.")] = "pq:0.01,squeezed:0.05",
@@ -328,21 +295,14 @@ def main(
     cold: Annotated[bool, typer.Option(help="Also time requests that wait for files to be read.")] = True,
 ) -> None:
     """Times first tokens; one JSON line per figure."""
-    if not torch.cuda.is_available():
-        typer.echo("error: this benchmark needs a CUDA device", err=True)
-        raise typer.Exit(1)
-    parsed = [parse_method(text) for text in methods.split(",")]
-    lengths = [int(part) for part in prompt_tokens.split(",")]
-    model, identity = make_model(layers)
-    try:
+    parsed, lengths = [parse_method(text) for text in methods.split(",")], parse_counts(prompt_tokens)
+    with reporting("first_token") as report:
+        model, identity = make_model(layers)
         # The first one compiles kernels and is not reported.
-        for number, length in enumerate((4096, *(int(part) for part in tokens.split(",")))):
+        for number, length in enumerate((4096, *parse_counts(tokens))):
             for row in figures(model, identity, length, parsed, lengths, folder, cold and number > 0):
                 if number:
-                    emit({"tokens": length, "layers": layers, **row})
-    except CheckFailedError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+                    report.add({"tokens": length, "layers": layers, **row})
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
-"""How the GPU benchmarks take their times, and what they compare with."""
+"""How benchmarks take their times on a GPU, and what they compare with."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+
+from index_store.memory.devices import finish
 
 TURNS = 15
 WARM_UP = 3
@@ -54,6 +56,15 @@ def _mark() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """From before to after some work, by the clock on the wall."""
+    finish(device)
+    begin = time.perf_counter()
+    work()
+    finish(device)
+    return time.perf_counter() - begin
 
 
 def eager_us(steps: Sequence[Callable[[], object]]) -> float:
@@ -113,3 +124,9 @@ def full_attention_us(q_LBHD: Tensor, kv_LBHN2D: Tensor) -> dict[str, float]:
             except RuntimeError:  # this backend cannot do it
                 torch.cuda.synchronize()
     return found
+
+
+def fastest(full: Mapping[str, float]) -> dict[str, float | str]:
+    """What lines say of full attention: the backend and layout that took least, and its microseconds."""
+    backend = min(full, key=lambda name: full[name])
+    return {"full_us": full[backend], "full_backend": backend}

@@ -1,9 +1,5 @@
 """Prefill on a GPU: tokens per second against the bare forward pass, and building and writing beside each other.
 
-usage: python ops/bench/prefill_gpu.py [--figures forward,beyond,written,build] [--tokens 32768,131072] [--layers 32]
-           [--written-layers 8] [--chunk 2048] [--passes 2048,2048:65536,8192,8192:65536]
-           [--writings plain,overlap,host]
-
 A model of Llama-3.1-8B's shape with random weights, bfloat16. First it is checked, on two layers, that keys and values
 read chunk by chunk are those of one pass with torch's own attention, and that clusters built on the device are as
 tight as faiss's, and that keys and values that stay in host memory are those that stay on the device, bit for bit.
@@ -15,19 +11,28 @@ by itself (build). One JSON line per figure.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import harness  # noqa: F401 - before torch: sets up OpenMP
+
+# isort: split
 import torch
 import typer
-from transformers import AutoConfig, AutoModelForCausalLM
+from harness.checks import CheckFailedError, check_close
+from harness.parsing import parse_counts
+from harness.random_model import VOCABULARY, make_model
+from harness.report import reporting
+from harness.timing import seconds
 
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.registry import INDEX_KINDS
@@ -42,18 +47,7 @@ from prefill_worker.reading.capture import Capture, plan_sample, register_attent
 from prefill_worker.reading.causal_attention import PAST_BLOCK
 from prefill_worker.reading.prefill import run_context
 
-VOCABULARY = 128_256
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 2**20,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-    "tie_word_embeddings": False,
-}
+DEVICE = torch.device("cuda")
 CHECKED_TOKENS = 6000
 CHECKED_LAYERS = 2
 BEYOND_TOKENS = 90_000  # more than one of the largest blocks
@@ -62,18 +56,9 @@ WRITINGS = {"plain": (False, None), "overlap": (True, None), "host": (True, PAST
 SAMPLE = 8192
 
 
-class CheckFailedError(Exception):
-    """A result is not what it must be: no time is reported."""
-
-
-def make_model(layers: int, attention: str) -> Any:
-    """A causal model with random weights on the GPU; the same ones each time."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", num_hidden_layers=layers, **SHAPE)
-    with torch.device("cuda"):
-        return AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=torch.bfloat16
-        ).eval()
+def random_model(layers: int, attention: str) -> Any:
+    """On the GPU; the same weights each time."""
+    return make_model(layers, attention=attention)[0]
 
 
 def make_capture(layers: int, tokens: int, block: int | None = None) -> Capture:
@@ -89,38 +74,28 @@ def tokens_of(count: int) -> list[int]:
     return ids
 
 
-def seconds(work: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
-
-
 @torch.inference_mode()
 def check_capture(chunk: int) -> dict[str, float]:
     """Relative errors of the last layer's keys and values against one pass with torch's attention."""
     ids = tokens_of(CHECKED_TOKENS)
-    model = make_model(CHECKED_LAYERS, "sdpa")
+    model = random_model(CHECKED_LAYERS, "sdpa")
     cache = model.model(torch.tensor([ids], device="cuda"), use_cache=True).past_key_values
     last = cache.layers[CHECKED_LAYERS - 1]
     expected = torch.stack([last.keys[0], last.values[0]], dim=2)
     capture = make_capture(CHECKED_LAYERS, len(ids))
-    run_context(make_model(CHECKED_LAYERS, register_attention()), capture, ids, chunk)
+    run_context(random_model(CHECKED_LAYERS, register_attention()), capture, ids, chunk)
     found = capture.kv(CHECKED_LAYERS - 1)
-    error = float((found.float() - expected.float()).norm() / expected.float().norm())
-    if not error < 0.02:
-        raise CheckFailedError(f"keys and values read in chunks are off by {error:.3f}")
+    error = check_close("keys and values read in chunks", found, expected, 0.02)
     beyond = make_capture(CHECKED_LAYERS, BEYOND_TOKENS, PAST_BLOCK)
     beside = make_capture(CHECKED_LAYERS, BEYOND_TOKENS)
-    model = make_model(CHECKED_LAYERS, register_attention())
+    model = random_model(CHECKED_LAYERS, register_attention())
     for each in (beyond, beside):
         run_context(model, each, tokens_of(BEYOND_TOKENS), chunk)
     for layer in range(CHECKED_LAYERS):
         if not torch.equal(beyond.kv(layer), beside.kv(layer).cpu()):
             raise CheckFailedError(f"keys and values of layer {layer} differ between host and device memory")
     beyond.close()
-    return {"kv_error": round(error, 5), "spread_ratio": round(check_clusters(capture), 4)}
+    return {"kv_error": error, "spread_ratio": check_clusters(capture)}
 
 
 def check_clusters(capture: Capture) -> float:
@@ -145,26 +120,25 @@ def forward_figure(tokens: int, layers: int, chunk: int) -> dict[str, Any]:
     """Tokens per second of the bare decoder in one pass, and of the capture in chunks."""
     ids = tokens_of(tokens)
     row: dict[str, Any] = {
-        "bench": "prefill_gpu",
         "figure": "forward",
         "tokens": tokens,
         "layers": layers,
         "chunk": chunk,
     }
-    model = make_model(layers, "sdpa")
+    model = random_model(layers, "sdpa")
     batch = torch.tensor([ids], device="cuda")
     model.model(batch[:, : min(tokens, 8192)], use_cache=False)
     torch.cuda.reset_peak_memory_stats()
-    row["bare_s"] = seconds(lambda: model.model(batch, use_cache=False))
+    row["bare_s"] = seconds(lambda: model.model(batch, use_cache=False), DEVICE)
     row["bare_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     del model
     torch.cuda.empty_cache()
-    model = make_model(layers, register_attention())
+    model = random_model(layers, register_attention())
     few = ids[: 18 * chunk]  # long enough for all kernels to be there
     run_context(model, make_capture(layers, len(few)), few, chunk)
     torch.cuda.reset_peak_memory_stats()
     capture = make_capture(layers, tokens)
-    row["capture_s"] = seconds(lambda: run_context(model, capture, ids, chunk))
+    row["capture_s"] = seconds(lambda: run_context(model, capture, ids, chunk), DEVICE)
     row["capture_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     row["kv_gb"] = sum(capture.kv(layer).nbytes for layer in range(layers)) / 1e9
     row["bare_tokens_per_s"] = tokens / row["bare_s"]
@@ -186,7 +160,6 @@ def beyond_figure(model: Any, tokens: int, chunk: int, block: int | None) -> dic
     passes = range(0, tokens, chunk)
     capture.close()
     return {
-        "bench": "prefill_gpu",
         "figure": "beyond",
         "tokens": tokens,
         "layers": layers,
@@ -206,7 +179,7 @@ def written_figure(
 ) -> dict[str, Any]:
     """Seconds from the first token to the last byte written, and of the stages."""
     ids = tokens_of(tokens)
-    model = make_model(layers, register_attention())
+    model = random_model(layers, register_attention())
     frequencies = model.model.rotary_emb.inv_freq.float().cpu()
     meter = DeviceMeter(torch.device("cuda"))
     capture = make_capture(layers, tokens, block)
@@ -234,7 +207,6 @@ def written_figure(
             writer.verify()
     nbytes = sum(index.nbytes for index in written.indexes) + 2 * tokens * layers * 8 * 128 * 2
     return {
-        "bench": "prefill_gpu",
         "figure": "written",
         "tokens": tokens,
         "layers": layers,
@@ -272,22 +244,13 @@ def build_figures(tokens: int) -> Iterator[dict[str, Any]]:
             return INDEX_KINDS[spec.kind].build(spec.parameters, source, 0)
 
         build()
-        times = [1e3 * seconds(build) for _ in range(5)]
+        times = [1e3 * seconds(build, DEVICE) for _ in range(5)]
         yield {
-            "bench": "prefill_gpu",
             "figure": "build",
             "tokens": tokens,
             "index": name,
             "ms": statistics.median(times),
         }
-
-
-def emit(row: dict[str, Any]) -> None:
-    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-    sys.stdout.write(json.dumps({**rounded, "machine": machine}) + "\n")
-    sys.stdout.flush()
-    torch.cuda.empty_cache()
 
 
 def parse_pass(text: str) -> tuple[int, int | None]:
@@ -298,7 +261,7 @@ def parse_pass(text: str) -> tuple[int, int | None]:
 
 def beyond_figures(layers: int, lengths: list[int], passes: str) -> Iterator[dict[str, Any]]:
     """The same contexts with keys and values on the device and in host memory."""
-    model = make_model(layers, register_attention())
+    model = random_model(layers, register_attention())
     beyond_figure(model, 18 * 2048, 2048, 16_384)  # long enough for all kernels to be there
     for length in lengths:
         for each in passes.split(","):
@@ -333,25 +296,17 @@ def main(
     folder: Annotated[Path | None, typer.Option(help="Where the context is written.")] = None,
 ) -> None:
     """Checks and times prefill; one JSON line per figure."""
-    if not torch.cuda.is_available():
-        typer.echo("error: this benchmark needs a CUDA device", err=True)
-        raise typer.Exit(1)
-    try:
-        emit({"bench": "prefill_gpu", "figure": "check", **check_capture(chunk)})
-        lengths = [int(part) for part in tokens.split(",") if part]
-        wanted = figures.split(",")
-        for length in lengths if "forward" in wanted else ():
-            emit(forward_figure(length, layers, chunk))
-        for row in beyond_figures(layers, lengths, passes) if "beyond" in wanted else ():
-            emit(row)
-        written = written_figures(written_layers, lengths, chunk, writings, folder)
-        for row in written if "written" in wanted else ():
-            emit(row)
-        for row in build_figures(lengths[-1]) if "build" in wanted else ():
-            emit(row)
-    except CheckFailedError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+    wanted, lengths = figures.split(","), parse_counts(tokens)
+    with reporting("prefill_gpu") as report:
+        report.add({"figure": "check", **check_capture(chunk)})
+        for row in chain(
+            (forward_figure(length, layers, chunk) for length in lengths if "forward" in wanted),
+            beyond_figures(layers, lengths, passes) if "beyond" in wanted else (),
+            written_figures(written_layers, lengths, chunk, writings, folder) if "written" in wanted else (),
+            build_figures(lengths[-1]) if "build" in wanted else (),
+        ):
+            report.add(row)
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

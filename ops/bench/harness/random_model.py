@@ -11,15 +11,21 @@ from decode_engine.model.decode_attention import ATTENTION_NAME, register_attent
 from index_store.store.manifest import ModelIdentity
 
 DTYPE = "bfloat16"
+VOCABULARY = 128256
 QUERY_STD = 1.28
 """Of the model's queries: weights of standard deviation .02 times the root of the hidden size."""
 
 
-def make_model(layers: int, device: str = "cuda") -> tuple[Any, ModelIdentity]:
-    """A Llama-3.1-8B of random weights, or its first layers; on the device `meta` it takes no memory."""
+def make_model(
+    layers: int, device: str = "cuda", attention: str = ATTENTION_NAME
+) -> tuple[Any, ModelIdentity]:
+    """A Llama-3.1-8B of random weights, or its first layers; on the device `meta` it takes no memory.
+
+    attention: transformers' name of the implementation; by default decode-engine's.
+    """
     register_attention()
     config = LlamaConfig(
-        vocab_size=128256,
+        vocab_size=VOCABULARY,
         hidden_size=4096,
         intermediate_size=14336,
         num_hidden_layers=layers,
@@ -32,12 +38,10 @@ def make_model(layers: int, device: str = "cuda") -> tuple[Any, ModelIdentity]:
     )
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
     model.eval().requires_grad_(False)
     identity = ModelIdentity(
-        "random-8b", "LlamaForCausalLM", "0" * 64, "0" * 64, layers, 32, 8, 128, 128256, 2**21
+        "random-8b", "LlamaForCausalLM", "0" * 64, "0" * 64, layers, 32, 8, 128, VOCABULARY, 2**21
     )
     return model, identity
 
