@@ -21,7 +21,10 @@ from harness.timing import eager_us, fastest, graph_us, kernel_us
 from index_store.methods.method import Method
 from index_store.store.manifest import ModelIdentity
 
-KV_HEADS, GROUP, HEAD_DIM, DTYPE = 8, 4, 128, torch.bfloat16
+KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
+ON_GPU = torch.cuda.is_available()
+"""Where there is none benchmarks refuse to time, but their checks run in Triton's interpreter, exact in float32."""
+DEVICE, DTYPE = (torch.device("cuda", 0), torch.bfloat16) if ON_GPU else (torch.device("cpu"), torch.float32)
 SINKS = 8
 RECENT, TAIL, TAIL_ROOM = 64, 16, 64
 """Of searches alone with their attention; other benchmarks have their own."""
@@ -31,15 +34,12 @@ SCALE = HEAD_DIM**-0.5
 VECTOR = HEAD_DIM * DTYPE.itemsize
 ROW = 2 * VECTOR
 """Bytes of a key and its value."""
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-"""The processor where there is no GPU: benchmarks refuse to time there, their checks run in Triton's interpreter."""
 
 
-def step_plan(method: Method, layers: int, batch: int, length: int, kv_heads: int = KV_HEADS) -> StepPlan:
-    """Of steps over so many layers of such a model."""
-    model = ModelIdentity(
-        "bench", "none", "f", "t", layers, kv_heads * GROUP, kv_heads, HEAD_DIM, 2, 2 * length
-    )
+def step_plan(method: Method, layers: int, batch: int, length: int, kv_heads: int | None = None) -> StepPlan:
+    """Of steps over so many layers of such a model. kv_heads: KV_HEADS unless others are asked for."""
+    heads = kv_heads or KV_HEADS
+    model = ModelIdentity("bench", "none", "f", "t", layers, heads * GROUP, heads, HEAD_DIM, 2, 2 * length)
     return StepPlan(model, method, batch, int(triton.next_power_of_2(length)), DTYPE, DEVICE)
 
 

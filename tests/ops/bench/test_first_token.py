@@ -8,27 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from harness.checks import CheckFailedError
 
 from decode_engine.config import Prompts
 from index_store.methods.method import get_method
-from tests.ops.scripts import check_refusal_without_device, load_script
-from tests.ops.tiny_model import IDENTITY, make_model
-
-BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "first_token.py"
+from tests.ops.bench.conftest import load_bench
+from tests.ops.bench.tiny_model import IDENTITY, make_model
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Everything in host memory."""
-    found = load_script(BENCH)
+    found = load_bench("prefill/first_token")
     monkeypatch.setattr(found, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(found, "TURNS", 1)
     monkeypatch.setattr(found, "prompt_of", lambda count: [token % 300 for token in range(count)])
     return found
-
-
-def test_without_a_device_it_says_so() -> None:
-    check_refusal_without_device(BENCH)
 
 
 def test_every_figure_is_there(bench: ModuleType, tmp_path: Path) -> None:
@@ -69,5 +64,5 @@ def test_wrong_logits_are_not_timed(
     monkeypatch.setattr(bench.Requests, "read", spoiled)
     rows = bench.figures(make_model(), IDENTITY, 300, [get_method("quest", 0.05)], [5], tmp_path)
     assert next(rows)["figure"] == "written"
-    with pytest.raises(bench.CheckFailedError, match="sparse_quest, device"):
+    with pytest.raises(CheckFailedError, match="sparse_quest, device"):
         next(rows)

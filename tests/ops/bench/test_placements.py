@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import typer
+from harness import captured_steps, contexts
 
 from decode_engine.config import Compilation
 from decode_engine.steps.step_model import step_model
 from index_store.methods.method import get_method
-from tests.ops.scripts import check_refusal_without_device, load_script
-from tests.ops.tiny_model import IDENTITY, make_model
+from tests.ops.bench.conftest import Run, load_bench
+from tests.ops.bench.tiny_model import IDENTITY, make_model
 
-FOLDER = Path(__file__).resolve().parents[2] / "ops" / "bench"
 WIDE = replace(IDENTITY, layers=1, query_heads=2, kv_heads=1, head_dim=64)
 LENGTH = 400
 TABLES = "csattention+dropped@group=pooled:0.05"
 
 
 @pytest.fixture
-def bench(few_programs: None, short_warm_up: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    found = load_script(FOLDER / "placements_gpu.py")
+def bench(without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    found = load_bench("placements_gpu")
     monkeypatch.setattr(found, "STILL_TURNS", 1)
     return found
-
-
-@pytest.fixture
-def placed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    found = sys.modules["placed_contexts"]
-    monkeypatch.setattr(found, "DTYPE", "float32")  # which is exact in the interpreter, too
-    return found
-
-
-def test_without_a_device_it_says_so() -> None:
-    check_refusal_without_device(FOLDER / "placements_gpu.py")
 
 
 def test_cases(bench: ModuleType) -> None:
@@ -64,24 +50,23 @@ def test_cases(bench: ModuleType) -> None:
             bench.Case.parse(wrong)
 
 
-def test_a_shape_without_a_case_is_refused(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "require_device", lambda: None)
+def test_a_shape_without_a_case_is_refused(bench: ModuleType) -> None:
     with pytest.raises(typer.BadParameter, match="such as 1024x4"):
         bench.main(cases="full@streamed", shapes="1024x1,1024x4")
 
 
 def figures(
-    bench: ModuleType, placed: ModuleType, cases: str, batch: int, gigabytes: float = 2**22 * 1e-9
+    bench: ModuleType, cases: str, batch: int, gigabytes: float = 2**22 * 1e-9
 ) -> list[dict[str, Any]]:
     model = make_model(WIDE)
     listed = [bench.Case.parse(text) for text in cases.split(",")]
     methods = bench.methods_of(listed)
-    ranges = placed.make_ranges(gigabytes, methods)
+    ranges = contexts.make_ranges(gigabytes, methods)
     foretelling = step_model(model, Compilation.OFF, prefetch=True)
     runs = bench.Bench(model, (step_model(model, Compilation.OFF), foretelling), 1, 2, 60.0)
 
     def make() -> Any:
-        return placed.PlacedContexts(WIDE, methods, LENGTH, batch, model.device, ranges)
+        return contexts.PlacedContexts(WIDE, methods, LENGTH, batch, model.device, ranges)
 
     return list(bench.shape_figures(runs, make, listed))
 
@@ -94,9 +79,9 @@ def figures(
         (f"full@device,pq+dropped:0.05@hybrid2,{TABLES}@host,{TABLES}@host2", 2),
     ],
 )
-def test_every_case_has_its_figures(bench: ModuleType, placed: ModuleType, cases: str, batch: int) -> None:
+def test_every_case_has_its_figures(bench: ModuleType, cases: str, batch: int) -> None:
     small = get_method("pq+dropped", 0.05)
-    rows = figures(bench, placed, cases, batch)
+    rows = figures(bench, cases, batch)
     assert [row for row in rows if "error" in row] == []
     wheres = [row["placement"] + "2" * (row["lanes"] == 2) + "+prefetch" * row["prefetch"] for row in rows]
     assert wheres == [text.rpartition("@")[2] for text in cases.split(",")]
@@ -121,32 +106,29 @@ def test_every_case_has_its_figures(bench: ModuleType, placed: ModuleType, cases
 
 
 @pytest.mark.parametrize("case", ["full@streamed", "full@device"])
-def test_a_wrong_step_is_not_timed(
-    bench: ModuleType, placed: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_a_wrong_step_is_not_timed(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     right = bench.compare
-    for module in (bench, sys.modules["captured_steps"]):
+    for module in (bench, captured_steps):
         monkeypatch.setattr(module, "compare", lambda got, expected: right(got.flip(-1), expected))
-    (row,) = figures(bench, placed, case, 1)
+    (row,) = figures(bench, case, 1)
     assert "logits differ" in row["error"]
     assert "step_ms" not in row
 
 
-def test_wrong_lists_are_not_timed(
-    bench: ModuleType, placed: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = sys.modules["captured_steps"]
-    right = steps.best_keys  # type: ignore[attr-defined]
-    monkeypatch.setattr(steps, "best_keys", lambda ranking, keep, group: right(ranking, keep - 1, group))
-    (row,) = figures(bench, placed, f"{TABLES}@host", 1)
+def test_wrong_lists_are_not_timed(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = captured_steps.best_keys
+    monkeypatch.setattr(
+        captured_steps, "best_keys", lambda ranking, keep, group: right(ranking, keep - 1, group)
+    )
+    (row,) = figures(bench, f"{TABLES}@host", 1)
     assert row["error"] == "the list of KV head 0 is not the general path's"
 
 
 def test_a_case_that_fails_does_not_end_the_others(
-    bench: ModuleType, placed: ModuleType, capsys: pytest.CaptureFixture[str]
+    bench: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kv = 2 * LENGTH * 64 * 4
-    failed, timed = figures(bench, placed, "pq+dropped:0.05@hybrid,full@device", 1, (kv - 1) * 1e-9)
+    failed, timed = figures(bench, "pq+dropped:0.05@hybrid,full@device", 1, (kv - 1) * 1e-9)
     assert "RuntimeError: " in failed["error"]
     assert "(--host-gb)" in failed["error"]
     assert timed["step_ms"] > 0
@@ -154,42 +136,30 @@ def test_a_case_that_fails_does_not_end_the_others(
 
 
 def test_cases_that_there_are_no_contexts_for_say_so(
-    bench: ModuleType, placed: ModuleType, monkeypatch: pytest.MonkeyPatch
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> Any:
         raise torch.cuda.OutOfMemoryError("too much")
 
     monkeypatch.setattr(bench, "full_logits", refuse)
-    rows = figures(bench, placed, "full@device,full@streamed", 1)
+    rows = figures(bench, "full@device,full@streamed", 1)
     assert [row["placement"] for row in rows] == ["device", "streamed"]
     assert {row["error"] for row in rows} == {"OutOfMemoryError: too much"}
 
 
-def test_every_line_is_printed(
-    bench: ModuleType,
-    placed: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_line_is_printed(bench: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole command, where a shape that cannot be placed precedes one that can."""
-    monkeypatch.setattr(bench, "require_device", lambda: None)
     monkeypatch.setattr(bench, "make_model", lambda layers: (make_model(WIDE), WIDE))
-    with pytest.raises(typer.Exit) as ended:
-        bench.main(
-            cases="full@hybrid,full@device",
-            shapes=f"{2 * LENGTH}x1,{LENGTH}x1",
-            layers=1,
-            compilation=Compilation.OFF,
-            threads=1,
-            turns=2,
-            seconds=60.0,
-            host_gb=2 * LENGTH * 64 * 4 * 1e-9,
-        )
-    assert ended.value.exit_code == 1
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [("error" in line, line["tokens"], line["placement"]) for line in lines] == [
-        (True, 2 * LENGTH, "hybrid"),
-        (False, 2 * LENGTH, "device"),
-        (False, LENGTH, "hybrid"),
-        (False, LENGTH, "device"),
-    ]
+    lines, code, _ = run(
+        bench, cases="full@hybrid,full@device", shapes=f"{2 * LENGTH}x1,{LENGTH}x1", layers=1, threads=1, turns=2,
+        seconds=60.0, host_gb=2 * LENGTH * 64 * 4 * 1e-9,
+    )  # fmt: skip
+    assert (code, [("error" in line, line["tokens"], line["placement"]) for line in lines]) == (
+        1,
+        [
+            (True, 2 * LENGTH, "hybrid"),
+            (False, 2 * LENGTH, "device"),
+            (False, LENGTH, "hybrid"),
+            (False, LENGTH, "device"),
+        ],
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -18,9 +17,8 @@ from index_store.memory.placement import MemoryBytes, Placement
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import METHODS, get_method
 from index_store.store.manifest import ModelIdentity
-from tests.ops.scripts import load_script
+from tests.ops.bench.conftest import Run, load_bench
 
-FOLDER = Path(__file__).resolve().parents[2] / "ops" / "bench"
 LARGE = ModelIdentity("large", "llama", "0" * 64, "0" * 64, 32, 32, 8, 128, 128256, 2**17)
 NARROW = replace(LARGE, layers=2, query_heads=2, kv_heads=2, head_dim=32)
 GPU = torch.device("cuda")
@@ -28,7 +26,7 @@ GPU = torch.device("cuda")
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    return load_script(FOLDER / "sessions_gpu.py")
+    return load_bench("sessions_gpu")
 
 
 @pytest.mark.parametrize("name", ["full", "csattention", "pq", "squeezed-tree", "quest"])
@@ -90,12 +88,9 @@ def test_the_largest_number_fits_and_one_more_does_not(bench: ModuleType) -> Non
     assert bench.most_sessions(served, MemoryBytes(2**37, 0), shared=True) == (0, "device")
 
 
-def test_the_table_has_a_row_for_each_placement(
-    bench: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_for_each_placement(bench: ModuleType, run: Run) -> None:
     options = {"layers": 2, "session_tokens": 512, "device": "2GB", "hosts": "1GiB"}
-    bench.main(methods="full,pq+dropped:0.01", tokens=8192, **options, as_table=True)
-    rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 2 + 2 * len(Placement)
+    rows, code, _ = run(bench, methods="full,pq+dropped:0.01", tokens=8192, **options)
+    assert (code, len(rows)) == (0, 2 * len(Placement))
     # Of these two layers alone the embeddings leave nothing.
-    assert "| 0 (device) |" in rows[2]
+    assert (rows[0]["own_1GiB"], rows[0]["limit_1GiB"]) == (0, "device")

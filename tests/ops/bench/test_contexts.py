@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from harness import contexts
 
 from index_store.memory.host_memory import HostBlock
 from index_store.memory.placement import Placement
 from index_store.methods.method import METHODS, get_method
-from tests.ops.scripts import load_script
-from tests.ops.tiny_model import IDENTITY
+from tests.ops.bench.tiny_model import IDENTITY
 
-BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "placed_contexts.py"
 WIDE = replace(IDENTITY, layers=3, query_heads=2, kv_heads=1, head_dim=64)
 LENGTH = 400
 KV_BYTES = LENGTH * 2 * 64 * 4
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    found = load_script(BENCH)
-    monkeypatch.setattr(found, "DTYPE", "float32")
-    return found
+pytestmark = pytest.mark.usefixtures("without_gpu")
 
 
-def test_a_range_is_filled_and_used_anew(bench: ModuleType) -> None:
-    memory = bench.HostRange(1024, HostBlock(1024))
+def test_a_range_is_filled_and_used_anew() -> None:
+    memory = contexts.HostRange(1024, HostBlock(1024))
     whole = torch.arange(200, dtype=torch.float32).view(2, 100)
     first = memory.put(whole[:, ::2])
     second = memory.put(torch.tensor([7], dtype=torch.int8))
@@ -42,25 +35,27 @@ def test_a_range_is_filled_and_used_anew(bench: ModuleType) -> None:
     assert memory.put(second).data_ptr() == first.data_ptr()
 
 
-def test_tables_have_a_range_for_each_kind_that_is_searched(bench: ModuleType) -> None:
+def test_tables_have_a_range_for_each_kind_that_is_searched() -> None:
     sizes = {
-        names: [each.nbytes for each in bench.make_ranges(32e-6, [METHODS[name] for name in names.split()])]
+        names: [
+            each.nbytes for each in contexts.make_ranges(32e-6, [METHODS[name] for name in names.split()])
+        ]
         for names in ("full pq", "csattention", "csattention csattention-paper pq")
     }
     kinds = {name: len(found) for name, found in sizes.items()}
     assert kinds == {"full pq": 1, "csattention": 2, "csattention csattention-paper pq": 2}
     assert sizes["csattention"] == [32000, 34000]
     assert sizes["csattention csattention-paper pq"] == [32000, 68000]
-    assert len(bench.make_ranges(32e-6)) == 1
+    assert len(contexts.make_ranges(32e-6)) == 1
 
 
-def test_contexts_of_all_placements_hold_the_same(bench: ModuleType) -> None:
+def test_contexts_of_all_placements_hold_the_same() -> None:
     method = get_method("csattention+dropped")
-    ranges = bench.make_ranges(2 * 2 * KV_BYTES * 1e-9, [method])
-    ranges[1] = bench.HostRange(2**21, bench.table_block(2**21))
-    contexts = bench.PlacedContexts(WIDE, [method], LENGTH, 2, CPU, ranges)
-    assert contexts.distinct == 2
-    made = {placement: contexts.make(placement) for placement in Placement}
+    ranges = contexts.make_ranges(2 * 2 * KV_BYTES * 1e-9, [method])
+    ranges[1] = contexts.HostRange(2**21, contexts.table_block(2**21))
+    made_from = contexts.PlacedContexts(WIDE, [method], LENGTH, 2, CPU, ranges)
+    assert made_from.distinct == 2
+    made = {placement: made_from.make(placement) for placement in Placement}
     for row in range(2):
         device, hybrid, host = (made[placement][row] for placement in Placement)
         for layer in range(WIDE.layers):
@@ -73,22 +68,22 @@ def test_contexts_of_all_placements_hold_the_same(bench: ModuleType) -> None:
     assert not torch.equal(made[Placement.DEVICE][0].kv(0), made[Placement.DEVICE][1].kv(0))
 
 
-def test_layers_with_contents_of_their_own(bench: ModuleType) -> None:
+def test_layers_with_contents_of_their_own() -> None:
     deep = replace(WIDE, layers=32)
-    ranges = bench.make_ranges(5 * KV_BYTES * 1e-9)
-    found = [bench.distinct_layers(deep, LENGTH, batch, ranges) for batch in (1, 2, 16)]
+    ranges = contexts.make_ranges(5 * KV_BYTES * 1e-9)
+    found = [contexts.distinct_layers(deep, LENGTH, batch, ranges) for batch in (1, 2, 16)]
     assert found == [5, 2, 1]
-    assert [bench.distinct_layers(deep, LENGTH, batch) for batch in (1, 4, 16)] == [8, 2, 2]
-    assert bench.distinct_layers(replace(WIDE, layers=1), LENGTH, 1) == 1
+    assert [contexts.distinct_layers(deep, LENGTH, batch) for batch in (1, 4, 16)] == [8, 2, 2]
+    assert contexts.distinct_layers(replace(WIDE, layers=1), LENGTH, 1) == 1
 
 
-def test_contexts_outlive_what_they_were_made_from(bench: ModuleType) -> None:
-    contexts = bench.PlacedContexts(WIDE, [METHODS["pq"]], LENGTH, 1, CPU)
-    (context,) = contexts.make(Placement.DEVICE)
+def test_contexts_outlive_what_they_were_made_from() -> None:
+    made_from = contexts.PlacedContexts(WIDE, [METHODS["pq"]], LENGTH, 1, CPU)
+    (context,) = made_from.make(Placement.DEVICE)
     before = context.kv(2).clone()
-    contexts.release()
+    made_from.release()
     assert torch.equal(context.kv(2), before)
     assert context.index("product_codes", 2).key_count == LENGTH
-    bench.release([context])
+    contexts.release([context])
     with pytest.raises(Exception, match="released"):
         context.tokens()

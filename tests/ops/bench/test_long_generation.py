@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import ModuleType
 
@@ -12,23 +11,18 @@ import torch
 from decode_engine.layers.selected_attention import KeyRows
 from decode_engine.layers.sparse_layer import Observation
 from index_store.selection.budgets import Selection
-from tests.ops.scripts import load_script
-
-BENCH = Path(__file__).resolve().parents[2] / "ops" / "bench" / "long_generation.py"
+from tests.ops.bench.conftest import Run, load_bench
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    return load_script(BENCH)
+    return load_bench("long_generation")
 
 
 @pytest.mark.slow
-def test_a_line_per_stretch_and_one_per_method(
-    bench: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    settings = {"tokens": 160, "stretch": 80, "observe": 20, "keep": 0.3, "picture": False}
-    bench.main(tmp_path, "pq,multipole", "1k", **settings)
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def test_a_line_per_stretch_and_one_per_method(bench: ModuleType, run: Run, tmp_path: Path) -> None:
+    options = {"tokens": 160, "stretch": 80, "observe": 20, "keep": 0.3, "picture": False}
+    rows, _, _ = run(bench, out=tmp_path, methods="pq,multipole", context_length="1k", **options)
     assert [(row["method"], row["from"], row["to"]) for row in rows] == [
         (name, *span) for name in ("pq", "multipole") for span in ((0, 80), (80, 160), (0, 160))
     ]
