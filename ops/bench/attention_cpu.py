@@ -22,29 +22,26 @@ Shape legend: H KV heads, G query heads per KV head, N keys, K kept keys, d head
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
-import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import torch
 import typer
+from harness.checks import CheckFailedError, check_close
+from harness.report import reporting
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from decode_engine.evaluation.comparison.machine import describe_machine
 from decode_engine.evaluation.tasks import parse_length
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.sparse_layer import LayerSearch, Observation, SparseLayer
-from index_store.errors import SparseKVError
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.query_tables.index import QueryTables
@@ -66,10 +63,6 @@ class Shape:
 
 
 SHAPES = {"llama-3.1-8b": Shape(8, 4, 128), "reader": Shape(2, 2, 64)}
-
-
-class CheckFailedError(Exception):
-    """A result is wrong, so its time means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +158,6 @@ def time_engine(problem: Problem, repeats: int) -> float:
     truth = exact_attention(problem.queries[0][:, 0], with_new_row(problem))
     check_close("the engine's full attention", step(problem.queries[0])[:, 0], truth, 1e-3)
     return median_seconds(step, problem.queries, repeats)
-
-
-def check_close(what: str, found: Tensor, truth: Tensor, tolerance: float) -> None:
-    error = float((found.double() - truth).norm() / truth.norm())
-    if not error <= tolerance:
-        raise CheckFailedError(f"{what}: relative error {error:.2e}, expected at most {tolerance:.0e}")
 
 
 class SparseBench:
@@ -328,10 +315,7 @@ def run_case(
         {
             "shape": shape,
             "context": length,
-            **{
-                key: round(value, 1) if isinstance(value, float) and key != "keep" else value
-                for key, value in row.items()
-            },
+            **row,
             "speedup": round(full_us[0] / row["step_us"], 2),
             "speedup_products": round(products_us[0] / row["step_us"], 2),
         }
@@ -339,32 +323,14 @@ def run_case(
     ]
 
 
-def missed_bars(rows: Sequence[dict[str, Any]]) -> list[str]:
+def missed(row: dict[str, Any]) -> list[str]:
     """Where dense tables on the large shape are not as much faster than full attention as they should be."""
-    return [
-        f"{row['method']} at {row['context']} tokens, keep {row['keep']}: {row['speedup']}x, expected {bar}x"
-        for row in rows
-        if row["method"] == "csattention-dense" and row["shape"] == "llama-3.1-8b"
-        if row["speedup"] < (bar := BARS.get(row["context"], 0.0))
-    ]
-
-
-def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The results for a document; times in microseconds."""
-    lines = [
-        "| shape | context | method | keep | step | search | gather | attend | against full | against products |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        name = f"{row['method']} ({row['variant']})" if "variant" in row else row["method"]
-        parts = [
-            f"{row[part]:,.0f}" if part in row else "-" for part in ("search_us", "gather_us", "attend_us")
-        ]
-        keep = f"{row['keep']:.0%}" if "keep" in row else "-"
-        speedups = [f"{row[field]:.1f}x" for field in ("speedup", "speedup_products")]
-        cells = [row["shape"], f"{row['context']:,}", name, keep, f"{row['step_us']:,.0f}", *parts, *speedups]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    bar = BARS.get(row["context"], 0.0)
+    barred = row["method"] == "csattention-dense" and row["shape"] == "llama-3.1-8b"
+    if not barred or row["speedup"] >= bar:
+        return []
+    where = f"{row['method']} at {row['context']} tokens, keep {row['keep']}"
+    return [f"{where}: {row['speedup']}x, expected {bar}x"]
 
 
 def main(
@@ -373,28 +339,15 @@ def main(
     keep: Annotated[str, typer.Option(help="Fractions of the keys to keep.")] = "0.01,0.02,0.05",
     repeats: Annotated[int, typer.Option(help="Timed steps per figure.")] = 30,
     seed: Annotated[int, typer.Option()] = 0,
-    table: Annotated[Path | None, typer.Option(help="Also write the results as a Markdown table.")] = None,
     bars: Annotated[bool, typer.Option("--bars", help="Fail when dense tables are too slow.")] = False,
 ) -> None:
     """Times one layer's attention per decode step on the CPU; one JSON line per result."""
-    machine = describe_machine()
-    rows: list[dict[str, Any]] = []
-    try:
-        keeps = [float(part) for part in keep.split(",")]
+    keeps = [float(part) for part in keep.split(",")]
+    with reporting("attention_cpu", bars, gpu=False) as report:
         for length in [parse_length(part) for part in lengths.split(",")]:
             for shape in shapes.split(","):
                 for row in run_case(shape, length, keeps, repeats, seed):
-                    rows.append(row)
-                    sys.stdout.write(json.dumps({"bench": "attention_cpu", **row, "machine": machine}) + "\n")
-                    sys.stdout.flush()
-    except (CheckFailedError, SparseKVError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-    if table is not None:
-        table.write_text(markdown_table(rows))
-    if bars and (missed := missed_bars(rows)):
-        typer.echo("\n".join(f"missed: {line}" for line in missed), err=True)
-        raise typer.Exit(1)
+                    report.add(row, *missed(row))
 
 
 if __name__ == "__main__":

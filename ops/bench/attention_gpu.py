@@ -16,26 +16,34 @@ One JSON line per figure; the exit code is 1 when a check fails, or when --bars 
 
 from __future__ import annotations
 
-import json
-import platform
-import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import torch
-import triton
 import typer
-from gpu_timing import copy_bandwidth, eager_us, full_attention_us, graph_us, kernel_us
-from torch import Tensor
+from harness.checks import CheckFailedError, check_close
+from harness.layer import (
+    COLD_BYTES,
+    DEVICE,
+    HEAD_DIM,
+    KV_HEADS,
+    RECENT,
+    ROW,
+    SINKS,
+    TAIL,
+    Memory,
+    Steps,
+    check_selection,
+    figure_rows,
+    step_plan,
+)
+from harness.report import reporting
+from harness.timing import copy_bandwidth, full_attention_us
 from torch.nn.functional import normalize
 
 from decode_engine.kernels.records import records_of
@@ -47,16 +55,11 @@ from decode_engine.kernels.tables.reference import (
 )
 from decode_engine.kernels.tables.sizes import TableShape, TableSizes, TableWork
 from decode_engine.kernels.tables.table_context import TableContext
-from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.table_steps import TableSteps
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import METHODS, Method
 from index_store.selection.budgets import Ratio
-from index_store.store.manifest import ModelIdentity
 
-KV_HEADS, GROUP, HEAD_DIM, DTYPE = 8, 4, 128, torch.bfloat16
-SINKS, RECENT, TAIL = 8, 64, 16
-COLD_BYTES = 512 * 2**20  # of one turn over all layers, at least: many times the second-level cache
 TABLE_ROWS = 512
 
 
@@ -69,14 +72,11 @@ class Figure:
     batch: int
     subspaces: int
     pooled: bool
-    bars: dict[float, float]
-
-    @property
-    def centroids(self) -> int:
-        return TABLE_ROWS // self.subspaces
+    bars: Mapping[float, float]
 
     def method(self) -> Method:
-        sizes = {"subspaces": self.subspaces, "centroids": self.centroids}
+        """Which drops the remainder."""
+        sizes = {"subspaces": self.subspaces, "centroids": TABLE_ROWS // self.subspaces}
         search = {"group": "pooled" if self.pooled else "per_head", "weights": "projection"}
         return replace(
             METHODS["csattention"].without_remainder(),
@@ -97,192 +97,94 @@ FIGURES = (
 )
 
 
-class CheckFailedError(Exception):
-    """A result is wrong, so its time means nothing."""
+class TableMemory(Memory):
+    """With tables, used by all figures of that length and size."""
 
-
-class Memory:
-    """Keys, values, tables and queries of several layers of a batch, used by all figures of that length and size."""
+    spread = 3.0
 
     def __init__(self, length: int, batch: int) -> None:
-        size = batch * KV_HEADS * length * 2 * HEAD_DIM * DTYPE.itemsize
-        self.layers = max(1, min(6, -(-COLD_BYTES * 4 // size)))
-        shape = (self.layers, batch, KV_HEADS, length, 2, HEAD_DIM)
-        self.kv = torch.empty(shape, dtype=DTYPE, device="cuda").normal_()
-        q = 3.0 * torch.randn(self.layers, batch, KV_HEADS, GROUP, HEAD_DIM, device="cuda")
-        self.q = q.to(DTYPE)
+        self.layers = max(1, min(6, -(-COLD_BYTES * 4 // (batch * KV_HEADS * length * ROW))))
+        super().__init__(length, batch)
         rows = (self.layers, batch, KV_HEADS, TABLE_ROWS, length)
-        self.tables = torch.empty(rows, dtype=torch.int8, device="cuda").random_(-127, 128)
-        self.tail = torch.empty(batch, KV_HEADS, 64, 2, HEAD_DIM, dtype=DTYPE, device="cuda").normal_()
+        self.tables = torch.empty(rows, dtype=torch.int8, device=DEVICE).random_(-127, 128)
 
-    def sequences(self, figure: Figure, layer: int, keep: int) -> list[TableSequence | None]:
+    def sequences(self, subspaces: int, layer: int, keep: int) -> list[TableSequence | None]:
         """The batch's sequences in one layer."""
-        width = HEAD_DIM // figure.subspaces
-        shape = (figure.batch, KV_HEADS, figure.subspaces, figure.centroids, width)
-        generator = torch.Generator("cuda").manual_seed(layer)
-        centroids = normalize(torch.randn(shape, generator=generator, device="cuda"), dim=-1)
-        scales = torch.full(shape[:3], 0.06 * HEAD_DIM**0.5 / width**0.5 / figure.subspaces, device="cuda")
-        tables = self.tables[layer].view(*shape[:4], figure.length)
+        batch, length, width = self.kv.shape[1], self.kv.shape[3], HEAD_DIM // subspaces
+        shape = (batch, KV_HEADS, subspaces, TABLE_ROWS // subspaces, width)
+        generator = torch.Generator(DEVICE).manual_seed(layer)
+        centroids = normalize(torch.randn(shape, generator=generator, device=DEVICE), dim=-1)
+        scales = torch.full(shape[:3], 0.06 * HEAD_DIM**0.5 / width**0.5 / subspaces, device=DEVICE)
+        tables = self.tables[layer].view(*shape[:4], length)
         return [
             TableSequence(
                 TableContext(self.kv[layer, b], tables[b], centroids[b], scales[b]),
-                self.tail[b],
-                SINKS,
-                figure.length - RECENT,
-                TAIL,
-                keep,
+                self.tail[b], SINKS, length - RECENT, TAIL, keep,
             )
-            for b in range(figure.batch)
-        ]
+            for b in range(batch)
+        ]  # fmt: skip
 
 
-class Steps:
-    """The decode steps of a figure: every layer's sequences, records and attention."""
+class Bench(Steps):
+    """The steps of a figure."""
 
-    def __init__(self, memory: Memory, figure: Figure, share: float, shape: TableShape | None) -> None:
-        self.keep = round(share * figure.length)
-        heads = KV_HEADS * GROUP
-        identity = ModelIdentity(
-            "bench", "none", "f", "t", memory.layers, heads, KV_HEADS, HEAD_DIM, 2, 2**21
-        )
-        device = torch.device("cuda", 0)
-        plan = StepPlan(identity, figure.method(), figure.batch, figure.length, DTYPE, device)
+    attention: TableSteps
+
+    def __init__(
+        self, memory: TableMemory, figure: Figure, share: float, shape: TableShape | None = None
+    ) -> None:
+        super().__init__(memory, share)
+        plan = step_plan(figure.method(), memory.layers, figure.batch, figure.length)
         self.attention = TableSteps(plan, shape)
-        self.memory = memory
-        self.sequences = [memory.sequences(figure, layer, self.keep) for layer in range(memory.layers)]
-        self.records = [records_of(of_layer, device) for of_layer in self.sequences]
+        layers = range(memory.layers)
+        self.sequences = [memory.sequences(figure.subspaces, layer, self.keep) for layer in layers]
+        self.records = [records_of(of_layer, DEVICE) for of_layer in self.sequences]
 
     @property
     def plan(self) -> TableSizes:
         return self.attention.buffers.plan
 
-    def attend(self, layer: int) -> Tensor:
-        return self.attention.attend(layer, self.memory.q[layer], self.records[layer])
+    @property
+    def shape(self) -> TableShape:
+        return self.plan.shape
 
-    def all_layers(self) -> list[Callable[[], Tensor]]:
-        return [partial(self.attend, layer) for layer in range(self.memory.layers)]
+    def neighbours(self) -> list[TableShape]:
+        shape = self.shape
+        tries = [
+            *(replace(shape, stages=stages) for stages in (2, 3, 4, 5)),
+            *(replace(shape, rows=rows) for rows in (16, 32, 64)),
+            *(replace(shape, registers=limit) for limit in (64, 80, 96, 128, 0)),
+            *(replace(shape, warps=warps) for warps in (4, 8)),
+            replace(shape, exact_programs=3 - shape.exact_programs),
+            replace(shape, tile_keys=shape.tile_keys * 2),
+            replace(shape, tile_keys=shape.tile_keys // 2),
+            replace(shape, sample_programs=shape.sample_programs * 2),
+            replace(shape, sample_programs=max(1, shape.sample_programs // 2)),
+        ]
+        return [other for other in dict.fromkeys(tries) if other != shape]
 
-    def kept(self) -> int:
-        """Keys kept on average by a layer of the last steps, all sequences and KV heads together."""
-        return int(self.attention.kept_B().sum()) // self.memory.layers
+    def check(self, layer: int = 0) -> None:
+        """Of the first sequences."""
+        plan, work = self.plan, self.attention.buffers.work
+        few, q = self.sequences[layer][:2], self.memory.q[layer]
+        reference = TableWork.make(plan, len(few), q.device)
+        counts, expected_counts = self.attention.counts_LBHP[layer].fill_(-1), reference.counts()
+        out = self.attend(layer)
+        table_attention_reference(q[: len(few)], few, plan, reference, expected_counts)
+        for b, sequence in enumerate(few):
+            if sequence is None:
+                raise CheckFailedError(f"sequence {b} is idle")
+            for h in range(KV_HEADS):
+                if not bool((counts[b, h] >= 0).all()):
+                    raise CheckFailedError("a tile's count was not written")
+                kept = kept_mask(work.ids[b, h], counts[b, h], sequence.context.keys)
+                expected = kept_mask(reference.ids[b, h], expected_counts[b, h], sequence.context.keys)
+                check_selection(kept, expected, 0.02)
+                exact, _ = attend_exactly(q[b, h].float(), sequence, kept, plan.scale, h)
+                check_close("attention over tables", out[b, h], exact, 1e-2)
 
-
-def check(steps: Steps, layer: int = 0) -> None:
-    """Compares selection and output of the first sequences with eager ones. Raises CheckFailedError."""
-    plan, work = steps.plan, steps.attention.buffers.work
-    few, q = steps.sequences[layer][:2], steps.memory.q[layer]
-    reference = TableWork.make(plan, len(few), q.device)
-    counts, expected_counts = steps.attention.counts_LBHP[layer].fill_(-1), reference.counts()
-    out = steps.attend(layer)
-    table_attention_reference(q[: len(few)], few, plan, reference, expected_counts)
-    for b, sequence in enumerate(few):
-        if sequence is None:
-            raise CheckFailedError(f"sequence {b} is idle")
-        for h in range(KV_HEADS):
-            if not bool((counts[b, h] >= 0).all()):
-                raise CheckFailedError("a tile's count was not written")
-            kept = kept_mask(work.ids[b, h], counts[b, h], sequence.context.keys)
-            expected = kept_mask(reference.ids[b, h], expected_counts[b, h], sequence.context.keys)
-            other = int((kept != expected).sum()) / max(1, int(expected.sum()))
-            if not other <= 0.02:
-                raise CheckFailedError(
-                    f"the selection differs from the reference's in {other:.1%} of its keys"
-                )
-            exact, _ = attend_exactly(q[b, h].float(), sequence, kept, plan.scale, h)
-            error = float((out[b, h].double() - exact).norm() / exact.norm())
-            if not error <= 1e-2:
-                raise CheckFailedError(f"relative error {error:.1e}")
-
-
-def bytes_floor(figure: Figure, plan: TableSizes, kept: int) -> int:
-    """The least that one layer's step has to read."""
-    heads = figure.batch * KV_HEADS
-    tables = heads * plan.queries * plan.subspaces * figure.length
-    rows = kept + heads * (SINKS + RECENT + TAIL)
-    return tables + rows * 2 * HEAD_DIM * DTYPE.itemsize
-
-
-def measure(
-    memory: Memory, figure: Figure, share: float, shape: TableShape | None, parts: bool
-) -> dict[str, Any]:
-    """Checks and times one launch shape. Raises CheckFailedError."""
-    steps = Steps(memory, figure, share, shape)
-    check(steps)
-    layers = steps.all_layers()
-    result: dict[str, Any] = {"graph_us": graph_us(layers, turns=max(1, 8 // len(layers)))}
-    kept = steps.kept()
-    result["kept_of_wanted"] = round(kept / (steps.keep * figure.batch * KV_HEADS), 3)
-    result["bytes"] = bytes_floor(figure, steps.plan, kept)
-    result["launch"] = asdict(steps.plan.shape)
-    if parts:
-        result["eager_us"] = eager_us(layers)
-        result["kernels_us"] = kernel_us(layers)
-    return result
-
-
-def shapes_to_try(shape: TableShape) -> list[TableShape]:
-    """Neighbours of a launch shape, for --sweep."""
-    tile = shape.tile_keys
-    tries = [
-        *(replace(shape, stages=stages) for stages in (2, 3, 4, 5)),
-        *(replace(shape, rows=rows) for rows in (16, 32, 64)),
-        *(replace(shape, registers=limit) for limit in (64, 80, 96, 128, 0)),
-        *(replace(shape, warps=warps) for warps in (4, 8)),
-        replace(shape, exact_programs=3 - shape.exact_programs),
-        replace(shape, tile_keys=tile * 2),
-        replace(shape, tile_keys=tile // 2),
-        replace(shape, sample_programs=shape.sample_programs * 2),
-        replace(shape, sample_programs=max(1, shape.sample_programs // 2)),
-    ]
-    return [other for other in dict.fromkeys(tries) if other != shape]
-
-
-def sweep(memory: Memory, figure: Figure, share: float, chosen: TableShape) -> None:
-    """Times neighbours of the chosen launch shape, to stderr."""
-    for other in shapes_to_try(chosen):
-        changed = {k: v for k, v in asdict(other).items() if v != asdict(chosen)[k]}
-        tried = measure(memory, figure, share, other, parts=False)
-        sys.stderr.write(f"{figure.name} {share} {changed}: {tried['graph_us']:.2f} us\n")
-
-
-def run_figure(
-    memory: Memory, figure: Figure, full: dict[str, float], bandwidth: float, sweeping: bool
-) -> list[dict[str, Any]]:
-    """One row per kept share."""
-    rows = []
-    best_full = min(full, key=lambda name: full[name])
-    for share, bar in figure.bars.items():
-        result = measure(memory, figure, share, None, parts=True)
-        if sweeping:
-            sweep(memory, figure, share, TableShape(**result["launch"]))
-        rows.append(
-            {
-                "figure": figure.name,
-                "keep": share,
-                "ratio": full[best_full] / result["graph_us"],
-                "bar": bar,
-                "full_us": full[best_full],
-                "full_backend": best_full,
-                **result,
-                "fraction": result["bytes"] / (result["graph_us"] * 1e-6) / bandwidth,
-            }
-        )
-    return rows
-
-
-def time_full(memory: Memory) -> dict[str, float]:
-    """Microseconds of torch's full attention, by backend and layout."""
-    return full_attention_us(memory.q.flatten(2, 3), memory.kv)
-
-
-def describe() -> dict[str, str]:
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-    }
+    def index_bytes(self) -> int:
+        return self.rows * self.plan.queries * self.plan.subspaces * self.length
 
 
 def main(
@@ -291,36 +193,20 @@ def main(
     sweep: Annotated[bool, typer.Option("--sweep", help="Also time other launch shapes, to stderr.")] = False,
 ) -> None:
     """Times one layer's decode attention over query tables on a GPU; one JSON line per figure."""
-    if not torch.cuda.is_available():
-        typer.echo("error: this benchmark needs a CUDA device", err=True)
-        raise typer.Exit(1)
     prefixes = tuple(figures.split(",")) if figures else ("",)
-    torch.manual_seed(0)
-    bandwidth = copy_bandwidth()
     chosen = sorted((f for f in FIGURES if f.name.startswith(prefixes)), key=lambda f: (f.batch, f.length))
-    missed: list[str] = []
-    memory, held, full = None, None, {}
-    try:
-        for figure in chosen:
-            if memory is None or held != (figure.length, figure.batch):
-                memory, held = None, (figure.length, figure.batch)
-                torch.cuda.empty_cache()
-                memory = Memory(*held)
-                full = time_full(memory)
-            for row in run_figure(memory, figure, full, bandwidth, sweep):
-                rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
-                line = {"bench": "attention_gpu", **rounded, "full_backends_us": full}
-                line |= {"copy_tb_per_s": round(bandwidth / 1e12, 3), "machine": describe()}
-                sys.stdout.write(json.dumps(line) + "\n")
-                sys.stdout.flush()
-                if row["ratio"] < row["bar"]:
-                    missed.append(f"{row['figure']} at {row['keep']}: {row['ratio']:.2f}x, bar {row['bar']}x")
-    except CheckFailedError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-    if bars and missed:
-        typer.echo("\n".join(f"missed: {line}" for line in missed), err=True)
-        raise typer.Exit(1)
+    with reporting("attention_gpu", bars) as report:
+        torch.manual_seed(0)
+        bandwidth = copy_bandwidth()
+        for length, batch in dict.fromkeys((figure.length, figure.batch) for figure in chosen):
+            memory = TableMemory(length, batch)
+            full = full_attention_us(memory.q.flatten(2, 3), memory.kv)
+            for figure in (f for f in chosen if (f.length, f.batch) == (length, batch)):
+                make = partial(Bench, memory, figure)
+                for row, missed in figure_rows(figure.name, figure.bars, make, full, bandwidth, sweep):
+                    report.add(row, *missed)
+            del memory, make
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

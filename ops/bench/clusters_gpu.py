@@ -5,7 +5,7 @@ in the GPU's memory. Several layers' worth of everything take turns, so that no 
 cache. Every sequence of a batch has a context of its own and a tail of 64 tokens. Keys scatter around centres, within
 blocks of 8192 tokens, and are clustered by the product's own k-means on the device.
 
-Steps run through the classes that serve requests (`decode_engine.steps`), over records:
+Steps run through the classes that serve requests (`decode_engine.steps.attention`), over records:
 
 - `listed`: attention to random lists of a share of all keys, to sinks, recent window and tail, merged.
 - `multipole`: lookup of the centroids, selection up to the budget, attention to the selected keys and to the means of
@@ -19,39 +19,46 @@ Steps run through the classes that serve requests (`decode_engine.steps`), over 
 the same run. `bytes` is what a step has to read; `fraction` is how much of a plain copy's bandwidth that makes. Before
 a time is reported the output is compared with eager float32 attention and remainder over the same keys.
 
+`build`: milliseconds to build both kinds of index for one layer from its keys, values and sampled queries.
+
 One JSON line per figure; the exit code is 1 when a check fails, or when --bars is given and a figure misses its bar.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import torch
-import triton
 import typer
-from gpu_timing import copy_bandwidth, eager_us, full_attention_us, graph_us, kernel_us
-from index_builds import (
-    BLOCK,
+from harness.checks import CheckFailedError, check_close
+from harness.layer import (
+    COLD_BYTES,
+    DEVICE,
     DTYPE,
     GROUP,
     HEAD_DIM,
     KV_HEADS,
-    PER_CLUSTER,
-    RECENT,
-    SAMPLE,
+    ROW,
+    SCALE,
     SINKS,
-    CheckFailedError,
-    build_figures,
-    gather_around_centres,
+    VECTOR,
+    step_plan,
+)
+from harness.report import reporting
+from harness.timing import (
+    copy_bandwidth,
+    eager_us,
+    event_ms,
+    fastest,
+    full_attention_us,
+    graph_us,
+    kernel_us,
 )
 from torch import Tensor
 
@@ -72,14 +79,12 @@ from index_store.indexes.key_clusters.build_triton import build_device_clusters
 from index_store.indexes.query_tables.build_triton import build_device_tables
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method, get_method
-from index_store.store.manifest import Manifest, ModelIdentity
+from index_store.store.manifest import Manifest
 
-TAIL = 64
-SCALE = HEAD_DIM**-0.5
-VECTOR = HEAD_DIM * DTYPE.itemsize
+RECENT, TAIL, PER_CLUSTER, BLOCK = 128, 64, 16, 8192
+SAMPLE = 1024
+"""Sampled positions whose queries are clustered for tables."""
 BUILD_BAR_MS = 12.0
-COLD_BYTES = 512 * 2**20
-"""Bytes that one turn over all layers reads: many times the second-level cache."""
 SEGMENTS = 32
 """Of a row's random list, as searches by several programs leave them."""
 BARS = {
@@ -98,16 +103,16 @@ class Bench:
         self.length, self.batch = length, batch
         self.budget = round(keep * length)
         self.rows = batch * KV_HEADS
-        touched = self.rows * (self.budget + (length // PER_CLUSTER if clusters else 0)) * 2 * VECTOR
+        touched = self.rows * (self.budget + (length // PER_CLUSTER if clusters else 0)) * ROW
         self.layers = max(2, min(12, -(-COLD_BYTES // touched)))
-        self.kv = torch.empty(self.layers, batch, KV_HEADS, length, 2, HEAD_DIM, dtype=DTYPE, device="cuda")
+        self.kv = torch.empty(self.layers, batch, KV_HEADS, length, 2, HEAD_DIM, dtype=DTYPE, device=DEVICE)
         self.kv.normal_()
-        self.q = 2.0 * torch.randn(self.layers, batch, KV_HEADS, GROUP, HEAD_DIM, device="cuda").to(DTYPE)
-        self.tail = torch.randn(batch, KV_HEADS, TAIL, 2, HEAD_DIM, device="cuda").to(DTYPE)
+        self.q = 2.0 * torch.randn(self.layers, batch, KV_HEADS, GROUP, HEAD_DIM, device=DEVICE).to(DTYPE)
+        self.tail = torch.randn(batch, KV_HEADS, TAIL, 2, HEAD_DIM, device=DEVICE).to(DTYPE)
         self.sequences = [
             [self._sequence(layer, b, clusters) for b in range(batch)] for layer in range(self.layers)
         ]
-        self.records = [records_of(sequences, "cuda") for sequences in self.sequences]
+        self.records = [records_of(sequences, DEVICE) for sequences in self.sequences]
         self.lists = [self._random_list() for _ in range(self.layers)]
 
     def _sequence(self, layer: int, b: int, clusters: bool) -> ListedSequence:
@@ -119,36 +124,23 @@ class Bench:
             arrays = build_device_clusters(
                 kv, blocks, metric="cosine", iterations=10, moments="diagonal", seed=0
             )
-            made = DeviceClusters.of(arrays, SINKS, DTYPE, "cuda")
+            made = DeviceClusters.of(arrays, SINKS, DTYPE, DEVICE)
         return ListedSequence(kv, self.tail[b], TAIL, SINKS, self.length - RECENT, self.budget, made)
 
     def _random_list(self) -> KeyLists:
         """`budget` different keys of each row, ascending and in segments as searches leave them."""
         searched = self.length - RECENT - SINKS
         width = -(-self.budget // SEGMENTS)
-        lists = KeyLists.allocate(self.rows, SEGMENTS, width, "cuda")
+        lists = KeyLists.allocate(self.rows, SEGMENTS, width, DEVICE)
         for row in range(self.rows):
-            ids = torch.randperm(searched, device="cuda")[: self.budget].sort().values + SINKS
+            ids = torch.randperm(searched, device=DEVICE)[: self.budget].sort().values + SINKS
             ids = torch.nn.functional.pad(ids, (0, SEGMENTS * width - self.budget), value=-1)
             lists.ids_RPW[row] = ids.view(SEGMENTS, width)
         lists.counts_RP.fill_(width)
         return lists
 
     def plan(self, method: Method) -> StepPlan:
-        model = ModelIdentity(
-            name="bench",
-            architecture="bench",
-            fingerprint="0" * 16,
-            tokenizer_fingerprint="0" * 16,
-            layers=self.layers,
-            query_heads=KV_HEADS * GROUP,
-            kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
-            vocab_size=2,
-            max_positions=2 * self.length,
-        )
-        max_keys = int(triton.next_power_of_2(self.length))
-        return StepPlan(model, method, self.batch, max_keys, DTYPE, torch.device("cuda"))
+        return step_plan(method, self.layers, self.batch, self.length)
 
     def times(self, steps: StepAttention) -> dict[str, Any]:
         each = [
@@ -162,11 +154,7 @@ class Bench:
         expected = attend_lists_reference(q_RGD, self.sequences[0], lists, SCALE)
         if kind != "dropped":
             expected = expected.merge(remainder_reference(q_RGD, self.sequences[0], lists, SCALE, kind))
-        difference = found.view(expected.out.shape).double() - expected.out.double()
-        error = float(difference.norm() / expected.out.double().norm())
-        if not error < 1e-2:
-            raise CheckFailedError(f"{what}: relative error {error:.2e}")
-        return error
+        return check_close(what, found, expected.out, 1e-2)
 
 
 class RandomLists(KeySelection):
@@ -203,7 +191,7 @@ def random_figure(bench: Bench, name: str) -> dict[str, Any]:
     steps.use(bench.lists)
     out = steps.attend(0, bench.q[0], bench.records[0])
     error = bench.error(name, out, bench.lists[0], "dropped" if name == "listed" else "centred")
-    read = bench.rows * (bench.budget * (2 * VECTOR + 4) + (SINKS + RECENT + TAIL) * 2 * VECTOR)
+    read = bench.rows * (bench.budget * (ROW + 4) + (SINKS + RECENT + TAIL) * ROW)
     if name == "centred":
         read = centred_bytes(bench, bench.budget)
     return {"figure": name, "error": error, "bytes": read, **bench.times(steps)}
@@ -216,8 +204,8 @@ def multipole_figure(bench: Bench, name: str) -> dict[str, Any]:
     kept = int(steps.kept_B().sum()) / bench.rows / bench.length
     clusters = bench.length // PER_CLUSTER
     # Means of keys and values, sizes, logits written and read, and keys and values of what is attended exactly.
-    read = bench.rows * clusters * (2 * VECTOR + 4 + 8 * GROUP)
-    read += round(bench.rows * (kept * bench.length + SINKS + RECENT + TAIL) * 2 * VECTOR)
+    read = bench.rows * clusters * (ROW + 4 + 8 * GROUP)
+    read += round(bench.rows * (kept * bench.length + SINKS + RECENT + TAIL) * ROW)
     return {"figure": name, "error": error, "bytes": read, "kept": round(kept, 5), **bench.times(steps)}
 
 
@@ -233,7 +221,7 @@ def csattention_figure(bench: Bench, name: str) -> dict[str, Any]:
     made = []
     for layer, records in enumerate(bench.records):
         for b, kv in enumerate(bench.kv[layer]):
-            sample = torch.randn(KV_HEADS, SAMPLE, HEAD_DIM, device="cuda")
+            sample = torch.randn(KV_HEADS, SAMPLE, HEAD_DIM, device=DEVICE)
             arrays = build_device_tables(kv[:, :, 0], sample, dims, centroids=centroids, iterations=3, seed=0)
             made.append(
                 TableContext(kv, padded_rows(arrays["scores"]), arrays["centroids"], arrays["scales"])
@@ -252,61 +240,127 @@ def csattention_figure(bench: Bench, name: str) -> dict[str, Any]:
 def centred_bytes(bench: Bench, listed: float) -> int:
     """Read and written by attention to lists of that many keys and by the centred remainder."""
     clusters = bench.length // PER_CLUSTER
-    of_cluster = 2 * VECTOR + HEAD_DIM + 2 * 4 + 3 * 4 * GROUP + 4
+    of_cluster = ROW + HEAD_DIM + 2 * 4 + 3 * 4 * GROUP + 4
     of_key = 3 * VECTOR + 2 * 4
-    always = (SINKS + RECENT + TAIL) * 2 * VECTOR
+    always = (SINKS + RECENT + TAIL) * ROW
     return round(bench.rows * (clusters * of_cluster + listed * of_key + always))
 
 
-def run_case(length: int, batch: int, keep: float, copy: float, figures: list[str]) -> list[dict[str, Any]]:
+def run_case(
+    length: int, batch: int, keep: float, copy: float, figures: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """The figures of one context, batch and share."""
     bench = Bench(length, batch, keep, figures != ["listed"])
-    q = bench.q.flatten(2, 3)
-    full = full_attention_us(q, bench.kv)
-    backend = min(full, key=lambda name: full[name])
-    makers = {
-        "listed": random_figure,
-        "multipole": multipole_figure,
-        "centred": random_figure,
-        "csattention": csattention_figure,
-    }
-    rows = []
+    full = fastest(full_attention_us(bench.q.flatten(2, 3), bench.kv))
+    full_us = float(full["full_us"])
+    makers = {"multipole": multipole_figure, "csattention": csattention_figure}
     for name in figures:
-        row = makers[name](bench, name)
-        fraction = row["bytes"] / (row["graph_us"] * 1e-6) / copy
-        rows.append(
-            {
-                "bench": "clusters_gpu",
-                "context": length,
-                "batch": batch,
-                "keep": keep,
-                **{key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()},
-                "fraction": round(fraction, 3),
-                "copy_gb_per_s": round(copy / 1e9),
-                "full_us": round(full[backend], 1),
-                "full_backend": backend,
-                "speedup": round(full[backend] / row["graph_us"], 2),
-                "speedup_eager": round(full[backend] / row["eager_us"], 2),
-            }
-        )
-    return rows
+        row = makers.get(name, random_figure)(bench, name)
+        yield {
+            "context": length,
+            "batch": batch,
+            "keep": keep,
+            **row,
+            "fraction": row["bytes"] / (row["graph_us"] * 1e-6) / copy,
+            "copy_gb_per_s": copy / 1e9,
+            **full,
+            "speedup": full_us / row["graph_us"],
+            "speedup_eager": full_us / row["eager_us"],
+        }
 
 
-def missed_bars(rows: list[dict[str, Any]]) -> list[str]:
-    """Figures at 128K and 5 % that are slower than they should be."""
-    missed = []
-    for row in rows:
-        if row.get("both_ms", 0.0) > BUILD_BAR_MS and row["context"] == 131072:
-            missed.append(f"{row['figure']}: {row['both_ms']} ms, expected {BUILD_BAR_MS}")
-        if row.get("context") != 131072 or "keep" not in row:
-            continue
-        bar = BARS.get((row["figure"], row["batch"], row["keep"]), 0.0)
-        if row["speedup"] < bar:
-            missed.append(f"{row['figure']}, batch {row['batch']}: {row['speedup']}x, expected {bar}x")
-        if (row["figure"], row["batch"], row["keep"]) == ("listed", 16, 0.05) and row[
-            "fraction"
-        ] < BANDWIDTH_BAR:
-            missed.append(f"listed: {row['fraction']:.1%} of the bandwidth, expected {BANDWIDTH_BAR:.0%}")
-    return missed
+def missed(row: dict[str, Any]) -> list[str]:
+    """What a figure at 128K falls short of."""
+    if row["context"] != 131072:
+        return []
+    if "keep" not in row:
+        late = row["both_ms"] > BUILD_BAR_MS
+        return [f"{row['figure']}: {row['both_ms']:.2f} ms, expected {BUILD_BAR_MS}"] if late else []
+    case = row["figure"], row["batch"], row["keep"]
+    found, bar = [], BARS.get(case, 0.0)
+    if row["speedup"] < bar:
+        found.append(f"{case[0]}, batch {case[1]}: {row['speedup']:.2f}x, expected {bar}x")
+    if case == ("listed", 16, 0.05) and row["fraction"] < BANDWIDTH_BAR:
+        found.append(f"listed: {row['fraction']:.1%} of the bandwidth, expected {BANDWIDTH_BAR:.0%}")
+    return found
+
+
+def gather_around_centres(kv_HN2D: Tensor) -> None:
+    """Moves keys, within blocks."""
+    heads, length = kv_HN2D.shape[:2]
+    for first in range(0, length, BLOCK):
+        block = kv_HN2D[:, first : first + BLOCK, 0]
+        centres = torch.randn(heads, BLOCK // PER_CLUSTER, HEAD_DIM, device=DEVICE)
+        chosen = torch.randint(0, centres.shape[1], block.shape[:2], device=DEVICE)
+        moved = centres.gather(1, chosen[..., None].expand(-1, -1, HEAD_DIM))
+        block.copy_(0.8 * moved + 0.6 * block.float())
+
+
+def build_figures(length: int) -> Iterator[dict[str, Any]]:
+    """Milliseconds to build both kinds of index for one layer from its keys, values and sampled queries."""
+    kv = torch.empty(KV_HEADS, length, 2, HEAD_DIM, dtype=DTYPE, device=DEVICE).normal_()
+    gather_around_centres(kv)
+    sample = torch.randn(KV_HEADS, SAMPLE * GROUP, HEAD_DIM, device=DEVICE)
+    blocks = divide_keys(length, PER_CLUSTER, BLOCK, SINKS)
+
+    def clusters() -> dict[str, Tensor]:
+        return build_device_clusters(kv, blocks, metric="cosine", iterations=10, moments="diagonal", seed=0)
+
+    def tables(subspaces: int, centroids: int) -> dict[str, Tensor]:
+        dims = torch.arange(HEAD_DIM).view(-1, subspaces).t().contiguous()
+        return build_device_tables(kv[:, :, 0], sample, dims, centroids=centroids, iterations=10, seed=0)
+
+    def both(subspaces: int, centroids: int) -> None:
+        clusters()
+        tables(subspaces, centroids)
+
+    check_clusters(kv, clusters())
+    check_tables(kv, tables(16, 32))
+    clusters_ms = median_ms(clusters)
+    for subspaces, centroids in ((8, 64), (16, 32)):
+        yield {
+            "figure": f"build, tables {subspaces}x{centroids} and clusters",
+            "context": length,
+            "queries": SAMPLE * GROUP,
+            "clusters_ms": clusters_ms,
+            "tables_ms": median_ms(partial(tables, subspaces, centroids)),
+            "both_ms": median_ms(partial(both, subspaces, centroids)),
+        }
+
+
+def median_ms(work: Callable[[], object]) -> float:
+    """Of a whole build, launches from Python included."""
+    for _ in range(2):
+        work()
+    return statistics.median(event_ms(work) for _ in range(7))
+
+
+def check_clusters(kv: Tensor, arrays: dict[str, Tensor]) -> None:
+    """Keys are in clusters about as near as any, and sums are those of the members."""
+    keys = kv[0, SINKS : SINKS + BLOCK, 0].double()
+    own = arrays["assignment"][0, SINKS : SINKS + BLOCK].long()
+    means = arrays["means"][0, : BLOCK // PER_CLUSTER].double()
+    products = keys @ torch.nn.functional.normalize(means, dim=-1).t()
+    # Means are not quite the centroids of the last comparison, which are means of directions.
+    gap = float(((products.amax(1) - products.gather(1, own[:, None])[:, 0]) / keys.norm(dim=-1)).mean())
+    if not gap < 0.02:
+        raise CheckFailedError(f"keys are {gap:.3f} farther from their cluster than from the nearest")
+    named = arrays["assignment"][0] >= 0
+    sums = torch.zeros(arrays["means"].shape[1], HEAD_DIM, dtype=torch.float64, device=DEVICE)
+    sums.index_add_(0, arrays["assignment"][0][named].long(), kv[0, named, 1].double())
+    error = float((sums - arrays["value_sums"][0]).norm() / sums.norm())
+    if not error < 1e-5:
+        raise CheckFailedError(f"sums of values are off by {error:.1e}")
+
+
+def check_tables(kv: Tensor, arrays: dict[str, Tensor]) -> None:
+    subspaces = arrays["centroids"].shape[1]
+    slices = kv[0, :4096, 0].double().view(-1, HEAD_DIM // subspaces, subspaces)
+    products = torch.einsum("nbm,mcb->mcn", slices, arrays["centroids"][0].double())
+    units = products / arrays["scales"][0, :, None, None]
+    error = float((units - arrays["scores"][0, ..., :4096]).abs().max())
+    if not error < 0.51:
+        raise CheckFailedError(f"scores are off by {error:.3f} units, expected 0.5 at most")
 
 
 def main(
@@ -321,30 +375,16 @@ def main(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Times the kernels over lists and clusters; one JSON line per figure."""
-    torch.manual_seed(seed)
-    copy = copy_bandwidth()
-    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
-    rows: list[dict[str, Any]] = []
-    try:
-        for row in build_figures(build) if build else []:
-            rows.append(row)
-            sys.stdout.write(json.dumps({**row, "machine": machine}) + "\n")
-            sys.stdout.flush()
+    with reporting("clusters_gpu", bars) as report:
+        torch.manual_seed(seed)
+        copy = copy_bandwidth()
+        for row in build_figures(build) if build else ():
+            report.add(row, *missed(row))
         for case in [case for case in cases.split(",") if case]:
             length, batch, keep = case.split(":")
             for row in run_case(int(length), int(batch), float(keep), copy, figures.split(",")):
-                rows.append(row)
-                sys.stdout.write(json.dumps({**row, "machine": machine}) + "\n")
-                sys.stdout.flush()
+                report.add(row, *missed(row))
             torch.cuda.empty_cache()
-    except CheckFailedError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-    missed = missed_bars(rows) if bars else []
-    for line in missed:
-        typer.echo(f"missed: {line}", err=True)
-    if missed:
-        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -29,40 +29,30 @@ One JSON line per figure; the exit code is 1 when a check fails, or when --bars 
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import torch
 import typer
-from captured_steps import Lanes, tidy_up, time_captured, whole_difference
-from general_steps import (
-    failure,
-    full_logits,
-    measure_general,
-    parse_method,
-    parse_shapes,
-    require_device,
-)
-from gpu_timing import copy_bandwidth, event_ms
-from placed_contexts import HOST_GB, PlacedContexts, make_ranges, release
-from random_model import make_model, read_bytes
+from harness.captured_steps import Lanes, tidy_up, time_captured, whole_difference
+from harness.checks import failure
+from harness.contexts import HOST_GB, PlacedContexts, make_ranges, release
+from harness.general_steps import full_logits, measure_general
+from harness.parsing import parse_method, parse_shapes
+from harness.random_model import make_model, read_bytes
+from harness.report import reporting
+from harness.timing import copy_bandwidth, event_ms
 from torch import Tensor
 
 from decode_engine.config import Compilation, search_cores
-from decode_engine.evaluation.comparison.machine import describe_machine
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.attention.step_attention import StepAttention
@@ -225,48 +215,41 @@ def main(
     """Times decode steps of a whole model."""
     if prefetch and placement is Placement.DEVICE:
         raise typer.BadParameter("--prefetch is for contexts in host memory, such as --placement hybrid")
-    require_device()
     labels, sizes = methods.split(","), parse_shapes(shapes)
     listed = [as_method(label) for label in labels]
-    model, identity = make_model(layers)
-    weights_ms = read_bytes(model) / copy_bandwidth() * 1e3
-    tidy_up()
-    searched = listed if placement is Placement.HOST else []
-    ranges = make_ranges(host_gb, searched) if placement.kv_on_host else []
-    run, machine, failed = step_model(model, compilation, prefetch), describe_machine(), False
-    threads = SearchThreads(search_cores())
-    for length, batch in sizes:
-        placed = PlacedContexts(identity, listed, length, batch, model.device, ranges)
-        contexts = placed.make(placement)
-        placed.release()
-        for row in shape_figures(Bench(model, run, contexts, threads, turns), labels, weights_ms):
-            line: dict[str, Any] = {
-                "figure": "decode", "method": row["method"], "placement": placement.value, "tokens": length,
-                "batch": batch, "layers": layers, "compilation": compilation.value, "prefetch": prefetch,
-                "weights_ms": round(weights_ms, 3), "machine": machine,
-            } | row  # fmt: skip
-            if bars and misses(line):
-                line["missed"] = True
-            failed = failed or "error" in line or "missed" in line
-            typer.echo(json.dumps(line))
-        release(contexts)
+    with reporting("decode_gpu", bars) as report:
+        model, identity = make_model(layers)
+        weights_ms = read_bytes(model) / copy_bandwidth() * 1e3
         tidy_up()
-    threads.close()
-    raise typer.Exit(1 if failed else 0)
+        searched = listed if placement is Placement.HOST else []
+        ranges = make_ranges(host_gb, searched) if placement.kv_on_host else []
+        run, threads = step_model(model, compilation, prefetch), SearchThreads(search_cores())
+        for length, batch in sizes:
+            placed = PlacedContexts(identity, listed, length, batch, model.device, ranges)
+            contexts = placed.make(placement)
+            placed.release()
+            for row in shape_figures(Bench(model, run, contexts, threads, turns), labels, weights_ms):
+                line: dict[str, Any] = {
+                    "figure": "decode", "method": row["method"], "placement": placement.value, "tokens": length,
+                    "batch": batch, "layers": layers, "compilation": compilation.value, "prefetch": prefetch,
+                    "weights_ms": round(weights_ms, 3),
+                } | row  # fmt: skip
+                report.add(line, *missed(line))
+            release(contexts)
+            tidy_up()
+        threads.close()
 
 
-def misses(line: Mapping[str, Any]) -> bool:
-    """Whether the figure has a bar and does not reach it."""
-    if line["method"] == "none":
-        return bool(line.get("rest_over_weights", 99.0) > REST_BAR)
-    wanted = SPEEDUP_BARS.get(line["batch"])
-    if (
-        line["method"].startswith("csattention")
-        and line["method"].split("/")[0].endswith(":0.01")
-        and wanted is not None
-    ):
-        return bool(line.get("speedup", 0.0) < wanted)
-    return False
+def missed(line: Mapping[str, Any]) -> list[str]:
+    """What a figure falls short of."""
+    label, batch = line["method"], line["batch"]
+    if label == "none":
+        rest = line.get("rest_over_weights", 99.0)
+        return [f"none, batch {batch}: {rest} times the weights, bar {REST_BAR}"] if rest > REST_BAR else []
+    bar = SPEEDUP_BARS.get(batch, 0.0)
+    barred = label.startswith("csattention") and label.split("/")[0].endswith(":0.01")
+    speedup = line.get("speedup", 0.0)
+    return [f"{label}, batch {batch}: {speedup}x, bar {bar}x"] if barred and speedup < bar else []
 
 
 if __name__ == "__main__":

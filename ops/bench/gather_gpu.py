@@ -28,23 +28,20 @@ One JSON line per figure; the exit code is 1 when a check fails, or when --bars 
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import torch
-import triton
 import typer
-from gpu_timing import event_ms, full_attention_us, graph_us
+from harness.checks import CheckFailedError, check_close
+from harness.layer import DEVICE, DTYPE, GROUP, HEAD_DIM, KV_HEADS, ROW, SCALE, SINKS, step_plan
+from harness.report import reporting
+from harness.timing import event_ms, fastest, full_attention_us, graph_us
 from torch import Tensor
 
 from decode_engine.kernels import records
@@ -61,15 +58,11 @@ from index_store.indexes.product_codes.index import ProductCodes
 from index_store.memory.host_memory import HostBlock, copy_source, default_page_locker
 from index_store.memory.mapped_memory import is_mapped
 from index_store.memory.placement import slots_per_head
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import get_method
 from index_store.selection.budgets import Ratio
-from index_store.store.manifest import ModelIdentity
 
-DEVICE = "cuda"
-KV_HEADS, GROUP, HEAD_DIM, DTYPE = 8, 4, 128, torch.bfloat16
 SUBSPACES, CODEWORDS = 8, 256
-SINKS, RECENT, TAIL = 8, 128, 64
-ROW = 2 * HEAD_DIM * DTYPE.itemsize
+RECENT, TAIL = 128, 64
 COLD_BYTES = 256 * 2**20
 """That gathers of one graph read: several times the second-level cache."""
 RING = 3
@@ -77,10 +70,6 @@ RING = 3
 GATHER_BAR = 50.0
 BARS = {(0.01, 0.0): 0.9, (0.02, 0.0): 1.7, (0.05, 0.8): 1.05, (0.02, 0.8): 0.5, (0.01, 0.8): 0.3}
 """Ratios by keep and reuse."""
-
-
-class CheckFailedError(Exception):
-    """A result is wrong, so its time means nothing."""
 
 
 class Memory:
@@ -97,7 +86,7 @@ class Memory:
         for block, host, device in zip(self.blocks, self.host_kv, self.device_kv, strict=True):
             host.copy_(device[0])
             block.lock()
-        if DEVICE == "cuda" and mapped != all(is_mapped(host) for host in self.host_kv):
+        if DEVICE.type == "cuda" and mapped != all(is_mapped(host) for host in self.host_kv):
             raise CheckFailedError(
                 f"host memory is {'not ' if mapped else ''}mapped by the GPU in large pages"
             )
@@ -170,7 +159,7 @@ class HybridBench:
         self.memory = memory
         self.budget = round(keep * memory.length)
         method = replace(get_method("pq+dropped"), budget=Ratio(keep), recent=RECENT, sinks=SINKS)
-        self.plan = self._plan(method)
+        self.plan = step_plan(method, memory.layers, 1, memory.length)
         slots = slots_per_head(memory.length)
         layers = range(memory.layers)
         self.cache = SlotCache.make(layers, KV_HEADS, slots, HEAD_DIM, DTYPE, DEVICE)
@@ -181,13 +170,6 @@ class HybridBench:
         self.cached = [memory.records(n, kv[n], self.budget, self.cache) for n in layers]
         self.direct = [memory.records(n, kv[n], self.budget, None) for n in layers]
         self.on_device = [memory.records(n, memory.device_kv[n, 0], self.budget, None) for n in layers]
-
-    def _plan(self, method: Method) -> StepPlan:
-        heads = KV_HEADS * GROUP
-        layers, length = self.memory.layers, self.memory.length
-        model = ModelIdentity("bench", "none", "f", "t", layers, heads, KV_HEADS, HEAD_DIM, 2, 2 * length)
-        max_keys = int(triton.next_power_of_2(length))
-        return StepPlan(model, method, 1, max_keys, DTYPE, torch.device(DEVICE))
 
     def step(self, steps: ListedSteps, rows: list[Tensor], turn: int, layer: int) -> Tensor:
         selection = steps.selection
@@ -218,12 +200,9 @@ class HybridBench:
                     self.memory.q[layer].flatten(0, 1),
                     [self.memory.sequence(self.memory.device_kv[layer, 0], self.budget)],
                     self.lists[layer][turn],
-                    HEAD_DIM**-0.5,
+                    SCALE,
                 ).out
-                difference = found.view(expected.shape).double() - expected.double()
-                error = max(error, float(difference.norm() / expected.double().norm()))
-        if not error < 1e-2:
-            raise CheckFailedError(f"relative error {error:.2e}")
+                error = max(error, check_close(f"turn {turn}, layer {layer}", found, expected, 1e-2))
         return error
 
     def shares(self) -> dict[str, float]:
@@ -271,16 +250,16 @@ def hybrid_figure(
     memory: Memory, full: dict[str, float], keep: float, reuse: float, shape: CopyShape | None
 ) -> dict[str, Any]:
     bench = HybridBench(memory, keep, reuse, shape)
-    backend = min(full, key=lambda name: full[name])
+    best = fastest(full)
+    full_us = float(best["full_us"])
     result: dict[str, Any] = {"figure": "hybrid", "keep": keep, "reuse": reuse, "error": bench.check()}
     result |= bench.shares() | bench.times()
     # Sinks and recent window are reused besides.
     if not reuse - 0.05 <= result["reused"] <= reuse + 0.2:
         raise CheckFailedError(f"{result['reused']:.1%} of the rows were reused, expected about {reuse:.0%}")
-    result |= {"full_us": full[backend], "full_backend": backend, "slots": bench.cache.tags_LHS.shape[2]}
+    result |= {**best, "slots": bench.cache.tags_LHS.shape[2]}
     result["fetch_gb_per_s"] = result["fetched_bytes"] / result["fetch_us"] * 1e-3
-    result["ratio"] = result["step_us"] / full[backend]
-    result["rows_ratio"] = result["rows_us"] / full[backend]
+    result["ratio"], result["rows_ratio"] = result["step_us"] / full_us, result["rows_us"] / full_us
     return result | {"bar": BARS.get((keep, reuse)), "bar_for": "rows_ratio" if reuse else "ratio"}
 
 
@@ -329,41 +308,23 @@ def gather_figure(memory: Memory, keep: float, shape: CopyShape, figure: str) ->
     return {"figure": figure, "keep": keep, "us": us, "gb_per_s": rows * ROW / us * 1e-3, **asdict(shape)}
 
 
-def missed_bars(rows: list[dict[str, Any]]) -> list[str]:
-    missed = []
-    for row in rows:
-        if row["figure"] == "hybrid" and row["bar"] is not None and row[row["bar_for"]] > row["bar"]:
-            case = f"keep {row['keep']}, reuse {row['reuse']}"
-            missed.append(f"{case}: {row[row['bar_for']]:.2f}x, bar {row['bar']}x")
-    gathers = [row["gb_per_s"] for row in rows if row["figure"] == "gather"]
-    if gathers and max(gathers) < GATHER_BAR:
-        missed.append(f"gather: {max(gathers):.1f} GB/s at best, bar {GATHER_BAR}")
-    return missed
-
-
-def run(memory: Memory, cases: list[tuple[float, float]], shape: CopyShape | None) -> list[dict[str, Any]]:
-    """All figures, each written when it is there."""
-    rows: list[dict[str, Any]] = []
-    name = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
-
-    def report(row: dict[str, Any]) -> None:
-        rows.append(row)
-        line = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-        more: dict[str, Any] = {"context": memory.length, "layers": memory.layers, "mapped": memory.mapped}
-        more["machine"] = f"{name}, torch {torch.__version__}, triton {triton.__version__}"
-        sys.stdout.write(json.dumps({"bench": "gather_gpu", **line, **more}) + "\n")
-        sys.stdout.flush()
-
-    report(copy_figure(memory))
-    for keep in (0.01, 0.05):
-        report(gather_figure(memory, keep, shape or CopyShape(), "gather"))
-    for figure in ("wide", "spread"):
-        report(gather_figure(memory, 0.01, shape or CopyShape(), figure))
-    if cases:
-        full = full_attention_us(memory.q.flatten(2, 3), memory.device_kv)
-        for keep, reuse in cases:
-            report(hybrid_figure(memory, full, keep, reuse, shape))
-    return rows
+def figures(
+    memory: Memory, cases: list[tuple[float, float]], shape: CopyShape | None
+) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """All figures, and how they miss their bars."""
+    yield copy_figure(memory), []
+    gathers = []
+    for keep, figure in ((0.01, "gather"), (0.05, "gather"), (0.01, "wide"), (0.01, "spread")):
+        row = gather_figure(memory, keep, shape or CopyShape(), figure)
+        gathers += [row["gb_per_s"]] if figure == "gather" else []
+        slow = len(gathers) == 2 and figure == "gather" and max(gathers) < GATHER_BAR
+        yield row, [f"gather: {max(gathers):.1f} GB/s at best, bar {GATHER_BAR}"] if slow else []
+    full = full_attention_us(memory.q.flatten(2, 3), memory.device_kv) if cases else {}
+    for keep, reuse in cases:
+        row = hybrid_figure(memory, full, keep, reuse, shape)
+        found, bar = row[row["bar_for"]], row["bar"]
+        missed = bar is not None and found > bar
+        yield row, [f"keep {keep}, reuse {reuse}: {found:.2f}x, bar {bar}x"] if missed else []
 
 
 def main(
@@ -382,17 +343,13 @@ def main(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Times gathers from host memory, and hybrid decode steps; one JSON line per figure."""
-    torch.manual_seed(seed)
     chosen = CopyShape(*(int(part) for part in shape.split(":"))) if shape else None
     wanted = [(float(keep), float(reuse)) for keep, reuse in (c.split(":") for c in cases.split(",") if c)]
-    try:
-        rows = run(Memory(length, layers, mapped), wanted, chosen)
-    except CheckFailedError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-    if bars and (missed := missed_bars(rows)):
-        typer.echo("\n".join(f"missed: {line}" for line in missed), err=True)
-        raise typer.Exit(1)
+    with reporting("gather_gpu", bars) as report:
+        torch.manual_seed(seed)
+        more = {"context": length, "layers": layers, "mapped": mapped}
+        for row, missed in figures(Memory(length, layers, mapped), wanted, chosen):
+            report.add(row | more, *missed)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ Shape legend: H KV heads, G group heads, R searched keys, K selected keys, N tok
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,21 +25,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import torch
 import typer
+from harness.report import reporting
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.evaluation.comparison.machine import describe_machine
 from decode_engine.evaluation.comparison.pictures import check_pictures
 from decode_engine.evaluation.prefill_command import PrefillCommand
 from decode_engine.evaluation.tasks import parse_length, source_text
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import Observation, SparseLayer
 from decode_engine.model.runner import ModelRunner
-from index_store.errors import SparseKVError
 from index_store.memory.arena import Arena
 from index_store.memory.context_loading import placed_bytes
 from index_store.memory.resident import ResidentContext
@@ -242,17 +239,16 @@ def main(
     picture: Annotated[bool, typer.Option(help="Draw the figures (needs matplotlib).")] = True,
 ) -> None:
     """Generates a long text after a long context; one JSON line per stretch and method."""
-    machine = describe_machine()
     options = Options(tokens, stretch, observe, keep, seed)
     names = [name.strip() for name in methods.split(",") if name.strip()]
-    rows: list[dict[str, Any]] = []
-    try:
+    with reporting("long_generation", gpu=False) as report:
         if picture:
             check_pictures()
         out.mkdir(parents=True, exist_ok=True)
         runner = ModelRunner(resolve_model(model))
         id_, first = prefill(runner, model, names, parse_length(context_length), out)
         store = Store(out / "store")
+        drawn: list[dict[str, Any]] = []
         with Arena(placed_bytes(store.manifest(id_))).acquire(store, id_) as context:
             for name in names:
                 base = {"method": name, "keep": keep, "context": context.manifest.token_count}
@@ -260,19 +256,12 @@ def main(
                 for found in generate(runner, context, name, first, options):
                     begin = len(stretches) * stretch
                     stretches.append(found)
-                    rows.append({**base, "from": begin, "to": begin + len(found.step_ns), **found.figures()})
-                    _print(rows[-1], machine)
-                _print({**base, "from": 0, "to": tokens, **together(stretches).figures()}, machine)
+                    row = {**base, "from": begin, "to": begin + len(found.step_ns), **found.figures()}
+                    drawn.append(row)
+                    report.add(row)
+                report.add({**base, "from": 0, "to": tokens, **together(stretches).figures()})
         if picture:
-            draw(out / "long_generation.png", rows)
-    except SparseKVError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-
-
-def _print(row: dict[str, Any], machine: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps({"bench": "long_generation", **row, "machine": machine}) + "\n")
-    sys.stdout.flush()
+            draw(out / "long_generation.png", drawn)
 
 
 if __name__ == "__main__":

@@ -24,47 +24,38 @@ attention to the same contexts in GPU memory by the general path, unless that wo
 host memory; searches on the host have to list the very keys that the general path lists.
 
 One JSON line per case, as it comes; one that fails says why, the others run all the same, and the exit code is 1.
-`placements_table.py` makes a table and a picture.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import torch
 import typer
-from captured_steps import Lanes, tidy_up, time_captured, whole_difference
-from general_steps import (
-    compare,
-    failure,
+from harness.captured_steps import Lanes, tidy_up, time_captured, whole_difference
+from harness.checks import compare, failure
+from harness.contexts import HOST_GB, PlacedContexts, distinct_layers, make_ranges, release
+from harness.general_steps import (
     first_tokens,
     forward,
     full_logits,
-    parse_method,
-    parse_shapes,
-    require_device,
     start_sessions,
     step_figures,
     time_general,
 )
-from placed_contexts import HOST_GB, PlacedContexts, distinct_layers, make_ranges, release
-from random_model import make_model
+from harness.parsing import parse_method, parse_shapes
+from harness.random_model import make_model
+from harness.report import reporting
 
 from decode_engine.config import Compilation, search_cores
-from decode_engine.evaluation.comparison.machine import describe_machine
 from decode_engine.host_search.search_threads import compile_search
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.steps.step_graph import StepModel
@@ -203,36 +194,33 @@ def main(
     ] = HOST_GB,
 ) -> None:
     """Times decode steps of a whole model in all placements; one JSON line per case."""
-    require_device()
     listed, sizes = [Case.parse(text) for text in cases.split(",")], parse_shapes(shapes)
     if unfit := [f"{length}x{batch}" for length, batch in sizes if not any(c.fits(batch) for c in listed)]:
         raise typer.BadParameter(f"no case is for batches such as {', '.join(unfit)}")
-    machine, begun = describe_machine(), time.perf_counter()
-    on_host = any(case.placement is Placement.HOST for case in listed)
-    compiling = threading.Thread(target=compile_search if on_host else lambda: None)
-    compiling.start()  # takes as long as what comes now, which waits for the device and the system
-    model, identity = make_model(layers)
-    ranges = make_ranges(host_gb, methods_of(listed) if on_host else [])
-    compiling.join()
-    threads = threads or search_cores()
-    runs = step_model(model, compilation), step_model(model, compilation, prefetch=True)
-    bench = Bench(model, runs, threads, turns, seconds)
-    typer.echo(f"model and host memory are ready after {time.perf_counter() - begun:.0f} s", err=True)
-    failed = False
-    for length, batch in sizes:
-        line: dict[str, Any] = {
-            "bench": "placements", "tokens": length, "batch": batch, "layers": layers,
-            "distinct": distinct_layers(identity, length, batch, ranges), "compilation": compilation.value,
-            "threads": threads, "machine": machine,
-        }  # fmt: skip
-        fitting = [case for case in listed if case.fits(batch)]
-        make = partial(PlacedContexts, identity, methods_of(fitting), length, batch, model.device, ranges)
-        for row in shape_figures(bench, make, fitting):
-            failed = failed or "error" in row
-            typer.echo(json.dumps(line | row))
-        tidy_up()
-        typer.echo(f"{length}x{batch} is done after {time.perf_counter() - begun:.0f} s", err=True)
-    raise typer.Exit(1 if failed else 0)
+    with reporting("placements") as report:
+        begun = time.perf_counter()
+        on_host = any(case.placement is Placement.HOST for case in listed)
+        compiling = threading.Thread(target=compile_search if on_host else lambda: None)
+        compiling.start()  # takes as long as what comes now, which waits for the device and the system
+        model, identity = make_model(layers)
+        ranges = make_ranges(host_gb, methods_of(listed) if on_host else [])
+        compiling.join()
+        threads = threads or search_cores()
+        runs = step_model(model, compilation), step_model(model, compilation, prefetch=True)
+        bench = Bench(model, runs, threads, turns, seconds)
+        typer.echo(f"model and host memory are ready after {time.perf_counter() - begun:.0f} s", err=True)
+        for length, batch in sizes:
+            line: dict[str, Any] = {
+                "tokens": length, "batch": batch, "layers": layers,
+                "distinct": distinct_layers(identity, length, batch, ranges), "compilation": compilation.value,
+                "threads": threads,
+            }  # fmt: skip
+            fitting = [case for case in listed if case.fits(batch)]
+            make = partial(PlacedContexts, identity, methods_of(fitting), length, batch, model.device, ranges)
+            for row in shape_figures(bench, make, fitting):
+                report.add(line | row)
+            tidy_up()
+            typer.echo(f"{length}x{batch} is done after {time.perf_counter() - begun:.0f} s", err=True)
 
 
 def methods_of(cases: Sequence[Case]) -> list[Method]:

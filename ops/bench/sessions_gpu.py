@@ -10,34 +10,37 @@ holds the rest of the contexts, and what batches exchange with searching cores.
 `limit` what the next one lacks; `shared` is that on one context, with the first of these sizes. The model has the
 shape of Llama-3.1-8B, the contexts are described by manifests, and nothing of that size is made: no GPU is needed.
 
-`memory_gpu.py` compares the counts with what is taken of a GPU's memory.
-
-One JSON line per method and placement; `--table` prints a table for a document instead.
+One JSON line per method and placement, and a table of them.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import index_store  # noqa: F401 - sets up OpenMP, which has to happen before torch is imported
+import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
+import torch
 import typer
-from general_steps import parse_method
-from random_model import DTYPE, make_model, weight_bytes
-from served_memory import METHODS, Served
+from harness.parsing import parse_method
+from harness.random_model import DTYPE, make_model, weight_bytes
+from harness.report import reporting
 
+from decode_engine.engine.session_memory import session_bytes
+from decode_engine.kernels.clusters.device_clusters import DeviceClusters
 from decode_engine.model.warm_up import made_up_context
+from decode_engine.steps.attention.host_steps import HostSteps
+from decode_engine.steps.attention.registry import step_attention_for
+from decode_engine.steps.stepper import MAX_ROWS
+from index_store.memory.context_loading import placed_bytes
 from index_store.memory.memory_sizes import parse_size
 from index_store.memory.placement import MemoryBytes, Placement
+from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method
+from index_store.store.dtypes import stored_dtype
 from index_store.store.manifest import (
     IndexEntry,
     Manifest,
@@ -50,6 +53,74 @@ from index_store.store.manifest import (
 BLOCK = 8192
 """Keys that are clustered together, so that arrays grow in proportion from one multiple to the next."""
 MOST = 4096
+METHODS = "full,csattention,csattention+dropped:0.01/m8/pooled,pq+dropped:0.01"
+GPU = torch.device("cuda")
+STEP_BYTES = MemoryBytes(host=9, device=13)
+"""Of a batch, per row, KV head and token of the longest context; of the host's only where it searches."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What sessions of a method on such contexts in a placement take."""
+
+    manifest: Manifest
+    method: Method
+    placement: Placement
+    tokens: int
+
+    @cached_property
+    def context(self) -> MemoryBytes:
+        """Of a context, with what kernels derive from it."""
+        placed = placed_bytes(self.manifest, GPU, self.placement)
+        return placed + MemoryBytes(device=self.derived)
+
+    @cached_property
+    def derived(self) -> int:
+        """Bytes that kernels make of clusters, for all layers, where they search or approximate with any."""
+        method = self.method.on(self.manifest).method
+        partition = None if method.drops_remainder else method.partition or method.index
+        specs = {spec.name: spec for spec in (method.index, partition) if spec is not None}
+        captured = not isinstance(step_attention_for(method, self.manifest, self.placement), str)
+        return sum(self._derived_from(spec) for spec in specs.values()) if captured else 0
+
+    @cached_property
+    def session(self) -> int:
+        """Of the device's memory, beside the context."""
+        return session_bytes(self.method.on(self.manifest), self.tokens)
+
+    def needed(self, sessions: int, contexts: int) -> MemoryBytes:
+        """Of so many sessions over so many contexts, the model's weights not included."""
+        every = MemoryBytes(
+            contexts * self.context.host, contexts * self.context.device + sessions * self.session
+        )
+        return every + self.batches(sessions)
+
+    def batches(self, sessions: int) -> MemoryBytes:
+        """Buffers of the batches that so many sessions step in."""
+        whole, rest = divmod(sessions, MAX_ROWS)
+        rows = whole * MAX_ROWS + (1 << (rest - 1).bit_length() if rest else 0)
+        keys = rows * self.manifest.model.kv_heads * (1 << (self.manifest.token_count - 1).bit_length())
+        host = STEP_BYTES.host * keys if self._searched_on_host else 0
+        return MemoryBytes(host, STEP_BYTES.device * keys)
+
+    @property
+    def _searched_on_host(self) -> bool:
+        method = self.method.on(self.manifest).method
+        return step_attention_for(method, self.manifest, self.placement) is HostSteps
+
+    def _derived_from(self, spec: IndexSpec) -> int:
+        entry = self.manifest.index(spec.name)
+        if entry is None or entry.kind != "key_clusters":
+            return 0
+        arrays = {
+            array.path.rpartition("/")[2]: torch.empty(
+                array.shape[1:], dtype=stored_dtype(array.dtype).torch_dtype, device="meta"
+            )
+            for array in entry.arrays
+        }
+        made = DeviceClusters.of(arrays, 0, stored_dtype(self.manifest.dtype).torch_dtype, "meta")
+        own = (made.means_HCD, made.value_means_HCD, made.sizes_HC, made.variances)
+        return len(entry.layers) * sum(tensor.nbytes for tensor in own if tensor is not None)
 
 
 def describe_context(identity: ModelIdentity, method: Method, tokens: int) -> Manifest:
@@ -100,41 +171,16 @@ def most_sessions(served: Served, budget: MemoryBytes, shared: bool) -> tuple[in
 def figure(served: Served, room: int, hosts: Sequence[str]) -> dict[str, Any]:
     """The line of one method and placement. room: of the device, without the weights."""
     row: dict[str, Any] = {
-        "context_host_gb": round(served.context.host * 1e-9, 3),
-        "context_device_gb": round(served.context.device * 1e-9, 3),
-        "session_gb": round(served.session * 1e-9, 3),
-        "batch_row_gb": round(served.batches(1).device * 1e-9, 3),
+        "context_host_gb": served.context.host * 1e-9,
+        "context_device_gb": served.context.device * 1e-9,
+        "session_gb": served.session * 1e-9,
+        "batch_row_gb": served.batches(1).device * 1e-9,
     }
     budgets = {name: MemoryBytes(parse_size(name), room) for name in hosts}
     for name, budget in budgets.items():
         row[f"own_{name}"], row[f"limit_{name}"] = most_sessions(served, budget, shared=False)
     row["shared"], row["shared_limit"] = most_sessions(served, budgets[hosts[0]], shared=True)
     return row
-
-
-def table(rows: Sequence[dict[str, Any]], hosts: Sequence[str]) -> str:
-    """For a document."""
-    head = [
-        "method",
-        "placement",
-        "context: device, host",
-        "session",
-        *(f"own contexts, {h}" for h in hosts),
-        "one context",
-    ]
-    lines = [f"| {' | '.join(head)} |", "|---|---|---|---:|" + "---|" * len(hosts) + "---:|"]
-    for row in rows:
-        own = [f"{row[f'own_{name}']} ({row[f'limit_{name}']})" for name in hosts]
-        cells = [
-            f"`{row['method']}`",
-            f"`{row['placement']}`",
-            f"{row['context_device_gb']:.1f}, {row['context_host_gb']:.1f} GB",
-            f"{row['session_gb']:.2f} GB",
-            *own,
-            f"{row['shared']}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def main(
@@ -146,26 +192,21 @@ def main(
         str, typer.Option(help="Bytes of host memory for contexts, comma-separated.")
     ] = "128GiB,1TiB",
     layers: Annotated[int, typer.Option(help="Of the model.")] = 32,
-    as_table: Annotated[bool, typer.Option("--table", help="Print a table for a document.")] = False,
 ) -> None:
     """Counts sessions; one JSON line per method and placement."""
-    parsed = {label: parse_method(label) for label in methods.split(",")}
-    model, identity = make_model(layers, "meta")
-    weights, sizes = weight_bytes(model), hosts.split(",")
-    room = parse_size(device) - weights
-    rows = []
-    for label, method in parsed.items():
-        manifest = describe_context(identity, method, tokens)
-        for placement in Placement:
-            row = {
-                "bench": "sessions", "method": label, "placement": placement.value, "tokens": tokens, "layers": layers,
-                "session_tokens": session_tokens, "device": device, "weights_gb": round(weights * 1e-9, 3),
-            }  # fmt: skip
-            rows.append(row | figure(Served(manifest, method, placement, session_tokens), room, sizes))
-            if not as_table:
-                typer.echo(json.dumps(rows[-1]))
-    if as_table:
-        typer.echo(table(rows, sizes))
+    with reporting("sessions", gpu=False) as report:
+        model, identity = make_model(layers, "meta")
+        weights, sizes = weight_bytes(model), hosts.split(",")
+        for label in methods.split(","):
+            method = parse_method(label)
+            manifest = describe_context(identity, method, tokens)
+            for placement in Placement:
+                row: dict[str, Any] = {
+                    "method": label, "placement": placement.value, "tokens": tokens, "layers": layers,
+                    "session_tokens": session_tokens, "device": device, "weights_gb": weights * 1e-9,
+                }  # fmt: skip
+                served = Served(manifest, method, placement, session_tokens)
+                report.add(row | figure(served, parse_size(device) - weights, sizes))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""Scripts of ops/ as modules, for tests of their functions, and as commands."""
+"""Scripts of ops/ as modules, for tests of their functions."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -23,11 +21,3 @@ def load_script(path: Path) -> ModuleType:
         patch.syspath_prepend(str(path.parent))
         spec.loader.exec_module(module)
     return module
-
-
-def check_refusal_without_device(script: Path) -> None:
-    """Asserts that a benchmark for GPUs says in one sentence that it needs one."""
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, env=hidden)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: this benchmark needs a CUDA device\n"

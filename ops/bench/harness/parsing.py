@@ -1,0 +1,48 @@
+"""What the benchmarks' options say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import typer
+
+from index_store.methods.method import Method, get_method
+
+
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    """LENGTHxBATCH, comma-separated. Raises typer.BadParameter for anything else."""
+    shapes = []
+    for part in text.split(","):
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part)
+        if found is None:
+            raise typer.BadParameter(f"shape is {part!r}, expected LENGTHxBATCH such as 131072x1")
+        shapes.append((int(found[1]), int(found[2])))
+    return shapes
+
+
+def parse_counts(text: str, least: int = 1) -> list[int]:
+    """Numbers, comma-separated. Raises typer.BadParameter for anything else."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < least:
+        raise typer.BadParameter(f"numbers are {text!r}, expected some from {least} on, such as 1,2")
+    return counts
+
+
+def parse_method(text: str) -> Method:
+    """NAME[:KEEP][/m8][/pooled]: m8 are tables of 8 subspaces with 64 centroids, pooled searches once for a group."""
+    expression, *variants = text.split("/")
+    name, _, keep = expression.partition(":")
+    method = get_method(name, float(keep) if keep else None)
+    for variant in variants:
+        if variant == "m8" and method.index is not None:
+            parameters = {**method.index.parameters, "subspaces": 8, "centroids": 64}
+            method = replace(method, index=replace(method.index, name="m8_tables", parameters=parameters))
+        elif variant == "pooled":
+            method = replace(method, search={**method.search, "group": "pooled"})
+        else:
+            raise typer.BadParameter(f"variant is {variant!r}, expected m8 or pooled")
+    return method

@@ -1,0 +1,68 @@
+"""The benchmark of first tokens: its whole path over a tiny model on a CPU, and nothing is timed when a check fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from harness.checks import CheckFailedError
+
+from decode_engine.config import Prompts
+from index_store.methods.method import get_method
+from tests.ops.bench.conftest import load_bench
+from tests.ops.bench.tiny_model import IDENTITY, make_model
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Everything in host memory."""
+    found = load_bench("prefill/first_token")
+    monkeypatch.setattr(found, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(found, "TURNS", 1)
+    monkeypatch.setattr(found, "prompt_of", lambda count: [token % 300 for token in range(count)])
+    return found
+
+
+def test_every_figure_is_there(bench: ModuleType, tmp_path: Path) -> None:
+    rows = list(bench.figures(make_model(), IDENTITY, 300, [get_method("quest", 0.05)], [5, 9], tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    kinds = [row["figure"] for row in rows]
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "written": 1,
+        "check": 2,
+        "cold": 2,
+        "load": 2,
+        "warm": 8,
+        "stream": 1,
+    }
+    for check in (row for row in rows if row["figure"] == "check"):
+        assert check["exact"] < 0.1
+        assert check["sparse_quest"] < 0.1
+    assert all(row["cached_page_cache"] in (None, 1.0) for row in rows if "cached_page_cache" in row)
+    warm = [row for row in rows if row["figure"] == "warm"]
+    assert {(row["placement"], row["prompts"], row["prompt_tokens"]) for row in warm} == {
+        (placement, prompts, length)
+        for placement in ("device", "hybrid")
+        for prompts in ("exact", "sparse")
+        for length in (5, 9)
+    }
+    assert all(value > 0 for row in rows for name, value in row.items() if name.endswith("_s"))
+
+
+def test_wrong_logits_are_not_timed(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = bench.Requests.read
+
+    def spoiled(self: Any, session: Any, ids: Any, prompts: Prompts) -> torch.Tensor:
+        logits: torch.Tensor = original(self, session, ids, prompts)
+        return logits.flip(0) if prompts is Prompts.SPARSE else logits
+
+    monkeypatch.setattr(bench.Requests, "read", spoiled)
+    rows = bench.figures(make_model(), IDENTITY, 300, [get_method("quest", 0.05)], [5], tmp_path)
+    assert next(rows)["figure"] == "written"
+    with pytest.raises(CheckFailedError, match="sparse_quest, device"):
+        next(rows)
