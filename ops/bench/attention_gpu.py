@@ -141,7 +141,12 @@ class Steps:
         )
         device = torch.device("cuda", 0)
         plan = StepPlan(identity, figure.method(), figure.batch, figure.length, DTYPE, device)
-        self.attention = TableSteps(plan, shape)
+        self.attention = TableSteps(plan)
+        if shape is not None:
+            buffers = self.attention.buffers
+            buffers.plan = replace(buffers.plan, shape=shape)
+            buffers.work = Workspace.make(buffers.plan, plan.size, device)
+            self.attention.counts_LBHP = buffers.work.counts().repeat(memory.layers, 1, 1, 1)
         self.memory = memory
         self.sequences = [memory.sequences(figure, layer, self.keep) for layer in range(memory.layers)]
         self.records = [records_of(of_layer, device) for of_layer in self.sequences]

@@ -46,9 +46,9 @@ from torch import Tensor
 
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.codes.batch import CodeShape
+from decode_engine.kernels.codes.batch import CodeShape, CodeWork
 from decode_engine.kernels.codes.reference import CodeSequence, kept_keys
-from decode_engine.steps.attention.code_steps import CodeSelection
+from decode_engine.steps.attention.code_selection import CodeSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
 from index_store.indexes.interface.layer_index import LayerSource, QuerySample
@@ -141,7 +141,10 @@ class Steps:
         device = torch.device("cuda", 0)
         plan = StepPlan(identity, method_of(share), figure.batch, figure.length, DTYPE, device)
         self.attention = CodeSteps(plan)
-        self.selection = CodeSelection(plan, shape)
+        self.selection = CodeSelection(plan)
+        if shape is not None:
+            self.selection.code_plan = replace(self.selection.code_plan, shape=shape)
+            self.selection.work = CodeWork.make(self.selection.code_plan, plan.size, device)
         self.attention.selection = self.selection
         self.memory = memory
         self.records = [memory.records(layer, self.keep) for layer in range(memory.layers)]
