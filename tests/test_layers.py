@@ -95,10 +95,10 @@ PLACES = {
     "triton": ("*/kernels/*", "*_triton.py"),
     "numba": (
         "index_store/launch.py",
-        "decode_engine/host_search/*_words.py",
+        "decode_engine/host_search/*_numba.py",
         "decode_engine/rpc/server.py",
     ),
-    "llvmlite": ("decode_engine/host_search/*_words.py",),
+    "llvmlite": ("decode_engine/host_search/*_numba.py",),
     "grpc": GRPC_PLACES,
     "grpc_status": GRPC_PLACES,
     "grpc_health": GRPC_PLACES,

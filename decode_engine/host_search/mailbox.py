@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decode_engine.host_search import shared_search as jobs
+from decode_engine.host_search import shared_search_numba as jobs
 from decode_engine.host_search.mailbox_triton import SharedWords
-from decode_engine.host_search.shared_search import FAILED, JOB_FIELDS, LINE, PLACES_FIELDS, ROW_FIELDS
-from decode_engine.host_search.shared_words import read_word, write_word
-from decode_engine.host_search.table_lists import BINS
+from decode_engine.host_search.shared_search_numba import FAILED, JOB_FIELDS, LINE, PLACES_FIELDS, ROW_FIELDS
+from decode_engine.host_search.shared_words_numba import read_word, write_word
+from decode_engine.host_search.table_lists_numba import BINS
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.query_tables.search_numba import TILE
 
@@ -44,7 +44,7 @@ def usual_waves(rows: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class SearchPlan:
+class MailboxSizes:
     """What a mailbox is sized for.
 
     rows: B. layers: of the model, all of which may be searched. max_keys: N. waves: in how many parts the device waits
@@ -113,19 +113,19 @@ class Mailbox:
     One thread begins and ends steps; others may cancel and fail them.
     """
 
-    def __init__(self, plan: SearchPlan, *, page_locked: bool) -> None:
-        self.plan = plan
+    def __init__(self, sizes: MailboxSizes, *, page_locked: bool) -> None:
+        self.sizes = sizes
 
         def shared(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, pin_memory=page_locked)
 
-        lists = plan.lists
+        lists = sizes.lists
         self.shared = SharedWords(
-            q_BX=shared(plan.rows, plan.heads * plan.group * plan.head_dim, dtype=torch.float32),
-            posted_BX=shared(plan.rows, LINE),
+            q_BX=shared(sizes.rows, sizes.heads * sizes.group * sizes.head_dim, dtype=torch.float32),
+            posted_BX=shared(sizes.rows, LINE),
             answers_RX=shared(lists, LINE),
-            ids_RW=shared(lists, plan.width, dtype=torch.int32),
-            waits_LR2=shared(plan.layers, lists, 2),
+            ids_RW=shared(lists, sizes.width, dtype=torch.int32),
+            waits_LR2=shared(sizes.layers, lists, 2),
             trouble_X=shared(LINE),
         )
         self.steps = 0
@@ -133,27 +133,27 @@ class Mailbox:
         self.used: list[int] = []
         self.order: list[int] = []
         self._stop = np.zeros(LINE, np.int64)
-        self._board = np.zeros((plan.layers, 1 + lists, LINE), np.int64)
-        self._rows = np.zeros((plan.rows, ROW_FIELDS), np.int64)
-        self._places = np.zeros((plan.layers, plan.rows, PLACES_FIELDS), np.int64)
-        self._order = np.zeros(plan.layers, np.int64)
-        queries, tiles = plan.queries, plan.tiles
+        self._board = np.zeros((sizes.layers, 1 + lists, LINE), np.int64)
+        self._rows = np.zeros((sizes.rows, ROW_FIELDS), np.int64)
+        self._places = np.zeros((sizes.layers, sizes.rows, PLACES_FIELDS), np.int64)
+        self._order = np.zeros(sizes.layers, np.int64)
+        queries, tiles = sizes.queries, sizes.tiles
         self._between: dict[int, NDArray[Any]] = {
-            jobs.PICKS: np.empty((lists, queries * plan.subspaces), np.int32),
-            jobs.WEIGHTS: np.empty((lists, queries * plan.subspaces), np.float32),
+            jobs.PICKS: np.empty((lists, queries * sizes.subspaces), np.int32),
+            jobs.WEIGHTS: np.empty((lists, queries * sizes.subspaces), np.float32),
             jobs.BOUNDS: np.empty((lists, LINE), np.float32),
             jobs.HISTOGRAMS: np.empty((lists * tiles, BINS), np.int32),
             jobs.PEAKS: np.empty((lists * tiles, queries), np.float32),
             jobs.TOTALS: np.empty((lists * tiles, queries), np.float32),
-            jobs.CANDIDATES: np.empty((lists, plan.max_keys), np.int32),
-            jobs.SCORES: np.empty((lists, plan.max_keys), np.float32),
+            jobs.CANDIDATES: np.empty((lists, sizes.max_keys), np.int32),
+            jobs.SCORES: np.empty((lists, sizes.max_keys), np.float32),
             jobs.COUNTS: np.empty((lists, tiles), np.int64),
         }
         self._job = self._describe()
 
     @property
     def job(self) -> NDArray[np.int64]:
-        """What compiled searches read (`shared_search`)."""
+        """What compiled searches read (`shared_search_numba`)."""
         return self._job
 
     @property
@@ -169,7 +169,7 @@ class Mailbox:
     @property
     def finished(self) -> bool:
         """Whether every list of the step's last search has been answered."""
-        answers = self.shared.answers_RX.view(self.plan.rows, self.plan.heads, LINE)[self.used, :, 0]
+        answers = self.shared.answers_RX.view(self.sizes.rows, self.sizes.heads, LINE)[self.used, :, 0]
         return bool((answers >> jobs.COUNT_BITS == self.number_of(self.order[-1])).all())
 
     def begin(self, rows: Sequence[SearchedRow], order: Sequence[int]) -> int:
@@ -178,11 +178,12 @@ class Mailbox:
         order: the layers that are searched, ascending, at least one. No thread may be at work. Raises
         InvalidArgumentError for rows that keep more than lists have room for.
         """
-        plan, searches = self.plan, len(order)
+        sizes, searches = self.sizes, len(order)
         for row in rows:
-            if min(row.keep, row.end - row.first) > plan.width or row.end > plan.max_keys:
+            if min(row.keep, row.end - row.first) > sizes.width or row.end > sizes.max_keys:
                 raise InvalidArgumentError(
-                    f"{row.keep} of {row.end} keys are to be listed; there is room for {plan.width} of {plan.max_keys}"
+                    f"{row.keep} of {row.end} keys are to be listed; there is room for {sizes.width} of "
+                    f"{sizes.max_keys}"
                 )
         places = self._places.reshape(-1)[: searches * len(rows) * PLACES_FIELDS]
         for number, row in enumerate(rows):
@@ -194,7 +195,7 @@ class Mailbox:
         self._job[jobs.USED] = len(rows)
         self._job[jobs.SEARCHES] = searches
         self._job[jobs.BASE] = self.number_of(0)
-        self._board.reshape(-1)[: searches * (1 + len(rows) * plan.heads) * LINE] = 0
+        self._board.reshape(-1)[: searches * (1 + len(rows) * sizes.heads) * LINE] = 0
         if self.stopped:
             self._stop[:] = 0
             self.shared.answers_RX.zero_()
@@ -204,12 +205,12 @@ class Mailbox:
     def cancel(self) -> None:
         """Ends searching, and every wait of the device for this step, at once."""
         write_word(self._stop.ctypes.data, 1)
-        for number in range(self.plan.lists):
+        for number in range(self.sizes.lists):
             write_word(self.shared.answers_RX.data_ptr() + number * LINE * _WORD_BYTES, FAILED)
 
     def number_of(self, layer: int) -> int:
         """What words say about a layer's search in this step."""
-        return self.steps * self.plan.layers + layer
+        return self.steps * self.sizes.layers + layer
 
     def post(self, layer: int, q_BX: Tensor) -> None:
         """What a device does: writes the queries of all used rows, and then their words."""
@@ -233,10 +234,10 @@ class Mailbox:
         """
         if not self.used:
             return np.empty((0, 2), np.int64)
-        plan, searches = self.plan, len(self.order)
+        sizes, searches = self.sizes, len(self.order)
         waits = self.shared.waits_LR2.numpy()[self.order]
-        waits_SBH2 = waits.reshape(searches, plan.rows, plan.heads, 2)[:, self.used]
-        of_waves = [waits_SBH2[:, :, wave.start : wave.stop] for wave in plan.wave_heads]
+        waits_SBH2 = waits.reshape(searches, sizes.rows, sizes.heads, 2)[:, self.used]
+        of_waves = [waits_SBH2[:, :, wave.start : wave.stop] for wave in sizes.wave_heads]
         begins = np.stack([wave[..., 0].min((1, 2)) for wave in of_waves], 1)
         ends = np.stack([wave[..., 1].max((1, 2)) for wave in of_waves], 1)
         return np.stack([begins.ravel(), ends.ravel()], 1)
@@ -247,19 +248,19 @@ class Mailbox:
         return int((waits[:, 1] - waits[:, 0]).sum())
 
     def _describe(self) -> NDArray[np.int64]:
-        plan = self.plan
+        sizes = self.sizes
         job = np.zeros(JOB_FIELDS, np.int64)
-        sizes = {
-            jobs.HEADS: plan.heads,
-            jobs.GROUP: plan.group,
-            jobs.DIM: plan.head_dim,
-            jobs.SUBSPACES: plan.subspaces,
-            jobs.CENTROIDS: plan.centroids,
-            jobs.QUERIES: plan.queries,
-            jobs.STRIDED: int(plan.strided),
-            jobs.TILES: plan.tiles,
-            jobs.KEYS: plan.max_keys,
-            jobs.WIDTH: plan.width,
+        numbers = {
+            jobs.HEADS: sizes.heads,
+            jobs.GROUP: sizes.group,
+            jobs.DIM: sizes.head_dim,
+            jobs.SUBSPACES: sizes.subspaces,
+            jobs.CENTROIDS: sizes.centroids,
+            jobs.QUERIES: sizes.queries,
+            jobs.STRIDED: int(sizes.strided),
+            jobs.TILES: sizes.tiles,
+            jobs.KEYS: sizes.max_keys,
+            jobs.WIDTH: sizes.width,
         }
         arrays: dict[int, NDArray[Any]] = {
             jobs.STOP: self._stop,
@@ -275,8 +276,8 @@ class Mailbox:
             jobs.ANSWERS: self.shared.answers_RX,
             jobs.IDS: self.shared.ids_RW,
         }
-        for field, size in sizes.items():
-            job[field] = size
+        for field, number in numbers.items():
+            job[field] = number
         for field, array in arrays.items():
             job[field] = array.ctypes.data
         for field, tensor in tensors.items():

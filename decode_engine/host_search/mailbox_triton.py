@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-from decode_engine.host_search.shared_search import COUNT_BITS, LINE
+from decode_engine.host_search.shared_search_numba import COUNT_BITS, LINE
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.fields import STEP, field, row_of
 from decode_engine.kernels.launches import chained, wait_for_launch

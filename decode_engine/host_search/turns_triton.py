@@ -5,10 +5,14 @@ lane takes the turn before it computes, and gives it back when it has asked for 
 which says whose it is: one launch waits for it with one program of one warp, another one gives it back.
 
 Nothing but speed depends on it. A lane that has waited for `LIMIT_NS` goes on, and has the turn, whoever had it before:
-that one may have failed.
+that one may have failed. A lane that was overtaken so gives nothing back: it is not the one that the word names.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -22,18 +26,47 @@ LIMIT_NS = 5_000_000
 """Many times what a lane computes between two fetches."""
 
 
-def take_turn(turn_1: Tensor | None, lane: int, limit_ns: int = LIMIT_NS) -> None:
-    """What is launched next runs in the lane's turn. turn_1: [1] int32, 0 at first; None does nothing."""
-    if turn_1 is not None:
-        take_kernel[(1,)](
-            turn_1, lane + 1, limit_ns, ON_DEVICE=turn_1.is_cuda, num_warps=1, **chained(turn_1.device)
-        )
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Whose turn it may be: one of the lanes that run at once, from 0 on.
 
+    turn_1: the word, [1] int32, 0 at first, the same for all lanes; None for a lane that runs alone, which needs no
+    turns and launches nothing for them.
+    """
 
-def give_turn(turn_1: Tensor | None, lane: int) -> None:
-    """Gives the turn back when what was launched before has ended, if it is the lane's."""
-    if turn_1 is not None:
-        give_kernel[(1,)](turn_1, lane + 1, num_warps=1, **chained(turn_1.device))
+    number: int = 0
+    turn_1: Tensor | None = None
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """What is launched inside runs in the lane's turn. When it raises, the turn stays taken, until `LIMIT_NS`."""
+        self.take_turn()
+        yield
+        self.give_turn()
+
+    @contextmanager
+    def out_of_turn(self) -> Iterator[None]:
+        """Inside of `in_turn`: what is launched inside leaves the turn to others."""
+        self.give_turn()
+        yield
+        self.take_turn()
+
+    def take_turn(self, limit_ns: int = LIMIT_NS) -> None:
+        """What is launched next runs in the lane's turn, or after so many nanoseconds of waiting for it."""
+        if self.turn_1 is not None:
+            take_kernel[(1,)](
+                self.turn_1,
+                self.number + 1,
+                limit_ns,
+                ON_DEVICE=self.turn_1.is_cuda,
+                num_warps=1,
+                **chained(self.turn_1.device),
+            )
+
+    def give_turn(self) -> None:
+        """Gives the turn back when what was launched before has ended, if it is the lane's."""
+        if self.turn_1 is not None:
+            give_kernel[(1,)](self.turn_1, self.number + 1, num_warps=1, **chained(self.turn_1.device))
 
 
 @triton.jit(do_not_specialize=["mine", "limit_ns"])

@@ -15,9 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from decode_engine.host_search.mailbox import Mailbox
-from decode_engine.host_search.search_threads import EPOCH, INSIDE, JOB, LANE_WORDS, compile_search, take_part
-from decode_engine.host_search.shared_search import LINE
-from decode_engine.host_search.shared_words import SEMAPHORE_WORDS, post, read_word, write_word
+from decode_engine.host_search.shared_search_numba import LINE
+from decode_engine.host_search.shared_words_numba import SEMAPHORE_WORDS, post, read_word, write_word
+from decode_engine.host_search.thread_loop_numba import (
+    EPOCH,
+    INSIDE,
+    JOB,
+    LANE_WORDS,
+    compile_search,
+    take_part,
+)
 from index_store.errors import InvalidArgumentError, SparseKVError
 
 _WORD_BYTES = 8

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from decode_engine.engine.sampler import Draws, Sampler, any_filters, choose_greedy, choose_tokens
-from decode_engine.host_search.turns_triton import give_turn, take_turn
 from decode_engine.kernels import records
 from decode_engine.steps.attention.step_batch import STEP_COUNTS, StepBatch, counts_hold_until, step_counts
 from decode_engine.steps.operator import register_batch
@@ -237,8 +236,10 @@ class StepGraph:
     @torch.inference_mode()
     def compute(self) -> None:
         """What a replay does, launched from here."""
-        plan = self.batch.plan
-        take_turn(plan.turn_1, plan.lane)
+        with self.batch.plan.lane.in_turn():
+            self._compute()
+
+    def _compute(self) -> None:
         self.batch.refresh(self._inputs_BX[:, _COUNTS:])
         logits_BV = self._model(
             self._inputs_BX[:, _TOKEN, None], self._inputs_BX[:, _POSITION, None], self._number
@@ -259,7 +260,6 @@ class StepGraph:
         if fetched_B2 is not None:
             self._result_BX[:, 2:] = fetched_B2
         self._logits_BV[self._choice] = logits_BV
-        give_turn(plan.turn_1, plan.lane)
 
     def _capture(self) -> None:
         """Runs the batch, all rows idle, until everything is compiled and allocated, then captures it."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.stepping import advance
+from decode_engine.host_search.turns_triton import Lane
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.steps.attention.dense_steps import DenseSteps
@@ -90,17 +91,15 @@ class Stepper:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        dense: type[StepAttention] = DenseSteps,
         searching: SearchThreads | None = None,
     ) -> None:
-        """dtype: in which the model computes. dense: attends to everything; a benchmark may put in something else.
+        """dtype: in which the model computes.
 
         searching: threads for contexts that are searched on the host, and lanes that batches over contexts in host
         memory are split into, so that one lane's rows are searched for and fetched while the device computes for the
         other; one thread and lane by default.
         """
         self._model = model
-        self._dense = dense
         self._identity = identity
         self._dtype = dtype
         self._device = device
@@ -275,13 +274,13 @@ class Stepper:
         """The kind of batch that sessions go into, or why they cannot run in any."""
         method, manifest = fitted.method, fitted.manifest
         reason: str | None = None
-        searching: type[StepAttention] | str = self._dense
+        searching: type[StepAttention] | str = DenseSteps
         if stored_dtype(manifest.dtype).torch_dtype != self._dtype:
             reason = f"keys and values are {manifest.dtype}, the model computes in {self._dtype}"
         elif method.schedule.by_step or method.schedule.ahead:
             reason = "its schedule uses selections of other steps"
         else:
-            reason = self._dense.refusal(method, manifest)
+            reason = DenseSteps.refusal(method, manifest)
         if reason is None and method.sparse:
             searching = step_attention_for(method, manifest, placement)
             reason = searching if isinstance(searching, str) else None
@@ -289,7 +288,7 @@ class Stepper:
             self._log_refusal(method.name, str(reason))
             return str(reason)
         layers = tuple(
-            searching if layer in fitted.searching else self._dense for layer in range(manifest.model.layers)
+            searching if layer in fitted.searching else DenseSteps for layer in range(manifest.model.layers)
         )
         max_keys = max(_LEAST_KEYS, 1 << (manifest.token_count - 1).bit_length())
         parts = (method.remainder.name, tuple(sorted(method.search.items())))
@@ -352,7 +351,14 @@ class Stepper:
             searching = self._searching.lane(lane) if HostSteps in kind.layers else None
             turn_1 = self._turn_1 if self._lanes(kind) > 1 else None
             plan = StepPlan(
-                self._identity, method, size, max_keys, self._dtype, self._device, searching, lane, turn_1
+                self._identity,
+                method,
+                size,
+                max_keys,
+                self._dtype,
+                self._device,
+                searching,
+                Lane(lane, turn_1),
             )
             begin = time.perf_counter()
             graph = StepGraph(self._model, StepBatch(plan, kind.layers), self._captures[lane])

@@ -135,7 +135,12 @@ class Bench(Steps):
     ) -> None:
         super().__init__(memory, share)
         plan = step_plan(figure.method(), memory.layers, figure.batch, figure.length)
-        self.attention = TableSteps(plan, shape)
+        self.attention = TableSteps(plan)
+        if shape is not None:
+            buffers = self.attention.buffers
+            buffers.plan = replace(buffers.plan, shape=shape)
+            buffers.work = TableWork.make(buffers.plan, plan.size, DEVICE)
+            self.attention.counts_LBHP = buffers.work.counts().repeat(memory.layers, 1, 1, 1)
         layers = range(memory.layers)
         self.sequences = [memory.sequences(figure.subspaces, layer, self.keep) for layer in layers]
         self.records = [records_of(of_layer, DEVICE) for of_layer in self.sequences]

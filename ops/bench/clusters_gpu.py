@@ -29,7 +29,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import harness  # noqa: F401 - before torch: sets up OpenMP
 
@@ -71,7 +71,6 @@ from decode_engine.kernels.clusters.reference import (
 )
 from decode_engine.kernels.records import records_of
 from decode_engine.kernels.tables.table_context import TableContext, padded_rows
-from decode_engine.steps.attention.cluster_steps import ClusterSteps
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
 from index_store.indexes.key_clusters.build import divide_keys
@@ -160,7 +159,11 @@ class Bench:
 class RandomLists(KeySelection):
     """Lists that were there before."""
 
-    lists: list[KeyLists]
+    of_layers: ClassVar[list[KeyLists]]
+
+    def __init__(self, plan: StepPlan) -> None:
+        super().__init__(plan)
+        self.lists = self.of_layers[0]
 
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
@@ -171,7 +174,7 @@ class RandomLists(KeySelection):
         return {}
 
     def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
-        return self.lists[layer]
+        return self.of_layers[layer]
 
 
 class RandomSteps(ListedSteps):
@@ -179,16 +182,12 @@ class RandomSteps(ListedSteps):
 
     selection_types = {**ListedSteps.selection_types, "query_tables": RandomLists}  # noqa: RUF012
 
-    def use(self, lists: list[KeyLists]) -> None:
-        assert isinstance(self.selection, RandomLists)
-        self.selection.lists = lists
-
 
 def random_figure(bench: Bench, name: str) -> dict[str, Any]:
     """Attention to random lists; `centred` with its remainder."""
     method = get_method("csattention+dropped" if name == "listed" else "csattention")
+    RandomLists.of_layers = bench.lists
     steps = RandomSteps(bench.plan(method))
-    steps.use(bench.lists)
     out = steps.attend(0, bench.q[0], bench.records[0])
     error = bench.error(name, out, bench.lists[0], "dropped" if name == "listed" else "centred")
     read = bench.rows * (bench.budget * (ROW + 4) + (SINKS + RECENT + TAIL) * ROW)
@@ -198,7 +197,7 @@ def random_figure(bench: Bench, name: str) -> dict[str, Any]:
 
 
 def multipole_figure(bench: Bench, name: str) -> dict[str, Any]:
-    steps = ClusterSteps(bench.plan(get_method("multipole")))
+    steps = ListedSteps(bench.plan(get_method("multipole")))
     out = steps.attend(0, bench.q[0], bench.records[0])
     error = bench.error(name, out, steps.selection.lists, "monopole")
     kept = int(steps.kept_B().sum()) / bench.rows / bench.length

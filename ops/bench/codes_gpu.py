@@ -58,8 +58,8 @@ from torch import Tensor
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.codes.reference import CodeSequence, kept_keys
-from decode_engine.kernels.codes.sizes import CodeShape
-from decode_engine.steps.attention.code_steps import CodeSelection
+from decode_engine.kernels.codes.sizes import CodeShape, CodeWork
+from decode_engine.steps.attention.code_selection import CodeSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import KeySelection
 from index_store.indexes.interface.layer_index import LayerSource
@@ -128,7 +128,10 @@ class Bench(Steps):
     def __init__(self, memory: CodeMemory, share: float, shape: CodeShape | None = None) -> None:
         super().__init__(memory, share)
         plan = step_plan(method_of(share), memory.layers, self.batch, self.length)
-        self.attention, self.selection = CodeSteps(plan), CodeSelection(plan, shape)
+        self.attention, self.selection = CodeSteps(plan), CodeSelection(plan)
+        if shape is not None:
+            self.selection.code_plan = replace(self.selection.code_plan, shape=shape)
+            self.selection.work = CodeWork.make(self.selection.code_plan, plan.size, DEVICE)
         self.attention.selection = self.selection
         self.records = [memory.records(layer, self.keep) for layer in range(memory.layers)]
 

@@ -50,7 +50,7 @@ from decode_engine.kernels.clusters.reference import ListedSequence, attend_list
 from decode_engine.kernels.records import records_of
 from decode_engine.kernels.slots.gather_rows import CopyShape, RowCopies, copy_rows
 from decode_engine.kernels.slots.slot_cache import RowCounts, SlotCache
-from decode_engine.steps.attention.code_steps import CodeSelection
+from decode_engine.steps.attention.code_selection import CodeSelection
 from decode_engine.steps.attention.hybrid_steps import HybridSteps
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
@@ -112,12 +112,12 @@ class Memory:
 class PreparedLists(KeySelection):
     """Searches product codes, and lists keys that were chosen before."""
 
-    lists: KeyLists
     searching: ClassVar[bool] = True
 
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
         self.search = CodeSelection(plan)
+        self.lists = self.search.lists
 
     refusal = CodeSelection.refusal
     fields = CodeSelection.fields
@@ -165,7 +165,7 @@ class HybridBench:
         self.cache = SlotCache.make(layers, KV_HEADS, slots, HEAD_DIM, DTYPE, DEVICE)
         self.lists = [ring_lists(memory.length, self.budget, reuse, slots) for _ in layers]
         self.hybrid, self.device = HostListedSteps(self.plan), DeviceListedSteps(self.plan)
-        self.hybrid.copy_shape = shape
+        self.hybrid.rows.copy_shape = shape
         kv = memory.host_kv
         self.cached = [memory.records(n, kv[n], self.budget, self.cache) for n in layers]
         self.direct = [memory.records(n, kv[n], self.budget, None) for n in layers]
@@ -240,7 +240,7 @@ class HybridBench:
         joined = torch.empty(KV_HEADS, self.plan.max_keys, dtype=torch.int32, device=DEVICE)
 
         def fetch(turn: int, layer: int) -> None:
-            self.hybrid.locate(layer, self.cached[layer], self.lists[layer][turn], joined)
+            self.hybrid.rows.fetch(layer, self.cached[layer], self.lists[layer][turn], joined)
 
         found["fetch_us"] = graph_us(self.all_steps(fetch))
         return found

@@ -56,7 +56,7 @@ from harness.random_model import make_model
 from harness.report import reporting
 
 from decode_engine.config import Compilation, search_cores
-from decode_engine.host_search.search_threads import compile_search
+from decode_engine.host_search.thread_loop_numba import compile_search
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.steps.step_graph import StepModel
 from decode_engine.steps.step_model import step_model

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from decode_engine.host_search.turns_triton import give_turn, take_turn
 from decode_engine.kernels.attention.dense_attention import attend_dense
 from decode_engine.kernels.attention.key_lists import HEAD_DIMS, MAX_GROUP
 from decode_engine.kernels.attention.partials import Partials, merge_partials
@@ -46,9 +45,8 @@ class DenseSteps(StepAttention):
 
     def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
         # Lanes that take turns have contexts in host memory: this reads all of one, and another lane may compute.
-        give_turn(self.plan.turn_1, self.plan.lane)
-        attend_dense(q_BHGD, records_BF, self._partials, self.plan.model.head_dim**-0.5)
-        take_turn(self.plan.turn_1, self.plan.lane)
+        with self.plan.lane.out_of_turn():
+            attend_dense(q_BHGD, records_BF, self._partials, self.plan.model.head_dim**-0.5)
         return merge_partials(self._partials, q_BHGD.dtype)[0].view_as(q_BHGD)
 
     def kept_B(self) -> Tensor:

@@ -10,7 +10,6 @@ record.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,26 +21,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decode_engine.host_search.mailbox import Mailbox, SearchedRow, SearchPlan, list_width, usual_waves
+from decode_engine.host_search.mailbox import Mailbox, MailboxSizes, SearchedRow, list_width, usual_waves
 from decode_engine.host_search.mailbox_triton import await_lists, post_queries
-from decode_engine.host_search.turns_triton import give_turn, take_turn
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.session import Session
 from decode_engine.steps.attention.hybrid_steps import HybridSteps
 from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
-from decode_engine.steps.attention.step_batch import step_counts
+from decode_engine.steps.attention.step_batch import kept_keys, step_counts
+from decode_engine.steps.attention.table_steps import TableOptions
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.query_tables.index import QueryTables
-from index_store.indexes.query_tables.parameters import TableParameters, TableSearch
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.selection.budgets import Ratio, TokenCount
 from index_store.store.manifest import Manifest
 
 _LIMIT_NS = 2_000_000_000
+"""How long the device waits for a list before it gives the step up."""
 
 
 class HostTableSelection(KeySelection):
@@ -50,19 +48,16 @@ class HostTableSelection(KeySelection):
     Lists are those of the general path for the same queries, key by key.
     """
 
-    def __init__(self, plan: StepPlan, limit_ns: int = _LIMIT_NS) -> None:
-        """limit_ns: how long the device waits for a list before it gives the step up.
-
-        Raises InvalidArgumentError for a plan without threads.
-        """
+    def __init__(self, plan: StepPlan) -> None:
+        """Raises InvalidArgumentError for a plan without threads."""
         super().__init__(plan)
         if plan.searching is None:
             raise InvalidArgumentError("a search on the host needs threads, the plan has none")
-        parameters, search = _table_options(plan.method)
+        tables = TableOptions.required(plan.method)
+        parameters, search = tables.parameters, tables.search
         self._lane = plan.searching
-        self._limit_ns = limit_ns
         self.mailbox = Mailbox(
-            SearchPlan(
+            MailboxSizes(
                 plan.size,
                 plan.model.kv_heads,
                 plan.group,
@@ -77,7 +72,7 @@ class HostTableSelection(KeySelection):
             ),
             page_locked=plan.device.type == "cuda",
         )
-        self._lists = KeyLists.allocate(plan.rows, 1, self.mailbox.plan.width, plan.device)
+        self.lists = KeyLists.allocate(plan.rows, 1, self.mailbox.sizes.width, plan.device)
         self._gave_up_1 = torch.zeros(1, dtype=torch.int32, device=plan.device)
         self._places: WeakKeyDictionary[Session, _Places] = WeakKeyDictionary()
         self._held: list[LayerIndex] = []
@@ -85,22 +80,15 @@ class HostTableSelection(KeySelection):
 
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
-        if method.index is None or method.index.kind != QueryTables.kind:
+        tables = TableOptions.of(method)
+        if tables is None:
             return "it searches no query tables, and threads on the host search nothing else"
-        parameters, search = _table_options(method)
-        if parameters.layout != "dense":
-            return f"its query tables are {parameters.layout}; threads on the host read dense ones"
-        if search.weights != "projection":
-            return f"its tables are weighted {search.weights}; threads on the host weigh by projection"
-        budget = method.budget
-        if not isinstance(budget, Ratio | TokenCount):
-            return f"its budget is a {type(budget).__name__.lower()}; threads on the host keep a ratio or a number"
-        if budget.group != "average":
-            return f"its budget's group rule is {budget.group!r}; threads on the host average"
+        refusal = tables.refusal("threads on the host")
+        if refusal is not None:
+            return refusal
         keys, room = manifest.token_count, list_width(manifest.token_count)
-        kept = math.ceil(budget.keep * keys) if isinstance(budget, Ratio) else budget.tokens
-        if min(kept, keys) > room:
-            return f"it keeps {budget.label} of {keys}; lists of the host have room for {room} keys"
+        if method.budget is not None and min(kept_keys(method, keys), keys) > room:
+            return f"it keeps {method.budget.label} of {keys}; lists of the host have room for {room} keys"
         return None
 
     @classmethod
@@ -123,7 +111,7 @@ class HostTableSelection(KeySelection):
             length = session.context.manifest.token_count
             first, end = counts[records.FIRST], counts[records.END]
             # A share of what a long session has come to may be more than lists have room for.
-            keep = min(counts[records.KEEP], self.mailbox.plan.width)
+            keep = min(counts[records.KEEP], self.mailbox.sizes.width)
             rows.append(SearchedRow(row, first, end, keep, length, places.addresses_S3))
         if not order:
             return 0
@@ -143,7 +131,7 @@ class HostTableSelection(KeySelection):
         if self.mailbox.gave_up:
             self._gave_up_1.zero_()
             raise SparseKVError(
-                f"the device waited {self._limit_ns / 1e9:.1f} s for a search on the host and gave up; "
+                f"the device waited {_LIMIT_NS / 1e9:.1f} s for a search on the host and gave up; "
                 "the search threads may have too few cores (--search-threads)"
             )
         if self.mailbox.stopped:
@@ -151,20 +139,18 @@ class HostTableSelection(KeySelection):
         return self.mailbox.waited_ns()
 
     def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
-        """Lists of the first wave's KV heads; those of the others are there when they have been awaited.
+        self.ask(layer, q_BHGD, records_BF)
+        for heads in self.mailbox.sizes.wave_heads:
+            self.await_heads(layer, records_BF, heads)
+        return self.lists
 
-        The lane's turn ends with the question; `HostSteps.locate` takes it again.
-        """
+    def ask(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> None:
+        """Leaves the threads the queries; `await_heads` must follow for every wave, in their order."""
         post_queries(q_BHGD.flatten(1), records_BF, self.mailbox.shared, layer)
-        give_turn(self.plan.turn_1, self.plan.lane)
-        self.await_heads(layer, records_BF, self.mailbox.plan.wave_heads[0])
-        return self._lists
 
     def await_heads(self, layer: int, records_BF: Tensor, heads: range) -> None:
-        """Waits for the lists of a wave's KV heads, after those of the waves before."""
-        await_lists(
-            records_BF, self.mailbox.shared, self._lists, self._gave_up_1, layer, self._limit_ns, heads
-        )
+        """Waits for the lists of a wave's KV heads, after those of the waves before; then they are in `lists`."""
+        await_lists(records_BF, self.mailbox.shared, self.lists, self._gave_up_1, layer, _LIMIT_NS, heads)
 
 
 class HostSteps(HybridSteps):
@@ -174,29 +160,29 @@ class HostSteps(HybridSteps):
         {QueryTables.kind: HostTableSelection}
     )
 
-    def locate(self, layer: int, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor) -> Tensor | None:
+    def find(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> tuple[KeyLists, Tensor | None]:
         """Wave by wave: rows of one come from host memory while threads search for the next."""
-        locations_RN = None
-        for number, heads in enumerate(self.mailbox.plan.wave_heads):
-            if number > 0:
-                self._searching.await_heads(layer, records_BF, heads)
-            locations_RN = self.fetch(layer, records_BF, lists, joined_RN, heads)
-        take_turn(self.plan.turn_1, self.plan.lane)
-        return locations_RN
+        search, locations_RN = self._search, None
+        search.ask(layer, q_BHGD, records_BF)
+        with self.plan.lane.out_of_turn():
+            for heads in self.mailbox.sizes.wave_heads:
+                search.await_heads(layer, records_BF, heads)
+                locations_RN = self.rows.fetch(layer, records_BF, search.lists, self.joined_RN, heads)
+        return search.lists, locations_RN
 
     @property
     def mailbox(self) -> Mailbox:
         """What threads and device share."""
-        return self._searching.mailbox
+        return self._search.mailbox
 
     def begin(self, sessions: Mapping[int, Session]) -> int:
-        return self._searching.begin(sessions)
+        return self._search.begin(sessions)
 
     def end(self) -> int:
-        return self._searching.end()
+        return self._search.end()
 
     @property
-    def _searching(self) -> HostTableSelection:
+    def _search(self) -> HostTableSelection:
         if not isinstance(self.selection, HostTableSelection):
             raise TypeError(f"{type(self.selection).__name__} does not search on the host")
         return self.selection
@@ -251,12 +237,3 @@ def _arrays(context: ResidentContext, method: Method, layer: int) -> list[Tensor
                 f"strides {tensor.stride()}; threads on the host search them in host memory, in one piece"
             )
     return found
-
-
-def _table_options(method: Method) -> tuple[TableParameters, TableSearch]:
-    """What the method's tables are made with and searched by."""
-    if method.index is None or method.index.kind != QueryTables.kind:
-        raise MethodUnsupportedError(
-            f"method {method.name!r} has no query tables to search", method=method.name
-        )
-    return TableParameters.parse(method.index.parameters), TableSearch.parse(method.search)

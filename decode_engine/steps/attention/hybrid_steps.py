@@ -3,23 +3,20 @@
 Indexes, clusters and tails are in the device's memory. Between search and attention, the rows that the step attends to
 in the context are brought into a slot cache (`kernels.slot_fetch`).
 
-Shape legend: L layers, B rows of a batch, H KV heads, R = B * H, N keys of the longest context, F fields of a record,
-X programs that look keys up.
+Shape legend: B rows of a batch, H KV heads, R = B * H, N keys of the longest context, G query heads per KV head, d head
+dim, F fields of a record.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from decode_engine.host_search.turns_triton import give_turn, take_turn
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.slots.gather_rows import CopyShape
 from decode_engine.kernels.slots.slot_cache import SlotCache
-from decode_engine.kernels.slots.slot_fetch import FetchBuffers, fetch_rows, find_programs
-from decode_engine.steps.attention.fetch_ahead import FetchAhead
+from decode_engine.steps.attention.fetch_ahead import FetchAhead, RowFetch
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import StepPlan
 from index_store.errors import InvalidArgumentError
@@ -39,15 +36,11 @@ class HybridSteps(ListedSteps):
     A layer whose queries are foretold gets rows before its turn (`fetch_ahead`).
     """
 
-    copy_shape: CopyShape | None = None
-    """Of the launch that reads host memory; None for the usual one."""
+    joins_lookups: ClassVar[bool] = False  # the remainder's hides behind the fetch
 
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
-        self._fetch = FetchBuffers.allocate(plan.rows, plan.max_keys, plan.device)
-        found = (plan.model.layers, plan.rows, find_programs(plan.rows, plan.max_keys), 2)
-        self._found_LRX2 = torch.zeros(found, dtype=torch.int32, device=plan.device)
-        self._row_bytes = 2 * plan.model.head_dim * plan.dtype.itemsize
+        self.rows = RowFetch(plan)
         self._ahead: FetchAhead | None = None
 
     @classmethod
@@ -63,7 +56,8 @@ class HybridSteps(ListedSteps):
 
     def own_fields(self, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
         """Slots of a lane's own, since steps of several lanes run at once; the first lane has the usual ones."""
-        return slot_cache(context, layer, self.plan.lane).fields(layer) if self.plan.lane else {}
+        lane = self.plan.lane.number
+        return slot_cache(context, layer, lane).fields(layer) if lane else {}
 
     @property
     def foresees(self) -> bool:
@@ -71,47 +65,26 @@ class HybridSteps(ListedSteps):
 
     def foresee(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> None:
         if self._ahead is None:
-            selection = self._selection_type(self.plan.method)(self.plan)
-            self._ahead = FetchAhead(self.plan, selection, self._row_bytes)
+            self._ahead = FetchAhead(self.plan, type(self.selection)(self.plan))
         self._ahead.expect(layer, q_BHGD, records_BF)
 
-    def locate(self, layer: int, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor) -> Tensor | None:
+    def find(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> tuple[KeyLists, Tensor | None]:
+        lists = self.selection.select(layer, q_BHGD, records_BF)
         if self._ahead is not None:
             self._ahead.wait()
             self._ahead.search()
-        give_turn(self.plan.turn_1, self.plan.lane)
-        locations_RN = self.fetch(layer, records_BF, lists, joined_RN)
-        if self._ahead is not None:
-            self._ahead.fetch()
-        take_turn(self.plan.turn_1, self.plan.lane)
-        return locations_RN
-
-    def fetch(
-        self, layer: int, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor, heads: range | None = None
-    ) -> Tensor:
-        """Brings a layer's rows into slots: see `slot_fetch.fetch_rows`."""
-        return fetch_rows(
-            records_BF,
-            lists,
-            joined_RN,
-            self._fetch,
-            self._row_bytes,
-            self.copy_shape,
-            found_RX2=self._found_LRX2[layer],
-            heads=heads,
-        )
+        with self.plan.lane.out_of_turn():
+            locations_RN = self.rows.fetch(layer, records_BF, lists, self.joined_RN)
+            if self._ahead is not None:
+                self._ahead.fetch()
+        return lists, locations_RN
 
     def fetched_B2(self) -> Tensor:
-        found_B2 = self._of_rows(self._found_LRX2)
+        found_B2 = self.rows.found_B2()
         if self._ahead is not None:
             # Those that found no slot are counted, too, though they were not read: few, if any.
-            found_B2[:, 0] += self._of_rows(self._ahead.found_LRX2)[:, 0]
+            found_B2[:, 0] += self._ahead.rows.found_B2()[:, 0]
         return found_B2
-
-    def _of_rows(self, found_LRX2: Tensor) -> Tensor:
-        """Sums over layers, KV heads and programs, [B, 2]."""
-        layers, _, programs, two = found_LRX2.shape
-        return found_LRX2.view(layers, self.plan.size, -1, programs, two).sum((0, 2, 3))
 
 
 def slot_cache(context: ResidentContext, layer: int, lane: int = 0) -> SlotCache:

@@ -1,7 +1,7 @@
 """Attention to lists of keys on a GPU, whoever selected them, and a remainder over a partition.
 
-Shape legend: L layers, B rows of a batch, H KV heads, R = B * H, G query heads per KV head, d head dim, F fields of a
-record, X programs that attend to lists.
+Shape legend: L layers, B rows of a batch, H KV heads, R = B * H, N keys of the longest context, G query heads per KV
+head, d head dim, F fields of a record, X programs that attend to lists.
 """
 
 from __future__ import annotations
@@ -25,17 +25,14 @@ from decode_engine.kernels.attention.sparse_attention import (
 )
 from decode_engine.kernels.clusters.lookup import look_up, lookup_slots
 from decode_engine.kernels.clusters.remainder import correct_clusters
-from decode_engine.steps.attention.cluster_steps import (
+from decode_engine.steps.attention.cluster_selection import (
     ClusterSelection,
     cluster_width,
     device_clusters,
-    joined_lists,
-    kept_counts,
-    sum_kept,
     window_refusal,
 )
-from decode_engine.steps.attention.code_steps import CodeSelection
-from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
+from decode_engine.steps.attention.code_selection import CodeSelection
+from decode_engine.steps.attention.step_attention import KeySelection, SideStream, StepAttention, StepPlan
 from decode_engine.steps.attention.table_steps import TableSelection
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.product_codes.index import ProductCodes
@@ -50,8 +47,9 @@ from index_store.store.manifest import Manifest
 class ListedSteps(StepAttention):
     """Searches by a `KeySelection`, attends to what it lists, and adds a remainder over the method's partition.
 
-    The remainder attends to all clusters whatever is selected, so it runs on a second stream beside the search. What
-    was attended exactly is taken out of the clusters afterwards.
+    The remainder attends to all clusters as their means, whatever is selected; what is attended exactly is taken out of
+    the clusters afterwards. Where the search compares queries with these very means (Multipole Attention, sections
+    3.1-3.2), one launch does both. Else the remainder's runs beside the search, on a stream of its own.
     """
 
     selection_types: ClassVar[Mapping[str, type[KeySelection]]] = MappingProxyType(
@@ -63,13 +61,24 @@ class ListedSteps(StepAttention):
     )
     """Searches by the kind of the index."""
 
+    joins_lookups: ClassVar[bool] = True
+    """Whether search and remainder share a launch where they look at the same clusters."""
+
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
         self.selection = self._selection_type(plan.method)(plan)
-        self._remainder = None if plan.method.drops_remainder else _Remainder(plan)
-        on_gpu = plan.device.type == "cuda"
-        self._beside = torch.cuda.Stream(plan.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._made: _Buffers | None = None
+        sharing = self._sharing_search()
+        searched = None if sharing is None else sharing.scores
+        self._remainder = None if plan.method.drops_remainder else _Remainder(plan, searched)
+        programs = list_programs(plan.rows, self.selection.lists)
+        slots = programs + (0 if self._remainder is None else self._remainder.slots(programs))
+        self._partials = Partials.allocate(plan.rows, slots, plan.group, plan.model.head_dim, plan.device)
+        if sharing is not None:
+            sharing.attend_means(self._partials)
+        self.joined_RN = joined_lists(plan)
+        kept = (plan.model.layers, plan.rows, programs)
+        self._kept_LRX = torch.zeros(kept, dtype=torch.int32, device=plan.device)
+        self._side = SideStream(plan.device)
 
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
@@ -101,103 +110,83 @@ class ListedSteps(StepAttention):
         return fields
 
     def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
-        q_RGD = q_BHGD.flatten(0, 1)
-        beside = None if self._made is None or self._remainder is None else self._beside
-        if beside is not None and self._remainder is not None and self._made is not None:
-            beside.wait_stream(torch.cuda.current_stream(self.plan.device))
-            with torch.cuda.stream(beside):
-                self._remainder.look_up(q_RGD, records_BF, self._made.partials)
-        lists = self.selection.select(layer, q_BHGD, records_BF)
-        made = self._buffers(lists)
-        locations_RN = self.locate(layer, records_BF, lists, made.joined_RN)
-        if beside is not None:
-            torch.cuda.current_stream(self.plan.device).wait_stream(beside)
-        elif self._remainder is not None:
-            # The first call, which finds out how many slots there are, and machines without streams.
-            self._remainder.look_up(q_RGD, records_BF, made.partials)
+        q_RGD, scale, remainder = q_BHGD.flatten(0, 1), q_BHGD.shape[3] ** -0.5, self._remainder
+        if remainder is None or remainder.shared:
+            lists, locations_RN = self.find(layer, q_BHGD, records_BF)
+        else:
+            with self._side.follow():
+                look_up(q_RGD, records_BF, remainder.scores, self._partials, scale)
+            lists, locations_RN = self.find(layer, q_BHGD, records_BF)
+            self._side.join()
         attend_lists(
             q_RGD,
             records_BF,
             lists,
-            made.joined_RN,
-            made.partials,
-            q_RGD.shape[2] ** -0.5,
-            first_slot=0 if self._remainder is None else self._remainder.splits,
-            kept_RX=made.kept_LRX[layer],
-            take_out=None if self._remainder is None else self._remainder.take_out,
+            self.joined_RN,
+            self._partials,
+            scale,
+            first_slot=0 if remainder is None else remainder.splits,
+            kept_RX=self._kept_LRX[layer],
+            take_out=None if remainder is None else remainder.take_out,
             locations_RN=locations_RN,
         )
-        if self._remainder is not None:
-            self._remainder.correct(q_RGD, records_BF, lists, made, locations_RN)
-        return merge_partials(made.partials, q_BHGD.dtype)[0].view_as(q_BHGD)
+        if remainder is not None and remainder.take_out.mode == SUMS:
+            first_slot = remainder.splits + list_programs(len(q_RGD), lists)
+            correct_clusters(
+                q_RGD,
+                records_BF,
+                lists,
+                self.joined_RN,
+                remainder.scores,
+                self._partials,
+                first_slot,
+                locations_RN,
+            )
+        return merge_partials(self._partials, q_BHGD.dtype)[0].view_as(q_BHGD)
 
-    def locate(self, layer: int, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor) -> Tensor | None:
-        """Where the rows to attend to lie, [R, N] int32 (`slot_fetch.fetch_rows`); None: all where the context is."""
-        return None
+    def find(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> tuple[KeyLists, Tensor | None]:
+        """The keys to attend to, and where their rows lie, [R, N] int32 (`slot_fetch.fetch_rows`).
+
+        None for the locations: all are where the context is.
+        """
+        return self.selection.select(layer, q_BHGD, records_BF), None
 
     def kept_B(self) -> Tensor:
-        if self._made is None:
-            return torch.zeros(self.plan.size, dtype=torch.int64, device=self.plan.device)
-        return sum_kept(self._made.kept_LRX, self.plan)
+        return self._kept_LRX.view(len(self._kept_LRX), self.plan.size, -1).sum((0, 2))
 
     @classmethod
     def _selection_type(cls, method: Method) -> type[KeySelection]:
         return cls.selection_types["" if method.index is None else method.index.kind]
 
-    def _buffers(self, lists: KeyLists) -> _Buffers:
-        if self._made is None:
-            self._made = _Buffers(self.plan, lists, self._remainder)
-        return self._made
+    def _sharing_search(self) -> ClusterSelection | None:
+        """The search, where the means that it looks up are those that the remainder attends to."""
+        method, search = self.plan.method, self.selection
+        over_searched = isinstance(method.remainder, Monopole) and method.partition is None
+        if self.joins_lookups and over_searched and isinstance(search, ClusterSelection):
+            return search
+        return None
 
 
 class _Remainder:
-    """Attention to all clusters of the partition, and taking keys out of them."""
+    """All clusters of the partition as their means, in the first `splits` slots, and what is taken out of them."""
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, searched: ClusterScores | None) -> None:
+        """searched: what the search's own lookup fills, which is then the remainder's, too."""
         centred = isinstance(plan.method.remainder, Centred)
         width = cluster_width(plan, _partition(plan.method))
-        self._scores = ClusterScores.allocate(plan.rows, width, plan.group, centred, plan.device)
-        self.take_out = TakeOut(self._scores, SUMS if centred else MONOPOLE)
+        self.shared = searched is not None
+        self.scores = searched or ClusterScores.allocate(plan.rows, width, plan.group, centred, plan.device)
+        self.take_out = TakeOut(self.scores, SUMS if centred else MONOPOLE)
         self.splits = lookup_slots(plan.rows, width)
 
     def slots(self, programs: int) -> int:
         """That are filled besides those of `attend_lists`."""
         return self.splits + (programs if self.take_out.mode == SUMS else 0)
 
-    def look_up(self, q_RGD: Tensor, records_BF: Tensor, partials: Partials) -> None:
-        look_up(q_RGD, records_BF, self._scores, partials, q_RGD.shape[2] ** -0.5)
 
-    def correct(
-        self,
-        q_RGD: Tensor,
-        records_BF: Tensor,
-        lists: KeyLists,
-        made: _Buffers,
-        locations_RN: Tensor | None,
-    ) -> None:
-        if self.take_out.mode == SUMS:
-            first_slot = self.splits + list_programs(len(q_RGD), lists)
-            correct_clusters(
-                q_RGD,
-                records_BF,
-                lists,
-                made.joined_RN,
-                self._scores,
-                made.partials,
-                first_slot,
-                locations_RN,
-            )
-
-
-class _Buffers:
-    """What depends on the shape of the lists."""
-
-    def __init__(self, plan: StepPlan, lists: KeyLists, remainder: _Remainder | None) -> None:
-        programs = list_programs(plan.rows, lists)
-        slots = programs + (0 if remainder is None else remainder.slots(programs))
-        self.partials = Partials.allocate(plan.rows, slots, plan.group, plan.model.head_dim, plan.device)
-        self.joined_RN = joined_lists(plan)
-        self.kept_LRX = kept_counts(plan, programs)
+def joined_lists(plan: StepPlan) -> Tensor:
+    """[R, N] int32, for `attend_lists` to fill."""
+    return torch.empty(plan.rows, plan.max_keys, dtype=torch.int32, device=plan.device)
 
 
 def _partition(method: Method) -> IndexSpec | None:

@@ -7,8 +7,6 @@ from types import MappingProxyType
 
 import torch
 
-from decode_engine.kernels.attention.key_lists import HEAD_DIMS, MAX_GROUP
-from decode_engine.steps.attention.cluster_steps import ClusterSteps
 from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.attention.host_steps import HostSteps
 from decode_engine.steps.attention.hybrid_steps import HybridSteps
@@ -22,15 +20,19 @@ from index_store.methods.method import Method
 from index_store.selection.budgets import Ratio, TokenCount
 from index_store.store.manifest import Manifest
 
-_CLASSES: Mapping[Placement, tuple[type[StepAttention], ...]] = MappingProxyType(
+_CLASSES: Mapping[tuple[bool, bool], tuple[type[StepAttention], ...]] = MappingProxyType(
     {
-        Placement.DEVICE: (TableSteps, ClusterSteps, ListedSteps),
-        Placement.HYBRID: (HybridSteps,),
-        Placement.HOST: (HybridSteps,),
+        (False, False): (TableSteps, ListedSteps),
+        (True, False): (HybridSteps,),
+        (True, True): (HostSteps,),
     }
 )
-"""Of methods that search an index in the device's memory, the one with fewer launches first. The last one knows most
-methods, and why not others."""
+"""What runs searching layers, by whether keys and values are in host memory, and whether the index is.
+
+Of several the one with fewer launches first; the last one knows most methods, and why not others. `TableSteps` takes
+query tables whose remainder is dropped. The others attend to lists: which search makes them says `selection_types`,
+by the kind of the index, and the remainder is `dropped`, or `monopole` or `centred` over a partition.
+"""
 
 
 def step_attention_for(
@@ -38,22 +40,16 @@ def step_attention_for(
 ) -> type[StepAttention] | str:
     """The class that runs the method's searching layers, or why there is none, as a clause.
 
-    placement: of the context. Where keys and values are in host memory, searches list keys whatever the remainder is.
-    Layers that attend to everything read host memory as they read the device's.
-
-    What decides besides the index and its search options:
-
-    - remainder `dropped`: query tables run fused with attention; the keys of other searches are listed and attended;
-    - `monopole` over the clusters that are searched: fused with their selection;
-    - `monopole` and `centred` over another partition: beside any search that lists keys.
+    placement: of the context. Layers that attend to everything are run by `DenseSteps`, which read host memory as they
+    read the device's.
     """
     if not method.sparse:
         return DenseSteps
     reason = _refusal(method, manifest)
     if reason is not None:
         return reason
-    searched_there = method.index is not None and placement.index_on_host(method.index.kind)
-    for attention in (HostSteps,) if searched_there else _CLASSES[placement]:
+    index_on_host = method.index is not None and placement.index_on_host(method.index.kind)
+    for attention in _CLASSES[placement.kv_on_host, index_on_host]:
         reason = attention.refusal(method, manifest)
         if reason is None:
             return attention
@@ -79,14 +75,9 @@ def unreadable(context: ResidentContext, device: torch.device) -> str | None:
 
 def _refusal(method: Method, manifest: Manifest) -> str | None:
     """What no kernel that searches can do."""
-    budget, model = method.budget, manifest.model
+    budget = method.budget
     if not isinstance(budget, Ratio | TokenCount):
         return f"kernels keep a ratio or a number of keys, its budget is {budget.label if budget else 'none'}"
     if budget.group != "average":
         return f"kernels average the weights of a group's heads, its group rule is {budget.group}"
-    if model.head_dim not in HEAD_DIMS or model.query_heads // model.kv_heads > MAX_GROUP:
-        return (
-            f"kernels exist for head dimensions {HEAD_DIMS} and groups of up to {MAX_GROUP}, the model has "
-            f"{model.head_dim} and {model.query_heads // model.kv_heads}"
-        )
-    return None
+    return DenseSteps.refusal(method, manifest)

@@ -6,13 +6,15 @@ Shape legend: B rows (sessions) of a batch, H KV heads, G query heads per KV hea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from decode_engine.host_search.turns_triton import Lane
 from decode_engine.host_search.workers import SearchLane
 from decode_engine.kernels.attention.key_lists import KeyLists
 from index_store.memory.resident import ResidentContext
@@ -30,8 +32,7 @@ class StepPlan:
     model: layers, heads and head dimension. method: as it runs over the contexts (`Method.on`), without what
     differs between requests: how much the budget keeps comes with the records. size: rows B of the batch. max_keys:
     no context is longer; a power of two. dtype: of keys, values and queries, float16 or bfloat16. searching: threads of
-    the host that search for this batch, where it is searched there. lane: steps of different lanes run at once, and
-    compute in turns; turn_1: see `kernels.turns`, None for a lane that runs alone.
+    the host that search for this batch, where it is searched there. lane: steps of different lanes run at once.
     """
 
     model: ModelIdentity
@@ -41,8 +42,7 @@ class StepPlan:
     dtype: torch.dtype
     device: torch.device
     searching: SearchLane | None = None
-    lane: int = 0
-    turn_1: Tensor | None = None
+    lane: Lane = field(default_factory=Lane)
 
     @property
     def group(self) -> int:
@@ -139,6 +139,9 @@ class StepAttention(ABC):
 class KeySelection(ABC):
     """A search whose result is lists of keys, with kernels only. Buffers are made once and shared by all layers."""
 
+    lists: KeyLists
+    """Buffers for the lists, from the beginning on."""
+
     def __init__(self, plan: StepPlan) -> None:
         """Allocates the buffers."""
         self.plan = plan
@@ -146,9 +149,9 @@ class KeySelection(ABC):
     @classmethod
     @abstractmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
-        """Why the method's index, search options or budget cannot be searched this way, as a clause; None if they can.
+        """Why the method's index or search options cannot be searched this way, as a clause; None if they can.
 
-        The remainder is not this class's business.
+        The remainder is not this class's business, nor are budgets that nothing here keeps (`registry`).
         """
 
     @classmethod
@@ -160,6 +163,38 @@ class KeySelection(ABC):
     def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
         """The keys of [FIRST, END) that each KV head attends to, about KEEP of them; counts of idle rows are 0.
 
-        q_BHGD: contiguous, unscaled. The lists may be buffers that the next call overwrites; their shape is always the
-        same. Never waits for the device.
+        q_BHGD: contiguous, unscaled. The result is `lists`, or has its shape. Never waits for the device.
         """
+
+
+class SideStream:
+    """A stream for launches beside those of the current one. Without streams, as on a CPU, all run in place."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def follow(self) -> Iterator[None]:
+        """What is launched inside runs here, after all that the current stream was given before."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What this stream has been given until now."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def join(self, mark: torch.cuda.Event | None = None) -> None:
+        """What the current stream is given next follows what this one was given, or what it was until the mark."""
+        if self._stream is None:
+            return
+        current = torch.cuda.current_stream(self._device)
+        if mark is None:
+            current.wait_stream(self._stream)
+        else:
+            current.wait_event(mark)

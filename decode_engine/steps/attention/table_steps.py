@@ -15,7 +15,6 @@ from torch import Tensor
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.tables.selection import select
 from decode_engine.kernels.tables.sizes import (
-    TableShape,
     TableSizes,
     TableWork,
     refuse_sizes,
@@ -28,26 +27,25 @@ from index_store.errors import MethodUnsupportedError
 from index_store.indexes.query_tables.parameters import TableParameters, TableSearch
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.selection.budgets import Ratio, TokenCount
 from index_store.store.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
-class _Tables:
+class TableOptions:
     """Parameters and options of a method over query tables."""
 
     parameters: TableParameters
     search: TableSearch
 
     @classmethod
-    def of(cls, method: Method) -> _Tables | None:
+    def of(cls, method: Method) -> TableOptions | None:
         """None for a method that searches something else."""
         if method.index is None or method.index.kind != "query_tables":
             return None
         return cls(TableParameters.parse(method.index.parameters), TableSearch.parse(method.search))
 
     @classmethod
-    def required(cls, method: Method) -> _Tables:
+    def required(cls, method: Method) -> TableOptions:
         found = cls.of(method)
         if found is None:
             raise MethodUnsupportedError(
@@ -55,21 +53,23 @@ class _Tables:
             )
         return found
 
+    def refusal(self, readers: str) -> str | None:
+        """Why those readers cannot search such tables, as a clause; None when they can."""
+        if self.parameters.layout != "dense":
+            return f"its query tables are {self.parameters.layout}; {readers} read dense ones"
+        if self.search.weights != "projection":
+            return f"its tables are weighted {self.search.weights}; {readers} weigh by projection"
+        return None
+
 
 def table_refusal(method: Method, manifest: Manifest) -> str | None:
     """Why kernels cannot search the method's query tables, as a clause; None when they can."""
-    tables = _Tables.of(method)
+    tables = TableOptions.of(method)
     if tables is None:
         return "it searches no query tables"
-    if tables.parameters.layout != "dense":
-        return f"its query tables are {tables.parameters.layout}; kernels read dense ones"
-    if tables.search.weights != "projection":
-        return f"its tables are weighted {tables.search.weights}; kernels weigh by projection"
-    budget = method.budget
-    if not isinstance(budget, Ratio | TokenCount):
-        return f"its budget is a {type(budget).__name__.lower()}; kernels keep a ratio or a number of keys"
-    if budget.group != "average":
-        return f"its budget's group rule is {budget.group!r}; kernels average"
+    refusal = tables.refusal("kernels")
+    if refusal is not None:
+        return refusal
     model = manifest.model
     return refuse_sizes(
         model.query_heads // model.kv_heads,
@@ -98,8 +98,8 @@ def table_fields(context: ResidentContext, method: Method, layer: int) -> Mappin
 class TableBuffers:
     """What searching query tables takes: a plan for the kernels, and buffers."""
 
-    def __init__(self, plan: StepPlan, shape: TableShape | None = None) -> None:
-        tables = _Tables.required(plan.method)
+    def __init__(self, plan: StepPlan) -> None:
+        tables = TableOptions.required(plan.method)
         pooled = tables.search.group == "pooled"
         self.plan = TableSizes(
             plan.model.kv_heads,
@@ -110,7 +110,7 @@ class TableBuffers:
             plan.max_keys,
             pooled,
             strided=tables.parameters.split == "strided",
-            shape=shape or table_shape(plan.max_keys, plan.rows),
+            shape=table_shape(plan.max_keys, plan.rows),
         )
         self.work = TableWork.make(self.plan, plan.size, plan.device)
 
@@ -118,10 +118,9 @@ class TableBuffers:
 class TableSteps(StepAttention):
     """Search and attention fused: the keys that a program finds it attends to. What is not selected is dropped."""
 
-    def __init__(self, plan: StepPlan, shape: TableShape | None = None) -> None:
-        """shape: how kernels cut their work, by default what suits the plan."""
+    def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
-        self.buffers = TableBuffers(plan, shape)
+        self.buffers = TableBuffers(plan)
         self.counts_LBHP = self.buffers.work.counts().repeat(plan.model.layers, 1, 1, 1)
 
     @classmethod
@@ -149,7 +148,7 @@ class TableSelection(KeySelection):
         super().__init__(plan)
         self._buffers = TableBuffers(plan)
         work = self._buffers.work
-        self._lists = KeyLists(work.ids.flatten(0, 1), work.counts().flatten(0, 1))
+        self.lists = KeyLists(work.ids.flatten(0, 1), work.counts().flatten(0, 1))
 
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
@@ -160,6 +159,6 @@ class TableSelection(KeySelection):
         return table_fields(context, method, layer)
 
     def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
-        counts_BHP = self._lists.counts_RP.view(self._buffers.work.ids.shape[:3])
+        counts_BHP = self.lists.counts_RP.view(self._buffers.work.ids.shape[:3])
         select(q_BHGD, records_BF, self._buffers.plan, self._buffers.work, counts_BHP)
-        return self._lists
+        return self.lists

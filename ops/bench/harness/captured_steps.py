@@ -18,13 +18,11 @@ from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.host_search.mailbox import Mailbox
-from decode_engine.host_search.shared_search import COUNT_BITS
+from decode_engine.host_search.shared_search_numba import COUNT_BITS
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels import records
 from decode_engine.layers.session import Session
-from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.attention.host_steps import HostSteps
-from decode_engine.steps.attention.step_attention import StepAttention
 from decode_engine.steps.attention.step_batch import step_counts
 from decode_engine.steps.step_graph import StepGraph, StepModel
 from decode_engine.steps.stepper import Stepper
@@ -52,12 +50,10 @@ class Lanes:
         model: Any,
         contexts: Sequence[ResidentContext],
         threads: SearchThreads,
-        dense: type[StepAttention] = DenseSteps,
     ) -> None:
-        """dense: attends to everything; see `Stepper`."""
         self.contexts = contexts
         identity, weights = contexts[0].manifest.model, next(model.parameters())
-        self.stepper = Stepper(run, identity, weights.dtype, weights.device, dense=dense, searching=threads)
+        self.stepper = Stepper(run, identity, weights.dtype, weights.device, searching=threads)
         self._lanes = threads.lanes
         self._samplers = [Sampler(SamplingParameters())] * len(contexts)
         self.sessions: list[Session] = []

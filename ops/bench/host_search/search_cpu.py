@@ -39,13 +39,13 @@ import torch
 import typer
 from harness.checks import CheckFailedError
 from harness.report import reporting
+from search_loops import read_shares, search_all
 from torch import Tensor
 
 from decode_engine.evaluation.tasks import parse_length
-from decode_engine.host_search.mailbox import Mailbox, SearchedRow, SearchPlan
-from decode_engine.host_search.search_threads import read_shares, search_all
-from decode_engine.host_search.shared_search import LINE
-from decode_engine.host_search.shared_words import read_word
+from decode_engine.host_search.mailbox import Mailbox, MailboxSizes, SearchedRow
+from decode_engine.host_search.shared_search_numba import LINE
+from decode_engine.host_search.shared_words_numba import read_word
 from decode_engine.host_search.workers import SearchWorkers
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.indexes.query_tables.search_numba import TILE
@@ -108,17 +108,17 @@ class Search:
         self.length, self.subspaces, self.pooled, self.threads = length, subspaces, pooled, threads
         layers = max(2, min(4, 2**30 // (512 * HEADS * length)))
         self.tables = Tables.random(length, subspaces, layers, huge_pages)
-        self.plan = SearchPlan(
+        self.sizes = MailboxSizes(
             1, HEADS, GROUP, HEAD_DIM, subspaces, 512 // subspaces, pooled, True, SEARCHES, length
         )
-        self.mailbox = Mailbox(self.plan, page_locked=False)
+        self.mailbox = Mailbox(self.sizes, page_locked=False)
         self.workers = SearchWorkers(threads - 1, 1) if threads > 1 else None
         places = np.array([self.tables.places(layer) for layer in range(SEARCHES)], np.int64)
         self.row = SearchedRow(0, FIRST, length - RECENT, round(keep * length), length, places)
-        width = (self.plan.queries + 1) * TILE
+        width = (self.sizes.queries + 1) * TILE
         self._own = (
-            np.zeros((self.plan.tiles, 3), np.int64),
-            np.empty((self.plan.tiles, width), np.float32),
+            np.zeros((self.sizes.tiles, 3), np.int64),
+            np.empty((self.sizes.tiles, width), np.float32),
             np.empty(TILE // 32 + 2, np.uint64),
             np.empty(2 * TILE, np.int32),
         )
@@ -126,7 +126,7 @@ class Search:
     @property
     def bytes_read(self) -> int:
         """Of one search."""
-        return HEADS * self.plan.queries * self.subspaces * (self.row.end - self.row.first)
+        return HEADS * self.sizes.queries * self.subspaces * (self.row.end - self.row.first)
 
     def step(self, q_HGD: Tensor) -> float:
         """Searches once for every layer; microseconds of one search."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode_engine.host_search.mailbox import Mailbox, SearchedRow, SearchPlan
+from decode_engine.host_search.mailbox import Mailbox, MailboxSizes, SearchedRow
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.selection.budgets import best_keys
@@ -56,8 +56,8 @@ class Layer:
         return [ids[0, : int(count[0])] for ids, count in zip(kept.ids_HTK, kept.counts_HT, strict=True)]
 
 
-def make_plan(rows: int, *, pooled: bool = True, strided: bool = True, layers: int = 3) -> SearchPlan:
-    return SearchPlan(rows, HEADS, GROUP, DIM, SUBSPACES, CENTROIDS, pooled, strided, layers, 40_000)
+def make_plan(rows: int, *, pooled: bool = True, strided: bool = True, layers: int = 3) -> MailboxSizes:
+    return MailboxSizes(rows, HEADS, GROUP, DIM, SUBSPACES, CENTROIDS, pooled, strided, layers, 40_000)
 
 
 def searched(row: int, layers: Sequence[Layer], first: int, end: int, keep: int) -> SearchedRow:
@@ -83,7 +83,7 @@ class FakeDevice(threading.Thread):
             for layer in self.mailbox.order:
                 time.sleep(self.pause)
                 self.mailbox.post(layer, self.q_LBX[layer])
-                heads = self.mailbox.plan.heads
+                heads = self.mailbox.sizes.heads
                 numbers = [row * heads + h for row in self.mailbox.used for h in range(heads)]
                 self.lists[layer] = [self._wait(layer, number) for number in numbers]
         except BaseException as error:

@@ -14,8 +14,8 @@ import torch
 
 from decode_engine.host_search import workers as workers_module
 from decode_engine.host_search.mailbox import Mailbox, SearchedRow
-from decode_engine.host_search.search_threads import INSIDE
-from decode_engine.host_search.shared_words import write_word
+from decode_engine.host_search.shared_words_numba import write_word
+from decode_engine.host_search.thread_loop_numba import INSIDE
 from decode_engine.host_search.workers import SearchWorkers
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.indexes.query_tables.search_numba import TILE

@@ -10,7 +10,7 @@ import torch
 
 from decode_engine.host_search.mailbox import Mailbox
 from decode_engine.host_search.mailbox_triton import await_lists, post_queries
-from decode_engine.host_search.shared_search import COUNT_BITS
+from decode_engine.host_search.shared_search_numba import COUNT_BITS
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from tests.decode_engine.host_search.searches import DIM, GROUP, HEADS, Layer, make_plan, searched
@@ -32,7 +32,7 @@ class Ends:
         self.records_BF = torch.zeros(ROWS, records.RECORD_FIELDS, dtype=torch.int64)
         self.records_BF[[0, 2], records.STEP] = step
         self.records_BF = self.records_BF.to(DEVICE)
-        self.lists = KeyLists.allocate(ROWS * HEADS, 1, self.mailbox.plan.width, DEVICE)
+        self.lists = KeyLists.allocate(ROWS * HEADS, 1, self.mailbox.sizes.width, DEVICE)
         self.lists.counts_RP.fill_(99)
         self.gave_up_1 = torch.zeros(1, dtype=torch.int32, device=DEVICE)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from decode_engine.host_search.table_lists import (
+from decode_engine.host_search.table_lists_numba import (
     BINS,
     best_listed,
     count_blocks,

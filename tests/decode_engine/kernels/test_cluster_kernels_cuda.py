@@ -17,7 +17,6 @@ from decode_engine.kernels.clusters.reference import (
     remainder_reference,
 )
 from decode_engine.kernels.records import records_of
-from decode_engine.steps.attention.cluster_steps import ClusterSteps
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
 from index_store.indexes.key_clusters.build import divide_keys
@@ -71,11 +70,13 @@ def plan(expression: str, size: int, max_keys: int) -> StepPlan:
 def make_steps(problem: Problem, expression: str, max_keys: int) -> StepAttention:
     size = len(problem.sequences)
     if expression == "multipole":
-        return ClusterSteps(plan(expression, size, max_keys))
-    steps = GivenSteps(plan(expression, size, max_keys))
-    assert isinstance(steps.selection, GivenLists)
-    steps.selection.lists = random_lists(problem, 0.3, 4)
-    return steps
+        return ListedSteps(plan(expression, size, max_keys))
+    return given_steps(plan(expression, size, max_keys), random_lists(problem, 0.3, 4))
+
+
+def given_steps(plan: StepPlan, lists: KeyLists) -> GivenSteps:
+    GivenLists.lists = lists
+    return GivenSteps(plan)
 
 
 EXPRESSIONS = ["multipole", "csattention+dropped", "csattention+monopole", "csattention"]
@@ -144,11 +145,9 @@ def test_contexts_of_a_million_tokens_and_more(length: int) -> None:
     problem = Problem(q[0], (sequence,), records, [arrays], heads, length // 16)
     model = ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, heads * G, heads, D, 2, 2 * length)
     options = (1, length, torch.bfloat16, torch.device("cuda"))
-    multipole = ClusterSteps(StepPlan(model, get_method("multipole"), *options))
-    centred = GivenSteps(StepPlan(model, get_method("csattention"), *options))
+    multipole = ListedSteps(StepPlan(model, get_method("multipole"), *options))
     lists = random_lists(problem, 0.002, 3)
-    assert isinstance(centred.selection, GivenLists)
-    centred.selection.lists = lists
+    centred = given_steps(StepPlan(model, get_method("csattention"), *options), lists)
     given: list[tuple[StepAttention, KeyLists, str]] = [
         (multipole, multipole.selection.lists, "monopole"),
         (centred, lists, "centred"),

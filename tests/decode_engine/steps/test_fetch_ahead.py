@@ -110,8 +110,9 @@ def test_steps_change_no_bit(runner: ModelRunner, expression: str, steps: int) -
 def fetched_ahead(attention: StepAttention) -> int:
     ahead = vars(attention)["_ahead"]
     assert isinstance(ahead, FetchAhead)
-    assert int(ahead.found_LRX2[0].sum()) == 0  # nobody foretells the first layer's queries
-    return int(ahead.found_LRX2[1:, ..., 0].sum())
+    found_LRX2 = ahead.rows.found_LRX2
+    assert int(found_LRX2[0].sum()) == 0  # nobody foretells the first layer's queries
+    return int(found_LRX2[1:, ..., 0].sum())
 
 
 def test_contexts_on_the_device_are_left_alone(runner: ModelRunner) -> None:

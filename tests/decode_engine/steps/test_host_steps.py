@@ -15,17 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from decode_engine.config import Compilation
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.host_search.turns_triton import give_turn, take_turn
+from decode_engine.host_search.turns_triton import Lane
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps import step_graph
-from decode_engine.steps.attention import host_steps, hybrid_steps
 from decode_engine.steps.attention.host_steps import HostSteps, HostTableSelection
 from decode_engine.steps.attention.hybrid_steps import HybridSteps, slot_cache
 from decode_engine.steps.attention.registry import step_attention_for
@@ -116,19 +113,16 @@ def listen_to_turns(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
     """What two lanes are going to launch of turns."""
     turns: dict[int, list[str]] = {0: [], 1: []}
 
-    def heard(
-        word: str, launch: Callable[[Tensor | None, int], None]
-    ) -> Callable[[Tensor | None, int], None]:
-        def called(turn_1: Tensor | None, lane: int) -> None:
-            if turn_1 is not None:
-                turns[lane].append(word)
-            launch(turn_1, lane)
+    def heard(word: str, launch: Callable[[Lane], None]) -> Callable[[Lane], None]:
+        def called(lane: Lane) -> None:
+            if lane.turn_1 is not None:
+                turns[lane.number].append(word)
+            launch(lane)
 
         return called
 
-    for module in (step_graph, hybrid_steps, host_steps):
-        monkeypatch.setattr(module, "take_turn", heard("take", take_turn))
-        monkeypatch.setattr(module, "give_turn", heard("give", give_turn))
+    monkeypatch.setattr(Lane, "take_turn", heard("take", Lane.take_turn))
+    monkeypatch.setattr(Lane, "give_turn", heard("give", Lane.give_turn))
     return turns
 
 
@@ -261,7 +255,7 @@ def test_lists_come_in_as_many_waves_as_pay(runner: ModelRunner) -> None:
     for waves, size in ((0, 1), (0, 2), (3, 2)):
         lane = SearchThreads(1, 1, waves).lane(0)
         plan = StepPlan(runner.identity, method, size, 256, torch.float32, torch.device("cpu"), lane)
-        plans.append(HostTableSelection(plan).mailbox.plan.waves)
+        plans.append(HostTableSelection(plan).mailbox.sizes.waves)
         lane.workers.close()
     assert plans == [2, 4, 3]
 

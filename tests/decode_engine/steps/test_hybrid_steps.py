@@ -60,14 +60,14 @@ class GivenHybridSteps(HybridSteps):
     selection_types: ClassVar[Mapping[str, type[KeySelection]]] = {"query_tables": GivenLists}
 
 
-def make_steps(
-    kind: type[ListedSteps], problem: Problem, expression: str, max_keys: int = 128
-) -> ListedSteps:
+def make_steps(kind: type[ListedSteps], problem: Problem, expression: str, segments: int = 2) -> ListedSteps:
+    """segments: of the lists that they will be given."""
     rows, group, head_dim = problem.q_RGD.shape
     heads = problem.heads
     model = ModelIdentity("test", "test", "0" * 16, "0" * 16, LAYERS, heads * group, heads, head_dim, 2, 4096)
     size = rows // heads
-    return kind(StepPlan(model, get_method(expression), size, max_keys, DTYPE, torch.device(DEVICE)))
+    GivenLists.lists = random_lists(problem, 0.0, segments)
+    return kind(StepPlan(model, get_method(expression), size, 128, DTYPE, torch.device(DEVICE)))
 
 
 def attend(steps: ListedSteps, layer: int, problem: Problem, lists: KeyLists, rows: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def test_shapes(group: int, head_dim: int) -> None:
         [90, 41], heads=3, group=group, head_dim=head_dim, tails=(2,), dtype=DTYPE, device=DEVICE
     )
     caches: list[SlotCache | None] = [SlotCache.make((0,), 3, 48, head_dim, DTYPE, DEVICE) for _ in range(2)]
-    steps = make_steps(GivenHybridSteps, problem, "csattention+dropped")
+    steps = make_steps(GivenHybridSteps, problem, "csattention+dropped", 1)
     rows, _copies = in_host_memory(problem, caches, 0)
     for turn in range(2):
         lists = random_lists(problem, 0.4, 1, seed=turn)

@@ -18,7 +18,7 @@ from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import Observation, SparseLayer
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps.attention.cluster_steps import ClusterSteps
+from decode_engine.steps.attention.cluster_selection import ClusterSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.registry import step_attention_for
 from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
@@ -27,6 +27,7 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method, get_method
 from index_store.selection.budgets import Ratio, Threshold, TokenCount
+from index_store.selection.mass import Mass
 from index_store.selection.remainders import REMAINDERS
 from index_store.store.manifest import Manifest, ModelIdentity
 
@@ -52,6 +53,10 @@ class ObservedSelection(KeySelection):
 
     selections: ClassVar[list[Observation]] = []
 
+    def __init__(self, plan: StepPlan) -> None:
+        super().__init__(plan)
+        self.lists = KeyLists.allocate(plan.rows, 2, N, "cpu")
+
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
         return None
@@ -61,7 +66,7 @@ class ObservedSelection(KeySelection):
         return {}
 
     def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
-        lists = KeyLists.allocate(self.plan.rows, 2, N, "cpu")
+        lists = self.lists
         lists.counts_RP.zero_()
         for b, observed in enumerate(self.selections):
             for head in range(H):
@@ -111,7 +116,7 @@ def run(
     batch.send()
     batch.refresh(counts)
     ObservedSelection.selections = observations
-    attention = batch._attentions[0]
+    attention = batch.attentions[0]
     found = attention.attend(1, queries, batch._records_LBF[1])
     return found, torch.stack(outs), observations, batch
 
@@ -130,7 +135,7 @@ def test_lists_of_any_search(remainder: str) -> None:
 @pytest.mark.parametrize("remainder", ["dropped", "monopole"])
 def test_a_budget_of_everything_is_dense_attention(remainder: str) -> None:
     method = method_of(f"multipole+{remainder}", TokenCount(10_000))
-    found, expected, _, batch = run(method, ClusterSteps, (N, 77, 20))
+    found, expected, _, batch = run(method, ListedSteps, (N, 77, 20))
     torch.testing.assert_close(found[:3], expected, rtol=1e-4, atol=1e-4)
     assert batch.kept_B().tolist()[3] == 0
 
@@ -149,9 +154,10 @@ def test_everything_that_kernels_find_is_dense_attention(expression: str) -> Non
 
 def test_clusters_are_selected_as_on_a_cpu() -> None:
     method = method_of("multipole", TokenCount(60))
-    _, _, observations, batch = run(method, ClusterSteps, (N, 200))
-    attention = batch._attentions[0]
-    assert isinstance(attention, ClusterSteps)
+    _, _, observations, batch = run(method, ListedSteps, (N, 200))
+    attention = batch.attentions[0]
+    assert isinstance(attention, ListedSteps)
+    assert isinstance(attention.selection, ClusterSelection)
     kept = batch.kept_B().tolist()
     for b, observed in enumerate(observations):
         listed = [attention.selection.lists.of_row(b * H + head).tolist() for head in range(H)]
@@ -173,8 +179,8 @@ def refusal(method: Method) -> str:
     ("method", "expected"),
     [
         (get_method("full"), "DenseSteps"),
-        (get_method("multipole"), "ClusterSteps"),
-        (get_method("multipole+dropped"), "ClusterSteps"),
+        (get_method("multipole"), "ListedSteps"),
+        (get_method("multipole+dropped"), "ListedSteps"),
         (get_method("multipole-windowed"), "windowed RoPE"),
         (get_method("squeezed"), "budget"),
         (get_method("csattention"), "ListedSteps"),
@@ -188,7 +194,10 @@ def refusal(method: Method) -> str:
         (get_method("tactic"), "budget"),
         (get_method("quest"), "no kernels"),
         (get_method("oracle"), "no kernels"),
-        (replace(get_method("multipole"), budget=Ratio(0.1, "max")), "group rule"),
+        (replace(get_method("multipole"), budget=Ratio(0.1, "max")), "group rule is max"),
+        (replace(get_method("csattention+dropped"), budget=Ratio(0.1, "union")), "group rule is union"),
+        (replace(get_method("csattention+dropped"), budget=Mass(0.9)), "a ratio or a number of keys"),
+        (replace(get_method("pq+dropped"), budget=Mass(0.5)), "a ratio or a number of keys"),
         (replace(get_method("multipole"), budget=Threshold(keep=0.05)), "budget"),
         (get_method("multipole+centred"), "other clusters"),
         (

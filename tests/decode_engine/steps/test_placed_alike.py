@@ -95,15 +95,15 @@ def test_host_equals_hybrid_for_the_same_lists(
 ) -> None:
     """Bit for bit, layer by layer: the device is given what the threads have listed instead of searching itself."""
     listed: dict[int, KeyLists] = {}
-    select = HostTableSelection.select
+    await_heads = HostTableSelection.await_heads
 
-    def remember(self: HostTableSelection, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
-        lists = select(self, layer, q_BHGD, records_BF)
+    def remember(self: HostTableSelection, layer: int, records_BF: Tensor, heads: range) -> None:
+        await_heads(self, layer, records_BF, heads)
+        lists = self.lists
         if layer not in listed:
             listed[layer] = KeyLists(lists.ids_RPW.clone(), lists.counts_RP.clone())
         listed[layer].ids_RPW.copy_(lists.ids_RPW)
         listed[layer].counts_RP.copy_(lists.counts_RP)
-        return lists
 
     def recall(self: TableSelection, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
         # Before a graph is captured it runs with all rows idle, of which a search lists nothing.
@@ -111,10 +111,10 @@ def test_host_equals_hybrid_for_the_same_lists(
         lists = listed[layer]
         return KeyLists(lists.ids_RPW, lists.counts_RP.masked_fill(idle_R[:, None], 0))
 
-    monkeypatch.setattr(HostTableSelection, "select", remember)
+    monkeypatch.setattr(HostTableSelection, "await_heads", remember)
     monkeypatch.setattr(TableSelection, "select", recall)
     method = small(expression)
-    threads = SearchThreads(2, waves=1)  # all lists of a layer are there when `select` returns
+    threads = SearchThreads(2, waves=1)  # all lists of a layer come at once
     try:
         stepper = make_stepper(runner, threads)
         searched, given = (begin(runner, method, each) for each in (Placement.HOST, Placement.HYBRID))

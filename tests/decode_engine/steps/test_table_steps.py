@@ -22,8 +22,6 @@ from index_store.errors import MethodUnsupportedError
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import METHODS, Method
-from index_store.selection.budgets import Ratio
-from index_store.selection.mass import Mass
 from index_store.store.manifest import ModelIdentity
 from tests.decode_engine.kernels.problems.table_problems import DEVICE
 
@@ -149,8 +147,6 @@ def test_what_kernels_cannot_search_is_refused() -> None:
         (METHODS["full"], "no query tables"),
         (METHODS["csattention-paper"], "lists"),
         (replace(method, search={"group": "pooled", "weights": "uniform"}), "weighted uniform"),
-        (replace(method, budget=Mass(0.9)), "budget is a mass"),
-        (replace(method, budget=Ratio(0.1, "union")), "'union'"),
         (replace(method, index=method.index.with_parameters(subspaces=1)), "1 subspaces"),
         (replace(method, index=method.index.with_parameters(centroids=300)), "300 centroids"),
     ):

@@ -16,7 +16,7 @@ from decode_engine.config import Compilation
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.host_search.mailbox import Mailbox
 from decode_engine.host_search.mailbox_triton import await_lists
-from decode_engine.host_search.shared_search import COUNT_BITS
+from decode_engine.host_search.shared_search_numba import COUNT_BITS
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
@@ -60,11 +60,11 @@ def test_only_lists_of_the_wave_are_waited_for_and_copied() -> None:
     records_BF = torch.zeros(2, records.RECORD_FIELDS, dtype=torch.int64)
     records_BF[:, records.STEP] = step
     records_BF = records_BF.to(DEVICE)
-    lists = KeyLists.allocate(2 * HEADS, 1, mailbox.plan.width, DEVICE)
+    lists = KeyLists.allocate(2 * HEADS, 1, mailbox.sizes.width, DEVICE)
     lists.ids_RPW.fill_(7)
     lists.counts_RP.fill_(1)
     gave_up_1 = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    for wave, heads in enumerate(mailbox.plan.wave_heads):
+    for wave, heads in enumerate(mailbox.sizes.wave_heads):
         for row in range(2):
             for h in heads:
                 mailbox.shared.ids_RW[row * HEADS + h, :2] = torch.tensor([20 + row, 40 + h])
@@ -115,7 +115,7 @@ def step_logits(runner: ModelRunner, waves: int) -> tuple[Tensor, list[tuple[int
         assert all(isinstance(result, int) for result in results), results
         graph = stepper.graph(sessions)
         steps = [each for each in graph.batch.attentions if isinstance(each, HostSteps)]
-        assert [len(each.mailbox.plan.wave_heads) for each in steps] == [waves]
+        assert [len(each.mailbox.sizes.wave_heads) for each in steps] == [waves]
         fetched = [tuple(pair) for each in steps for pair in each.fetched_B2()[: len(sessions)].tolist()]
         return graph.logits_BV[: len(sessions)].float().cpu().clone(), fetched
     finally:

@@ -5,9 +5,9 @@ for a whole step finds all it needs there. Whoever asks for a search writes the 
 number into the row's word; whoever searches writes the ids of a list, and then number and count into the list's word.
 
 The work of one search is cut into tickets, which threads draw from a counter: first some for every list, which pick
-its table rows, then one for every tile of every list, which scores the tile (`table_lists`). A thread holds on to the
-tiles that it scored, in its own buffers, until the list's other tiles have been scored too, and then lists the keys of
-its tiles that reach the list's bound; who comes last finds the best of them and answers. So nobody waits while there
+its table rows, then one for every tile of every list, which scores the tile (`table_lists_numba`). A thread holds on to
+the tiles that it scored, in its own buffers, until the list's other tiles have been scored too, and then lists the keys
+of its tiles that reach the list's bound; who comes last finds the best of them and answers. So nobody waits while there
 are tickets left, lists end one after another while others are still read, and scores never leave a core's cache.
 Tickets are drawn in the order of the lists and a thread can hold all tiles of one list, so that of all threads
 that wait some can go on.
@@ -22,7 +22,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from decode_engine.host_search.shared_words import (
+from decode_engine.host_search.shared_words_numba import (
     add_to_word,
     float32_rows,
     int8_rows,
@@ -33,7 +33,7 @@ from decode_engine.host_search.shared_words import (
     relax,
     store_word,
 )
-from decode_engine.host_search.table_lists import (
+from decode_engine.host_search.table_lists_numba import (
     BINS,
     best_listed,
     combine,

@@ -1,10 +1,10 @@
 """From a query to a list of the best keys by dense query tables, tile by tile, without sorting what is not kept.
 
-Parts of a search that several threads share (`shared_search`); one after another they give what `table_search` and
-`top_k` give (CSAttention section 3.3). What makes the list exact without another pass over all scores: a tile's scores
-are folded into blocks, and only the blocks' maxima go into a histogram. If `keep` blocks have a maximum of at least x,
-then so many keys have such a score, and the keys below x are not needed. About 1.2 times `keep` keys are left of each
-list, and of these the best are found exactly; ties go to lower ids.
+Parts of a search that several threads share (`shared_search_numba`); one after another they give what the indexes'
+`search_numba` and `top_k_numba` give (CSAttention section 3.3). What makes the list exact without another pass over all
+scores: a tile's scores are folded into blocks, and only the blocks' maxima go into a histogram. If `keep` blocks have a
+maximum of at least x, then so many keys have such a score, and the keys below x are not needed. About 1.2 times `keep`
+keys are left of each list, and of these the best are found exactly; ties go to lower ids.
 
 Shape legend: L searched queries of a KV head (1 when pooled, else one for each head of the group), m subspaces, C
 centroids, W dimensions of a subspace, D head dim, S table rows, N keys of the context, P tiles of a list.
@@ -12,10 +12,15 @@ centroids, W dimensions of a subspace, D head dim, S table rows, N keys of the c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from decode_engine.host_search.bit_words import BITS, lowest_bit, reaching_bits
 from index_store.indexes.query_tables.search_numba import TILE, add_rows, combine_tile, exponentiate_tile
 from index_store.launch import njit
 from index_store.selection.top_k_numba import sortable
@@ -28,6 +33,10 @@ _BINS_READ = 32
 _LOG_SHIFT = np.uint32(18)
 _LOG_FIRST = (127 - 29) << 5
 """Weights between 2^-29 and 2^3 fall into bins of a 32nd of an octave: the upper 14 bits of their float32."""
+BITS = 64
+"""Numbers that are compared at once, to bits of a word: what compilers do not make of a loop."""
+
+_Generated = tuple[Any, Callable[..., Any]]
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
@@ -241,6 +250,33 @@ def lower_bound(
     bits = np.empty(1, np.uint32)
     bits[0] = np.uint32(border + _LOG_FIRST) << _LOG_SHIFT
     return bits.view(np.float32)[0]  # type: ignore[no-any-return]
+
+
+@intrinsic
+def reaching_bits(typing: Any, address: Any, bound: Any) -> _Generated:
+    """reaching_bits(address, bound) -> uint64: bit i says whether the i-th of 64 float32 is at least the bound."""
+
+    number, floats = ir.IntType(32), ir.VectorType(ir.FloatType(), BITS)
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        numbers = builder.load(builder.inttoptr(values[0], floats.as_pointer()), align=4)
+        nothing = ir.Constant(floats, ir.Undefined)
+        first = builder.insert_element(nothing, values[1], ir.Constant(number, 0))
+        everywhere = ir.Constant(ir.VectorType(number, BITS), [0] * BITS)
+        bounds = builder.shuffle_vector(first, nothing, everywhere)
+        return builder.bitcast(builder.fcmp_ordered(">=", numbers, bounds), ir.IntType(BITS))
+
+    return types.uint64(types.int64, types.float32), generate
+
+
+@intrinsic
+def lowest_bit(typing: Any, word: Any) -> _Generated:
+    """lowest_bit(word) -> uint64: the place of the lowest bit that is set; 64 when none is."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.cttz(values[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), generate
 
 
 @njit(cache=True, nogil=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_engine.host_search.turns_triton import give_turn, take_turn
+from decode_engine.host_search.turns_triton import Lane
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -26,41 +26,55 @@ def turn_1() -> Tensor:
 
 
 def test_a_turn_is_taken_and_given_back(turn_1: Tensor) -> None:
-    for lane in (0, 1, 0):
-        take_turn(turn_1, lane)
-        assert int(turn_1) == lane + 1
-        take_turn(turn_1, lane)  # it has it
-        assert int(turn_1) == lane + 1
-        give_turn(turn_1, lane)
+    for number in (0, 1, 0):
+        lane = Lane(number, turn_1)
+        lane.take_turn()
+        assert int(turn_1) == number + 1
+        lane.take_turn()  # it has it
+        assert int(turn_1) == number + 1
+        lane.give_turn()
         assert int(turn_1) == 0
 
 
+def test_a_turn_is_given_to_others_meanwhile(turn_1: Tensor) -> None:
+    one, other = Lane(0, turn_1), Lane(1, turn_1)
+    with one.in_turn():
+        assert int(turn_1) == 1
+        with one.out_of_turn():
+            assert int(turn_1) == 0
+            with other.in_turn():
+                assert int(turn_1) == 2
+        assert int(turn_1) == 1
+    assert int(turn_1) == 0
+
+
 def test_only_who_has_a_turn_gives_it_back(turn_1: Tensor) -> None:
-    take_turn(turn_1, 1)
-    give_turn(turn_1, 0)
+    Lane(1, turn_1).take_turn()
+    Lane(0, turn_1).give_turn()
     assert int(turn_1) == 2
 
 
 def test_who_has_waited_for_too_long_goes_on(turn_1: Tensor) -> None:
-    take_turn(turn_1, 0)
-    take_turn(turn_1, 1, SHORT_NS)
+    one, other = Lane(0, turn_1), Lane(1, turn_1)
+    one.take_turn()
+    other.take_turn(SHORT_NS)
     assert int(turn_1) == 2
-    give_turn(turn_1, 0)  # late
+    one.give_turn()  # late
     assert int(turn_1) == 2
-    give_turn(turn_1, 1)
+    other.give_turn()
     assert int(turn_1) == 0
 
 
 def test_a_lane_that_runs_alone_takes_no_turns() -> None:
-    take_turn(None, 0)
-    give_turn(None, 0)
+    with Lane().in_turn(), Lane().out_of_turn():
+        pass
 
 
 def test_who_wants_a_turn_waits_until_it_is_given_back(turn_1: Tensor) -> None:
-    take_turn(turn_1, 0)
-    take_turn(turn_1, 0)  # compiled
+    Lane(0, turn_1).take_turn()
+    Lane(0, turn_1).take_turn()  # compiled
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_for_turn, turn_1)
+        waiting = pool.submit(wait_for_turn, Lane(1, turn_1))
         time.sleep(0.3)
         assert not waiting.done()
         turn_1.zero_()  # what giving it back does
@@ -68,12 +82,12 @@ def test_who_wants_a_turn_waits_until_it_is_given_back(turn_1: Tensor) -> None:
     assert int(turn_1) == 2
 
 
-def wait_for_turn(turn_1: Tensor) -> None:
-    """Lane 1 takes it, on a stream of its own where there is a device."""
-    if not turn_1.is_cuda:
-        take_turn(turn_1, 1, LONG_NS)
+def wait_for_turn(lane: Lane) -> None:
+    """On a stream of its own where there is a device."""
+    if DEVICE == "cpu":
+        lane.take_turn(LONG_NS)
         return
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        take_turn(turn_1, 1, LONG_NS)
+        lane.take_turn(LONG_NS)
     stream.synchronize()

@@ -1,10 +1,10 @@
 """What a thread that searches runs for as long as it lives, compiled, without the interpreter's lock.
 
-Steps of several *lanes* may be in flight at once, each with a job of its own (`shared_search`). A thread goes round
-them: where the next search of a step has been asked for it takes part, and while nothing is in flight it sleeps.
+Steps of several *lanes* may be in flight at once, each with a job of its own (`shared_search_numba`). A thread goes
+round them: where the next search of a step has been asked for it takes part, and while nothing is in flight it sleeps.
 
-numba's cache notices changes of this file, and not of those that it calls: who changes `shared_search` or `table_lists`
-removes what is in `__pycache__` here.
+numba's cache notices changes of this file, and not of those that it calls: who changes `shared_search_numba` or
+`table_lists_numba` removes what is in `__pycache__` here.
 """
 
 from __future__ import annotations
@@ -12,26 +12,17 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from decode_engine.host_search.shared_search import (
-    ANSWERS,
-    COUNT_BITS,
-    HEADS,
+from decode_engine.host_search.shared_search_numba import (
     JOB_FIELDS,
     LINE,
-    POSTED,
     QUERIES,
-    ROW,
-    ROW_FIELDS,
-    ROWS,
     SEARCHES,
     STOP,
     TILES,
-    USED,
     is_posted,
-    number_of,
     serve_search,
 )
-from decode_engine.host_search.shared_words import (
+from decode_engine.host_search.shared_words_numba import (
     SEMAPHORE_WORDS,
     add_to_word,
     int64_rows,
@@ -39,7 +30,6 @@ from decode_engine.host_search.shared_words import (
     load_word,
     relax,
     sleep_us,
-    store_word,
     wait_for_post,
 )
 from index_store.indexes.query_tables.search_numba import TILE
@@ -144,53 +134,3 @@ def _enter(base: int, served: int) -> bool:  # pragma: no cover - compiled
         add_to_word(base + 8 * INSIDE, -1)
         return False
     return True
-
-
-@njit(cache=True, nogil=True)
-def search_all(
-    job: NDArray[np.int64],
-    held: NDArray[np.int64],
-    buffers: NDArray[np.float32],
-    words: NDArray[np.uint64],
-    bins: NDArray[np.int32],
-) -> None:  # pragma: no cover - compiled
-    """Plays the device: asks for all of a step's searches, one after the other, and takes part in each.
-
-    Queries are those that are there. The other arguments as `serve_search` takes them.
-    """
-    rows = int64_rows(job[ROWS], job[USED], ROW_FIELDS)
-    for search in range(job[SEARCHES]):
-        number = number_of(job, search)
-        for a in range(job[USED]):
-            store_word(job[POSTED] + rows[a, ROW] * LINE * 8, number)
-        serve_search(job, search, held, buffers, words, bins)
-        for index in range(job[USED] * job[HEADS]):
-            answered = rows[index // job[HEADS], ROW] * job[HEADS] + index % job[HEADS]
-            spins = 0
-            while load_word(job[ANSWERS] + answered * LINE * 8) >> COUNT_BITS < number:
-                spins += 1
-                _spin(spins)
-
-
-@njit(cache=True, nogil=True)
-def read_shares(
-    data: NDArray[np.int64], share: int, turns: int, threads: int, number: int, words: NDArray[np.int64]
-) -> int:  # pragma: no cover - compiled
-    """One of several threads that read `turns` times `threads` shares together, beginning each turn together.
-
-    words: [LINE], zeros before; the first one counts who has come to a turn. Every turn reads other data. Returns
-    when all have read, the sum of what this thread has.
-    """
-    total = 0
-    for turn in range(turns + 1):
-        add_to_word(words.ctypes.data, 1)
-        spins = 0
-        while load_word(words.ctypes.data) < (turn + 1) * threads:
-            spins += 1
-            _spin(spins)
-        if turn < turns:
-            begin = (turn * threads + number) * share % (data.shape[0] - share)
-            part = data[begin : begin + share]
-            for i in range(share):
-                total += part[i]
-    return total

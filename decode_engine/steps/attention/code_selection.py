@@ -12,21 +12,19 @@ from torch import Tensor
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.codes.search import search_codes
-from decode_engine.kernels.codes.sizes import CodeShape, CodeSizes, CodeWork, code_shape, refuse_sizes
+from decode_engine.kernels.codes.sizes import CodeSizes, CodeWork, code_shape, refuse_sizes
 from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.product_codes.index import CodeParameters, ProductCodes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.selection.budgets import Ratio, TokenCount
 from index_store.store.manifest import Manifest
 
 
 class CodeSelection(KeySelection):
     """Search by product codes: one list for each KV head, ascending but for the order inside a tile of 2,048 keys."""
 
-    def __init__(self, plan: StepPlan, shape: CodeShape | None = None) -> None:
-        """shape: how kernels cut their work, by default what suits the plan."""
+    def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
         parameters = _parameters(plan.method)
         self.code_plan = CodeSizes(
@@ -37,22 +35,15 @@ class CodeSelection(KeySelection):
             2**parameters.bits,
             plan.max_keys,
             strided=parameters.split == "strided",
-            shape=shape or code_shape(plan.max_keys, parameters.subspaces, plan.group),
+            shape=code_shape(plan.max_keys, parameters.subspaces, plan.group),
         )
-        self._work = CodeWork.make(self.code_plan, plan.size, plan.device)
-        self._lists = KeyLists.allocate(plan.rows, 1, plan.max_keys, plan.device)
+        self.work = CodeWork.make(self.code_plan, plan.size, plan.device)
+        self.lists = KeyLists.allocate(plan.rows, 1, plan.max_keys, plan.device)
 
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
         if method.index is None or method.index.kind != ProductCodes.kind:
             return "it searches no product codes"
-        budget = method.budget
-        if not isinstance(budget, Ratio | TokenCount):
-            return (
-                f"its budget is a {type(budget).__name__.lower()}; kernels keep a ratio or a number of keys"
-            )
-        if budget.group != "average":
-            return f"its budget's group rule is {budget.group!r}; kernels average"
         parameters, model = _parameters(method), manifest.model
         return refuse_sizes(
             model.query_heads // model.kv_heads,
@@ -73,8 +64,8 @@ class CodeSelection(KeySelection):
         }
 
     def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
-        search_codes(q_BHGD, records_BF, self.code_plan, self._work, self._lists)
-        return self._lists
+        search_codes(q_BHGD, records_BF, self.code_plan, self.work, self.lists)
+        return self.lists
 
 
 def _parameters(method: Method) -> CodeParameters:

@@ -1,0 +1,87 @@
+"""Key clusters on a GPU: a search that lists the keys of the heaviest, and where the clusters of a context lie.
+
+Shape legend: B rows of a batch, H KV heads, G query heads per KV head, d head dim, F fields of a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.partials import Partials
+from decode_engine.kernels.attention.sparse_attention import ClusterScores
+from decode_engine.kernels.clusters.device_clusters import DeviceClusters, most_clusters
+from decode_engine.kernels.clusters.lookup import look_up, lookup_slots
+from decode_engine.kernels.clusters.selection import SelectionBuffers, select_clusters
+from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
+from index_store.indexes.key_clusters.index import KeyClusters
+from index_store.indexes.key_clusters.parameters import ClusterParameters
+from index_store.memory.resident import ResidentContext
+from index_store.methods.index_specs import IndexSpec
+from index_store.methods.method import Method
+from index_store.store.manifest import Manifest
+
+
+class ClusterSelection(KeySelection):
+    """The keys of the heaviest clusters, as many clusters as fit into the budget.
+
+    Multipole Attention's (sections 3.1-3.2), and Squeezed Attention's with a budget instead of a threshold.
+    """
+
+    def __init__(self, plan: StepPlan) -> None:
+        super().__init__(plan)
+        rows, width = plan.rows, cluster_width(plan, plan.method.index)
+        self.scores = ClusterScores.allocate(rows, width, plan.group, False, plan.device)
+        # Peaks and totals only, where nothing is attended.
+        self._partials = Partials.allocate(rows, lookup_slots(rows, width), plan.group, 0, plan.device)
+        self._attends = False
+        self._buffers = SelectionBuffers.allocate(rows, width, plan.device)
+        self.lists = KeyLists.allocate(rows, 1, plan.max_keys, plan.device)
+
+    def attend_means(self, partials: Partials) -> None:
+        """From now on the lookup attends to the means of all clusters, into the first slots (`lookup_slots`)."""
+        self._partials, self._attends = partials, True
+
+    @classmethod
+    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
+        if method.index is None or method.index.kind != KeyClusters.kind:
+            return "it does not search key clusters"
+        return window_refusal(method.index)
+
+    @classmethod
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        return {} if method.index is None else device_clusters(context, method.index, layer).fields()
+
+    def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
+        q_RGD, scale = q_BHGD.flatten(0, 1), q_BHGD.shape[3] ** -0.5
+        splits = look_up(q_RGD, records_BF, self.scores, self._partials, scale, attend=self._attends)
+        select_clusters(records_BF, self.scores, self._partials, splits, self._buffers, self.lists)
+        return self.lists
+
+
+def cluster_width(plan: StepPlan, spec: IndexSpec | None) -> int:
+    """The most clusters per head of any context that the plan allows."""
+    if spec is None:
+        return 1
+    parameters = ClusterParameters.parse(spec.parameters)
+    return most_clusters(plan.max_keys, parameters.keys_per_cluster, parameters.block)
+
+
+def device_clusters(context: ResidentContext, spec: IndexSpec, layer: int) -> DeviceClusters:
+    """A layer's clusters in the form of the kernels; made once and kept with the context."""
+    dtype = context.kv(layer).dtype
+
+    def make() -> DeviceClusters:
+        sinks = ClusterParameters.parse(spec.parameters).sinks
+        return DeviceClusters.of(context.index(spec.name, layer).arrays(), sinks, dtype, context.device)
+
+    return context.derived(("device_clusters", spec.name, layer), make)
+
+
+def window_refusal(spec: IndexSpec) -> str | None:
+    """Why the clusters cannot be compared with queries as they are; None when they can."""
+    if spec.parameters.get("window", 0):
+        return "its clusters are of keys moved by windowed RoPE"
+    return None
