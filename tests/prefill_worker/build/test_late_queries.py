@@ -8,7 +8,8 @@ from torch import Tensor
 
 from index_store.selection.budgets import Step
 from index_store.selection.budgets import Threshold
-from index_store.selection.calibration import (ThresholdCalibrator, ThresholdCurve)
+from index_store.selection.calibration import ThresholdCalibrator
+from index_store.selection.threshold_curve import ThresholdCurve
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.store.stored_context import QuerySample
