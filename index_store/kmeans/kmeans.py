@@ -38,15 +38,10 @@ def spherical_kmeans(
     parameters.init_method = faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS
     clustering = faiss.Clustering(dim, clusters, parameters)
     if starts_XD is not None and len(starts_XD) > clusters:
-        begin_at(clustering, spherical_kmeans(starts_XD, clusters, iterations, seed))
+        _begin_at(clustering, spherical_kmeans(starts_XD, clusters, iterations, seed))
     clustering.train(directions.numpy(), faiss.IndexFlatIP(dim))
     centroids = faiss.vector_to_array(clustering.centroids).reshape(clusters, dim).astype(np.float32)
     return torch.nn.functional.normalize(torch.from_numpy(centroids), dim=-1)
-
-
-def begin_at(clustering: faiss.Clustering, centroids_CD: Tensor) -> None:
-    """Has faiss start from these centroids."""
-    faiss.copy_array_to_vector(centroids_CD.float().contiguous().numpy().ravel(), clustering.centroids)
 
 
 def assign_clusters(
@@ -81,29 +76,10 @@ def assign_clusters(
     clustering = faiss.Clustering(dim, clusters, _parameters(count, iterations, seed, spherical=cosine))
     if order_P is not None:
         places_C = (torch.arange(clusters) + 0.5) * (count / clusters)
-        begin_at(clustering, points[order_P[places_C.long()]])
+        _begin_at(clustering, points[order_P[places_C.long()]])
     nearest = faiss.IndexFlatIP(dim) if cosine else faiss.IndexFlatL2(dim)
     clustering.train(vectors, nearest)
     return torch.from_numpy(nearest.search(vectors, 1)[1][:, 0])
-
-
-def _check(points_PD: Tensor, clusters: int, iterations: int) -> None:
-    if clusters < 1 or iterations < 1:
-        raise InvalidArgumentError(
-            f"k-means needs at least 1 cluster and 1 iteration, got {clusters} and {iterations}"
-        )
-    if not bool(torch.isfinite(points_PD).all()):
-        raise InvalidArgumentError("k-means got NaN or infinity; the model or its dtype overflowed")
-
-
-def _parameters(count: int, iterations: int, seed: int, spherical: bool) -> faiss.ClusteringParameters:
-    parameters = faiss.ClusteringParameters()
-    parameters.niter = iterations
-    parameters.spherical = spherical
-    parameters.seed = seed
-    parameters.min_points_per_centroid = 1
-    parameters.max_points_per_centroid = count
-    return parameters
 
 
 def euclidean_kmeans(points_PD: Tensor, clusters: int, iterations: int, seed: int) -> Tensor:
@@ -125,6 +101,30 @@ def euclidean_kmeans(points_PD: Tensor, clusters: int, iterations: int, seed: in
     clustering.train(points.numpy(), faiss.IndexFlatL2(dim))
     centroids = faiss.vector_to_array(clustering.centroids).reshape(clusters, dim)
     return torch.from_numpy(centroids.astype(np.float32))
+
+
+def _check(points_PD: Tensor, clusters: int, iterations: int) -> None:
+    if clusters < 1 or iterations < 1:
+        raise InvalidArgumentError(
+            f"k-means needs at least 1 cluster and 1 iteration, got {clusters} and {iterations}"
+        )
+    if not bool(torch.isfinite(points_PD).all()):
+        raise InvalidArgumentError("k-means got NaN or infinity; the model or its dtype overflowed")
+
+
+def _parameters(count: int, iterations: int, seed: int, spherical: bool) -> faiss.ClusteringParameters:
+    parameters = faiss.ClusteringParameters()
+    parameters.niter = iterations
+    parameters.spherical = spherical
+    parameters.seed = seed
+    parameters.min_points_per_centroid = 1
+    parameters.max_points_per_centroid = count
+    return parameters
+
+
+def _begin_at(clustering: faiss.Clustering, centroids_CD: Tensor) -> None:
+    """Has faiss start from these centroids."""
+    faiss.copy_array_to_vector(centroids_CD.float().contiguous().numpy().ravel(), clustering.centroids)
 
 
 def _find_on_device(

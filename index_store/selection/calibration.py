@@ -14,9 +14,7 @@ import torch
 
 from index_store.selection.ranking import Items, Ranking
 from index_store.selection.searchable_numba import searchable_members
-from index_store.selection.threshold_curve import KEEP_GRID, ThresholdCurve
-
-__all__ = ["CALIBRATION_QUERIES", "KEEP_GRID", "ThresholdCalibrator", "ThresholdCurve"]
+from index_store.selection.threshold_curve import KEEP_GRID
 
 CALIBRATION_QUERIES = 100
 """How many of a context's last queries are used (Squeezed Attention section 3.2)."""

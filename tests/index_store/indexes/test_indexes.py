@@ -218,11 +218,35 @@ def test_two_sessions_append_apart(case: Case) -> None:
     assert not torch.equal(scores, index.rank(queries, 0, KEYS + 20, two, case.search).logits_HTGM)
 
 
-def test_asking_for_keys_that_were_never_appended_is_refused() -> None:
+def test_keys_that_are_not_held_and_strangers_are_refused(case: Case) -> None:
     keys, sample, queries = data()
-    for case in CASES[:2]:
-        with pytest.raises(InvalidArgumentError, match="holds 700"):
-            build(case, keys, sample).rank(queries, 0, KEYS + 1, None, case.search)
+    index = build(case, keys, sample)
+    with pytest.raises(InvalidArgumentError, match="holds 700"):
+        index.rank(queries, 0, KEYS + 1, None, case.search)
+    own = index.start_appending()
+    own.append(rows(keys[:, :3]))
+    with pytest.raises(InvalidArgumentError, match="holds 703"):
+        index.rank(queries, 0, KEYS + 4, own, case.search)
+    for odd in (rows(keys[:1, :3]), rows(keys[:, :3, :8]), keys):
+        with pytest.raises(InvalidArgumentError, match=r"appended keys .* expected \[2, T, 2, 32\]"):
+            own.append(odd)
+    assert own.count == 3
+    other = next(one for one in CASES if one.kind is (Pages if case.kind is ExactIndex else ExactIndex))
+    stranger = build(other, keys, sample).start_appending()
+    for count in (0, 3):
+        stranger.append(rows(keys[:, :count]))
+        with pytest.raises(InvalidArgumentError, match=type(stranger).__name__):
+            index.rank(queries, 0, KEYS + count, stranger, case.search)
+
+
+def test_unknown_options_are_refused(case: Case) -> None:
+    case.kind.check_options(case.parameters, case.search)
+    for parameters, search in (
+        ({**case.parameters, "colour": 3}, case.search),
+        (case.parameters, {**case.search, "colour": 3}),
+    ):
+        with pytest.raises(InvalidArgumentError, match="colour"):
+            case.kind.check_options(parameters, search)
 
 
 def test_raw_projected_scores_approximate_true_products() -> None:

@@ -26,6 +26,7 @@ from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.arena import Arena
 from index_store.memory.host_memory import ALIGNMENT, HostBlock
+from index_store.memory.resident import LayerGate
 from index_store.methods.method import Method, get_method
 from index_store.store.catalog import Store
 from index_store.store.dtypes import STORED_DTYPES
@@ -279,3 +280,20 @@ def test_no_files_stay_open(many: tuple[Store, list[SyntheticContext]]) -> None:
     for context in contexts:
         touch(arena, store, context)
     assert len(list(open_files())) == before
+
+
+def test_layers_are_waited_for_while_others_are_loaded() -> None:
+    gate = LayerGate(2)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(gate.wait, layer) for layer in (0, 1, 1)]
+        gate.open_next()
+        waiting[0].result(10.0)
+        assert not gate.complete
+        gate.fail(ValueError("first"))
+        gate.fail(ValueError("second"))
+        errors = [future.exception(10.0) for future in waiting[1:]]
+    assert [str(error) for error in errors] == ["first", "first"]
+    assert errors[0] is not errors[1]
+    gate.wait(0)
+    with pytest.raises(ValueError, match="first"):
+        gate.wait_for_all()

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-
 import pytest
 import torch
 
-from index_store.errors import InvalidArgumentError
 from index_store.selection.budgets import Threshold
-from index_store.selection.calibration import KEEP_GRID, ThresholdCalibrator, ThresholdCurve
-from index_store.selection.ranking import Items, Members, Ranking
-from index_store.selection.searchable_numba import searchable_members, searchable_members_reference
+from index_store.selection.calibration import ThresholdCalibrator
+from index_store.selection.ranking import Ranking
+from index_store.selection.threshold_curve import KEEP_GRID, ThresholdCurve
 from tests.support_rankings import Problem, make_problem
 
 SHARPNESSES = (0.5, 1.0, 2.0, 3.0, 4.0)
-"""Of layers whose attention is flat, and of others whose attention is ever more peaked."""
 
 
 def layers(positions: int = 12) -> list[tuple[Problem, Ranking]]:
@@ -85,54 +80,3 @@ def test_a_tree_that_prunes_is_kept_whole_beyond_what_it_holds() -> None:
         Threshold(threshold=everything[0]).cut(Ranking(logits, full.items), problem.step()).counts_HT.tolist()
         == [[int((~torch.isneginf(logits[0, 0, 0])).sum())]] * 2
     )
-
-
-def test_the_curve_interpolates_logarithms() -> None:
-    curve = ThresholdCurve(tuple(1e-3 / fraction**2 for fraction in KEEP_GRID))
-    for keep in (0.001, 0.00123, 0.02, 0.31, 0.5):
-        assert curve(keep) == pytest.approx(1e-3 / keep**2, rel=1e-9)
-    for fraction, threshold in zip(KEEP_GRID, curve.thresholds, strict=True):
-        assert curve(fraction) == pytest.approx(threshold, rel=1e-12)
-
-
-def test_the_grid() -> None:
-    assert len(KEEP_GRID) == 28
-    assert (KEEP_GRID[0], KEEP_GRID[-1]) == (0.001, 0.5)
-    ratios = [b / a for a, b in itertools.pairwise(KEEP_GRID)]
-    assert max(ratios) == pytest.approx(min(ratios), rel=1e-12)
-
-
-@pytest.mark.parametrize("keep", [0.0, 0.0009, 0.51, 1.0, math.nan])
-def test_outside_of_the_grid_is_refused(keep: float) -> None:
-    with pytest.raises(
-        InvalidArgumentError, match=r"expected 0.001 to 0.5: thresholds are calibrated for these"
-    ):
-        ThresholdCurve(calibrated)(keep)
-
-
-@pytest.mark.parametrize(
-    "thresholds",
-    [(), calibrated[:-1], calibrated[::-1], (*calibrated[:-1], 0.0), (math.inf, *calibrated[1:])],
-)
-def test_other_curves_are_refused(thresholds: tuple[float, ...]) -> None:
-    with pytest.raises(InvalidArgumentError, match="expected 28 positive numbers, none above the one before"):
-        ThresholdCurve(thresholds)
-
-
-def test_keys_outside_of_the_range_are_not_members() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for first, end in ((0, 60), (5, 50), (59, 60), (20, 20), (70, 80)):
-        groups = []
-        for begin, count in ((0, 40), (40, 20)):
-            keys = torch.stack([torch.randperm(count, generator=generator) + begin for _ in range(2)])
-            cuts = torch.randint(0, count + 1, (2, 6), generator=generator).sort(dim=1).values
-            offsets = torch.nn.functional.pad(torch.nn.functional.pad(cuts, (1, 0)), (0, 1), value=count)
-            groups.append(Members(offsets.to(torch.int32), keys.to(torch.int32)))
-        for items in (Items(first, end, tuple(groups)), Items(first, end, (groups[1],)), Items(first, end)):
-            columns = sum(group.offsets_HM.shape[1] - 1 for group in items.groups) or end - first
-            found = searchable_members(items, 2, columns)
-            expected = searchable_members_reference(items, 2, columns)
-            assert torch.equal(found.offsets_HM, expected.offsets_HM)
-            for head in range(2):
-                held = int(expected.offsets_HM[head, -1])
-                assert torch.equal(found.keys_HX[head, :held], expected.keys_HX[head, :held])

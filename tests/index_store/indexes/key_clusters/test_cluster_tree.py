@@ -15,7 +15,15 @@ from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_clusters.parameters import TreeParameters
 from index_store.indexes.key_clusters.tree_numba import search_tree, search_tree_reference
 from index_store.store.json_fields import Scalar
-from tests.index_store.indexes.test_key_clusters import DIM, FLAT, HEADS, KEYS, TREE, queries, source
+from tests.index_store.indexes.key_clusters.test_key_clusters import (
+    DIM,
+    FLAT,
+    HEADS,
+    KEYS,
+    TREE,
+    queries,
+    source,
+)
 
 DIAGONAL: dict[str, Scalar] = {**TREE, "moments": "diagonal"}
 _PARSED = TreeParameters.parse(DIAGONAL)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.exact_index import AppendedExact, ExactIndex
+from index_store.indexes.exact_index import ExactIndex
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes, score_codes_reference
@@ -123,14 +123,8 @@ def test_appended_keys_are_scored_by_the_same_codebooks_in_whatever_batches_they
     assert torch.equal(index.rank(queries, 290, 450, one, {}).logits_HTGM, logits)
 
 
-def test_strangers_missing_keys_and_bad_keys_are_refused() -> None:
+def test_bad_keys_and_options_are_refused() -> None:
     keys = topical_keys(50)
-    index = build(keys)
-    queries = torch.ones(HEADS, 1, 1, DIM)
-    with pytest.raises(InvalidArgumentError, match="holds 50"):
-        index.rank(queries, 0, 51, None, {})
-    with pytest.raises(InvalidArgumentError, match="AppendedExact"):
-        index.rank(queries, 0, 50, AppendedExact(HEADS, DIM), {})
     with pytest.raises(InvalidArgumentError, match="no search options"):
         ProductCodes.check_options(CODES, {"group": "pooled"})
     keys[0, 3, 1] = torch.inf

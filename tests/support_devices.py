@@ -1,0 +1,24 @@
+"""Where kernels run in tests: on a GPU, or in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")]
+
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=ON_GPU)]
+
+
+def make_kv(count: int, dtype: torch.dtype, head_dim: int = 64, centres: int = 30) -> Tensor:
+    """[2, count, 2, d] keys around a few centres."""
+    generator = torch.Generator().manual_seed(count)
+    places = torch.randint(0, centres, (2, count), generator=generator)
+    middles = torch.randn(2, centres, head_dim, generator=generator)
+    keys = middles.gather(1, places[..., None].expand(-1, -1, head_dim))
+    keys = keys + 0.3 * torch.randn(2, count, head_dim, generator=generator)
+    values = torch.randn(2, count, head_dim, generator=generator)
+    return torch.stack([keys, values], dim=2).to(DEVICE, dtype)
