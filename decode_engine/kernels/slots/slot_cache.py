@@ -25,7 +25,7 @@ WAYS = SET
 """Slots of a set; their tags are 64 bytes."""
 HASH, OTHER_HASH = 2654435769, 2246822519
 """A key's sets are the upper digits of its multiples, modulo 2^32."""
-TALLIES = 8
+TALLY_COUNT = 8
 DONE, CURRENT, WANTED, REUSED, BYPASSED, CROWDED = range(6)
 """Of the tallies of a KV head: steps that have ended and begun, rows over all steps, and the last step in which a key
 found no slot."""
@@ -85,14 +85,14 @@ class SlotCache:
             torch.empty(*shape, 2, head_dim, dtype=dtype, device=device),
             torch.zeros(shape, dtype=torch.int32, device=device),
             torch.zeros(shape, dtype=torch.int32, device=device),
-            torch.zeros(*shape[:2], TALLIES, dtype=torch.int64, device=device),
+            torch.zeros(*shape[:2], TALLY_COUNT, dtype=torch.int64, device=device),
         )
 
     @staticmethod
     def bytes_for(layers: int, kv_heads: int, slots: int, head_dim: int, dtype: torch.dtype) -> int:
         """The `nbytes` of such a cache."""
         slots = -(-slots // WAYS) * WAYS
-        return layers * kv_heads * (slots * (2 * head_dim * dtype.itemsize + 8) + 8 * TALLIES)
+        return layers * kv_heads * (slots * (2 * head_dim * dtype.itemsize + 8) + 8 * TALLY_COUNT)
 
     @property
     def nbytes(self) -> int:

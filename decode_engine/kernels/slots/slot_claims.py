@@ -15,12 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decode_engine.kernels.fields import SETS, SLOTS, STAMPS, TAGS, aligned_pointer, field, row_of
-from decode_engine.kernels.fields import TALLIES as TALLIES_FIELD
+from decode_engine.kernels.fields import SETS, SLOTS, STAMPS, TAGS, TALLIES, aligned_pointer, field, row_of
 from decode_engine.kernels.launches import wait_for_launch
 from decode_engine.kernels.slots import gather_rows
 from decode_engine.kernels.slots.gather_rows import row_words
-from decode_engine.kernels.slots.slot_cache import BYPASSED, CROWDED, CURRENT, DONE, TALLIES, WAYS
+from decode_engine.kernels.slots.slot_cache import BYPASSED, CROWDED, CURRENT, DONE, TALLY_COUNT, WAYS
 from decode_engine.kernels.slots.slot_lookup import (
     CLAIM_FIRST,
     ENTRY_BITS,
@@ -32,7 +31,7 @@ from decode_engine.kernels.slots.slot_lookup import (
 NOWHERE = 1
 """Target of a miss that found no slot; no address, which are multiples of 16."""
 
-_TALLY = tl.constexpr(TALLIES)
+_TALLY = tl.constexpr(TALLY_COUNT)
 _DONE = tl.constexpr(DONE)
 _CURRENT = tl.constexpr(CURRENT)
 _BYPASSED = tl.constexpr(BYPASSED)
@@ -121,7 +120,7 @@ def claim_misses(
     ended = tl.minimum(program + tl.arange(0, ENDED) * claimers, rows - 1)
     ended = row_of(ended, HEADS, FIRST_HEAD, SOME_HEADS)
     of_head = (ended % HEADS).to(tl.int64) * _TALLY
-    ended_ptr = aligned_pointer(records_ptr, ended // HEADS, of_head, TALLIES_FIELD, tl.int64)
+    ended_ptr = aligned_pointer(records_ptr, ended // HEADS, of_head, TALLIES, tl.int64)
     cached = field(records_ptr, ended // HEADS, SETS) > 0
     wait_for_launch(CHAINED)
     current = tl.load(ended_ptr + _CURRENT, mask=cached, other=0, cache_modifier=".cg")
@@ -135,7 +134,7 @@ def claim_misses(
         b = row // HEADS
         head = (row % HEADS).to(tl.int64)
         sets = field(records_ptr, b, SETS)
-        tallies_ptr = aligned_pointer(records_ptr, b, head * _TALLY, TALLIES_FIELD, tl.int64)
+        tallies_ptr = aligned_pointer(records_ptr, b, head * _TALLY, TALLIES, tl.int64)
         slots = head * sets * _WAYS
         stamps_ptr = aligned_pointer(records_ptr, b, slots, STAMPS, tl.int32)
         tags_ptr = aligned_pointer(records_ptr, b, slots, TAGS, tl.int32)

@@ -19,8 +19,7 @@ from decode_engine.kernels.attention.key_lists import (
     share_of,
     with_always,
 )
-from decode_engine.kernels.fields import KV, SETS, STAMPS, TAGS, aligned_pointer, field, row_of
-from decode_engine.kernels.fields import TALLIES as TALLIES_FIELD
+from decode_engine.kernels.fields import KV, SETS, STAMPS, TAGS, TALLIES, aligned_pointer, field, row_of
 from decode_engine.kernels.launches import wait_for_launch
 from decode_engine.kernels.slots.slot_cache import (
     BYPASSED,
@@ -30,7 +29,7 @@ from decode_engine.kernels.slots.slot_cache import (
     HASH,
     OTHER_HASH,
     REUSED,
-    TALLIES,
+    TALLY_COUNT,
     WANTED,
     WAYS,
 )
@@ -43,7 +42,7 @@ ENTRY_BITS = 32
 CLAIM_FIRST = 1
 """Added to a miss's source where a slot is to be claimed before the row is read."""
 
-_TALLY = tl.constexpr(TALLIES)
+_TALLY = tl.constexpr(TALLY_COUNT)
 _DONE = tl.constexpr(DONE)
 _CURRENT = tl.constexpr(CURRENT)
 _WANTED = tl.constexpr(WANTED)
@@ -166,7 +165,7 @@ def find_kernel(
     cached = sets > 0
     tags_ptr = aligned_pointer(records_ptr, b, head * sets * _WAYS, TAGS, tl.int32)
     stamps_ptr = aligned_pointer(records_ptr, b, head * sets * _WAYS, STAMPS, tl.int32)
-    tallies_ptr = aligned_pointer(records_ptr, b, head * _TALLY, TALLIES_FIELD, tl.int64)
+    tallies_ptr = aligned_pointer(records_ptr, b, head * _TALLY, TALLIES, tl.int64)
     source = field(records_ptr, b, KV) + head * field(records_ptr, b, KV + 1)
     ids_ptr += row.to(tl.int64) * SEGMENTS * width
     joined_ptr += row.to(tl.int64) * room

@@ -172,6 +172,16 @@ def signed_byte(words: tl.tensor, index: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def weighted_bytes(
+    x0: tl.tensor, x1: tl.tensor, x2: tl.tensor, x3: tl.tensor, w: tl.tensor, index: tl.constexpr
+) -> tl.tensor:
+    """Byte `index` of four rows' words, added up by the four weights of 8 bits in w."""
+    upper = (w & 255) * signed_byte(x0, index) + ((w >> 8) & 255) * signed_byte(x1, index)
+    lower = ((w >> 16) & 255) * signed_byte(x2, index) + ((w >> 24) & 255) * signed_byte(x3, index)
+    return upper + lower
+
+
+@triton.jit
 def add_four_rows(
     x0: tl.tensor,
     x1: tl.tensor,
@@ -193,31 +203,10 @@ def add_four_rows(
             pack=1,
         )
     else:
-        w0, w1, w2, w3 = w & 255, (w >> 8) & 255, (w >> 16) & 255, (w >> 24) & 255
-        a0 += (
-            w0 * signed_byte(x0, 0)
-            + w1 * signed_byte(x1, 0)
-            + w2 * signed_byte(x2, 0)
-            + w3 * signed_byte(x3, 0)
-        )
-        a1 += (
-            w0 * signed_byte(x0, 1)
-            + w1 * signed_byte(x1, 1)
-            + w2 * signed_byte(x2, 1)
-            + w3 * signed_byte(x3, 1)
-        )
-        a2 += (
-            w0 * signed_byte(x0, 2)
-            + w1 * signed_byte(x1, 2)
-            + w2 * signed_byte(x2, 2)
-            + w3 * signed_byte(x3, 2)
-        )
-        a3 += (
-            w0 * signed_byte(x0, 3)
-            + w1 * signed_byte(x1, 3)
-            + w2 * signed_byte(x2, 3)
-            + w3 * signed_byte(x3, 3)
-        )
+        a0 += weighted_bytes(x0, x1, x2, x3, w, 0)
+        a1 += weighted_bytes(x0, x1, x2, x3, w, 1)
+        a2 += weighted_bytes(x0, x1, x2, x3, w, 2)
+        a3 += weighted_bytes(x0, x1, x2, x3, w, 3)
     return a0, a1, a2, a3
 
 
@@ -332,6 +321,26 @@ def linear_position(sums: tl.tensor, reach: tl.tensor) -> tl.tensor:
 def linear_cut(limit: tl.tensor, reach: tl.tensor) -> tl.tensor:
     """The least sum at position `limit`."""
     return tl.ceil(limit * (2.0 * reach / BINS) - reach).to(tl.int32)
+
+
+@triton.jit
+def count_keys(
+    sequence: tl.tensor,
+    word: tl.tensor,
+    mask: tl.tensor,
+    p0: tl.tensor,
+    p1: tl.tensor,
+    p2: tl.tensor,
+    p3: tl.tensor,
+    WORDS: tl.constexpr,
+) -> tl.tensor:
+    """How many keys of WORDS words are in each bin, by the positions of every word's four; only searched ones count."""
+    b0 = bin_or_none(p0, searched(word, 0, sequence) & mask)
+    b1 = bin_or_none(p1, searched(word, 1, sequence) & mask)
+    b2 = bin_or_none(p2, searched(word, 2, sequence) & mask)
+    b3 = bin_or_none(p3, searched(word, 3, sequence) & mask)
+    bins = tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * WORDS])
+    return tl.histogram(tl.maximum(bins, 0), BINS, mask=bins >= 0)
 
 
 @triton.jit

@@ -9,7 +9,6 @@ programs to end, or by whoever compares with it.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,7 +21,7 @@ from decode_engine.kernels.tables.device_functions import (
     MINI_WORDS,
     SAMPLE_RUN,
     SAMPLE_WORDS,
-    bin_or_none,
+    count_keys,
     linear_position,
     load_histograms,
     load_sequence,
@@ -124,11 +123,10 @@ def sample_pooled_kernel(
     word, mask = sampled_words(sequence, S)
     a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
-    b0 = bin_or_none(linear_position(a0, reach), searched(word, 0, sequence) & mask)
-    b1 = bin_or_none(linear_position(a1, reach), searched(word, 1, sequence) & mask)
-    b2 = bin_or_none(linear_position(a2, reach), searched(word, 2, sequence) & mask)
-    b3 = bin_or_none(linear_position(a3, reach), searched(word, 3, sequence) & mask)
-    counts = count_bins(tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * SAMPLE_WORDS]))
+    counts = count_keys(
+        sequence, word, mask, linear_position(a0, reach), linear_position(a1, reach),
+        linear_position(a2, reach), linear_position(a3, reach), SAMPLE_WORDS,
+    )  # fmt: skip
     store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, S, EARLY)
     let_next_begin(CHAINED)
 
@@ -151,12 +149,6 @@ def store_histogram(
         if last:
             total = tl.sum(load_histograms(histograms_ptr, bh, S), 0)
             tl.store(limits_ptr + bh, threshold(sequence, total))
-
-
-@triton.jit
-def count_bins(bins: tl.tensor) -> tl.tensor:
-    """How many are in each bin; -1 is in none."""
-    return tl.histogram(tl.maximum(bins, 0), BINS, mask=bins >= 0)
 
 
 @triton.jit
@@ -268,11 +260,10 @@ def combine_kernel(
     block = within // MINI_WORDS * tiles + tile
     word = block * MINI_WORDS + within % MINI_WORDS
     inside = inside & (block < blocks)
-    b0 = bin_or_none(octave_position(w0), searched(word, 0, sequence) & inside)
-    b1 = bin_or_none(octave_position(w1), searched(word, 1, sequence) & inside)
-    b2 = bin_or_none(octave_position(w2), searched(word, 2, sequence) & inside)
-    b3 = bin_or_none(octave_position(w3), searched(word, 3, sequence) & inside)
-    counts = count_bins(tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * TILES * MINI_WORDS]))
+    counts = count_keys(
+        sequence, word, inside, octave_position(w0), octave_position(w1), octave_position(w2),
+        octave_position(w3), TILES * MINI_WORDS,
+    )  # fmt: skip
     store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, S, True)
     let_next_begin(CHAINED)
 
@@ -354,9 +345,3 @@ def _pick_sizes(sizes: TableSizes) -> dict[str, int | bool]:
         "CP": triton.next_power_of_2(sizes.centroids),
         "STRIDED": sizes.strided,
     }
-
-
-def unpacked_weights(work: TableWork) -> Tensor:
-    """The 8-bit weights of the picked rows times their unit, [B, H, L, J] float32."""
-    shifts = torch.arange(0, 32, 8, device=work.weights.device)
-    return ((work.weights[..., None] >> shifts) & 255).flatten(-2) * work.units[..., :1]

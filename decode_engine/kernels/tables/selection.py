@@ -30,20 +30,24 @@ COMPACT_WORDS = tl.constexpr(128)
 
 @triton.jit
 def compact(
-    k0: tl.tensor,
-    k1: tl.tensor,
-    k2: tl.tensor,
-    k3: tl.tensor,
+    sequence: tl.tensor,
+    scores: tl.tensor,
+    least: tl.tensor,
     word: tl.tensor,
     ids_ptr: tl.tensor,
     BW: tl.constexpr,
 ) -> tl.tensor:
-    """Writes the ids of the kept keys of every word, ascending, and returns how many there are.
+    """Writes the ids of the searched keys that reach the least score, ascending, and returns how many there are.
 
     First the few words of which a key is kept, into the end of the tile's room, then their keys: a store for each key
     of every word would cost more than the scores do. At worst every word is kept: then its place is overwritten only
     by the keys of words up to itself.
     """
+    s0, s1, s2, s3 = scores
+    k0 = (s0 >= least) & searched(word, 0, sequence)
+    k1 = (s1 >= least) & searched(word, 1, sequence)
+    k2 = (s2 >= least) & searched(word, 2, sequence)
+    k3 = (s3 >= least) & searched(word, 3, sequence)
     kept = k0.to(tl.int32) | (k1.to(tl.int32) << 1) | (k2.to(tl.int32) << 2) | (k3.to(tl.int32) << 3)
     some = (kept != 0).to(tl.int32)
     words_ptr = ids_ptr + 3 * BW
@@ -88,14 +92,10 @@ def keep_pooled(
     counted: the threshold, if it was found EARLY, or else the histograms to find it from.
     """
     word, mask = tile_words(sequence, tile, BW)
-    a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
+    sums = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
     cut = linear_cut(counted if EARLY else threshold(sequence, tl.sum(counted, 0)), reach)
-    k0 = (a0 >= cut) & searched(word, 0, sequence)
-    k1 = (a1 >= cut) & searched(word, 1, sequence)
-    k2 = (a2 >= cut) & searched(word, 2, sequence)
-    k3 = (a3 >= cut) & searched(word, 3, sequence)
-    return compact(k0, k1, k2, k3, word, ids_ptr, BW)
+    return compact(sequence, sums, cut, word, ids_ptr, BW)
 
 
 @triton.jit
@@ -120,13 +120,7 @@ def keep_per_head(
         slot = bh * L + g
         factor = tl.exp2(tl.load(peaks_ptr + slot * P + tile) - tl.load(normalisers_ptr + slot))
         w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, BW), mask, w, BW)
-    w0, w1, w2, w3 = w
-    least = octave_cut(limit)
-    k0 = (w0 >= least) & searched(word, 0, sequence)
-    k1 = (w1 >= least) & searched(word, 1, sequence)
-    k2 = (w2 >= least) & searched(word, 2, sequence)
-    k3 = (w3 >= least) & searched(word, 3, sequence)
-    return compact(k0, k1, k2, k3, word, ids_ptr, BW)
+    return compact(sequence, w, octave_cut(limit), word, ids_ptr, BW)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 
 from decode_engine.kernels.records import records_of
 from decode_engine.kernels.tables.reference import TableSequence, sampled_keys, spread_sample
-from decode_engine.kernels.tables.search import pick, unpacked_weights
+from decode_engine.kernels.tables.search import pick
 from decode_engine.kernels.tables.selection import select
 from decode_engine.kernels.tables.sizes import TableShape, TableSizes, table_shape
 from decode_engine.kernels.tables.table_attention import table_attention
@@ -34,6 +34,7 @@ from tests.decode_engine.kernels.problems.table_problems import (
     make_queries,
     make_sequence,
     poisoned,
+    unpacked_weights,
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}

@@ -108,3 +108,9 @@ def assert_equals_reference(
             if torch.equal(kept, expected):
                 torch.testing.assert_close(out[b, h], expected_out[b, h], rtol=tolerance, atol=tolerance)
                 torch.testing.assert_close(lse[b, h], expected_lse[b, h], rtol=1e-4, atol=1e-3)
+
+
+def unpacked_weights(work: TableWork) -> Tensor:
+    """The 8-bit weights of the picked rows times their unit, [B, H, L, J] float32."""
+    shifts = torch.arange(0, 32, 8, device=work.weights.device)
+    return ((work.weights[..., None] >> shifts) & 255).flatten(-2) * work.units[..., :1]
