@@ -19,7 +19,7 @@ from index_store.selection.clustered_keys import ScoredClusters
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class MadeSelection:
     """A selection, and how it was made: by which queries, at which position, from a range that ends where.
 
     pieces: clusters as the search scored them; None where the selection serves other queries than made it.
@@ -32,7 +32,7 @@ class Choice:
     pieces: Sequence[ScoredClusters] | None
 
 
-Search = Callable[[Tensor, int], Choice]
+Search = Callable[[Tensor, int], MadeSelection]
 """Searches now with queries [H, T, G, d], in a range that ends there."""
 
 
@@ -42,7 +42,7 @@ class Searcher(Protocol):
     def search_end(self, position: int, usual: int) -> int:
         """End of the range that the selection for `position` is from; `usual` where it is searched for now."""
 
-    def choose(self, q_HTGD: Tensor, position: int, usual: int, search: Search) -> Choice:
+    def choose(self, q_HTGD: Tensor, position: int, usual: int, search: Search) -> MadeSelection:
         """The selection of positions that share one range, the first of which is `position`."""
 
 
@@ -52,7 +52,7 @@ class EachPosition:
     def search_end(self, position: int, usual: int) -> int:
         return usual
 
-    def choose(self, q_HTGD: Tensor, position: int, usual: int, search: Search) -> Choice:
+    def choose(self, q_HTGD: Tensor, position: int, usual: int, search: Search) -> MadeSelection:
         return search(q_HTGD, usual)
 
 
@@ -66,7 +66,7 @@ class Correction:
     below: float | None
     figures: Figures
 
-    def apply(self, q_HTGD: Tensor, made: Choice, search: Search) -> Choice:
+    def apply(self, q_HTGD: Tensor, made: MadeSelection, search: Search) -> MadeSelection:
         """The selection for these queries, where it is that of others."""
         if self.below is None:
             return made
@@ -95,7 +95,7 @@ class AheadOfLayer:
     def search_end(self, position: int, usual: int) -> int:
         return usual
 
-    def choose(self, q_HTGD: Tensor, position: int, usual: int, search: Search) -> Choice:
+    def choose(self, q_HTGD: Tensor, position: int, usual: int, search: Search) -> MadeSelection:
         first = position - self._position
         made = search(self._predicted_HTGD[:, first : first + q_HTGD.shape[1]], usual)
         return self._correction.apply(q_HTGD, replace(made, pieces=None), search)
@@ -110,13 +110,13 @@ class AcrossSteps:
     def __init__(self, schedule: Schedule, correction: Correction) -> None:
         self._schedule = schedule
         self._correction = correction
-        self._left: list[Choice] = []  # the newest two
+        self._left: list[MadeSelection] = []  # the newest two
 
     def search_end(self, position: int, usual: int) -> int:
         earlier = self._earlier(position)
         return usual if earlier is None else earlier.search_end
 
-    def choose(self, q_HTGD: Tensor, position: int, usual: int, search: Search) -> Choice:
+    def choose(self, q_HTGD: Tensor, position: int, usual: int, search: Search) -> MadeSelection:
         earlier = self._earlier(position)
         if earlier is None:
             used = left = search(q_HTGD, usual)
@@ -127,7 +127,7 @@ class AcrossSteps:
         self._left = [*others[-1:], replace(left, pieces=None)]
         return used
 
-    def _earlier(self, position: int) -> Choice | None:
+    def _earlier(self, position: int) -> MadeSelection | None:
         """The selection of an earlier step that this one may use."""
         # A step that is repeated has left a selection already, which is not an earlier one.
         older = [choice for choice in self._left if choice.made_at < position]

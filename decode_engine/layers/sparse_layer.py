@@ -28,7 +28,7 @@ from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.exact_part import ExactPart
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.prompt_selection import PromptWeights
-from decode_engine.layers.searchers import Choice, EachPosition, Searcher, Searchers
+from decode_engine.layers.searchers import EachPosition, MadeSelection, Searcher, Searchers
 from decode_engine.layers.selected_attention import KeyRows, LeftOut, attend_selection
 from decode_engine.layers.tail import Tail
 from index_store.attention.attention_state import AttentionState
@@ -293,7 +293,7 @@ class SparseLayer:
 
     def _search(
         self, position: int, exact_lse_HTG: Tensor, rows: KeyRows, q_HTGD: Tensor, search_end: int
-    ) -> Choice:
+    ) -> MadeSelection:
         begin = perf_counter_ns()
         ranking = self._rank(q_HTGD, position, search_end)
         step = Step(
@@ -307,7 +307,7 @@ class SparseLayer:
         self._bytes_read += ranking.bytes_read
         self._figures.searches += q_HTGD.shape[1]
         self._figures.search_ns += perf_counter_ns() - begin
-        return Choice(selection, q_HTGD, position, search_end, ranking.pieces)
+        return MadeSelection(selection, q_HTGD, position, search_end, ranking.pieces)
 
     def _elsewhere(
         self, q_HTGD: Tensor, search_end: int, pieces: Sequence[ScoredClusters]

@@ -22,7 +22,7 @@ from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import prepare_for, warm_up
-from decode_engine.rpc.service import Backend, BackendSlot, ContextService, GenerationService
+from decode_engine.rpc.service import BackendSlot, ContextService, GenerationService, ServiceBackend
 from decode_engine.rpc.status import StatusInterceptor
 from index_store.memory.arena import Arena
 from index_store.memory.devices import context_device, describe_device, memory_budget, pick_device
@@ -61,7 +61,7 @@ class DecodeServer:
         self._store = Store(config.store)
         self._folder = resolve_model(config.model)
         self._slot = BackendSlot()
-        self._backend: Backend | None = None
+        self._backend: ServiceBackend | None = None
         self._health = health.HealthServicer()
         self._set_health(serving=False)
         self._stopped = False
@@ -109,7 +109,7 @@ class DecodeServer:
         return server, f"{config.listen.rpartition(':')[0]}:{port}"
 
     @property
-    def backend(self) -> Backend:
+    def backend(self) -> ServiceBackend:
         """What is served from. Raises NotReadyError before `load` has returned."""
         return self._slot.get()
 
@@ -159,7 +159,7 @@ class DecodeServer:
             on_start=self._set_threads,
             on_crash=lambda error: self._set_health(serving=False),
         )
-        self._backend = Backend(self._store, arena, runner, engine)
+        self._backend = ServiceBackend(self._store, arena, runner, engine)
         engine.start()
         self._slot.fill(self._backend)
         self._set_health(serving=True)

@@ -54,7 +54,7 @@ _FINISH_REASONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class ServiceBackend:
     """What the services serve from."""
 
     store: Store
@@ -97,13 +97,13 @@ class BackendSlot:
     """Holds the backend once it is loaded; until then every call is told to come back later."""
 
     def __init__(self) -> None:
-        self._backend: Backend | None = None
+        self._backend: ServiceBackend | None = None
 
-    def fill(self, backend: Backend) -> None:
+    def fill(self, backend: ServiceBackend) -> None:
         """From here on calls are served."""
         self._backend = backend
 
-    def get(self) -> Backend:
+    def get(self) -> ServiceBackend:
         """Raises NotReadyError while there is none."""
         if self._backend is None:
             raise NotReadyError("the server is loading its model; try again in a moment")
@@ -227,7 +227,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             stream.cancel()
 
 
-def _check(backend: Backend, request: generation_pb2.GenerateRequest) -> _CheckedOrder:
+def _check(backend: ServiceBackend, request: generation_pb2.GenerateRequest) -> _CheckedOrder:
     """Checks a request against its context, before anything is loaded."""
     arrived_ns = backend.engine.clock_ns()
     order = parse_order(request)
@@ -242,7 +242,7 @@ def _check(backend: Backend, request: generation_pb2.GenerateRequest) -> _Checke
 
 
 def _submit(
-    backend: Backend, checked: _CheckedOrder, deadline_ns: int | None, check: Callable[[], None]
+    backend: ServiceBackend, checked: _CheckedOrder, deadline_ns: int | None, check: Callable[[], None]
 ) -> tuple[Stream, int, int]:
     """Has the context loaded, and queues the request.
 
@@ -287,7 +287,7 @@ def _deadline_ns(context: grpc.ServicerContext, now_ns: int) -> int | None:
 
 
 def _call_check(
-    context: grpc.ServicerContext, backend: Backend, deadline_ns: int | None
+    context: grpc.ServicerContext, backend: ServiceBackend, deadline_ns: int | None
 ) -> Callable[[], None]:
     """What raises DeadlineExceededError or CancelledError once the call needs no answer any more."""
 

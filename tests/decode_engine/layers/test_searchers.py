@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.layers.figures import Figures
-from decode_engine.layers.searchers import Choice, Searchers
+from decode_engine.layers.searchers import MadeSelection, Searchers
 from index_store.methods.schedules import Schedule
 from index_store.selection.budgets import Selection
 
@@ -23,13 +23,13 @@ class Searches:
 
     def step(
         self, position: int, q_HTGD: Tensor, predicted_HTGD: Tensor | None = None, usual: int = USUAL
-    ) -> Choice:
+    ) -> MadeSelection:
         """The choice of one call."""
 
-        def search(queries: Tensor, end: int) -> Choice:
+        def search(queries: Tensor, end: int) -> MadeSelection:
             self.made.append((queries, end))
             ids = torch.full((*queries.shape[:2], 1), len(self.made), dtype=torch.int32)
-            return Choice(Selection(ids, torch.ones_like(ids[..., 0])), queries, position, end, ())
+            return MadeSelection(Selection(ids, torch.ones_like(ids[..., 0])), queries, position, end, ())
 
         searcher = self.searchers.choose(position, q_HTGD.shape[1], predicted_HTGD)
         choice = searcher.choose(q_HTGD, position, usual, search)
@@ -41,7 +41,7 @@ def query(positions: int = 1, seed: int = 0) -> Tensor:
     return torch.randn(H, positions, G, D, generator=torch.Generator().manual_seed(seed))
 
 
-def keys(choice: Choice) -> list[int]:
+def keys(choice: MadeSelection) -> list[int]:
     """The selected key of every KV head at the first position."""
     return [int(row) for row in choice.selection.ids_HTK[:, 0, 0]]
 
@@ -106,10 +106,10 @@ def test_ahead_searches_with_the_part_of_the_prediction_that_is_attended() -> No
     searcher = searches.searchers.choose(50, 6, foretold)
     seen: list[Tensor] = []
 
-    def search(queries: Tensor, end: int) -> Choice:
+    def search(queries: Tensor, end: int) -> MadeSelection:
         seen.append(queries)
         ids = torch.zeros(*queries.shape[:2], 1, dtype=torch.int32)
-        return Choice(Selection(ids, ids[..., 0]), queries, 52, end, ())
+        return MadeSelection(Selection(ids, ids[..., 0]), queries, 52, end, ())
 
     choice = searcher.choose(own[:, 2:5], 52, USUAL, search)
     assert len(seen) == 1

@@ -157,6 +157,8 @@ def test_a_context_that_does_not_fit_is_refused(llama: Served, tmp_path: Path) -
     without = next(serve(tmp_path, "llama", methods=("full",)))
     with pytest.raises(MethodUnsupportedError, match="--method csattention"):
         without.start(METHODS["csattention"])
+    with pytest.raises(InvalidArgumentError, match="was fitted to context"):
+        without.runner.start(without.context, METHODS["full"].on(llama.context.manifest))
 
 
 def test_bad_tokens_are_refused_and_change_nothing(llama: Served) -> None:
