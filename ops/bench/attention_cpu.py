@@ -1,5 +1,7 @@
 """Attention of one layer in one decode step on the CPU: full attention against query tables, dense and in lists.
 
+usage: python ops/bench/attention_cpu.py [--bars] [--lengths 8k,32k,128k] [--keep 0.01,0.02,0.05]
+
 Regime: one session, one new token, one layer; the keys and values of the context are in memory in bfloat16, as an
 engine holds them. Keys, values and queries are random (time depends on their number, not on what they mean; for
 lists, random scores scatter as widely as they can). Every step takes another query out of several, so that neither the

@@ -1,5 +1,7 @@
 """Decode attention over query tables on a GPU, against torch's best full attention on the same tensors in the same run.
 
+usage: python ops/bench/attention_gpu.py [--bars] [--figures pooled,per-head-m16] [--sweep]
+
 Regime: one layer of a decode step, 32 query heads, 8 KV heads, head dimension 128, bfloat16; keys, values and tables in
 the GPU's memory. Several layers' worth of everything take turns, so that no step finds its data in the second-level
 cache. Numbers are random: time depends on how many keys are kept, which is counted and reported, not on what they mean.

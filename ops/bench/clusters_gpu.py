@@ -1,5 +1,7 @@
 """Attention to listed keys and to key clusters on a GPU, and how long indexes take to build there.
 
+usage: python ops/bench/clusters_gpu.py [--bars] [--cases 131072:1:0.05] [--figures listed,multipole] [--build 131072]
+
 Regime: one layer of a decode step, 32 query heads, 8 KV heads, head dimension 128, bfloat16; keys, values and clusters
 in the GPU's memory. Several layers' worth of everything take turns, so that no step finds its data in the second-level
 cache. Every sequence of a batch has a context of its own and a tail of 64 tokens. Keys scatter around centres, within

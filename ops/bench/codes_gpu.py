@@ -1,5 +1,7 @@
 """Decode attention over product codes on a GPU, against torch's best full attention on the same tensors in one run.
 
+usage: python ops/bench/codes_gpu.py [--figures 128k-b1,quality] [--sweep]
+
 Regime: one layer of a decode step, 32 query heads, 8 KV heads, head dimension 128, bfloat16; keys, values and codes (8
 subspaces of 256 codewords) in the GPU's memory. Several layers' worth of everything take turns, so that no step finds
 its data in the second-level cache. Keys, codes and codewords are random: time depends on how many keys are kept, which

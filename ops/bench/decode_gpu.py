@@ -1,5 +1,7 @@
 """Decode steps of a whole model on a GPU, through the engine's own captured graphs: how long they take, and where.
 
+usage: python ops/bench/decode_gpu.py [--bars] [--methods full,pq:0.01] [--shapes 131072x1] [--placement hybrid]
+
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16. Contexts are random and
 lie in the GPU's memory; several layers' worth of keys, values and indexes take turns over the model's layers, and
 every sequence of a batch has a context of its own, so that nothing is found in the second-level cache. With

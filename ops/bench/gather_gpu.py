@@ -1,5 +1,7 @@
 """Decode attention to a context in host memory, against torch's best full attention in the GPU's memory.
 
+usage: python ops/bench/gather_gpu.py [--bars] [--cases 0.01:0,0.05:0.8] [--no-mapped]
+
 Regime: one layer of a decode step, batch 1, 32 query heads, 8 KV heads, head dimension 128, bfloat16: 512 bytes per
 row. Every layer's keys and values are one range of host memory, made as the arena makes them; --no-mapped for
 page-locked memory, the arena's second choice. Several layers take turns, so that no step finds its rows in the

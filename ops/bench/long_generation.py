@@ -1,5 +1,7 @@
 """A long generation after a long context: whether new tokens are still found, memory held, and what appending costs.
 
+usage: python ops/bench/long_generation.py --out DIR [--methods csattention,pq] [--context-length 16k]
+
 Regime: the packaged novels' first tokens are the context, prefilled by prefill-worker's command; then tokens are
 sampled with temperature 1 from a fixed seed (greedy text of a small model falls into loops, where every method finds
 the loop's tokens), one at a time, with every index appended to. Each method generates its own text.

@@ -1,5 +1,7 @@
 """Decode steps of a whole model with its contexts in GPU memory, or partly or wholly in the host's.
 
+usage: python ops/bench/placements_gpu.py [--seconds 3] [--cases full@device,pq+dropped:0.01@hybrid2]
+
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16; steps run through the
 engine's own graphs, as in `decode_gpu.py` and `host_gpu.py`. All placements share the model, its compilation and the
 contents of the contexts: as many layers as fit into `--host-gb` have keys, values and indexes of their own

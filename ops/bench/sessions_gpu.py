@@ -1,5 +1,7 @@
 """How many sessions on long contexts a GPU serves at once, by the engine's own accounting of memory.
 
+usage: python ops/bench/sessions_gpu.py [--methods full,csattention] [--tokens 131072] [--hosts 128GiB]
+
 A device budget holds the model's weights, contexts as the arena counts them (`placed_bytes`: indexes, keys and values
 where they are placed there, slots where they are not), what kernels derive from clusters, buffers of batches, and what
 sessions may come to hold (`session_bytes`: `--session-tokens` of prompt and answer, with everything that joins the

@@ -1,5 +1,7 @@
 """Decode steps of a whole model whose query tables are searched on the CPU: how long the GPU waits for it.
 
+usage: python ops/bench/host_search/host_gpu.py [--bars] [--shapes 32768x4] [--lanes 1,2] [--waves 0]
+
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16, and every session has a
 random context of its own, as in `decode_gpu.py`; keys and values are in host memory that the GPU reads, tables in the
 host's too, those of as many layers as fit into `--host-gb`.

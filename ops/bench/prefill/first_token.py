@@ -1,5 +1,7 @@
 """Time to first token on a GPU: from a cold store, from a warm arena, and for a second request on the same context.
 
+usage: python ops/bench/prefill/first_token.py [--tokens 32768,131072] [--no-cold]
+
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16; contexts are random,
 written as files by the store's own writer, with the indexes of all methods. A request is what the engine makes of one:
 a lease on the context, a session, the prompt in pieces, the likeliest token on the host. Everything has run once

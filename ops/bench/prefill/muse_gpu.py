@@ -1,5 +1,7 @@
 """MuSe on a GPU: its kernels against their eager references, and its time against torch's attention.
 
+usage: python ops/bench/prefill/muse_gpu.py [--figures check,training,prefill,reader,kernels]
+
 `check` compares kernels with references in float32 and bfloat16, and gradients at 4,096 tokens with those of autograd
 through the eager reference; no time is reported when it fails. `training` takes forward and backward, acausal, of so
 many tokens times heads in sequences of 1K to 64K, 64 dimensions, bfloat16, beside every backend of

@@ -1,5 +1,7 @@
 """Prefill on a GPU: tokens per second against the bare forward pass, and building and writing beside each other.
 
+usage: python ops/bench/prefill/prefill_gpu.py [--figures forward,beyond,written,build] [--tokens 32768]
+
 A model of Llama-3.1-8B's shape with random weights, bfloat16. First it is checked, on two layers, that keys and values
 read chunk by chunk are those of one pass with torch's own attention, and that clusters built on the device are as
 tight as faiss's, and that keys and values that stay in host memory are those that stay on the device, bit for bit.

@@ -120,6 +120,18 @@ def test_hybrid_steps_are_compared_with_attention_to_the_same_keys(monkeypatch: 
         steps.check()
 
 
+@pytest.mark.slow
+def test_wrong_attention_over_clusters_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("clusters_gpu", monkeypatch)
+    made = bench.Bench(256, 1, 0.05, clusters=True)
+    monkeypatch.setattr(bench.Bench, "times", lambda self, steps: {})
+    for name, figure in (("centred", bench.random_figure), ("multipole", bench.multipole_figure)):
+        assert figure(made, name)["error"] < 1e-2
+    monkeypatch.setattr(bench, "SCALE", -bench.SCALE)
+    with pytest.raises(CheckFailedError, match="centred: relative error"):
+        bench.random_figure(made, "centred")
+
+
 def test_bars_of_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("clusters_gpu", monkeypatch)
     row = {"figure": "listed", "context": 131072, "batch": 16, "keep": 0.05, "speedup": 9.0, "fraction": 0.9}
