@@ -1,6 +1,6 @@
 """Asks threads of the host for lists of keys, and waits for them, inside of a captured graph.
 
-Both sides share page-locked memory (`host.mailbox.Mailbox`). One launch writes queries there and then, when every
+Both sides share page-locked memory (`mailbox.Mailbox`). One launch writes queries there and then, when every
 write can be seen by the host, each row's word: the number of the search. Another one waits, with one program of one
 warp for every list: it reads the list's word until the host has answered, and copies the ids to the device. So lists
 that are early are copied while others are still searched, and all other places of the device are free for whatever

@@ -48,7 +48,10 @@ _PATIENCE, _NAP_US = 50_000, 50
 def take_part(
     lanes_address: int, lanes: int, semaphore: int, end: int
 ) -> None:  # pragma: no cover - compiled
-    """Takes part in the searches of all lanes' steps until told to end."""
+    """Takes part in the searches of all lanes' steps until told to end.
+
+    Given the address of the lanes, their number, and addresses of this thread's semaphore and of the word that ends it.
+    """
     words = int64_rows(lanes_address, lanes, LANE_WORDS)
     served = np.zeros(lanes, np.int64)
     searched = np.zeros(lanes, np.int64)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,31 +28,18 @@ from index_store.errors import InvalidArgumentError, SparseKVError
 _WORD_BYTES = 8
 _END_SECONDS, _DEAD_SECONDS = 10.0, 0.1
 
-Body = Callable[[int, int, int, int], None]
-"""What a thread runs, given the address of the lanes, their number, and addresses of its semaphore and of the word that
-ends it."""
-
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class SearchLane:
-    """A lane's place among the threads.
-
-    waves: in how many parts the lists of a layer are waited for, by KV heads: rows of one part are brought to the
-    device while threads search for the next. 0 for as many as usually pay (`mailbox.usual_waves`).
-    """
-
-    workers: SearchWorkers
-    number: int
-    waves: int = 0
-
-
 class SearchThreads:
-    """Threads that are started when a lane is first asked for."""
+    """Threads that are started when they are first asked for."""
 
     def __init__(self, threads: int, lanes: int = 1, waves: int = 0) -> None:
-        """waves: see `SearchLane`. Raises InvalidArgumentError without a thread or a lane, and for a number below 0."""
+        """waves: in how many parts a layer's lists are waited for, by KV heads: rows of one part are brought to the
+        device while threads search for the next. 0 for as many as usually pay (`mailbox.usual_waves`).
+
+        Raises InvalidArgumentError without a thread or a lane, and for a number below 0.
+        """
         _check_numbers(threads, lanes)
         if waves < 0:
             raise InvalidArgumentError(
@@ -63,12 +48,13 @@ class SearchThreads:
         self.threads, self.lanes, self.waves = threads, lanes, waves
         self._workers: SearchWorkers | None = None
 
-    def lane(self, number: int) -> SearchLane:
-        """One of the lanes, from 0 on."""
+    @property
+    def workers(self) -> SearchWorkers:
+        """The threads, for all lanes."""
         if self._workers is None:
             self._workers = SearchWorkers(self.threads, self.lanes)
             logger.info("%d threads search on the host for %d lanes", self.threads, self.lanes)
-        return SearchLane(self._workers, number, self.waves)
+        return self._workers
 
     def close(self) -> None:
         """Ends the threads, if there are any."""
@@ -80,12 +66,10 @@ class SearchThreads:
 class SearchWorkers:
     """Threads shared by the lanes: up to `lanes` steps are in flight at once, each with a mailbox of its own."""
 
-    def __init__(self, threads: int, lanes: int, body: Body | None = None) -> None:
-        """body: what a thread runs, for tests. Raises InvalidArgumentError unless there is a thread and a lane."""
+    def __init__(self, threads: int, lanes: int) -> None:
+        """Raises InvalidArgumentError unless there is a thread and a lane."""
         _check_numbers(threads, lanes)
-        if body is None:
-            compile_search()
-        self._body = take_part if body is None else body
+        compile_search()
         self._lanes = np.zeros((lanes, LANE_WORDS), np.int64)
         self._mailboxes: list[Mailbox | None] = [None] * lanes
         self._epochs = 0
@@ -170,7 +154,7 @@ class SearchWorkers:
     def _run(self, number: int) -> None:
         semaphore = int(self._semaphores[number].ctypes.data)
         try:
-            self._body(self._lanes.ctypes.data, len(self._lanes), semaphore, self._end.ctypes.data)
+            take_part(self._lanes.ctypes.data, len(self._lanes), semaphore, self._end.ctypes.data)
         except BaseException as error:
             logger.exception("a search thread has died")
             self._error = error

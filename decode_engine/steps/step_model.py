@@ -17,7 +17,7 @@ def step_model(model: Any, compilation: Compilation, prefetch: bool = False) -> 
     """Tokens [B, 1], positions [B, 1] and a batch's number -> logits [B, V]; compiled anew for every B.
 
     prefetch: batches whose contexts lie in host memory get every layer's queries foretold, so that rows are on their
-    way before the layer's turn (`device.fetch_ahead`). Raises MethodUnsupportedError for a model whose queries cannot
+    way before the layer's turn (`fetch_ahead`). Raises MethodUnsupportedError for a model whose queries cannot
     be foretold.
     """
 

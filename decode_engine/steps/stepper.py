@@ -348,7 +348,7 @@ class Stepper:
         if graph is None:
             while len(self._graphs) >= _GRAPHS:
                 self._graphs.popitem(last=False)
-            searching = self._searching.lane(lane) if HostSteps in kind.layers else None
+            searching = self._searching if HostSteps in kind.layers else None
             turn_1 = self._turn_1 if self._lanes(kind) > 1 else None
             plan = StepPlan(
                 self._identity,

@@ -43,7 +43,7 @@ _LIMIT_NS = 2_000_000_000
 
 
 class HostTableSelection(KeySelection):
-    """Search of dense query tables in host memory, by the threads of the plan's lane.
+    """Search of dense query tables in host memory, by threads that have a place for the plan's lane.
 
     Lists are those of the general path for the same queries, key by key.
     """
@@ -55,7 +55,7 @@ class HostTableSelection(KeySelection):
             raise InvalidArgumentError("a search on the host needs threads, the plan has none")
         tables = TableOptions.required(plan.method)
         parameters, search = tables.parameters, tables.search
-        self._lane = plan.searching
+        self._workers = plan.searching.workers
         self.mailbox = Mailbox(
             MailboxSizes(
                 plan.size,
@@ -99,7 +99,7 @@ class HostTableSelection(KeySelection):
 
     def begin(self, sessions: Mapping[int, Session]) -> int:
         """See `StepAttention.begin`."""
-        self._lane.workers.check()  # before what threads may still read is written to, or let go of
+        self._workers.check()  # before what threads may still read is written to, or let go of
         rows, order, held = [], [], []
         for row, session in sessions.items():
             places = self._places.get(session)
@@ -118,7 +118,7 @@ class HostTableSelection(KeySelection):
         step = self.mailbox.begin(rows, order)
         self._held = held
         self._in_flight = True
-        self._lane.workers.begin(self._lane.number, self.mailbox)
+        self._workers.begin(self.plan.lane.number, self.mailbox)
         return step
 
     def end(self) -> int:
@@ -126,7 +126,7 @@ class HostTableSelection(KeySelection):
         if not self._in_flight:
             return 0
         self._in_flight = False
-        self._lane.workers.end(self._lane.number)
+        self._workers.end(self.plan.lane.number)
         self._held = []  # not where threads may still be at work, and the line above has raised
         if self.mailbox.gave_up:
             self._gave_up_1.zero_()

@@ -1,7 +1,7 @@
 """Attention on a GPU to contexts whose keys and values lie in host memory.
 
 Indexes, clusters and tails are in the device's memory. Between search and attention, the rows that the step attends to
-in the context are brought into a slot cache (`kernels.slot_fetch`).
+in the context are brought into a slot cache (`slot_fetch`).
 
 Shape legend: B rows of a batch, H KV heads, R = B * H, N keys of the longest context, G query heads per KV head, d head
 dim, F fields of a record.

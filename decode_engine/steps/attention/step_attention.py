@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.host_search.turns_triton import Lane
-from decode_engine.host_search.workers import SearchLane
+from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels.attention.key_lists import KeyLists
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
@@ -41,7 +41,7 @@ class StepPlan:
     max_keys: int
     dtype: torch.dtype
     device: torch.device
-    searching: SearchLane | None = None
+    searching: SearchThreads | None = None
     lane: Lane = field(default_factory=Lane)
 
     @property

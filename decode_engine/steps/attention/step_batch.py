@@ -189,7 +189,7 @@ class StepBatch:
 def step_counts(session: Session) -> Mapping[int, int]:
     """The fields that a session's next step has in the records of all layers.
 
-    The searched range ends where it does on a CPU (`selector.SparseLayer`), but for the session's own tokens, which
+    The searched range ends where it does on a CPU (`layers.sparse_layer`), but for the session's own tokens, which
     are all attended exactly.
     """
     method, keys = session.method, session.context.manifest.token_count

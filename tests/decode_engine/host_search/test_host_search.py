@@ -156,14 +156,15 @@ def test_a_step_that_ends_early_is_cancelled(workers: SearchWorkers, layers: lis
     assert mailbox.stopped
 
 
-def test_a_thread_that_dies_ends_the_wait(layers: list[Layer]) -> None:
+def test_a_thread_that_dies_ends_the_wait(layers: list[Layer], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = threading.Event()
 
     def die(lanes: int, count: int, semaphore: int, end: int) -> None:
         asked.wait(10)
         raise MemoryError("no more")
 
-    workers = SearchWorkers(1, 1, die)
+    monkeypatch.setattr(workers_module, "take_part", die)
+    workers = SearchWorkers(1, 1)
     mailbox = Mailbox(make_plan(1), page_locked=False)
     row = searched(0, layers, 8, LONG, 100)
     mailbox.begin([row], range(3))
@@ -181,7 +182,7 @@ def test_a_thread_that_dies_ends_the_wait(layers: list[Layer]) -> None:
 
 
 def test_a_thread_that_dies_inside_of_a_step_that_is_ended_is_not_waited_for_long(
-    layers: list[Layer],
+    layers: list[Layer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside, ended = threading.Event(), threading.Event()
 
@@ -192,7 +193,8 @@ def test_a_thread_that_dies_inside_of_a_step_that_is_ended_is_not_waited_for_lon
         time.sleep(0.2)
         raise MemoryError("no more")
 
-    workers = SearchWorkers(1, 1, die)
+    monkeypatch.setattr(workers_module, "take_part", die)
+    workers = SearchWorkers(1, 1)
     mailbox = Mailbox(make_plan(1), page_locked=False)
     mailbox.begin([searched(0, layers, 8, LONG, 100)], range(3))
     workers.begin(0, mailbox)

@@ -210,7 +210,7 @@ def test_a_context_that_is_released_stays_until_its_step_has_ended(
     method = small("csattention+dropped@group=pooled")
     (session, *_), layers = start(runner, method, Placement.HOST), range(runner.identity.layers)
     context = session.context
-    plan = StepPlan(runner.identity, method, 1, 256, torch.float32, torch.device("cpu"), threads.lane(0))
+    plan = StepPlan(runner.identity, method, 1, 256, torch.float32, torch.device("cpu"), threads)
     selection = HostTableSelection(plan)
     q_LBX = torch.randn(len(layers), 1, runner.identity.query_heads * runner.identity.head_dim)
     lists = []
@@ -236,7 +236,7 @@ def test_tables_of_a_session_that_has_ended_do_not_stay_in_memory(
     """Rows of a batch remember a session until another one takes its row."""
     method = small("csattention+dropped@group=pooled")
     session = start(runner, method, Placement.HOST)[0]
-    plan = StepPlan(runner.identity, method, 1, 256, torch.float32, torch.device("cpu"), threads.lane(0))
+    plan = StepPlan(runner.identity, method, 1, 256, torch.float32, torch.device("cpu"), threads)
     selection = HostTableSelection(plan)
     selection.begin({0: session})
     with pytest.raises(SparseKVError, match="cancelled"):
@@ -253,17 +253,17 @@ def test_tables_of_a_session_that_has_ended_do_not_stay_in_memory(
 def test_lists_come_in_as_many_waves_as_pay(runner: ModelRunner) -> None:
     method, plans = small("csattention+dropped@group=pooled"), []
     for waves, size in ((0, 1), (0, 2), (3, 2)):
-        lane = SearchThreads(1, 1, waves).lane(0)
-        plan = StepPlan(runner.identity, method, size, 256, torch.float32, torch.device("cpu"), lane)
+        threads = SearchThreads(1, 1, waves)
+        plan = StepPlan(runner.identity, method, size, 256, torch.float32, torch.device("cpu"), threads)
         plans.append(HostTableSelection(plan).mailbox.sizes.waves)
-        lane.workers.close()
+        threads.close()
     assert plans == [2, 4, 3]
 
 
 def test_a_step_that_the_device_gave_up_is_an_error(runner: ModelRunner, threads: SearchThreads) -> None:
     method = small("csattention+dropped@group=pooled")
     session = start(runner, method, Placement.HOST)[0]
-    plan = StepPlan(runner.identity, method, 1, 256, torch.float32, torch.device("cpu"), threads.lane(0))
+    plan = StepPlan(runner.identity, method, 1, 256, torch.float32, torch.device("cpu"), threads)
     selection = HostTableSelection(plan)
     selection.begin({0: session})
     selection.mailbox.shared.trouble_X[0] = 1
@@ -302,12 +302,12 @@ def test_nothing_is_changed_that_threads_of_a_failed_step_may_use(
     monkeypatch.setattr("decode_engine.host_search.workers.take_part", die)
     threads, method = SearchThreads(1), small("csattention+dropped@group=pooled")
     session = start(runner, method, Placement.HOST)[0]
-    plan = StepPlan(runner.identity, method, 1, 256, torch.float32, torch.device("cpu"), threads.lane(0))
+    plan = StepPlan(runner.identity, method, 1, 256, torch.float32, torch.device("cpu"), threads)
     selection = HostTableSelection(plan)
     selection.begin({0: session})
     tables = weakref.ref(session.context.index("query_tables", 0))
     begun.set()
-    wait_until(lambda: threads.lane(0).workers.alive == 0)
+    wait_until(lambda: threads.workers.alive == 0)
     with pytest.raises(SparseKVError, match="no more; restart the server"):
         selection.end()
     mailbox = selection.mailbox
