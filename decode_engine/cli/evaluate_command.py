@@ -16,10 +16,10 @@ from decode_engine.evaluation.comparison.evaluate import evaluate
 from decode_engine.evaluation.comparison.pictures import check_pictures, draw_pictures
 from decode_engine.evaluation.comparison.results import FILES, Results, merge_results, write_results
 from decode_engine.evaluation.comparison.tables import results_table, tasks_table
-from decode_engine.evaluation.progress import show_progress
 from decode_engine.evaluation.settings import EvaluationConfig
 from decode_engine.evaluation.tasks import FAMILIES, parse_length
 from index_store.cli.console import FormatOption, OutputFormat, on_terminal, print_json
+from index_store.cli.progress import show_stages
 from index_store.errors import InvalidArgumentError
 from index_store.methods.expressions import EXPRESSION_HELP
 from index_store.methods.method import METHODS
@@ -107,7 +107,7 @@ def evaluate_command(
     if picture:
         check_pictures()
     say_device(device)
-    with show_progress(sys.stderr) as start_stage:
+    with show_stages(sys.stderr) as start_stage:
         results = evaluate(config, start_stage)
     show_results(results, out, picture=picture, output_format=output_format)
 

@@ -15,7 +15,6 @@ import typer
 from decode_engine.cli.device_option import DeviceOption, PlacementOption, say_device
 from decode_engine.config import AUTO, check_placement
 from decode_engine.evaluation.context_arena import arena_for
-from decode_engine.evaluation.progress import show_progress
 from decode_engine.evaluation.tuning.candidates import find_families
 from decode_engine.evaluation.tuning.meters import (
     CONTINUATION_TOKENS,
@@ -36,6 +35,7 @@ from index_store.cli.console import (
     print_json,
     print_table,
 )
+from index_store.cli.progress import show_stages
 from index_store.errors import InvalidArgumentError
 from index_store.memory.resident import ResidentContext
 from index_store.methods.expressions import EXPRESSION_HELP
@@ -98,7 +98,7 @@ def tune_command(
     manifest = opened.manifest(opened.resolve(context))
     families = find_families(manifest, [part.strip() for part in methods.split(",") if part.strip()])
     with (
-        show_progress(sys.stderr) as start_stage,
+        show_stages(sys.stderr) as start_stage,
         _open_meter(opened, manifest, target, wanted, picked, placement, model, prompts) as meter,
     ):
         outcomes = tune(families, meter, start_stage)

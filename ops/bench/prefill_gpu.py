@@ -34,7 +34,7 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.store.catalog import Store
 from index_store.store.manifest import ModelIdentity
-from prefill_worker.build.checks import check_build
+from prefill_worker.build.index_choice import check_build
 from prefill_worker.build.layer_writing import LayerWriting
 from prefill_worker.build.memory_plan import DeviceMeter
 from prefill_worker.build.stages import Clock

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from index_store.indexes.interface.layer_index import QuerySample
+from prefill_worker.reading.capture import Capture
 
 JUDGED_QUERIES = 48
 """Queries a layer is judged by, spread over the later half of the sample."""
@@ -67,6 +68,14 @@ def measure_selectivity(
             captured.append(share)
             errors.append(error)
     return Selectivity(float(torch.cat(captured).mean()), float(torch.cat(errors).mean()))
+
+
+def measure_layers(capture: Capture) -> list[Selectivity]:
+    """How selective the attention of every layer is."""
+    return [
+        measure_selectivity(capture.kv_on_device(layer), capture.query_sample(layer))
+        for layer in range(capture.identity.layers)
+    ]
 
 
 def judged_rows(positions_P: Tensor) -> Tensor:

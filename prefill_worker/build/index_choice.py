@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from index_store.errors import InvalidArgumentError
-from index_store.methods.index_specs import (INDEX_SPECS, IndexSpec)
-from index_store.indexes.interface.layer_index import Scalar
-from index_store.methods.method import (METHODS, Method, get_method)
+from index_store.indexes.interface.layer_index import LayerSource, QuerySample, Scalar
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
+from index_store.methods.method import METHODS, Method, get_method
+from index_store.store.manifest import ModelIdentity
 from prefill_worker.config import PrefillConfig
 
 FIXED_INDEXES = frozenset({"paper_tables"})
 """Indexes whose name promises what was published: no flag reshapes them."""
 
 _TABLES_KIND = "query_tables"
+_TRIAL_KEYS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,26 @@ def check_centroids(config: PrefillConfig, plan: IndexPlan, queries: int) -> Non
             centroids=wanted,
             queries=queries,
         )
+
+
+def check_build(
+    spec: IndexSpec,
+    identity: ModelIdentity,
+    inverse_frequencies: Tensor | None,
+    kv_dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Builds the index over a few made-up keys, so that parameters that do not suit the model's shape fail early.
+
+    On a device this also compiles most of the kernels.
+    """
+    generator = torch.Generator().manual_seed(0)
+    group = identity.query_heads // identity.kv_heads
+    kv = torch.randn(1, _TRIAL_KEYS, 2, identity.head_dim, generator=generator)
+    queries = torch.randn(1, _TRIAL_KEYS, group, identity.head_dim, generator=generator)
+    sample = QuerySample(queries.to(device), torch.arange(_TRIAL_KEYS))
+    source = LayerSource(kv.to(device, kv_dtype), sample, inverse_frequencies)
+    INDEX_KINDS[spec.kind].build(spec.parameters, source, seed=0)
 
 
 def _table_flags(config: PrefillConfig) -> dict[str, Scalar]:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from index_store.selection.calibration import (CALIBRATION_QUERIES, ThresholdCalibrator)
-from index_store.indexes.interface.layer_index import (LayerIndex, LayerSource)
+from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
+from index_store.selection.calibration import CALIBRATION_QUERIES, ThresholdCalibrator
 
 STORED_LAST, STORED_SPREAD = 64, 64
 """Stored are the last positions of the context, and others spread over the rest of the sample."""

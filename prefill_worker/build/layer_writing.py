@@ -18,19 +18,18 @@ from typing import Self
 
 from torch import Tensor
 
+from index_store.errors import InvalidArgumentError
+from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, all_finite
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.methods.index_specs import IndexSpec
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.store.dtypes import dtype_name
-from index_store.errors import InvalidArgumentError
-from index_store.methods.index_specs import IndexSpec
-from index_store.indexes.interface.layer_index import (LayerIndex, LayerSource)
-from index_store.indexes.registry import INDEX_KINDS
-from index_store.store.manifest import (ArrayEntry, IndexEntry, index_array_entry, kv_entry, queries_entry)
+from index_store.store.manifest import ArrayEntry, IndexEntry, index_array_entry, kv_entry, queries_entry
 from index_store.store.writer import ContextWriter
-from prefill_worker.build.checks import check_finite
+from prefill_worker.build.dense_layers import Selectivity, measure_selectivity
+from prefill_worker.build.late_queries import calibrate, stored_rows
+from prefill_worker.build.stages import ChunkWriting, SideStream, Stage, Timer
 from prefill_worker.reading.capture import Capture
-from prefill_worker.build.dense_layers import (Selectivity, measure_selectivity)
-from prefill_worker.build.late_queries import (calibrate, stored_rows)
-from prefill_worker.build.stages import (ChunkWriting, SideStream, Stage, Timer)
 
 UNDER_WAY = 2
 """Layers that are built or written at a time."""
@@ -245,3 +244,12 @@ class IndexWriting:
 def create(writer: ContextWriter, entry: ArrayEntry) -> ArrayEntry:
     """Creates the array that an entry describes."""
     return writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+
+
+def check_finite(kv_HN2D: Tensor, layer: int) -> None:
+    """Raises InvalidArgumentError when a stored key or value is NaN or infinite."""
+    if not all_finite(kv_HN2D):
+        raise InvalidArgumentError(
+            f"keys or values of layer {layer} are not finite in {dtype_name(kv_HN2D.dtype)}; "
+            "store them with --dtype bfloat16 or float32"
+        )

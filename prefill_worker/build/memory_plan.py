@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from index_store.errors import MemoryBudgetError
-from index_store.store.manifest import ModelIdentity
 from index_store.memory.memory_sizes import free_memory
+from index_store.store.manifest import ModelIdentity
 from prefill_worker.reading.causal_attention import PAST_BLOCK
 
 FREE_SHARE = 0.9

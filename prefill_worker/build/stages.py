@@ -16,7 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from index_store.memory.host_memory import (HostBlock, default_page_locker)
+from index_store.memory.host_memory import HostBlock, default_page_locker
 from index_store.store.writer import ContextWriter
 
 Timer = Callable[[str], AbstractContextManager[None]]

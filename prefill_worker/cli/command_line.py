@@ -67,11 +67,11 @@ def run(
     # Imported here, not above: torch and transformers take seconds, which --help and usage errors need not wait
     # for, and an interrupt while they load must end as cleanly as one later.
     try:
+        from index_store.cli.progress import reporter_for
         from index_store.memory.memory_sizes import parse_size
         from index_store.methods.method import DEFAULT_METHOD
         from prefill_worker.config import PrefillConfig
         from prefill_worker.jobs.job import run_job
-        from prefill_worker.jobs.progress import reporter_for
 
         config = PrefillConfig(
             model=model,

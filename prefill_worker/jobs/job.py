@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from index_store.cli.progress import Reporter, Update
 from index_store.errors import (
     ContextCorruptError,
     ContextExpiredError,
@@ -35,9 +36,8 @@ from index_store.store.dtypes import dtype_name, stored_dtype
 from index_store.store.manifest import ArrayEntry, Manifest, ModelIdentity, kv_entry
 from index_store.store.writer import ContextWriter
 from prefill_worker.build import dense_layers as rule
-from prefill_worker.build.checks import check_build, measure_layers
-from prefill_worker.build.dense_layers import Selectivity
-from prefill_worker.build.index_choice import IndexPlan, check_centroids, plan_indexes
+from prefill_worker.build.dense_layers import Selectivity, measure_layers
+from prefill_worker.build.index_choice import IndexPlan, check_build, check_centroids, plan_indexes
 from prefill_worker.build.layer_writing import LayerWriting, WrittenLayers
 from prefill_worker.build.memory_plan import (
     DeviceMeter,
@@ -50,7 +50,6 @@ from prefill_worker.build.memory_plan import (
 from prefill_worker.build.stages import Clock
 from prefill_worker.config import PrefillConfig, parse_dense_layers, parse_ttl
 from prefill_worker.jobs.inputs import document_name, fingerprint_prompts, read_document, read_prompts
-from prefill_worker.jobs.progress import Reporter, Update
 from prefill_worker.muse.ranges import RangeAttention, planned_bytes
 from prefill_worker.reading.capture import Capture, SamplePlan, plan_sample, register_attention
 from prefill_worker.reading.prefill import run_context, run_prompts

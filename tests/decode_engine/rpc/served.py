@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from decode_engine.model.runner import ModelRunner
+from index_store.cli.progress import LineReporter
 from index_store.memory.arena import Arena
 from index_store.memory.resident import ResidentContext
 from index_store.models.loading import resolve_model
 from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
-from prefill_worker.jobs.progress import LineReporter
 from tests.support_models import write_model_folder
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 6

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from index_store.indexes.interface.layer_index import QuerySample
-from prefill_worker.build.dense_layers import (ERROR_THRESHOLD, JUDGED_QUERIES, choose_dense_layers, judged_rows, measure_selectivity)
+from prefill_worker.build.dense_layers import (
+    ERROR_THRESHOLD,
+    JUDGED_QUERIES,
+    choose_dense_layers,
+    judged_rows,
+    measure_selectivity,
+)
 
 HEADS, GROUP, KEYS, DIM, ROWS = 2, 3, 3000, 32, 100
 

@@ -9,8 +9,8 @@ import pytest
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.methods.index_specs import INDEX_SPECS
+from prefill_worker.build.index_choice import IndexPlan, plan_indexes
 from prefill_worker.config import PrefillConfig
-from prefill_worker.build.index_choice import (IndexPlan, plan_indexes)
 
 
 def plan(*methods: str, **changes: Any) -> IndexPlan:

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from index_store.selection.budgets import Step
-from index_store.selection.budgets import Threshold
-from index_store.selection.calibration import (ThresholdCalibrator, ThresholdCurve)
-from index_store.methods.index_specs import INDEX_SPECS
-from index_store.indexes.interface.layer_index import (LayerSource, QuerySample)
+from index_store.indexes.interface.layer_index import LayerSource, QuerySample
 from index_store.indexes.key_clusters.index import KeyClusters
+from index_store.methods.index_specs import INDEX_SPECS
+from index_store.selection.budgets import Step, Threshold
+from index_store.selection.calibration import ThresholdCalibrator, ThresholdCurve
+from prefill_worker.build.late_queries import calibrate, late_rows, stored_rows
 from prefill_worker.reading.capture import plan_sample
-from prefill_worker.build.late_queries import (calibrate, late_rows, stored_rows)
 
 
 def positions(tokens: int, prompts: tuple[int, ...], rows: int) -> Tensor:

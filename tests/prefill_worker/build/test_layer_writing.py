@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from index_store.store.catalog import Store
 from index_store.errors import InvalidArgumentError, StoreFullError
-from index_store.methods.index_specs import INDEX_SPECS
 from index_store.indexes.key_clusters.index import KeyClusters
+from index_store.methods.index_specs import INDEX_SPECS
+from index_store.store.catalog import Store
 from index_store.store.manifest import ModelIdentity
 from index_store.store.writer import ContextWriter
 from prefill_worker.build import layer_writing
-from prefill_worker.reading.capture import (Capture, SamplePlan)
-from prefill_worker.build.layer_writing import (UNDER_WAY, LayerWriting, WrittenLayers)
-from prefill_worker.build.stages import (ChunkWriting, Clock, SideStream, Stage)
+from prefill_worker.build.layer_writing import UNDER_WAY, LayerWriting, WrittenLayers
+from prefill_worker.build.stages import ChunkWriting, Clock, SideStream, Stage
+from prefill_worker.reading.capture import Capture, SamplePlan
 
 LAYERS, TOKENS, DIM = 5, 200, 16
 IDENTITY = ModelIdentity("tiny", "llama", "0", "0", LAYERS, 4, 2, DIM, 100, 4096)
