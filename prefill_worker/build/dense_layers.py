@@ -17,9 +17,7 @@ from torch import Tensor
 
 from index_store.indexes.interface.layer_index import QuerySample
 from prefill_worker.reading.capture import Capture
-
-JUDGED_QUERIES = 48
-"""Queries a layer is judged by, spread over the later half of the sample."""
+from prefill_worker.reading.query_sample import judged_rows
 
 KEEP = 0.02
 """Share of the keys that the exact selection may have."""
@@ -76,14 +74,6 @@ def measure_layers(capture: Capture) -> list[Selectivity]:
         measure_selectivity(capture.kv_on_device(layer), capture.query_sample(layer))
         for layer in range(capture.identity.layers)
     ]
-
-
-def judged_rows(positions_P: Tensor) -> Tensor:
-    """Rows of the sample that a layer is judged by: evenly spread over its later half, the last one included."""
-    count = len(positions_P)
-    first = count // 2 if count > JUDGED_QUERIES else 0
-    wanted = min(JUDGED_QUERIES, count - first)
-    return torch.linspace(first, count - 1, wanted).round().long()
 
 
 def _compare(

@@ -24,7 +24,7 @@ _TRIAL_KEYS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class IndexPlan:
+class ChosenIndexes:
     """The indexes to build and the methods they are built for.
 
     methods: those asked for; with only indexes asked for, every preset that these are enough for.
@@ -54,7 +54,7 @@ class IndexPlan:
         return tuple(layer for layer in range(layers) if layer not in left_out)
 
 
-def plan_indexes(config: PrefillConfig) -> IndexPlan:
+def choose_indexes(config: PrefillConfig) -> ChosenIndexes:
     """The different indexes that the job's methods need stored, and those that it names itself.
 
     `--index NAME:parameter=value,...` reshapes the index of that name; --tables, --subspaces, --centroids and --split
@@ -75,11 +75,11 @@ def plan_indexes(config: PrefillConfig) -> IndexPlan:
             _refuse(config, specs)
         specs |= {name: spec.with_parameters(**flags) for name, spec in reshaped.items()}
     if not methods:
-        return IndexPlan(tuple(specs.values()), tuple(_supported_methods(specs)))
-    return IndexPlan(tuple(specs.values()), tuple(_fitted(method, specs) for method in methods))
+        return ChosenIndexes(tuple(specs.values()), tuple(_supported_methods(specs)))
+    return ChosenIndexes(tuple(specs.values()), tuple(_fitted(method, specs) for method in methods))
 
 
-def check_centroids(config: PrefillConfig, plan: IndexPlan, queries: int) -> None:
+def check_centroids(config: PrefillConfig, chosen: ChosenIndexes, queries: int) -> None:
     """Raises InvalidArgumentError when --centroids asks for more than there are sampled queries per KV head.
 
     Every further centroid would repeat another one, at the price of a table row of the context's length. An index's
@@ -89,7 +89,8 @@ def check_centroids(config: PrefillConfig, plan: IndexPlan, queries: int) -> Non
     if wanted is None or wanted <= queries:
         return
     if any(
-        _reshapable(spec) and INDEX_SPECS[spec.name].parameters["centroids"] != wanted for spec in plan.specs
+        _reshapable(spec) and INDEX_SPECS[spec.name].parameters["centroids"] != wanted
+        for spec in chosen.specs
     ):
         raise InvalidArgumentError(
             f"--centroids is {wanted}, expected at most {queries}: that many queries are sampled per KV head of "
