@@ -14,10 +14,10 @@ from decode_engine.evaluation.comparison.evaluate import evaluate
 from decode_engine.evaluation.comparison.pictures import check_pictures, draw_pictures
 from decode_engine.evaluation.comparison.results import FILES, Results, merge_results, write_results
 from decode_engine.evaluation.comparison.tables import results_table, tasks_table
-from decode_engine.evaluation.progress import show_progress
 from decode_engine.evaluation.settings import EvaluationConfig
 from index_store.cli.console import on_terminal, print_json
 from index_store.cli.options import FormatOption, OutputFormat, configured
+from index_store.cli.progress import show_stages
 
 PictureOption = Annotated[bool, typer.Option(help="Draw quality and captured mass (needs matplotlib).")]
 
@@ -34,7 +34,7 @@ def evaluate_command(
     if picture:
         check_pictures()
     say_device(config.device)
-    with show_progress(sys.stderr) as start_stage:
+    with show_stages(sys.stderr) as start_stage:
         results = evaluate(config, start_stage)
     show_results(results, config.out, picture=picture, output=output)
 

@@ -17,7 +17,6 @@ from typer import Option
 from decode_engine.cli.logs import say_device
 from decode_engine.config import DeviceOption, PlacementOption, check_placement
 from decode_engine.evaluation.context_arena import arena_for
-from decode_engine.evaluation.progress import show_progress
 from decode_engine.evaluation.tuning.candidates import find_sweeps
 from decode_engine.evaluation.tuning.meters import (
     CONTINUATION_TOKENS,
@@ -38,6 +37,7 @@ from index_store.cli.options import (
     comma_separated,
     configured,
 )
+from index_store.cli.progress import show_stages
 from index_store.errors import InvalidArgumentError
 from index_store.memory.resident import ResidentContext
 from index_store.methods.expressions import EXPRESSION_HELP
@@ -127,7 +127,7 @@ def tune_command(config: TuneConfig, output: FormatOption = OutputFormat.TEXT) -
     manifest = store.manifest(store.resolve(config.context))
     sweeps = find_sweeps(manifest, config.methods)
     with (
-        show_progress(sys.stderr) as start_stage,
+        show_stages(sys.stderr) as start_stage,
         _open_meter(config, store, manifest, device) as meter,
     ):
         outcomes = tune(sweeps, meter, start_stage)

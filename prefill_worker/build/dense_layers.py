@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from index_store.store.stored_context import QuerySample
-
-JUDGED_QUERIES = 48
-"""Queries a layer is judged by, spread over the later half of the sample."""
+from prefill_worker.reading.capture import Capture
+from prefill_worker.reading.query_sample import judged_rows
 
 KEEP = 0.02
 """Share of the keys that the exact selection may have."""
@@ -69,12 +68,12 @@ def measure_selectivity(
     return Selectivity(float(torch.cat(captured).mean()), float(torch.cat(errors).mean()))
 
 
-def judged_rows(positions_P: Tensor) -> Tensor:
-    """Rows of the sample that a layer is judged by: evenly spread over its later half, the last one included."""
-    count = len(positions_P)
-    first = count // 2 if count > JUDGED_QUERIES else 0
-    wanted = min(JUDGED_QUERIES, count - first)
-    return torch.linspace(first, count - 1, wanted).round().long()
+def measure_layers(capture: Capture) -> list[Selectivity]:
+    """How selective the attention of every layer is."""
+    return [
+        measure_selectivity(capture.kv_on_device(layer), capture.query_sample(layer))
+        for layer in range(capture.identity.layers)
+    ]
 
 
 def _compare(

@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.interface.layer_index import LayerSource
+from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.methods.method import METHODS, Method, get_method
 from index_store.store.json_fields import Scalar
+from index_store.store.manifest import ModelIdentity
+from index_store.store.stored_context import QuerySample
 from prefill_worker.config import PrefillConfig
 
 FIXED_INDEXES = frozenset({"paper_tables"})
 """Indexes whose name promises what was published: no flag reshapes them."""
 
 _TABLES_KIND = "query_tables"
+_TRIAL_KEYS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class IndexPlan:
+class ChosenIndexes:
     """The indexes to build and the methods they are built for.
 
     methods: those asked for; with only indexes asked for, every preset that these are enough for.
@@ -48,7 +56,7 @@ class IndexPlan:
         return tuple(layer for layer in range(layers) if layer not in left_out)
 
 
-def plan_indexes(config: PrefillConfig) -> IndexPlan:
+def choose_indexes(config: PrefillConfig) -> ChosenIndexes:
     """The different indexes that the job's methods need stored, and those that it names itself.
 
     `--index NAME:parameter=value,...` reshapes the index of that name; --tables, --subspaces, --centroids and --split
@@ -69,11 +77,11 @@ def plan_indexes(config: PrefillConfig) -> IndexPlan:
             _refuse(config, specs)
         specs |= {name: spec.with_parameters(**flags) for name, spec in reshaped.items()}
     if not methods:
-        return IndexPlan(tuple(specs.values()), tuple(_supported_methods(specs)))
-    return IndexPlan(tuple(specs.values()), tuple(_fitted(method, specs) for method in methods))
+        return ChosenIndexes(tuple(specs.values()), tuple(_supported_methods(specs)))
+    return ChosenIndexes(tuple(specs.values()), tuple(_fitted(method, specs) for method in methods))
 
 
-def check_centroids(config: PrefillConfig, plan: IndexPlan, queries: int) -> None:
+def check_centroids(config: PrefillConfig, chosen: ChosenIndexes, queries: int) -> None:
     """Raises InvalidArgumentError when --centroids asks for more than there are sampled queries per KV head.
 
     Every further centroid would repeat another one, at the price of a table row of the context's length. An index's
@@ -83,7 +91,8 @@ def check_centroids(config: PrefillConfig, plan: IndexPlan, queries: int) -> Non
     if wanted is None or wanted <= queries:
         return
     if any(
-        _reshapable(spec) and INDEX_SPECS[spec.name].parameters["centroids"] != wanted for spec in plan.specs
+        _reshapable(spec) and INDEX_SPECS[spec.name].parameters["centroids"] != wanted
+        for spec in chosen.specs
     ):
         raise InvalidArgumentError(
             f"--centroids is {wanted}, expected at most {queries}: that many queries are sampled per KV head of "
@@ -91,6 +100,26 @@ def check_centroids(config: PrefillConfig, plan: IndexPlan, queries: int) -> Non
             centroids=wanted,
             queries=queries,
         )
+
+
+def check_build(
+    spec: IndexSpec,
+    identity: ModelIdentity,
+    inverse_frequencies: Tensor | None,
+    kv_dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Builds the index over a few made-up keys, so that parameters that do not suit the model's shape fail early.
+
+    On a device this also compiles most of the kernels.
+    """
+    generator = torch.Generator().manual_seed(0)
+    group = identity.query_heads // identity.kv_heads
+    kv = torch.randn(1, _TRIAL_KEYS, 2, identity.head_dim, generator=generator)
+    queries = torch.randn(1, _TRIAL_KEYS, group, identity.head_dim, generator=generator)
+    sample = QuerySample(queries.to(device), torch.arange(_TRIAL_KEYS))
+    source = LayerSource(kv.to(device, kv_dtype), sample, inverse_frequencies)
+    INDEX_KINDS[spec.kind].build(spec.parameters, source, seed=0)
 
 
 def _table_flags(config: PrefillConfig) -> dict[str, Scalar]:

@@ -4,12 +4,12 @@ On a device indexes are built on a stream of their own, in a thread of their own
 copy them into page-locked memory, compute their checksums and write them. At most two layers are under way. On a CPU,
 where building takes all cores, only the writing is beside it.
 
-Shape legend: H KV heads, N keys, d head dim.
+Shape legend: H KV heads, N keys, R rows of the query sample, d head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,24 +19,26 @@ from typing import Self
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
+from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, all_finite
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.store.dtypes import dtype_name
 from index_store.store.manifest import ArrayEntry, IndexEntry, index_array_entry, kv_entry, queries_entry
 from index_store.store.writer import ContextWriter
-from prefill_worker.build.checks import check_finite
 from prefill_worker.build.dense_layers import Selectivity, measure_selectivity
-from prefill_worker.build.late_queries import calibrate, stored_rows
 from prefill_worker.build.stages import ChunkWriting, SideStream, Stage, Timer
 from prefill_worker.reading.capture import Capture
+from prefill_worker.reading.query_sample import late_rows, stored_rows
 
 UNDER_WAY = 2
 """Layers that are built or written at a time."""
 
 WRITERS = 4
 """Threads that copy, compute checksums and write."""
+
+_ROWS_AT_ONCE = 16
+_RECENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,3 +247,42 @@ class IndexWriting:
 def create(writer: ContextWriter, entry: ArrayEntry) -> ArrayEntry:
     """Creates the array that an entry describes."""
     return writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+
+
+def check_finite(kv_HN2D: Tensor, layer: int) -> None:
+    """Raises InvalidArgumentError when a stored key or value is NaN or infinite."""
+    if not all_finite(kv_HN2D):
+        raise InvalidArgumentError(
+            f"keys or values of layer {layer} are not finite in {dtype_name(kv_HN2D.dtype)}; "
+            "store them with --dtype bfloat16 or float32"
+        )
+
+
+def calibrate(calibrator: ThresholdCalibrator, index: LayerIndex, source: LayerSource, sinks: int) -> None:
+    """Adds one layer's late queries, each of which searches the keys between the sinks and its recent window.
+
+    A request's window holds its own tokens, a late query's the end of the context: left out, both see the rest alike.
+    With the window the thresholds come out so low that questions keep up to twice the wanted share.
+    """
+    _, token_count, _, head_dim = source.kv_HN2D.shape
+    if token_count <= sinks:
+        return
+    queries, positions_P = source.queries.queries_HPGD, source.queries.positions_P
+    rows_R = late_rows(positions_P, token_count)
+    for part in _runs(positions_P[rows_R]):
+        scaled = queries[:, rows_R[part]] * head_dim**-0.5
+        position = int(positions_P[rows_R[part.start]])
+        end = min(token_count, position - _RECENT)
+        if end < sinks + token_count // 2:  # a short context is searched whole
+            end = token_count
+        calibrator.add(index.rank(scaled, sinks, end, None, {}, position=position))
+
+
+def _runs(positions_R: Tensor) -> Iterator[slice]:
+    """Slices of consecutive positions, of at most 16 each."""
+    first = 0
+    for row in range(1, len(positions_R) + 1):
+        ends = row == len(positions_R) or int(positions_R[row]) != int(positions_R[row - 1]) + 1
+        if ends or row - first == _ROWS_AT_ONCE:
+            yield slice(first, row)
+            first = row

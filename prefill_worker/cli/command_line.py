@@ -58,8 +58,8 @@ def run(
     The store is made when it is not there.
     """
     # Imported here, not above: torch and transformers take seconds, which --help and usage errors need not wait for.
+    from index_store.cli.progress import reporter_for
     from prefill_worker.jobs.job import run_job
-    from prefill_worker.jobs.progress import reporter_for
 
     config = replace(config, input=(*config.input, *(more_inputs or ())))
     report = run_job(config, reporter_for(sys.stderr))

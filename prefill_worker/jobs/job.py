@@ -2,57 +2,30 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-import torch
-
-from index_store.errors import (
-    ContextCorruptError,
-    ContextExpiredError,
-    ContextNotFoundError,
-    InvalidArgumentError,
-    StoreFullError,
-)
-from index_store.indexes.registry import INDEX_KINDS
-from index_store.models.loading import (
-    ModelFolder,
-    check_positions,
-    checkpoint_dtype,
-    identify,
-    load_model,
-    load_tokenizer,
-    resolve_model,
-)
+from index_store.cli.progress import Reporter, Update
+from index_store.errors import ContextCorruptError, ContextExpiredError, ContextNotFoundError
+from index_store.models.loading import load_model
 from index_store.store.catalog import Store, utc_now
-from index_store.store.context_id import context_id
 from index_store.store.dtypes import dtype_name, stored_dtype
 from index_store.store.json_fields import Scalar
-from index_store.store.manifest import ArrayEntry, Manifest, ModelIdentity, kv_entry
+from index_store.store.manifest import ArrayEntry, Manifest, kv_entry
 from index_store.store.writer import ContextWriter
-from prefill_worker.build import dense_layers as rule
-from prefill_worker.build.checks import check_build, measure_layers
-from prefill_worker.build.dense_layers import Selectivity
-from prefill_worker.build.index_choice import IndexPlan, check_centroids, plan_indexes
+from prefill_worker.build.dense_layers import Selectivity, measure_layers
+from prefill_worker.build.index_choice import check_build
+from prefill_worker.build.kv_placement import DeviceMeter, UsedMemory, device_limit, place_kv, weight_bytes
 from prefill_worker.build.layer_writing import LayerWriting, WrittenLayers
-from prefill_worker.build.memory_plan import (
-    DeviceMeter,
-    JobSizes,
-    UsedMemory,
-    device_limit,
-    plan_memory,
-    weight_bytes,
-)
 from prefill_worker.build.stages import Clock
-from prefill_worker.config import PrefillConfig, parse_dense_layers, parse_ttl
-from prefill_worker.jobs.inputs import document_name, fingerprint_prompts, read_document, read_prompts
-from prefill_worker.jobs.progress import Reporter, Update
-from prefill_worker.muse.ranges import RangeAttention, planned_bytes
-from prefill_worker.reading.capture import Capture, SamplePlan, plan_sample, register_attention
+from prefill_worker.config import PrefillConfig, parse_ttl
+from prefill_worker.jobs.inputs import document_name
+from prefill_worker.jobs.prepared_job import PreparedJob, check_space, prepare_job
+from prefill_worker.muse.ranges import RangeAttention
+from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.prefill import run_context, run_prompts
 
 
@@ -71,94 +44,6 @@ class PrefillReport:
     memory: UsedMemory | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Everything that is known before the model is loaded."""
-
-    config: PrefillConfig
-    folder: ModelFolder
-    identity: ModelIdentity
-    dtype: str
-    token_ids: Sequence[int]
-    prompts: Sequence[Sequence[int]]
-    plan: IndexPlan
-
-    def parameters(self) -> dict[str, object]:
-        """What, besides model, dtype, salt and tokens, decides which bytes are stored."""
-        dense = self.given_dense_layers
-        automatic = {"keep": rule.KEEP, "threshold": rule.ERROR_THRESHOLD}
-        return {
-            "indexes": [
-                {
-                    "name": spec.name,
-                    "kind": spec.kind,
-                    "parameters": dict(spec.parameters),
-                    "flat_layers": self.plan.covers_flat_layers(spec),
-                }
-                for spec in sorted(self.plan.specs, key=lambda spec: spec.name)
-            ],
-            "dense_layers": automatic if dense is None else list(dense),
-            "query_sample": self.config.query_sample,
-            "seed": self.config.seed,
-            "calibration": fingerprint_prompts(self.prompts),
-            **({} if self.config.muse is None else {"attention": self.config.muse.describe()}),
-        }
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.identity.query_heads // self.identity.kv_heads
-
-    def sample_plan(self) -> SamplePlan:
-        """The positions whose queries are sampled."""
-        rows = max(1, self.config.query_sample // self.group)
-        lengths = [len(prompt) for prompt in self.prompts]
-        return plan_sample(len(self.token_ids), lengths, rows, self.config.seed)
-
-    def sampled_queries(self) -> int:
-        """Queries that the index of one KV head is built from."""
-        return self.sample_plan().rows * self.group
-
-    def sizes(self, model: Any) -> JobSizes:
-        """What decides how much memory the job needs with this model."""
-        index_row = sum(
-            INDEX_KINDS[spec.kind].bytes_per_token(spec.parameters, self.identity.head_dim)
-            for spec in self.plan.specs
-        )
-        tokens, muse, compute = len(self.token_ids), self.config.muse, next(model.parameters()).dtype
-        return JobSizes(
-            self.identity,
-            tokens=tokens,
-            chunk=self.config.pass_tokens,
-            sampled=self.sample_plan().rows,
-            feed_forward=int(getattr(model.config, "intermediate_size", 4 * model.config.hidden_size)),
-            index_bytes=int(tokens * self.identity.kv_heads * index_row),
-            kv_dtype=stored_dtype(self.dtype).torch_dtype,
-            compute_dtype=compute,
-            approximation_bytes=0 if muse is None else planned_bytes(muse, self.identity, tokens, compute),
-            pass_flag="--chunk" if muse is None else "--muse-block",
-        )
-
-    @property
-    def given_dense_layers(self) -> tuple[int, ...] | None:
-        """The dense layers that the job was told; None when they are to be measured."""
-        return parse_dense_layers(self.config.dense_layers)
-
-    @property
-    def layers_are_known(self) -> bool:
-        """Whether the layers of every index are known before any is measured."""
-        known = self.given_dense_layers is not None
-        return known or all(self.plan.covers_flat_layers(spec) for spec in self.plan.specs)
-
-    def dense_layers(self, measured: Sequence[Selectivity]) -> tuple[int, ...]:
-        """Those given, otherwise those whose attention was measured to be flat."""
-        given = self.given_dense_layers
-        return rule.choose_dense_layers(measured) if given is None else given
-
-    def id(self) -> str:
-        return context_id(self.identity, self.dtype, self.parameters(), self.config.salt, self.token_ids)
-
-
 def run_job(
     config: PrefillConfig, reporter: Reporter, standard_input: BinaryIO | None = None
 ) -> PrefillReport:
@@ -170,7 +55,7 @@ def run_job(
     """
     clock = Clock()
     with clock("tokenize"):
-        job = _prepare(config, standard_input or sys.stdin.buffer)
+        job = prepare_job(config, standard_input or sys.stdin.buffer)
     store = Store(config.store, create=True)
     store.gc()
     id_ = job.id()
@@ -178,35 +63,10 @@ def run_job(
         present = _find(store, id_, reporter)
         if present is not None:
             return PrefillReport(present, False, clock.seconds, _not_applied(config, present, reporter))
-        _check_space(job)
+        check_space(job)
         reporter.note(f"context {id_[:12]}: {len(job.token_ids)} tokens, model {job.identity.name}")
         manifest, memory = _write(job, store, id_, clock, reporter)
     return PrefillReport(manifest, True, clock.seconds, memory=memory)
-
-
-def _prepare(config: PrefillConfig, standard_input: BinaryIO) -> _Job:
-    """Checks everything that can be checked without running the model."""
-    plan = plan_indexes(config)
-    folder = resolve_model(config.model)
-    identity = identify(folder)
-    dense = parse_dense_layers(config.dense_layers)
-    if dense and dense[-1] >= identity.layers:
-        raise InvalidArgumentError(
-            f"--dense-layers names layer {dense[-1]}, model {identity.name!r} has layers 0 to {identity.layers - 1}"
-        )
-    tokenizer = load_tokenizer(folder)
-    text = read_document(config.input, standard_input)
-    token_ids = [*tokenizer.prefix_ids, *tokenizer.encode(text)]
-    prompts = [] if config.calibration is None else read_prompts(config.calibration, tokenizer)
-    check_positions(identity, len(token_ids) + max((len(prompt) for prompt in prompts), default=0))
-    dtype = checkpoint_dtype(folder) if config.dtype == "auto" else config.dtype
-    job = _Job(config, folder, identity, dtype, token_ids, prompts, plan)
-    check_centroids(config, plan, job.sampled_queries())
-    # Whether the model's rotary embedding suits is known when the model is loaded.
-    frequencies = torch.ones(identity.head_dim // 2)
-    for spec in plan.specs:
-        check_build(spec, identity, frequencies)
-    return job
 
 
 def _not_applied(config: PrefillConfig, present: Manifest, reporter: Reporter) -> tuple[str, ...]:
@@ -241,21 +101,8 @@ def _find(store: Store, id_: str, reporter: Reporter) -> Manifest | None:
     return None
 
 
-def _check_space(job: _Job) -> None:
-    """Raises StoreFullError before any work when not even keys and values can fit."""
-    needed = kv_entry(job.identity, len(job.token_ids), job.dtype).nbytes
-    free = shutil.disk_usage(job.config.store).free
-    if needed > free:
-        raise StoreFullError(
-            f"{job.config.store}: keys and values take {needed} bytes, {free} are free; nothing was written. "
-            "Free space (`index-store gc`, `index-store rm`) and run again",
-            needed=needed,
-            free=free,
-        )
-
-
 def _write(
-    job: _Job, store: Store, id_: str, clock: Clock, reporter: Reporter
+    job: PreparedJob, store: Store, id_: str, clock: Clock, reporter: Reporter
 ) -> tuple[Manifest, UsedMemory]:
     with store.writer(id_) as writer:
         written, compute_dtype, memory = _read_and_build(job, writer, clock, reporter)
@@ -272,7 +119,7 @@ def _write(
 
 
 def _read_and_build(
-    job: _Job, writer: ContextWriter, clock: Clock, reporter: Reporter
+    job: PreparedJob, writer: ContextWriter, clock: Clock, reporter: Reporter
 ) -> tuple[WrittenLayers, str, UsedMemory]:
     """Runs the model, builds and writes all layers: what was written, the dtype it computed in, the memory it took.
 
@@ -284,20 +131,20 @@ def _read_and_build(
     with clock("load"):
         loaded = load_model(job.folder, register_attention(), device=config.torch_device)
         frequencies = loaded.inverse_frequencies
-        for spec in job.plan.specs:
+        for spec in job.chosen.specs:
             check_build(spec, identity, frequencies, kv_dtype, config.torch_device)
     compute = next(loaded.model.parameters()).dtype
-    plan = plan_memory(job.sizes(loaded.model), device_limit(config.torch_device, config.device_memory))
-    if plan.block_tokens is not None:
-        reporter.note(plan.describe())
+    placement = place_kv(job.sizes(loaded.model), device_limit(config.torch_device, config.device_memory))
+    if placement.block_tokens is not None:
+        reporter.note(placement.describe())
     meter = DeviceMeter(config.torch_device)
     capture = Capture(
         identity,
         len(job.token_ids),
         kv_dtype,
-        job.sample_plan(),
+        job.sampled_positions(),
         config.torch_device,
-        block_tokens=plan.block_tokens,
+        block_tokens=placement.block_tokens,
         approximation=None if config.muse is None else RangeAttention(config.muse, identity.layers),
     )
     with closing(capture), LayerWriting(writer, capture, frequencies, config.seed, clock) as writing:
@@ -321,18 +168,18 @@ def _read_and_build(
                         measured = measure_layers(capture)
                 _begin(job, writing, measured)
             written = writing.finish(update)
-    return written, dtype_name(compute), plan.used(meter.peak())
+    return written, dtype_name(compute), placement.used(meter.peak())
 
 
-def _begin(job: _Job, writing: LayerWriting, measured: Sequence[Selectivity] | None) -> None:
+def _begin(job: PreparedJob, writing: LayerWriting, measured: Sequence[Selectivity] | None) -> None:
     """Says which layers get which index; without a measurement, and where it is wanted, it is made on the way."""
     dense = job.dense_layers(measured or ())
-    indexes = [(spec, job.plan.layers(spec, job.identity.layers, dense)) for spec in job.plan.specs]
+    indexes = [(spec, job.chosen.layers(spec, job.identity.layers, dense)) for spec in job.chosen.specs]
     writing.begin(indexes, measured, measure=measured is None and job.given_dense_layers is None)
 
 
 def _manifest(
-    job: _Job,
+    job: PreparedJob,
     id_: str,
     clock: Clock,
     compute_dtype: str,
@@ -363,7 +210,7 @@ def _manifest(
         dtype=job.dtype,
         token_count=len(job.token_ids),
         salt=config.salt,
-        methods=job.plan.method_names,
+        methods=job.chosen.method_names,
         dense_layers=job.dense_layers(written.selectivity),
         selection_errors=tuple(round(layer.output_error, 6) for layer in written.selectivity),
         tokens=tokens,

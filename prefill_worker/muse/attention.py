@@ -17,21 +17,21 @@ from index_store.attention.attention_state import AttentionState
 from index_store.attention.fused import attend_fused, attend_fused_backward
 from index_store.errors import InvalidArgumentError
 from prefill_worker.muse.backend import Backend, backend_for
-from prefill_worker.muse.kernels.clusters import Clusters
-from prefill_worker.muse.kernels.reference import Moments, Summaries
+from prefill_worker.muse.kernels.clusters import BoundedClusters
+from prefill_worker.muse.kernels.reference import KeyValueMoments, Summaries
 from prefill_worker.muse.settings import MuseSettings
 from prefill_worker.muse.tree import Pairs, divide_triangle
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ApproximatedPart:
     """What stays of an approximated part for the backward pass."""
 
     pairs: Pairs
-    query_clusters: Clusters
-    key_clusters: Clusters
+    query_clusters: BoundedClusters
+    key_clusters: BoundedClusters
     summaries: Summaries
-    moments: Moments | None
+    moments: KeyValueMoments | None
     dipoles: Tensor | None
 
 
@@ -72,7 +72,7 @@ def attend_forward(
     is_causal: bool,
     settings: MuseSettings,
     backend: Backend,
-) -> tuple[Tensor, Tensor, list[Part]]:
+) -> tuple[Tensor, Tensor, list[ApproximatedPart]]:
     """Out [B, H, N, D], log-sum-exp [B, H, N], and the approximated parts."""
     group = query.shape[1] // key.shape[1]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -109,7 +109,7 @@ def summarise(
     settings: MuseSettings,
     seed: int,
     backend: Backend,
-) -> Part:
+) -> ApproximatedPart:
     """Clusters queries and keys, and takes the first stage and the dipoles."""
     group, ranges = queries_BHRND.shape[1] // keys_BERMD.shape[1], keys_BERMD.shape[2]
     cap, iterations = settings.cap, settings.iterations
@@ -121,10 +121,10 @@ def summarise(
         query_clusters.centroids, keys_BERMD, values_BERMD, key_clusters, scale, group
     )
     if not settings.dipole:
-        return Part(pairs, query_clusters, key_clusters, summaries, None, None)
+        return ApproximatedPart(pairs, query_clusters, key_clusters, summaries, None, None)
     moments = backend.covary_members(keys_BERMD, values_BERMD, key_clusters)
     dipoles = backend.mix_dipoles(summaries.logits, moments.covariances, group, ranges)
-    return Part(pairs, query_clusters, key_clusters, summaries, moments, dipoles)
+    return ApproximatedPart(pairs, query_clusters, key_clusters, summaries, moments, dipoles)
 
 
 class _Muse(torch.autograd.Function):
@@ -187,7 +187,7 @@ class _Gradients:
             self.key[:, :, own] = _gather_heads(of_key, self._group)
             self.value[:, :, own] = _gather_heads(of_value, self._group)
 
-    def add_part(self, part: Part, is_causal: bool, backend: Backend) -> None:
+    def add_part(self, part: ApproximatedPart, is_causal: bool, backend: Backend) -> None:
         query, key, value = self._inputs
         pairs, scale, group = part.pairs, self._scale, self._group
         keys, values = ((pairs.keys(x) if is_causal else x.unsqueeze(2)) for x in (key, value))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefill_worker.muse.kernels.clusters import Clusters, find_clusters_reference
+from prefill_worker.muse.kernels.clusters import BoundedClusters, find_clusters_reference
 from prefill_worker.muse.kernels.reference import (
-    Moments,
+    KeyValueMoments,
     QueryGrads,
     Summaries,
     attend_summaries_backward_reference,
@@ -31,15 +31,15 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class Backend:
     """The stages, as `prefill_worker.muse.kernels.reference` and `clusters` define them."""
 
-    find_clusters: Callable[[Tensor, int, float, int, int], Clusters]
-    summarise_keys: Callable[[Tensor, Tensor, Tensor, Clusters, float, int], Summaries]
-    covary_members: Callable[[Tensor, Tensor, Clusters], Moments]
+    find_clusters: Callable[[Tensor, int, float, int, int], BoundedClusters]
+    summarise_keys: Callable[[Tensor, Tensor, Tensor, BoundedClusters, float, int], Summaries]
+    covary_members: Callable[[Tensor, Tensor, BoundedClusters], KeyValueMoments]
     mix_dipoles: Callable[[Tensor, Tensor, int, int], Tensor]
     attend_summaries: Callable[
-        [Tensor, Clusters, Summaries, Tensor | None, float, Tensor, Tensor, bool], None
+        [Tensor, BoundedClusters, Summaries, Tensor | None, float, Tensor, Tensor, bool], None
     ]
     attend_summaries_backward: Callable[
-        [Tensor, Clusters, Summaries, Tensor | None, float, Tensor, Tensor, Tensor], QueryGrads
+        [Tensor, BoundedClusters, Summaries, Tensor | None, float, Tensor, Tensor, Tensor], QueryGrads
     ]
     mix_dipoles_backward: Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
     summarise_keys_backward: Callable[
@@ -47,17 +47,17 @@ class Backend:
             Tensor,
             Tensor,
             Tensor,
-            Clusters,
+            BoundedClusters,
             Tensor,
             QueryGrads,
             float,
             int,
-            Moments | None,
+            KeyValueMoments | None,
             Tensor | None,
         ],
         tuple[Tensor, Tensor, Tensor],
     ]
-    finish_queries: Callable[[Tensor, Clusters, Tensor, Tensor], None]
+    finish_queries: Callable[[Tensor, BoundedClusters, Tensor, Tensor], None]
 
 
 EAGER = Backend(

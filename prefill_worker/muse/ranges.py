@@ -23,8 +23,8 @@ from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.layer_index import ClusterStarts
 from index_store.store.manifest import ModelIdentity
 from prefill_worker.muse.backend import KERNEL_DIMS, backend_for
-from prefill_worker.muse.kernels.clusters import STRETCH, Clusters
-from prefill_worker.muse.kernels.reference import Moments
+from prefill_worker.muse.kernels.clusters import STRETCH, BoundedClusters
+from prefill_worker.muse.kernels.reference import KeyValueMoments
 from prefill_worker.muse.settings import MuseSettings
 from prefill_worker.muse.tree import earlier_ranges
 
@@ -39,8 +39,8 @@ KEPT_BLOCKS = 8
 class _Range:
     """Clusters of the keys of one range, and their covariances where the dipole counts."""
 
-    clusters: Clusters
-    moments: Moments | None
+    clusters: BoundedClusters
+    moments: KeyValueMoments | None
 
 
 def planned_bytes(settings: MuseSettings, model: ModelIdentity, tokens: int, dtype: torch.dtype) -> int:
@@ -148,22 +148,13 @@ class RangeAttention:
             clusters_EN[:, begin:end] = labels + number * self.settings.clusters
         return ClusterStarts(queries_EXD.float(), clusters_EN)
 
-    def held_bytes(self, layer: int) -> int:
-        """Memory of what is kept of a layer."""
-        held = list(self._query_means[layer])
-        for known in self._ranges[layer].values():
-            held += [known.clusters.members, known.clusters.counts, known.clusters.centroids]
-            if known.moments is not None:
-                held += [known.moments.covariances, known.moments.keys, known.moments.values]
-        return sum(tensor.nbytes for tensor in held)
-
     def release(self, layer: int) -> None:
         """Forgets a layer."""
         self._query_means[layer].clear()
         self._ranges[layer].clear()
 
 
-def label_points(clusters: Clusters, count: int) -> Tensor:
+def label_points(clusters: BoundedClusters, count: int) -> Tensor:
     """The cluster of every point, [Y, N] int32."""
     problems, number, room = clusters.members.shape
     own = torch.arange(number, dtype=torch.int32, device=clusters.counts.device)

@@ -11,8 +11,7 @@ P sampled tokens, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,47 +19,14 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from index_store.indexes.interface.layer_index import ClusterStarts
-from index_store.selection.calibration import CALIBRATION_QUERIES
 from index_store.store.manifest import ModelIdentity
 from index_store.store.stored_context import QuerySample
 from prefill_worker.muse.ranges import RangeAttention
 from prefill_worker.reading.causal_attention import attend_causally
 from prefill_worker.reading.kept_layers import DeviceLayers, HostLayers, KeptLayers
+from prefill_worker.reading.query_sample import SampledPositions
 
 ATTENTION = "sparsekv_capture"
-ALWAYS_SAMPLED = CALIBRATION_QUERIES
-"""The last tokens of a context are always in the sample: they resemble what a session asks next."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplePlan:
-    """Which queries are kept, drawn once before the model runs.
-
-    context_P: int64, ascending positions in the context. prompts: for every calibration prompt the int64 ascending
-        offsets of its kept tokens.
-    """
-
-    context_P: Tensor
-    prompts: tuple[Tensor, ...] = ()
-
-    @property
-    def rows(self) -> int:
-        """How many queries are kept of every query head."""
-        return len(self.context_P) + sum(map(len, self.prompts))
-
-
-def plan_sample(token_count: int, prompt_lengths: Sequence[int], rows: int, seed: int) -> SamplePlan:
-    """Draws at most `rows` tokens of the context (the last 100 always) and at most `rows` of all prompts together."""
-    generator = torch.Generator().manual_seed(seed)
-    last = min(ALWAYS_SAMPLED, token_count)
-    drawn = torch.randperm(token_count - last, generator=generator)[: max(0, rows - last)]
-    context = torch.cat([drawn, torch.arange(token_count - last, token_count)]).sort().values
-    kept = torch.randperm(sum(prompt_lengths), generator=generator)[:rows].sort().values
-    prompts, offset = [], 0
-    for length in prompt_lengths:
-        prompts.append(kept[(kept >= offset) & (kept < offset + length)] - offset)
-        offset += length
-    return SamplePlan(context, tuple(prompts))
 
 
 class Capture:
@@ -75,7 +41,7 @@ class Capture:
         identity: ModelIdentity,
         token_count: int,
         kv_dtype: torch.dtype,
-        plan: SamplePlan,
+        sampled: SampledPositions,
         device: torch.device | str = "cpu",
         block_tokens: int | None = None,
         approximation: RangeAttention | None = None,
@@ -89,7 +55,7 @@ class Capture:
         self.token_count = token_count
         self.kv_dtype = kv_dtype
         self.device = torch.device(device)
-        self._plan = plan
+        self._sampled = sampled
         self._when_passed: Callable[[int], None] | None = None
         self._approximation = approximation
         heads, dim = identity.kv_heads, identity.head_dim
@@ -99,7 +65,7 @@ class Capture:
             if block_tokens is None
             else HostLayers(identity.layers, shape, kv_dtype, self.device, block_tokens)
         )
-        self._sample_shape = (heads, plan.rows, identity.query_heads // heads, dim)
+        self._sample_shape = (heads, sampled.rows, identity.query_heads // heads, dim)
         self._queries: list[Tensor | None] = [None] * identity.layers
         self._prompt_kv: list[Tensor | None] = [None] * identity.layers
         self._start = 0
@@ -113,9 +79,9 @@ class Capture:
     def begin_context_chunk(self, start: int, count: int) -> None:
         """The next forward pass carries the context's tokens start..start+count-1."""
         bounds = torch.tensor([start, start + count])
-        first, end = torch.searchsorted(self._plan.context_P, bounds).tolist()
+        first, end = torch.searchsorted(self._sampled.context_P, bounds).tolist()
         self._first_row = first
-        self._kept_T = (self._plan.context_P[first:end] - start).to(self.device)
+        self._kept_T = (self._sampled.context_P[first:end] - start).to(self.device)
         self._start = start
 
     def begin_prompt_chunk(self, prompt: int, start: int, count: int) -> None:
@@ -125,11 +91,11 @@ class Capture:
         """
         if start == 0:
             self.forget_prompt()
-        kept = self._plan.prompts[prompt]
+        kept = self._sampled.prompts[prompt]
         before = int((kept < start).sum())
         inside = kept[(kept >= start) & (kept < start + count)]
-        earlier = sum(len(other) for other in self._plan.prompts[:prompt])
-        self._first_row = len(self._plan.context_P) + earlier + before
+        earlier = sum(len(other) for other in self._sampled.prompts[:prompt])
+        self._first_row = len(self._sampled.context_P) + earlier + before
         self._kept_T = (inside - start).to(self.device)
         self._start = self.token_count + start
 
@@ -202,8 +168,8 @@ class Capture:
 
     @property
     def _positions(self) -> Tensor:
-        prompts = (kept + self.token_count for kept in self._plan.prompts)
-        return torch.cat([self._plan.context_P, *prompts])
+        prompts = (kept + self.token_count for kept in self._sampled.prompts)
+        return torch.cat([self._sampled.context_P, *prompts])
 
     def release(self, layer: int) -> None:
         """Frees what is kept of a layer."""

@@ -14,10 +14,10 @@ import pytest
 from decode_engine.config import ServeConfig
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
+from index_store.cli.progress import LineReporter
 from index_store.methods.method import METHODS
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
-from prefill_worker.jobs.progress import LineReporter
 from sparsekv.v1 import context_pb2_grpc, generation_pb2_grpc
 from tests.support_models import write_model_folder
 

@@ -20,7 +20,6 @@ from decode_engine.evaluation.comparison.results import Results, write_results
 from decode_engine.evaluation.comparison.summary import ALL_TASKS, MassMap, Score, Tally
 from decode_engine.evaluation.context_arena import arena_for
 from decode_engine.evaluation.prefill_command import PrefillCommand
-from decode_engine.evaluation.progress import Advance, StartStage
 from decode_engine.evaluation.scoring import (
     WARM_UP_STEPS,
     Segment,
@@ -31,6 +30,7 @@ from decode_engine.evaluation.scoring import (
 from decode_engine.evaluation.settings import TIMED_STEPS, EvaluationConfig, Variant
 from decode_engine.evaluation.tasks import Document, Question, chat_question, make_documents, source_text
 from decode_engine.model.runner import ModelRunner
+from index_store.cli.progress import Advance, StartStage
 from index_store.errors import InvalidArgumentError
 from index_store.memory.devices import describe_device, pick_device
 from index_store.memory.resident import ResidentContext

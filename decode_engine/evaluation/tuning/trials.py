@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from decode_engine.evaluation.progress import Advance, StartStage
 from decode_engine.evaluation.tuning.candidates import BudgetSweep, Candidate
 from decode_engine.evaluation.tuning.meters import Measurement, Meter
+from index_store.cli.progress import Advance, StartStage
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,12 +43,13 @@ from decode_engine.evaluation.tasks import source_text
 from index_store.models.loading import LoadedModel, load_model, load_tokenizer, resolve_model
 from prefill_worker.muse.attention import muse_attention
 from prefill_worker.muse.backend import EAGER, Backend, kernels
-from prefill_worker.muse.kernels.clusters import Clusters
+from prefill_worker.muse.kernels.clusters import BoundedClusters
 from prefill_worker.muse.kernels.reference import attend_reference
 from prefill_worker.muse.ranges import RangeAttention
 from prefill_worker.muse.settings import MuseSettings
-from prefill_worker.reading.capture import Capture, plan_sample, register_attention
+from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.prefill import run_context
+from prefill_worker.reading.query_sample import plan_sample
 
 CENTRES = 100
 CHECKS = (
@@ -104,7 +105,9 @@ def gradients(
 def eager_on(dtype: torch.dtype) -> Backend:
     """The eager references over the clusters that kernels find in points of a dtype."""
 
-    def find_clusters(points: Tensor, clusters: int, cap: float, iterations: int, seed: int) -> Clusters:
+    def find_clusters(
+        points: Tensor, clusters: int, cap: float, iterations: int, seed: int
+    ) -> BoundedClusters:
         found = kernels().find_clusters(points.to(dtype), clusters, cap, iterations, seed)
         return replace(found, centroids=found.centroids.to(points.dtype))
 

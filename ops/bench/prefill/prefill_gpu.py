@@ -41,13 +41,14 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.store.catalog import Store
 from index_store.store.manifest import ModelIdentity
-from prefill_worker.build.checks import check_build
+from prefill_worker.build.index_choice import check_build
+from prefill_worker.build.kv_placement import DeviceMeter
 from prefill_worker.build.layer_writing import LayerWriting
-from prefill_worker.build.memory_plan import DeviceMeter
 from prefill_worker.build.stages import Clock
-from prefill_worker.reading.capture import Capture, plan_sample, register_attention
+from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.causal_attention import PAST_BLOCK
 from prefill_worker.reading.prefill import run_context
+from prefill_worker.reading.query_sample import plan_sample
 
 DEVICE = torch.device("cuda")
 CHECKED_TOKENS = 6000

@@ -13,21 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prefill_worker.muse.kernels.clusters import TILE, Clusters, places_in_stretch, stretches_of
+from prefill_worker.muse.kernels.clusters import TILE, BoundedClusters, places_in_stretch, stretches_of
 from prefill_worker.muse.kernels.layout import padded, precision, problem_offset, rows_at_a_time, strides
 from prefill_worker.muse.kernels.seeds import draw_seeds
 
 _MOVED = 1024  # points that one program of an iteration adds up, at least
 
 
-def find_clusters(points_BHRND: Tensor, clusters: int, cap: float, iterations: int, seed: int) -> Clusters:
+def find_clusters(
+    points_BHRND: Tensor, clusters: int, cap: float, iterations: int, seed: int
+) -> BoundedClusters:
     """`prefill_worker.muse.kernels.clusters.find_clusters_reference`, by kernels."""
     points = points_BHRND.detach()
     centroids = draw_seeds(points, min(clusters, points.shape[3]), seed)
     for _ in range(iterations):
         centroids = move_centroids(points, centroids)
     members, counts = place_points(points, centroids, cap)
-    return Clusters(members, counts, average_members(points, members, counts))
+    return BoundedClusters(members, counts, average_members(points, members, counts))
 
 
 def move_centroids(points_BHRND: Tensor, centroids_YCD: Tensor) -> Tensor:

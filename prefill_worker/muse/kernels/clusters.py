@@ -27,7 +27,7 @@ STRETCH = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Clusters:
+class BoundedClusters:
     """Which points belong to which cluster.
 
     members: [Y, C, U] int32, numbers of the points of each cluster; what comes behind the count means nothing.
@@ -81,7 +81,7 @@ def take_best(points_BHRND: Tensor, scores_BHRN: Tensor, count: int) -> Tensor:
 
 def find_clusters_reference(
     points_BHRND: Tensor, clusters: int, cap: float, iterations: int, seed: int
-) -> Clusters:
+) -> BoundedClusters:
     """Seeds, so many iterations of k-means, and a final assignment under the cap; at most as many clusters as points.
 
     The same, by kernels: `prefill_worker.muse.kernels.clustering.find_clusters`.
@@ -92,7 +92,7 @@ def find_clusters_reference(
     for _ in range(iterations):
         centroids = move_centroids_reference(points_BHRND.detach(), centroids)
     members, counts = place_points_reference(points_BHRND.detach(), centroids, cap)
-    return Clusters(members, counts, average_members_reference(points_BHRND, members, counts))
+    return BoundedClusters(members, counts, average_members_reference(points_BHRND, members, counts))
 
 
 def move_centroids_reference(points_BHRND: Tensor, centroids_YCD: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prefill_worker.muse.kernels.clusters import Clusters
+from prefill_worker.muse.kernels.clusters import BoundedClusters
 from prefill_worker.muse.kernels.layout import (
     key_problem,
     padded,
@@ -20,17 +20,17 @@ from prefill_worker.muse.kernels.layout import (
     rows_at_a_time,
     strides,
 )
-from prefill_worker.muse.kernels.reference import Moments
+from prefill_worker.muse.kernels.reference import KeyValueMoments
 
 _COLUMNS = 128  # entries of a covariance that a program mixes at a time
 
 
-def covary_members(keys_BERMD: Tensor, values_BERMD: Tensor, clusters: Clusters) -> Moments:
+def covary_members(keys_BERMD: Tensor, values_BERMD: Tensor, clusters: BoundedClusters) -> KeyValueMoments:
     """`prefill_worker.muse.kernels.reference.covary_members_reference`."""
     heads, ranges, _, dim = keys_BERMD.shape[1:]
     problems, key_clusters, room = clusters.members.shape
     dtype, device = keys_BERMD.dtype, keys_BERMD.device
-    moments = Moments(
+    moments = KeyValueMoments(
         torch.empty(problems, key_clusters, dim, dim, dtype=dtype, device=device),
         torch.empty(problems, key_clusters, dim, dtype=dtype, device=device),
         torch.empty(problems, key_clusters, dim, dtype=dtype, device=device),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
 from prefill_worker.muse.kernels.clusters import (
-    Clusters,
+    BoundedClusters,
     average_members_reference,
     gather_members,
     scatter_members,
@@ -43,7 +43,7 @@ class Summaries:
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class KeyValueMoments:
     """Means and covariance of the keys and values of every key cluster.
 
     covariances: [Z, K, D, D], of value (first) and key. keys, values: means [Z, K, D]. All in the inputs' dtype.
@@ -75,11 +75,10 @@ def attend_reference(
     queries_BHRND: Tensor,
     keys_BERMD: Tensor,
     values_BERMD: Tensor,
-    query_clusters: Clusters,
-    key_clusters: Clusters,
+    query_clusters: BoundedClusters,
+    key_clusters: BoundedClusters,
     scale: float,
     dipole: bool = True,
-    monopole: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """All stages, which autograd can differentiate: out [B, H, R, N, D] and log-sum-exp [B, H, R, N]."""
     group, ranges = queries_BHRND.shape[1] // keys_BERMD.shape[1], keys_BERMD.shape[2]
@@ -91,11 +90,16 @@ def attend_reference(
         moments = covary_members_reference(keys_BERMD, values_BERMD, key_clusters)
         dipoles = mix_dipoles_reference(summaries.logits, moments.covariances, group, ranges)
     own = replace(query_clusters, centroids=means)
-    return attend_summaries_reference(queries_BHRND, own, summaries, dipoles, scale, monopole)
+    return attend_summaries_reference(queries_BHRND, own, summaries, dipoles, scale)
 
 
 def summarise_keys_reference(
-    means_YCD: Tensor, keys_BERMD: Tensor, values_BERMD: Tensor, clusters: Clusters, scale: float, group: int
+    means_YCD: Tensor,
+    keys_BERMD: Tensor,
+    values_BERMD: Tensor,
+    clusters: BoundedClusters,
+    scale: float,
+    group: int,
 ) -> Summaries:
     """Stage 1 (MuSe algorithm 3). clusters: of the keys. group: query heads that share a KV head."""
     ranges = keys_BERMD.shape[2]
@@ -118,7 +122,9 @@ def summarise_keys_reference(
     )
 
 
-def covary_members_reference(keys_BERMD: Tensor, values_BERMD: Tensor, clusters: Clusters) -> Moments:
+def covary_members_reference(
+    keys_BERMD: Tensor, values_BERMD: Tensor, clusters: BoundedClusters
+) -> KeyValueMoments:
     """Covariances of values and keys in each key cluster, not weighted by any query (MuSe algorithm 3)."""
     keys = _wide(gather_members(keys_BERMD, clusters.members, clusters.counts))
     values = _wide(gather_members(values_BERMD, clusters.members, clusters.counts))
@@ -127,7 +133,7 @@ def covary_members_reference(keys_BERMD: Tensor, values_BERMD: Tensor, clusters:
     products = torch.einsum("zkuv,zkud->zkvd", values, keys) / sizes[..., None]
     covariances = products - mean_values[..., None] * mean_keys[..., None, :]
     dtype = keys_BERMD.dtype
-    return Moments(covariances.to(dtype), mean_keys.to(dtype), mean_values.to(dtype))
+    return KeyValueMoments(covariances.to(dtype), mean_keys.to(dtype), mean_values.to(dtype))
 
 
 def mix_dipoles_reference(logits_YCK: Tensor, covariances_ZKDD: Tensor, group: int, ranges: int) -> Tensor:
@@ -139,16 +145,12 @@ def mix_dipoles_reference(logits_YCK: Tensor, covariances_ZKDD: Tensor, group: i
 
 def attend_summaries_reference(
     queries_BHRND: Tensor,
-    clusters: Clusters,
+    clusters: BoundedClusters,
     summaries: Summaries,
     dipoles_YCDD: Tensor | None,
     scale: float,
-    monopole: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Stage 2 (MuSe algorithm 4): out [B, H, R, N, D] and log-sum-exp [B, H, R, N]. clusters: of the queries.
-
-    monopole: False leaves everything but the dipole out, an ablation.
-    """
+    """Stage 2 (MuSe algorithm 4): out [B, H, R, N, D] and log-sum-exp [B, H, R, N]. clusters: of the queries."""
     shape = queries_BHRND.shape
     queries = gather_members(queries_BHRND, clusters.members, clusters.counts)
     residuals = queries - clusters.centroids[:, :, None]
@@ -156,8 +158,6 @@ def attend_summaries_reference(
     logits = logits + summaries.logits[:, :, None]
     shares = logits.softmax(-1).to(queries.dtype)
     out = torch.einsum("ycuk,yckd->ycud", shares, summaries.values)
-    if not monopole:
-        out = torch.zeros_like(out)
     if dipoles_YCDD is not None:
         out = out + scale * torch.einsum("ycud,ycvd->ycuv", residuals, dipoles_YCDD)
     lse = logits.logsumexp(-1)[..., None]
@@ -169,7 +169,7 @@ def attend_summaries_reference(
 
 def attend_summaries_into_reference(
     queries_BHRND: Tensor,
-    clusters: Clusters,
+    clusters: BoundedClusters,
     summaries: Summaries,
     dipoles_YCDD: Tensor | None,
     scale: float,
@@ -188,7 +188,7 @@ def attend_summaries_into_reference(
 
 def attend_summaries_backward_reference(
     queries_BHRND: Tensor,
-    clusters: Clusters,
+    clusters: BoundedClusters,
     summaries: Summaries,
     dipoles_YCDD: Tensor | None,
     scale: float,
@@ -250,12 +250,12 @@ def summarise_keys_backward_reference(
     means_YCD: Tensor,
     keys_BERMD: Tensor,
     values_BERMD: Tensor,
-    clusters: Clusters,
+    clusters: BoundedClusters,
     logits_YCK: Tensor,
     grads: QueryGrads,
     scale: float,
     group: int,
-    moments: Moments | None = None,
+    moments: KeyValueMoments | None = None,
     grad_covariances_ZKDD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients through stage 1 and the covariances: by keys and by values, for each query head apart, [B, H, R, M, D]
@@ -296,7 +296,7 @@ def summarise_keys_backward_reference(
 
 
 def finish_queries_reference(
-    grad_queries_BHRND: Tensor, clusters: Clusters, grad_means_YCD: Tensor, sums_YCD: Tensor
+    grad_queries_BHRND: Tensor, clusters: BoundedClusters, grad_means_YCD: Tensor, sums_YCD: Tensor
 ) -> None:
     """Adds, in place, the gradient through the cluster means to those by the residuals."""
     sizes = clusters.counts.clamp(min=1)[..., None]

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prefill_worker.muse.kernels.clusters import Clusters
+from prefill_worker.muse.kernels.clusters import BoundedClusters
 from prefill_worker.muse.kernels.layout import padded, precision, problem_offset, rows_at_a_time, strides
 from prefill_worker.muse.kernels.reference import Summaries
 
@@ -21,7 +21,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 def attend_summaries(
     queries_BHRND: Tensor,
-    clusters: Clusters,
+    clusters: BoundedClusters,
     summaries: Summaries,
     dipoles_YCDD: Tensor | None,
     scale: float,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prefill_worker.muse.kernels.clusters import Clusters
+from prefill_worker.muse.kernels.clusters import BoundedClusters
 from prefill_worker.muse.kernels.layout import padded, precision, problem_offset, rows_at_a_time, strides
 from prefill_worker.muse.kernels.reference import QueryGrads, Summaries
 from prefill_worker.muse.kernels.refining import load_summaries
@@ -24,7 +24,7 @@ _BOTH, _SUMMARIES, _DIPOLES = 0, 1, 2
 
 def attend_summaries_backward(
     queries_BHRND: Tensor,
-    clusters: Clusters,
+    clusters: BoundedClusters,
     summaries: Summaries,
     dipoles_YCDD: Tensor | None,
     scale: float,
@@ -91,7 +91,7 @@ def attend_summaries_backward(
 
 
 def finish_queries(
-    grad_queries_BHRND: Tensor, clusters: Clusters, grad_means_YCD: Tensor, sums_YCD: Tensor
+    grad_queries_BHRND: Tensor, clusters: BoundedClusters, grad_means_YCD: Tensor, sums_YCD: Tensor
 ) -> None:
     """`prefill_worker.muse.kernels.reference.finish_queries_reference`."""
     heads, ranges, _, dim = grad_queries_BHRND.shape[1:]

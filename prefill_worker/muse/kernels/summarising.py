@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prefill_worker.muse.kernels.clusters import Clusters
+from prefill_worker.muse.kernels.clusters import BoundedClusters
 from prefill_worker.muse.kernels.layout import (
     key_problem,
     padded,
@@ -20,7 +20,7 @@ from prefill_worker.muse.kernels.layout import (
     rows_at_a_time,
     strides,
 )
-from prefill_worker.muse.kernels.reference import Moments, QueryGrads, Summaries
+from prefill_worker.muse.kernels.reference import KeyValueMoments, QueryGrads, Summaries
 
 _MEANS = 64  # query means of one program
 
@@ -29,7 +29,12 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 
 def summarise_keys(
-    means_YCD: Tensor, keys_BERMD: Tensor, values_BERMD: Tensor, clusters: Clusters, scale: float, group: int
+    means_YCD: Tensor,
+    keys_BERMD: Tensor,
+    values_BERMD: Tensor,
+    clusters: BoundedClusters,
+    scale: float,
+    group: int,
 ) -> Summaries:
     """`prefill_worker.muse.kernels.reference.summarise_keys_reference`."""
     problems, query_clusters, dim = means_YCD.shape
@@ -73,12 +78,12 @@ def summarise_keys_backward(
     means_YCD: Tensor,
     keys_BERMD: Tensor,
     values_BERMD: Tensor,
-    clusters: Clusters,
+    clusters: BoundedClusters,
     logits_YCK: Tensor,
     grads: QueryGrads,
     scale: float,
     group: int,
-    moments: Moments | None = None,
+    moments: KeyValueMoments | None = None,
     grad_covariances_ZKDD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`prefill_worker.muse.kernels.reference.summarise_keys_backward_reference`.

@@ -18,9 +18,9 @@ from decode_engine.__main__ import main
 from decode_engine.evaluation.comparison.evaluate import evaluate, question_segment, share_questions
 from decode_engine.evaluation.comparison.summary import Score
 from decode_engine.evaluation.prefill_command import PrefillCommand, PrefillFailedError
-from decode_engine.evaluation.progress import show_progress
 from decode_engine.evaluation.settings import EvaluationConfig
 from decode_engine.evaluation.tasks import Document, DocumentSet, Question, held_out_text
+from index_store.cli.progress import show_stages
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes, Placement
@@ -151,9 +151,9 @@ def test_a_failed_prefill_is_quoted(tmp_path: Path) -> None:
 
 def test_progress_in_a_pipe_is_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.0, 4.0, 12.0, 16.0])
-    monkeypatch.setattr("decode_engine.evaluation.progress.time.monotonic", lambda: next(seconds))
+    monkeypatch.setattr("index_store.cli.progress.time.monotonic", lambda: next(seconds))
     stream = io.StringIO()
-    with show_progress(stream) as start_stage:
+    with show_stages(stream) as start_stage:
         advance = start_stage("asking", 3)
         for _ in range(3):
             advance()
@@ -270,7 +270,7 @@ def test_scores_do_not_depend_on_the_placement(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setattr(
             "decode_engine.evaluation.comparison.evaluate.arena_for", lambda *_, arena=arena: arena
         )
-        with show_progress(io.StringIO()) as start_stage:
+        with show_stages(io.StringIO()) as start_stage:
             found.append(evaluate(replace(config, out=tmp_path / placement.value), start_stage))
         on_host.append(arena.stats().used.host)
     assert 0 == on_host[0] < on_host[1] < on_host[2]

@@ -11,6 +11,7 @@ import torch
 
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
+from index_store.cli.progress import LineReporter
 from index_store.memory.arena import Arena
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
@@ -18,7 +19,6 @@ from index_store.models.loading import resolve_model
 from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
-from prefill_worker.jobs.progress import LineReporter
 from tests.support_models import write_model_folder
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 6

@@ -9,9 +9,7 @@ from torch import Tensor
 from index_store.store.stored_context import QuerySample
 from prefill_worker.build.dense_layers import (
     ERROR_THRESHOLD,
-    JUDGED_QUERIES,
     choose_dense_layers,
-    judged_rows,
     measure_selectivity,
 )
 
@@ -73,15 +71,6 @@ def test_calibration_queries_beyond_the_context_are_judged_too() -> None:
     kv, sample = layer(4.0)
     beyond = QuerySample(sample.queries_HPGD, sample.positions_P + 500)
     assert measure_selectivity(kv, beyond).captured > 0.99
-
-
-@pytest.mark.parametrize(("count", "judged"), [(1, 1), (5, 5), (48, 48), (60, 30), (96, 48), (1000, 48)])
-def test_judged_rows_are_late_and_distinct(count: int, judged: int) -> None:
-    rows = judged_rows(torch.arange(count)).tolist()
-    assert len(rows) == len(set(rows)) == judged
-    assert rows[-1] == count - 1
-    if count > JUDGED_QUERIES:
-        assert rows[0] >= count // 2
 
 
 def test_the_rule_picks_flat_layers() -> None:

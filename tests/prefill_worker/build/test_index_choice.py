@@ -9,11 +9,11 @@ import pytest
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.methods.index_specs import INDEX_SPECS
-from prefill_worker.build.index_choice import IndexPlan, plan_indexes
+from prefill_worker.build.index_choice import ChosenIndexes, choose_indexes
 from prefill_worker.config import PrefillConfig
 
 
-def plan(*methods: str, **changes: Any) -> IndexPlan:
+def plan(*methods: str, **changes: Any) -> ChosenIndexes:
     settings = {
         "model": "reader",
         "store": Path("store"),
@@ -21,10 +21,10 @@ def plan(*methods: str, **changes: Any) -> IndexPlan:
         "method": methods,
         **changes,
     }
-    return plan_indexes(PrefillConfig(**settings))
+    return choose_indexes(PrefillConfig(**settings))
 
 
-def names(found: IndexPlan) -> set[str]:
+def names(found: ChosenIndexes) -> set[str]:
     return {spec.name for spec in found.specs}
 
 

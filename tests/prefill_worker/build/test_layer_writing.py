@@ -21,7 +21,8 @@ from index_store.store.writer import ContextWriter
 from prefill_worker.build import layer_writing
 from prefill_worker.build.layer_writing import UNDER_WAY, LayerWriting, WrittenLayers
 from prefill_worker.build.stages import ChunkWriting, Clock, SideStream, Stage
-from prefill_worker.reading.capture import Capture, SamplePlan
+from prefill_worker.reading.capture import Capture
+from prefill_worker.reading.query_sample import SampledPositions
 
 LAYERS, TOKENS, DIM = 5, 200, 16
 IDENTITY = ModelIdentity("tiny", "llama", "0", "0", LAYERS, 4, 2, DIM, 100, 4096)
@@ -34,7 +35,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 def make_capture(device: str = "cpu", spoiled: int | None = None) -> Capture:
     """What a model might leave; `spoiled` is a layer with a value that is not finite."""
     positions = torch.arange(50, TOKENS)
-    capture = Capture(IDENTITY, TOKENS, torch.float32, SamplePlan(positions), device)
+    capture = Capture(IDENTITY, TOKENS, torch.float32, SampledPositions(positions), device)
     capture.begin_context_chunk(0, TOKENS)
     generator = torch.Generator().manual_seed(0)
     for layer in range(LAYERS):

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from index_store.cli.progress import LineReporter
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import PrefillReport, run_job
-from prefill_worker.jobs.progress import LineReporter
 
 MakeConfig = Callable[..., PrefillConfig]
 

@@ -15,15 +15,16 @@ from index_store.errors import InvalidArgumentError, MemoryBudgetError
 from index_store.models.loading import load_model, resolve_model
 from index_store.store.catalog import Store
 from index_store.store.manifest import ModelIdentity
-from prefill_worker.build import memory_plan
-from prefill_worker.build.memory_plan import JobSizes, plan_memory
+from prefill_worker.build import kv_placement
+from prefill_worker.build.kv_placement import JobSizes, place_kv
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import PrefillReport
 from prefill_worker.muse.ranges import planned_bytes
 from prefill_worker.muse.settings import MuseSettings
 from prefill_worker.reading import causal_attention
-from prefill_worker.reading.capture import Capture, plan_sample, register_attention
+from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.prefill import run_context, run_prompts
+from prefill_worker.reading.query_sample import plan_sample
 from tests.prefill_worker.jobs.support_jobs import run
 from tests.support_models import write_model_folder
 
@@ -106,7 +107,7 @@ def test_other_blocks_differ_by_rounding_alone(folder: Path) -> None:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plan, "SMALLEST_BLOCK", 32)
+    monkeypatch.setattr(kv_placement, "SMALLEST_BLOCK", 32)
 
 
 def least_memory(config: PrefillConfig) -> int:
@@ -149,9 +150,9 @@ def memory_of(report: PrefillReport) -> tuple[str, int | None]:
 
 
 def test_what_fits_stays_on_the_device_and_blocks_are_as_large_as_fit() -> None:
-    needed = plan_memory(SIZES, None).needed
-    assert plan_memory(SIZES, needed).block_tokens is None
-    blocks = [plan_memory(SIZES, limit).block_tokens for limit in (needed - 1, 6 * GB, 5 * GB)]
+    needed = place_kv(SIZES, None).needed
+    assert place_kv(SIZES, needed).block_tokens is None
+    blocks = [place_kv(SIZES, limit).block_tokens for limit in (needed - 1, 6 * GB, 5 * GB)]
     assert blocks[0] == 65_536
     assert blocks == sorted(blocks, reverse=True)  # type: ignore[type-var]
     for block, limit in zip(blocks, (needed - 1, 6 * GB, 5 * GB), strict=True):
@@ -161,13 +162,13 @@ def test_what_fits_stays_on_the_device_and_blocks_are_as_large_as_fit() -> None:
 
 def test_what_fits_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MemoryBudgetError, match="--device-memory is 1000000000 bytes") as refused:
-        plan_memory(SIZES, GB)
+        place_kv(SIZES, GB)
     least = int(refused.value.metadata["needed"])
-    monkeypatch.setattr(memory_plan, "free_memory", lambda device: 10 * GB)
+    monkeypatch.setattr(kv_placement, "free_memory", lambda device: 10 * GB)
     with pytest.raises(MemoryBudgetError, match="of host memory 10000000000 are free"):
-        plan_memory(SIZES, least)
-    monkeypatch.setattr(memory_plan, "free_memory", lambda device: 20 * GB)
-    assert plan_memory(SIZES, least).block_tokens == 1024
+        place_kv(SIZES, least)
+    monkeypatch.setattr(kv_placement, "free_memory", lambda device: 20 * GB)
+    assert place_kv(SIZES, least).block_tokens == 1024
 
 
 def test_clusters_of_approximate_attention_count() -> None:
@@ -178,13 +179,13 @@ def test_clusters_of_approximate_attention_count() -> None:
     assert planned_bytes(MuseSettings(dipole=False), LLAMA, LLAMA_TOKENS, torch.bfloat16) < held / 3
     assert planned_bytes(MuseSettings(), LLAMA, 8192, torch.bfloat16) == 0
     sizes = replace(SIZES, approximation_bytes=held, pass_flag="--muse-block")
-    exact = plan_memory(SIZES, None).needed
-    assert plan_memory(sizes, exact).block_tokens is not None
-    assert plan_memory(sizes, exact + held).block_tokens is None
+    exact = place_kv(SIZES, None).needed
+    assert place_kv(sizes, exact).block_tokens is not None
+    assert place_kv(sizes, exact + held).block_tokens is None
     with pytest.raises(MemoryBudgetError, match="lower --muse-block") as refused:
-        plan_memory(sizes, 1)
+        place_kv(sizes, 1)
     with pytest.raises(MemoryBudgetError) as refused_exact:
-        plan_memory(SIZES, 1)
+        place_kv(SIZES, 1)
     more = int(refused.value.metadata["needed"]) - int(refused_exact.value.metadata["needed"])
     assert more == held + sizes.layer_bytes
 

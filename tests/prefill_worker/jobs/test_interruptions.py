@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from index_store.cli.progress import reporter_for
 from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
-from prefill_worker.jobs.progress import reporter_for
 
 MakeConfig = Callable[..., PrefillConfig]
 KILLS = 12

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from index_store.cli.progress import LineReporter
 from index_store.models.loading import identify, load_model, load_tokenizer, resolve_model
 from index_store.store.catalog import Store
 from index_store.store.manifest_json import render_manifest
 from prefill_worker.jobs import job as job_module
 from prefill_worker.jobs.job import run_job
-from prefill_worker.jobs.progress import LineReporter
 from tests.prefill_worker.conftest import DOCUMENT
 from tests.prefill_worker.jobs.support_jobs import MakeConfig, hidden_entries, run
 from tests.support_models import write_model_folder

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from index_store.cli.progress import LineReporter
 from index_store.models.loading import load_model, resolve_model
 from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
-from prefill_worker.jobs.progress import LineReporter
-from prefill_worker.reading.capture import Capture, plan_sample, register_attention
+from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.causal_attention import attend_causally
 from prefill_worker.reading.prefill import run_context
+from prefill_worker.reading.query_sample import plan_sample
 from tests.support_models import write_model_folder
 
 pytestmark = [

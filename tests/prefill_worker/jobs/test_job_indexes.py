@@ -19,8 +19,9 @@ from index_store.selection.budgets import Threshold
 from index_store.selection.threshold_curve import ThresholdCurve
 from index_store.store.catalog import Store
 from index_store.store.stored_context import QuerySample
-from prefill_worker.reading.capture import Capture, plan_sample, register_attention
+from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.prefill import run_context
+from prefill_worker.reading.query_sample import plan_sample
 from tests.prefill_worker.conftest import DOCUMENT
 from tests.prefill_worker.jobs.support_jobs import MakeConfig, hidden_entries, run
 from tests.support_models import write_model_folder

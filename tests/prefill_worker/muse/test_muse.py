@@ -21,7 +21,13 @@ from prefill_worker.muse.kernels.clusters import (
     places_in_stretch,
     scatter_members,
 )
-from prefill_worker.muse.kernels.reference import attend_reference
+from prefill_worker.muse.kernels.reference import (
+    attend_reference,
+    attend_summaries_reference,
+    covary_members_reference,
+    mix_dipoles_reference,
+    summarise_keys_reference,
+)
 from prefill_worker.muse.tree import divide_triangle, earlier_ranges
 from tests.prefill_worker.muse.muse_points import error, make_inputs, make_points
 
@@ -68,10 +74,16 @@ def test_what_each_term_is_worth() -> None:
     clusters = [
         find_clusters_reference(x.unsqueeze(2), 12, 1.5, 3, seed) for x, seed in ((query, 1), (key, 0))
     ]
-    inputs = [x.unsqueeze(2) for x in (query, key, value)]
+    wide_query, *of_keys = (x.unsqueeze(2) for x in (query, key, value))
+    summaries = summarise_keys_reference(clusters[0].centroids, *of_keys, clusters[1], 0.25, 2)
+    covariances = covary_members_reference(*of_keys, clusters[1]).covariances
+    dipoles = mix_dipoles_reference(summaries.logits, covariances, 2, 1)
+    nothing = replace(summaries, values=torch.zeros_like(summaries.values))
     both, only = (
-        squared_error(attend_reference(*inputs, *clusters, 0.25, monopole=monopole)[0].squeeze(2), expected)
-        for monopole in (True, False)
+        squared_error(
+            attend_summaries_reference(wide_query, clusters[0], found, dipoles, 0.25)[0].squeeze(2), expected
+        )
+        for found in (summaries, nothing)
     )
     assert both == pytest.approx(whole)
     assert only > 4 * whole

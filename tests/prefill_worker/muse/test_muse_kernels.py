@@ -14,11 +14,11 @@ from torch import Tensor
 from prefill_worker.muse import MuseSettings, muse_attention
 from prefill_worker.muse.backend import EAGER, kernels
 from prefill_worker.muse.kernels.clustering import move_centroids, place_points
-from prefill_worker.muse.kernels.clusters import STRETCH, Clusters
+from prefill_worker.muse.kernels.clusters import STRETCH, BoundedClusters
 from prefill_worker.muse.kernels.clusters import draw_seeds_reference as seeds_reference
 from prefill_worker.muse.kernels.clusters import move_centroids_reference as move_reference
 from prefill_worker.muse.kernels.clusters import place_points_reference as place_reference
-from prefill_worker.muse.kernels.reference import Moments, QueryGrads, Summaries
+from prefill_worker.muse.kernels.reference import KeyValueMoments, QueryGrads, Summaries
 from prefill_worker.muse.kernels.seeds import draw_seeds
 from tests.prefill_worker.muse.muse_points import error, make_points
 
@@ -34,10 +34,10 @@ class Problem:
     queries: Tensor
     keys: Tensor
     values: Tensor
-    query_clusters: Clusters
-    key_clusters: Clusters
+    query_clusters: BoundedClusters
+    key_clusters: BoundedClusters
     summaries: Summaries
-    moments: Moments
+    moments: KeyValueMoments
     dipoles: Tensor
     out: Tensor
     lse: Tensor

@@ -14,8 +14,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from index_store.indexes.key_clusters.windowed_rope import undo_rotary
 from index_store.models.loading import LoadedModel, load_model, resolve_model
-from prefill_worker.reading.capture import Capture, plan_sample, register_attention
+from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.prefill import run_context, run_prompts
+from prefill_worker.reading.query_sample import plan_sample
 from tests.support_models import FAMILIES, write_model_folder
 
 TOKENS = 157

@@ -86,7 +86,7 @@ class UsedMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
+class KvPlacement:
     """limit: bytes of device memory that the job may use beside the weights, None for any number. needed: with
     everything on the device. block_tokens: keys and values are in host memory and read in blocks of so many tokens;
     None where they are on the device.
@@ -146,7 +146,7 @@ def device_limit(device: torch.device, given: int | None) -> int | None:
     return int(FREE_SHARE * (free_memory(device) + unused))
 
 
-def plan_memory(sizes: JobSizes, limit: int | None) -> MemoryPlan:
+def place_kv(sizes: JobSizes, limit: int | None) -> KvPlacement:
     """Keys and values on the device where all fits there, otherwise in host memory, read in blocks as large as fit.
 
     Raises MemoryBudgetError when the limit is too small even so, and when keys and values do not fit into host memory.
@@ -155,7 +155,7 @@ def plan_memory(sizes: JobSizes, limit: int | None) -> MemoryPlan:
     converted = sizes.block_bytes(sizes.tokens if approximate else PAST_BLOCK, 0)
     needed = sizes.kv_bytes + sizes.fixed_bytes + converted
     if limit is None or needed <= limit:
-        return MemoryPlan(limit, needed, None)
+        return KvPlacement(limit, needed, None)
     least = sizes.fixed_bytes + sizes.layer_bytes + sizes.block_bytes(SMALLEST_BLOCK, 2)
     least += sizes.block_bytes(sizes.tokens, 1) if approximate else 0
     if limit < least:
@@ -177,4 +177,4 @@ def plan_memory(sizes: JobSizes, limit: int | None) -> MemoryPlan:
     block = PAST_BLOCK
     while least - sizes.block_bytes(SMALLEST_BLOCK, 2) + sizes.block_bytes(block, 2) > limit:
         block //= 2
-    return MemoryPlan(limit, needed, block)
+    return KvPlacement(limit, needed, block)

@@ -1,0 +1,161 @@
+"""What a job knows before it loads the model: its tokens, its indexes, the id of its context, what it will need."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+
+from index_store.errors import InvalidArgumentError, StoreFullError
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.models.loading import (
+    ModelFolder,
+    check_positions,
+    checkpoint_dtype,
+    identify,
+    load_tokenizer,
+    resolve_model,
+)
+from index_store.store.context_id import context_id
+from index_store.store.dtypes import stored_dtype
+from index_store.store.manifest import ModelIdentity, kv_entry
+from prefill_worker.build import dense_layers as rule
+from prefill_worker.build.dense_layers import Selectivity
+from prefill_worker.build.index_choice import ChosenIndexes, check_build, check_centroids, choose_indexes
+from prefill_worker.build.kv_placement import JobSizes
+from prefill_worker.config import PrefillConfig, parse_dense_layers
+from prefill_worker.jobs.inputs import fingerprint_prompts, read_document, read_prompts
+from prefill_worker.muse.ranges import planned_bytes
+from prefill_worker.reading.query_sample import SampledPositions, plan_sample
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedJob:
+    """A document and what to make of it, checked as far as that goes before the model is loaded."""
+
+    config: PrefillConfig
+    folder: ModelFolder
+    identity: ModelIdentity
+    dtype: str
+    token_ids: Sequence[int]
+    prompts: Sequence[Sequence[int]]
+    chosen: ChosenIndexes
+
+    def parameters(self) -> dict[str, object]:
+        """What, besides model, dtype, salt and tokens, decides which bytes are stored."""
+        dense = self.given_dense_layers
+        automatic = {"keep": rule.KEEP, "threshold": rule.ERROR_THRESHOLD}
+        return {
+            "indexes": [
+                {
+                    "name": spec.name,
+                    "kind": spec.kind,
+                    "parameters": dict(spec.parameters),
+                    "flat_layers": self.chosen.covers_flat_layers(spec),
+                }
+                for spec in sorted(self.chosen.specs, key=lambda spec: spec.name)
+            ],
+            "dense_layers": automatic if dense is None else list(dense),
+            "query_sample": self.config.query_sample,
+            "seed": self.config.seed,
+            "calibration": fingerprint_prompts(self.prompts),
+            **({} if self.config.muse is None else {"attention": self.config.muse.describe()}),
+        }
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.identity.query_heads // self.identity.kv_heads
+
+    def sampled_positions(self) -> SampledPositions:
+        """The positions whose queries are sampled."""
+        rows = max(1, self.config.query_sample // self.group)
+        lengths = [len(prompt) for prompt in self.prompts]
+        return plan_sample(len(self.token_ids), lengths, rows, self.config.seed)
+
+    def sampled_queries(self) -> int:
+        """Queries that the index of one KV head is built from."""
+        return self.sampled_positions().rows * self.group
+
+    def sizes(self, model: Any) -> JobSizes:
+        """What decides how much memory the job needs with this model."""
+        index_row = sum(
+            INDEX_KINDS[spec.kind].bytes_per_token(spec.parameters, self.identity.head_dim)
+            for spec in self.chosen.specs
+        )
+        tokens, muse, compute = len(self.token_ids), self.config.muse, next(model.parameters()).dtype
+        return JobSizes(
+            self.identity,
+            tokens=tokens,
+            chunk=self.config.pass_tokens,
+            sampled=self.sampled_positions().rows,
+            feed_forward=int(getattr(model.config, "intermediate_size", 4 * model.config.hidden_size)),
+            index_bytes=int(tokens * self.identity.kv_heads * index_row),
+            kv_dtype=stored_dtype(self.dtype).torch_dtype,
+            compute_dtype=compute,
+            approximation_bytes=0 if muse is None else planned_bytes(muse, self.identity, tokens, compute),
+            pass_flag="--chunk" if muse is None else "--muse-block",
+        )
+
+    @property
+    def given_dense_layers(self) -> tuple[int, ...] | None:
+        """The dense layers that the job was told; None when they are to be measured."""
+        return parse_dense_layers(self.config.dense_layers)
+
+    @property
+    def layers_are_known(self) -> bool:
+        """Whether the layers of every index are known before any is measured."""
+        known = self.given_dense_layers is not None
+        return known or all(self.chosen.covers_flat_layers(spec) for spec in self.chosen.specs)
+
+    def dense_layers(self, measured: Sequence[Selectivity]) -> tuple[int, ...]:
+        """Those given, otherwise those whose attention was measured to be flat."""
+        given = self.given_dense_layers
+        return rule.choose_dense_layers(measured) if given is None else given
+
+    def id(self) -> str:
+        return context_id(self.identity, self.dtype, self.parameters(), self.config.salt, self.token_ids)
+
+
+def prepare_job(config: PrefillConfig, standard_input: BinaryIO) -> PreparedJob:
+    """Reads the inputs and checks everything that can be checked without running the model.
+
+    Raises SparseKVError with a sentence for what cannot be used.
+    """
+    chosen = choose_indexes(config)
+    folder = resolve_model(config.model)
+    identity = identify(folder)
+    dense = parse_dense_layers(config.dense_layers)
+    if dense and dense[-1] >= identity.layers:
+        raise InvalidArgumentError(
+            f"--dense-layers names layer {dense[-1]}, model {identity.name!r} has layers 0 to {identity.layers - 1}"
+        )
+    tokenizer = load_tokenizer(folder)
+    text = read_document(config.input, standard_input)
+    token_ids = [*tokenizer.prefix_ids, *tokenizer.encode(text)]
+    prompts = [] if config.calibration is None else read_prompts(config.calibration, tokenizer)
+    check_positions(identity, len(token_ids) + max((len(prompt) for prompt in prompts), default=0))
+    dtype = checkpoint_dtype(folder) if config.dtype == "auto" else config.dtype
+    job = PreparedJob(config, folder, identity, dtype, token_ids, prompts, chosen)
+    check_centroids(config, chosen, job.sampled_queries())
+    # Whether the model's rotary embedding suits is known when the model is loaded.
+    frequencies = torch.ones(identity.head_dim // 2)
+    for spec in chosen.specs:
+        check_build(spec, identity, frequencies)
+    return job
+
+
+def check_space(job: PreparedJob) -> None:
+    """Raises StoreFullError before any work when not even keys and values can fit."""
+    needed = kv_entry(job.identity, len(job.token_ids), job.dtype).nbytes
+    free = shutil.disk_usage(job.config.store).free
+    if needed > free:
+        raise StoreFullError(
+            f"{job.config.store}: keys and values take {needed} bytes, {free} are free; nothing was written. "
+            "Free space (`index-store gc`, `index-store rm`) and run again",
+            needed=needed,
+            free=free,
+        )
