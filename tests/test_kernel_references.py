@@ -28,8 +28,7 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
         "decode_engine.host_search.mailbox_triton",
         "post_queries",
     ): "queries are those that the test asked with",
-    ("decode_engine.host_search.turns_triton", "give_turn"): "nothing is computed",
-    ("decode_engine.host_search.turns_triton", "take_turn"): "nothing is computed",
+    ("decode_engine.host_search.turns_triton", "Lane"): "nothing is computed",
     ("decode_engine.kernels.attention.sparse_attention", "attend_lists"): (
         _CLUSTERS[0],
         "attend_lists_reference",

@@ -11,7 +11,7 @@ from harness import layer
 from harness.checks import CheckFailedError
 
 from decode_engine.kernels.slots.gather_rows import CopyShape
-from decode_engine.kernels.tables.plan import LaunchShape, TablePlan
+from decode_engine.kernels.tables.sizes import TableShape, TableSizes
 from tests.ops.bench.conftest import load_bench
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -41,7 +41,7 @@ def test_every_figure_can_be_planned(tables: ModuleType) -> None:
     for figure in tables.FIGURES:
         parameters = figure.method().index.parameters
         assert parameters["subspaces"] * parameters["centroids"] == tables.TABLE_ROWS
-        TablePlan(8, 4, 128, figure.subspaces, parameters["centroids"], figure.length, figure.pooled)
+        TableSizes(8, 4, 128, figure.subspaces, parameters["centroids"], figure.length, figure.pooled)
         assert set(figure.bars) == {0.05, 0.01}
 
 
@@ -84,7 +84,7 @@ def test_a_figure_says_how_it_misses_its_bar(tables: ModuleType, monkeypatch: py
     figure = tables.Figure("small", LENGTH, 1, 8, True, {0.05: 5.0})
     memory = tables.TableMemory(LENGTH, 1)
 
-    def make(share: float, shape: LaunchShape | None) -> Any:
+    def make(share: float, shape: TableShape | None) -> Any:
         return Timed(memory, figure, share, shape)
 
     full = {"flash": 40.0, "cudnn": 50.0}
