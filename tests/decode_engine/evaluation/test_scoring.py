@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -21,11 +22,12 @@ from decode_engine.evaluation.scoring import (
 )
 from decode_engine.model.runner import ModelRunner
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import FittedMethod, Method, get_method
 from tests.decode_engine.evaluation.evaluation_samples import ALL, FULL, SOME, SPARSE, make_tally
+from tests.index_store.methods.test_fitted import context as context_with_all_indexes
 
 VOCABULARY = 5
-CONTEXT = cast(ResidentContext, None)
+CONTEXT = cast(ResidentContext, SimpleNamespace(manifest=context_with_all_indexes()))
 STEPWISE = get_method("csattention@lag", 0.02)
 
 
@@ -62,8 +64,9 @@ class FakeRunner:
         self.sessions: list[FakeSession] = []
         self.fed: list[list[int]] = []
 
-    def start(self, context: ResidentContext, method: Method) -> FakeSession:
-        self.sessions.append(FakeSession(method))
+    def start(self, context: ResidentContext, fitted: FittedMethod) -> FakeSession:
+        assert context is CONTEXT
+        self.sessions.append(FakeSession(fitted.method))
         return self.sessions[-1]
 
     def forward(

@@ -23,6 +23,7 @@ from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.host_steps import HostSteps, HostTableSelection
 from decode_engine.steps.attention.hybrid_steps import HybridSteps
 from decode_engine.steps.attention.registry import step_attention_for
+from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.table_steps import TableSelection
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
@@ -111,6 +112,15 @@ def test_host_equals_hybrid_for_the_same_lists(
         lists = listed[layer]
         return KeyLists(lists.ids_RPW, lists.counts_RP.masked_fill(idle_R[:, None], 0))
 
+    made = TableSelection.__init__
+
+    def make_for_the_same_lists(self: TableSelection, plan: StepPlan) -> None:
+        made(self, plan)
+        self.lists = next(
+            iter(listed.values())
+        )  # which says how attention is split, and so how it is rounded
+
+    monkeypatch.setattr(TableSelection, "__init__", make_for_the_same_lists)
     monkeypatch.setattr(HostTableSelection, "await_heads", remember)
     monkeypatch.setattr(TableSelection, "select", recall)
     method = small(expression)
