@@ -143,7 +143,7 @@ class PrefillConfig:
         """Methods whose indexes to build: those given, else the default one; none where only indexes are named."""
         if self.method or self.index:
             return self.method
-        from index_store.methods.method import DEFAULT_METHOD
+        from index_store.methods.presets import DEFAULT_METHOD
 
         return (DEFAULT_METHOD,)
 

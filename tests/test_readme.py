@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from index_store.methods.method import METHODS, get_method
+from index_store.methods.presets import METHODS, get_method
 from tests.test_layers import FLOORS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -26,7 +26,8 @@ from decode_engine.evaluation.tasks import FAMILIES, DocumentSet, get_family, pa
 from index_store.cli.options import AUTO, comma_separated
 from index_store.errors import InvalidArgumentError
 from index_store.methods.expressions import EXPRESSION_HELP
-from index_store.methods.method import METHODS, Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS, get_method
 from index_store.selection.mass import Mass
 
 TIMED_STEPS = 12

@@ -19,7 +19,8 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.placement import HOST_SEARCHED, Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import METHODS, Method
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.selection.threshold_curve import KEEP_GRID
 from index_store.store.dtypes import dtype_name, stored_dtype

@@ -6,7 +6,8 @@ import logging
 from dataclasses import dataclass
 
 from index_store.errors import SparseKVError
-from index_store.methods.method import METHODS, Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS, get_method
 from index_store.store.manifest import Manifest
 from index_store.store.tuned_defaults import TunedDefault
 

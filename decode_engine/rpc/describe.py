@@ -14,7 +14,8 @@ from index_store.errors import FormatVersionError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.arena import ArenaStats
 from index_store.memory.placement import Placement
-from index_store.methods.method import METHODS, Method
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio, Threshold, TokenCount
 from index_store.selection.mass import Mass
 from index_store.store.catalog import BrokenContext

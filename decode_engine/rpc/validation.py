@@ -10,7 +10,8 @@ from decode_engine.errors import PromptTooLongError
 from decode_engine.rpc.defaults import default_method
 from decode_engine.rpc.describe import COLLECTION
 from index_store.errors import InvalidArgumentError
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 from index_store.models.loading import Tokenizer
 from index_store.store.manifest import Manifest, ModelIdentity, is_context_id
 from index_store.store.tuned_defaults import TunedDefault

@@ -48,7 +48,8 @@ from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.methods.index_specs import INDEX_SPECS
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 from index_store.store.stored_context import QuerySample
 
 BARS = {32768: 3.0, 131072: 6.0}

@@ -59,7 +59,8 @@ from decode_engine.kernels.tables.sizes import TableShape, TableSizes, TableWork
 from decode_engine.kernels.tables.table_context import TableContext
 from decode_engine.steps.attention.table_steps import TableSteps
 from index_store.methods.index_specs import INDEX_SPECS
-from index_store.methods.method import METHODS, Method
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio
 
 TABLE_ROWS = 512

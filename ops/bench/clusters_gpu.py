@@ -79,7 +79,8 @@ from index_store.indexes.key_clusters.build import divide_keys
 from index_store.indexes.key_clusters.build_triton import build_device_clusters
 from index_store.indexes.query_tables.build_triton import build_device_tables
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 from index_store.store.manifest import Manifest
 
 RECENT, TAIL, PER_CLUSTER, BLOCK = 128, 64, 16, 8192

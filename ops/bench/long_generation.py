@@ -44,7 +44,7 @@ from decode_engine.model.runner import ModelRunner
 from index_store.memory.arena import Arena
 from index_store.memory.context_loading import placed_bytes
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import get_method
+from index_store.methods.presets import get_method
 from index_store.models.loading import resolve_model
 from index_store.store.catalog import Store
 

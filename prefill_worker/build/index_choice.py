@@ -12,7 +12,8 @@ from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
-from index_store.methods.method import METHODS, Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS, get_method
 from index_store.store.json_fields import Scalar
 from index_store.store.manifest import ModelIdentity
 from index_store.store.stored_context import QuerySample

@@ -15,11 +15,11 @@ from decode_engine.config import ServeConfig
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
 from index_store.cli.progress import LineReporter
-from index_store.methods.method import METHODS
+from index_store.methods.presets import METHODS
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
 from sparsekv.v1 import context_pb2_grpc, generation_pb2_grpc
-from tests.support_models import write_model_folder
+from tests.support.models import write_model_folder
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 8
 MAX_POSITIONS = 4096

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from index_store.store.catalog import Store
-from tests.support_store import SyntheticContext, synthetic_context
+from tests.support.store import SyntheticContext, synthetic_context
 
 
 @pytest.fixture

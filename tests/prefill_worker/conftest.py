@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from prefill_worker.config import PrefillConfig
-from tests.support_models import write_model_folder
+from tests.support.models import write_model_folder
 
 DOCUMENT = "It was a dark night, and the harbour lay still. " * 12
 

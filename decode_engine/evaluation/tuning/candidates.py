@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from index_store.errors import MethodUnsupportedError, SparseKVError
-from index_store.methods.method import METHODS, Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS, get_method
 from index_store.selection.mass import Mass
 from index_store.store.manifest import Manifest
 

@@ -19,7 +19,8 @@ from decode_engine.layers.sparse_layer import LayerAttention, Observation, Spars
 from decode_engine.model.runner import ModelRunner
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import METHODS, Method
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS
 from index_store.store.stored_context import Context
 
 QUERIES = 16

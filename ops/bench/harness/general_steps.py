@@ -16,7 +16,8 @@ from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import DecodeStep
 from harness.checks import compare
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 from index_store.selection.budgets import Ratio
 
 PROMPT = 4

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import typer
 
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:

@@ -54,7 +54,8 @@ from decode_engine.model.warm_up import made_up_context
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 from index_store.selection.budgets import Ratio
 from index_store.store.catalog import Store
 from index_store.store.manifest import Manifest, ModelIdentity

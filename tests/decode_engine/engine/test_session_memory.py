@@ -10,9 +10,9 @@ import pytest
 from decode_engine.engine.session_memory import session_bytes
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from index_store.methods.method import METHODS, get_method
+from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import resolve_model
-from tests.support_models import write_model_folder
+from tests.support.models import write_model_folder
 
 _PIECE = 256
 

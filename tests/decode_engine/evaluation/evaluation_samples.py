@@ -16,7 +16,7 @@ from decode_engine.evaluation.scoring import (
     Touched,
 )
 from decode_engine.evaluation.settings import Variant
-from index_store.methods.method import get_method
+from index_store.methods.presets import get_method
 
 FULL, SPARSE = get_method("full"), get_method("csattention", 0.02)
 

@@ -12,8 +12,8 @@ from decode_engine.evaluation.context_arena import arena_for
 from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.store.catalog import Store
-from tests.support_memory import resident_bytes
-from tests.support_store import SyntheticContext, synthetic_context
+from tests.support.memory import resident_bytes
+from tests.support.store import SyntheticContext, synthetic_context
 
 CPU = torch.device("cpu")
 

@@ -27,7 +27,7 @@ from index_store.memory.placement import MemoryBytes, Placement
 from index_store.models.loading import Tokenizer
 from index_store.store.catalog import Store
 from tests.decode_engine.evaluation.evaluation_samples import FULL
-from tests.support_models import write_model_folder
+from tests.support.models import write_model_folder
 
 
 class Characters:

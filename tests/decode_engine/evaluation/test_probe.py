@@ -16,7 +16,8 @@ from decode_engine.layers.selected_attention import KeyRows
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import LayerSearch, Observation, SparseLayer
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 from index_store.selection.budgets import Selection
 
 HEADS, GROUP, DIM, CONTEXT = 2, 3, 8, 300

@@ -22,7 +22,8 @@ from decode_engine.evaluation.scoring import (
 )
 from decode_engine.model.runner import ModelRunner
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import FittedMethod, Method, get_method
+from index_store.methods.method import FittedMethod, Method
+from index_store.methods.presets import get_method
 from tests.decode_engine.evaluation.evaluation_samples import ALL, FULL, SOME, SPARSE, make_tally
 from tests.index_store.methods.test_fitted import context as context_with_all_indexes
 

@@ -20,7 +20,8 @@ from decode_engine.layers.sparse_layer import Observation, SparseLayer
 from decode_engine.model.runner import ModelRunner
 from index_store.cli.console import run_app
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 from tests.decode_engine.rpc.served import Served, serve
 
 METHODS = ("csattention", "quest", "squeezed", "multipole", "tactic")

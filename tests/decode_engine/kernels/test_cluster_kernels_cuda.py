@@ -22,7 +22,8 @@ from decode_engine.steps.attention.step_attention import KeySelection, StepAtten
 from index_store.indexes.key_clusters.build import divide_keys
 from index_store.indexes.key_clusters.build_triton import build_device_clusters
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 from index_store.store.manifest import Manifest, ModelIdentity
 from tests.decode_engine.kernels.problems.cluster_problems import (
     Problem,

@@ -23,7 +23,8 @@ from decode_engine.steps.attention.code_selection import CodeSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
-from index_store.methods.method import METHODS, Method
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio, TokenCount
 from index_store.selection.mass import Mass
 from index_store.store.manifest import ModelIdentity

@@ -26,10 +26,11 @@ from index_store.attention.attention_state import AttentionState
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
-from tests.support_layers import ALL_METHODS, build_index, build_search, small_spec, with_budget
-from tests.support_store import indexed_context, synthetic_context
+from tests.support.layers import ALL_METHODS, build_index, build_search, small_spec, with_budget
+from tests.support.store import indexed_context, synthetic_context
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.sparse_layer import Observation, SparseLayer
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 from index_store.methods.schedules import Schedule
-from tests.support_layers import build_search
+from tests.support.layers import build_search
 
 H, G, D, N = 2, 2, 16, 300
 STEPS = 12

@@ -14,10 +14,11 @@ from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.partial_attention import BLOCK_BYTES, attend_logits, attend_shared
 from decode_engine.layers.sparse_layer import Observation
-from index_store.methods.method import METHODS, Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS, get_method
 from index_store.methods.schedules import Schedule
 from index_store.selection.budgets import Budget, Ratio
-from tests.support_layers import ALL_METHODS, build_layer, with_budget, with_everything
+from tests.support.layers import ALL_METHODS, build_layer, with_budget, with_everything
 
 H, G, D = 2, 3, 16
 

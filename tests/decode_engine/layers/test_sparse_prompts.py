@@ -14,7 +14,7 @@ from decode_engine.layers.selected_attention import KeyRows
 from decode_engine.layers.sparse_layer import LayerSearch, Observation, SparseLayer
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import get_method
+from index_store.methods.presets import get_method
 from index_store.selection.budgets import Ratio, Step
 from index_store.selection.ranking import Items, Ranking
 from tests.decode_engine.layers.test_host_rows import (
@@ -26,7 +26,7 @@ from tests.decode_engine.layers.test_host_rows import (
     make_kv,
     small_windows,
 )
-from tests.support_layers import (
+from tests.support.layers import (
     ALL_METHODS,
     build_index,
     build_search,

@@ -16,10 +16,11 @@ from decode_engine.evaluation.probe import sample_layer
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.sparse_layer import LayerAttention, Observation, SparseLayer
-from index_store.methods.method import METHODS, Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS, get_method
 from index_store.selection.budgets import Budget, Ratio, Threshold, TokenCount
 from index_store.selection.mass import Mass
-from tests.support_layers import build_layer
+from tests.support.layers import build_layer
 
 HEADS, GROUP, DIM, COUNT, PROMPT, STEPS = 2, 3, 16, 400, 45, 4
 KERNELS = (

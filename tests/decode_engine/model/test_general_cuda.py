@@ -20,7 +20,8 @@ from index_store.indexes.query_tables.search_numba import TableReads, softmax_su
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import METHODS, Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS, get_method
 from index_store.models.folder import resolve_model
 from index_store.selection.top_k_numba import top_k
 from tests.decode_engine.model.test_explicit_devices import (
@@ -32,9 +33,9 @@ from tests.decode_engine.model.test_explicit_devices import (
     some_context,
     some_tokens,
 )
-from tests.support_layers import build_search, small_spec
-from tests.support_memory import copy_padded
-from tests.support_models import write_model_folder
+from tests.support.layers import build_search, small_spec
+from tests.support.memory import copy_padded
+from tests.support.models import write_model_folder
 
 pytestmark = [
     pytest.mark.gpu,

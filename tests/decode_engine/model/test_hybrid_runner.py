@@ -20,11 +20,11 @@ from index_store.memory.arena import Arena
 from index_store.memory.host_memory import is_readable
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import get_method
+from index_store.methods.presets import get_method
 from index_store.models.loading import resolve_model
 from index_store.store.stored_context import Context
 from tests.decode_engine.rpc.served import PROMPT, Served, serve
-from tests.support_store import RecordingLocker
+from tests.support.store import RecordingLocker
 
 CPU = torch.device("cpu")
 ROOM = MemoryBytes(2**30, 2**30)

@@ -13,7 +13,7 @@ from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import Observation, SparseLayer
 from decode_engine.steps.layer_ahead import predicted_queries
 from index_store.errors import MethodUnsupportedError
-from index_store.methods.method import get_method
+from index_store.methods.presets import get_method
 from tests.decode_engine.rpc.served import PROMPT, Served, serve
 
 LAYERS = 3

@@ -21,13 +21,14 @@ from index_store.errors import (
     MethodUnsupportedError,
     ModelMismatchError,
 )
-from index_store.methods.method import METHODS, Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS, get_method
 from index_store.methods.schedules import Schedule
 from index_store.models.loading import resolve_model
 from index_store.selection.budgets import Ratio
 from tests.decode_engine.rpc.served import PROMPT, TEXT, Served, serve
-from tests.support_layers import with_budget, with_everything
-from tests.support_models import write_model_folder
+from tests.support.layers import with_budget, with_everything
+from tests.support.models import write_model_folder
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])

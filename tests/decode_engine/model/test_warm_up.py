@@ -10,10 +10,10 @@ from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context, placements_of, warm_up
 from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import Placement
-from index_store.methods.method import METHODS, get_method
+from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import resolve_model
 from tests.decode_engine.conftest import Library
-from tests.support_models import write_model_folder
+from tests.support.models import write_model_folder
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])

@@ -19,7 +19,7 @@ from index_store.models.loading import resolve_model
 from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
-from tests.support_models import write_model_folder
+from tests.support.models import write_model_folder
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 6
 PROMPT = "\nQuestion: who lit it?\nAnswer:"

@@ -14,7 +14,7 @@ from decode_engine.rpc.server import DecodeServer
 from index_store.errors import (
     InvalidArgumentError,
 )
-from index_store.methods.method import get_method
+from index_store.methods.presets import get_method
 from tests.decode_engine.conftest import MAX_POSITIONS, Library
 from tests.decode_engine.rpc.service_support import LONG, leases, wait_until
 

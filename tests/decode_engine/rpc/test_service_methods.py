@@ -12,7 +12,7 @@ import pytest
 from decode_engine.rpc.client import Client, Summary
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
-from index_store.methods.method import METHODS
+from index_store.methods.presets import METHODS
 from index_store.store.tuned_defaults import TunedDefault
 from tests.decode_engine.conftest import Library
 

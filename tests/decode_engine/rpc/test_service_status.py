@@ -14,7 +14,7 @@ from decode_engine.engine.session_memory import session_bytes
 from decode_engine.errors import SessionMemoryError
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
-from index_store.methods.method import get_method
+from index_store.methods.presets import get_method
 from tests.decode_engine.conftest import Library
 from tests.decode_engine.rpc.service_support import LONG, wait_until
 

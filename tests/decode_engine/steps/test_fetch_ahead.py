@@ -29,7 +29,8 @@ from decode_engine.steps.stepper import Stepper
 from index_store.errors import MethodUnsupportedError
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 from index_store.models.folder import resolve_model
 from index_store.store.manifest import Manifest
 from tests.decode_engine.kernels.problems.cluster_problems import make_problem, random_lists
@@ -40,7 +41,7 @@ from tests.decode_engine.steps.test_hybrid_steps import (
     in_host_memory,
     make_steps,
 )
-from tests.support_models import write_model_folder
+from tests.support.models import write_model_folder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16

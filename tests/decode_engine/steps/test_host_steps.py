@@ -34,11 +34,12 @@ from decode_engine.steps.stepper import Stepper
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 from index_store.models.folder import resolve_model
 from tests.decode_engine.host_search.searches import FakeDevice
 from tests.decode_engine.rpc.service_support import wait_until
-from tests.support_models import write_model_folder
+from tests.support.models import write_model_folder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

@@ -21,11 +21,12 @@ from decode_engine.steps.stepper import Stepper
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import METHODS as ALL_METHODS
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS as ALL_METHODS
+from index_store.methods.presets import get_method
 from index_store.models.folder import resolve_model
 from tests.decode_engine.rpc.served import PROMPT, Served, serve
-from tests.support_models import write_model_folder
+from tests.support.models import write_model_folder
 
 pytestmark = [
     pytest.mark.gpu,

@@ -24,7 +24,8 @@ from decode_engine.steps.attention.registry import step_attention_for
 from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
 from index_store.memory.placement import Placement, slot_bytes
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 from index_store.selection.budgets import TokenCount
 from index_store.store.manifest import Manifest, ModelIdentity
 from tests.decode_engine.kernels.problems.cluster_problems import Problem, make_problem, random_lists

@@ -25,7 +25,8 @@ from decode_engine.steps.attention.step_attention import KeySelection, StepAtten
 from decode_engine.steps.attention.step_batch import STEP_COUNTS, StepBatch, step_counts
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import INDEX_SPECS
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 from index_store.selection.budgets import Ratio, Threshold, TokenCount
 from index_store.selection.mass import Mass
 from index_store.selection.remainders import REMAINDERS

@@ -28,9 +28,10 @@ from decode_engine.steps.attention.table_steps import TableSelection
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.memory.placement import Placement
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 from index_store.models.folder import resolve_model
-from tests.support_models import write_model_folder
+from tests.support.models import write_model_folder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.slow]

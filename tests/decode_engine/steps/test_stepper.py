@@ -22,9 +22,9 @@ from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import Placement
-from index_store.methods.method import METHODS, get_method
+from index_store.methods.presets import METHODS, get_method
 from index_store.models.folder import resolve_model
-from tests.support_models import write_model_folder
+from tests.support.models import write_model_folder
 
 GREEDY = SamplingParameters()
 

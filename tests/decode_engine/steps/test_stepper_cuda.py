@@ -19,9 +19,9 @@ from decode_engine.steps.attention.step_batch import step_counts
 from decode_engine.steps.step_graph import StepGraph
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
-from index_store.methods.method import get_method
+from index_store.methods.presets import get_method
 from index_store.models.folder import resolve_model
-from tests.support_models import write_model_folder
+from tests.support.models import write_model_folder
 
 pytestmark = [
     pytest.mark.gpu,

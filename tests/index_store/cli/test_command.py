@@ -16,7 +16,7 @@ from index_store.__main__ import main
 from index_store.cli.console import format_bytes
 from index_store.store.catalog import Store
 from index_store.store.zarr_io import chunk_path
-from tests.support_store import THRESHOLDS, SyntheticContext, synthetic_context
+from tests.support.store import THRESHOLDS, SyntheticContext, synthetic_context
 
 
 class Command:

@@ -21,8 +21,8 @@ from index_store.selection.budgets import Ratio
 from index_store.store.catalog import Store
 from index_store.store.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
-from tests.support_search import rows, source, step
-from tests.support_store import indexed_context
+from tests.support.search import rows, source, step
+from tests.support.store import indexed_context
 
 HEADS, KEYS, DIM, GROUP = 2, 700, 32, 3
 

@@ -13,7 +13,7 @@ from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_pages import Pages
 from index_store.selection.budgets import Ratio
 from index_store.store.stored_context import QuerySample
-from tests.support_search import rows, step
+from tests.support.search import rows, step
 
 HEADS, DIM = 2, 16
 

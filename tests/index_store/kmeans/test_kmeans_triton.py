@@ -20,7 +20,7 @@ from index_store.kmeans.kmeans_triton import (
     move_centroids_reference,
 )
 from index_store.kmeans.nearest_triton import assign_vectors, assign_vectors_reference
-from tests.support_devices import DEVICE, DTYPES, make_kv
+from tests.support.devices import DEVICE, DTYPES, make_kv
 
 BLOCKS = [(3, 150, 0, 20), (150, 283, 20, 37)]
 

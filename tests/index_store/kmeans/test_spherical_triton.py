@@ -7,7 +7,7 @@ import torch
 
 from index_store.errors import InvalidArgumentError
 from index_store.kmeans.spherical_triton import spherical_kmeans_batch, spread_seeds, spread_seeds_reference
-from tests.support_devices import DEVICE
+from tests.support.devices import DEVICE
 
 
 @pytest.mark.parametrize("count", [3, 130, 1500])

@@ -23,8 +23,8 @@ from index_store.errors import (
 from index_store.memory.arena import Arena
 from index_store.store.catalog import Store
 from index_store.store.zarr_io import chunk_path
-from tests.support_memory import resident_bytes
-from tests.support_store import (
+from tests.support.memory import resident_bytes
+from tests.support.store import (
     CREATED,
     RecordingLocker,
     SyntheticContext,

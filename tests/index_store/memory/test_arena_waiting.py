@@ -13,8 +13,8 @@ from index_store.errors import MemoryBudgetError
 from index_store.memory.arena import Arena
 from index_store.memory.patience import MAX_PASSED
 from index_store.store.catalog import Store
-from tests.support_memory import resident_bytes
-from tests.support_store import RecordingLocker, SyntheticContext, synthetic_context
+from tests.support.memory import resident_bytes
+from tests.support.store import RecordingLocker, SyntheticContext, synthetic_context
 
 SIZE = resident_bytes(synthetic_context().manifest)
 SOON = 5.0  # seconds; far more than 50 ms

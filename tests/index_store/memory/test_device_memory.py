@@ -19,12 +19,12 @@ from index_store.memory import device_memory
 from index_store.memory.arena import Arena
 from index_store.memory.device_memory import DeviceBlock, StagedArray, StagingBuffers, device_bytes
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import get_method
+from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
 from index_store.store.dtypes import STORED_DTYPES
-from tests.support_layers import build_index, small_spec
-from tests.support_memory import copy_padded, load_context, resident_bytes
-from tests.support_store import KINDS, RecordedIndex, SyntheticContext, indexed_context, synthetic_context
+from tests.support.layers import build_index, small_spec
+from tests.support.memory import copy_padded, load_context, resident_bytes
+from tests.support.store import KINDS, RecordedIndex, SyntheticContext, indexed_context, synthetic_context
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]

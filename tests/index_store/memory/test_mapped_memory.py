@@ -18,7 +18,7 @@ from index_store.memory.host_memory import CudaPageLocker, HostBlock, copy_sourc
 from index_store.memory.mapped_memory import is_mapped, map_memory
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.store.catalog import Store
-from tests.support_store import KINDS, RecordingLocker, synthetic_context
+from tests.support.store import KINDS, RecordingLocker, synthetic_context
 
 GPU = torch.device("cuda", 1)
 

@@ -33,8 +33,8 @@ from index_store.store.catalog import Store
 from index_store.store.dtypes import STORED_DTYPES
 from index_store.store.stored_context import Context
 from index_store.store.zarr_io import chunk_path
-from tests.support_memory import load_context, resident_bytes
-from tests.support_store import KINDS, RecordedIndex, RecordingLocker, SyntheticContext, synthetic_context
+from tests.support.memory import load_context, resident_bytes
+from tests.support.store import KINDS, RecordedIndex, RecordingLocker, SyntheticContext, synthetic_context
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]

@@ -27,13 +27,14 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.arena import Arena
 from index_store.memory.host_memory import ALIGNMENT, HostBlock
 from index_store.memory.resident import LayerGate
-from index_store.methods.method import Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
 from index_store.store.dtypes import STORED_DTYPES
 from index_store.store.manifest import IndexEntry
-from tests.support_layers import build_index, small_spec
-from tests.support_memory import resident_bytes
-from tests.support_store import (
+from tests.support.layers import build_index, small_spec
+from tests.support.memory import resident_bytes
+from tests.support.store import (
     KINDS,
     PARAMETERS,
     RecordedIndex,

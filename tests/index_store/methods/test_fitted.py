@@ -10,10 +10,10 @@ import pytest
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS
-from index_store.methods.method import METHODS, get_method
+from index_store.methods.presets import METHODS, get_method
 from index_store.store.json_fields import Scalar
 from index_store.store.manifest import IndexEntry, Manifest
-from tests.support_store import THRESHOLDS, synthetic_context
+from tests.support.store import THRESHOLDS, synthetic_context
 
 BASE = synthetic_context(index_dtypes=()).draft
 STORED = tuple(name for name, spec in INDEX_SPECS.items() if spec.stored)

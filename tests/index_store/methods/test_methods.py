@@ -7,7 +7,8 @@ import pytest
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
-from index_store.methods.method import DEFAULT_METHOD, METHODS, Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import DEFAULT_METHOD, METHODS, get_method
 from index_store.methods.schedules import Schedule
 from index_store.selection.budgets import Ratio, Threshold, TokenCount
 from index_store.selection.mass import Mass

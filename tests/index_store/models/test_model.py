@@ -20,7 +20,7 @@ from index_store.models.loading import (
     load_tokenizer,
     resolve_model,
 )
-from tests.support_models import BEGIN_TOKEN, FAMILIES, write_model_folder
+from tests.support.models import BEGIN_TOKEN, FAMILIES, write_model_folder
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from index_store.selection.budgets import Threshold
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.selection.ranking import Ranking
 from index_store.selection.threshold_curve import KEEP_GRID, ThresholdCurve
-from tests.support_rankings import Problem, make_problem
+from tests.support.rankings import Problem, make_problem
 
 SHARPNESSES = (0.5, 1.0, 2.0, 3.0, 4.0)
 

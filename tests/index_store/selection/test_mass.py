@@ -14,7 +14,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.selection.budgets import Selection, Step
 from index_store.selection.mass import Mass
 from index_store.selection.ranking import Items, Members, Ranking
-from tests.support_rankings import Problem, make_problem, selected
+from tests.support.rankings import Problem, make_problem, selected
 
 WINDOW, HEAD, SHORT = 64, 0.02, 512
 

@@ -10,8 +10,8 @@ import torch
 from index_store.errors import InvalidArgumentError
 from index_store.selection.budgets import Budget, Ratio, Selection, TokenCount
 from index_store.selection.ranking import Items, Members, Ranking
-from tests.support_rankings import Problem, make_problem, selected
-from tests.support_search import step
+from tests.support.rankings import Problem, make_problem, selected
+from tests.support.search import step
 
 
 def rows(selection: Selection) -> list[list[list[int]]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.selection.budgets import Threshold
 from index_store.selection.ranking import Ranking
-from tests.support_rankings import Problem, make_problem, selected
+from tests.support.rankings import Problem, make_problem, selected
 
 
 def item_weights(ranking: Ranking, problem: Problem, single: bool) -> tuple[Tensor, list[list[list[int]]]]:

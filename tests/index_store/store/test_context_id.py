@@ -10,7 +10,7 @@ import torch
 
 from index_store.errors import InvalidArgumentError
 from index_store.store.context_id import context_id
-from tests.support_store import MODEL, other_model
+from tests.support.store import MODEL, other_model
 
 
 def test_context_id_follows_content_only() -> None:

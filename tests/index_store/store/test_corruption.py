@@ -23,7 +23,7 @@ from index_store.store.catalog import Store
 from index_store.store.manifest import ArrayEntry
 from index_store.store.manifest_json import render_document
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path, read_chunk_into
-from tests.support_store import KINDS, SyntheticContext, synthetic_context
+from tests.support.store import KINDS, SyntheticContext, synthetic_context
 
 ARRAYS = [entry.path for entry in synthetic_context().manifest.arrays]
 INDEX_ARRAYS = [path for path in ARRAYS if path.startswith("index/")]

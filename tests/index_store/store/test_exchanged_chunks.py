@@ -16,8 +16,8 @@ from index_store.memory.arena import Arena
 from index_store.store.catalog import Store
 from index_store.store.manifest import index_array_entry
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path, read_chunk_into
-from tests.support_memory import load_context
-from tests.support_store import KINDS, SyntheticContext, synthetic_context
+from tests.support.memory import load_context
+from tests.support.store import KINDS, SyntheticContext, synthetic_context
 
 ARRAYS = [entry.path for entry in synthetic_context().draft.arrays]
 INTACT = "is intact but not the one that was written"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from index_store.store.catalog import Store
-from tests.support_store import synthetic_context
+from tests.support.store import synthetic_context
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -35,7 +35,7 @@ from index_store.store.manifest import (
     tokens_entry,
 )
 from index_store.store.manifest_json import parse_manifest, render_document, render_manifest
-from tests.support_store import MODEL, THRESHOLDS, SyntheticContext, other_model, synthetic_context
+from tests.support.store import MODEL, THRESHOLDS, SyntheticContext, other_model, synthetic_context
 
 WHERE = "store/contexts/x/manifest.json"
 

@@ -26,7 +26,7 @@ from index_store.errors import (
 from index_store.store.catalog import BrokenContext, Store
 from index_store.store.dtypes import STORED_DTYPES, dtype_name
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path
-from tests.support_store import CREATED, SyntheticContext, other_model, synthetic_context
+from tests.support.store import CREATED, SyntheticContext, other_model, synthetic_context
 
 
 def bits(tensor: torch.Tensor) -> bytes:

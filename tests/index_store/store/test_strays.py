@@ -8,7 +8,7 @@ from pathlib import Path
 
 from index_store.errors import UnexpectedFileError
 from index_store.store.catalog import Store
-from tests.support_store import SyntheticContext
+from tests.support.store import SyntheticContext
 
 
 def test_gc_removes_locks_that_nobody_holds(store: Store) -> None:

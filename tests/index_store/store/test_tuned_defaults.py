@@ -19,7 +19,7 @@ from index_store.errors import (
 )
 from index_store.store.catalog import Store
 from index_store.store.tuned_defaults import TunedDefault, TunedDefaultError, parse_default, render_default
-from tests.support_store import CREATED, synthetic_context
+from tests.support.store import CREATED, synthetic_context
 
 ID = "5" * 64
 

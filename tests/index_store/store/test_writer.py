@@ -26,7 +26,7 @@ from index_store.errors import (
 from index_store.store import folders
 from index_store.store.catalog import Store
 from index_store.store.zarr_io import chunk_path
-from tests.support_store import SyntheticContext, synthetic_context
+from tests.support.store import SyntheticContext, synthetic_context
 
 
 def names(store: Store) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 import index_store.store.writer
 from index_store.store.catalog import Store
 from index_store.store.writer import ContextWriter
-from tests.support_store import synthetic_context
+from tests.support.store import synthetic_context
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 from harness.checks import CheckFailedError
 
-from index_store.methods.method import get_method
+from index_store.methods.presets import get_method
 from index_store.selection.ranking import Ranking
 from tests.ops.bench.conftest import Run, load_bench
 

@@ -10,8 +10,8 @@ from harness import contexts
 
 from index_store.memory.host_memory import HostBlock
 from index_store.memory.placement import Placement
-from index_store.methods.method import METHODS, get_method
-from tests.ops.bench.tiny_model import IDENTITY
+from index_store.methods.presets import METHODS, get_method
+from tests.support.tiny_model import IDENTITY
 
 WIDE = replace(IDENTITY, layers=3, query_heads=2, kv_heads=1, head_dim=64)
 LENGTH = 400

@@ -13,7 +13,7 @@ import typer
 from decode_engine.config import Compilation
 from index_store.memory.placement import Placement
 from tests.ops.bench.conftest import FOLDER, Run, load_bench
-from tests.ops.bench.tiny_model import IDENTITY, make_model
+from tests.support.tiny_model import IDENTITY, make_model
 
 KERNELS = FOLDER.parents[1] / "decode_engine" / "kernels"
 

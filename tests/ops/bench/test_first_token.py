@@ -11,9 +11,9 @@ import torch
 from harness.checks import CheckFailedError
 
 from decode_engine.config import Prompts
-from index_store.methods.method import get_method
+from index_store.methods.presets import get_method
 from tests.ops.bench.conftest import load_bench
-from tests.ops.bench.tiny_model import IDENTITY, make_model
+from tests.support.tiny_model import IDENTITY, make_model
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from harness.parsing import parse_counts, parse_method, parse_shapes
 from decode_engine.model.warm_up import made_up_context
 from index_store.errors import InvalidArgumentError
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import METHODS
+from index_store.methods.presets import METHODS
 from tests.ops.bench.conftest import FOLDER, Run, load_bench
-from tests.ops.bench.tiny_model import IDENTITY, make_model
+from tests.support.tiny_model import IDENTITY, make_model
 
 BENCHES = [path for path in sorted(FOLDER.rglob("*.py")) if path.parent.name != "harness"]
 NEED_GPU = [path for path in BENCHES if "gpu=False" not in path.read_text()]

@@ -12,9 +12,9 @@ import typer
 from harness.checks import CheckFailedError
 
 from decode_engine.config import Compilation
-from index_store.methods.method import METHODS
+from index_store.methods.presets import METHODS
 from tests.ops.bench.conftest import Run, load_bench
-from tests.ops.bench.tiny_model import IDENTITY, make_model
+from tests.support.tiny_model import IDENTITY, make_model
 
 WIDE = replace(IDENTITY, layers=1, query_heads=2, kv_heads=1, head_dim=64)
 LENGTH = 400

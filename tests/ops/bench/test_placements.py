@@ -13,9 +13,9 @@ from harness import captured_steps, contexts
 
 from decode_engine.config import Compilation
 from decode_engine.steps.step_model import step_model
-from index_store.methods.method import get_method
+from index_store.methods.presets import get_method
 from tests.ops.bench.conftest import Run, load_bench
-from tests.ops.bench.tiny_model import IDENTITY, make_model
+from tests.support.tiny_model import IDENTITY, make_model
 
 WIDE = replace(IDENTITY, layers=1, query_heads=2, kv_heads=1, head_dim=64)
 LENGTH = 400

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from index_store.errors import InvalidArgumentError
-from index_store.methods.method import DEFAULT_METHOD
+from index_store.methods.presets import DEFAULT_METHOD
 from prefill_worker.config import PrefillConfig, parse_dense_layers, parse_ttl
 
 

@@ -26,7 +26,7 @@ from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.prefill import run_context, run_prompts
 from prefill_worker.reading.query_sample import plan_sample
 from tests.prefill_worker.jobs.support_jobs import run
-from tests.support_models import write_model_folder
+from tests.support.models import write_model_folder
 
 MakeConfig = Callable[..., PrefillConfig]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

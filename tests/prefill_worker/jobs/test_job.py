@@ -21,7 +21,7 @@ from prefill_worker.jobs import job as job_module
 from prefill_worker.jobs.job import run_job
 from tests.prefill_worker.conftest import DOCUMENT
 from tests.prefill_worker.jobs.support_jobs import MakeConfig, hidden_entries, run
-from tests.support_models import write_model_folder
+from tests.support.models import write_model_folder
 
 
 def test_a_context_holds_what_the_model_computed(make_config: MakeConfig) -> None:

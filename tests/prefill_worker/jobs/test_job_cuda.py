@@ -18,7 +18,7 @@ from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.causal_attention import attend_causally
 from prefill_worker.reading.prefill import run_context
 from prefill_worker.reading.query_sample import plan_sample
-from tests.support_models import write_model_folder
+from tests.support.models import write_model_folder
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,7 @@ from index_store.errors import (
 from index_store.store.catalog import Store
 from index_store.store.writer import ContextWriter
 from tests.prefill_worker.jobs.support_jobs import MakeConfig, hidden_entries, run
-from tests.support_models import write_model_folder
+from tests.support.models import write_model_folder
 
 
 @pytest.mark.parametrize(

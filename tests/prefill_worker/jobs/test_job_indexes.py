@@ -13,7 +13,7 @@ from index_store.errors import (
 )
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.memory.arena import Arena
-from index_store.methods.method import METHODS
+from index_store.methods.presets import METHODS
 from index_store.models.loading import load_model, load_tokenizer, resolve_model
 from index_store.selection.budgets import Threshold
 from index_store.selection.threshold_curve import ThresholdCurve
@@ -24,8 +24,8 @@ from prefill_worker.reading.prefill import run_context
 from prefill_worker.reading.query_sample import plan_sample
 from tests.prefill_worker.conftest import DOCUMENT
 from tests.prefill_worker.jobs.support_jobs import MakeConfig, hidden_entries, run
-from tests.support_models import write_model_folder
-from tests.support_search import step
+from tests.support.models import write_model_folder
+from tests.support.search import step
 
 
 def test_several_methods_share_a_context(make_config: MakeConfig) -> None:

@@ -17,7 +17,7 @@ from index_store.models.loading import LoadedModel, load_model, resolve_model
 from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.prefill import run_context, run_prompts
 from prefill_worker.reading.query_sample import plan_sample
-from tests.support_models import FAMILIES, write_model_folder
+from tests.support.models import FAMILIES, write_model_folder
 
 TOKENS = 157
 RECORDING = "record_queries_then_sdpa"

@@ -14,7 +14,7 @@ from index_store.indexes.product_codes.search_numba import CodeReads, score_code
 from index_store.indexes.query_tables.products import sum_rows_by_products
 from index_store.indexes.query_tables.search_numba import TableReads, sum_rows_reference
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.methods.method import get_method
+from index_store.methods.presets import get_method
 from index_store.store.stored_context import QuerySample
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

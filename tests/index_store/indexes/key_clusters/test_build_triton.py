@@ -15,7 +15,7 @@ from index_store.indexes.key_clusters.build_triton import (
     measure_members,
     measure_members_reference,
 )
-from tests.support_devices import DEVICE, DTYPES, make_kv
+from tests.support.devices import DEVICE, DTYPES, make_kv
 
 
 def test_members_are_those_of_the_host() -> None:

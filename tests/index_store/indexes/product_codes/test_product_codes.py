@@ -12,7 +12,7 @@ from index_store.kmeans.kmeans import euclidean_kmeans
 from index_store.selection.budgets import Ratio
 from index_store.store.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
-from tests.support_search import rows, step
+from tests.support.search import rows, step
 
 HEADS, DIM = 2, 16
 CODES: dict[str, Scalar] = {"subspaces": 4, "bits": 4, "split": "strided", "iterations": 5}

@@ -10,7 +10,7 @@ from index_store.indexes.query_tables.build_triton import (
     score_tables,
     score_tables_reference,
 )
-from tests.support_devices import DEVICE, DTYPES, make_kv
+from tests.support.devices import DEVICE, DTYPES, make_kv
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

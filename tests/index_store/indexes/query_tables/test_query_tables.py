@@ -15,7 +15,7 @@ from index_store.selection.budgets import Ratio
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
-from tests.support_search import source, step
+from tests.support.search import source, step
 
 HEADS, SUBSPACES, CENTROIDS, KEYS = 2, 2, 3, 6
 UNIFORM: dict[str, Scalar] = {"group": "pooled", "weights": "uniform"}

@@ -14,7 +14,8 @@ from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
 from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import METHODS, Method, get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS, get_method
 from index_store.selection.budgets import Ratio, Threshold
 from index_store.selection.mass import Mass
 from index_store.store.json_fields import Scalar

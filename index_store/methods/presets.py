@@ -1,0 +1,225 @@
+"""Methods by name: the presets, and expressions that start from one (`NAME+REMAINDER@OPTION=VALUE`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.methods.expressions import EXPRESSION_HELP, read_expression
+from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import Method
+from index_store.methods.schedules import Schedule
+from index_store.selection.budgets import Budget, Ratio, Threshold, TokenCount
+from index_store.selection.mass import Mass
+from index_store.selection.remainders import REMAINDERS, Dropped, Monopole
+
+_LISTED = (
+    Method(
+        "full",
+        "Exact attention to every key: the reference.",
+        "reference",
+        None,
+        None,
+    ),
+    Method(
+        "oracle",
+        "Exact top keys by true attention weight: the upper bound of any search, evaluation only.",
+        "reference",
+        INDEX_SPECS["exact"],
+        Ratio(0.05),
+    ),
+    Method(
+        "csattention",
+        "Query tables with raw scores weighted by the query, and clusters for what was not selected.",
+        "CSAttention: Centroid-Scoring Attention, improved",
+        INDEX_SPECS["query_tables"],
+        Ratio(0.05),
+        REMAINDERS["centred"],
+        INDEX_SPECS["remainder_clusters"],
+        partition_optional=True,
+        search={"group": "per_head", "weights": "projection"},
+    ),
+    Method(
+        "csattention-paper",
+        "Query tables as published: cosine scores in Top-L lists, pooled query, backoff, streaming insert.",
+        "CSAttention: Centroid-Scoring Attention, sections 3.2-3.3 and 4.4",
+        INDEX_SPECS["paper_tables"],
+        Ratio(0.05),
+        search={"group": "pooled", "weights": "uniform", "backoff_cosine": 0.5, "backoff_centroids": 2},
+        sinks=0,
+        recent=32,
+        append_block=1,
+    ),
+    Method(
+        "squeezed",
+        "Key clusters above one global threshold, calibrated to the wanted share of the keys.",
+        "Squeezed Attention, sections 3.1-3.2",
+        INDEX_SPECS["key_clusters"],
+        Threshold(keep=0.05),
+    ),
+    Method(
+        "squeezed-tree",
+        "Two-level key clusters: coarse ones prune half the keys, fine ones are cut by the threshold.",
+        "Squeezed Attention, section 3.3",
+        INDEX_SPECS["cluster_tree"],
+        Threshold(keep=0.05),
+        search={"coarse_keep": 0.5},
+    ),
+    Method(
+        "multipole",
+        "Key clusters up to a token budget; the others are attended through their centroids.",
+        "Multipole Attention, sections 3.1-3.3",
+        INDEX_SPECS["key_clusters"],
+        Ratio(0.05),
+        REMAINDERS["monopole"],
+        sinks=10,
+        recent=128,
+        append_block=128,
+    ),
+    Method(
+        "multipole-windowed",
+        "`multipole` over keys clustered, and looked up, as if all stood 4,096 tokens before the query.",
+        "Multipole Attention, section 3.1 (windowed RoPE)",
+        INDEX_SPECS["windowed_clusters"],
+        Ratio(0.05),
+        REMAINDERS["monopole"],
+        sinks=10,
+        recent=128,
+        append_block=128,
+    ),
+    Method(
+        "multipole-tree",
+        "Two-level key clusters; what is pruned at either level is attended through that level's centroids.",
+        "Multipole Attention, section 3.4",
+        INDEX_SPECS["cluster_tree"],
+        Ratio(0.05),
+        REMAINDERS["monopole"],
+        search={"coarse_keep": 0.5},
+        sinks=10,
+        recent=128,
+        append_block=128,
+    ),
+    Method(
+        "tactic",
+        "Key clusters until the attention mass, estimated from a fitted curve, reaches its target.",
+        "Tactic: Adaptive Sparse Attention, sections 4.2-4.5",
+        INDEX_SPECS["key_clusters"],
+        Mass(0.9),
+    ),
+    Method(
+        "quest",
+        "Pages of 16 neighbouring keys, ranked by an upper bound of their scores.",
+        "Quest, baseline",
+        INDEX_SPECS["pages"],
+        Ratio(0.05),
+    ),
+    Method(
+        "pq",
+        "Product-quantised keys, and clusters for what was not selected.",
+        "PQCache, improved, baseline",
+        INDEX_SPECS["product_codes"],
+        Ratio(0.05),
+        REMAINDERS["centred"],
+        INDEX_SPECS["remainder_clusters"],
+        partition_optional=True,
+    ),
+)
+
+
+METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _LISTED})
+
+
+DEFAULT_METHOD = "csattention"
+
+
+_PARTITIONS = {"monopole": "remainder_clusters", "centred": "remainder_clusters", "dipole": "dipole_clusters"}
+
+
+def get_method(
+    name: str,
+    keep: float | None = None,
+    period: int | None = None,
+    *,
+    mass: float | None = None,
+    tokens: int | None = None,
+) -> Method:
+    """The method that an expression names, with another budget or search period where one is given.
+
+    An expression is a preset, possibly with another remainder (`oracle+centred`, `csattention+dropped`), a schedule
+    (`csattention@period=4`, `pq@lag@correct=0.9`, `csattention@ahead`), other windows (`pq@sinks=16`) and options of
+    the search (`csattention@group=pooled`). Raises MethodUnsupportedError for an unknown name, for parts that do not
+    go together, or for a budget or period on a method that keeps everything, and InvalidArgumentError for an option
+    that the index does not have or a value out of range.
+    """
+    method = _parse(name)
+    given = {"keep ratio": keep, "search period": period, "target mass": mass, "token budget": tokens}
+    if not method.sparse:
+        for label, value in given.items():
+            if value is not None:
+                raise MethodUnsupportedError(
+                    f"method {name!r} attends to every key and takes no {label} (got {value})", method=name
+                )
+        return method
+    budgets = [label for label in ("keep ratio", "target mass", "token budget") if given[label] is not None]
+    if len(budgets) > 1:
+        raise InvalidArgumentError(f"{' and '.join(budgets)} are given, expected at most one of them")
+    if keep is not None:
+        method = replace(method, budget=_with_keep(method, keep))
+    if mass is not None:
+        method = replace(method, budget=Mass(mass))
+    if tokens is not None:
+        method = replace(method, budget=TokenCount(tokens))
+    return method if period is None else replace(method, schedule=Schedule(period=period))
+
+
+def _with_keep(method: Method, keep: float) -> Budget:
+    if isinstance(method.budget, Threshold):
+        return Threshold(keep=keep, group=method.budget.group)
+    if isinstance(method.budget, Ratio):
+        return Ratio(keep, method.budget.group)
+    return Ratio(keep)
+
+
+def _parse(text: str) -> Method:
+    expression = read_expression(text)
+    method = preset = METHODS.get(expression.preset)
+    if method is None:
+        raise MethodUnsupportedError(
+            f"method is {text!r}, expected one of {', '.join(METHODS)}, or {EXPRESSION_HELP}", method=text
+        )
+    if expression.remainder is not None:
+        method = _with_remainder(method, expression.remainder)
+    if expression.schedule is not None:
+        method = replace(method, schedule=expression.schedule)
+    if expression.windows or expression.search:
+        if not method.sparse:
+            raise MethodUnsupportedError(
+                f"method {text!r} attends to every key, so there is no search with options", method=text
+            )
+        windows = expression.windows
+        method = replace(
+            method,
+            search={**method.search, **expression.search},
+            sinks=windows.get("sinks", method.sinks),
+            recent=windows.get("recent", method.recent),
+            append_block=windows.get("append_block", method.append_block),
+        )
+    return method if method is preset else replace(method, name=text)
+
+
+def _with_remainder(method: Method, name: str) -> Method:
+    remainder = REMAINDERS.get(name)
+    if remainder is None:
+        raise MethodUnsupportedError(
+            f"remainder is {name!r}, expected one of {', '.join(REMAINDERS)}", remainder=name
+        )
+    if name == method.remainder.name:
+        return replace(method, partition_optional=False)
+    if isinstance(remainder, Dropped):
+        return method.without_remainder()
+    own = method.index is not None and INDEX_KINDS[method.index.kind].partitions
+    partition = None if own and isinstance(remainder, Monopole) else INDEX_SPECS[_PARTITIONS[name]]
+    return replace(method, remainder=remainder, partition=partition, partition_optional=False)
