@@ -2,7 +2,7 @@
 
 A launch function `f`, which holds `some_kernel[grid](...)`, has the reference `f_reference` in its folder, or stands in
 `COMPARED_WITH` beside the one that covers it. A reference counts as compared when a test names it, or names something
-that is made of it: another function, or a table of functions.
+that is made of it: another function, or a table of functions. A launch counts as run likewise.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("index_store", "prefill_worker", "decode_engine")
 
 Place = tuple[str, str]
 """A module and a name in it."""
+
+LAUNCH: Place = ("index_store.launch", "launch")
+"""Starts loops that numba compiled."""
 
 _CLUSTERS = ("decode_engine.kernels.clusters.reference", "remainder_reference")
 _TABLES = ("decode_engine.kernels.tables.reference", "table_attention_reference")
@@ -60,26 +65,52 @@ class Sources:
         return {place for place in self._definitions if place[1].endswith("_reference")}
 
     def launches(self) -> set[Place]:
-        """Functions that hold `some_kernel[grid](...)`."""
-        return {place for place, node in self._definitions.items() if any(map(_is_launch, ast.walk(node)))}
+        """Functions that hold `kernel[grid](...)` with a Triton kernel, or `launch(loop, ...)` with a compiled loop."""
+        compiled = {place for place, node in self._definitions.items() if _is_compiled(node)}
+        found = set()
+        for module, tree in self._trees.items():
+            imports = self._imports(tree, module)
+            own = {name for place, name in compiled if place == module}
+            kernels = own | {name for name, place in imports.items() if place in compiled}
+            loops = imports.get("launch") == LAUNCH
+            found |= {
+                (module, name)
+                for node in tree.body
+                for name in _defined(node)
+                if (module, name) not in compiled
+                and any(_is_launch(part, kernels, loops) for part in ast.walk(node))
+            }
+        return found
 
     def named_in(self, tests: Mapping[str, str]) -> set[Place]:
-        """Definitions that tests name, and those that these are made of."""
-        left = [place for text in tests.values() for place in self._names(ast.parse(text), "")]
+        """Definitions that tests name, and those that these are made of.
+
+        What launches a kernel ends the chain: loops run their reference where they cannot read a tensor.
+        """
+        launches = self.launches()
+        trees = [ast.parse(text) for text in tests.values()]
+        left = [place for tree in trees for place in self._used(tree, tree, "")]
         found: set[Place] = set()
         while left:
             place = left.pop()
             if place in self._definitions and place not in found:
                 found.add(place)
-                imports = self._imports(self._trees[place[0]], place[0])
-                names = _names_in(self._definitions[place])
-                left += [imports.get(name, (place[0], name)) for name in names]
+                if place in launches:
+                    continue
+                left += self._used(self._definitions[place], self._trees[place[0]], place[0])
         return found
 
-    def _names(self, tree: ast.Module, module: str) -> Iterator[Place]:
-        """What a test imports by name and then uses."""
-        used = _names_in(tree)
-        return (place for name, place in self._imports(tree, module).items() if name in used)
+    def _used(self, node: ast.AST, tree: ast.Module, module: str) -> Iterator[Place]:
+        """What a part of a module names: its own definitions, imported ones, and those of imported modules."""
+        imports = self._imports(tree, module)
+        yield from (imports.get(name, (module, name)) for name in _names_in(node))
+        for part in ast.walk(node):
+            if (
+                isinstance(part, ast.Attribute)
+                and isinstance(part.value, ast.Name)
+                and part.value.id in imports
+            ):
+                yield ".".join(imports[part.value.id]), part.attr
 
     def _imports(self, tree: ast.Module, module: str) -> dict[str, Place]:
         found = {}
@@ -104,10 +135,16 @@ def _names_in(node: ast.AST) -> set[str]:
     }
 
 
-def _is_launch(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Subscript):
-        return False
-    return isinstance(node.func.value, ast.Name) and node.func.value.id.endswith("_kernel")
+def _is_compiled(node: ast.stmt) -> bool:
+    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+    return any("triton.jit" in ast.unparse(decorator) for decorator in decorators)
+
+
+def _is_launch(node: ast.AST, kernels: set[str], loops: bool) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return loops and node.func.id == "launch"
+    # Also where the grid comes first: `at_once = kernel[grid]`.
+    return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in kernels
 
 
 def complaints(
@@ -118,6 +155,7 @@ def complaints(
     references, launches = sources.references(), sources.launches()
     named = sources.named_in(tests)
     found = [f"no test compares {name} of {module}" for module, name in sorted(references - named)]
+    found += [f"no test runs {name} of {module}" for module, name in sorted(launches - named)]
     by_folder = {(module.rpartition(".")[0], name) for module, name in references}
     for module, name in sorted(launches):
         own = (module.rpartition(".")[0], f"{name.lstrip('_')}_reference") in by_folder
@@ -145,28 +183,66 @@ def test_kernels_have_references_that_tests_compare() -> None:
     assert complaints(_texts(*PACKAGES), _texts("tests"), COMPARED_WITH) == []
 
 
-def test_the_rule_can_be_broken() -> None:
-    product = {
-        "a.b": "def add_reference(): ...\ndef add(x):\n    add_kernel[(1,)](x)\nALL = [add_reference]",
-        "a.c": "def multiply(x):\n    product_kernel[(1,)](x)",
-        "a.d": "from a.b import add_reference\ndef twice(): add_reference()",
-    }
-    naming = ("from a.b import add_reference\nadd_reference()", "from a.b import ALL as every\nevery[0]()")
-    via_other = ("from a.d import twice\ntwice()",)
-    other: dict[Place, Place | str] = {("a.c", "multiply"): ("a.b", "add_reference")}
-    for test in (*naming, *via_other):
-        assert complaints(product, {"t": test}, other) == []
-    assert complaints(product, {"t": naming[0]}, {}) == [
+PRODUCT = {
+    "a.b": "@triton.jit\ndef sum_kernel(): ...\ndef add_reference(): ...\ndef add(x):\n    sum_kernel[(1,)](x)\n"
+    "ALL = [add_reference]",
+    "a.c": "from a.b import sum_kernel as of_all\ndef multiply(x):\n    at_once = of_all[(1,)]\n    at_once(x)",
+    "a.d": "from a.b import add, add_reference\ndef twice():\n    add_reference()",
+    "a.e": "from index_store.launch import launch\ndef count_reference(): ...\n"
+    "def count(x):\n    launch(_loop, x)\n    count_reference()",
+}
+RUN = "from a import c, e\nc.multiply(1)\ne.count(1)\nfrom a.e import count_reference\ncount_reference()\n"
+ADD = "from a.b import add\nadd(1)\n"
+OTHER: dict[Place, Place | str] = {("a.c", "multiply"): ("a.b", "add_reference")}
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "from a.b import add_reference\nadd_reference()",
+        "from a.b import ALL as every\nevery[0]()",
+        "from a.d import twice\ntwice()",
+        "from a import b\nb.add_reference()",
+    ],
+)
+def test_references_are_named_directly_or_through_what_is_made_of_them(test: str) -> None:
+    assert complaints(PRODUCT, {"t": RUN + ADD + test}, OTHER) == []
+
+
+@pytest.mark.parametrize("test", ["", "from a.b import add_reference", "add_reference()"])
+def test_a_reference_that_no_test_names_is_found(test: str) -> None:
+    assert complaints(PRODUCT, {"t": RUN + ADD + test}, OTHER) == ["no test compares add_reference of a.b"]
+
+
+def test_a_kernel_that_no_test_runs_is_found() -> None:
+    named = "from a.b import add_reference\nadd_reference()"
+    assert complaints(PRODUCT, {"t": RUN + named}, OTHER) == ["no test runs add of a.b"]
+
+
+def test_a_loop_does_not_stand_for_its_reference() -> None:
+    named = "from a.d import twice\ntwice()\n" + ADD
+    run = RUN.replace("from a.e import count_reference\ncount_reference()\n", "")
+    assert complaints(PRODUCT, {"t": run + named}, OTHER) == ["no test compares count_reference of a.e"]
+
+
+def test_a_kernel_without_a_reference_is_found() -> None:
+    named = "from a.d import twice\ntwice()\n" + ADD
+    assert complaints(PRODUCT, {"t": RUN + named}, {}) == [
         "multiply of a.c launches a kernel and has no reference"
     ]
-    for test in ("", "from a.b import add_reference", "from a.b import add\nadd(1)", "add_reference()"):
-        assert complaints(product, {"t": test}, other) == ["no test compares add_reference of a.b"]
+    without = {**PRODUCT, "a.e": PRODUCT["a.e"].replace("count_reference", "counted")}
+    assert complaints(without, {"t": RUN + named}, OTHER) == [
+        "count of a.e launches a kernel and has no reference"
+    ]
+
+
+def test_stale_exceptions_are_found() -> None:
     stale: dict[Place, Place | str] = {
         ("a.d", "twice"): "gone",
         ("a.b", "add"): ("a.b", "gone_reference"),
-        **other,
+        **OTHER,
     }
-    assert complaints(product, {"t": naming[0]}, stale) == [
+    assert complaints(PRODUCT, {"t": RUN + ADD + "from a.d import twice\ntwice()"}, stale) == [
         "add of a.b has a reference of its own and needs no other",
         "there is no reference gone_reference in a.b",
         "twice of a.d launches nothing",

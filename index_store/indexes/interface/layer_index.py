@@ -146,7 +146,7 @@ class LayerIndex(ABC):
         """
 
     def arrays(self) -> dict[str, Tensor]:
-        """What is stored: name -> [H, ...] tensor (contiguous; int8, int16, int32, float16 or float32)."""
+        """What is stored: name -> [H, ...] tensor (contiguous, of a dtype in `STORED_DTYPES`)."""
         return dict(self._arrays)
 
     @classmethod

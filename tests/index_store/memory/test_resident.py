@@ -27,6 +27,7 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.arena import Arena
 from index_store.memory.host_memory import ALIGNMENT, HostBlock
 from index_store.memory.resident import LayerGate
+from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
@@ -144,19 +145,24 @@ def decode(session: Session) -> None:
         position += count
 
 
-@pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "csattention+dropped",
-        "csattention-paper",
-        "multipole+dropped",
-        "multipole-tree+dropped",
-        "tactic",
-        "quest",
-        "pq+dropped",
-    ],
+FREED = (
+    "csattention+dropped",
+    "csattention-paper",
+    "multipole+dropped",
+    "multipole-tree+dropped",
+    "tactic",
+    "quest",
+    "pq+dropped",
 )
+
+
+def test_a_method_of_every_stored_kind_is_freed() -> None:
+    stored = {spec.kind for spec in INDEX_SPECS.values() if spec.stored}
+    assert {get_method(name).index.kind for name in FREED} == stored  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("name", FREED)
 def test_memory_that_indexes_and_a_session_used_is_freed(store: Store, name: str, used: bool) -> None:
     method = get_method(name)
     assert method.index is not None
