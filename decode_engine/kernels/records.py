@@ -5,7 +5,8 @@ kernels read themselves: a captured graph serves whichever sequences were writte
 for the host. A row of zeros is an idle sequence: it has no keys, and its attention is 0.
 
 Key ids: 0 .. KEYS - 1 are the context's, ids from KEYS on the tail's. Keys [FIRST, END) of the context are searched
-and about KEEP of them attended; all others of the context and the whole tail are attended exactly.
+and about KEEP of them attended; all others of the context (sinks before FIRST, the recent window from END on) and the
+whole tail are attended exactly. FIRST is 0 where a method has no budget.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from index_store.cli.console import run_app
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
-from tests.decode_engine.rpc.served import Served, serve
+from tests.support.served import Served, serve
 
 METHODS = ("csattention", "quest", "squeezed", "multipole", "tactic")
 

@@ -14,7 +14,7 @@ from decode_engine.layers.sparse_layer import Observation, SparseLayer
 from decode_engine.steps.layer_ahead import predicted_queries
 from index_store.errors import MethodUnsupportedError
 from index_store.methods.presets import get_method
-from tests.decode_engine.rpc.served import PROMPT, Served, serve
+from tests.support.served import PROMPT, Served, serve
 
 LAYERS = 3
 

@@ -16,7 +16,7 @@ from index_store.errors import (
 )
 from index_store.methods.presets import get_method
 from tests.decode_engine.conftest import MAX_POSITIONS, Library
-from tests.decode_engine.rpc.service_support import LONG, leases, wait_until
+from tests.support.service import LONG, leases, wait_until
 
 
 def test_tokens_equal_those_of_the_runner(server: DecodeServer, client: Client, lamp: str) -> None:

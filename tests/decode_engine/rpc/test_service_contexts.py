@@ -14,7 +14,7 @@ from index_store.errors import (
 )
 from sparsekv.v1 import context_pb2
 from tests.decode_engine.conftest import Library, Stubs
-from tests.decode_engine.rpc.service_support import wait_until
+from tests.support.service import wait_until
 
 
 def test_get_and_list_describe_a_context(library: Library, client: Client, lamp: str) -> None:

@@ -21,7 +21,7 @@ from decode_engine.errors import (
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import SERVICES, DecodeServer
 from tests.decode_engine.conftest import Library, Stubs
-from tests.decode_engine.rpc.service_support import wait_until
+from tests.support.service import wait_until
 
 
 def health_of(address: str, service: str = "") -> int:

@@ -20,7 +20,7 @@ from index_store.errors import (
     MemoryBudgetError,
 )
 from tests.decode_engine.conftest import MAX_POSITIONS, Library, Stubs
-from tests.decode_engine.rpc.service_support import LONG, leases, wait_until
+from tests.support.service import LONG, leases, wait_until
 
 
 def test_cancelling_ends_the_work(server: DecodeServer, client: Client, lamp: str) -> None:

@@ -14,7 +14,7 @@ from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
 from index_store.store.stored_context import Context
 from tests.decode_engine.conftest import Library
-from tests.decode_engine.rpc.service_support import wait_until
+from tests.support.service import wait_until
 
 SOON = 20.0
 

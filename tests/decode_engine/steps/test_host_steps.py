@@ -38,8 +38,8 @@ from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.models.folder import resolve_model
 from tests.decode_engine.host_search.searches import FakeDevice
-from tests.decode_engine.rpc.service_support import wait_until
 from tests.support.models import write_model_folder
+from tests.support.service import wait_until
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
