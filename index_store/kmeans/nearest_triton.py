@@ -31,7 +31,7 @@ def assign_vectors(
     options = product_options(whole, dim)
     points, tile = 64, 128
     if options["STAGES"] > 1:
-        # Fewer centroids at once leave registers for more vectors: 324 us instead of 418 (docs/gpu.md).
+        # Fewer centroids at once leave registers for more vectors: 324 us instead of 418 (docs/log.md).
         points, tile, options["STAGES"] = 128, 64, 2
     assign_kernel[(triton.cdiv(longest, points), len(blocks), heads)](
         vectors_HND,
