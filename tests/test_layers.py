@@ -80,7 +80,6 @@ ROLES = {
     "build_triton": "the same arrays, on a device",
     "search_numba": "the host's compiled search",
     "products": "the search for many queries at once, as products of matrices",
-    "batch": "what a batch's kernels work on",
     "sizes": "what kernels are compiled for, and how their work is cut",
     "search": "the kernels that search",
     "selection": "the kernels that select",

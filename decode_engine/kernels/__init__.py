@@ -1,1 +1,1 @@
-"""Triton kernels of the decode step, each beside its eager reference. Needs torch and triton only."""
+"""Triton kernels of the decode step, each beside its eager reference. They need torch and triton, and our errors."""

@@ -1,1 +1,1 @@
-"""The gRPC side: messages in, messages out. Everything else in decode_engine works without gRPC."""
+"""The gRPC side: messages in, messages out. No folder below this one knows gRPC."""

@@ -12,7 +12,7 @@ from typing import NoReturn
 INTERRUPTED = 130  # what shells report for Ctrl-C
 
 
-def launch(module: str, argv: Sequence[str] | None = None) -> NoReturn:
+def run_command(module: str, argv: Sequence[str] | None = None) -> NoReturn:
     """Runs the typer application `app` of a module and exits, as `index_store.cli.console.run_app` does.
 
     An interrupt exits with 130, a termination request or a closed terminal with 128 and the signal's number, after

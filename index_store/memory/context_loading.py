@@ -79,7 +79,7 @@ def placed_bytes(
     """Bytes that a context takes in each memory: every array, aligned, and its token ids as int64.
 
     In memory of a device (see `start_loading`) with the padding of rows that some arrays have there, and with slots
-    (`slot_memory`) for every lane of batches where keys and values are in the host's.
+    (`placement.slot_bytes`) for every lane of batches where keys and values are in the host's.
     """
     arrays = _array_bytes(manifest, device, placement)
     return arrays + MemoryBytes(device=lanes * slot_bytes(manifest)) if placement.kv_on_host else arrays

@@ -19,6 +19,7 @@ from index_store.errors import (
     MethodUnsupportedError,
 )
 from index_store.indexes.interface.layer_index import LayerIndex
+from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.placement import Placement
 from index_store.store.manifest import IndexEntry, Manifest
 
@@ -239,7 +240,7 @@ class ResidentContext:
                 layer=layer,
             )
         self._check_layer(layer)
-        kinds = self._kinds if self._kinds is not None else _known_kinds()
+        kinds = self._kinds if self._kinds is not None else INDEX_KINDS
         if entry.kind not in kinds:
             raise MethodUnsupportedError(
                 f"index {name!r} is of kind {entry.kind!r}, this program reads {', '.join(sorted(kinds))}; "
@@ -268,9 +269,3 @@ class ResidentContext:
             raise InvalidArgumentError(
                 f"context {self.manifest.id[:12]} has {state}; asked for layer {layer}"
             )
-
-
-def _known_kinds() -> IndexKinds:
-    from index_store.indexes.registry import INDEX_KINDS
-
-    return INDEX_KINDS

@@ -13,7 +13,7 @@ bfloat16 or over a float32 copy of all keys and values, which takes twice the me
 `full-engine` is the engine's own full attention, which method `full` runs: it keeps one copy in bfloat16. `read` only
 adds up the bytes of all keys and values: no full attention can take less.
 
-The sparse methods run the product's own code: `decode_engine.layers.SparseLayer` over `QueryTables`, in two layouts
+The sparse methods run the product's own code: `layers.sparse_layer.SparseLayer` over `QueryTables`, in two layouts
 without a remainder, and dense with one (`csattention-remainder`). Before any time is reported the search is compared
 with an eager one, its attention with exact attention over the same keys or with an eager remainder, and every variant
 of full attention with float64. Each result is one JSON line; the exit code is 1 when a check fails, or

@@ -27,7 +27,7 @@ from index_store.store.dtypes import dtype_name
 from index_store.store.manifest import ArrayEntry, IndexEntry, index_array_entry, kv_entry, queries_entry
 from index_store.store.writer import ContextWriter
 from prefill_worker.build.dense_layers import Selectivity, measure_selectivity
-from prefill_worker.build.stages import ChunkWriting, SideStream, Stage, Timer
+from prefill_worker.build.stages import BuildStream, ChunkWriting, Stage, Timer
 from prefill_worker.reading.capture import Capture
 from prefill_worker.reading.query_sample import late_rows, stored_rows
 
@@ -81,7 +81,7 @@ class LayerWriting:
         self._building = Stage(1 if overlap and on_device else 0, "build")
         self._chunk_stage = Stage(WRITERS if overlap else 0, "write")
         self._chunks = ChunkWriting(writer, self._chunk_stage, timer)
-        self._stream = SideStream(capture.device)
+        self._stream = BuildStream(capture.device)
         self._stopped = False
         self._ready: list[Callable[[], None]] = []
         self._built: list[Future[None]] = []
@@ -199,7 +199,7 @@ class IndexWriting:
         self._arrays: dict[str, ArrayEntry] = {}
         self._calibrator = ThresholdCalibrator()
 
-    def build(self, layer: int, source: LayerSource, timer: Timer, stream: SideStream) -> LayerIndex | None:
+    def build(self, layer: int, source: LayerSource, timer: Timer, stream: BuildStream) -> LayerIndex | None:
         """Builds and calibrates the index of a layer; None where it does not cover the layer."""
         if layer not in self._layers:
             return None

@@ -73,7 +73,7 @@ class Stage:
         return done
 
 
-class SideStream:
+class BuildStream:
     """A device's stream beside the one that the model runs on; nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:

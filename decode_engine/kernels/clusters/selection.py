@@ -3,7 +3,7 @@
 A cluster's weight is the mean over the group's heads of S = exp(q.c) / sum_j N_j exp(q.c_j) (Squeezed Attention eq. 1,
 Multipole Attention section 3.2). The threshold is bisected, so a budget is never exceeded and nothing is sorted; by how
 little it is missed is a matter of the last cluster. Where the heaviest cluster alone exceeds it, none is selected.
-Only searched keys count: of clusters that also hold recent ones, fewer than are listed (`cluster_budget`).
+Only searched keys count: of clusters that also hold recent ones, fewer than are listed (`clusters.budget`).
 
 A row's programs all find the same threshold, each on its own: that takes less time than to wait for one that does.
 Then each lists the members of its share of the clusters, at a place that follows from those before it.

@@ -88,12 +88,6 @@ class SlotCache:
             torch.zeros(*shape[:2], TALLY_COUNT, dtype=torch.int64, device=device),
         )
 
-    @staticmethod
-    def bytes_for(layers: int, kv_heads: int, slots: int, head_dim: int, dtype: torch.dtype) -> int:
-        """The `nbytes` of such a cache."""
-        slots = -(-slots // WAYS) * WAYS
-        return layers * kv_heads * (slots * (2 * head_dim * dtype.itemsize + 8) + 8 * TALLY_COUNT)
-
     @property
     def nbytes(self) -> int:
         """Bytes of device memory."""

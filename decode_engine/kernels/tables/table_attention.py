@@ -1,6 +1,6 @@
 """Decode attention over the keys that query tables select, in one launch after the search.
 
-Every program but the first few of a KV head owns a tile of keys: it selects among them (`table_selection`), and attends
+Every program but the first few of a KV head owns a tile of keys: it selects among them (`selection`), and attends
 to those. Sinks, recent window and tail are shared out in runs of a fixed number of rows: to the programs without a tile
 first, and what they cannot take in time to all. The group's query heads share one tile of the tensor cores. All leave
 partial results, which `merge_partials` merges.

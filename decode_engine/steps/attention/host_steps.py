@@ -29,7 +29,7 @@ from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.session import Session
 from decode_engine.steps.attention.hybrid_steps import HybridSteps
 from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
-from decode_engine.steps.attention.step_batch import kept_keys, step_counts
+from decode_engine.steps.attention.step_batch import kept_count, step_counts
 from decode_engine.steps.attention.table_steps import TableOptions
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
 from index_store.indexes.interface.layer_index import LayerIndex
@@ -87,7 +87,7 @@ class HostTableSelection(KeySelection):
         if refusal is not None:
             return refusal
         keys, room = manifest.token_count, list_width(manifest.token_count)
-        if method.budget is not None and min(kept_keys(method, keys), keys) > room:
+        if method.budget is not None and min(kept_count(method, keys), keys) > room:
             return f"it keeps {method.budget.label} of {keys}; lists of the host have room for {room} keys"
         return None
 

@@ -197,7 +197,7 @@ def step_counts(session: Session) -> Mapping[int, int]:
     if method.budget is None:
         return counts | {records.FIRST: 0, records.END: 0, records.KEEP: 0}
     first, end = method.searched_range(session.position, keys)
-    keep = kept_keys(method, end + method.recent)
+    keep = kept_count(method, end + method.recent)
     return counts | {records.FIRST: first, records.END: min(end, keys), records.KEEP: keep}
 
 
@@ -209,7 +209,7 @@ def counts_hold_until(session: Session) -> int:
     return position + method.append_block - (position - method.recent) % method.append_block
 
 
-def kept_keys(method: Method, length: int) -> int:
+def kept_count(method: Method, length: int) -> int:
     """How many of so many keys the method's budget keeps. Raises InvalidArgumentError for one that looks at weights."""
     budget = method.budget
     if isinstance(budget, Ratio):

@@ -31,7 +31,7 @@ def build_device_clusters(
     kv_HN2D: [H, N, 2, d] keys and values. blocks: keys first..end-1 and their clusters, as `build.divide_keys`
     has them; keys in none (the sinks) are in no cluster. compared_HND: what means and variances are of and, rounded to
     the keys' dtype, what is clustered, where that is not the keys as stored (windowed RoPE). moments: none, diagonal
-    or full. order_HN: see `device_kmeans.find_clusters`.
+    or full. order_HN: see `kmeans_triton.find_clusters`.
 
     Does not look at the values of its arguments, so that the host never waits; keys must be finite.
     """

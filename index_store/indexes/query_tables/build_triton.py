@@ -1,4 +1,4 @@
-"""Query tables, built on the device (on the host: `index_store.indexes.query_tables.index`).
+"""Query tables, built on the device (on the host: `index_store.indexes.query_tables.build`).
 
 Shape legend: H KV heads, N keys, P sampled queries, m subspaces, C centroids, S = m*C table rows, D head dim, B = D/m
 slice width, L list capacity, Y = H*m problems of k-means.

@@ -16,6 +16,7 @@ from decode_engine.kernels.slots.slot_cache import HASH, OTHER_HASH, WAYS, RowCo
 from decode_engine.kernels.slots.slot_fetch import FetchBuffers, fetch_rows
 from decode_engine.kernels.slots.slot_lookup import CLAIM_FIRST, ENTRY_BITS
 from index_store.errors import InvalidArgumentError
+from index_store.memory.placement import COUNT_BYTES, TAG_BYTES
 from tests.decode_engine.kernels.problems.slot_problems import (
     LAYER,
     CachedSequence,
@@ -230,7 +231,8 @@ def test_sessions_that_share_a_cache() -> None:
 def test_size_and_fields() -> None:
     cache = SlotCache.make((0, LAYER), 8, 100, 128, torch.bfloat16, DEVICE)
     assert cache.rows_LHS2D.shape[2] == 112
-    assert cache.nbytes == SlotCache.bytes_for(2, 8, 100, 128, torch.bfloat16)
+    # Of every slot a key, a value, a tag and a stamp.
+    assert cache.nbytes == 2 * 8 * (112 * (2 * 128 * 2 + TAG_BYTES) + COUNT_BYTES)
     assert cache.fields(3) == {}
     fields = cache.fields(LAYER)
     assert fields[records.SETS] == 7

@@ -20,7 +20,7 @@ from index_store.store.manifest import ModelIdentity
 from index_store.store.writer import ContextWriter
 from prefill_worker.build import layer_writing
 from prefill_worker.build.layer_writing import UNDER_WAY, LayerWriting, WrittenLayers
-from prefill_worker.build.stages import ChunkWriting, Clock, SideStream, Stage
+from prefill_worker.build.stages import BuildStream, ChunkWriting, Clock, Stage
 from prefill_worker.reading.capture import Capture
 from prefill_worker.reading.query_sample import SampledPositions
 
@@ -156,7 +156,7 @@ def _fail_at(call: int, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 STAGES: dict[str, tuple[object, str]] = {
-    "waiting for the model": (SideStream, "mark"),
+    "waiting for the model": (BuildStream, "mark"),
     "checking": (layer_writing, "check_finite"),
     "measuring": (layer_writing, "measure_selectivity"),
     "building": (KeyClusters, "build"),
