@@ -12,10 +12,12 @@ class SparseKVError(Exception):
     """Base of all errors raised on bad input or bad data.
 
     The message says what was found, what was expected and what to do. `reason` is stable and machine-readable
-    (UPPER_SNAKE_CASE, unique per class); `metadata` holds the values named in the message.
+    (UPPER_SNAKE_CASE, unique per class); `metadata` holds the values named in the message. `retry_after_s`: seconds
+    after which the same call may succeed, where somebody knows.
     """
 
     reason: ClassVar[str] = "INTERNAL"
+    retry_after_s: float | None = None
 
     def __init__(self, message: str, **metadata: object) -> None:
         super().__init__(message)
@@ -41,6 +43,15 @@ class StoreFullError(StoreError):
     reason = "STORE_FULL"
 
 
+class StoreUnavailableError(StoreError):
+    """A file of the store cannot be read now (permissions, open files, a disk or server that does not answer).
+
+    Nothing is known to be damaged: the same read may succeed later.
+    """
+
+    reason = "STORE_UNAVAILABLE"
+
+
 class ContextNotFoundError(SparseKVError):
     reason = "CONTEXT_NOT_FOUND"
 
@@ -56,7 +67,7 @@ class ContextExpiredError(SparseKVError):
 
 
 class ContextCorruptError(SparseKVError):
-    """Stored bytes are not what was written; the message names file and array."""
+    """Stored bytes were read and are not what was written; the message names file and array."""
 
     reason = "CONTEXT_CORRUPT"
 
@@ -92,7 +103,7 @@ class ManifestError(ContextCorruptError):
 
 
 class FormatVersionError(SparseKVError):
-    """The context was written by a newer (or unknown) format version."""
+    """The context was written in a format version that this program does not read."""
 
     reason = "FORMAT_VERSION_UNSUPPORTED"
 

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, check_keys
+from index_store.indexes.interface.layer_index import (
+    AppendedKeys,
+    Growth,
+    LayerIndex,
+    LayerSource,
+    check_keys,
+)
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.json_fields import Scalar
 
@@ -53,6 +59,10 @@ class ExactIndex(LayerIndex):
     @classmethod
     def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
         return 0.0
+
+    @classmethod
+    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
+        return 4 * head_dim * growth.appended
 
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:

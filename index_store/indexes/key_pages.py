@@ -15,8 +15,14 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from index_store.indexes.interface.growing import GrowingRows
-from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, check_keys
+from index_store.indexes.interface.growing import GrowingRows, grown
+from index_store.indexes.interface.layer_index import (
+    AppendedKeys,
+    Growth,
+    LayerIndex,
+    LayerSource,
+    check_keys,
+)
 from index_store.indexes.interface.parameters import Parameters
 from index_store.selection.ranking import Items, Members, Ranking
 from index_store.store.json_fields import Scalar
@@ -81,6 +87,11 @@ class Pages(LayerIndex):
     @classmethod
     def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
         return 2 * head_dim * _BOUND_DTYPE.itemsize / PageParameters.parse(parameters).size
+
+    @classmethod
+    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
+        pages = grown(-(-growth.appended // PageParameters.parse(parameters).size))
+        return 2 * head_dim * _BOUND_DTYPE.itemsize * pages
 
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:

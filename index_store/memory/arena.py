@@ -14,8 +14,8 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,10 +26,10 @@ from index_store.errors import (
     ContextExpiredError,
     ContextNotFoundError,
     InvalidArgumentError,
-    MemoryBudgetError,
     StoreError,
 )
-from index_store.memory.context_loading import LoadedContext, choose_placement, placed_bytes, start_loading
+from index_store.memory.books import Books, Slot
+from index_store.memory.context_loading import choose_placement, placed_bytes, start_loading
 from index_store.memory.host_memory import PageLocker, default_page_locker
 from index_store.memory.patience import Patience, note_passed
 from index_store.memory.placement import MemoryBytes, Placement
@@ -42,8 +42,8 @@ from index_store.store.manifest import Manifest
 class ArenaStats:
     """What the arena holds now, and what it did so far.
 
-    used includes contexts that are being loaded; leased is the part that cannot be evicted now. contexts: those that
-    are wholly there.
+    used includes contexts that are being loaded or freed; leased is the part that cannot be evicted now. contexts:
+    those that are wholly there.
     """
 
     budget: MemoryBytes
@@ -76,23 +76,6 @@ _CHECK_INTERVAL_S = 0.05
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    """One context's place: reserved first, filled by the thread that loads it.
-
-    complete: every layer is there. A slot that is not, or that has an error, is dropped with its last lease.
-    """
-
-    id: str
-    needed: MemoryBytes
-    placement: Placement
-    leases: int = 1
-    loaded: LoadedContext | None = None
-    complete: bool = False
-    error: Exception | None = None
-    drop_when_free: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -133,13 +116,12 @@ class Arena:
                 "device",
                 field="placement",
             )
-        self._budget = budget
+        self._books = Books(budget)
         self._locker = default_page_locker(device) if locker is None else locker
         self._kinds = kinds
         self._device = device
         self._placement = placement
         self._lanes = lanes
-        self._slots: OrderedDict[str, _Slot] = OrderedDict()  # least recently used first
         self._waiting: deque[_Waiter] = deque()  # first come first
         self._changed = threading.Condition()
         self._loads = self._hits = self._evictions = 0
@@ -189,28 +171,31 @@ class Arena:
     def placement(self, manifest: Manifest) -> Placement:
         """Where the context is, or would be put."""
         with self._changed:
-            slot = self._slots.get(manifest.id)
+            slot = self._books.find(manifest)
         return self._choose(manifest)[0] if slot is None else slot.placement
 
     def drop(self, id_: str) -> bool:
         """Frees a context's memory: now (True), or when its last lease ends (False). Nothing happens if absent."""
         with self._changed:
-            slot = self._slots.get(id_)
-            if slot is None:
-                return False
-            if slot.leases:
+            slots = self._books.all_of(id_)
+            unused = [slot for slot in slots if not slot.leases]
+            for slot in slots:
                 slot.drop_when_free = True
-                return False
-            del self._slots[id_]
-        self._release(slot)
-        return True
+            for slot in unused:
+                self._books.take_out(slot)
+        for slot in unused:
+            self._free(slot)
+        return bool(unused) and len(unused) == len(slots)
 
     def stop_loading(self) -> None:
         """Ends all loading soon; who waits for layers gets an error."""
         with self._changed:
-            loading = [slot.loaded for slot in self._slots.values() if slot.loaded and not slot.complete]
-        for loaded in loading:
-            loaded.stop()
+            loading = [slot for slot in self._books if not slot.complete]
+            for slot in loading:
+                slot.cancelled = True
+                if slot.loaded is not None:
+                    slot.loaded.stop()
+            self._changed.notify_all()
 
     def clear(self) -> None:
         """Drops every context: those in use when their last lease ends."""
@@ -220,17 +205,17 @@ class Arena:
     def ids(self) -> list[str]:
         """Ids of the contexts that are wholly in memory, least recently used first."""
         with self._changed:
-            return [slot.id for slot in self._slots.values() if slot.complete]
+            return list(dict.fromkeys(slot.id for slot in self._books if slot.complete))
 
     def stats(self) -> ArenaStats:
         """The present state, consistent in itself."""
         with self._changed:
-            slots = list(self._slots.values())
+            slots = list(self._books)
             return ArenaStats(
-                budget=self._budget,
-                used=_sum(slots),
-                leased=self._leased(),
-                page_locked_bytes=sum(slot.loaded.locked_bytes for slot in slots if slot.loaded),
+                budget=self._books.budget,
+                used=self._books.held(),
+                leased=self._books.leased(),
+                page_locked_bytes=self._books.page_locked_bytes,
                 contexts=sum(slot.complete for slot in slots),
                 leases=sum(slot.leases for slot in slots),
                 loads=self._loads,
@@ -254,26 +239,27 @@ class Arena:
         if self._device is None:
             placement, why = Placement.DEVICE, "the CPU computes"
         elif placement is None:
-            placement, why = choose_placement(manifest, self._device, self._budget.device, self._lanes)
+            placement, why = choose_placement(manifest, self._device, self._books.budget.device, self._lanes)
         return placement, placed_bytes(manifest, self._device, placement, self._lanes), why
 
     def _enter(
         self, manifest: Manifest, check: Callable[[], None], wait_for_memory: bool
-    ) -> tuple[_Slot, list[_Slot] | None]:
-        """Takes a lease on a slot. Where it is new the caller must release the slots that come with it, and load."""
+    ) -> tuple[Slot, list[Slot] | None]:
+        """Takes a lease on a slot. Where it is new the caller must free the slots that come with it, and load."""
         placement, needed, why = self._choose(manifest)
         with self._changed:
-            place = self._wait_for_turn(manifest.id, needed, check) if wait_for_memory else len(self._waiting)
-            slot = self._slots.get(manifest.id)
-            victims = [] if slot is not None else self._make_room(needed)
+            place = self._wait_for_turn(manifest, needed, check) if wait_for_memory else len(self._waiting)
+            slot = self._books.find(manifest)
+            victims = [] if slot is not None else self._books.make_room(needed, manifest.id)
             note_passed(waiter.patience for waiter in list(self._waiting)[:place])
             if slot is not None:
                 slot.leases += 1
                 slot.drop_when_free = False
-                self._slots.move_to_end(slot.id)
+                self._books.note_use(slot)
                 return slot, None
-            slot = _Slot(manifest.id, needed, placement)
-            self._slots[slot.id] = slot
+            slot = Slot(manifest, needed, placement)
+            self._books.add(slot)
+            self._evictions += len(victims)
         if self._device is not None:
             logger.info(
                 "context %s goes to placement %s: %s; host %d bytes, device %d",
@@ -285,13 +271,14 @@ class Arena:
             )
         return slot, victims
 
-    def _begin_loading(self, store: Store, slot: _Slot, victims: Sequence[_Slot]) -> None:
-        """Begins to load what has a place, when others have left theirs."""
+    def _begin_loading(self, store: Store, slot: Slot, victims: Sequence[Slot]) -> None:
+        """Begins to load what has a place, when the memory of others is free."""
         try:
             for victim in victims:
-                self._release(victim)
+                self._free(victim)
+            self._take_memory(slot)
             loaded = start_loading(
-                store.open(slot.id),
+                store.open(slot.id, slot.manifest),
                 self._locker,
                 self._kinds,
                 self._device,
@@ -302,13 +289,30 @@ class Arena:
             interrupted = StoreError(f"loading context {slot.id} was interrupted; ask again")
             with self._changed:
                 slot.error = error if isinstance(error, Exception) else interrupted
+                slot.holds = False
                 self._changed.notify_all()
             raise
         with self._changed:
             slot.loaded = loaded
+            if slot.cancelled:
+                loaded.stop()
             self._changed.notify_all()
 
-    def _end_loading(self, slot: _Slot, error: Exception | None) -> None:
+    def _take_memory(self, slot: Slot) -> None:
+        """Waits until the memory that was promised is free: those who had it may take a moment to let go of it.
+
+        Raises MemoryBudgetError where it will not be, because a read into it does not come back.
+        """
+        with self._changed:
+            while not self._books.can_hold(slot):
+                if slot.cancelled:
+                    raise StoreError("the context was released before it was loaded; ask again")
+                if not self._books.can_keep_promises():
+                    raise self._books.refusal(slot.needed)
+                self._changed.wait(_CHECK_INTERVAL_S)
+            slot.holds = True
+
+    def _end_loading(self, slot: Slot, error: Exception | None) -> None:
         """Called by the thread that loaded the slot's context."""
         with self._changed:
             slot.error = error
@@ -317,7 +321,7 @@ class Arena:
                 self._loads += 1
             self._changed.notify_all()
 
-    def _await(self, slot: _Slot, check: Callable[[], None], early: bool) -> None:
+    def _await(self, slot: Slot, check: Callable[[], None], early: bool) -> None:
         """Waits until the slot is filled, or with `early` until there is something to wait for in it."""
         with self._changed:
             while slot.error is None and (slot.loaded is None or not (early or slot.complete)):
@@ -326,10 +330,8 @@ class Arena:
         if error is not None:
             # A copy: every thread gets a traceback of its own.
             raise copy.copy(error) from error
-        if not early and slot.loaded is not None:
-            slot.loaded.join()  # its thread has nothing left to do, and then holds no memory
 
-    def _wait_for_turn(self, id_: str, needed: MemoryBytes, check: Callable[[], None]) -> int:
+    def _wait_for_turn(self, manifest: Manifest, needed: MemoryBytes, check: Callable[[], None]) -> int:
         """Waits until the context is here or fits, and it is one's turn. Called with the lock held.
 
         Returns how many wait on who came earlier: they are passed. What can never fit does not wait.
@@ -339,8 +341,8 @@ class Arena:
         try:
             while True:
                 place = self._waiting.index(waiter)
-                here = id_ in self._slots
-                if self._may_enter(place, here, needed) or not (here or needed.fits(self._budget)):
+                here = self._books.find(manifest) is not None
+                if self._may_enter(place, here, needed) or not (here or needed.fits(self._books.budget)):
                     return place
                 self._wait(check)
         finally:
@@ -352,71 +354,33 @@ class Arena:
         earlier = list(self._waiting)[:place]
         if earlier and earlier[0].patience.ended:
             return False
-        return here or (self._fits(needed) and not any(self._fits(other.needed) for other in earlier))
+        return here or (
+            self._books.fits(needed) and not any(self._books.fits(other.needed) for other in earlier)
+        )
 
     def _wait(self, check: Callable[[], None]) -> None:
         """Waits for a change, or for a while. Called with the lock held."""
         check()
         self._changed.wait(_CHECK_INTERVAL_S)
 
-    def _return(self, slot: _Slot) -> None:
+    def _return(self, slot: Slot) -> None:
         with self._changed:
             slot.leases -= 1
-            self._slots.move_to_end(slot.id)
+            self._books.note_use(slot)
             self._changed.notify_all()
             if slot.leases or (slot.complete and not slot.drop_when_free):
                 return
-            del self._slots[slot.id]
-        self._release(slot)
+            self._books.take_out(slot)
+        self._free(slot)
 
-    def _leased(self) -> MemoryBytes:
-        return _sum([slot for slot in self._slots.values() if slot.leases])
+    def _free(self, slot: Slot) -> None:
+        """Has the memory of a slot that was taken out let go of, without waiting for reads into it."""
+        if slot.loaded is None:
+            self._freed(slot)
+        else:
+            slot.loaded.release(partial(self._freed, slot))
 
-    def _fits(self, needed: MemoryBytes) -> bool:
-        return (self._leased() + needed).fits(self._budget)
-
-    def _make_room(self, needed: MemoryBytes) -> list[_Slot]:
-        """Takes out slots until `needed` bytes fit; returns them, to be released outside the lock.
-
-        Takes nothing out when it would not suffice: raises MemoryBudgetError instead.
-        """
-        if not self._fits(needed):
-            raise self._refusal(needed)
-        used = _sum(self._slots.values()) + needed
-        victims = []
-        for slot in [slot for slot in self._slots.values() if not slot.leases]:
-            if used.fits(self._budget):
-                break
-            lacks_host, lacks_device = used.host > self._budget.host, used.device > self._budget.device
-            if (lacks_host and slot.needed.host) or (lacks_device and slot.needed.device):
-                del self._slots[slot.id]
-                used = MemoryBytes(used.host - slot.needed.host, used.device - slot.needed.device)
-                victims.append(slot)
-        self._evictions += len(victims)
-        return victims
-
-    def _refusal(self, needed: MemoryBytes) -> MemoryBudgetError:
-        """Names the memory that is too small."""
-        leased = self._leased()
-        in_host = needed.host + leased.host > self._budget.host
-        kind, flag = ("", "--memory") if in_host else ("device ", "--device-memory")
-        wanted, budget, in_use = (
-            (memory.host if in_host else memory.device) for memory in (needed, self._budget, leased)
-        )
-        beside = f" beside {in_use} bytes in use by other contexts" if in_use else ""
-        return MemoryBudgetError(
-            f"the context needs {wanted} bytes of {kind}memory, which do not fit into the budget of {budget} "
-            f"bytes{beside}; raise {flag}" + (" or try again later" if wanted <= budget else ""),
-            needed=wanted,
-            budget=budget,
-            in_use=in_use,
-        )
-
-    @staticmethod
-    def _release(slot: _Slot) -> None:
-        if slot.loaded is not None:
-            slot.loaded.release()
-
-
-def _sum(slots: Iterable[_Slot]) -> MemoryBytes:
-    return sum((slot.needed for slot in slots), MemoryBytes())
+    def _freed(self, slot: Slot) -> None:
+        with self._changed:
+            self._books.note_freed(slot)
+            self._changed.notify_all()

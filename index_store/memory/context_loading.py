@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -23,10 +22,13 @@ from index_store.memory.host_memory import HostBlock, PageLocker, aligned, paged
 from index_store.memory.placement import MemoryBytes, Placement, slot_bytes
 from index_store.memory.resident import IndexKinds, LayerGate, ResidentContext
 from index_store.store.dtypes import STORED_DTYPES
+from index_store.store.files.reading import Readers
 from index_store.store.manifest import ArrayEntry, Manifest
 from index_store.store.stored_context import Context
 
 _MAX_THREADS = 4
+_LAST_READ_S = 1.0
+"""How long those who wait for a load that failed wait for reads under way to end: far longer than those take."""
 
 Read = Callable[[], None]
 """Reads one KV head of an array to where it belongs."""
@@ -35,13 +37,13 @@ Read = Callable[[], None]
 class LoadedContext:
     """A context in memory, or on its way there, and the blocks that hold it."""
 
-    def __init__(
-        self, resident: ResidentContext, memory: _Memory, stop: threading.Event, thread: threading.Thread
-    ) -> None:
+    def __init__(self, resident: ResidentContext, memory: _Memory) -> None:
         self.resident = resident
         self._blocks = memory.blocks
-        self._stop = stop
-        self._thread = thread
+        self._stop = threading.Event()
+        self._ended = threading.Event()
+        self._changing = threading.Lock()
+        self._on_free: Callable[[], None] | None = None
 
     @property
     def locked_bytes(self) -> int:
@@ -50,24 +52,43 @@ class LoadedContext:
 
     def wait(self) -> None:
         """Returns when everything is there. Raises what loading raised."""
-        self.join()
         self.resident.wait_for_layers()
-
-    def join(self) -> None:
-        """Returns when loading has ended, well or not."""
-        self._thread.join()
+        self._ended.wait()
 
     def stop(self) -> None:
         """Ends loading soon, if it has not ended; who waits for layers gets an error."""
         self._stop.set()
 
-    def release(self) -> None:
-        """Stops loading, which may take until a few files are read, and lets go of all memory."""
+    def release(self, on_free: Callable[[], None] = lambda: None) -> None:
+        """Stops loading and lets go of all memory, then calls `on_free`. Comes once, and does not wait.
+
+        While something is still being read into the memory, whoever reads it lets go of it in the end.
+        """
         self._stop.set()
-        self.join()
+        with self._changing:
+            if not self._ended.is_set():
+                self._on_free = on_free
+                return
+        self._free(on_free)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether loading is to end."""
+        return self._stop.is_set()
+
+    def end(self) -> None:
+        """Notes that nothing is read into the memory any more. Called once, by the thread that loads."""
+        with self._changing:
+            self._ended.set()
+            on_free = self._on_free
+        if on_free is not None:
+            self._free(on_free)
+
+    def _free(self, on_free: Callable[[], None]) -> None:
         self.resident.release()
         for block in self._blocks:
             block.release()
+        on_free()
 
 
 def placed_bytes(
@@ -90,7 +111,7 @@ def _array_bytes(manifest: Manifest, device: torch.device | None, placement: Pla
     tokens = aligned(manifest.token_count * torch.int64.itemsize)
     host, shared = (tokens, 0) if placement.kv_on_host else (0, tokens)
     for name, _, entry in _parts(manifest):
-        if _on_host(manifest, name, placement):
+        if _on_host(manifest, name, entry, placement):
             host += paged(_layer_bytes(entry, None))
         else:
             shared += aligned(_layer_bytes(entry, device))
@@ -132,13 +153,14 @@ def start_loading(
     Each layer's keys and values are one contiguous [H, N, 2, d] tensor, each index array of a layer [H, ...]. Whoever
     asks the context for a layer waits for it; an error goes to all who wait for a layer that was not there by then.
     Raises MemoryBudgetError, or the matching ContextCorruptError for the token ids, which are read here. The context
-    must stay open until loading has ended.
+    must stay open until loading has ended. A read that does not come back ends loading with StoreUnavailableError after
+    the context's limit; the memory is then let go of when it does come back.
 
     device: into whose memory, through a few staging buffers, with rows padded as `device_memory` says; None for host
     memory, which is then page-locked by `locker`. placement: all but DEVICE need a device, and put keys and values into
     host memory, one range per layer, each locked at the latest when it has been read; HOST also indexes that the host
     searches.
-    on_end: called by the thread that loads, at its end, with the error if there was one, before those who wait get it.
+    on_end: called by the thread that loads, with the error if there was one, before those who wait get it.
     """
     manifest = context.manifest
     if placement.kv_on_host and device is None:
@@ -157,17 +179,20 @@ def start_loading(
             device=device,
             gate=gate,
         )
-        stop = threading.Event()
+        loaded = LoadedContext(resident, memory)
         layers = _plan_reads(context, memory, device, placement)
-        thread = threading.Thread(
-            target=_load, args=(layers, gate, stop, on_end), name=f"load-{manifest.id[:12]}", daemon=True
-        )
-        thread.start()
+        readers = Readers(_threads(), "load", context.read_limit_s)
+        threading.Thread(
+            target=_load,
+            args=(layers, gate, readers, loaded, on_end),
+            name=f"load-{manifest.id[:12]}",
+            daemon=True,
+        ).start()
     except BaseException:
         for block in memory.blocks:
             block.release()
         raise
-    return LoadedContext(resident, memory, stop, thread)
+    return loaded
 
 
 @dataclass(slots=True)
@@ -204,7 +229,7 @@ class _Memory:
             for index, layer, entry in _parts(manifest):
                 shape, dtype = entry.shape[1:], STORED_DTYPES[entry.dtype].torch_dtype
                 block = shared
-                if _on_host(manifest, index, placement):
+                if _on_host(manifest, index, entry, placement):
                     # Of indexes there only cores of the host read: their pages need not be locked.
                     kv, locked = index is None, locker if index is None else None
                     block = HostBlock(_layer_bytes(entry, None), locked, gathered=kv, huge_pages=not kv)
@@ -240,7 +265,7 @@ def _plan_reads(
     for index, layer, entry in _parts(context.manifest):
         name = entry.path.rpartition("/")[2]
         array = memory.kv[layer] if index is None else memory.arrays[index, layer][name]
-        to_host = staged is None or _on_host(context.manifest, index, placement)
+        to_host = staged is None or _on_host(context.manifest, index, entry, placement)
         read_head = context.read_head if to_host or staged is None else staged.read
         reads[layer] += [
             partial(read_head, entry.path, layer, head, array[head]) for head in range(entry.shape[1])
@@ -272,62 +297,65 @@ class _StagedReads:
 def _load(
     layers: list[_LayerReads],
     gate: LayerGate,
-    stop: threading.Event,
+    readers: Readers,
+    loaded: LoadedContext,
     on_end: Callable[[Exception | None], None],
 ) -> None:
     """Reads all layers, and opens the gate for each. The body of the thread that loads."""
     error: Exception | None = None
     try:
-        _read_layers(layers, gate, stop)
+        _read_layers(layers, gate, readers, loaded)
     except Exception as raised:
         error = raised.with_traceback(None)  # whose frames would keep the memory
     except BaseException:
         error = StoreError("loading a context was interrupted; ask again")
     layers.clear()
+    readers.stop()
+    ended = readers.join(_LAST_READ_S)
+    if ended:
+        loaded.end()
     on_end(error)
     if error is not None:
         gate.fail(error)  # last: who sees it finds it noted elsewhere too
+    if not ended:
+        readers.join()
+        loaded.end()
 
 
-def _read_layers(layers: list[_LayerReads], gate: LayerGate, stop: threading.Event) -> None:
-    """Reads on a few threads; the first error stops the rest."""
+def _read_layers(layers: list[_LayerReads], gate: LayerGate, readers: Readers, loaded: LoadedContext) -> None:
+    """Reads on a few threads, in the order of the layers."""
 
     def check() -> None:
-        if stop.is_set():
+        if loaded.stopped:
             raise StoreError("the context was released while it was being loaded; ask again")
 
-    def unless_stopped(read: Read) -> None:
-        check()
-        read()
-
-    with ThreadPoolExecutor(_threads(), "load") as pool:
-        pending = [[pool.submit(unless_stopped, read) for read in layer.reads] for layer in layers]
-        try:
-            for layer, futures in zip(layers, pending, strict=True):
-                for future in futures:
-                    future.result()
-                check()
-                if layer.full is not None:
-                    layer.full.lock()
-                gate.open_next()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    pending = deque(deque(readers.submit(read) for read in layer.reads) for layer in layers)
+    for layer in layers:
+        futures = pending.popleft()
+        while futures:
+            check()
+            readers.result(futures.popleft(), check)
+        if layer.full is not None:
+            layer.full.lock()
+        gate.open_next()
 
 
 def _parts(manifest: Manifest) -> Iterator[tuple[str | None, int, ArrayEntry]]:
     """(index name or None, layer, array) in the order in which they lie in memory: layer by layer."""
     for layer in range(manifest.model.layers):
-        yield None, layer, manifest.kv
+        yield None, layer, manifest.layer_entry(layer)
         for index in manifest.indexes:
             if layer in index.layers:
                 yield from ((index.name, layer, array) for array in index.arrays)
 
 
-def _on_host(manifest: Manifest, index: str | None, placement: Placement) -> bool:
-    """Whether an index, or keys and values (None), are in host memory beside a device."""
+def _on_host(manifest: Manifest, index: str | None, array: ArrayEntry, placement: Placement) -> bool:
+    """Whether an array of an index, or of keys and values (None), is in host memory beside a device.
+
+    Those of a sliding window are few, and are read whole at every step.
+    """
     if index is None:
-        return placement.kv_on_host
+        return placement.kv_on_host and bool(manifest.model.full_layers) and array is manifest.kv
     return any(entry.name == index and placement.index_on_host(entry.kind) for entry in manifest.indexes)
 
 

@@ -21,6 +21,7 @@ class Placement(Enum):
     DEVICE: everything is in memory of the device that computes; where that is the CPU, in the host's. HYBRID: keys and
     values are in host memory that the device reads in place, and all indexes in memory of the device. HOST: indexes
     that the host's own cores search (`HOST_SEARCHED`) are in host memory, too; others stay in memory of the device.
+    Keys and values of layers with a sliding window are in memory of the device wherever the others are.
     """
 
     DEVICE = "device"
@@ -104,4 +105,4 @@ def slot_bytes(manifest: Manifest) -> int:
     model = manifest.model
     row = 2 * model.head_dim * stored_dtype(manifest.dtype).torch_dtype.itemsize
     per_head = slots_per_head(manifest.token_count) * (row + TAG_BYTES) + COUNT_BYTES
-    return model.layers * model.kv_heads * per_head
+    return len(model.full_layers) * model.kv_heads * per_head

@@ -23,7 +23,7 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.placement import Placement
 from index_store.store.manifest import IndexEntry, Manifest
 
-_CHECK_INTERVAL_S = 0.05
+_CHECK_INTERVAL_S = 0.01  # others may wait for the thread that waits here
 
 
 class LayerGate:
@@ -41,6 +41,11 @@ class LayerGate:
     def complete(self) -> bool:
         """Whether every layer is in memory."""
         return self._ready == self._layers
+
+    @property
+    def loading(self) -> bool:
+        """Whether layers are still on their way: neither are all in memory, nor has loading failed."""
+        return not self.complete and self._error is None
 
     @property
     def first_layer_ns(self) -> int:
@@ -73,7 +78,7 @@ class LayerGate:
     def wait(self, layer: int, check: Callable[[], None] | None = None) -> None:
         """Returns when the layer is in memory. Raises what `fail` was given where it will not come.
 
-        check: called every 50 ms while waiting; what it raises ends the wait.
+        check: called every 10 ms while waiting; what it raises ends the wait.
         """
         if self._ready > layer:
             return
@@ -166,11 +171,21 @@ class ResidentContext:
         """Nanoseconds that loading took until every layer was there; 0 before, and where nothing was loaded."""
         return 0 if self._gate is None else self._gate.all_layers_ns
 
-    def wait_for_layers(self, check: Callable[[], None] = lambda: None) -> None:
-        """Returns when every layer is in memory. Raises the error that loading raised.
+    @property
+    def loading(self) -> bool:
+        """Whether some of it is still on its way to memory. What failed is not, and whoever asks for it is told why."""
+        return self._gate is not None and self._gate.loading
 
-        check: called every 50 ms while waiting; what it raises ends the wait.
+    def wait_for_layer(self, layer: int, check: Callable[[], None] = lambda: None) -> None:
+        """Returns when the layer is in memory. Raises the error that loading raised.
+
+        check: called every 10 ms while waiting; what it raises ends the wait.
         """
+        if self._gate is not None:
+            self._gate.wait(layer, check)
+
+    def wait_for_layers(self, check: Callable[[], None] = lambda: None) -> None:
+        """Returns when every layer is in memory; otherwise as `wait_for_layer`."""
         if self._gate is not None:
             self._gate.wait_for_all(check)
 
@@ -181,7 +196,7 @@ class ResidentContext:
         return self._tokens
 
     def kv(self, layer: int) -> Tensor:
-        """Keys and values of one layer, [H, N, 2, d], contiguous. Waits for the layer."""
+        """Keys and values of one layer, [H, N, 2, d], contiguous; the last of a sliding window. Waits for the layer."""
         self._check_layer(layer)
         if self._gate is not None:
             self._gate.wait(layer)

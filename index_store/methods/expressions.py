@@ -51,11 +51,10 @@ def read_expression(text: str) -> Expression:
             schedule[key] = 1
         elif key == "correct":
             schedule[key] = _number(text, key, value)
-        elif key == "period" or key in _WINDOWS:
-            number = _number(text, key, value)
-            if number != int(number):
-                raise _unreadable(text, key, value)
-            (schedule if key == "period" else windows)[key] = int(number)
+        elif key == "period":
+            schedule[key] = _whole(text, key, value)
+        elif key in _WINDOWS:
+            windows[key] = _whole(text, key, value)
         else:
             search[key] = _scalar(value)
     return Expression(
@@ -81,11 +80,18 @@ def _schedule(values: Mapping[str, float]) -> Schedule:
     )
 
 
-def _number(text: str, key: str, value: str) -> float:
+def _number(text: str, key: str, value: str) -> int | float:
     number = _scalar(value)
-    if isinstance(number, str) or not math.isfinite(number):
+    if isinstance(number, str) or (isinstance(number, float) and not math.isfinite(number)):
         raise _unreadable(text, key, value)
-    return float(number)
+    return number
+
+
+def _whole(text: str, key: str, value: str) -> int:
+    number = _number(text, key, value)
+    if number != int(number):
+        raise _unreadable(text, key, value)
+    return int(number)
 
 
 def _scalar(value: str) -> Scalar:

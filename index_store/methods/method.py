@@ -17,6 +17,7 @@ from index_store.methods.schedules import Schedule
 from index_store.selection.budgets import Budget, Threshold
 from index_store.selection.remainders import MOMENTS, Dropped, Monopole, Remainder
 from index_store.selection.threshold_curve import ThresholdCurve
+from index_store.store.context_id import ModelIdentity
 from index_store.store.json_fields import Scalar
 from index_store.store.manifest import IndexEntry, Manifest
 
@@ -62,12 +63,12 @@ class Method:
                 method=self.name,
             )
         for label, value, least in (
-            ("sinks", self.sinks, 0),
-            ("recent", self.recent, 1),
-            ("append_block", self.append_block, 1),
+            ("@sinks", self.sinks, 0),
+            ("@recent", self.recent, 1),
+            ("@append_block", self.append_block, 1),
         ):
             if value < least:
-                raise InvalidArgumentError(f"{label} is {value}, expected at least {least}")
+                raise InvalidArgumentError(f"{label} is {value}, expected at least {least}", field="method")
         if self.index is not None and self.budget is not None:
             self._check_pair(self.index, self.budget)
         self._check_remainder()
@@ -111,16 +112,19 @@ class Method:
 
         Raises MethodUnsupportedError unless the context holds what the method searches and approximates with, built so
         that the method can work with it, and InvalidArgumentError for a keep ratio that no threshold was calibrated
-        for, or a search option that an index as it was built cannot take.
+        for, a search option that an index as it was built cannot take, or a window longer than the model has positions.
         """
+        self._check_windows(manifest.model)
         method = self._as_built(manifest)
+        if not manifest.model.full_layers:  # every query sees a window, and nothing is searched
+            return FittedMethod(method, manifest, frozenset(), None)
         thresholds = None
+        if not method._searching_layers(manifest):  # every layer attends to everything: no index is needed
+            return FittedMethod(method, manifest, frozenset(), None)
         for spec in method.index_specs():
             entry = method._require_entry(manifest, spec)
             searched = method.index is not None and spec.name == method.index.name
             INDEX_KINDS[entry.kind].check_options(entry.parameters, method.search if searched else {})
-            if searched:
-                thresholds = method._require_thresholds(manifest, entry)
             lacking = method._searching_layers(manifest) - set(entry.layers)
             if lacking:
                 raise MethodUnsupportedError(
@@ -129,12 +133,14 @@ class Method:
                     method=self.name,
                     context=manifest.id,
                 )
+            if searched:
+                thresholds = method._require_thresholds(manifest, entry)
         return FittedMethod(method, manifest, method._searching_layers(manifest), thresholds)
 
     def _as_built(self, manifest: Manifest) -> Method:
         """With the indexes as they were built; without the remainder where that may be and its clusters lack."""
         entries = [manifest.index(spec.name) for spec in self.index_specs()]
-        layers = set(range(manifest.model.layers))
+        layers = set(manifest.model.full_layers)
         whole = all(entry is not None and layers <= set(entry.layers) for entry in entries)
         method = self.without_remainder() if self.partition_optional and not whole else self
 
@@ -148,7 +154,7 @@ class Method:
 
     def _searching_layers(self, manifest: Manifest) -> frozenset[int]:
         """The layers that attend to less than everything."""
-        layers = frozenset(range(manifest.model.layers) if self.sparse else ())
+        layers = frozenset(manifest.model.full_layers if self.sparse else ())
         return layers - set(manifest.dense_layers) if self.drops_remainder else layers
 
     def _require_entry(self, manifest: Manifest, spec: IndexSpec) -> IndexEntry:
@@ -168,14 +174,35 @@ class Method:
         curve = ThresholdCurve(entry.thresholds) if entry.thresholds else None
         if isinstance(self.budget, Threshold) and self.budget.keep is not None:
             if curve is None:
+                short = manifest.token_count <= int(entry.parameters.get("sinks", 0))
+                todo = (
+                    f"all of its {manifest.token_count} tokens are sinks; give another budget (--mass, --tokens-kept), "
+                    "or use another method, such as --method full"
+                    if short
+                    else f"prefill it again with --method {self.name}"
+                )
                 raise MethodUnsupportedError(
                     f"method {self.name!r} cuts at a calibrated threshold, index {entry.name!r} of context "
-                    f"{manifest.id} has none; prefill it again with --method {self.name}",
+                    f"{manifest.id} has none; {todo}",
                     method=self.name,
                     context=manifest.id,
                 )
             curve(self.budget.keep)
         return curve
+
+    def _check_windows(self, model: ModelIdentity) -> None:
+        """Raises InvalidArgumentError for windows beyond the model's positions."""
+        for option, tokens, least in (
+            ("@sinks", self.sinks, 0),
+            ("@recent", self.recent, 1),
+            ("@append_block", self.append_block, 1),
+        ):
+            if tokens > model.max_positions:
+                raise InvalidArgumentError(
+                    f"method {self.name!r}: {option} is {tokens}, expected {least} to {model.max_positions}, the "
+                    f"positions of model {model.name!r}",
+                    field="method",
+                )
 
     def _check_pair(self, index: IndexSpec, budget: Budget) -> None:
         kind = INDEX_KINDS[index.kind]

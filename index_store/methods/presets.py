@@ -51,7 +51,7 @@ _LISTED = (
         search={"group": "pooled", "weights": "uniform", "backoff_cosine": 0.5, "backoff_centroids": 2},
         sinks=0,
         recent=32,
-        append_block=1,
+        append_block=16,
     ),
     Method(
         "squeezed",

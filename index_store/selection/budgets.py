@@ -19,6 +19,9 @@ from index_store.selection.collect_numba import collect
 from index_store.selection.ranking import GROUP_RULES, Ranking
 from index_store.selection.top_k_numba import top_k
 
+_MOST_KEYS = 2**31 - 1
+"""Keys that any context may have; more of them are as many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -72,6 +75,7 @@ class Budget(ABC):
 
 def best_keys(ranking: Ranking, keep: int, group: str) -> Selection:
     """The `keep` best keys of every row, whole items first; with `union` each head's keep / G best ones."""
+    keep = min(keep, _MOST_KEYS)
     items = ranking.items
     if group == "union":
         log_weights = ranking.log_weights_HTGM()

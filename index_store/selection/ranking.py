@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from index_store.attention.logit_form import LogitForm
 from index_store.errors import InvalidArgumentError
 from index_store.selection.clustered_keys import ScoredClusters
 
@@ -78,6 +79,14 @@ class Ranking:
     @property
     def logits_HTGM(self) -> Tensor:
         return self._logits_HTGM
+
+    def capped(self, form: LogitForm) -> Ranking:
+        """The same with the layer's cap on its logits, where it has one; the clusters' stay as they are."""
+        if form.cap is None:
+            return self
+        logits = self.logits_HTGM
+        capped = form.capped(logits).masked_fill_(torch.isneginf(logits), -torch.inf)
+        return Ranking(capped, self.items, self.pieces, self.vectors_read, self.bytes_read)
 
     def log_weights_HTGM(self) -> Tensor:
         """Logarithm of the estimated attention weight of a single key of every item.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
+from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.selection.cluster_sums_numba import cluster_sums
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 
@@ -64,10 +65,13 @@ class Remainder(ABC):
     """What the clusters must hold: `none`, `diagonal` (variances) or `full` (covariances of values and keys)."""
 
     @abstractmethod
-    def state(self, pieces: Sequence[ScoredClusters], exact: Sequence[ExactKeys]) -> AttentionState | None:
+    def state(
+        self, pieces: Sequence[ScoredClusters], exact: Sequence[ExactKeys], form: LogitForm = PLAIN
+    ) -> AttentionState | None:
         """Approximate attention to every key of the pieces that is not among the exact ones.
 
-        out [H, T, G, d], lse [H, T, G]. None when nothing is approximated at all.
+        form: its cap is applied to the mean logits of clusters; all logits given are without it. Returns out
+        [H, T, G, d], lse [H, T, G]; None when nothing is approximated at all.
         """
 
 
@@ -77,24 +81,30 @@ class Dropped(Remainder):
     name = "dropped"
     summary = "Keys that were not selected are left out."
 
-    def state(self, pieces: Sequence[ScoredClusters], exact: Sequence[ExactKeys]) -> AttentionState | None:
+    def state(
+        self, pieces: Sequence[ScoredClusters], exact: Sequence[ExactKeys], form: LogitForm = PLAIN
+    ) -> AttentionState | None:
         return None
 
 
 class ClusterRemainder(Remainder):
     """Every key that is left in a cluster gets the same weight."""
 
-    def state(self, pieces: Sequence[ScoredClusters], exact: Sequence[ExactKeys]) -> AttentionState | None:
+    def state(
+        self, pieces: Sequence[ScoredClusters], exact: Sequence[ExactKeys], form: LogitForm = PLAIN
+    ) -> AttentionState | None:
         state: AttentionState | None = None
         for piece in pieces:
-            part = self._piece_state(piece, exact)
+            part = self._piece_state(piece, exact, form)
             state = part if state is None else state.merge(part)
         return state
 
-    def _piece_state(self, piece: ScoredClusters, exact: Sequence[ExactKeys]) -> AttentionState:
+    def _piece_state(
+        self, piece: ScoredClusters, exact: Sequence[ExactKeys], form: LogitForm
+    ) -> AttentionState:
         clusters = piece.clusters
         left = _take_out(piece, exact)
-        logits = self.mean_logits(piece, left)
+        logits = form.capped(self.mean_logits(piece, left))
         logits.masked_fill_((left.counts_HTC < 0.5)[:, :, None], -torch.inf)
         base = logits.amax(-1, keepdim=True)
         base = torch.where(torch.isneginf(base), torch.zeros_like(base), base)

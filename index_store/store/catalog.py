@@ -3,73 +3,62 @@
 Layout: `contexts/<id>/` holds one published context (`manifest.json` and its zarr arrays); names that begin with a
 dot are contexts being written (`.tmp-`) or removed (`.trash-`), which no reader sees. `locks/` holds the locks of
 running jobs, `defaults/<id>.json` what a context was tuned to.
+
+What reads and writes arrays takes seconds to import: it is imported where it is needed, so that listing takes none.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from itertools import chain
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeVar
 
 from index_store.errors import (
     ContextAmbiguousError,
     ContextCorruptError,
     ContextExpiredError,
     ContextNotFoundError,
+    FormatVersionError,
     InvalidArgumentError,
-    ManifestError,
     SparseKVError,
     StoreError,
-    UnexpectedFileError,
+    StoreUnavailableError,
 )
-from index_store.store.folders import (
-    clear_free_lock,
-    lock_folder,
-    locked_file,
-    remove_tree,
+from index_store.store.context_id import is_context_id
+from index_store.store.files.additions import remove_unlisted, unlisted_indexes
+from index_store.store.files.durable import (
+    TEMPORARY_PREFIX,
+    TRASH_PREFIX,
+    discard,
+    make_folder,
+    permissions_in,
     storing,
-    tree_bytes,
 )
-from index_store.store.manifest import Manifest, is_context_id
-from index_store.store.manifest_json import parse_manifest
-from index_store.store.stored_context import Context
-from index_store.store.tuned_defaults import DefaultsFolder, TunedDefault
-from index_store.store.writer import MANIFEST_NAME, TEMPORARY_PREFIX, TRASH_PREFIX, ContextWriter, discard
-from index_store.store.zarr_io import check_chunks, chunk_path, verify_chunks
-from index_store.store.zarr_metadata import check_metadata
+from index_store.store.files.leftovers import Leftover, dead_folders, free_locks, leftover, removed
+from index_store.store.files.locks import is_locked, locked_file
+from index_store.store.files.reading import READ_LIMIT_S, read_bounded
+from index_store.store.listing import BrokenContext, Entry, Listing
+from index_store.store.manifest import Manifest
+from index_store.store.tuned_defaults import DefaultsFolder, TunedDefault, TunedDefaultError
+
+if TYPE_CHECKING:
+    from index_store.store.stored_context import Context
+    from index_store.store.writer import ContextWriter
+    from index_store.store.zarr_io import Problem
+
+__all__ = ["BrokenContext", "Entry", "Leftover", "Store", "utc_now"]
 
 _MIN_PREFIX = 6
 _RESOURCE = "contexts/"
-_METADATA_NAME = "zarr.json"
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class BrokenContext:
-    """A context whose manifest cannot be read, and why."""
-
-    id: str
-    error: SparseKVError
-
-
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """Something that a clean-up removed (or would remove): kind is "temporary", "trash", "expired", "default" (a tuned
-    default without a context) or "lock"."""
-
-    kind: str
-    path: Path
-    nbytes: int
 
 
 def utc_now() -> datetime:
@@ -77,112 +66,123 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
+def _log_failure(error: StoreError) -> None:
+    logger.warning("not removed: %s", error)
+
+
 class Store:
-    """The contexts in one folder. Safe to use from several threads and processes at once."""
+    """The contexts in one folder. Safe to use from several threads and processes at once.
+
+    Whatever reads raises StoreUnavailableError when the store cannot be read now, or does not answer for longer than
+    the limit. Nothing is then known about the context, least of all that it is damaged.
+    """
 
     def __init__(
-        self, path: str | Path, create: bool = False, clock: Callable[[], datetime] = utc_now
+        self,
+        path: str | Path,
+        create: bool = False,
+        clock: Callable[[], datetime] = utc_now,
+        read_limit_s: float = READ_LIMIT_S,
     ) -> None:
-        """Opens a store; with `create` makes it where it does not exist. Raises StoreError when it cannot be used."""
+        """Opens a store; with `create` makes it where it does not exist. Raises StoreError when it cannot be used.
+
+        read_limit_s: how long one step of reading may take (see `files/reading.py`).
+        """
         self.path = Path(path)
         self._contexts = self.path / "contexts"
         self._locks = self.path / "locks"
         self._defaults = DefaultsFolder(self.path / "defaults")
+        self._listing = Listing(self._contexts)
         self._clock = clock
+        self._limit_s = read_limit_s
         if create:
             with storing("creating the store", self.path):
-                self._contexts.mkdir(parents=True, exist_ok=True)
-                self._locks.mkdir(exist_ok=True)
-        if not self._contexts.is_dir():
+                make_folder(self.path)
+                make_folder(self._contexts)
+                make_folder(self._locks)
+        if not self.bounded(self._contexts.is_dir):
             raise StoreError(
                 f"{self.path}: no store here (no folder 'contexts'); `prefill-worker run --store` makes one",
                 path=self.path,
             )
 
-    def entries(self) -> list[Manifest | BrokenContext]:
-        """Every published context, newest first; those whose manifest cannot be read come last."""
-        manifests: list[Manifest] = []
-        broken: list[BrokenContext] = []
-        for id_ in self._ids():
-            try:
-                manifests.append(self.manifest(id_))
-            except ContextNotFoundError:
-                continue  # deleted meanwhile
-            except SparseKVError as error:
-                broken.append(BrokenContext(id_, error))
-        manifests.sort(key=lambda manifest: (-manifest.created_at.timestamp(), manifest.id))
-        return [*manifests, *broken]
+    def entries(self) -> Sequence[Entry]:
+        """Every published context, newest first; those whose manifest cannot be used come last.
 
-    def list(self) -> list[Manifest]:
-        """Manifests of the published contexts, newest first, expired ones included, unreadable ones not."""
+        Contexts that were in an earlier list are not looked at again (`entry` does).
+        """
+        return self.bounded(self._listing.entries)
+
+    def list(self) -> Sequence[Manifest]:
+        """Manifests of the published contexts, newest first, expired ones included, unusable ones not."""
         return [entry for entry in self.entries() if isinstance(entry, Manifest)]
+
+    def entry(self, id_: str) -> Entry:
+        """One published context, as it is now. Raises ContextNotFoundError."""
+        try:
+            return self.manifest(id_)
+        except (ContextCorruptError, FormatVersionError, StoreUnavailableError) as error:
+            return BrokenContext(id_, error)
 
     def manifest(self, id_: str) -> Manifest:
         """The manifest of a context, checked. Raises ContextNotFoundError, a ContextCorruptError or
         FormatVersionError."""
-        folder = self._folder(id_)
-        path = folder / MANIFEST_NAME
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            if folder.is_dir():
-                raise ManifestError(
-                    f"{path}: the manifest is missing; delete the context", path=path
-                ) from None
-            raise ContextNotFoundError(f"{self.path}: no context {id_}", context=id_) from None
-        except OSError as error:
-            raise ManifestError(
-                f"{path}: the manifest cannot be read: {error.strerror}", path=path
-            ) from error
-        manifest = parse_manifest(data, str(path))
-        if manifest.id != id_:
-            raise ManifestError(
-                f"{path}: field 'id' is {manifest.id!r}, expected {id_!r}, its folder's name; delete the context",
-                path=path,
-                field="id",
-            )
-        return manifest
+        return self.bounded(partial(self._listing.manifest, self._folder(id_).name))
 
     def resolve(self, ref: str) -> str:
         """The id that a reference means: a full id, `contexts/<id>`, an id's first 6 or more digits, or a name.
 
+        Digits may be upper-case. The id of a context means that context, whatever others are called. Of several that
+        fit, those that have expired do not count unless all have.
+
         Raises ContextNotFoundError, or ContextAmbiguousError when several contexts fit.
         """
-        wanted = ref.removeprefix(_RESOURCE)
-        if is_context_id(wanted):
-            if not self._folder(wanted).is_dir():
-                raise ContextNotFoundError(f"{self.path}: no context {wanted}", context=wanted)
-            return wanted
-        found = {manifest.id for manifest in self.list() if manifest.name == ref}
-        if len(wanted) >= _MIN_PREFIX:
-            found |= {id_ for id_ in self._ids() if id_.startswith(wanted)}
-        if not found:
+        digits = ref.removeprefix(_RESOURCE).lower()
+        if is_context_id(digits) and self.bounded(self._folder(digits).is_dir):
+            return digits
+        fits = [
+            entry
+            for entry in self.entries()
+            if (isinstance(entry, Manifest) and entry.name == ref)
+            or (len(digits) >= _MIN_PREFIX and entry.id.startswith(digits))
+        ]
+        if not fits:
             raise ContextNotFoundError(
-                f"{self.path}: no context {ref!r}; give an id, its first {_MIN_PREFIX} or more digits, or a name "
+                f"{self.path}: no context {ref[:600]!r}; give an id, its first {_MIN_PREFIX} or more digits, or a name "
                 "as `index-store ls` shows them",
-                context=ref,
+                context=ref[:600],
             )
-        if len(found) > 1:
-            fits = ", ".join(id_[:16] for id_ in sorted(found))
+        live = [entry for entry in fits if not (isinstance(entry, Manifest) and self.expired(entry))]
+        candidates = live or fits
+        if len(candidates) > 1:
+            shown = ", ".join(entry.id[:16] for entry in sorted(candidates, key=lambda entry: entry.id)[:8])
+            more = "" if len(candidates) <= 8 else ", ..."
             raise ContextAmbiguousError(
-                f"{self.path}: {ref!r} fits {len(found)} contexts ({fits}); give an id"
+                f"{self.path}: {ref!r} fits {len(candidates)} contexts ({shown}{more}); give an id"
             )
-        return found.pop()
+        return candidates[0].id
 
-    def open(self, id_: str) -> Context:
+    def open(self, id_: str, manifest: Manifest | None = None) -> Context:
         """Opens a context for reading, after checking manifest, expiry, and of every chunk its presence, size and the
         checksum at its end. The chunks' contents are verified when they are loaded.
 
+        manifest: one that was read before; the context then has the indexes that it had at that time.
         Raises ContextNotFoundError, ContextExpiredError, FormatVersionError or the matching ContextCorruptError.
         """
-        manifest = self.manifest(id_)
+        return self.bounded(partial(self._open, id_, manifest))
+
+    def _open(self, id_: str, manifest: Manifest | None) -> Context:
+        from index_store.store.stored_context import Context
+        from index_store.store.zarr_io import check_chunks, check_metadata
+
+        manifest = manifest or self.manifest(id_)
         self.check_expiry(manifest)
         folder = self._folder(id_)
         for problem in chain(check_metadata(folder, manifest.arrays), check_chunks(folder, manifest.arrays)):
             if not folder.is_dir():
                 raise ContextNotFoundError(f"{self.path}: no context {id_}", context=id_)
             raise problem
-        return Context(folder, manifest)
+        return Context(folder, manifest, self._limit_s)
 
     def check_expiry(self, manifest: Manifest) -> None:
         """Raises ContextExpiredError once the context's time to live has passed."""
@@ -200,7 +200,7 @@ class Store:
     def delete(self, id_: str) -> None:
         """Removes a context, whatever its state. Who has it open or mapped keeps what they have.
 
-        Raises ContextNotFoundError when it is not there.
+        Of a link to a context only the link is removed. Raises ContextNotFoundError when it is not there.
         """
         with storing("deleting", self._folder(id_)):
             removed = discard(self._folder(id_))
@@ -210,7 +210,7 @@ class Store:
 
     def default_method(self, id_: str) -> TunedDefault | None:
         """What the context was tuned to; None when it was not. Raises TunedDefaultError for a damaged record."""
-        return self._defaults.read(self._folder(id_).name)
+        return self.bounded(partial(self._defaults.read, self._folder(id_).name))
 
     def set_default_method(self, id_: str, default: TunedDefault) -> None:
         """Replaces what the context was tuned to; the context itself stays as it is.
@@ -228,73 +228,109 @@ class Store:
             self._defaults.remove(id_)
             raise ContextNotFoundError(f"{self.path}: no context {id_}", context=id_)
 
-    def verify(
-        self, id_: str, on_bytes: Callable[[int], None] = lambda _: None
-    ) -> Sequence[ContextCorruptError]:
+    def verify(self, id_: str, on_bytes: Callable[[int], None] = lambda _: None) -> Sequence[Problem]:
         """Reads every byte of a context and returns one error per bad file; none when it is as it was written.
 
-        A file that is not part of the context is an UnexpectedFileError; the context can be used nevertheless.
-        `on_bytes` is called with the number of bytes read, for progress. Raises ContextNotFoundError or
-        FormatVersionError.
+        A file that is not part of the context is an UnexpectedFileError, a damaged record of its tuning a
+        TunedDefaultError; the context can be used nevertheless. A file that cannot be read now is a
+        StoreUnavailableError. `on_bytes` is called with the number of bytes read, for progress, by one thread.
+        Raises ContextNotFoundError, FormatVersionError, or StoreUnavailableError when the store does not answer.
         """
+        return self.bounded(partial(self._verify, id_, on_bytes))
+
+    def _verify(self, id_: str, on_bytes: Callable[[int], None]) -> Sequence[Problem]:
+        from index_store.store.stored_context import unexpected_files
+        from index_store.store.zarr_io import check_metadata, verify_chunks
+
         try:
             manifest = self.manifest(id_)
-        except ContextCorruptError as error:
-            return [error]
+        except (ContextCorruptError, StoreUnavailableError) as error:
+            return [error, *self._default_problems(id_)]
         folder = self._folder(id_)
         problems = [
             *check_metadata(folder, manifest.arrays),
             *verify_chunks(folder, manifest.arrays, on_bytes),
-            *_unexpected_files(folder, manifest),
+            *unexpected_files(folder, manifest),
+            *self._default_problems(id_),
         ]
         if problems and not folder.is_dir():
             raise ContextNotFoundError(f"{self.path}: context {id_} was deleted meanwhile", context=id_)
         return problems
 
-    def gc(self, dry_run: bool = False) -> Sequence[Removed]:
-        """Removes what nobody can use: what dead writers left, half-deleted and expired contexts, locks of dead jobs.
+    def _default_problems(self, id_: str) -> Iterator[Problem]:
+        try:
+            self._defaults.read(id_)
+        except (TunedDefaultError, StoreUnavailableError) as error:
+            yield error
 
-        Returns what was removed, or with `dry_run` what would be.
+    def leftovers(self) -> Sequence[Leftover]:
+        """Folders that killed jobs and interrupted deletions left, with size and age; nothing is changed.
+
+        What a job is still writing is none. `gc` removes them.
         """
-        removed = [*self._clear_temporary(dry_run)]
-        for path in sorted(self._contexts.glob(f"{TRASH_PREFIX}*")):
-            removed.append(Removed("trash", path, tree_bytes(path)))
-            if not dry_run:
-                with storing("removing", path):
-                    remove_tree(path)
+        with storing("looking for leftovers", self.path):
+            return list(self._folders_left())
+
+    def gc(
+        self, dry_run: bool = False, on_failure: Callable[[StoreError], None] = _log_failure
+    ) -> Sequence[Leftover]:
+        """Removes what nobody can use: leftovers, and expired contexts.
+
+        Returns what was removed, or with `dry_run` what would be, which works on a store that cannot be written to.
+        What cannot be removed is told to `on_failure` and left; the rest is removed all the same.
+        """
+        with storing("looking for leftovers", self.path):
+            found = chain(self._folders_left(), self._expired(), self._files_left())
+            return [item for item in found if dry_run or removed(item, on_failure)]
+
+    def _folders_left(self) -> Iterator[Leftover]:
+        yield from dead_folders("temporary", self._contexts, TEMPORARY_PREFIX, self._locks)
+        yield from dead_folders("trash", self._contexts, TRASH_PREFIX, None)
         for manifest in self.list():
-            if not self.expired(manifest):
-                continue
-            folder = self._folder(manifest.id)
-            size = tree_bytes(folder)
-            if dry_run or self._remove_expired(manifest.id):
-                removed.append(Removed("expired", folder, size))
-        return [*removed, *self._clear_defaults(dry_run), *self._clear_locks(dry_run)]
+            if not is_locked(self._locks / manifest.id):  # otherwise they may be a living writer's
+                for path in unlisted_indexes(self._folder(manifest.id), manifest.stored_indexes):
+                    yield leftover("index", path, partial(self._remove_unlisted, manifest.id, path))
 
-    def longest_prefix(
-        self, model_fingerprint: str, token_ids: Sequence[int] | Tensor | NDArray[np.integer]
-    ) -> tuple[Manifest, int] | None:
-        """The longest context of that model whose tokens all begin `token_ids`, and its length in tokens.
+    def _files_left(self) -> Iterator[Leftover]:
+        """Tuned defaults of contexts that are gone, what killed writers left of one, and locks of dead jobs."""
+        for id_, path in self._defaults.files():
+            current = path == self._defaults.path(id_) and self._folder(id_).is_dir()
+            if not current and not is_locked(self._locks / id_):
+                yield leftover("default", path, partial(self._remove_default, id_, path))
+        yield from free_locks(self._locks, _is_lock_name)
 
-        None when there is none. Of equally long ones the newest; expired and unreadable ones do not count.
-        """
-        wanted = np.asarray(token_ids)
-        candidates = [
-            manifest
-            for manifest in self.list()
-            if manifest.model.fingerprint == model_fingerprint
-            and manifest.token_count <= len(wanted)
-            and not self.expired(manifest)
-        ]
-        for manifest in sorted(candidates, key=lambda manifest: -manifest.token_count):
+    def _expired(self) -> Iterator[Leftover]:
+        for manifest in self.list():
+            if self.expired(manifest):
+                folder = self._folder(manifest.id)
+                yield leftover("expired", folder, partial(self._remove_expired, manifest.id))
+
+    def _remove_expired(self, id_: str) -> bool:
+        # A job may be replacing it, or may have removed it: then it is not ours to remove.
+        with locked_file(self._lock_path(id_), wait=False) as held:
             try:
-                tokens = Context(self._folder(manifest.id), manifest).tokens().numpy()
-            except (ContextCorruptError, ContextNotFoundError) as error:
-                logger.warning("context %s is left out of the search: %s", manifest.id[:12], error)
-                continue
-            if np.array_equal(tokens, wanted[: len(tokens)]):
-                return manifest, manifest.token_count
-        return None
+                return held and self.expired(self.manifest(id_)) and discard(self._folder(id_))
+            except (ContextNotFoundError, ContextCorruptError, FormatVersionError):
+                return False
+
+    def _remove_unlisted(self, id_: str, path: Path) -> bool:
+        with locked_file(self._lock_path(id_), wait=False) as held, suppress(SparseKVError):
+            return held and remove_unlisted(path, self._folder(id_), self.manifest(id_).stored_indexes)
+        return False
+
+    def _remove_default(self, id_: str, path: Path) -> bool:
+        with locked_file(self._lock_path(id_), wait=False) as held:
+            there = held and path.exists()
+            if there:
+                path.unlink()
+            return there
+
+    def bounded(self, work: Callable[[], Result]) -> Result:
+        """Returns what `work` returns, under one limit: for work that asks the store many things in a row.
+
+        Raises StoreUnavailableError when the store does not answer.
+        """
+        return read_bounded(work, self._limit_s)
 
     @contextmanager
     def lock(self, id_: str, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
@@ -307,8 +343,13 @@ class Store:
 
     def writer(self, id_: str) -> ContextWriter:
         """Starts writing a context, after removing what dead writers left."""
-        self._clear_temporary(dry_run=False)
-        return ContextWriter(self._contexts, self._folder(id_).name, lambda: self._ready(id_))
+        from index_store.store.writer import ContextWriter
+
+        for item in dead_folders("temporary", self._contexts, TEMPORARY_PREFIX, self._locks):
+            removed(item, _log_failure)
+        return ContextWriter(
+            self._contexts, self._lock_path(id_).parent, self._folder(id_).name, lambda: self._ready(id_)
+        )
 
     def _ready(self, id_: str) -> bool:
         """Whether the published context can be opened."""
@@ -318,52 +359,9 @@ class Store:
             return False
         return True
 
-    def _clear_temporary(self, dry_run: bool) -> Sequence[Removed]:
-        removed = []
-        for path in sorted(self._contexts.glob(f"{TEMPORARY_PREFIX}*")):
-            descriptor = lock_folder(path)
-            if descriptor is None:
-                continue
-            try:
-                removed.append(Removed("temporary", path, tree_bytes(path)))
-                if not dry_run:
-                    with storing("removing", path):
-                        remove_tree(path)
-            finally:
-                os.close(descriptor)
-        return removed
-
-    def _clear_defaults(self, dry_run: bool) -> Sequence[Removed]:
-        """Removes tuned defaults of contexts that are gone, and what killed writers left of one."""
-        removed = []
-        for id_, path in self._defaults.files():
-            if path == self._defaults.path(id_) and self._folder(id_).is_dir():
-                continue
-            with locked_file(self._lock_path(id_), wait=False) as held, storing("removing", path):
-                if held and path.exists():
-                    removed.append(Removed("default", path, path.stat().st_size))
-                    if not dry_run:
-                        path.unlink()
-        return removed
-
-    def _clear_locks(self, dry_run: bool) -> Sequence[Removed]:
-        removed = []
-        for path in sorted(self._locks.glob("*")):
-            if not is_context_id(path.name) or not path.is_file():
-                continue
-            with storing("removing", path):
-                if clear_free_lock(path, dry_run):
-                    removed.append(Removed("lock", path, 0))
-        return removed
-
-    def _remove_expired(self, id_: str) -> bool:
-        # A job may be replacing it: then it is not ours to remove.
-        with locked_file(self._lock_path(id_), wait=False) as held:
-            return held and self.expired(self.manifest(id_)) and discard(self._folder(id_))
-
     def _lock_path(self, id_: str) -> Path:
         with storing("creating the locks' folder", self._locks):
-            self._locks.mkdir(exist_ok=True)
+            make_folder(self._locks, permissions_in(self._contexts))
         return self._locks / self._folder(id_).name
 
     def _folder(self, id_: str) -> Path:
@@ -372,29 +370,7 @@ class Store:
             raise InvalidArgumentError(f"context id {id_[:80]!r} is not 64 lower-case hex digits")
         return self._contexts / id_
 
-    def _ids(self) -> Iterator[str]:
-        try:
-            names = sorted(os.listdir(self._contexts))
-        except OSError as error:
-            raise StoreError(
-                f"{self._contexts}: cannot be listed: {error.strerror}", path=self._contexts
-            ) from error
-        return (name for name in names if is_context_id(name))
 
-
-def _unexpected_files(folder: Path, manifest: Manifest) -> Iterator[ContextCorruptError]:
-    """Yields one error per file, or link to a folder, that is not part of the context."""
-    expected = {folder / MANIFEST_NAME}
-    for entry in manifest.arrays:
-        nodes = (Path(entry.path), *Path(entry.path).parents)
-        expected.update(folder / node / _METADATA_NAME for node in nodes)
-        expected.update(chunk_path(folder, entry, indices) for indices in entry.chunk_indices())
-    for parent, folders, files in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
-        for path in sorted(Path(parent, name) for name in (*files, *links)):
-            if path not in expected:
-                yield UnexpectedFileError(
-                    f"{path}: not part of the context, expected only what its manifest lists; nothing reads it: "
-                    "remove the file, or delete the context (`index-store rm`) and prefill it again",
-                    path=path,
-                )
+def _is_lock_name(name: str) -> bool:
+    """Whether a file of that name in the locks' folder is one: of a context, or of a folder that is being written."""
+    return is_context_id(name) or name.startswith(TEMPORARY_PREFIX)

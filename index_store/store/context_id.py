@@ -1,42 +1,124 @@
-"""The address of a context: a hash over everything that determines what is stored."""
+"""Which model made a context, and the context's id: a hash over what was read and how, whatever indexes it has."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-from torch import Tensor
-
+from index_store.attention.layer_shape import LayerShape, WindowLayers
 from index_store.errors import InvalidArgumentError
-from index_store.store.manifest import FORMAT_VERSION, ModelIdentity
+from index_store.store.json_fields import check_name, check_positive, field_error
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+_MOST_OF_A_MODEL = 2**31 - 1
+_HEX_ID = re.compile(r"[0-9a-f]{64}")
+_ID_VERSION = 3
+"""Not the format of what is stored: what was read keeps its id when it is written in another way. Before 3 indexes
+counted, so those of a context were fixed when it was made."""
+
+
+def is_context_id(text: str) -> bool:
+    """Whether the text has the form of a context id: 64 lower-case hex digits."""
+    return _HEX_ID.fullmatch(text) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """Which model prefilled a context, and the sizes that its keys and values follow from.
+
+    fingerprint: hash over the model's configuration and weights; tokenizer_fingerprint: over its tokenizer files.
+    query_heads, kv_heads, head_dim (d): of the layers whose queries see all keys; where there are none, of the others.
+    max_positions: the longest sequence the model takes, in tokens. window: the layers whose queries see the last keys
+    only; None without any.
+    """
+
+    name: str
+    architecture: str
+    fingerprint: str
+    tokenizer_fingerprint: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    window: WindowLayers | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("name", "architecture", "fingerprint", "tokenizer_fingerprint"):
+            check_name(f"model.{name}", getattr(self, name))
+        for name in ("layers", "query_heads", "kv_heads", "head_dim", "vocab_size"):
+            check_positive(f"model.{name}", getattr(self, name), _MOST_OF_A_MODEL)
+        check_positive("model.max_positions", self.max_positions)
+        if self.query_heads % self.kv_heads:
+            raise field_error(
+                "model.query_heads", self.query_heads, f"a multiple of {self.kv_heads} KV heads"
+            )
+        if self.window is not None:
+            self._check_window(self.window)
+
+    @property
+    def window_layers(self) -> tuple[int, ...]:
+        """Layers whose queries see the last keys only, ascending."""
+        return () if self.window is None else self.window.layers
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """Layers whose queries see all keys, ascending. Only these have indexes."""
+        return tuple(layer for layer in range(self.layers) if layer not in self.window_layers)
+
+    def shape(self, layer: int) -> LayerShape:
+        """Of one layer."""
+        if self.window is not None and layer in self.window.layers:
+            return self.window.shape
+        return LayerShape(self.query_heads, self.kv_heads, self.head_dim)
+
+    def _check_window(self, window: WindowLayers) -> None:
+        for name in ("size", "query_heads", "kv_heads", "head_dim"):
+            check_positive(f"model.window.{name}", getattr(window, name))
+        if window.query_heads % window.kv_heads:
+            expected = f"a multiple of {window.kv_heads} KV heads"
+            raise field_error("model.window.query_heads", window.query_heads, expected)
+        layers = window.layers
+        if not layers or layers != tuple(sorted(set(layers))) or layers[0] < 0 or layers[-1] >= self.layers:
+            expected = f"some ascending layers of 0..{self.layers - 1}"
+            raise field_error("model.window.layers", layers, expected)
 
 
 def context_id(
     model: ModelIdentity,
     dtype: str,
-    parameters: Mapping[str, object],
+    reading: Mapping[str, object],
     salt: str,
     token_ids: Sequence[int] | np.ndarray[tuple[int, ...], np.dtype[np.integer]] | Tensor,
 ) -> str:
-    """The content address of a context: what goes into its arrays determines its id, and nothing else does.
+    """The address of a context: what was read, by which model and how, determines its id, and nothing else does.
 
-    SHA-256 over format version, both fingerprints, stored dtype, parameters (JSON values, nested as needed, in any
-    order), salt and token ids, as 64 hex digits. Names and times do not count.
+    SHA-256 over a version, both fingerprints, stored dtype, options of the reading (JSON values, nested as needed, in
+    any order), salt and token ids, as 64 hex digits. Names, times and indexes do not count: they may change. Nor does
+    how it was computed: arrays from another device or compute dtype differ in their last bits and are the same context.
     """
+    import numpy as np  # late: whoever only lists a store does without
+
     header = {
-        "format_version": FORMAT_VERSION,
+        "id_version": _ID_VERSION,
         "model": model.fingerprint,
         "tokenizer": model.tokenizer_fingerprint,
         "dtype": dtype,
-        "parameters": parameters,
+        "reading": reading,
         "salt": salt,
     }
     try:
         text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"parameters must be finite JSON values: {error}") from None
+        raise InvalidArgumentError(f"options of the reading must be finite JSON values: {error}") from None
     tokens = np.asarray(token_ids)
     if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
         raise InvalidArgumentError(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from index_store.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,31 +19,35 @@ class StoredDtype:
     name: the logical name, as in manifests ("bfloat16").
     zarr_name: what the zarr array declares; zarr has no bfloat16, which is kept as uint16 with the logical name
         in the array's attributes.
+    itemsize: bytes per element.
     """
 
     name: str
     zarr_name: str
-    torch_dtype: torch.dtype
+    itemsize: int
 
     @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return self.torch_dtype.itemsize
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype in memory; torch has each of them under the same name."""
+        import torch  # takes seconds, which whoever only lists a store need not wait for
+
+        dtype: torch.dtype = getattr(torch, self.name)
+        return dtype
 
 
 STORED_DTYPES: Mapping[str, StoredDtype] = {
     dtype.name: dtype
     for dtype in (
-        StoredDtype("int8", "int8", torch.int8),
-        StoredDtype("uint8", "uint8", torch.uint8),
-        StoredDtype("int16", "int16", torch.int16),
-        StoredDtype("uint16", "uint16", torch.uint16),
-        StoredDtype("int32", "int32", torch.int32),
-        StoredDtype("uint32", "uint32", torch.uint32),
-        StoredDtype("int64", "int64", torch.int64),
-        StoredDtype("float16", "float16", torch.float16),
-        StoredDtype("bfloat16", "uint16", torch.bfloat16),
-        StoredDtype("float32", "float32", torch.float32),
+        StoredDtype("int8", "int8", 1),
+        StoredDtype("uint8", "uint8", 1),
+        StoredDtype("int16", "int16", 2),
+        StoredDtype("uint16", "uint16", 2),
+        StoredDtype("int32", "int32", 4),
+        StoredDtype("uint32", "uint32", 4),
+        StoredDtype("int64", "int64", 8),
+        StoredDtype("float16", "float16", 2),
+        StoredDtype("bfloat16", "uint16", 2),
+        StoredDtype("float32", "float32", 4),
     )
 }
 

@@ -1,4 +1,8 @@
-"""Reading JSON objects field by field: every error names the field, the value found and where it was found."""
+"""Reading JSON objects field by field: every error names the field, the value found and where it was found.
+
+Numbers and texts have bounds, so that whatever a file holds can be computed with, shown and sent: integers fit into
+64 bits with their sign, numbers are finite, texts are printable.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,27 @@ from index_store.errors import ManifestError
 Scalar = str | int | float | bool
 Item = TypeVar("Item")
 
+MOST = 2**63 - 1
+"""The largest integer of a stored file, and the most bytes of a context."""
+
+_MOST_CHARACTERS = 10_000
+_INTEGER = "an integer of at most 64 bits"
+_SHOWN_CHARACTERS = 120
+
+
+def shown(value: object) -> str:
+    """A value as errors show it: cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
 
 def field_error(field: str, found: object, expected: str, where: str = "") -> ManifestError:
     """The error of a field that does not hold what it must."""
-    shown = repr(found)
-    shown = shown if len(shown) <= 120 else shown[:117] + "..."
+    value, field = shown(found), field[:_SHOWN_CHARACTERS]
+    field = field if field.isprintable() else ascii(field)
     prefix = f"{where}: " if where else ""
     return ManifestError(
-        f"{prefix}field {field!r} is {shown}, expected {expected}", field=field, value=shown, path=where
+        f"{prefix}field {field!r} is {value}, expected {expected}", field=field, value=value, path=where
     )
 
 
@@ -35,26 +52,40 @@ class JsonFields:
         self._taken: set[str] = set()
 
     def text(self, name: str) -> str:
-        value: str = self._take(name, lambda value: isinstance(value, str), "a string")
+        value: str = self._take(name, is_text, "a printable text")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
         """A list of strings, as a tuple."""
         value = self._take(
             name,
-            lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
-            "a list of strings",
+            lambda value: isinstance(value, list) and all(map(is_text, value)),
+            "a list of printable texts",
         )
         return tuple(value)
 
+    def digits(self, name: str) -> str:
+        """A string of any length and contents, for digits that whoever takes it checks."""
+        value: str = self._take(name, lambda value: isinstance(value, str), "digits")
+        return value
+
     def integer(self, name: str) -> int:
-        value: int = self._take(name, _is_integer, "an integer")
+        value: int = self._take(name, is_integer, _INTEGER)
+        return value
+
+    def optional_integer(self, name: str) -> int | None:
+        """An integer, or None where the field holds null."""
+        value: int | None = self._take(
+            name, lambda value: value is None or is_integer(value), f"{_INTEGER}, or null"
+        )
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
         """A list of integers, as a tuple."""
         value = self._take(
-            name, lambda value: isinstance(value, list) and all(map(_is_integer, value)), "a list of integers"
+            name,
+            lambda value: isinstance(value, list) and all(map(is_integer, value)),
+            f"a list, each {_INTEGER}",
         )
         return tuple(value)
 
@@ -91,8 +122,8 @@ class JsonFields:
         """An object whose values are strings, numbers or booleans."""
         value = self._take(
             name,
-            lambda value: isinstance(value, dict) and all(map(is_scalar, value.values())),
-            "an object of strings, finite numbers and booleans",
+            lambda value: isinstance(value, dict) and are_scalars(value),
+            "an object of printable texts, finite numbers and booleans",
         )
         return dict(value)
 
@@ -100,7 +131,7 @@ class JsonFields:
         """An object whose values are finite numbers."""
         value = self._take(
             name,
-            lambda value: isinstance(value, dict) and all(map(is_number, value.values())),
+            lambda value: isinstance(value, dict) and are_numbers(value),
             "an object of finite numbers",
         )
         return dict(value)
@@ -124,6 +155,10 @@ class JsonFields:
             _parse_whole(JsonFields(value, self._where, f"{self._prefix}{name}[{i}]"), parse)
             for i, value in enumerate(values)
         )
+
+    def has(self, name: str) -> bool:
+        """Whether the object has the field."""
+        return name in self._document
 
     def finish(self) -> None:
         """Raises ManifestError when the object holds a field that nothing read."""
@@ -152,19 +187,34 @@ class JsonFields:
             raise field_error(f"{self._prefix}{name}", value, "an ISO 8601 time", self._where) from None
 
 
+def is_integer(value: object) -> bool:
+    """Whether the value is an int of at most 64 bits; booleans are not integers here."""
+    return isinstance(value, int) and not isinstance(value, bool) and -MOST <= value <= MOST
+
+
 def is_number(value: object) -> bool:
-    """Whether the value is a finite int or float; booleans are not numbers here."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether the value is an int of at most 64 bits or a finite float; booleans are not numbers here."""
+    return math.isfinite(value) if isinstance(value, float) else is_integer(value)
+
+
+def is_text(value: object) -> bool:
+    """Whether the value is a string that can be printed: no control characters, nothing that has no UTF-8."""
+    return isinstance(value, str) and len(value) <= _MOST_CHARACTERS and value.isprintable()
 
 
 def is_scalar(value: object) -> bool:
-    """Whether the value is a string, a finite number or a boolean."""
-    return isinstance(value, str | bool) or is_number(value)
+    """Whether the value is a printable text, a finite number or a boolean."""
+    return isinstance(value, bool) or is_text(value) or is_number(value)
 
 
 def are_scalars(values: Mapping[str, object]) -> bool:
-    """Whether a mapping is one of strings to scalars."""
-    return all(isinstance(key, str) and is_scalar(value) for key, value in values.items())
+    """Whether a mapping is one of texts to scalars."""
+    return all(map(is_text, values)) and all(map(is_scalar, values.values()))
+
+
+def are_numbers(values: Mapping[str, object]) -> bool:
+    """Whether a mapping is one of texts to finite numbers."""
+    return all(map(is_text, values)) and all(map(is_number, values.values()))
 
 
 def check_name(name: str, value: object) -> None:
@@ -182,20 +232,16 @@ def check_names(name: str, values: Sequence[object]) -> None:
         check_name(f"{name}[{number}]", value)
 
 
-def check_positive(name: str, value: int) -> None:
-    """Raises ManifestError unless the field is an integer of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise field_error(name, value, "a positive integer")
+def check_positive(name: str, value: int, most: int = MOST) -> None:
+    """Raises ManifestError unless the field is an integer of 1 to `most`."""
+    if not is_integer(value) or not 1 <= value <= most:
+        raise field_error(name, value, f"an integer of 1 to {most}")
 
 
 def check_utc(name: str, value: datetime) -> None:
     """Raises ManifestError unless the time is in UTC."""
     if value.utcoffset() != timedelta(0):
         raise field_error(name, value.isoformat(), "a time in UTC")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _parse_whole(fields: JsonFields, parse: Callable[[JsonFields], Item]) -> Item:

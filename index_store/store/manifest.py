@@ -14,11 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from index_store.errors import DtypeMismatchError, InvalidArgumentError, ModelMismatchError
+from index_store.attention.layer_shape import LayerShape
+from index_store.errors import InvalidArgumentError
 from index_store.selection.threshold_curve import KEEP_GRID, are_thresholds
+from index_store.store.context_id import ModelIdentity, is_context_id
 from index_store.store.dtypes import KV_DTYPES, STORED_DTYPES
 from index_store.store.json_fields import (
+    MOST,
     Scalar,
+    are_numbers,
     are_scalars,
     check_name,
     check_names,
@@ -28,48 +32,15 @@ from index_store.store.json_fields import (
     is_number,
 )
 
-FORMAT_VERSION = 2
-"""2 added calibrated thresholds and a sample of the queries."""
+FORMAT_VERSION = 3
+"""What is written: 2 added calibrated thresholds and a sample of the queries, 3 leaves the salt out and has layers with
+a sliding window."""
 
-_HEX_ID = re.compile(r"[0-9a-f]{64}")
+READABLE_VERSIONS = (2, 3)
+
 _PATH_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _HEX = re.compile(r"[0-9a-f]+")
 _CHECKSUM_DIGITS = 8
-
-
-def is_context_id(text: str) -> bool:
-    """Whether the text has the form of a context id: 64 lower-case hex digits."""
-    return _HEX_ID.fullmatch(text) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelIdentity:
-    """Which model prefilled a context, and the sizes that its keys and values follow from.
-
-    fingerprint: hash over the model's configuration and weights; tokenizer_fingerprint: over its tokenizer files.
-    head_dim: d; max_positions: the longest sequence the model takes, in tokens.
-    """
-
-    name: str
-    architecture: str
-    fingerprint: str
-    tokenizer_fingerprint: str
-    layers: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-
-    def __post_init__(self) -> None:
-        for name in ("name", "architecture", "fingerprint", "tokenizer_fingerprint"):
-            check_name(f"model.{name}", getattr(self, name))
-        for name in ("layers", "query_heads", "kv_heads", "head_dim", "vocab_size", "max_positions"):
-            check_positive(f"model.{name}", getattr(self, name))
-        if self.query_heads % self.kv_heads:
-            raise field_error(
-                "model.query_heads", self.query_heads, f"a multiple of {self.kv_heads} KV heads"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +65,8 @@ class ArrayEntry:
             raise field_error(f"{self.path}.dtype", self.dtype, f"one of {', '.join(STORED_DTYPES)}")
         if not self.shape or not all(size > 0 for size in self.shape):
             raise field_error(f"{self.path}.shape", self.shape, "one or more positive sizes")
+        if self.nbytes > MOST:
+            raise field_error(f"{self.path}.shape", self.shape, f"at most {MOST} bytes")
         divides = len(self.chunks) == len(self.shape) and all(
             chunk > 0 and size % chunk == 0 for chunk, size in zip(self.chunks, self.shape, strict=True)
         )
@@ -202,6 +175,9 @@ class Manifest:
     queries: a sample of every layer's queries, as they were before scaling, by which methods can be tuned; None without
         one. query_positions: the token position of each of its rows, ascending; calibration prompts' are not below
         token_count.
+    kv: keys and values of the layers whose queries see all keys; of the others where there are no such layers. window:
+        of the layers whose queries see the last keys only, beside those; None where all layers are of one kind.
+    format_version: the one that it was read in.
     """
 
     id: str
@@ -211,7 +187,6 @@ class Manifest:
     model: ModelIdentity
     dtype: str
     token_count: int
-    salt: str
     methods: tuple[str, ...]
     dense_layers: tuple[int, ...]
     selection_errors: tuple[float, ...]
@@ -222,12 +197,13 @@ class Manifest:
     seconds: Mapping[str, float]
     queries: ArrayEntry | None = None
     query_positions: tuple[int, ...] = ()
+    window: ArrayEntry | None = None
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
         if not is_context_id(self.id):
             raise field_error("id", self.id, "64 lower-case hex digits")
-        if self.format_version != FORMAT_VERSION:
+        if self.format_version not in READABLE_VERSIONS:
             raise field_error("format_version", self.format_version, str(FORMAT_VERSION))
         check_name("name", self.name)
         check_utc("created_at", self.created_at)
@@ -241,12 +217,10 @@ class Manifest:
                 "token_count", self.token_count, f"at most {self.model.max_positions} positions"
             )
         check_names("methods", self.methods)
-        if not isinstance(self.salt, str):
-            raise field_error("salt", self.salt, "a string")
         self._check_layers("dense_layers", self.dense_layers)
         if not are_scalars(self.prefill):
             raise field_error("prefill", self.prefill, "scalars by name")
-        if not all(isinstance(name, str) and is_number(value) for name, value in self.seconds.items()):
+        if not are_numbers(self.seconds):
             raise field_error("seconds", self.seconds, "seconds by phase")
         self._check_arrays()
         errors = self.selection_errors
@@ -257,7 +231,16 @@ class Manifest:
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values."""
-        return self.kv.nbytes
+        return sum(array.nbytes for array in self.kv_arrays)
+
+    @property
+    def kv_arrays(self) -> tuple[ArrayEntry, ...]:
+        """The arrays of keys and values: one for every kind of layers."""
+        return (self.kv,) if self.window is None else (self.kv, self.window)
+
+    def layer_entry(self, layer: int) -> ArrayEntry:
+        """The array that holds a layer's keys and values."""
+        return self.window if self.window is not None and layer in self.model.window_layers else self.kv
 
     @property
     def index_bytes(self) -> int:
@@ -268,7 +251,8 @@ class Manifest:
     def arrays(self) -> tuple[ArrayEntry, ...]:
         """Every array of the context: tokens, keys and values, the sample of queries, then the indexes'."""
         queries = () if self.queries is None else (self.queries,)
-        return (self.tokens, self.kv, *queries, *(array for index in self.indexes for array in index.arrays))
+        indexes = (array for index in self.indexes for array in index.arrays)
+        return (self.tokens, *self.kv_arrays, *queries, *indexes)
 
     def bytes_per_token(self) -> float:
         """Bytes of keys, values and indexes per token of the context."""
@@ -277,6 +261,11 @@ class Manifest:
     def expired(self, now: datetime) -> bool:
         """Whether the context's time to live has passed at `now` (timezone-aware)."""
         return self.expires_at is not None and self.expires_at <= now
+
+    @property
+    def stored_indexes(self) -> frozenset[str]:
+        """Names of the indexes that have a folder: older contexts may list some without any array."""
+        return frozenset(index.name for index in self.indexes if index.arrays)
 
     def index(self, name: str) -> IndexEntry | None:
         """The index of that name, or None when the context has none."""
@@ -292,7 +281,15 @@ class Manifest:
             replace(index, arrays=tuple(sealed(array) for array in index.arrays)) for index in self.indexes
         )
         queries = None if self.queries is None else sealed(self.queries)
-        return replace(self, tokens=sealed(self.tokens), kv=sealed(self.kv), queries=queries, indexes=indexes)
+        window = None if self.window is None else sealed(self.window)
+        return replace(
+            self,
+            tokens=sealed(self.tokens),
+            kv=sealed(self.kv),
+            window=window,
+            queries=queries,
+            indexes=indexes,
+        )
 
     def _check_layers(self, name: str, layers: tuple[int, ...]) -> None:
         ascending = all(a < b for a, b in itertools.pairwise(layers))
@@ -305,6 +302,9 @@ class Manifest:
         expected = kv_entry(self.model, self.token_count, self.dtype)
         if self.kv.layout != expected:
             raise field_error("kv", self.kv, f"{expected}")
+        beside = window_entry(self.model, self.token_count, self.dtype)
+        if (None if self.window is None else self.window.layout) != beside:
+            raise field_error("window", self.window, f"{beside}")
         self._check_queries()
         for index in self.indexes:
             self._check_layers(f"indexes.{index.name}.layers", index.layers)
@@ -317,6 +317,9 @@ class Manifest:
                     raise field_error(f"{array.path}.shape", array.shape, f"leading sizes {rows}")
                 if array.chunks != (1, 1, *array.shape[2:]):
                     raise field_error(f"{array.path}.chunks", array.chunks, "one chunk per layer and KV head")
+        total = sum(array.nbytes for array in self.arrays)
+        if total > MOST:
+            raise field_error("indexes", f"{total} bytes", f"at most {MOST} bytes of all arrays")
         paths = [array.path for array in self.arrays]
         if len(set(paths)) != len(paths):
             raise field_error("indexes", paths, "every array once")
@@ -325,7 +328,7 @@ class Manifest:
         positions = self.query_positions
         if any(later < earlier for earlier, later in itertools.pairwise((0, *positions))):
             raise field_error("query_positions", positions, "ascending token positions")
-        expected = queries_entry(self.model, len(positions)) if positions else None
+        expected = queries_entry(self.model, len(positions))
         if (None if self.queries is None else self.queries.layout) != expected:
             raise field_error("queries", self.queries, f"{expected}")
 
@@ -336,15 +339,39 @@ def tokens_entry(token_count: int) -> ArrayEntry:
 
 
 def kv_entry(model: ModelIdentity, token_count: int, dtype: str) -> ArrayEntry:
-    """The array of keys and values: [layers, kv_heads, N, 2, d], one chunk per (layer, KV head)."""
-    rest = (token_count, 2, model.head_dim)
-    return ArrayEntry("kv", (model.layers, model.kv_heads, *rest), (1, 1, *rest), dtype)
+    """The array of keys and values: [layers, kv_heads, N, 2, d], one chunk per (layer, KV head).
+
+    It has the layers whose queries see all keys. Where there are none, it has all layers, and the tokens that they
+    keep.
+    """
+    layers = model.full_layers or model.window_layers
+    return _rows_entry("kv", layers, model.shape(layers[0]), token_count, dtype)
 
 
-def queries_entry(model: ModelIdentity, rows: int) -> ArrayEntry:
-    """The array of sampled queries: float32 [layers, kv_heads, rows, group, d], one chunk per (layer, KV head)."""
+def window_entry(model: ModelIdentity, token_count: int, dtype: str) -> ArrayEntry | None:
+    """The array of keys and values of layers with a sliding window; None where all layers are in that of `kv_entry`."""
+    if model.window is None or not model.full_layers:
+        return None
+    return _rows_entry("window", model.window_layers, model.window.shape, token_count, dtype)
+
+
+def _rows_entry(
+    path: str, layers: Sequence[int], shape: LayerShape, token_count: int, dtype: str
+) -> ArrayEntry:
+    rest = (shape.kept(token_count), 2, shape.head_dim)
+    return ArrayEntry(path, (len(layers), shape.kv_heads, *rest), (1, 1, *rest), dtype)
+
+
+def queries_entry(model: ModelIdentity, rows: int) -> ArrayEntry | None:
+    """The array of sampled queries: float32 [layers, kv_heads, rows, group, d], one chunk per (layer, KV head).
+
+    Of the layers whose queries see all keys; None without such layers, and without rows.
+    """
+    layers = len(model.full_layers)
+    if not layers or not rows:
+        return None
     rest = (rows, model.query_heads // model.kv_heads, model.head_dim)
-    return ArrayEntry("queries", (model.layers, model.kv_heads, *rest), (1, 1, *rest), "float32")
+    return ArrayEntry("queries", (layers, model.kv_heads, *rest), (1, 1, *rest), "float32")
 
 
 def index_array_entry(
@@ -353,30 +380,3 @@ def index_array_entry(
     """An index array: `head_shape` is [H, ...], the shape of one layer; stored as [layers, H, ...]."""
     shape = tuple(head_shape)
     return ArrayEntry(f"index/{index}/{array}", (layers, *shape), (1, 1, *shape[1:]), dtype)
-
-
-def require_model(manifest: Manifest, identity: ModelIdentity) -> None:
-    """Raises ModelMismatchError unless the context was prefilled by exactly this model and tokenizer."""
-    for what, found, expected in (
-        ("model", manifest.model.fingerprint, identity.fingerprint),
-        ("tokenizer", manifest.model.tokenizer_fingerprint, identity.tokenizer_fingerprint),
-    ):
-        if found != expected:
-            raise ModelMismatchError(
-                f"context {manifest.id[:12]} was prefilled by {manifest.model.name} ({what} fingerprint {found}), "
-                f"expected {identity.name} ({expected}); prefill the document again with this model",
-                found=found,
-                expected=expected,
-                part=what,
-            )
-
-
-def require_dtype(manifest: Manifest, dtype: str) -> None:
-    """Raises DtypeMismatchError unless keys and values are stored in that dtype."""
-    if manifest.dtype != dtype:
-        raise DtypeMismatchError(
-            f"context {manifest.id[:12]} stores keys and values as {manifest.dtype}, expected {dtype}; "
-            f"prefill the document again with --dtype {dtype} or serve with --dtype {manifest.dtype}",
-            found=manifest.dtype,
-            expected=dtype,
-        )

@@ -7,14 +7,19 @@ apart from a damaged one: the checksum is crc32c over the canonical JSON of all 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 
 import google_crc32c
 
+from index_store.attention.layer_shape import WindowLayers
 from index_store.errors import ChecksumError, FormatVersionError, ManifestError
-from index_store.store.json_fields import JsonFields, field_error
-from index_store.store.manifest import FORMAT_VERSION, ArrayEntry, IndexEntry, Manifest, ModelIdentity
+from index_store.store.context_id import ModelIdentity
+from index_store.store.json_fields import JsonFields, field_error, is_integer, shown
+from index_store.store.manifest import FORMAT_VERSION, READABLE_VERSIONS, ArrayEntry, IndexEntry, Manifest
 
+MANIFEST_NAME = "manifest.json"
+_INDENT = re.compile(rb"\n *(?=[^\n ])")
 _REPAIR = "delete the context (`index-store rm`) and prefill it again"
 
 
@@ -31,6 +36,9 @@ def render_manifest(manifest: Manifest) -> bytes:
     document = asdict(manifest)
     document["created_at"] = manifest.created_at.isoformat()
     document["expires_at"] = manifest.expires_at.isoformat() if manifest.expires_at else None
+    document["format_version"] = FORMAT_VERSION
+    if manifest.model.window is None:  # then nothing is said about windows, as before there were any
+        del document["model"]["window"], document["window"]
     return render_document(document)
 
 
@@ -54,18 +62,19 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         raise _with_advice(field_error("manifest", document, "a JSON object"), where)
     found = document.pop("checksum", None)
     version = document.get("format_version")
-    foreign = isinstance(version, int) and version != FORMAT_VERSION
+    foreign = isinstance(version, int) and is_integer(version) and version not in READABLE_VERSIONS
     if not (foreign and found is None):
         _check_seal(document, found, data, where)
     if isinstance(version, int) and foreign:
         advice = (
             "the context was made by an older sparsekv: prefill the document again and delete the old context "
             "(`index-store rm`)"
-            if version < FORMAT_VERSION
-            else "update sparsekv, or prefill the document again"
+            if version < READABLE_VERSIONS[0]
+            else "update sparsekv, or delete the context (`index-store rm`) and prefill the document again"
         )
         raise FormatVersionError(
-            f"{where}: format version {version}, this program reads version {FORMAT_VERSION}; {advice}",
+            f"{where}: format version {version}, this program reads versions {READABLE_VERSIONS[0]} to "
+            f"{FORMAT_VERSION}; {advice}",
             found=version,
             expected=FORMAT_VERSION,
             path=where,
@@ -90,7 +99,7 @@ def _checksum(document: dict[str, object]) -> str:
 def _check_seal(document: dict[str, object], found: object, data: bytes, where: str) -> None:
     try:
         expected = _checksum(document)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ManifestError(
             f"{where}: manifest holds a value that is not JSON ({error}); {_REPAIR}", path=where
         ) from None
@@ -102,13 +111,15 @@ def _check_seal(document: dict[str, object], found: object, data: bytes, where: 
             path=where,
             array="manifest",
         )
-    # Comparing the bytes as well finds damage that JSON does not see: white space, duplicate keys, escapes.
-    if found != expected or data != render_document(document):
+    # Comparing the bytes as well finds damage that JSON does not see: white space, duplicate keys, escapes. Without
+    # indents, since those take longer to write than all the rest takes to read.
+    sealed = json.dumps({"checksum": found, **document}, sort_keys=True, separators=(",", ": "))
+    if found != expected or _INDENT.sub(b"", data) != sealed.encode("ascii") + b"\n":
         raise ChecksumError(
-            f"{where}: manifest has crc32c {expected}, expected {found}; "
+            f"{where}: manifest has crc32c {expected}, expected {shown(found)}; "
             f"the file was altered or damaged: {_REPAIR}",
             found=expected,
-            expected=found,
+            expected=shown(found),
             path=where,
             array="manifest",
         )
@@ -116,6 +127,8 @@ def _check_seal(document: dict[str, object], found: object, data: bytes, where: 
 
 def _parse_document(document: dict[str, object], where: str) -> Manifest:
     fields = JsonFields(document, where)
+    if document.get("format_version") == 2:
+        fields.digits("salt")  # which only the id needs to know
     manifest = Manifest(
         format_version=fields.integer("format_version"),
         id=fields.text("id"),
@@ -125,7 +138,6 @@ def _parse_document(document: dict[str, object], where: str) -> Manifest:
         model=fields.item("model", _parse_model),
         dtype=fields.text("dtype"),
         token_count=fields.integer("token_count"),
-        salt=fields.text("salt"),
         methods=fields.texts("methods"),
         dense_layers=fields.integers("dense_layers"),
         selection_errors=fields.numbers("selection_errors"),
@@ -136,6 +148,7 @@ def _parse_document(document: dict[str, object], where: str) -> Manifest:
         seconds=fields.numbers_by_name("seconds"),
         queries=fields.optional_item("queries", _parse_array),
         query_positions=fields.integers("query_positions"),
+        window=fields.optional_item("window", _parse_array) if fields.has("window") else None,
     )
     fields.finish()
     return manifest
@@ -153,6 +166,17 @@ def _parse_model(fields: JsonFields) -> ModelIdentity:
         head_dim=fields.integer("head_dim"),
         vocab_size=fields.integer("vocab_size"),
         max_positions=fields.integer("max_positions"),
+        window=fields.item("window", _parse_window) if fields.has("window") else None,
+    )
+
+
+def _parse_window(fields: JsonFields) -> WindowLayers:
+    return WindowLayers(
+        layers=fields.integers("layers"),
+        size=fields.integer("size"),
+        query_heads=fields.integer("query_heads"),
+        kv_heads=fields.integer("kv_heads"),
+        head_dim=fields.integer("head_dim"),
     )
 
 
@@ -162,7 +186,7 @@ def _parse_array(fields: JsonFields) -> ArrayEntry:
         shape=fields.integers("shape"),
         chunks=fields.integers("chunks"),
         dtype=fields.text("dtype"),
-        checksums=fields.text("checksums"),
+        checksums=fields.digits("checksums"),
     )
 
 

@@ -5,6 +5,8 @@ Shape legend: H KV heads, N tokens of the context, d head dim.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,9 +19,19 @@ from index_store.errors import (
     ContextNotFoundError,
     InvalidArgumentError,
     MissingChunkError,
+    UnexpectedFileError,
 )
+from index_store.store.files.reading import READ_LIMIT_S, read_bounded
 from index_store.store.manifest import ArrayEntry, Manifest
-from index_store.store.zarr_io import Pieces, map_chunk, read_chunk_into, read_chunk_pieces
+from index_store.store.manifest_json import MANIFEST_NAME
+from index_store.store.zarr_io import (
+    METADATA_NAME,
+    Pieces,
+    chunk_path,
+    map_chunk,
+    read_chunk_into,
+    read_chunk_pieces,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +50,18 @@ class QuerySample:
 class Context:
     """A stored context, read-only. Nothing is held open between calls: chunks are mapped when asked for."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, read_limit_s: float = READ_LIMIT_S) -> None:
+        """read_limit_s: how long one step of reading may take; who calls `read_head` sees to that."""
+        self.read_limit_s = read_limit_s
         self._folder = folder
         self._manifest = manifest
         self._entries = {entry.path: entry for entry in manifest.arrays}
-        every_layer = {layer: layer for layer in range(manifest.model.layers)}
-        self._rows: dict[str, dict[int, int]] = {"kv": every_layer, "queries": every_layer}
+        model = manifest.model
+        full, windowed = (
+            {layer: row for row, layer in enumerate(layers)}
+            for layers in (model.full_layers, model.window_layers)
+        )
+        self._rows: dict[str, dict[int, int]] = {"kv": full or windowed, "window": windowed, "queries": full}
         for index in manifest.indexes:
             rows = {layer: row for row, layer in enumerate(index.layers)}
             self._rows.update({array.path: rows for array in index.arrays})
@@ -65,14 +83,14 @@ class Context:
         """The context's token ids, [N] int64. Their checksum is verified."""
         entry = self._entry("tokens")
         stored = torch.empty(entry.shape, dtype=torch.uint32, device="cpu")
-        self._read(entry, (0,), stored)
+        read_bounded(lambda: self._read(entry, (0,), stored), self.read_limit_s)
         return stored.to(torch.int64)
 
     def array(self, path: str, layer: int, head: int) -> Tensor:
         """One (layer, KV head) of an array, mapped without a copy and without reading its checksum.
 
-        `kv` yields [N, 2, d], `queries` [P, G, d], an index array whatever its index stores per head. `layer` is the
-        model's layer.
+        `kv` and `window` yield [N, 2, d], `queries` [P, G, d], an index array whatever its index stores per head.
+        `layer` is the model's layer.
         Raises InvalidArgumentError for an unknown array, layer or head.
         """
         entry, row = self._locate(path, layer)
@@ -103,8 +121,12 @@ class Context:
                 f"context {self._manifest.id[:12]} has no sample of queries; prefill the document again"
             )
         stored = torch.empty(self._manifest.queries.shape[1:], device="cpu")
-        for head, out in enumerate(stored):
-            self.read_head("queries", layer, head, out)
+
+        def read() -> None:
+            for head, out in enumerate(stored):
+                self.read_head("queries", layer, head, out)
+
+        read_bounded(read, self.read_limit_s)
         return QuerySample(stored, torch.tensor(positions, device="cpu"))
 
     def close(self) -> None:
@@ -141,3 +163,21 @@ class Context:
             raise ContextNotFoundError(
                 f"context {self._manifest.id} was deleted while it was being read", context=self._manifest.id
             )
+
+
+def unexpected_files(folder: Path, manifest: Manifest) -> Iterator[UnexpectedFileError]:
+    """Yields one error per file, or link to a folder, that is not part of the context."""
+    expected = {folder / MANIFEST_NAME}
+    for entry in manifest.arrays:
+        nodes = (Path(entry.path), *Path(entry.path).parents)
+        expected.update(folder / node / METADATA_NAME for node in nodes)
+        expected.update(chunk_path(folder, entry, indices) for indices in entry.chunk_indices())
+    for parent, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        for path in sorted(Path(parent, name) for name in (*files, *links)):
+            if path not in expected:
+                yield UnexpectedFileError(
+                    f"{path}: not part of the context, expected only what its manifest lists; nothing reads it: "
+                    "remove the file, or delete the context (`index-store rm`) and prefill it again",
+                    path=path,
+                )

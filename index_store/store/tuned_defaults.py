@@ -14,16 +14,33 @@ from datetime import datetime
 from pathlib import Path
 
 from index_store.errors import ContextCorruptError, ManifestError
-from index_store.store.folders import storing, sync_path
-from index_store.store.json_fields import JsonFields, check_name, check_utc, field_error, is_number
-from index_store.store.manifest import is_context_id
+from index_store.store.context_id import is_context_id
+from index_store.store.files.durable import (
+    TEMPORARY_PREFIX,
+    make_folder,
+    new_file,
+    permissions_in,
+    storing,
+    sync_path,
+)
+from index_store.store.files.reading import WrongFileError, read_file, unavailable
+from index_store.store.json_fields import (
+    MOST,
+    JsonFields,
+    are_numbers,
+    check_name,
+    check_utc,
+    field_error,
+    is_number,
+    shown,
+)
 from index_store.store.manifest_json import render_document
 
 DEFAULT_VERSION = 1
 TARGETS = ("mass", "kl")
 _SUFFIX = ".json"
-_TEMPORARY_PREFIX = ".tmp-"
-_REPAIR = "tune the context again (`decode-engine tune`), or remove the file"
+_LARGEST = 1 << 20
+_REPAIR = "tune the context again (`decode-engine tune`), remove the file, or name a method in every request"
 
 
 class TunedDefaultError(ContextCorruptError):
@@ -58,15 +75,16 @@ class TunedDefault:
             raise field_error("format_version", self.format_version, str(DEFAULT_VERSION))
         check_name("method", self.method)
         for name, value in (("keep", self.keep), ("mass", self.mass), ("tokens", self.tokens)):
-            if value is not None and not (is_number(value) and value > 0):
-                raise field_error(name, value, "a positive number or null")
+            most = MOST if name == "tokens" else 1
+            if value is not None and not (is_number(value) and 0 < value <= most):
+                raise field_error(name, value, f"a number above 0 and at most {most}, or null")
         if sum(value is not None for value in (self.keep, self.mass, self.tokens)) > 1:
             raise field_error("keep", self.keep, "at most one of keep, mass and tokens")
         if self.target not in TARGETS:
             raise field_error("target", self.target, f"one of {', '.join(TARGETS)}")
         if not is_number(self.wanted):
             raise field_error("wanted", self.wanted, "a number")
-        if not all(isinstance(name, str) and is_number(value) for name, value in self.reached.items()):
+        if not are_numbers(self.reached):
             raise field_error("reached", self.reached, "numbers by name")
         check_utc("created_at", self.created_at)
 
@@ -93,26 +111,27 @@ def parse_default(data: bytes, where: str) -> TunedDefault:
     version = sealed.get("format_version")
     if version != DEFAULT_VERSION:
         raise TunedDefaultError(
-            f"{where}: the tuned default has format version {version}, this program reads version "
+            f"{where}: the tuned default has format version {shown(version)}, this program reads version "
             f"{DEFAULT_VERSION}; update sparsekv, or {_REPAIR}",
             path=where,
         )
     try:
         return _parse_fields(JsonFields(sealed, where))
     except ManifestError as error:
-        raise TunedDefaultError(f"{error.message}; {_REPAIR}", **error.metadata) from None
+        message = error.message.removeprefix(f"{where}: ")
+        raise TunedDefaultError(
+            f"{where}: {message}; {_REPAIR}", **{**error.metadata, "path": where}
+        ) from None
 
 
 def _parse_fields(fields: JsonFields) -> TunedDefault:
     reached = fields.numbers_by_name("reached")
-    budgets = {name: fields.optional_number(name) for name in ("keep", "mass", "tokens")}
-    tokens = budgets["tokens"]
     default = TunedDefault(
         context=fields.text("context"),
         method=fields.text("method"),
-        keep=budgets["keep"],
-        mass=budgets["mass"],
-        tokens=None if tokens is None else int(tokens),
+        keep=fields.optional_number("keep"),
+        mass=fields.optional_number("mass"),
+        tokens=fields.optional_integer("tokens"),
         target=fields.text("target"),
         wanted=fields.number("wanted"),
         reached=reached,
@@ -134,16 +153,21 @@ class DefaultsFolder:
         return self._path / f"{id_}{_SUFFIX}"
 
     def read(self, id_: str) -> TunedDefault | None:
-        """The default of a context, None without one. Raises TunedDefaultError for a file that cannot be used."""
+        """The default of a context, None without one.
+
+        Raises TunedDefaultError for a file that cannot be used, StoreUnavailableError for one that cannot be read now.
+        """
         path = self.path(id_)
         try:
-            data = path.read_bytes()
-        except FileNotFoundError:
+            data, _ = read_file(path, _LARGEST)
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError as error:
+        except WrongFileError as error:
             raise TunedDefaultError(
-                f"{path}: the tuned default cannot be read: {error.strerror}", path=path
+                f"{path}: the tuned default is {error.strerror}; {_REPAIR}", path=path
             ) from error
+        except OSError as error:
+            raise unavailable(path, error) from error
         default = parse_default(data, str(path))
         if default.context != id_:
             raise TunedDefaultError(
@@ -156,11 +180,13 @@ class DefaultsFolder:
     def write(self, default: TunedDefault) -> None:
         """Replaces the default of a context, all at once and durably. Raises StoreFullError or StoreError."""
         path = self.path(default.context)
-        temporary = self._path / f"{_TEMPORARY_PREFIX}{default.context}"
+        temporary = self._path / f"{TEMPORARY_PREFIX}{default.context}"
         with storing("writing the tuned default", path):
-            self._path.mkdir(exist_ok=True)
+            permissions = permissions_in(self._path.parent / "contexts")
+            make_folder(self._path, permissions)
             try:
-                temporary.write_bytes(render_default(default))
+                with new_file(temporary, permissions) as file:
+                    file.write(render_default(default))
                 sync_path(temporary)
                 os.replace(temporary, path)
                 sync_path(self._path)
@@ -176,6 +202,6 @@ class DefaultsFolder:
     def files(self) -> Iterator[tuple[str, Path]]:
         """Context id and path of every default, and of what killed writers left of one."""
         for path in sorted(self._path.glob("*")):
-            id_ = path.name.removeprefix(_TEMPORARY_PREFIX).removesuffix(_SUFFIX)
-            if is_context_id(id_) and path.name in (f"{id_}{_SUFFIX}", f"{_TEMPORARY_PREFIX}{id_}"):
+            id_ = path.name.removeprefix(TEMPORARY_PREFIX).removesuffix(_SUFFIX)
+            if is_context_id(id_) and path.name in (f"{id_}{_SUFFIX}", f"{TEMPORARY_PREFIX}{id_}"):
                 yield id_, path

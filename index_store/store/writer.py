@@ -1,87 +1,243 @@
-"""Writing one context: into a temporary folder, made durable, then renamed into place."""
+"""Writing one context, or more of one that is there: into a temporary folder, made durable, then renamed into place.
+
+Arrays are created through zarr, so that any zarr v3 reader opens them. Chunks bypass it: the raw little-endian array is
+written without a copy, and its crc32c behind it.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
+import google_crc32c
 import numpy as np
 import torch
+import zarr
 from numpy.typing import NDArray
 from torch import Tensor
+from zarr.codecs import Crc32cCodec
+from zarr.core.buffer import Buffer
+from zarr.storage import LocalStore
 
-from index_store.errors import InvalidArgumentError
-from index_store.store.folders import lock_folder, remove_tree, storing, sync_path, sync_tree, unused_name
-from index_store.store.manifest import ArrayEntry, Manifest, tokens_entry
-from index_store.store.manifest_json import render_manifest
-from index_store.store.zarr_io import ArrayWriter, check_chunks, read_chunk_pieces
-from index_store.store.zarr_metadata import check_metadata
-
-TEMPORARY_PREFIX = ".tmp-"
-TRASH_PREFIX = ".trash-"
-MANIFEST_NAME = "manifest.json"
-
+from index_store.errors import ContextNotFoundError, InvalidArgumentError, MissingChunkError
+from index_store.store.dtypes import STORED_DTYPES, dtype_name
+from index_store.store.files.additions import move_indexes
+from index_store.store.files.durable import (
+    TEMPORARY_PREFIX,
+    discard,
+    new_file,
+    permissions_in,
+    remove_tree,
+    storing,
+    sync_path,
+    sync_tree,
+    unused_name,
+)
+from index_store.store.files.locks import locked_file
+from index_store.store.files.reading import Readers
+from index_store.store.manifest import FORMAT_VERSION, ArrayEntry, Manifest, join_checksums, tokens_entry
+from index_store.store.manifest_json import MANIFEST_NAME, render_manifest
+from index_store.store.zarr_io import (
+    CHECKSUM_BYTES,
+    Forgotten,
+    check_chunks,
+    check_metadata,
+    chunk_path,
+    raw_bytes,
+    read_chunk_pieces,
+)
 
 _READERS = 4
-_PIECE_BYTES = 4 << 20
+_WRITTEN_PIECE_BYTES = 1 << 20  # no other thread of Python runs while its checksum is computed
 
 
-class _Pieces:
-    """Takes pieces of a chunk into memory that stays in the processor's cache, and forgets them."""
+class _FolderStore(LocalStore):  # type: ignore[misc]  # zarr is not type-checked here
+    """The files of arrays in a folder, none of which is begun after `seal` or a failed write.
 
-    def __init__(self) -> None:
-        self._raw = np.empty(_PIECE_BYTES, dtype=np.uint8)
+    zarr writes several files at once and, when one fails or its caller is interrupted, leaves the others to finish
+    whenever they do: they would come back into a folder that is being removed.
+    """
 
-    def buffer(self, start: int, left: int) -> NDArray[np.uint8]:
-        return self._raw[:left]
+    def __init__(self, root: Path, permissions: int) -> None:
+        super().__init__(root)
+        self._permissions = permissions
+        self._state = threading.Condition()
+        self._writing = 0
+        self._ended: OSError | None = None
+        self._trailers: dict[str, bytes] = {}
 
-    def filled(self, start: int, count: int) -> None:
-        pass
+    def trailer(self, key: str) -> bytes | None:
+        """The last bytes that were written to a file, as many as a checksum has; None when it was not written."""
+        return self._trailers.get(key)
+
+    def seal(self) -> None:
+        """Waits for the writes under way, if any; later ones raise."""
+        with self._state:
+            self._ended = self._ended or OSError(errno.ESHUTDOWN, "writing has ended")
+            self._state.wait_for(lambda: self._writing == 0)
+
+    def write_chunk(self, key: str, raw: NDArray[np.uint8]) -> None:
+        """Writes a chunk's bytes and their crc32c behind them, as zarr does, without a copy and from any thread."""
+        checksum = 0
+        with self._new_file(key) as file:
+            for start in range(0, raw.size, _WRITTEN_PIECE_BYTES):
+                # Pieces that stay in the cache between the checksum and the write.
+                piece = raw[start : start + _WRITTEN_PIECE_BYTES]
+                checksum = google_crc32c.extend(checksum, piece)
+                file.write(piece.data)
+            trailer = checksum.to_bytes(CHECKSUM_BYTES, "little")
+            file.write(trailer)
+        self._trailers[key] = trailer
+
+    def set_sync(self, key: str, value: Buffer) -> None:
+        with self._new_file(key) as file:
+            file.write(value.as_numpy_array().data)
+
+    @contextmanager
+    def _new_file(self, key: str) -> Iterator[BinaryIO]:
+        with self._state:
+            if self._ended is not None:
+                raise OSError(self._ended.errno, self._ended.strerror)
+            self._writing += 1
+        path = self.root / key
+        try:
+            self._make_folder(path.parent)
+            with new_file(path, self._permissions) as file:
+                yield file
+        except OSError as error:
+            self._ended = self._ended or error
+            raise
+        finally:
+            with self._state:
+                self._writing -= 1
+                self._state.notify_all()
+
+    def _make_folder(self, path: Path) -> None:
+        if path != self.root and not path.is_dir():
+            self._make_folder(path.parent)
+            path.mkdir(self._permissions, exist_ok=True)
+
+    async def set(self, key: str, value: Buffer) -> None:
+        self.set_sync(key, value)
+
+    async def set_if_not_exists(self, key: str, value: Buffer) -> None:
+        if not (self.root / key).exists():
+            self.set_sync(key, value)
+
+
+class _ArrayWriter:
+    """Creates arrays below one folder, through zarr, and writes their chunks as it does.
+
+    Chunks may be written by several threads, at the same time. After an error nothing more can be written.
+    """
+
+    def __init__(self, folder: Path, permissions: int) -> None:
+        self._store = _FolderStore(folder, permissions)
+
+    def open(self) -> None:
+        """Creates the root group. Comes first."""
+        zarr.create_group(self._store, zarr_format=3)
+
+    def create(self, entry: ArrayEntry) -> None:
+        """Creates the array without any chunk; it is complete once every chunk has been written."""
+        dtype = STORED_DTYPES[entry.dtype]
+        zarr.create_array(
+            self._store,
+            name=entry.path,
+            shape=entry.shape,
+            chunks=entry.chunks,
+            dtype=dtype.zarr_name,
+            filters=None,
+            compressors=[Crc32cCodec()],
+            fill_value=0,
+            attributes={"dtype": dtype.name},
+        )
+
+    def write_chunk(self, entry: ArrayEntry, indices: Sequence[int], data: Tensor) -> None:
+        """Writes one chunk. `data` holds the chunk's elements in order; leading sizes of 1 may be absent.
+
+        Raises InvalidArgumentError when coordinates, shape or dtype disagree with the array.
+        """
+        key = self._key(entry, indices)
+        same_bytes = data.numel() * data.element_size() == entry.chunk_bytes
+        if not same_bytes or _trim(data.shape) != _trim(entry.chunks):
+            raise InvalidArgumentError(f"{entry.path}: a chunk is {entry.chunks}, got {tuple(data.shape)}")
+        if dtype_name(data.dtype) != entry.dtype:
+            raise InvalidArgumentError(
+                f"{entry.path}: a chunk is {entry.dtype}, got {dtype_name(data.dtype)}"
+            )
+        self._store.write_chunk(key, raw_bytes(data.detach().cpu().contiguous()))
+
+    def checksums(self, entry: ArrayEntry) -> str:
+        """The checksums of an array's chunks as they were written, for its entry; nothing is read.
+
+        Raises MissingChunkError when a chunk was never written.
+        """
+        found = []
+        for indices in entry.chunk_indices():
+            trailer = self._store.trailer(self._key(entry, indices))
+            if trailer is None:
+                path = chunk_path(self._store.root, entry, indices)
+                raise MissingChunkError(
+                    f"{path}: a chunk of array {entry.path!r} was never written", path=path, array=entry.path
+                )
+            found.append(int.from_bytes(trailer, "little"))
+        return join_checksums(found)
+
+    def close(self) -> None:
+        """Ends all writing, also by threads that zarr has left running."""
+        self._store.seal()
+
+    def _key(self, entry: ArrayEntry, indices: Sequence[int]) -> str:
+        return chunk_path(self._store.root, entry, indices).relative_to(self._store.root).as_posix()
 
 
 class ContextWriter:
     """A context being written. Use as a context manager: leaving it without `publish` removes everything.
 
-    Arrays are created from one thread; their chunks may be written from several. The temporary folder is locked
-    while this object lives, so that a folder without a lock is known to be a dead writer's.
+    Arrays are created from one thread; their chunks may be written from several. A lock of the temporary folder's name
+    is held while this object lives, so that a folder without one is known to be a dead writer's.
     """
 
-    def __init__(self, contexts: Path, context_id: str, keep_existing: Callable[[], bool]) -> None:
+    def __init__(
+        self, contexts: Path, locks: Path, context_id: str, keep_existing: Callable[[], bool]
+    ) -> None:
         """`keep_existing` tells whether a context already published under this id is to stay."""
         self._contexts = contexts
+        self._locks = locks
         self._id = context_id
         self._keep_existing = keep_existing
         self._entries: dict[str, ArrayEntry] = {}
-        self._lock: int | None = None
+        self._resources = ExitStack()
 
     def __enter__(self) -> Self:
-        with storing("creating a temporary folder", self._contexts):
-            while self._lock is None:
-                self._folder = unused_name(self._contexts, f"{TEMPORARY_PREFIX}{self._id}")
-                self._folder.mkdir()
-                # A clean-up running between these two lines takes the folder away: make another.
-                self._lock = lock_folder(self._folder)
-        self._arrays = ArrayWriter(self._folder)
-        try:
+        self._folder = unused_name(self._contexts, f"{TEMPORARY_PREFIX}{self._id}")
+        with ExitStack() as stack:
+            stack.enter_context(locked_file(self._locks / self._folder.name))
+            with storing("creating a temporary folder", self._folder):
+                self._permissions = permissions_in(self._contexts)
+                self._folder.mkdir(self._permissions)
+            stack.callback(self._remove_folder)
+            self._arrays = _ArrayWriter(self._folder, self._permissions)
+            stack.callback(self._arrays.close)
             with storing("writing", self._folder):
                 self._arrays.open()
-        except BaseException:
-            self._discard()
-            raise
+            self._resources = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._discard()
+        self._resources.close()
 
     def create_array(self, path: str, shape: Sequence[int], chunks: Sequence[int], dtype: str) -> ArrayEntry:
         """Declares an array and returns its manifest entry, which gets its checksums when it is published.
@@ -126,24 +282,21 @@ class ContextWriter:
             replace(entry, checksums=self._arrays.checksums(entry)) for entry in self._entries.values()
         ]
         reading = threading.Lock()
-        stopped = threading.Event()
 
         def read(first: int) -> None:
-            pieces = _Pieces()
+            pieces = Forgotten()
             chunks = ((entry, indices) for entry in entries for indices in entry.chunk_indices())
             for entry, indices in islice(chunks, first, None, _READERS):
-                if stopped.is_set():
-                    return
                 read_chunk_pieces(self._folder, entry, indices, pieces)
                 with reading:
                     on_bytes(entry.chunk_bytes)
 
-        with ThreadPoolExecutor(_READERS) as pool:
-            try:
-                for done in [pool.submit(read, first) for first in range(_READERS)]:
-                    done.result()
-            finally:
-                stopped.set()
+        readers = Readers(_READERS, "verify")
+        try:
+            for done in [readers.submit(partial(read, first)) for first in range(_READERS)]:
+                readers.result(done)
+        finally:
+            readers.stop()
 
     def publish(self, manifest: Manifest) -> Manifest:
         """Makes the context durable and visible, all at once; returns the manifest with the chunks' checksums.
@@ -153,16 +306,55 @@ class ContextWriter:
         Raises InvalidArgumentError when the manifest lists other arrays than were written, a ContextCorruptError when
         a chunk was never written, StoreFullError when the disk is full.
         """
-        sealed = self._seal(manifest)
+        sealed = self._seal(manifest, {})
         with storing("publishing", self._folder):
-            (self._folder / MANIFEST_NAME).write_bytes(render_manifest(sealed))
-            sync_tree(self._folder)
+            self._write_manifest(sealed)
             self._move_into_place(self._contexts / self._id)
         return sealed
 
+    def publish_into(self, present: Manifest, manifest: Manifest) -> Manifest:
+        """Has the published context `present` become `manifest`, all at once and durably; returns it with checksums.
+
+        `manifest` is `present` with what may change (name, expiry, methods) and with the indexes that were written here
+        behind its own, without checksums. No file of the context but its manifest is replaced, so that who has it open
+        keeps a valid view. The caller holds the context's lock. Whatever happens, readers see one or the other.
+        Raises InvalidArgumentError for any other difference, ContextNotFoundError when the context was deleted
+        meanwhile, and what `publish` raises.
+        """
+        allowed = replace(
+            present,
+            name=manifest.name,
+            expires_at=manifest.expires_at,
+            methods=manifest.methods,
+            indexes=(*present.indexes, *manifest.indexes[len(present.indexes) :]),
+        )
+        if manifest != allowed:
+            raise InvalidArgumentError(
+                f"context {present.id[:12]} can get another name, expiry, methods and further indexes; nothing else"
+            )
+        sealed = self._seal(manifest, {entry.path: entry for entry in present.arrays})
+        target = self._contexts / self._id
+        with storing("publishing", self._folder):
+            self._write_manifest(sealed)
+            try:
+                move_indexes(manifest.stored_indexes - present.stored_indexes, self._folder, target)
+                os.replace(self._folder / MANIFEST_NAME, target / MANIFEST_NAME)
+                sync_path(target)
+            except FileNotFoundError as error:
+                raise ContextNotFoundError(
+                    f"context {self._id} was deleted while something was added to it", context=self._id
+                ) from error
+        return sealed
+
+    def _write_manifest(self, sealed: Manifest) -> None:
+        """The last file; all are durable then."""
+        with new_file(self._folder / MANIFEST_NAME, self._permissions) as file:
+            file.write(render_manifest(sealed))
+        sync_tree(self._folder)
+
     def _move_into_place(self, target: Path) -> None:
         while True:
-            if target.exists():
+            if os.path.lexists(target):
                 if self._keep_existing():
                     return
                 discard(target)
@@ -176,46 +368,32 @@ class ContextWriter:
             sync_path(self._contexts)
             return
 
-    def _seal(self, manifest: Manifest) -> Manifest:
-        """The manifest with the checksums of what was written, which must be exactly what it lists."""
+    def _seal(self, manifest: Manifest, present: Mapping[str, ArrayEntry]) -> Manifest:
+        """The manifest with the checksums of what was written, which must be what it lists besides `present`."""
         if manifest.id != self._id:
             raise InvalidArgumentError(f"manifest of context {manifest.id}, expected {self._id}")
-        promised = {entry.path: entry for entry in manifest.arrays}
+        promised = {entry.path: entry for entry in manifest.arrays if entry.path not in present}
         if promised != self._entries:
             raise InvalidArgumentError(
                 f"the manifest lists arrays {sorted(promised)}, written were {sorted(self._entries)}; they must be "
                 "the entries that create_array returned"
             )
-        sealed = manifest.with_checksums(
-            {path: self._arrays.checksums(entry) for path, entry in self._entries.items()}
-        )
-        for problem in chain(
-            check_metadata(self._folder, sealed.arrays), check_chunks(self._folder, sealed.arrays)
-        ):
+        known = {path: entry.checksums or "" for path, entry in present.items()}
+        written = {path: self._arrays.checksums(entry) for path, entry in self._entries.items()}
+        sealed = manifest.with_checksums({**known, **written})
+        entries = [entry for entry in sealed.arrays if entry.path in written]
+        for problem in chain(check_metadata(self._folder, entries), check_chunks(self._folder, entries)):
             raise problem
-        return sealed
+        return replace(sealed, format_version=FORMAT_VERSION)
 
-    def _discard(self) -> None:
-        if self._lock is None:
-            return
-        try:
-            self._arrays.close()
+    def _remove_folder(self) -> None:
+        with storing("removing", self._folder):
             remove_tree(self._folder)
-        finally:
-            os.close(self._lock)
-            self._lock = None
 
 
-def discard(folder: Path) -> bool:
-    """Makes a context's folder invisible in one step, then removes it; False when it was not there.
-
-    Processes that have its files mapped or open keep what they have.
-    """
-    trash = unused_name(folder.parent, f"{TRASH_PREFIX}{folder.name}")
-    try:
-        os.rename(folder, trash)
-    except FileNotFoundError:
-        return False
-    sync_path(folder.parent)
-    remove_tree(trash)
-    return True
+def _trim(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape without its leading ones."""
+    sizes = list(shape)
+    while sizes and sizes[0] == 1:
+        sizes.pop(0)
+    return tuple(sizes)

@@ -1,185 +1,64 @@
-"""How arrays lie on disk: zarr v3, one uncompressed chunk per entry, crc32c at its end.
+"""How arrays lie on disk, and reading them: zarr v3, one uncompressed chunk per entry, crc32c at its end.
 
-Arrays are created through zarr, so that any zarr v3 reader opens them. Chunks bypass it: a chunk file is the raw
-little-endian array followed by four bytes of crc32c, which is written without a copy, memory-mapped or read in place.
+A chunk file is the raw little-endian array followed by four bytes of crc32c, which is memory-mapped or read in place.
 Unlike zarr, which fills what is missing with zeros, every reader here fails when a chunk is absent, short, long or
 altered, or is an intact one that belongs elsewhere: its checksum is then not the one that the array's entry has for
-this place.
-
-No other module knows about chunk files.
+this place. What cannot be read at the moment is a StoreUnavailableError, and not called damaged.
 """
 
 from __future__ import annotations
 
-import errno
+import json
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import google_crc32c
 import numpy as np
 import torch
-import zarr
 from numpy.typing import NDArray
 from torch import Tensor
-from zarr.codecs import Crc32cCodec
-from zarr.core.buffer import Buffer
-from zarr.storage import LocalStore
 
 from index_store.errors import (
     REPAIR,
+    ArrayMetadataError,
     ChecksumError,
     ContextCorruptError,
     InvalidArgumentError,
     MissingChunkError,
+    StoreUnavailableError,
     TruncatedChunkError,
 )
-from index_store.store.dtypes import STORED_DTYPES, dtype_name
-from index_store.store.manifest import ArrayEntry, join_checksums
+from index_store.store.dtypes import STORED_DTYPES
+from index_store.store.files.reading import (
+    WrongFileError,
+    may_block,
+    open_regular,
+    read_file,
+    unavailable,
+)
+from index_store.store.json_fields import shown
+from index_store.store.manifest import ArrayEntry
 
+METADATA_NAME = "zarr.json"
 CHECKSUM_BYTES = 4
 _PIECE_BYTES = 16 << 20
-_WRITTEN_PIECE_BYTES = 1 << 20  # no other thread of Python runs while its checksum is computed
+_FORGOTTEN_BYTES = 4 << 20
+_LARGEST_METADATA = 1 << 20
+
+Problem = ContextCorruptError | StoreUnavailableError
+"""What is wrong with a file: it is damaged, or cannot be read now."""
 
 
-class _FolderStore(LocalStore):  # type: ignore[misc]  # zarr is not type-checked here
-    """The files of arrays in a folder, none of which is begun after `seal` or a failed write.
-
-    zarr writes several files at once and, when one fails or its caller is interrupted, leaves the others to finish
-    whenever they do: they would come back into a folder that is being removed.
-    """
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self._state = threading.Condition()
-        self._writing = 0
-        self._ended: OSError | None = None
-        self._trailers: dict[str, bytes] = {}
-
-    def trailer(self, key: str) -> bytes | None:
-        """The last bytes that were written to a file, as many as a checksum has; None when it was not written."""
-        return self._trailers.get(key)
-
-    def seal(self) -> None:
-        """Waits for the writes under way, if any; later ones raise."""
-        with self._state:
-            self._ended = self._ended or OSError(errno.ESHUTDOWN, "writing has ended")
-            self._state.wait_for(lambda: self._writing == 0)
-
-    def write_chunk(self, key: str, raw: NDArray[np.uint8]) -> None:
-        """Writes a chunk's bytes and their crc32c behind them, as zarr does, without a copy and from any thread."""
-        checksum = 0
-        with self._new_file(key) as file:
-            for start in range(0, raw.size, _WRITTEN_PIECE_BYTES):
-                # Pieces that stay in the cache between the checksum and the write.
-                piece = raw[start : start + _WRITTEN_PIECE_BYTES]
-                checksum = google_crc32c.extend(checksum, piece)
-                file.write(piece.data)
-            trailer = checksum.to_bytes(CHECKSUM_BYTES, "little")
-            file.write(trailer)
-        self._trailers[key] = trailer
-
-    def set_sync(self, key: str, value: Buffer) -> None:
-        with self._new_file(key) as file:
-            file.write(value.as_numpy_array().data)
-
-    @contextmanager
-    def _new_file(self, key: str) -> Iterator[BinaryIO]:
-        with self._state:
-            if self._ended is not None:
-                raise OSError(self._ended.errno, self._ended.strerror)
-            self._writing += 1
-        path = self.root / key
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
-                yield file
-        except OSError as error:
-            self._ended = self._ended or error
-            raise
-        finally:
-            with self._state:
-                self._writing -= 1
-                self._state.notify_all()
-
-    async def set(self, key: str, value: Buffer) -> None:
-        self.set_sync(key, value)
-
-    async def set_if_not_exists(self, key: str, value: Buffer) -> None:
-        if not (self.root / key).exists():
-            self.set_sync(key, value)
-
-
-class ArrayWriter:
-    """Creates arrays below one folder, through zarr, and writes their chunks as it does.
-
-    Chunks may be written by several threads, at the same time. After an error nothing more can be written.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._store = _FolderStore(folder)
-
-    def open(self) -> None:
-        """Creates the root group. Comes first."""
-        zarr.create_group(self._store, zarr_format=3)
-
-    def create(self, entry: ArrayEntry) -> None:
-        """Creates the array without any chunk; it is complete once every chunk has been written."""
-        dtype = STORED_DTYPES[entry.dtype]
-        zarr.create_array(
-            self._store,
-            name=entry.path,
-            shape=entry.shape,
-            chunks=entry.chunks,
-            dtype=dtype.zarr_name,
-            filters=None,
-            compressors=[Crc32cCodec()],
-            fill_value=0,
-            attributes={"dtype": dtype.name},
-        )
-
-    def write_chunk(self, entry: ArrayEntry, indices: Sequence[int], data: Tensor) -> None:
-        """Writes one chunk. `data` holds the chunk's elements in order; leading sizes of 1 may be absent.
-
-        Raises InvalidArgumentError when coordinates, shape or dtype disagree with the array.
-        """
-        _check_indices(entry, indices)
-        if data.numel() * data.element_size() != entry.chunk_bytes or _trim(data.shape) != _trim(
-            entry.chunks
-        ):
-            raise InvalidArgumentError(f"{entry.path}: a chunk is {entry.chunks}, got {tuple(data.shape)}")
-        if dtype_name(data.dtype) != entry.dtype:
-            raise InvalidArgumentError(
-                f"{entry.path}: a chunk is {entry.dtype}, got {dtype_name(data.dtype)}"
-            )
-        raw = _bytes_of(data.detach().cpu().contiguous())
-        self._store.write_chunk(self._key(entry, indices), raw)
-
-    def checksums(self, entry: ArrayEntry) -> str:
-        """The checksums of an array's chunks as they were written, for its entry; nothing is read.
-
-        Raises MissingChunkError when a chunk was never written.
-        """
-        found = []
-        for indices in entry.chunk_indices():
-            trailer = self._store.trailer(self._key(entry, indices))
-            if trailer is None:
-                path = chunk_path(self._store.root, entry, indices)
-                raise MissingChunkError(
-                    f"{path}: a chunk of array {entry.path!r} was never written", path=path, array=entry.path
-                )
-            found.append(int.from_bytes(trailer, "little"))
-        return join_checksums(found)
-
-    def close(self) -> None:
-        """Ends all writing, also by threads that zarr has left running."""
-        self._store.seal()
-
-    def _key(self, entry: ArrayEntry, indices: Sequence[int]) -> str:
-        return chunk_path(self._store.root, entry, indices).relative_to(self._store.root).as_posix()
+def check_metadata(folder: Path, entries: Sequence[ArrayEntry]) -> Iterator[Problem]:
+    """Compares every `zarr.json` with the entries; yields one error per file that says something else."""
+    groups = {str(parent) for entry in entries for parent in Path(entry.path).parents}
+    for group in sorted(groups):
+        expected = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+        yield from _compare(folder / group / METADATA_NAME, group, expected)
+    for entry in entries:
+        yield from _compare(folder / entry.path / METADATA_NAME, entry.path, _metadata(entry))
 
 
 def chunk_path(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> Path:
@@ -188,7 +67,7 @@ def chunk_path(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> Path:
     return folder.joinpath(entry.path, "c", *map(str, _pad(entry, indices)))
 
 
-def check_chunks(folder: Path, entries: Iterable[ArrayEntry]) -> Iterator[ContextCorruptError]:
+def check_chunks(folder: Path, entries: Iterable[ArrayEntry]) -> Iterator[Problem]:
     """Looks at every chunk without reading it; yields one error per file that cannot be the one that was written.
 
     Such a file is absent, not exactly as long as it must be, or ends with another checksum than the entry has. Only
@@ -198,21 +77,21 @@ def check_chunks(folder: Path, entries: Iterable[ArrayEntry]) -> Iterator[Contex
         for indices in entry.chunk_indices():
             try:
                 if _trailer(folder, entry, indices) != entry.checksum(indices):
-                    read_chunk_into(folder, entry, indices, _chunk_buffer(entry))
-            except ContextCorruptError as error:
+                    read_chunk_pieces(folder, entry, indices, Forgotten())
+            except (ContextCorruptError, StoreUnavailableError) as error:
                 yield error
 
 
 def verify_chunks(
     folder: Path, entries: Iterable[ArrayEntry], on_bytes: Callable[[int], None] = lambda _: None
-) -> Iterator[ContextCorruptError]:
+) -> Iterator[Problem]:
     """Reads every byte of every chunk and yields one error per bad file. `on_bytes` is told what was read."""
+    pieces = Forgotten()
     for entry in entries:
-        buffer = _chunk_buffer(entry)
         for indices in entry.chunk_indices():
             try:
-                read_chunk_into(folder, entry, indices, buffer)
-            except ContextCorruptError as error:
+                read_chunk_pieces(folder, entry, indices, pieces)
+            except (ContextCorruptError, StoreUnavailableError) as error:
                 yield error
             on_bytes(entry.chunk_bytes)
 
@@ -221,13 +100,14 @@ def map_chunk(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> Tensor
     """The chunk as a tensor over its memory-mapped file, leading sizes of 1 removed by `indices`.
 
     The mapping is copy-on-write: a stray write reaches neither the file nor other processes. Its checksum is not
-    read. Raises MissingChunkError or TruncatedChunkError.
+    read. Raises MissingChunkError, TruncatedChunkError or StoreUnavailableError.
     """
     path = chunk_path(folder, entry, indices)
     try:
-        with path.open("rb") as file:
-            _check_size(path, entry, os.fstat(file.fileno()).st_size)
-            raw = np.memmap(file, dtype=np.uint8, mode="c", shape=(entry.chunk_bytes,))
+        with open_regular(path) as (descriptor, status):
+            _check_size(path, entry, status.st_size)
+            with open(descriptor, "rb", closefd=False) as file:
+                raw = np.memmap(file, dtype=np.uint8, mode="c", shape=(entry.chunk_bytes,))
     except OSError as error:
         raise _unreadable(path, entry, error) from error
     tensor = torch.from_numpy(raw).view(STORED_DTYPES[entry.dtype].torch_dtype)
@@ -240,14 +120,16 @@ def read_chunk_into(
     """Reads the chunk straight into a contiguous CPU tensor of as many bytes.
 
     With `verify` its crc32c is computed while reading, and must be the one at the file's end and the entry's. Raises
-    MissingChunkError, TruncatedChunkError or ChecksumError, naming file and array; the buffer then holds garbage.
+    MissingChunkError, TruncatedChunkError, ChecksumError or StoreUnavailableError, naming file and array; the buffer
+    then holds garbage.
     """
-    raw = _bytes_of(buffer)
+    raw = raw_bytes(buffer)
     if raw.size != entry.chunk_bytes:
         raise InvalidArgumentError(
             f"{entry.path}: a chunk has {entry.chunk_bytes} bytes, the buffer {raw.size}"
         )
-    _read_chunk(folder, entry, indices, lambda descriptor: _fill(descriptor, raw, verify), verify)
+    path = chunk_path(folder, entry, indices)
+    _read_chunk(path, entry, indices, lambda descriptor: _fill(path, descriptor, raw, verify), verify)
 
 
 class Pieces(Protocol):
@@ -262,34 +144,48 @@ class Pieces(Protocol):
         ...
 
 
+class Forgotten:
+    """Pieces that are read only for their checksum, into memory that stays in the processor's cache."""
+
+    def __init__(self) -> None:
+        self._raw = np.empty(_FORGOTTEN_BYTES, dtype=np.uint8)
+
+    def buffer(self, start: int, left: int) -> NDArray[np.uint8]:
+        return self._raw[:left]
+
+    def filled(self, start: int, count: int) -> None:
+        pass
+
+
 def read_chunk_pieces(folder: Path, entry: ArrayEntry, indices: Sequence[int], pieces: Pieces) -> None:
     """Reads the chunk through buffers that are smaller than it, verifying it like `read_chunk_into`.
 
     What the pieces went into holds garbage when it raises.
     """
+    path = chunk_path(folder, entry, indices)
 
     def fill(descriptor: int) -> int:
         checksum = done = 0
         while done < entry.chunk_bytes:
             raw = pieces.buffer(done, entry.chunk_bytes - done)
-            checksum = _fill(descriptor, raw, verify=True, checksum=checksum)
+            checksum = _fill(path, descriptor, raw, verify=True, checksum=checksum)
             pieces.filled(done, raw.size)
             done += raw.size
         return checksum
 
-    _read_chunk(folder, entry, indices, fill, verify=True)
+    _read_chunk(path, entry, indices, fill, verify=True)
 
 
 def _read_chunk(
-    folder: Path, entry: ArrayEntry, indices: Sequence[int], fill: Callable[[int], int], verify: bool
+    path: Path, entry: ArrayEntry, indices: Sequence[int], fill: Callable[[int], int], verify: bool
 ) -> None:
     """Reads a chunk by `fill`, which is given the open file and returns the crc32c of what it read."""
-    path = chunk_path(folder, entry, indices)
     try:
-        with path.open("rb", buffering=0) as file:
-            _check_size(path, entry, os.fstat(file.fileno()).st_size)
-            checksum = fill(file.fileno())
-            trailer = int.from_bytes(os.read(file.fileno(), CHECKSUM_BYTES), "little")
+        with open_regular(path) as (descriptor, status):
+            _check_size(path, entry, status.st_size)
+            checksum = fill(descriptor)
+            with may_block(path):
+                trailer = int.from_bytes(os.read(descriptor, CHECKSUM_BYTES), "little")
     except OSError as error:
         raise _unreadable(path, entry, error) from error
     if verify:
@@ -324,47 +220,36 @@ def _trailer(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> int:
     """The checksum at the end of a chunk's file. Raises like `read_chunk_into` for a file that cannot hold one."""
     path = chunk_path(folder, entry, indices)
     try:
-        # Before the file is opened: opening waits where somebody has put a pipe.
-        _check_size(path, entry, path.stat().st_size)
-        with path.open("rb", buffering=0) as file:
-            return int.from_bytes(os.pread(file.fileno(), CHECKSUM_BYTES, entry.chunk_bytes), "little")
+        with open_regular(path) as (descriptor, status):
+            _check_size(path, entry, status.st_size)
+            with may_block(path):
+                return int.from_bytes(os.pread(descriptor, CHECKSUM_BYTES, entry.chunk_bytes), "little")
     except OSError as error:
         raise _unreadable(path, entry, error) from error
 
 
-def _chunk_buffer(entry: ArrayEntry) -> Tensor:
-    return torch.empty(entry.chunk_bytes, dtype=torch.uint8)
-
-
-def _fill(descriptor: int, raw: NDArray[np.uint8], verify: bool, checksum: int = 0) -> int:
+def _fill(path: Path, descriptor: int, raw: NDArray[np.uint8], verify: bool, checksum: int = 0) -> int:
     """Fills the buffer from the file's position; returns `checksum` continued by what was read (with `verify`)."""
     done = 0
     while done < raw.size:
         # Pieces that stay in the cache between the read and the checksum.
-        count = os.readv(descriptor, [raw[done : done + _PIECE_BYTES].data])
+        with may_block(path):
+            count = os.readv(descriptor, [raw[done : done + _PIECE_BYTES].data])
         if count == 0:
-            raise OSError(errno.EIO, "it shrank while it was read")
+            raise WrongFileError("a file that shrank while it was read")
         if verify:
             checksum = google_crc32c.extend(checksum, raw[done : done + count])
         done += count
     return checksum
 
 
-def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     """The tensor's own memory as bytes."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def _pad(entry: ArrayEntry, indices: Sequence[int]) -> tuple[int, ...]:
     return (*indices, *([0] * (len(entry.shape) - len(indices))))
-
-
-def _trim(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape without its leading ones."""
-    sizes = list(shape)
-    while sizes and sizes[0] == 1:
-        sizes.pop(0)
-    return tuple(sizes)
 
 
 def _check_indices(entry: ArrayEntry, indices: Sequence[int]) -> None:
@@ -387,13 +272,73 @@ def _check_size(path: Path, entry: ArrayEntry, size: int) -> None:
         )
 
 
-def _unreadable(path: Path, entry: ArrayEntry, error: OSError) -> ContextCorruptError:
+def _unreadable(path: Path, entry: ArrayEntry, error: OSError) -> Problem:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return MissingChunkError(
             f"{path}: a chunk of array {entry.path!r} is missing; {REPAIR}", path=path, array=entry.path
         )
-    return ContextCorruptError(
-        f"{path}: array {entry.path!r} cannot be read ({error.strerror}); check the disk and permissions",
-        path=path,
-        array=entry.path,
-    )
+    if isinstance(error, WrongFileError):
+        return ContextCorruptError(
+            f"{path}: a chunk of array {entry.path!r} is {error.strerror}; {REPAIR}",
+            path=path,
+            array=entry.path,
+        )
+    return unavailable(path, error)
+
+
+def _metadata(entry: ArrayEntry) -> dict[str, object]:
+    """What `zarr.json` of the array must say."""
+    dtype = STORED_DTYPES[entry.dtype]
+    to_bytes: dict[str, object] = {"name": "bytes"}
+    if dtype.itemsize > 1:
+        to_bytes["configuration"] = {"endian": "little"}
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(entry.shape),
+        "data_type": dtype.zarr_name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(entry.chunks)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "codecs": [to_bytes, {"name": "crc32c"}],
+        "fill_value": 0,
+        "attributes": {"dtype": dtype.name},
+        "storage_transformers": [],
+    }
+
+
+def _compare(path: Path, array: str, expected: dict[str, object]) -> Iterator[Problem]:
+    """Yields an error for the first field of a `zarr.json` that differs from what it must say."""
+    try:
+        found = json.loads(read_file(path, _LARGEST_METADATA)[0])
+    except (FileNotFoundError, NotADirectoryError):
+        yield ArrayMetadataError(
+            f"{path}: metadata of {array!r} is missing; {REPAIR}", path=path, array=array
+        )
+        return
+    except (WrongFileError, ValueError, RecursionError) as error:
+        said = error.strerror if isinstance(error, WrongFileError) else error
+        yield ArrayMetadataError(
+            f"{path}: metadata of {array!r} cannot be used ({said}); {REPAIR}", path=path, array=array
+        )
+        return
+    except OSError as error:
+        yield unavailable(path, error)
+        return
+    document = found if isinstance(found, dict) else {}
+    for field in sorted(expected.keys() | document.keys()):
+        # What is empty may as well be left out: zarr's versions differ in that.
+        if (document.get(field) or None) != (expected.get(field) or None):
+            name, said, wanted = (
+                shown(field)[1:-1],
+                shown(document.get(field)),
+                shown(expected.get(field)),
+            )
+            yield ArrayMetadataError(
+                f"{path}: metadata of {array!r} says {name} = {said}, the manifest says {wanted}; {REPAIR}",
+                path=path,
+                array=array,
+                field=name,
+                found=said,
+                expected=wanted,
+            )
+            return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import google_crc32c
 import torch
@@ -14,14 +14,13 @@ from torch import Tensor
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.selection.threshold_curve import KEEP_GRID
 from index_store.store.catalog import Store
-from index_store.store.context_id import context_id
+from index_store.store.context_id import ModelIdentity, context_id
 from index_store.store.dtypes import STORED_DTYPES, dtype_name
 from index_store.store.json_fields import Scalar
 from index_store.store.manifest import (
     ArrayEntry,
     IndexEntry,
     Manifest,
-    ModelIdentity,
     index_array_entry,
     kv_entry,
     queries_entry,
@@ -146,7 +145,7 @@ def synthetic_context(
     kv_shape = (model.layers, model.kv_heads, tokens, 2, model.head_dim)
     kv = random_array(kv_shape, STORED_DTYPES[dtype].torch_dtype, generator)
     layers = tuple(range(1, model.layers))
-    sample = queries_entry(model, query_rows) if query_rows else None
+    sample = queries_entry(model, query_rows)
     queries = random_array(sample.shape if sample else (0,), torch.float32, generator)
     entries, arrays = [], {}
     for number, index_dtype in enumerate(index_dtypes):
@@ -163,7 +162,6 @@ def synthetic_context(
         model=model,
         dtype=dtype,
         token_count=tokens,
-        salt="",
         methods=("csattention",),
         dense_layers=(0,),
         selection_errors=tuple(0.25 / 10**layer for layer in range(model.layers)),
@@ -226,3 +224,25 @@ class RecordingLocker:
 
     def unlock(self, tensor: Tensor) -> None:
         self.locked.remove(tensor.data_ptr())
+
+
+def add_index(
+    store: Store, present: Manifest, name: str = "more", seed: int = 0, **changes: Any
+) -> tuple[Manifest, dict[str, Tensor]]:
+    """Adds an index of random numbers over all layers to a published context: its manifest, and the data by path.
+
+    changes: other fields of the manifest, such as its name.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    layers, heads = present.model.layers, present.model.kv_heads
+    arrays = {f"index/{name}/{array}": torch.randn(layers, heads, 3, generator=generator) for array in "ab"}
+    with store.lock(present.id), store.writer(present.id) as writer:
+        entries = []
+        for path, data in arrays.items():
+            entries.append(writer.create_array(path, data.shape, (1, 1, 3), "float32"))
+            for layer in range(layers):
+                for head in range(heads):
+                    writer.write_chunk(path, (layer, head), data[layer, head])
+        added = IndexEntry(name, RecordedIndex.kind, PARAMETERS, tuple(range(layers)), tuple(entries))
+        wanted = replace(present, indexes=(*present.indexes, added), **changes)
+        return writer.publish_into(present, wanted), arrays

@@ -10,6 +10,14 @@ from index_store.errors import InvalidArgumentError
 _SMALLEST = 64
 
 
+def grown(rows: int, least: int = _SMALLEST, limit: int | None = None) -> int:
+    """Room that doubling from `least` makes for so many rows, up to `limit` unless they need more; none for none."""
+    if rows <= 0:
+        return 0
+    room = least << max(0, (rows - 1) // least).bit_length()
+    return room if limit is None else max(rows, min(room, limit))
+
+
 class GrowingRows:
     """Rows [H, n, ...] at the start of a buffer that grows by doubling, so that room depends on n alone.
 
@@ -66,11 +74,7 @@ class GrowingRows:
         """Makes room for `count` rows; those written so far may move."""
         if count <= self.capacity:
             return
-        capacity = max(_SMALLEST, self.capacity)
-        while capacity < count:
-            capacity *= 2
-        if self._limit is not None:
-            capacity = max(count, min(capacity, self._limit))
-        grown = self.buffer.new_empty(self.buffer.shape[0], capacity, *self.buffer.shape[2:])
-        grown[:, : self.count] = self.rows
-        self.buffer = grown
+        capacity = grown(count, max(_SMALLEST, self.capacity), self._limit)
+        buffer = self.buffer.new_empty(self.buffer.shape[0], capacity, *self.buffer.shape[2:])
+        buffer[:, : self.count] = self.rows
+        self.buffer = buffer

@@ -61,6 +61,18 @@ class LayerSource:
         return self.kv_HN2D[:, :, 1]
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How far an extension grows.
+
+    keys: of the context. appended: keys appended in all. at_once: most keys of one append.
+    """
+
+    keys: int
+    appended: int
+    at_once: int
+
+
 class AppendedKeys(ABC):
     """Session-private extension of a shared index by keys that arrived while decoding. Never touches the index.
 
@@ -112,6 +124,10 @@ class LayerIndex(ABC):
     partitions: ClassVar[bool] = False
     """Whether the index divides the keys into clusters that a remainder can be computed over (`pieces`)."""
 
+    needs_queries: ClassVar[bool] = False
+    """Whether it is built from the whole sample of queries, which only the reading of the document has. All others can
+    be added to a stored context from its keys and values."""
+
     def __init__(self, arrays: Mapping[str, Tensor], key_count: int) -> None:
         self._arrays = dict(arrays)
         self.key_count = key_count
@@ -120,12 +136,18 @@ class LayerIndex(ABC):
     def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
         """Raises InvalidArgumentError unless build parameters and search options are complete, known and fit."""
         cls.parameters_type.parse(parameters)
+        cls.parse_search(search)
+
+    @classmethod
+    def parse_search(cls, search: Mapping[str, Scalar]) -> Parameters | None:
+        """The search options, None where there are none. Raises InvalidArgumentError for unknown or unfit ones."""
         if cls.search_type is not None:
-            cls.search_type.parse(search)
-        elif search:
+            return cls.search_type.parse(search)
+        if search:
             raise InvalidArgumentError(
-                f"{cls.parameters_type.label} take no search options, got {sorted(search)}"
+                f"index kind {cls.kind!r} takes no search options, got {sorted(search)}"
             )
+        return None
 
     @classmethod
     @abstractmethod
@@ -136,6 +158,11 @@ class LayerIndex(ABC):
     @abstractmethod
     def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
         """Bytes stored per token of a long context, KV head and layer."""
+
+    @classmethod
+    @abstractmethod
+    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
+        """Bytes that an extension may come to hold per KV head and layer (`AppendedKeys.nbytes`), whatever the keys."""
 
     @classmethod
     @abstractmethod

@@ -45,8 +45,12 @@ def _typed(given: Mapping[str, Scalar], cls: type[Parameters]) -> dict[str, Any]
     known = {field.name: field for field in fields(cls)}
     unknown = sorted(set(given) - set(known))
     missing = sorted(name for name, f in known.items() if name not in given and f.default is MISSING)
-    if unknown or missing:
-        raise InvalidArgumentError(f"{cls.label}: unknown parameters {unknown}, missing parameters {missing}")
+    if unknown:
+        raise InvalidArgumentError(
+            f"{cls.label}: there is no {' and no '.join(unknown)}, expected some of {', '.join(known) or 'nothing'}"
+        )
+    if missing:
+        raise InvalidArgumentError(f"{cls.label}: {' and '.join(missing)} is missing")
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, _KINDS[str(known[name].type)]):
             raise InvalidArgumentError(

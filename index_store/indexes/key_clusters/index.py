@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource
+from index_store.indexes.interface.layer_index import AppendedKeys, Growth, LayerIndex, LayerSource
 from index_store.indexes.key_clusters.build import build_clusters
-from index_store.indexes.key_clusters.online import OnlineClusters
+from index_store.indexes.key_clusters.online import OnlineClusters, online_bytes
 from index_store.indexes.key_clusters.parameters import ClusterParameters, ClusterSearch
 from index_store.indexes.key_clusters.windowed_rope import move_queries
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
@@ -62,6 +62,11 @@ class KeyClusters(LayerIndex):
         return (
             4 * vectors * head_dim + counts_and_offsets
         ) / parsed.keys_per_cluster + members_and_assignment
+
+    @classmethod
+    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
+        parsed = cls.parameters_type.parse(parameters)
+        return online_bytes(head_dim, parsed.keys_per_cluster, parsed.block, parsed.moments, growth.appended)
 
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:

@@ -20,8 +20,8 @@ def check_frequencies(frequencies_F: Tensor | None, head_dim: int) -> Tensor:
     """The frequencies; raises InvalidArgumentError unless there is one for every pair of dimensions."""
     if frequencies_F is None:
         raise InvalidArgumentError(
-            "windowed RoPE needs the inverse frequencies of the model's rotary embedding, and this model's embedding "
-            "is of another form; build the index with window 0"
+            "windowed RoPE needs one rotary embedding of all dimensions in every layer, and this model's keys are "
+            "turned otherwise, or not in all layers; build the index with window 0"
         )
     if tuple(frequencies_F.shape) != (head_dim // 2,) or head_dim % 2:
         raise InvalidArgumentError(

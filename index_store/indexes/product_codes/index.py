@@ -17,8 +17,14 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.growing import GrowingRows
-from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, check_keys
+from index_store.indexes.interface.growing import GrowingRows, grown
+from index_store.indexes.interface.layer_index import (
+    AppendedKeys,
+    Growth,
+    LayerIndex,
+    LayerSource,
+    check_keys,
+)
 from index_store.indexes.interface.products import are_many
 from index_store.indexes.interface.subspaces import SubspaceParameters
 from index_store.indexes.product_codes.products import score_codes_by_products
@@ -86,6 +92,10 @@ class ProductCodes(LayerIndex):
     @classmethod
     def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
         return float(CodeParameters.parse(parameters).subspaces)
+
+    @classmethod
+    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
+        return CodeParameters.parse(parameters).subspaces * grown(growth.appended)
 
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:

@@ -35,7 +35,7 @@ def build_tables(parameters: TableParameters, source: LayerSource, seed: int) ->
     dims_MB = parameters.dims(keys_HND.shape[2])
     sample_HPD = source.queries.queries_HPGD.flatten(1, 2)
     starts_HXD = _starts(parameters, source)
-    capacity = _capacity(parameters, keys_HND.shape[1])
+    capacity = list_capacity(parameters, keys_HND.shape[1])
     collected: dict[str, list[list[Tensor]]] = {"centroids": [], "scales": [], "scores": [], "ids": []}
     for head, (keys_ND, sample_PD) in enumerate(zip(keys_HND, sample_HPD, strict=True)):
         per_head: dict[str, list[Tensor]] = {name: [] for name in collected}
@@ -79,7 +79,7 @@ def build_tables_on_device(parameters: TableParameters, source: LayerSource, see
     }
     if parameters.layout == "dense":
         return build_device_tables(keys_HND, sample_HPD, dims_MB, **numbers, cosine=cosine)
-    capacity = _capacity(parameters, keys_HND.shape[1])
+    capacity = list_capacity(parameters, keys_HND.shape[1])
     return build_device_lists(keys_HND, sample_HPD, dims_MB, **numbers, capacity=capacity, cosine=cosine)
 
 
@@ -98,7 +98,8 @@ def _starts(parameters: TableParameters, source: LayerSource) -> Tensor | None:
     return starts.queries_HXD if starts and starts.queries_HXD.shape[1] > parameters.centroids else None
 
 
-def _capacity(parameters: TableParameters, count: int) -> int:
+def list_capacity(parameters: TableParameters, count: int) -> int:
+    """Keys that a list holds, of so many."""
     return max(1, math.ceil(parameters.alpha * count))
 
 

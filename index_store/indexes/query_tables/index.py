@@ -22,15 +22,24 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, check_keys
+from index_store.indexes.interface.growing import grown
+from index_store.indexes.interface.layer_index import (
+    AppendedKeys,
+    Growth,
+    LayerIndex,
+    LayerSource,
+    check_keys,
+)
 from index_store.indexes.interface.products import are_many
-from index_store.indexes.query_tables.build import INT8_MAX, INT16_MAX, build_tables
+from index_store.indexes.query_tables.build import INT8_MAX, INT16_MAX, build_tables, list_capacity
 from index_store.indexes.query_tables.lists_numba import Lists, insert_keys, score_lists
 from index_store.indexes.query_tables.parameters import TableParameters, TableSearch
 from index_store.indexes.query_tables.products import sum_rows_by_products
 from index_store.indexes.query_tables.search_numba import TableReads, softmax_sum_rows, sum_rows
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.json_fields import Scalar
+
+_LEAST_ENTRIES = 16  # of what is inserted into a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +75,10 @@ class AppendedDense(AppendedKeys):
         scores_HTS = self._scorer.score(kv_HT2D[:, :, 0], INT8_MAX).to(torch.int8)
         new = scores_HTS.shape[1]
         if self.count + new > self.rows_HSN.shape[2]:
-            heads, rows, capacity = self.rows_HSN.shape
-            grown = self.rows_HSN.new_empty(heads, rows, max(64, 2 * capacity, self.count + new))
-            grown[:, :, : self.count] = self.rows_HSN[:, :, : self.count]
-            self.rows_HSN = grown
+            heads, rows, _ = self.rows_HSN.shape
+            buffer = self.rows_HSN.new_empty(heads, rows, grown(self.count + new))
+            buffer[:, :, : self.count] = self.rows_HSN[:, :, : self.count]
+            self.rows_HSN = buffer
         self.rows_HSN[:, :, self.count : self.count + new] = scores_HTS.transpose(1, 2)
 
     @property
@@ -89,8 +98,8 @@ class AppendedLists(AppendedKeys):
             ids_HSL,
             values_HSL,
             torch.full((heads, rows), capacity, dtype=torch.int32, device=device),
-            torch.empty(heads, rows, 16, dtype=torch.int32, device=device),
-            torch.empty(heads, rows, 16, dtype=torch.int16, device=device),
+            torch.empty(heads, rows, _LEAST_ENTRIES, dtype=torch.int32, device=device),
+            torch.empty(heads, rows, _LEAST_ENTRIES, dtype=torch.int16, device=device),
             torch.zeros(heads, rows, dtype=torch.int32, device=device),
         )
 
@@ -103,7 +112,7 @@ class AppendedLists(AppendedKeys):
         capacity = self.lists.inserted_ids_HSE.shape[2]
         if entries <= capacity:
             return
-        pad = (0, max(2 * capacity, entries) - capacity)
+        pad = (0, grown(entries, _LEAST_ENTRIES) - capacity)
         self.lists = replace(
             self.lists,
             inserted_ids_HSE=torch.nn.functional.pad(self.lists.inserted_ids_HSE, pad),
@@ -121,6 +130,7 @@ class QueryTables(LayerIndex):
     kind = "query_tables"
     parameters_type = TableParameters
     search_type = TableSearch
+    needs_queries = True
 
     def __init__(self, parameters: TableParameters, arrays: Mapping[str, Tensor], keys_HND: Tensor) -> None:
         super().__init__(arrays, keys_HND.shape[1])
@@ -138,6 +148,12 @@ class QueryTables(LayerIndex):
     def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
         super().check_options(parameters, search)
         layout, options = parameters["layout"], TableSearch.parse(search)
+        centroids = TableParameters.parse(parameters).centroids
+        if options.backoff_centroids > centroids:
+            raise InvalidArgumentError(
+                f"table search: backoff_centroids is {options.backoff_centroids}, expected 1 to {centroids}, the "
+                "centroids of a subspace"
+            )
         if layout == "lists" and options.group == "per_head" and options.weights == "uniform":
             raise InvalidArgumentError(
                 "table search: with uniform weights a key that no list holds has no score, so there is nothing to "
@@ -156,6 +172,17 @@ class QueryTables(LayerIndex):
         parsed = TableParameters.parse(parameters)
         rows = parsed.subspaces * parsed.centroids
         return float(rows) if parsed.layout == "dense" else 6.0 * rows * parsed.alpha
+
+    @classmethod
+    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
+        parsed = TableParameters.parse(parameters)
+        rows = parsed.subspaces * parsed.centroids
+        if parsed.layout == "dense":
+            return rows * grown(growth.appended)
+        # A list that takes every key holds as many as it may, and has room for those of the next append.
+        new = min(growth.appended, growth.at_once)
+        most = min(growth.appended - new, list_capacity(parsed, growth.keys)) + new
+        return rows * (6 * max(_LEAST_ENTRIES, grown(most, _LEAST_ENTRIES)) + 8) if growth.appended else 0
 
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:

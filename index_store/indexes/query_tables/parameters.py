@@ -41,7 +41,8 @@ class TableSearch(Parameters):
     group: `per_head` scores the keys for every head of the group, `pooled` once for their mean query.
     weights: `projection` weighs a subspace by max(0, q_b . c_b), `uniform` by 1 (CSAttention section 3.3 (3)).
     backoff_cosine, backoff_centroids: where the best cosine of a subspace is below the first, that many nearest
-        centroids share its weight (CSAttention section 4.4); 0 and 1 switch it off.
+        centroids share its weight (CSAttention section 4.4). One centroid switches it off, whatever the cosine, which
+        is 0 then.
     """
 
     group: str
@@ -54,13 +55,15 @@ class TableSearch(Parameters):
     def __post_init__(self) -> None:
         self._require_one_of("group", ("per_head", "pooled"))
         self._require_one_of("weights", ("projection", "uniform"))
-        if self.backoff_centroids < 1 or not 0.0 <= self.backoff_cosine <= 1.0:
+        self._require_at_least(1, "backoff_centroids")
+        if not 0.0 <= self.backoff_cosine <= 1.0:
             raise InvalidArgumentError(
-                f"table search: backoff to {self.backoff_centroids} centroids below cosine {self.backoff_cosine}; "
-                "expected at least 1 centroid and a cosine from 0 to 1"
+                f"table search: backoff_cosine is {self.backoff_cosine}, expected a cosine from 0 to 1"
             )
         if self.backoff_centroids > 1 and self.weights == "projection":
             raise InvalidArgumentError(
                 "table search: backoff shares a uniform weight between centroids; weights by projection already "
                 "fall with the cosine, so the pair is refused"
             )
+        if self.backoff_centroids == 1:
+            object.__setattr__(self, "backoff_cosine", 0.0)

@@ -29,7 +29,7 @@ from google.protobuf import empty_pb2 as google_dot_protobuf_dot_empty__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19sparsekv/v1/context.proto\x12\x0bsparsekv.v1\x1a\x17google/api/client.proto\x1a\x1fgoogle/api/field_behavior.proto\x1a\x19google/api/resource.proto\x1a\x1bgoogle/protobuf/empty.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xcb\x07\n\x07\x43ontext\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08\x12\x1a\n\x0c\x64isplay_name\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x13\n\x05model\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12\x1a\n\x0c\x61rchitecture\x18\x04 \x01(\tB\x04\xe2\x41\x01\x03\x12\x19\n\x0btoken_count\x18\x05 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x13\n\x05\x64type\x18\x06 \x01(\tB\x04\xe2\x41\x01\x03\x12\x16\n\x08kv_bytes\x18\x07 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x19\n\x0bindex_bytes\x18\x08 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12/\n\x05state\x18\t \x01(\x0e\x32\x1a.sparsekv.v1.Context.StateB\x04\xe2\x41\x01\x03\x12\x1b\n\rstate_message\x18\n \x01(\tB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x63reate_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12\x16\n\x08resident\x18\r \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x15\n\x07methods\x18\x0e \x03(\tB\x04\xe2\x41\x01\x03\x12\x1c\n\x0e\x64\x65\x66\x61ult_method\x18\x0f \x01(\tB\x04\xe2\x41\x01\x03\x12\x31\n\x07indexes\x18\x10 \x03(\x0b\x32\x1a.sparsekv.v1.Context.IndexB\x04\xe2\x41\x01\x03\x12\x1a\n\x0c\x64\x65nse_layers\x18\x11 \x03(\x05\x42\x04\xe2\x41\x01\x03\x12\x1c\n\x0e\x64\x65\x66\x61ult_budget\x18\x12 \x01(\tB\x04\xe2\x41\x01\x03\x12\x13\n\x05tuned\x18\x13 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x17\n\tplacement\x18\x14 \x01(\tB\x04\xe2\x41\x01\x03\x1a\xbf\x01\n\x05Index\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12>\n\nparameters\x18\x03 \x03(\x0b\x32*.sparsekv.v1.Context.Index.ParametersEntry\x12\x17\n\x0f\x62ytes_per_token\x18\x04 \x01(\x01\x12\x0e\n\x06layers\x18\x05 \x03(\x05\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\t\n\x05READY\x10\x01\x12\x0b\n\x07\x45XPIRED\x10\x02\x12\x0b\n\x07\x43ORRUPT\x10\x03\x12\x0f\n\x0bUNSUPPORTED\x10\x04:@\xea\x41=\n\x14sparsekv.dev/Context\x12\x12\x63ontexts/{context}*\x08\x63ontexts2\x07\x63ontext\"@\n\x11GetContextRequest\x12+\n\x04name\x18\x01 \x01(\tB\x1d\xe2\x41\x01\x02\xfa\x41\x16\n\x14sparsekv.dev/Context\"H\n\x13ListContextsRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"W\n\x14ListContextsResponse\x12&\n\x08\x63ontexts\x18\x01 \x03(\x0b\x32\x14.sparsekv.v1.Context\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"`\n\x14\x44\x65leteContextRequest\x12+\n\x04name\x18\x01 \x01(\tB\x1d\xe2\x41\x01\x02\xfa\x41\x16\n\x14sparsekv.dev/Context\x12\x1b\n\rallow_missing\x18\x02 \x01(\x08\x42\x04\xe2\x41\x01\x01\"A\n\x12WarmContextRequest\x12+\n\x04name\x18\x01 \x01(\tB\x1d\xe2\x41\x01\x02\xfa\x41\x16\n\x14sparsekv.dev/Context\"\x96\x01\n\x13WarmContextResponse\x12%\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x14.sparsekv.v1.Context\x12\x18\n\x10\x61lready_resident\x18\x02 \x01(\x08\x12\x0f\n\x07load_ns\x18\x03 \x01(\x03\x12\x16\n\x0e\x66irst_layer_ns\x18\x04 \x01(\x03\x12\x15\n\rall_layers_ns\x18\x05 \x01(\x03\x32\xe2\x02\n\x0e\x43ontextService\x12K\n\nGetContext\x12\x1e.sparsekv.v1.GetContextRequest\x1a\x14.sparsekv.v1.Context\"\x07\xda\x41\x04name\x12S\n\x0cListContexts\x12 .sparsekv.v1.ListContextsRequest\x1a!.sparsekv.v1.ListContextsResponse\x12S\n\rDeleteContext\x12!.sparsekv.v1.DeleteContextRequest\x1a\x16.google.protobuf.Empty\"\x07\xda\x41\x04name\x12Y\n\x0bWarmContext\x12\x1f.sparsekv.v1.WarmContextRequest\x1a .sparsekv.v1.WarmContextResponse\"\x07\xda\x41\x04nameb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19sparsekv/v1/context.proto\x12\x0bsparsekv.v1\x1a\x17google/api/client.proto\x1a\x1fgoogle/api/field_behavior.proto\x1a\x19google/api/resource.proto\x1a\x1bgoogle/protobuf/empty.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xdc\x07\n\x07\x43ontext\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08\x12\x1a\n\x0c\x64isplay_name\x18\x02 \x01(\tB\x04\xe2\x41\x01\x03\x12\x13\n\x05model\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12\x1a\n\x0c\x61rchitecture\x18\x04 \x01(\tB\x04\xe2\x41\x01\x03\x12\x19\n\x0btoken_count\x18\x05 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x13\n\x05\x64type\x18\x06 \x01(\tB\x04\xe2\x41\x01\x03\x12\x16\n\x08kv_bytes\x18\x07 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x19\n\x0bindex_bytes\x18\x08 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12/\n\x05state\x18\t \x01(\x0e\x32\x1a.sparsekv.v1.Context.StateB\x04\xe2\x41\x01\x03\x12\x1b\n\rstate_message\x18\n \x01(\tB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x63reate_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12\x16\n\x08resident\x18\r \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x15\n\x07methods\x18\x0e \x03(\tB\x04\xe2\x41\x01\x03\x12\x1c\n\x0e\x64\x65\x66\x61ult_method\x18\x0f \x01(\tB\x04\xe2\x41\x01\x03\x12\x31\n\x07indexes\x18\x10 \x03(\x0b\x32\x1a.sparsekv.v1.Context.IndexB\x04\xe2\x41\x01\x03\x12\x1a\n\x0c\x64\x65nse_layers\x18\x11 \x03(\x05\x42\x04\xe2\x41\x01\x03\x12\x1c\n\x0e\x64\x65\x66\x61ult_budget\x18\x12 \x01(\tB\x04\xe2\x41\x01\x03\x12\x13\n\x05tuned\x18\x13 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x17\n\tplacement\x18\x14 \x01(\tB\x04\xe2\x41\x01\x03\x1a\xbf\x01\n\x05Index\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12>\n\nparameters\x18\x03 \x03(\x0b\x32*.sparsekv.v1.Context.Index.ParametersEntry\x12\x17\n\x0f\x62ytes_per_token\x18\x04 \x01(\x01\x12\x0e\n\x06layers\x18\x05 \x03(\x05\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"e\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\t\n\x05READY\x10\x01\x12\x0b\n\x07\x45XPIRED\x10\x02\x12\x0b\n\x07\x43ORRUPT\x10\x03\x12\x0f\n\x0bUNSUPPORTED\x10\x04\x12\x0f\n\x0bUNAVAILABLE\x10\x05:@\xea\x41=\n\x14sparsekv.dev/Context\x12\x12\x63ontexts/{context}*\x08\x63ontexts2\x07\x63ontext\"Y\n\x11GetContextRequest\x12+\n\x04name\x18\x01 \x01(\tB\x1d\xe2\x41\x01\x01\xfa\x41\x16\n\x14sparsekv.dev/Context\x12\x17\n\treference\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"H\n\x13ListContextsRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"W\n\x14ListContextsResponse\x12&\n\x08\x63ontexts\x18\x01 \x03(\x0b\x32\x14.sparsekv.v1.Context\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"`\n\x14\x44\x65leteContextRequest\x12+\n\x04name\x18\x01 \x01(\tB\x1d\xe2\x41\x01\x02\xfa\x41\x16\n\x14sparsekv.dev/Context\x12\x1b\n\rallow_missing\x18\x02 \x01(\x08\x42\x04\xe2\x41\x01\x01\"A\n\x12WarmContextRequest\x12+\n\x04name\x18\x01 \x01(\tB\x1d\xe2\x41\x01\x02\xfa\x41\x16\n\x14sparsekv.dev/Context\"\x96\x01\n\x13WarmContextResponse\x12%\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x14.sparsekv.v1.Context\x12\x18\n\x10\x61lready_resident\x18\x02 \x01(\x08\x12\x0f\n\x07load_ns\x18\x03 \x01(\x03\x12\x16\n\x0e\x66irst_layer_ns\x18\x04 \x01(\x03\x12\x15\n\rall_layers_ns\x18\x05 \x01(\x03\x32\xe2\x02\n\x0e\x43ontextService\x12K\n\nGetContext\x12\x1e.sparsekv.v1.GetContextRequest\x1a\x14.sparsekv.v1.Context\"\x07\xda\x41\x04name\x12S\n\x0cListContexts\x12 .sparsekv.v1.ListContextsRequest\x1a!.sparsekv.v1.ListContextsResponse\x12S\n\rDeleteContext\x12!.sparsekv.v1.DeleteContextRequest\x1a\x16.google.protobuf.Empty\"\x07\xda\x41\x04name\x12Y\n\x0bWarmContext\x12\x1f.sparsekv.v1.WarmContextRequest\x1a .sparsekv.v1.WarmContextResponse\"\x07\xda\x41\x04nameb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -81,7 +81,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTEXT']._loaded_options = None
   _globals['_CONTEXT']._serialized_options = b'\352A=\n\024sparsekv.dev/Context\022\022contexts/{context}*\010contexts2\007context'
   _globals['_GETCONTEXTREQUEST'].fields_by_name['name']._loaded_options = None
-  _globals['_GETCONTEXTREQUEST'].fields_by_name['name']._serialized_options = b'\342A\001\002\372A\026\n\024sparsekv.dev/Context'
+  _globals['_GETCONTEXTREQUEST'].fields_by_name['name']._serialized_options = b'\342A\001\001\372A\026\n\024sparsekv.dev/Context'
+  _globals['_GETCONTEXTREQUEST'].fields_by_name['reference']._loaded_options = None
+  _globals['_GETCONTEXTREQUEST'].fields_by_name['reference']._serialized_options = b'\342A\001\001'
   _globals['_LISTCONTEXTSREQUEST'].fields_by_name['page_size']._loaded_options = None
   _globals['_LISTCONTEXTSREQUEST'].fields_by_name['page_size']._serialized_options = b'\342A\001\001'
   _globals['_LISTCONTEXTSREQUEST'].fields_by_name['page_token']._loaded_options = None
@@ -99,25 +101,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTEXTSERVICE'].methods_by_name['WarmContext']._loaded_options = None
   _globals['_CONTEXTSERVICE'].methods_by_name['WarmContext']._serialized_options = b'\332A\004name'
   _globals['_CONTEXT']._serialized_start=190
-  _globals['_CONTEXT']._serialized_end=1161
+  _globals['_CONTEXT']._serialized_end=1178
   _globals['_CONTEXT_INDEX']._serialized_start=818
   _globals['_CONTEXT_INDEX']._serialized_end=1009
   _globals['_CONTEXT_INDEX_PARAMETERSENTRY']._serialized_start=960
   _globals['_CONTEXT_INDEX_PARAMETERSENTRY']._serialized_end=1009
   _globals['_CONTEXT_STATE']._serialized_start=1011
-  _globals['_CONTEXT_STATE']._serialized_end=1095
-  _globals['_GETCONTEXTREQUEST']._serialized_start=1163
-  _globals['_GETCONTEXTREQUEST']._serialized_end=1227
-  _globals['_LISTCONTEXTSREQUEST']._serialized_start=1229
-  _globals['_LISTCONTEXTSREQUEST']._serialized_end=1301
-  _globals['_LISTCONTEXTSRESPONSE']._serialized_start=1303
-  _globals['_LISTCONTEXTSRESPONSE']._serialized_end=1390
-  _globals['_DELETECONTEXTREQUEST']._serialized_start=1392
-  _globals['_DELETECONTEXTREQUEST']._serialized_end=1488
-  _globals['_WARMCONTEXTREQUEST']._serialized_start=1490
-  _globals['_WARMCONTEXTREQUEST']._serialized_end=1555
-  _globals['_WARMCONTEXTRESPONSE']._serialized_start=1558
-  _globals['_WARMCONTEXTRESPONSE']._serialized_end=1708
-  _globals['_CONTEXTSERVICE']._serialized_start=1711
-  _globals['_CONTEXTSERVICE']._serialized_end=2065
+  _globals['_CONTEXT_STATE']._serialized_end=1112
+  _globals['_GETCONTEXTREQUEST']._serialized_start=1180
+  _globals['_GETCONTEXTREQUEST']._serialized_end=1269
+  _globals['_LISTCONTEXTSREQUEST']._serialized_start=1271
+  _globals['_LISTCONTEXTSREQUEST']._serialized_end=1343
+  _globals['_LISTCONTEXTSRESPONSE']._serialized_start=1345
+  _globals['_LISTCONTEXTSRESPONSE']._serialized_end=1432
+  _globals['_DELETECONTEXTREQUEST']._serialized_start=1434
+  _globals['_DELETECONTEXTREQUEST']._serialized_end=1530
+  _globals['_WARMCONTEXTREQUEST']._serialized_start=1532
+  _globals['_WARMCONTEXTREQUEST']._serialized_end=1597
+  _globals['_WARMCONTEXTRESPONSE']._serialized_start=1600
+  _globals['_WARMCONTEXTRESPONSE']._serialized_end=1750
+  _globals['_CONTEXTSERVICE']._serialized_start=1753
+  _globals['_CONTEXTSERVICE']._serialized_end=2107
 # @@protoc_insertion_point(module_scope)

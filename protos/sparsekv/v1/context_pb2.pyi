@@ -23,11 +23,13 @@ class Context(_message.Message):
         EXPIRED: _ClassVar[Context.State]
         CORRUPT: _ClassVar[Context.State]
         UNSUPPORTED: _ClassVar[Context.State]
+        UNAVAILABLE: _ClassVar[Context.State]
     STATE_UNSPECIFIED: Context.State
     READY: Context.State
     EXPIRED: Context.State
     CORRUPT: Context.State
     UNSUPPORTED: Context.State
+    UNAVAILABLE: Context.State
     class Index(_message.Message):
         __slots__ = ("name", "kind", "parameters", "bytes_per_token", "layers")
         class ParametersEntry(_message.Message):
@@ -91,10 +93,12 @@ class Context(_message.Message):
     def __init__(self, name: _Optional[str] = ..., display_name: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., token_count: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., state: _Optional[_Union[Context.State, str]] = ..., state_message: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., resident: bool = ..., methods: _Optional[_Iterable[str]] = ..., default_method: _Optional[str] = ..., indexes: _Optional[_Iterable[_Union[Context.Index, _Mapping]]] = ..., dense_layers: _Optional[_Iterable[int]] = ..., default_budget: _Optional[str] = ..., tuned: bool = ..., placement: _Optional[str] = ...) -> None: ...
 
 class GetContextRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "reference")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    reference: str
+    def __init__(self, name: _Optional[str] = ..., reference: _Optional[str] = ...) -> None: ...
 
 class ListContextsRequest(_message.Message):
     __slots__ = ("page_size", "page_token")

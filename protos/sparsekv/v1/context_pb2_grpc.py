@@ -66,7 +66,7 @@ class ContextServiceServicer(object):
 
     def GetContext(self, request, context):
         """Describes one context (AIP-131). Contexts that are expired or whose metadata is damaged are described too:
-        `state` tells. Errors: CONTEXT_NOT_FOUND, INVALID_ARGUMENT.
+        `state` tells. Errors: CONTEXT_NOT_FOUND, CONTEXT_AMBIGUOUS, INVALID_ARGUMENT, STORE_UNAVAILABLE, NOT_READY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,7 +74,7 @@ class ContextServiceServicer(object):
 
     def ListContexts(self, request, context):
         """Lists the contexts of the store, newest first (AIP-132, AIP-158). Errors: INVALID_ARGUMENT for a negative page
-        size or a page token that this server did not issue.
+        size or a page token that this server did not issue, STORE_UNAVAILABLE, NOT_READY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,14 +50,34 @@ class GenerateRequest(_message.Message):
     def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., question: _Optional[str] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., method: _Optional[str] = ..., keep_ratio: _Optional[float] = ..., target_mass: _Optional[float] = ..., token_budget: _Optional[int] = ..., search_period: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("token_ids", "text", "summary")
+    __slots__ = ("token_ids", "text", "summary", "usage", "waiting")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     summary: GenerationSummary
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., summary: _Optional[_Union[GenerationSummary, _Mapping]] = ...) -> None: ...
+    usage: Usage
+    waiting: Waiting
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., summary: _Optional[_Union[GenerationSummary, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+
+class Waiting(_message.Message):
+    __slots__ = ("cause", "requests_ahead")
+    class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CAUSE_UNSPECIFIED: _ClassVar[Waiting.Cause]
+        CONTEXT: _ClassVar[Waiting.Cause]
+        SESSION: _ClassVar[Waiting.Cause]
+    CAUSE_UNSPECIFIED: Waiting.Cause
+    CONTEXT: Waiting.Cause
+    SESSION: Waiting.Cause
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    cause: Waiting.Cause
+    requests_ahead: int
+    def __init__(self, cause: _Optional[_Union[Waiting.Cause, str]] = ..., requests_ahead: _Optional[int] = ...) -> None: ...
 
 class GenerationSummary(_message.Message):
     __slots__ = ("finish_reason", "usage", "timings", "selection", "method", "seed", "budget", "remainder")
@@ -207,7 +227,7 @@ class GetServerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerStatus(_message.Message):
-    __slots__ = ("waiting", "prompting", "decoding", "requests", "session_bytes", "session_limit_bytes", "context_bytes", "context_used_bytes", "context_limit_bytes", "contexts", "context_loads", "context_hits", "context_evictions", "steps", "prompt_tokens", "decode_steps", "decode_tokens", "decode_batch", "context_device_bytes", "context_device_used_bytes", "context_device_limit_bytes", "host_bytes_read", "rows_reused", "device_wait_for_host_ns")
+    __slots__ = ("waiting", "prompting", "decoding", "requests", "session_bytes", "session_limit_bytes", "context_bytes", "context_used_bytes", "context_limit_bytes", "contexts", "context_loads", "context_hits", "context_evictions", "steps", "prompt_tokens", "decode_steps", "decode_tokens", "decode_batch", "context_device_bytes", "context_device_used_bytes", "context_device_limit_bytes", "host_bytes_read", "rows_reused", "device_wait_for_host_ns", "open_calls", "unfinished_calls", "unread_answers")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PROMPTING_FIELD_NUMBER: _ClassVar[int]
     DECODING_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +252,9 @@ class ServerStatus(_message.Message):
     HOST_BYTES_READ_FIELD_NUMBER: _ClassVar[int]
     ROWS_REUSED_FIELD_NUMBER: _ClassVar[int]
     DEVICE_WAIT_FOR_HOST_NS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_CALLS_FIELD_NUMBER: _ClassVar[int]
+    UNFINISHED_CALLS_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     prompting: int
     decoding: int
@@ -256,4 +279,7 @@ class ServerStatus(_message.Message):
     host_bytes_read: int
     rows_reused: int
     device_wait_for_host_ns: int
-    def __init__(self, waiting: _Optional[int] = ..., prompting: _Optional[int] = ..., decoding: _Optional[int] = ..., requests: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_limit_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., context_used_bytes: _Optional[int] = ..., context_limit_bytes: _Optional[int] = ..., contexts: _Optional[int] = ..., context_loads: _Optional[int] = ..., context_hits: _Optional[int] = ..., context_evictions: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., decode_batch: _Optional[int] = ..., context_device_bytes: _Optional[int] = ..., context_device_used_bytes: _Optional[int] = ..., context_device_limit_bytes: _Optional[int] = ..., host_bytes_read: _Optional[int] = ..., rows_reused: _Optional[int] = ..., device_wait_for_host_ns: _Optional[int] = ...) -> None: ...
+    open_calls: int
+    unfinished_calls: int
+    unread_answers: int
+    def __init__(self, waiting: _Optional[int] = ..., prompting: _Optional[int] = ..., decoding: _Optional[int] = ..., requests: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_limit_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., context_used_bytes: _Optional[int] = ..., context_limit_bytes: _Optional[int] = ..., contexts: _Optional[int] = ..., context_loads: _Optional[int] = ..., context_hits: _Optional[int] = ..., context_evictions: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., decode_batch: _Optional[int] = ..., context_device_bytes: _Optional[int] = ..., context_device_used_bytes: _Optional[int] = ..., context_device_limit_bytes: _Optional[int] = ..., host_bytes_read: _Optional[int] = ..., rows_reused: _Optional[int] = ..., device_wait_for_host_ns: _Optional[int] = ..., open_calls: _Optional[int] = ..., unfinished_calls: _Optional[int] = ..., unread_answers: _Optional[int] = ...) -> None: ...

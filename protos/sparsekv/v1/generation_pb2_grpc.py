@@ -61,7 +61,8 @@ class GenerationServiceServicer(object):
         request on it; prompt and generated tokens are private. Ending the call (cancellation or deadline) stops the
         work within one step. Errors: CONTEXT_NOT_FOUND, CONTEXT_EXPIRED, CONTEXT_CORRUPT, MODEL_MISMATCH,
         DTYPE_MISMATCH, METHOD_UNSUPPORTED, PROMPT_TOO_LONG, INVALID_ARGUMENT, MEMORY_BUDGET_EXCEEDED,
-        SESSION_MEMORY_EXCEEDED, TOO_MANY_REQUESTS, DEADLINE_EXCEEDED, NOT_READY, SHUTTING_DOWN.
+        SESSION_MEMORY_EXCEEDED, TOO_MANY_REQUESTS (with a google.rpc.RetryInfo), DEADLINE_EXCEEDED, CALL_UNFINISHED,
+        ANSWER_UNREAD, NOT_READY, SHUTTING_DOWN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

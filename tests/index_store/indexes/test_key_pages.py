@@ -140,7 +140,7 @@ def test_a_range_of_appended_keys_alone_reads_their_pages_alone() -> None:
     [
         ({"size": 0}, "at least 1"),
         ({"size": "big"}, "type int"),
-        ({}, "missing parameters"),
+        ({}, "is missing"),
         ({"size": 16, "colour": 1}, "colour"),
     ],
 )

@@ -308,3 +308,42 @@ def test_an_error_of_the_user_ends_the_lease(many: tuple[Store, list[SyntheticCo
     with pytest.raises(ZeroDivisionError), arena.acquire(store, contexts[0].id):
         raise ZeroDivisionError
     assert arena.stats().leases == 0
+
+
+class SlowToUnlock(RecordingLocker):
+    """Unlocks pages, which is done before memory is given back, only once `go_on` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaving, self.go_on = threading.Event(), threading.Event()
+
+    def unlock(self, tensor: Tensor) -> None:
+        self.leaving.set()
+        assert self.go_on.wait(10)
+        super().unlock(tensor)
+
+
+def test_memory_on_its_way_out_is_counted(store: Store) -> None:
+    """What leaves makes room for two; the second must not come in before it has left."""
+    large, first, second = (synthetic_context(tokens=tokens, seed=tokens) for tokens in (400, 20, 30))
+    for context in (large, first, second):
+        context.write(store)
+    budget = resident_bytes(large.manifest)
+    locker = SlowToUnlock()
+    arena = Arena(budget, locker)
+    touch(arena, store, large)
+    with ThreadPoolExecutor(2) as pool:
+        makes_room = pool.submit(touch, arena, store, first)
+        assert locker.leaving.wait(10)
+        finds_room = pool.submit(touch, arena, store, second)
+        time.sleep(0.2)
+        assert not makes_room.done()
+        assert not finds_room.done()
+        assert len(locker.locked) == 1
+        stats = arena.stats()
+        assert (stats.used_bytes, stats.contexts, stats.leases) == (budget, 0, 2)
+        locker.go_on.set()
+        makes_room.result(10)
+        finds_room.result(10)
+    assert set(arena.ids()) == {first.id, second.id}
+    assert arena.stats().evictions == 1

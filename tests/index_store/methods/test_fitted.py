@@ -12,7 +12,7 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.presets import METHODS, get_method
 from index_store.store.json_fields import Scalar
-from index_store.store.manifest import IndexEntry, Manifest
+from index_store.store.manifest import IndexEntry, Manifest, kv_entry, tokens_entry
 from tests.support.store import THRESHOLDS, synthetic_context
 
 BASE = synthetic_context(index_dtypes=()).draft
@@ -50,6 +50,12 @@ def context(
     return replace(BASE, indexes=tuple(entries), dense_layers=dense)
 
 
+def _cut(manifest: Manifest, tokens: int) -> Manifest:
+    """Of a context of so many tokens."""
+    kv = kv_entry(manifest.model, tokens, manifest.dtype)
+    return replace(manifest, token_count=tokens, tokens=tokens_entry(tokens), kv=kv)
+
+
 CONTEXTS = {
     "everything": context(),
     "nothing": context(()),
@@ -57,6 +63,8 @@ CONTEXTS = {
     "flat layer": context(layers=SOME, dense=(0,)),
     "missing layer": context(layers=SOME),
     "not calibrated": context(calibrated=False),
+    "only sinks": _cut(context(calibrated=False), 8),
+    "flat": context((), dense=ALL),
     "moved clusters": context(built={"remainder_clusters": {"window": 64}}),
     "few sinks": context(built={"key_clusters": {"sinks": 20}, "query_tables": {"centroids": 16}}),
 }
@@ -67,6 +75,8 @@ REFUSED: Mapping[str, Mapping[str, set[str]]] = {
     "flat layer": {"lacks layers [0]": APPROXIMATING},
     "missing layer": {"lacks layers [0]": set(METHODS) - FREE},
     "not calibrated": {"has none; prefill it again": THRESHOLD},
+    "only sinks": {"has none; all of its 8 tokens are sinks; give another budget (--mass": THRESHOLD},
+    "flat": {"needs index": APPROXIMATING},
     "moved clusters": {"windowed RoPE": OPTIONAL},
     "few sinks": {"leaves out the first 20": {"squeezed", "multipole", "tactic"}},
 }
@@ -85,18 +95,21 @@ def test_presets_are_refused_with_a_reason_or_run(where: str, preset: str) -> No
         assert preset in str(caught.value)
         return
     fitted = method.on(manifest)
-    dropped = preset in OPTIONAL and where in {"no partitions", "flat layer"}
+    dropped = preset in OPTIONAL and where in {"no partitions", "flat layer", "flat"}
     assert fitted.method.drops_remainder == (dropped or method.drops_remainder)
     assert (fitted.partition is None) == (fitted.method.drops_remainder or method.partition is None)
     flat = set(manifest.dense_layers) if fitted.method.drops_remainder else set()
     assert fitted.searching == (set(ALL) - flat if method.sparse else set())
+    if not fitted.searching:
+        assert fitted.thresholds is None
+        return
     for spec in fitted.method.index_specs():
         entry = manifest.index(spec.name)
         assert entry is not None
         assert (spec.kind, spec.parameters) == (entry.kind, entry.parameters)
         assert fitted.searching <= set(entry.layers)
     clusters = method.index is not None and INDEX_KINDS[method.index.kind].partitions
-    assert (fitted.thresholds is not None) == (clusters and where != "not calibrated")
+    assert (fitted.thresholds is not None) == (clusters and where not in {"not calibrated", "only sinks"})
 
 
 @pytest.mark.parametrize(
@@ -113,6 +126,12 @@ def test_a_remainder_that_was_asked_for_is_not_dropped(expression: str, where: s
     with pytest.raises(MethodUnsupportedError) as caught:
         get_method(expression).on(CONTEXTS[where])
     assert reason in str(caught.value)
+
+
+def test_what_a_refusal_advises_is_not_refused() -> None:
+    only_sinks = CONTEXTS["only sinks"]
+    assert get_method("squeezed", mass=0.9).on(only_sinks).searching == set(ALL)
+    assert get_method("squeezed", tokens=4).on(only_sinks).searching == set(ALL)
 
 
 def test_a_method_runs_with_indexes_as_they_were_built() -> None:

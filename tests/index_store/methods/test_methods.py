@@ -122,7 +122,7 @@ def test_windows_and_search_options_of_expressions() -> None:
     assert method.search == {"group": "pooled", "weights": "projection"}
     assert (method.sinks, method.recent, method.append_block) == (0, 32, 64)
     assert (method.schedule, method.budget) == (Schedule(lag=1), Ratio(0.01))
-    published = "@weights=uniform@backoff_cosine=0.5@backoff_centroids=2@append_block=1"
+    published = "@weights=uniform@backoff_cosine=0.5@backoff_centroids=2@append_block=16"
     same = get_method(f"csattention+dropped@group=pooled@sinks=0@recent=32{published}")
     fields = ("search", "sinks", "recent", "append_block", "drops_remainder", "budget")
     assert all(getattr(same, name) == getattr(METHODS["csattention-paper"], name) for name in fields)

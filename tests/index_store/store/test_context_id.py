@@ -44,5 +44,5 @@ def test_context_id_refuses_bad_tokens(tokens: Any) -> None:
 
 def test_context_id_refuses_parameters_that_are_not_json() -> None:
     for value in (float("nan"), object()):
-        with pytest.raises(InvalidArgumentError, match="parameters"):
+        with pytest.raises(InvalidArgumentError, match="options of the reading"):
             context_id(MODEL, "bfloat16", {"a": value}, "", [1])

@@ -142,14 +142,6 @@ def test_contents_of_another_chunk_under_the_right_checksum(stored: Store, conte
     assert error.metadata["trailer"] == error.metadata["expected"] != error.metadata["found"]
 
 
-def test_exchanged_tokens_are_no_prefix(stored: Store, context: SyntheticContext) -> None:
-    other = synthetic_context(seed=1)
-    other.write(stored)
-    swap(chunk(stored, context, "tokens", 0), chunk(stored, other, "tokens", 0))
-    for tokens in (context.tokens, other.tokens):
-        assert stored.longest_prefix("a" * 64, tokens) is None
-
-
 def test_a_context_with_exchanged_chunks_is_replaced(stored: Store, context: SyntheticContext) -> None:
     swap(*(chunk(stored, context, "kv", 0, head) for head in (0, 1)))
     context.write(stored)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from index_store.attention.layer_shape import WindowLayers
 from index_store.errors import (
     ChecksumError,
     ContextCorruptError,
@@ -21,18 +22,18 @@ from index_store.errors import (
     ManifestError,
     ModelMismatchError,
 )
+from index_store.models.identity import require_dtype, require_model
 from index_store.selection.threshold_curve import KEEP_GRID
+from index_store.store.context_id import ModelIdentity
 from index_store.store.manifest import (
     ArrayEntry,
     IndexEntry,
     Manifest,
-    ModelIdentity,
     index_array_entry,
     kv_entry,
     queries_entry,
-    require_dtype,
-    require_model,
     tokens_entry,
+    window_entry,
 )
 from index_store.store.manifest_json import parse_manifest, render_document, render_manifest
 from tests.support.store import MODEL, THRESHOLDS, SyntheticContext, other_model, synthetic_context
@@ -42,26 +43,32 @@ WHERE = "store/contexts/x/manifest.json"
 texts = st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=20)
 sizes = st.integers(1, 6)
 scalars = st.one_of(
-    st.text(), st.booleans(), st.integers(-(10**18), 10**18), st.floats(allow_nan=False, allow_infinity=False)
+    texts | st.just(""),
+    st.booleans(),
+    st.integers(-(2**63) + 1, 2**63 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
 )
-parameters = st.dictionaries(st.text(), scalars, max_size=4)
+parameters = st.dictionaries(texts, scalars, max_size=4)
 times = st.datetimes(datetime(2000, 1, 1), datetime(2100, 1, 1), timezones=st.just(UTC))
 
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelIdentity:
-    kv_heads = draw(sizes)
+    kv_heads, layers = draw(sizes), draw(sizes)
+    windows = st.sets(st.integers(0, layers - 1), min_size=1).map(lambda chosen: tuple(sorted(chosen)))
+    shape = st.tuples(windows, st.integers(1, 10**6), st.just(12), st.sampled_from([1, 2, 3]), sizes)
     return ModelIdentity(
         name=draw(texts),
         architecture=draw(texts),
         fingerprint=draw(texts),
         tokenizer_fingerprint=draw(texts),
-        layers=draw(sizes),
+        layers=layers,
         query_heads=kv_heads * draw(sizes),
         kv_heads=kv_heads,
         head_dim=draw(sizes),
         vocab_size=draw(st.integers(1, 10**6)),
         max_positions=draw(st.integers(10**6, 10**7)),
+        window=draw(st.none() | shape.map(lambda values: WindowLayers(*values))),
     )
 
 
@@ -89,7 +96,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         thresholds = draw(curves | st.just(()))
         indexes.append(IndexEntry(name, draw(texts), draw(parameters), covered, arrays, thresholds))
     dtype = draw(st.sampled_from(["float32", "float16", "bfloat16"]))
-    positions = tuple(sorted(draw(st.lists(st.integers(0, 10**6), max_size=4))))
+    positions = tuple(sorted(draw(st.lists(st.integers(0, 10**6), max_size=4 if model.full_layers else 0))))
     draft = Manifest(
         id=draw(st.from_regex(r"[0-9a-f]{64}", fullmatch=True)),
         name=draw(texts),
@@ -98,16 +105,16 @@ def manifests(draw: st.DrawFn) -> Manifest:
         model=model,
         dtype=dtype,
         token_count=tokens,
-        salt=draw(st.text()),
         methods=tuple(draw(st.lists(texts, min_size=1, max_size=3, unique=True))),
         dense_layers=draw(layers | st.just(())),
         selection_errors=draw(errors | st.just(())),
         tokens=tokens_entry(tokens),
         kv=kv_entry(model, tokens, dtype),
+        window=window_entry(model, tokens, dtype),
         indexes=tuple(indexes),
         prefill=draw(parameters),
-        seconds=draw(st.dictionaries(st.text(), st.floats(0, 1e9))),
-        queries=queries_entry(model, len(positions)) if positions else None,
+        seconds=draw(st.dictionaries(texts, st.floats(0, 1e9))),
+        queries=queries_entry(model, len(positions)),
         query_positions=positions,
     )
     counts = {entry.path: len(list(entry.chunk_indices())) for entry in draft.arrays}
@@ -156,18 +163,58 @@ def document(context: SyntheticContext) -> dict[str, Any]:
 
 
 def test_newer_version(context: SyntheticContext) -> None:
-    newer = document(context) | {"format_version": 3, "something_new": [1]}
+    newer = document(context) | {"format_version": 4, "something_new": [1]}
     with pytest.raises(
-        FormatVersionError, match=f"{WHERE}.*version 3.*reads version 2; update sparsekv"
+        FormatVersionError, match=f"{WHERE}.*version 4.*reads versions 2 to 3; update sparsekv"
     ) as caught:
         parse_manifest(render_document(newer), WHERE)
-    assert caught.value.metadata == {"found": "3", "expected": "2", "path": WHERE}
+    assert caught.value.metadata == {"found": "4", "expected": "3", "path": WHERE}
+
+
+def test_the_version_before(context: SyntheticContext) -> None:
+    """Which had the salt in clear text; nothing but the version remains of it."""
+    older = document(context) | {"format_version": 2, "salt": "owner\n7"}
+    read = parse_manifest(render_document(older), WHERE)
+    assert read == replace(context.manifest, format_version=2)
+    assert render_manifest(read) == render_manifest(context.manifest)
+    with pytest.raises(ManifestError, match="'salt' is missing"):
+        parse_manifest(render_document(document(context) | {"format_version": 2}), WHERE)
+    with pytest.raises(ManifestError, match="'salt' is 'owner', expected no such field"):
+        parse_manifest(render_document(document(context) | {"salt": "owner"}), WHERE)
 
 
 def test_newer_version_without_our_checksum(context: SyntheticContext) -> None:
     newer = document(context) | {"format_version": 4}
     with pytest.raises(FormatVersionError, match="version 4"):
         parse_manifest(json.dumps(newer).encode(), WHERE)
+
+
+def test_contexts_of_the_version_before_are_read(context: SyntheticContext) -> None:
+    """Without windows it was written in the same way."""
+    older = document(context) | {"format_version": 2, "salt": ""}
+    manifest = parse_manifest(render_document(older), WHERE)
+    assert manifest == replace(context.manifest, format_version=2)
+    assert manifest.model.full_layers == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"layers": [2, 1]}, "layers"),
+        ({"layers": [3]}, "layers"),
+        ({"layers": []}, "layers"),
+        ({"size": 0}, "size"),
+        ({"kv_heads": 3}, "query_heads"),
+    ],
+)
+def test_windows_that_do_not_fit_the_model_are_refused(
+    context: SyntheticContext, changes: dict[str, object], field: str
+) -> None:
+    changed = document(context)
+    window = {"layers": [1], "size": 8, "query_heads": 4, "kv_heads": 2, "head_dim": 8}
+    changed["model"]["window"] = {**window, **changes}
+    with pytest.raises(ManifestError, match=f"model.window.{field}"):
+        parse_manifest(render_document(changed), WHERE)
 
 
 def test_older_version(context: SyntheticContext) -> None:
@@ -178,7 +225,7 @@ def test_older_version(context: SyntheticContext) -> None:
         del index["thresholds"]
     with pytest.raises(
         FormatVersionError,
-        match=f"{WHERE}.*version 1, this program reads version 2; the context was made by an older sparsekv: prefill",
+        match=f"{WHERE}.*version 1, .* reads versions 2 to 3; the context was made by an older sparsekv: prefill",
     ):
         parse_manifest(render_document(older), WHERE)
 
@@ -201,8 +248,8 @@ def test_every_missing_field_is_named(context: SyntheticContext) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        (("name",), 7, r"'name' is 7, expected a string"),
-        (("name",), "a\x1b[2Jb", r"'name' is .*expected 1-500 printable characters"),
+        (("name",), 7, r"'name' is 7, expected a printable text"),
+        (("name",), "a\x1b[2Jb", r"'name' is .*expected a printable text"),
         (("id",), "../../etc", r"'id' is '../../etc', expected 64"),
         (("created_at",), "yesterday", r"'created_at' is 'yesterday', expected an ISO 8601 time"),
         (("created_at",), "2026-01-01T00:00:00", r"'created_at' .*a time in UTC"),
@@ -213,12 +260,12 @@ def test_every_missing_field_is_named(context: SyntheticContext) -> None:
         (("token_count",), 5000, r"'token_count' is 5000, expected at most 4096"),
         (("dense_layers",), [3], r"'dense_layers' is \(3,\), expected ascending layers of 0..2"),
         (("dense_layers",), [1, 0], r"'dense_layers'"),
-        (("dense_layers",), [0.5], r"'dense_layers' .*a list of integers"),
-        (("methods",), "full", r"'methods' is 'full', expected a list of strings"),
-        (("methods",), ["full", 1], r"'methods' .*a list of strings"),
+        (("dense_layers",), [0.5], r"'dense_layers' .*a list, each an integer"),
+        (("methods",), "full", r"'methods' is 'full', expected a list of printable texts"),
+        (("methods",), ["full", 1], r"'methods' .*a list of printable texts"),
         (("methods",), [], r"'methods' is \(\), expected one or more different names"),
         (("methods",), ["full", "full"], r"'methods' .*one or more different names"),
-        (("methods",), ["full", "a\nb"], r"'methods\[1\]' is .*printable"),
+        (("methods",), ["full", "a\nb"], r"'methods' is .*printable"),
         (("selection_errors",), [0.5, True, 0.1], r"'selection_errors' .*a list of finite numbers"),
         (
             ("selection_errors",),
@@ -228,7 +275,7 @@ def test_every_missing_field_is_named(context: SyntheticContext) -> None:
         (("model", "kv_heads"), 3, r"'model.query_heads' is 4, expected a multiple of 3"),
         (("model", "layers"), "3", r"'model.layers' is '3', expected an integer"),
         (("model", "layers"), 4, r"'kv' is .*expected .*4, 2"),
-        (("model", "head_dim"), 0, r"'model.head_dim' is 0, expected a positive integer"),
+        (("model", "head_dim"), 0, r"'model.head_dim' is 0, expected an integer of 1 to"),
         (("model", "extra"), 1, r"'model.extra' is 1, expected no such field"),
         (("model",), [], r"'model' is \[\], expected an object"),
         (("kv", "dtype"), "float16", r"'kv' is"),
@@ -237,7 +284,7 @@ def test_every_missing_field_is_named(context: SyntheticContext) -> None:
         (("indexes", 0, "name"), "a/b", r"'index.name' is 'a/b'"),
         (("indexes", 0, "layers"), [0, 5], r"'indexes.tables.layers' is \(0, 5\)"),
         (("indexes", 0, "layers"), [1], r"leading sizes \(1, 2\)"),
-        (("indexes", 0, "parameters"), {"a": None}, r"'indexes\[0\].parameters' .*strings, finite numbers"),
+        (("indexes", 0, "parameters"), {"a": None}, r"'indexes\[0\].parameters' .*texts, finite numbers"),
         (("indexes", 0, "arrays", 0, "path"), "index/other/x", r"'path' is 'index/other/x'"),
         (("indexes", 0, "arrays", 0, "dtype"), "complex64", r"dtype' is 'complex64', expected one of int8"),
         (
@@ -257,11 +304,11 @@ def test_every_missing_field_is_named(context: SyntheticContext) -> None:
         (("kv", "checksums"), "A" * 48, r"'kv.checksums' is '6 checksums, A.*expected 6 of 8 lower-case hex"),
         (("kv", "checksums"), "0" * 47 + "\n", r"'kv.checksums' is '6 checksums, 0"),
         (("tokens", "checksums"), "", r"'tokens.checksums' is '0 checksums, ', expected 1 of 8"),
-        (("tokens", "checksums"), None, r"'tokens.checksums' is None, expected a string"),
+        (("tokens", "checksums"), None, r"'tokens.checksums' is None, expected digits"),
         (
             ("indexes", 0, "arrays", 1, "checksums"),
             ["0" * 8] * 4,
-            r"'indexes\[0\].arrays\[1\].checksums' is .*expected a string",
+            r"'indexes\[0\].arrays\[1\].checksums' is .*expected digits",
         ),
         (("indexes",), {}, r"'indexes' is \{\}, expected a list of objects"),
         (
@@ -289,7 +336,7 @@ def test_every_missing_field_is_named(context: SyntheticContext) -> None:
         ),
         (("query_positions",), [-1, 4, 5], r"'query_positions' is \(-1, 4, 5\), expected ascending"),
         (("query_positions",), [3, 4], r"'queries' is .*expected .*\(3, 2, 2, 2, 8\)"),
-        (("query_positions",), [3, 4, "5"], r"'query_positions' .*a list of integers"),
+        (("query_positions",), [3, 4, "5"], r"'query_positions' .*a list, each an integer"),
         (("prefill",), {"a": [1]}, r"'prefill'"),
         (("seconds",), {"forward": "1"}, r"'seconds'"),
         (("unknown",), 1, r"'unknown' is 1, expected no such field"),

@@ -1,10 +1,8 @@
-"""A store of contexts: round trips, finding, opening, expiry, deletion, clean-up."""
+"""A store of contexts: round trips, listing, finding, opening."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,17 +14,15 @@ import zarr
 from index_store.errors import (
     ContextAmbiguousError,
     ContextCorruptError,
-    ContextExpiredError,
     ContextNotFoundError,
     InvalidArgumentError,
     ManifestError,
-    MissingChunkError,
     StoreError,
 )
 from index_store.store.catalog import BrokenContext, Store
 from index_store.store.dtypes import STORED_DTYPES, dtype_name
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path
-from tests.support.store import CREATED, SyntheticContext, other_model, synthetic_context
+from tests.support.store import CREATED, SyntheticContext, synthetic_context
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -189,7 +185,16 @@ def test_resolve(store: Store) -> None:
     first, second = synthetic_context(name="handbook"), synthetic_context(seed=1, name="code base, v2")
     for context in (first, second):
         context.write(store)
-    for ref in (first.id, f"contexts/{first.id}", first.id[:6], f"contexts/{first.id[:20]}", "handbook"):
+    for ref in (
+        first.id,
+        first.id.upper(),
+        f"contexts/{first.id}",
+        f"contexts/{first.id.upper()}",
+        first.id[:6],
+        first.id[:9].upper(),
+        f"contexts/{first.id[:20]}",
+        "handbook",
+    ):
         assert store.resolve(ref) == first.id
     assert store.resolve("code base, v2") == second.id
     for ref in (first.id[:5], "0" * 64, "contexts/" + "0" * 64, "handboo", "", "contexts/", "000000"):
@@ -204,6 +209,37 @@ def test_resolve_ambiguous(store: Store) -> None:
     with pytest.raises(ContextAmbiguousError, match="fits 2 contexts") as caught:
         store.resolve("same")
     assert all(context.id[:16] in caught.value.message for context in contexts)
+
+
+def test_expired_contexts_do_not_make_a_name_ambiguous(store: Store) -> None:
+    now = CREATED
+    ticking = Store(store.path, clock=lambda: now)
+    old, older = (synthetic_context(seed=seed, name="same", ttl=timedelta(hours=1)) for seed in (1, 2))
+    for context in (old, older):
+        context.write(ticking)
+    live = synthetic_context(seed=3, name="same")
+    live.write(ticking)
+    with pytest.raises(ContextAmbiguousError, match="fits 3 contexts"):
+        ticking.resolve("same")
+    now += timedelta(hours=2)
+    assert ticking.resolve("same") == live.id
+    ticking.delete(live.id)
+    with pytest.raises(ContextAmbiguousError, match="fits 2 contexts"):
+        ticking.resolve("same")
+    ticking.delete(older.id)
+    assert ticking.resolve("same") == old.id  # which says that it has expired, rather than that there is none
+
+
+def test_a_name_that_looks_like_an_id_is_found(store: Store) -> None:
+    first, second = synthetic_context(name="F" * 64), synthetic_context(seed=1)
+    first.write(store)
+    second.write(store)
+    assert store.resolve("F" * 64) == first.id
+    third = synthetic_context(seed=2, name=second.id)
+    third.write(store)
+    assert store.resolve(second.id) == second.id  # an id means its context, whatever others are called
+    store.delete(second.id)
+    assert store.resolve(second.id) == third.id
 
 
 def test_name_that_is_also_an_id_prefix(store: Store) -> None:
@@ -245,128 +281,6 @@ def test_unknown_context(store: Store) -> None:
     for use in (store.manifest, store.open, store.delete, store.verify):
         with pytest.raises(ContextNotFoundError, match="0000"):
             use("0" * 64)
-
-
-def test_expired_context(store: Store) -> None:
-    context = synthetic_context(ttl=timedelta(hours=1))
-    context.write(store)
-    now = CREATED + timedelta(minutes=30)
-    early = Store(store.path, clock=lambda: now)
-    assert early.open(context.id).manifest.id == context.id
-    assert early.gc() == []
-    with pytest.raises(ContextExpiredError, match=f"{context.id} expired at 2026-01-02 04:04:05") as caught:
-        store.open(context.id)
-    assert caught.value.metadata["context"] == context.id
-    assert store.list() == [context.manifest]
-    assert store.expired(context.manifest)
-    (would,) = store.gc(dry_run=True)
-    assert (would.kind, would.path) == ("expired", folder(store, context.id))
-    assert would.nbytes > context.manifest.kv_bytes
-    assert store.list() == [context.manifest]
-    assert store.gc() == [would]
-    assert store.list() == []
-    assert os.listdir(store.path / "contexts") == []
-
-
-def test_expired_context_that_a_job_is_replacing_is_left_alone(store: Store) -> None:
-    context = synthetic_context(ttl=timedelta(hours=1))
-    context.write(store)
-    with store.lock(context.id):
-        assert store.gc() == []
-    assert len(store.gc()) == 1
-
-
-def test_delete_while_mapped(stored: Store, context: SyntheticContext) -> None:
-    other_process = Store(stored.path)
-    opened = stored.open(context.id)
-    mapped = [opened.array("kv", layer, head) for layer in range(3) for head in range(2)]
-    other_process.delete(context.id)
-    assert os.listdir(stored.path / "contexts") == []
-    assert b"".join(map(bits, mapped)) == bits(context.kv)
-    with pytest.raises(ContextNotFoundError, match="was deleted"):
-        opened.array("kv", 0, 0)
-    with pytest.raises(ContextNotFoundError, match="was deleted"):
-        opened.tokens()
-    with pytest.raises(ContextNotFoundError):
-        stored.open(context.id)
-    with pytest.raises(ContextNotFoundError):
-        stored.delete(context.id)
-
-
-def test_a_missing_chunk_is_no_deletion(stored: Store, context: SyntheticContext) -> None:
-    opened = stored.open(context.id)
-    chunk_path(folder(stored, context.id), context.manifest.kv, (0, 0)).unlink()
-    with pytest.raises(MissingChunkError):
-        opened.array("kv", 0, 0)
-
-
-def test_gc_finishes_a_deletion_that_was_interrupted(stored: Store, context: SyntheticContext) -> None:
-    trash = stored.path / "contexts" / f".trash-{context.id}-0123"
-    folder(stored, context.id).rename(trash)
-    assert stored.list() == []
-    assert [(item.kind, item.path) for item in stored.gc(dry_run=True)] == [("trash", trash)]
-    assert trash.exists()
-    assert [item.kind for item in stored.gc()] == ["trash"]
-    assert not trash.exists()
-
-
-def test_gc_spares_what_is_being_written(store: Store) -> None:
-    context = synthetic_context()
-    with store.writer(context.id) as writer:
-        writer.write_tokens(context.tokens)
-        assert store.gc() == []
-        with store.writer(context.id):
-            assert len(list((store.path / "contexts").iterdir())) == 2
-        assert store.list() == []
-    assert list((store.path / "contexts").iterdir()) == []
-
-
-def test_gc_removes_temporary_folders_without_a_writer(store: Store) -> None:
-    dead = store.path / "contexts" / f".tmp-{'0' * 64}-0123"
-    (dead / "kv").mkdir(parents=True)
-    (dead / "kv" / "zarr.json").write_text("{}")
-    assert [(item.kind, item.nbytes) for item in store.gc(dry_run=True)] == [("temporary", 2)]
-    assert dead.exists()
-    assert [item.path for item in store.gc()] == [dead]
-    dead.mkdir()
-    with store.writer("1" * 64):
-        assert not dead.exists()
-
-
-def test_gc_waits_for_nobody(store: Store) -> None:
-    held = store.path / "contexts" / f".tmp-{'0' * 64}-0123"
-    held.mkdir()
-    descriptor = os.open(held, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    try:
-        assert store.gc() == []
-    finally:
-        os.close(descriptor)
-    assert len(store.gc()) == 1
-
-
-def test_longest_prefix(store: Store) -> None:
-    long = synthetic_context(tokens=40)
-    short = replace(synthetic_context(tokens=20, seed=1), tokens=long.tokens[:20])
-    unrelated = synthetic_context(tokens=30, seed=2)
-    foreign = synthetic_context(tokens=41, seed=0, model=other_model(fingerprint="f" * 64))
-    for context in (long, short, unrelated, foreign):
-        context.write(store)
-    asked = [*long.tokens.tolist(), 1, 2, 3]
-    assert store.longest_prefix("a" * 64, asked) == (long.manifest, 40)
-    assert store.longest_prefix("a" * 64, asked[:40]) == (long.manifest, 40)
-    assert store.longest_prefix("a" * 64, torch.tensor(asked[:39])) == (short.manifest, 20)
-    assert store.longest_prefix("a" * 64, asked[:19]) is None
-    assert store.longest_prefix("a" * 64, []) is None
-    assert store.longest_prefix("e" * 64, asked) is None
-    chunk_path(folder(store, long.id), long.manifest.tokens, (0,)).write_bytes(b"damaged")
-    assert store.longest_prefix("a" * 64, asked) == (short.manifest, 20)
-
-
-def test_longest_prefix_leaves_out_expired_ones(store: Store) -> None:
-    context = synthetic_context(ttl=timedelta(hours=1))
-    context.write(store)
-    assert store.longest_prefix("a" * 64, context.tokens.tolist()) is None
 
 
 def test_a_folder_that_is_no_store(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_a_record_of_another_context_or_format_is_refused(tmp_path: Path) -> Non
     ("changes", "message"),
     [
         ({"mass": 0.5}, "at most one of keep, mass and tokens"),
-        ({"keep": -0.1}, "a positive number"),
+        ({"keep": -0.1}, "above 0 and at most 1"),
         ({"target": "speed"}, "one of mass, kl"),
         ({"wanted": float("nan")}, "a number"),
         ({"reached": {"mass": "much"}}, "numbers by name"),

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -23,8 +23,9 @@ from index_store.errors import (
     StoreError,
     StoreFullError,
 )
-from index_store.store import folders
+from index_store.store import writer as writing
 from index_store.store.catalog import Store
+from index_store.store.files import durable
 from index_store.store.zarr_io import chunk_path
 from tests.support.store import SyntheticContext, synthetic_context
 
@@ -38,18 +39,18 @@ def full_disk_at(
     monkeypatch: pytest.MonkeyPatch, write: int, code: int = errno.ENOSPC
 ) -> Iterator[list[int]]:
     """The n-th file of an array, and every later one, fails half-way, as on a full disk."""
-    original, written = Path.open, [0]
+    original, written = writing.new_file, [0]
 
-    def open_file(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> IO[Any]:
-        if mode == "wb" and path.name != "manifest.json":
+    def new_file(path: Path, permissions: int) -> BinaryIO:
+        if path.name != "manifest.json":
             written[0] += 1
             if written[0] > write:
                 path.write_text("part")
                 raise OSError(code, os.strerror(code), str(path))
-        return original(path, mode, *args, **kwargs)
+        return original(path, permissions)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", open_file)
+        patch.setattr(writing, "new_file", new_file)
         yield written
 
 
@@ -78,7 +79,7 @@ def test_full_disk_while_syncing(
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
-        patch.setattr(folders.os, "fsync", fsync)
+        patch.setattr(durable.os, "fsync", fsync)
         with pytest.raises(StoreFullError):
             context.write(store)
     assert names(store) == []
@@ -87,11 +88,15 @@ def test_full_disk_while_syncing(
 def test_full_disk_while_writing_the_manifest(
     store: Store, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_bytes(path: Path, _: bytes) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    original = writing.new_file
+
+    def new_file(path: Path, permissions: int) -> BinaryIO:
+        if path.name == "manifest.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return original(path, permissions)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", write_bytes)
+        patch.setattr(writing, "new_file", new_file)
         with pytest.raises(StoreFullError, match="index-store gc"):
             context.write(store)
     assert names(store) == []

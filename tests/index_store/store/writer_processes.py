@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import index_store.store.files.additions
 import index_store.store.writer
 from index_store.store.catalog import Store
 from index_store.store.writer import ContextWriter
-from tests.support.store import synthetic_context
+from tests.support.store import add_index, synthetic_context
 
 
 def main() -> None:
@@ -33,7 +34,11 @@ def main() -> None:
 
 
 def serve(store: Store, request: dict[str, Any]) -> int:
-    """Writes the context of the request's seed, as a prefill job does."""
+    """Writes the context of the request's seed, as a prefill job does, or adds an index to one that is there."""
+    if "add_to" in request:
+        die_at_step_of_adding(request["die_at"])
+        add_index(store, store.manifest(request["add_to"]), name="more")
+        return 0
     context = synthetic_context(tokens=request.get("tokens", 400), seed=request["seed"])
     if "die_at" in request:
         die_at_step(request["die_at"])
@@ -52,6 +57,31 @@ def serve(store: Store, request: dict[str, Any]) -> int:
 
 def die_at_step(step: int) -> None:
     """Makes this process kill itself at its n-th step of writing: a chunk, the sync, before or after the rename."""
+    die_at_call(
+        step,
+        (ContextWriter, "write_chunk"),
+        (ContextWriter, "create_array"),
+        (index_store.store.writer, "sync_tree"),
+        (index_store.store.writer, "sync_path"),
+    )
+
+
+def die_at_step_of_adding(step: int) -> None:
+    """The same of adding: a chunk, a sync, a rename, the removal of the temporary folder."""
+    die_at_call(
+        step,
+        (ContextWriter, "write_chunk"),
+        (index_store.store.writer, "sync_tree"),
+        (os, "rename"),
+        (index_store.store.files.additions, "sync_path"),
+        (os, "replace"),
+        (index_store.store.writer, "sync_path"),
+        (index_store.store.writer, "remove_tree"),
+    )
+
+
+def die_at_call(step: int, *steps: tuple[Any, str]) -> None:
+    """Makes this process kill itself before its n-th call of any of these functions."""
     remaining = [step]
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,10 +93,8 @@ def die_at_step(step: int) -> None:
 
         return call
 
-    ContextWriter.write_chunk = counted(ContextWriter.write_chunk)  # type: ignore[method-assign]
-    ContextWriter.create_array = counted(ContextWriter.create_array)  # type: ignore[method-assign]
-    index_store.store.writer.sync_tree = counted(index_store.store.writer.sync_tree)
-    index_store.store.writer.sync_path = counted(index_store.store.writer.sync_path)
+    for owner, name in steps:
+        setattr(owner, name, counted(getattr(owner, name)))
 
 
 def say(line: str) -> None:

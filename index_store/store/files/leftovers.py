@@ -1,0 +1,97 @@
+"""What killed jobs and interrupted deletions left in a store: found without changing anything, removed on demand."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from index_store.errors import StoreError
+from index_store.store.files.durable import remove_tree, storing
+from index_store.store.files.locks import clear_free_lock, is_locked, locked_file
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Something that nobody can use and a clean-up removes.
+
+    kind: "temporary" (of a job that was killed), "index" (that it was adding to a context), "trash" (of a deletion that
+    was interrupted), "expired", "default" (a tuned default without a context) or "lock". nbytes: of its files.
+    changed_at: when something in it changed last.
+    """
+
+    kind: str
+    path: Path
+    nbytes: int
+    changed_at: datetime
+    remove: Callable[[], bool] = field(repr=False, compare=False)
+    """Removes it; False when it was gone or in use again. Raises OSError or StoreError."""
+
+
+def leftover(kind: str, path: Path, remove: Callable[[], bool]) -> Leftover:
+    """A file or folder, measured."""
+    nbytes, changed = _measure(path)
+    return Leftover(kind, path, nbytes, datetime.fromtimestamp(changed, UTC), remove)
+
+
+def dead_folders(kind: str, folder: Path, prefix: str, locks: Path | None) -> Iterator[Leftover]:
+    """Folders with that prefix; with `locks` only those whose lock, a file of the same name there, nobody holds."""
+    for path in sorted(folder.glob(f"{prefix}*")):
+        lock = None if locks is None else locks / path.name
+        if lock is None or not is_locked(lock):
+            yield leftover(kind, path, _removal(path, lock))
+
+
+def free_locks(locks: Path, is_lock: Callable[[str], bool]) -> Iterator[Leftover]:
+    """Lock files, by their names, that nobody holds."""
+    for path in sorted(locks.glob("*")):
+        if is_lock(path.name) and path.is_file() and not is_locked(path):
+            yield leftover("lock", path, _lock_removal(path))
+
+
+def removed(item: Leftover, on_failure: Callable[[StoreError], None]) -> bool:
+    """Removes a leftover; False when it was gone, in use again, or could not be removed, which is told."""
+    try:
+        with storing("removing", item.path):
+            return item.remove()
+    except StoreError as error:
+        on_failure(error)
+        return False
+
+
+def _removal(path: Path, lock: Path | None) -> Callable[[], bool]:
+    def remove() -> bool:
+        if lock is None:
+            remove_tree(path)
+            return True
+        with locked_file(lock, wait=False) as held:
+            there = held and os.path.lexists(path)
+            if there:
+                remove_tree(path)
+            return there
+
+    return remove
+
+
+def _lock_removal(path: Path) -> Callable[[], bool]:
+    return lambda: clear_free_lock(path)
+
+
+def _measure(path: Path) -> tuple[int, float]:
+    """Bytes of all files at or below the path that are still there, and the time of the last change."""
+    total, changed = 0, 0.0
+    names = [str(path)]
+    for parent, _, files in os.walk(path):
+        names += [parent, *(os.path.join(parent, name) for name in files)]
+    for name in names:
+        try:
+            status = os.lstat(name)
+        except FileNotFoundError:
+            continue
+        changed = max(changed, status.st_mtime)
+        if not stat.S_ISDIR(status.st_mode):
+            total += status.st_size
+    return total, changed

@@ -1,0 +1,179 @@
+"""Which contexts a folder holds, newest first: every manifest is read once, and again when it has changed.
+
+A context is published and deleted by a rename, which the folder's own times show, and what is added to one is first
+written into that folder. So the list is kept in memory, and asking for it again costs one look at the folder; when that
+has changed, one look at every manifest, of which those are read that are not the ones that were read before. A context
+that is asked for by its id is looked at for itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+from bisect import bisect_right, insort
+from dataclasses import dataclass
+from pathlib import Path
+
+from index_store.errors import ContextNotFoundError, ManifestError, SparseKVError
+from index_store.store.context_id import is_context_id
+from index_store.store.files.reading import WrongFileError, may_block, read_file, unavailable
+from index_store.store.manifest import Manifest
+from index_store.store.manifest_json import MANIFEST_NAME, parse_manifest
+
+_LARGEST_MANIFEST = 64 << 20
+_LOOKED_AT_TOGETHER = 64
+_SETTLED_S = 2.0  # later changes show in a file's times, whatever the file system's clock ticks in
+
+Stamp = tuple[int, ...]
+Place = tuple[int, float, str]
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenContext:
+    """A context whose manifest cannot be used, and why: it is damaged, or cannot be read now."""
+
+    id: str
+    error: SparseKVError
+
+
+Entry = Manifest | BrokenContext
+
+
+def place_of(entry: Entry) -> Place:
+    """Where an entry stands in a list: newest first, those without a manifest at the end."""
+    if isinstance(entry, BrokenContext):
+        return 1, 0.0, entry.id
+    return 0, -entry.created_at.timestamp(), entry.id
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What was read of one context. stamp: of the file; None where it is to be read again the next time."""
+
+    entry: Entry
+    stamp: Stamp | None
+
+
+class Listing:
+    """The contexts in one folder. Safe to use from several threads."""
+
+    def __init__(self, contexts: Path) -> None:
+        self._contexts = contexts
+        self._known: dict[str, _Known] = {}
+        self._order: list[Entry] = []
+        self._folder_stamp: Stamp | None = None
+        self._refreshing = threading.Lock()  # one reads for all who ask for the list
+        self._books = threading.Lock()  # never held while anything is read
+
+    def entries(self) -> list[Entry]:
+        """Every context in its place. Raises StoreUnavailableError when the folder cannot be read."""
+        with may_block(self._contexts):
+            self._refreshing.acquire()
+        try:
+            for id_ in self._changed_ids():
+                self._note(id_, self._read(id_, self._known.get(id_)))
+        finally:
+            self._refreshing.release()
+        with self._books:
+            return list(self._order)
+
+    def manifest(self, id_: str) -> Manifest:
+        """The manifest of a context, as it is now.
+
+        Raises ContextNotFoundError, FormatVersionError, StoreUnavailableError or a ContextCorruptError.
+        """
+        known = self._known.get(id_)
+        fresh = self._read(id_, known)
+        if fresh is not known:
+            self._note(id_, fresh)
+        if fresh is None:
+            raise ContextNotFoundError(f"{self._contexts.parent}: no context {id_}", context=id_)
+        if isinstance(fresh.entry, BrokenContext):
+            # A copy: every thread gets a traceback of its own.
+            raise copy.copy(fresh.entry.error)
+        return fresh.entry
+
+    def _changed_ids(self) -> list[str]:
+        """Ids of contexts that are new, have changed, or were not well when they were read; forgets what is gone."""
+        try:
+            with may_block(self._contexts):
+                stamp, settled = _stamp(os.stat(self._contexts), time.time())
+                if stamp == self._folder_stamp:
+                    return [id_ for id_, known in list(self._known.items()) if known.stamp is None]
+                with os.scandir(self._contexts) as items:
+                    found = {item.name for item in items if is_context_id(item.name)}
+        except OSError as error:
+            raise unavailable(self._contexts, error) from error
+        for id_ in self._known.keys() - found:
+            self._note(id_, None)
+        self._folder_stamp = stamp if settled else None
+        ids = sorted(found)
+        changed: list[str] = []
+        for first in range(0, len(ids), _LOOKED_AT_TOGETHER):
+            with may_block(self._contexts):
+                changed += filter(self._has_changed, ids[first : first + _LOOKED_AT_TOGETHER])
+        return changed
+
+    def _has_changed(self, id_: str) -> bool:
+        known = self._known.get(id_)
+        if known is None or known.stamp is None:
+            return True
+        try:
+            return _stamp(os.stat(f"{self._contexts}/{id_}/{MANIFEST_NAME}"), 0.0)[0] != known.stamp
+        except OSError:
+            return True
+
+    def _note(self, id_: str, fresh: _Known | None) -> None:
+        """Puts an entry into its place, or takes it out."""
+        with self._books:
+            known = self._known.pop(id_, None)
+            if known is not None:
+                del self._order[bisect_right(self._order, place_of(known.entry), key=place_of) - 1]
+            if fresh is not None:
+                self._known[id_] = fresh
+                insort(self._order, fresh.entry, key=place_of)
+
+    def _read(self, id_: str, known: _Known | None) -> _Known | None:
+        """What is there now: `known` itself where its file is still the same one, None where there is no context."""
+        path = self._contexts / id_ / MANIFEST_NAME
+        try:
+            if known is not None and known.stamp is not None:
+                with may_block(path):
+                    if _stamp(os.stat(path), 0.0)[0] == known.stamp:
+                        return known
+            now = time.time()
+            data, status = read_file(path, _LARGEST_MANIFEST)
+        except (FileNotFoundError, NotADirectoryError):
+            if not path.parent.is_dir():
+                return None
+            missing = ManifestError(f"{path}: the manifest is missing; delete the context", path=path)
+            return _Known(BrokenContext(id_, missing), None)
+        except WrongFileError as error:
+            wrong = ManifestError(f"{path}: the manifest is {error.strerror}; delete the context", path=path)
+            return _Known(BrokenContext(id_, wrong), None)
+        except OSError as error:
+            return _Known(BrokenContext(id_, unavailable(path, error)), None)
+        stamp, settled = _stamp(status, now)
+        return _Known(_parse(id_, path, data), stamp if settled else None)
+
+
+def _parse(id_: str, path: Path, data: bytes) -> Entry:
+    try:
+        manifest = parse_manifest(data, str(path))
+        if manifest.id != id_:
+            raise ManifestError(
+                f"{path}: field 'id' is {manifest.id!r}, expected {id_!r}, its folder's name; delete the context",
+                path=path,
+                field="id",
+            )
+    except SparseKVError as error:
+        return BrokenContext(id_, error)
+    return manifest
+
+
+def _stamp(status: os.stat_result, now: float) -> tuple[Stamp, bool]:
+    """What tells a file from another or an older one, and whether any later change will show in it."""
+    stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return stamp, now - max(status.st_mtime, status.st_ctime) > _SETTLED_S
