@@ -1,16 +1,14 @@
-"""Where a model's files are, and hashes of them. Needs no machine-learning package."""
+"""A model's files on this machine, and hashes of them. Needs no machine-learning package."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 
 from index_store.errors import ModelUnsupportedError
-
-PACKAGED_MODELS = ("reader",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +23,17 @@ class ModelFolder:
         return ModelUnsupportedError(f"model {self.name!r} cannot be served: {why}", model=self.name)
 
 
-def resolve_model(name_or_path: str) -> ModelFolder:
-    """The folder of a packaged model ("reader") or of a path. Raises ModelUnsupportedError when there is none."""
-    if name_or_path in PACKAGED_MODELS:
-        return ModelFolder(Path(str(resources.files("index_store.models") / name_or_path)), name_or_path)
-    path = Path(name_or_path).expanduser()
-    if not path.is_dir():
-        raise ModelUnsupportedError(
-            f"model {name_or_path!r} is neither a packaged model ({', '.join(PACKAGED_MODELS)}) nor a folder; "
-            "models are not downloaded: pass the path of a Hugging Face model folder",
-            model=name_or_path,
-        )
-    if not (path / "config.json").is_file():
-        raise ModelUnsupportedError(
-            f"model folder {name_or_path!r} has no config.json; expected a Hugging Face model folder",
-            model=name_or_path,
-        )
-    return ModelFolder(path.resolve(), path.resolve().name)
+def cache_folder() -> Path:
+    """What can be made again is kept here: SPARSEKV_CACHE, or sparsekv in the user's cache folder (XDG_CACHE_HOME)."""
+    named = os.environ.get("SPARSEKV_CACHE")
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekv"
+
+
+def model_cache() -> Path:
+    """Where fetched and converted models are kept."""
+    return cache_folder() / "models"
 
 
 def hash_file(path: Path) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
@@ -23,6 +24,10 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
 )
+_PIECE = 2**16  # characters of a long text that are counted at a time
+_CUT_TOKENS = 64  # that a cut through a text may add at most, as far as any tokenizer is known to go
+
+_EARLIER_TURN = "A turn that came before."
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -44,6 +49,32 @@ class Tokenizer:
         """Token ids of a text, without begin or end tokens. Special tokens written out in the text are recognised."""
         return list(self._backend(text, add_special_tokens=False, verbose=False)["input_ids"])
 
+    def at_least(self, text: str, enough: int, check: Callable[[], None] = lambda: None) -> int:
+        """How many tokens the text has at least, found at a cost that does not grow beyond about `enough` tokens.
+
+        More than `enough` only where `encode` would give more as well; less says nothing. A text that may be accepted
+        is encoded at once after this, since where it is cut changes the tokens. check: called between pieces.
+        """
+        if len(text) <= enough + _PIECE:  # no more than the whole costs
+            return 0
+        length = len(text.encode("utf-8", "surrogatepass"))
+        if length > enough * self._longest_token:
+            return -(-length // self._longest_token)
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            check()
+            count += max(0, len(self.encode(text[start : start + _PIECE])) - _CUT_TOKENS)
+            if count > enough:
+                break
+        return count
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Bytes of text that one token can stand for."""
+        return max(
+            (len(token.encode("utf-8", "surrogatepass")) for token in self._backend.get_vocab()), default=1
+        )
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are left out, bytes that are no text become U+FFFD."""
         return str(
@@ -51,27 +82,43 @@ class Tokenizer:
         )
 
     def format_question(self, question: str) -> str:
-        """The question as the model's chat template words it, ready to follow a context: no begin-of-text token.
+        """The question as a further turn of the model's chat template, ready to follow a context.
 
-        Raises InvalidArgumentError when the model has no chat template or its template fails.
+        It is what the template adds to a conversation for one turn more. So there is no begin-of-text token in it,
+        and no system message, which some templates put before a first turn: in the middle of a text it makes a model
+        forget what it has read. Raises InvalidArgumentError when the model has no chat template, when its template
+        fails or leaves earlier turns out.
         """
         if not self._backend.chat_template:
             raise InvalidArgumentError(
                 f"model {self._name!r} has no chat template, so it is not known how to ask it; "
                 "pass the prompt word for word instead"
             )
+        earlier = [{"role": "user", "content": "..."}, {"role": "assistant", "content": _EARLIER_TURN}]
+        closed = self._after_earlier_turn(earlier, answer_follows=False)
+        return self._after_earlier_turn(
+            [*earlier, {"role": "user", "content": question}], answer_follows=True
+        ).removeprefix(closed)
+
+    def _after_earlier_turn(self, messages: list[dict[str, str]], *, answer_follows: bool) -> str:
+        """What the chat template writes behind the words of the earlier turn."""
         try:
             text = str(
                 self._backend.apply_chat_template(
-                    [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+                    messages, tokenize=False, add_generation_prompt=answer_follows
                 )
             )
         except (TemplateError, ValueError, TypeError) as error:
             raise InvalidArgumentError(
                 f"the chat template of model {self._name!r} fails: {first_line(error)}"
             ) from error
-        begin = self._backend.bos_token
-        return text.removeprefix(begin) if begin else text
+        _, found, rest = text.partition(_EARLIER_TURN)
+        if not found:
+            raise InvalidArgumentError(
+                f"the chat template of model {self._name!r} leaves earlier turns out; "
+                "pass the prompt word for word instead"
+            )
+        return rest
 
     def _leading_special_ids(self) -> tuple[int, ...]:
         plain = self.encode("a")
@@ -90,6 +137,7 @@ def load_tokenizer(folder: ModelFolder) -> Tokenizer:
         backend = AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers package raises bare Exception for a file it cannot parse
         raise folder.refuse(_why_not_loaded(folder, error)) from error
+    _check_size(folder, len(backend.get_vocab()) - len(backend.get_added_vocab()))
     return Tokenizer(backend, folder.name, _eos_ids(folder, backend.eos_token_id))
 
 
@@ -103,6 +151,17 @@ def tokenizer_fingerprint(folder: ModelFolder) -> str:
     settings.pop("chat_template", None)
     digest.update(json.dumps(settings, sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def _check_size(folder: ModelFolder, tokens: int) -> None:
+    """Raises ModelUnsupportedError when the tokenizer has more tokens than the model; added ones may never be used."""
+    settings = _read_json(folder, "config.json")
+    known = settings.get("vocab_size") or (settings.get("text_config") or {}).get("vocab_size")
+    if isinstance(known, int) and tokens > known:
+        raise folder.refuse(
+            f"its tokenizer has {tokens} tokens, its config.json says {known}: they belong to different models; "
+            "copy both from where the model comes from"
+        )
 
 
 def _why_not_loaded(folder: ModelFolder, error: Exception) -> str:

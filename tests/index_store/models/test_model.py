@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 
+from index_store.attention.layer_shape import WindowLayers
 from index_store.errors import InvalidArgumentError, ModelUnsupportedError
 from index_store.models.loading import (
     check_positions,
@@ -156,19 +158,108 @@ def test_truncated_weights_are_refused(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ModelUnsupportedError, match="cannot be loaded"):
+    with pytest.raises(
+        ModelUnsupportedError, match=r"has \d+ bytes, its header promises \d+; copy the file anew"
+    ):
         load_model(resolve_model(str(folder)), "sdpa")
 
 
-def test_sliding_window_limits_the_positions(tmp_path: Path) -> None:
-    active = write_model_folder(tmp_path / "active", "mistral", sliding_window=512)
-    identity = identify(resolve_model(str(active)))
-    assert identity.max_positions == 512
-    check_positions(identity, 512)
-    with pytest.raises(InvalidArgumentError, match="513 tokens are more than the 512 positions"):
-        check_positions(identity, 513)
-    unused = write_model_folder(tmp_path / "unused", "qwen2", sliding_window=512, use_sliding_window=False)
-    assert identify(resolve_model(str(unused))).max_positions == 4096
+def test_pickled_weights_are_not_loaded(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(llama, folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(
+        ModelUnsupportedError, match=r"only pytorch_model\.bin, .*convert them to safetensors"
+    ):
+        identify(resolve_model(str(folder)))
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "sub/model.safetensors", ""])
+def test_weights_outside_of_the_folder_are_refused(llama: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(llama, folder)
+    shutil.copy(folder / "model.safetensors", tmp_path / "other.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ModelUnsupportedError, match="weights must lie in the model's own folder"):
+        identify(resolve_model(str(folder)))
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\xff" * 100, b"\2" + b"\0" * 7 + b"[]"])
+def test_files_that_hold_no_weights_are_refused(llama: Path, tmp_path: Path, content: bytes) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(llama, folder)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelUnsupportedError, match=r"model\.safetensors.*copy the file anew"):
+        identify(resolve_model(str(folder)))
+
+
+def test_a_tokenizer_of_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
+    folder = copy_with(llama, tmp_path / "model", vocab_size=100)
+    with pytest.raises(ModelUnsupportedError, match=r"tokenizer has \d+ tokens, its config.json says 100"):
+        load_tokenizer(resolve_model(str(folder)))
+
+
+def test_windows_are_read_layer_by_layer(tmp_path: Path) -> None:
+    every = identify(
+        resolve_model(str(write_model_folder(tmp_path / "every", "mistral", sliding_window=512)))
+    )
+    assert every.window == WindowLayers((0, 1), 512, 4, 2, 16)
+    assert (every.full_layers, every.max_positions) == ((), 4096)
+    check_positions(every, 4096)
+    with pytest.raises(InvalidArgumentError, match="4097 tokens are more than the 4096 positions"):
+        check_positions(every, 4097)
+    kinds = ["sliding_attention", "full_attention"]
+    some = write_model_folder(
+        tmp_path / "some", "qwen2", sliding_window=64, use_sliding_window=True, layer_types=kinds
+    )
+    identity = identify(resolve_model(str(some)))
+    assert (identity.window_layers, identity.full_layers) == ((0,), (1,))
+    assert [identity.shape(layer).window for layer in range(2)] == [64, None]
+    for family, size in (("qwen2", 512), ("mistral", 4096)):  # not used, and as long as all positions
+        folder = write_model_folder(tmp_path / f"none-{family}", family, sliding_window=size)
+        assert identify(resolve_model(str(folder))).window is None
+
+
+def test_positions_end_where_rotations_change(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    for family, rope, expected in (
+        ("phi3", {"rope_type": "longrope", "rope_theta": 1e4, **factors}, 128),
+        ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 4096),
+        ("llama", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, 4096),
+    ):
+        name = f"{family}-{rope['rope_type']}"
+        original = {"original_max_position_embeddings": 128} if family == "phi3" else {}
+        folder = write_model_folder(tmp_path / name, family, rope_parameters=rope, **original)
+        assert identify(resolve_model(str(folder))).max_positions == expected
+
+
+def test_the_text_part_of_a_larger_model_is_served_without_the_rest(tmp_path: Path) -> None:
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    text = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    text |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+    }
+    config = AutoConfig.for_model(
+        "mistral3", text_config={"model_type": "mistral", **text}, vision_config=vision
+    )
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(config)
+    whole.save_pretrained(tmp_path)
+    loaded = load_model(resolve_model(str(tmp_path)), "eager")
+    assert (loaded.identity.layers, loaded.identity.max_positions) == (2, 512)
+    assert not any("vision" in name for name, _ in loaded.model.named_parameters())
+    ids = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model(ids).logits, whole.eval()(input_ids=ids).logits)
 
 
 def write_config(folder: Path, family: str, **settings: object) -> Path:
@@ -179,24 +270,38 @@ def write_config(folder: Path, family: str, **settings: object) -> Path:
     return folder
 
 
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "num_key_value_heads": 2}, "softcap"),
-        ("bloom", {"max_position_embeddings": 512}, "attention interface"),
-        ("stablelm", {"intermediate_size": 64, "num_key_value_heads": 2}, "attention interface"),
-        ("granite", {"attention_multiplier": 0.5, "num_key_value_heads": 2}, "scales logits by 0.5"),
+        ("bloom", {}, "its decoder takes no position_ids"),
+        ("bart", {"is_encoder_decoder": False}, "its decoder takes no position_ids"),
         ("t5", {}, "encoder-decoder"),
         ("vit", {}, "not a causal language model"),
+        ("bert", {"max_position_embeddings": 512}, "layer 0 is not causal"),
+        ("gptj", {}, "does not go through transformers' attention interface"),
         (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "dynamic position encoding",
+            "stablelm",
+            {"intermediate_size": 64, "num_key_value_heads": 2},
+            "do not hand on to the attention function",
         ),
+        ("deepseek_v3", {"num_key_value_heads": 4, **LATENT}, "multi-head latent attention.*kv_lora_rank 16"),
+        ("qwen3_5_text", {"num_key_value_heads": 2}, "layers of kind linear_attention"),
+        ("falcon_h1", {"num_key_value_heads": 2}, "recurrent state"),
+        ("doge", {"num_key_value_heads": 2}, "layer 0 makes an attention mask of its own"),
+        ("diffllama", {"num_key_value_heads": 2}, "its 2 layers attend 4 times in a pass"),
         (
-            "qwen3",
-            {"layer_types": ["full_attention", "chunked_attention"]},
-            "layers of kind chunked_attention",
+            "llama4_text",
+            {"num_key_value_heads": 2, "head_dim": 16, "attention_chunk_size": 64},
+            "chunks of 64 tokens",
         ),
     ],
 )
@@ -213,8 +318,21 @@ def test_code_in_a_model_folder_is_not_run(llama: Path, tmp_path: Path) -> None:
         llama, tmp_path / "remote", model_type="homemade", auto_map={"AutoConfig": "evil.Config"}
     )
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    with pytest.raises(ModelUnsupportedError, match=r"config\.json cannot be read"):
+    with pytest.raises(ModelUnsupportedError, match=r"names code .*auto_map.* is never run"):
         identify(resolve_model(str(folder)))
+    known = copy_with(llama, tmp_path / "known", auto_map={"AutoModelForCausalLM": "evil.Model"})
+    shutil.copy(folder / "evil.py", known)
+    assert load_model(resolve_model(str(known)), "sdpa").identity.layers == 2
+    tokenizer = copy_with(
+        llama,
+        tmp_path / "tokenizer",
+        "tokenizer_config.json",
+        tokenizer_class="Homemade",
+        auto_map={"AutoTokenizer": ["evil.Tokenizer", None]},
+    )
+    shutil.copy(folder / "evil.py", tokenizer)
+    with suppress(ModelUnsupportedError):
+        load_tokenizer(resolve_model(str(tokenizer)))
     assert not (tmp_path / "ran").exists()
 
 
@@ -256,6 +374,28 @@ def test_begin_token_is_for_the_context_not_for_questions(tmp_path: Path) -> Non
     assert 2 not in tokenizer.encode("text")
     assert tokenizer.format_question("Why?") == "Q: Why? A:"
     assert BEGIN_TOKEN not in tokenizer.format_question("Why?")
+
+
+TURNS = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|begin|>system\nBe kind.<|end|>\n"
+    "{% endif %}<|begin|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
+)
+
+
+def test_a_question_is_one_more_turn(tmp_path: Path) -> None:
+    """Also where the token that opens a turn is called the begin-of-text token, and a system message comes unasked."""
+    folder = write_model_folder(tmp_path / "model", chat_template=TURNS)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": BEGIN_TOKEN}))
+    tokenizer = load_tokenizer(resolve_model(str(folder)))
+    assert tokenizer.format_question("Why?") == "<|begin|>user\nWhy?<|end|>\n<|begin|>assistant\n"
+
+
+def test_a_template_that_forgets_earlier_turns_is_refused(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model", chat_template="Q: {{ messages[-1]['content'] }} A:")
+    with pytest.raises(InvalidArgumentError, match="leaves earlier turns out"):
+        load_tokenizer(resolve_model(str(folder))).format_question("Why?")
 
 
 def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,371 @@
+"""How a model attends, layer by layer, as it tells transformers' attention interface: windows, scales, caps, sinks.
+
+The model's skeleton (no weights, no memory) is run once with an attention function that only takes notes. Masks are
+read as functions of positions, so that a window of thousands of tokens shows in a pass over a few.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedModel,
+)
+from transformers.utils import logging as transformers_logging
+
+from index_store.models.configuration import layer_kinds, max_positions, value
+from index_store.models.folder import ModelFolder, first_line
+
+_NOTES = "sparsekv_notes"
+_TOKENS = 5
+_FEATURES: Mapping[str, str] = {
+    "position_bias": "learnt biases of positions",
+    "sinks": "sinks that depend on the text",
+    "indices": "keys that a learnt index of its own selects",
+    "block_indices": "blocks of keys that a learnt index of its own selects",
+}
+"""Arguments of the attention interface that no store of keys and values can serve, in words."""
+
+_RECURRENT = frozenset({"linear_attention", "conv", "mamba", "recurrent"})
+"""Kinds of layers that keep something else than keys and values."""
+
+_UNDERSTOOD = frozenset({"sliding_window", "softcap", "s_aux", "is_causal"})
+_WITHOUT_EFFECT = frozenset(
+    {
+        "dropout",
+        "output_attentions",
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "attention_notes",
+        "encoder_hidden_states",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReading:
+    """Attention of one layer.
+
+    head_dim: of queries and keys, or of values where those are wider; the narrower ones are filled up with zeros.
+    window: a query sees so many keys, its own included; None for all. scale: of the logits. cap: see
+    `attention.logit_form`. sinks: name of the decoder's parameter with a learnt sink for every query head; None
+    without.
+    """
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    scale: float
+    cap: float | None
+    sinks: str | None
+
+
+def logit_cap(readings: Sequence[LayerReading]) -> float | None:
+    """The soft cap of the model's logits; None without one. No model has different ones."""
+    return next((own.cap for own in readings if own.cap is not None), None)
+
+
+@dataclass(slots=True)
+class _Notes:
+    """Of one pass. names: of the decoder's parameters, by id. masks: those that were made, with the functions that they
+    show. calls: of attention, in order.
+    """
+
+    names: dict[int, str] = field(default_factory=dict)
+    masks: list[tuple[Tensor, Callable[..., Tensor]]] = field(default_factory=list)
+    calls: list[_Call] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of the attention function. mask: its function; None without one. foreign: the mask is the layer's own.
+
+    sinks: name of the parameter that was given for them. handed_on: what the model was called with arrives.
+    """
+
+    layer: int | None
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    scale: float
+    causal: bool
+    mask: Callable[..., Tensor] | None
+    foreign: bool
+    sinks: str | None
+    handed_on: bool
+    arguments: Mapping[str, Any]
+
+
+_running = threading.local()
+"""The notes of the pass that this thread runs: masks are made without a word from the caller."""
+
+
+def read_attention(folder: ModelFolder, config: Any) -> tuple[LayerReading, ...]:
+    """How every layer attends.
+
+    Raises ModelUnsupportedError, naming the feature, for a layer that keeps no keys and values, whose mask is neither
+    causal nor a sliding window, or that needs what the attention function here does not do.
+    """
+    recurrent = sorted(set(layer_kinds(config)) & _RECURRENT)
+    if recurrent:
+        raise folder.refuse(f"it has layers of kind {', '.join(recurrent)}, whose state no store here holds")
+    calls = _take_notes(folder, config)
+    layers = int(config.num_hidden_layers)
+    _check_order(folder, config, [call.layer for call in calls], layers)
+    if not calls[0].handed_on:
+        raise folder.refuse("its layers do not hand on to the attention function what they are called with")
+    limit = max_positions(folder, config)
+    readings = tuple(_read(folder, config, call, limit) for call in calls)
+    _check_cache(folder, config, readings, limit)
+    return readings
+
+
+def _check_cache(folder: ModelFolder, config: Any, readings: Sequence[LayerReading], limit: int) -> None:
+    """Refuses a model that would see other keys with transformers' own cache than its masks show."""
+    try:
+        cached = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+    except Exception:  # a configuration that caches know nothing about
+        return
+    for layer, (size, reading) in enumerate(zip(cached, readings, strict=False)):
+        kept = size if isinstance(size, int) and size < limit else None
+        if kept is not None and reading.window != kept:
+            raise folder.refuse(
+                f"layer {layer} sees {reading.window or 'all'} keys by its mask and {kept} by transformers' cache of it"
+            )
+
+
+def _check_order(folder: ModelFolder, config: Any, found: Sequence[int | None], layers: int) -> None:
+    """Every layer must attend exactly once, one after another."""
+    if not found:
+        raise folder.refuse("its attention does not go through transformers' attention interface")
+    if len(set(found)) < len(found):
+        raise folder.refuse(
+            f"its {len(set(found))} layers attend {len(found)} times in a pass; every layer must attend once"
+        )
+    without = sorted(set(range(layers)) - set(found))
+    if without:
+        kinds = layer_kinds(config)
+        named = sorted({kinds[layer] for layer in without if layer < len(kinds)})
+        which = f"layer {without[0]} and others ({len(without)} of {layers}{': ' if named else ''}{', '.join(named)})"
+        raise folder.refuse(f"{which} keep a state of another kind in place of keys and values")
+    if list(found) != list(range(layers)):
+        raise folder.refuse(f"its layers attend in the order {list(found)}, expected one after another")
+
+
+def _read(folder: ModelFolder, config: Any, call: _Call, limit: int) -> LayerReading:
+    layer, given = call.layer, call.arguments
+    _check_arguments(folder, call)
+    (_, query_heads, tokens, head_dim), (_, kv_heads, keys, _), width = call.query, call.key, call.value[-1]
+    if (tokens, keys, call.value[1:3]) != (_TOKENS, _TOKENS, (kv_heads, keys)) or query_heads % kv_heads:
+        raise folder.refuse(
+            f"layer {layer} has queries {call.query}, keys {call.key} and values {call.value} for {_TOKENS} tokens; "
+            "expected one key and one value a token, and query heads in equal groups"
+        )
+    if not call.causal or given.get("is_causal") is False:
+        raise folder.refuse(f"layer {layer} is not causal: it also attends to later tokens")
+    if call.foreign:
+        raise folder.refuse(f"layer {layer} makes an attention mask of its own")
+    sinks = given.get("s_aux")
+    if sinks is not None and (call.sinks is None or sinks.numel() != query_heads):
+        raise folder.refuse(f"layer {layer} has sinks that are not one learnt number for every query head")
+    cap = given.get("softcap")
+    return LayerReading(
+        query_heads,
+        kv_heads,
+        max(head_dim, width),
+        _window(folder, config, call, limit),
+        call.scale,
+        None if not cap else float(cap),
+        call.sinks,
+    )
+
+
+def _check_arguments(folder: ModelFolder, call: _Call) -> None:
+    for name in call.arguments:
+        if name not in _UNDERSTOOD | _WITHOUT_EFFECT:
+            feature = _FEATURES.get(name, "a feature that is not known here")
+            raise folder.refuse(f"layer {call.layer} needs {feature} (attention argument {name})")
+
+
+def _window(folder: ModelFolder, config: Any, call: _Call, limit: int) -> int | None:
+    """How many keys a query sees by the call's mask, where that is fewer than all positions."""
+    if call.mask is None:
+        return None
+    windows: set[int] = set()
+    chunk = value(config, "attention_chunk_size")
+    for position in sorted({0, 1, limit // 3, limit // 2 + 1, limit - 1}):
+        try:
+            seen = _seen(call.mask, position)
+        except Exception as error:
+            what = (
+                f"attends in chunks of {chunk} tokens"
+                if chunk
+                else f"has a mask that {type(error).__name__} hides"
+            )
+            raise folder.refuse(f"layer {call.layer} {what}; {_EXPECTED}") from error
+        size = int(seen.sum())
+        if not bool(seen[len(seen) - size :].all()):
+            raise folder.refuse(f"layer {call.layer} has an attention mask of another shape; {_EXPECTED}")
+        if size < position + 1:
+            windows.add(size)
+    if len(windows) > 1 or 0 in windows:
+        what = (
+            f"attends in chunks of {chunk} tokens" if chunk else "has an attention mask whose width changes"
+        )
+        raise folder.refuse(f"layer {call.layer} {what}; {_EXPECTED}")
+    return windows.pop() if windows else None
+
+
+_EXPECTED = "every layer must see all earlier tokens, or a sliding window of them"
+
+
+def _seen(mask: Callable[..., Tensor], position: int) -> Tensor:
+    """Which keys up to its own a query at the position sees, [position + 1] bool."""
+    none = torch.zeros(1, dtype=torch.long)
+    seen = mask(none, none, torch.tensor([position]), torch.arange(position + 1))
+    return torch.as_tensor(seen).expand(position + 1)
+
+
+def _take_notes(folder: ModelFolder, config: Any) -> list[_Call]:
+    """Runs the model's skeleton; the attention calls of one pass over a few tokens."""
+    AttentionInterface.register(_NOTES, _note_call)
+    AttentionMaskInterface.register(_NOTES, _note_mask)
+    try:
+        with torch.device("meta"), torch.inference_mode(), _quietly():
+            # bfloat16, whatever the checkpoint has: kernels for experts take nothing else without data.
+            skeleton = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), attn_implementation=_NOTES, dtype=torch.bfloat16
+            ).eval()
+    except Exception as error:
+        raise folder.refuse(_why_it_fails("its configuration does not make a model", error)) from error
+    if getattr(skeleton, "_is_stateful", False):
+        raise folder.refuse(
+            "it keeps a recurrent state (as Mamba and linear attention do), which no store here holds"
+        )
+    decoder = decoder_of(skeleton)
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        raise folder.refuse("its decoder takes no position_ids, so it cannot go on after a stored text")
+    first: Exception | None = None
+    # Some need numbers: all zero then, in memory of one number for each weight.
+    tries: dict[str, Callable[[], Any]] = {
+        "meta": lambda: decoder,
+        "cpu": lambda: decoder_of(_hollow(skeleton)),
+    }
+    for device, made in tries.items():
+        notes = _Notes()
+        try:
+            return _run(made(), device, notes)
+        except Exception as error:
+            for call in notes.calls:  # a feature that has a name says more than what it broke
+                _check_arguments(folder, call)
+            first = first or error
+    what = "its decoder does not run on token ids and positions alone"
+    raise folder.refuse(_why_it_fails(what, first)) from first
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of a causal language model that runs its layers, without the output head."""
+    decoder = model.get_decoder()
+    # Some call their output layer so.
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+
+
+def _why_it_fails(what: str, error: Exception | None) -> str:
+    if isinstance(error, KeyError) and error.args == (_NOTES,):
+        return "its attention does not go through transformers' attention interface"
+    return what if error is None else f"{what} ({type(error).__name__}: {first_line(error)})"
+
+
+def _run(decoder: Any, device: str, notes: _Notes) -> list[_Call]:
+    notes.names.update({id(parameter): name for name, parameter in decoder.named_parameters()})
+    _running.notes = notes
+    try:
+        with torch.device(device), torch.inference_mode(), _quietly():
+            # Without position_ids, which count from 0, and with a mask, so that nobody looks for numbers in them.
+            ids = torch.zeros(1, _TOKENS, dtype=torch.long)
+            decoder(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, attention_notes=True)
+    finally:
+        _running.notes = None
+    return notes.calls
+
+
+def _hollow(skeleton: Any) -> Any:
+    """The skeleton on the CPU, every weight and buffer a single zero that is shown everywhere."""
+
+    def zero(tensor: Tensor) -> Tensor:
+        return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+
+    with suppress(ValueError, AttributeError):  # where there are some; others want weights of their own
+        skeleton.set_experts_implementation("eager")
+    with torch.inference_mode():
+        return skeleton._apply(zero)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what transformers has to say about skeletons."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def _note_mask(
+    batch_size: int, q_length: int, kv_length: int, *positional: Any, mask_function: Any = None, **_: Any
+) -> Tensor:
+    """A mask of the usual shape, without content, which is told from others by its memory."""
+    notes: _Notes | None = getattr(_running, "notes", None)
+    mask = torch.zeros(batch_size, 1, q_length, kv_length, dtype=torch.bool)
+    if notes is not None and mask_function is not None:
+        notes.masks.append((mask, mask_function))
+    return mask
+
+
+def _note_call(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    attention_notes: bool = False,
+    **arguments: object,
+) -> tuple[Tensor, None]:
+    notes: _Notes = _running.notes
+    mask = None
+    if attention_mask is not None:
+        memory = attention_mask.untyped_storage()._cdata
+        mask = next((seen for made, seen in notes.masks if made.untyped_storage()._cdata == memory), None)
+    notes.calls.append(
+        _Call(
+            getattr(module, "layer_idx", None),
+            tuple(query.shape),
+            tuple(key.shape),
+            tuple(value.shape),
+            float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+            bool(getattr(module, "is_causal", True)),
+            mask,
+            attention_mask is not None and mask is None,
+            notes.names.get(id(arguments.get("s_aux"))),
+            attention_notes,
+            arguments,
+        )
+    )
+    batch, heads, tokens, _ = query.shape
+    return torch.zeros(batch, tokens, heads, value.shape[-1], dtype=query.dtype, device=query.device), None

@@ -1,0 +1,151 @@
+"""Which model: its shape, read from its files alone, and a fingerprint of their contents."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from index_store.attention.layer_shape import LayerShape, WindowLayers
+from index_store.errors import DtypeMismatchError, InvalidArgumentError, ModelMismatchError
+from index_store.models.attention_reading import LayerReading, read_attention
+from index_store.models.configuration import max_positions, read_config
+from index_store.models.folder import ModelFolder, hash_file
+from index_store.models.tokenizer import tokenizer_fingerprint
+from index_store.models.weights import weight_files
+from index_store.store.context_id import ModelIdentity
+from index_store.store.dtypes import KV_DTYPES
+from index_store.store.manifest import Manifest
+
+# Entries of config.json that name the software or the place, not the function that the model computes.
+_INCIDENTAL_CONFIG = frozenset({"_name_or_path", "transformers_version", "use_cache", "_attn_implementation"})
+
+
+def identify(folder: ModelFolder) -> ModelIdentity:
+    """What the model is, from its files alone; weights are hashed but not loaded.
+
+    The fingerprint covers the configuration and the bytes of the weights, whatever the folder's name or place. Raises
+    ModelUnsupportedError for a model that cannot be served, naming the feature.
+    """
+    config = read_config(folder)
+    readings = attention_of(folder)
+    full = _common(
+        folder, "that see all keys", (shape for shape in _shapes(readings) if shape.window is None)
+    )
+    windowed = _common(
+        folder, "with a sliding window", (shape for shape in _shapes(readings) if shape.window)
+    )
+    window = None
+    if windowed is not None and windowed.window is not None:
+        layers = tuple(layer for layer, reading in enumerate(readings) if reading.window)
+        window = WindowLayers(
+            layers, windowed.window, windowed.query_heads, windowed.kv_heads, windowed.head_dim
+        )
+    shape = full or windowed
+    if shape is None:
+        raise folder.refuse("it has no layers")
+    return ModelIdentity(
+        name=folder.name,
+        architecture=_architecture(config),
+        fingerprint=_fingerprint(folder),
+        tokenizer_fingerprint=tokenizer_fingerprint(folder),
+        layers=len(readings),
+        query_heads=shape.query_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=int(config.vocab_size),
+        max_positions=max_positions(folder, config),
+        window=window,
+    )
+
+
+def attention_of(folder: ModelFolder) -> tuple[LayerReading, ...]:
+    """How every layer of the model attends. Raises ModelUnsupportedError as `read_attention` does."""
+    return _read_once(folder, (folder.path / "config.json").read_bytes())
+
+
+@lru_cache(maxsize=64)
+def _read_once(folder: ModelFolder, settings: bytes) -> tuple[LayerReading, ...]:
+    return read_attention(folder, read_config(folder))
+
+
+def checkpoint_dtype(folder: ModelFolder) -> str:
+    """Name of the dtype that the configuration gives; ModelUnsupportedError when K and V cannot be stored in it."""
+    dtype = getattr(read_config(folder), "dtype", None) or torch.float32
+    name = str(dtype).removeprefix("torch.")
+    if name not in KV_DTYPES:
+        raise folder.refuse(
+            f"its weights are {name}; keys and values can be stored in {', '.join(KV_DTYPES)}"
+        )
+    return name
+
+
+def check_positions(identity: ModelIdentity, count: int) -> None:
+    """Raises InvalidArgumentError when `count` tokens are more than the model has positions for."""
+    if count > identity.max_positions:
+        raise InvalidArgumentError(
+            f"{count} tokens are more than the {identity.max_positions} positions of model {identity.name!r}; "
+            "shorten the text",
+            tokens=count,
+            max_positions=identity.max_positions,
+        )
+
+
+def require_model(manifest: Manifest, identity: ModelIdentity) -> None:
+    """Raises ModelMismatchError unless the context was prefilled by exactly this model and tokenizer."""
+    for what, found, expected in (
+        ("model", manifest.model.fingerprint, identity.fingerprint),
+        ("tokenizer", manifest.model.tokenizer_fingerprint, identity.tokenizer_fingerprint),
+    ):
+        if found != expected:
+            raise ModelMismatchError(
+                f"context {manifest.id[:12]} was prefilled by {manifest.model.name} ({what} fingerprint {found}), "
+                f"expected {identity.name} ({expected}); prefill the document again with this model",
+                found=found,
+                expected=expected,
+                part=what,
+            )
+
+
+def require_dtype(manifest: Manifest, dtype: str) -> None:
+    """Raises DtypeMismatchError unless keys and values are stored in that dtype."""
+    if manifest.dtype != dtype:
+        raise DtypeMismatchError(
+            f"context {manifest.id[:12]} stores keys and values as {manifest.dtype}, expected {dtype}; "
+            f"prefill the document again with --dtype {dtype} or serve with --dtype {manifest.dtype}",
+            found=manifest.dtype,
+            expected=dtype,
+        )
+
+
+def _shapes(readings: Sequence[LayerReading]) -> Iterable[LayerShape]:
+    return (LayerShape(own.query_heads, own.kv_heads, own.head_dim, own.window) for own in readings)
+
+
+def _common(folder: ModelFolder, which: str, shapes: Iterable[LayerShape]) -> LayerShape | None:
+    """The one shape of these layers; None where there are none."""
+    different = list(dict.fromkeys(shapes))
+    if len(different) > 1:
+        raise folder.refuse(
+            f"its layers {which} differ ({different[0]} and {different[1]}); they must be alike"
+        )
+    return different[0] if different else None
+
+
+def _architecture(config: Any) -> str:
+    names: Sequence[str] = getattr(config, "architectures", None) or ()
+    return names[0] if names else str(AutoModelForCausalLM._model_mapping[type(config)].__name__)
+
+
+def _fingerprint(folder: ModelFolder) -> str:
+    raw = json.loads((folder.path / "config.json").read_text())
+    meaningful = {name: value for name, value in raw.items() if name not in _INCIDENTAL_CONFIG}
+    digest = hashlib.sha256(json.dumps(meaningful, sort_keys=True).encode())
+    for file in weight_files(folder):
+        digest.update(hash_file(file).encode())
+    return digest.hexdigest()

