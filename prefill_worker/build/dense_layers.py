@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.store.stored_context import QuerySample
-from prefill_worker.reading.capture import Capture
 from prefill_worker.reading.query_sample import judged_rows
 
 KEEP = 0.02
@@ -43,8 +43,17 @@ class Selectivity:
     output_error: float
 
 
+EXACT = Selectivity(captured=1.0, output_error=0.0)
+"""Of a layer that is never cut: its queries see a sliding window."""
+
+
 def measure_selectivity(
-    kv_HN2D: Tensor, queries: QuerySample, keep: float = KEEP, sinks: int = SINKS, recent: int = RECENT
+    kv_HN2D: Tensor,
+    queries: QuerySample,
+    form: LogitForm = PLAIN,
+    keep: float = KEEP,
+    sinks: int = SINKS,
+    recent: int = RECENT,
 ) -> Selectivity:
     """Compares attention to the best `keep` of the keys, sinks and recent window with full attention.
 
@@ -60,20 +69,13 @@ def measure_selectivity(
         queries_RGD = queries.queries_HPGD[head, rows].to(keys_ND)
         for part in range(0, len(rows), _ROWS_AT_ONCE):
             some = slice(part, part + _ROWS_AT_ONCE)
+            own = LogitForm(form.cap, None if form.sink_HG is None else form.sink_HG[head : head + 1])
             share, error = _compare(
-                queries_RGD[some], keys_ND, values_ND, positions_R[some], keep, sinks, recent
+                queries_RGD[some], keys_ND, values_ND, positions_R[some], own, keep, sinks, recent
             )
             captured.append(share)
             errors.append(error)
     return Selectivity(float(torch.cat(captured).mean()), float(torch.cat(errors).mean()))
-
-
-def measure_layers(capture: Capture) -> list[Selectivity]:
-    """How selective the attention of every layer is."""
-    return [
-        measure_selectivity(capture.kv_on_device(layer), capture.query_sample(layer))
-        for layer in range(capture.identity.layers)
-    ]
 
 
 def _compare(
@@ -81,21 +83,25 @@ def _compare(
     keys_ND: Tensor,
     values_ND: Tensor,
     positions_R: Tensor,
+    form: LogitForm,
     keep: float,
     sinks: int,
     recent: int,
 ) -> tuple[Tensor, Tensor]:
-    """(captured share, relative output error), each [R, G]."""
+    """(captured share, relative output error), each [R, G]; a sink's weight is always captured."""
     ids_N = torch.arange(len(keys_ND), device=keys_ND.device)
-    logits_RGN = queries_RGD @ keys_ND.T * keys_ND.shape[1] ** -0.5
+    logits_RGN = form.capped(queries_RGD @ keys_ND.T * keys_ND.shape[1] ** -0.5)
     logits_RGN.masked_fill_((ids_N > positions_R[:, None])[:, None], -torch.inf)
-    weights_RGN = logits_RGN.softmax(-1)
+    lse_RG = logits_RGN.logsumexp(-1)
+    if form.sink_HG is not None:
+        lse_RG = torch.logaddexp(lse_RG, form.sink_HG[0])
+    weights_RGN = torch.exp(logits_RGN - lse_RG[..., None])
     always_RN = (ids_N < sinks) | (ids_N > positions_R[:, None] - recent)
     scores_RN = weights_RGN.sum(1).masked_fill(always_RN, -1.0)
     best_RK = scores_RN.topk(max(1, round(keep * len(ids_N))), dim=-1).indices
     kept_RN = always_RN.scatter(1, best_RK, True)
     kept_weights_RGN = weights_RGN * kept_RN[:, None]
-    share_RG = kept_weights_RGN.sum(-1)
+    share_RG = 1.0 - (weights_RGN.sum(-1) - kept_weights_RGN.sum(-1))
     full_RGD = weights_RGN @ values_ND
     kept_RGD = (kept_weights_RGN @ values_ND) / share_RG[..., None]
     return share_RG, (kept_RGD - full_RGD).norm(dim=-1) / full_RGD.norm(dim=-1).clamp_min(1e-12)

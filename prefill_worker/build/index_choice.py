@@ -14,8 +14,8 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
+from index_store.store.context_id import ModelIdentity
 from index_store.store.json_fields import Scalar
-from index_store.store.manifest import ModelIdentity
 from index_store.store.stored_context import QuerySample
 from prefill_worker.config import PrefillConfig
 
@@ -30,56 +30,45 @@ _TRIAL_KEYS = 32
 class ChosenIndexes:
     """The indexes to build and the methods they are built for.
 
-    methods: those asked for; with only indexes asked for, every preset that these are enough for.
+    methods: those asked for; with only indexes asked for, every preset that these are enough for. shaped: names of the
+    indexes whose parameters were asked for, too.
     """
 
     specs: tuple[IndexSpec, ...]
     methods: tuple[Method, ...]
+    shaped: frozenset[str]
 
     @property
     def method_names(self) -> tuple[str, ...]:
         """Names of the methods; the reference where there is no other."""
         return tuple(method.name for method in self.methods) or ("full",)
 
-    def covers_flat_layers(self, spec: IndexSpec) -> bool:
-        """Whether layers with flat attention get the index too.
 
-        They do not when every method that uses it drops its remainder: such a method attends to flat layers fully.
-        """
-        users = [
-            method for method in self.methods if spec.name in {used.name for used in method.index_specs()}
-        ]
-        return not users or not all(method.drops_remainder for method in users)
+def choose_indexes(
+    methods: Sequence[str], index: Sequence[str], flags: Mapping[str, Scalar] | None = None
+) -> ChosenIndexes:
+    """The different indexes that the methods need stored, and those that are named themselves.
 
-    def layers(self, spec: IndexSpec, layers: int, flat_layers: Sequence[int]) -> tuple[int, ...]:
-        """The layers that get the index."""
-        left_out = () if self.covers_flat_layers(spec) else flat_layers
-        return tuple(layer for layer in range(layers) if layer not in left_out)
-
-
-def choose_indexes(config: PrefillConfig) -> ChosenIndexes:
-    """The different indexes that the job's methods need stored, and those that it names itself.
-
-    `--index NAME:parameter=value,...` reshapes the index of that name; --tables, --subspaces, --centroids and --split
-    reshape query tables, except those of csattention-paper. Raises MethodUnsupportedError for an unknown method or for
-    parameters that it cannot work with, InvalidArgumentError for an unknown index or parameter.
+    index: NAME or NAME:parameter=value,..., which reshapes the index of that name. flags: parameters that reshape
+    query tables (`table_flags`), except those of csattention-paper. Raises MethodUnsupportedError for an unknown method
+    or for parameters that it cannot work with, InvalidArgumentError for an unknown index or parameter.
     """
-    named = [_named_spec(text) for text in config.index]
-    methods = [get_method(name) for name in config.methods]
-    specs = {spec.name: spec for method in methods for spec in method.index_specs()}
+    named = [_named_spec(text) for text in index]
+    wanted = [get_method(name) for name in methods]
+    specs = {spec.name: spec for method in wanted for spec in method.index_specs()}
     for spec in named:
         specs[spec.name] = spec
+    shaped = {text.partition(":")[0] for text in index if ":" in text}
     if len({spec.name for spec in named}) != len(named):
-        raise InvalidArgumentError(f"--index is {', '.join(config.index)}, expected different indexes")
-    flags = _table_flags(config)
+        raise InvalidArgumentError(f"--index is {', '.join(index)}, expected different indexes")
     if flags:
         reshaped = {name: spec for name, spec in specs.items() if _reshapable(spec)}
         if not reshaped:
-            _refuse(config, specs)
+            _refuse(", ".join((*methods, *index)), specs)
         specs |= {name: spec.with_parameters(**flags) for name, spec in reshaped.items()}
-    if not methods:
-        return ChosenIndexes(tuple(specs.values()), tuple(_supported_methods(specs)))
-    return ChosenIndexes(tuple(specs.values()), tuple(_fitted(method, specs) for method in methods))
+        shaped |= set(reshaped)
+    fitting = [fitted(method, specs) for method in wanted] if wanted else _supported_methods(specs)
+    return ChosenIndexes(tuple(specs.values()), tuple(fitting), frozenset(shaped))
 
 
 def check_centroids(config: PrefillConfig, chosen: ChosenIndexes, queries: int) -> None:
@@ -123,7 +112,7 @@ def check_build(
     INDEX_KINDS[spec.kind].build(spec.parameters, source, seed=0)
 
 
-def _table_flags(config: PrefillConfig) -> dict[str, Scalar]:
+def table_flags(config: PrefillConfig) -> dict[str, Scalar]:
     """The flags given that reshape query tables, by parameter."""
     flags = {
         "layout": config.tables,
@@ -167,8 +156,8 @@ def _parameter(text: str, spec: IndexSpec, pair: str) -> tuple[str, Scalar]:
         ) from None
 
 
-def _fitted(method: Method, specs: Mapping[str, IndexSpec]) -> Method:
-    """The method over the indexes as they will be built, which checks that they go together."""
+def fitted(method: Method, specs: Mapping[str, IndexSpec]) -> Method:
+    """The method over the indexes as they are built, which checks that they go together."""
     index = method.index and specs.get(method.index.name, method.index)
     partition = method.partition and specs.get(method.partition.name, method.partition)
     return replace(method, index=index, partition=partition)
@@ -181,9 +170,9 @@ def _supported_methods(specs: Mapping[str, IndexSpec]) -> list[Method]:
         if method.index is None or method.index.name not in specs:
             continue
         if all(used.name in specs for used in method.index_specs()):
-            found.append(_fitted(method, specs))
+            found.append(fitted(method, specs))
         elif method.partition_optional:
-            found.append(_fitted(method.without_remainder(), specs))
+            found.append(fitted(method.without_remainder(), specs))
     return found
 
 
@@ -191,8 +180,7 @@ def _reshapable(spec: IndexSpec) -> bool:
     return spec.kind == _TABLES_KIND and spec.name not in FIXED_INDEXES
 
 
-def _refuse(config: PrefillConfig, specs: Mapping[str, IndexSpec]) -> None:
-    asked = ", ".join((*config.methods, *config.index))
+def _refuse(asked: str, specs: Mapping[str, IndexSpec]) -> None:
     flags = "--tables, --subspaces, --centroids and --split"
     if FIXED_INDEXES & set(specs):
         others = [method.name for method in METHODS.values() if any(map(_reshapable, method.index_specs()))]

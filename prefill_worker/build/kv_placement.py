@@ -11,7 +11,7 @@ import torch
 
 from index_store.errors import MemoryBudgetError
 from index_store.memory.memory_sizes import free_memory
-from index_store.store.manifest import ModelIdentity
+from index_store.store.context_id import ModelIdentity
 from prefill_worker.reading.causal_attention import PAST_BLOCK
 
 FREE_SHARE = 0.9
@@ -56,17 +56,27 @@ class JobSizes:
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of all layers."""
-        return self.identity.layers * self.layer_bytes
+        """Keys and values of the layers that keep all of them."""
+        return len(self.identity.full_layers) * self.layer_bytes
+
+    @property
+    def window_bytes(self) -> int:
+        """Keys and values of layers with a sliding window, always on the device, and of one such layer in a pass."""
+        window = self.identity.window
+        if window is None:
+            return 0
+        row = window.kv_heads * 2 * window.head_dim * self.kv_dtype.itemsize
+        return row * (len(window.layers) * window.shape.kept(self.tokens) + window.size + self.chunk)
 
     @property
     def fixed_bytes(self) -> int:
-        """Wherever keys and values are: the query sample, one pass, clusters, and building of one layer's indexes."""
+        """Wherever other keys and values are: the query sample, one pass, windows, clusters, one layer's indexes."""
         model, item = self.identity, self.compute_dtype.itemsize
         query = model.query_heads * model.head_dim * item
         one_pass = min(self.chunk, self.tokens) * (8 * query + 3 * self.feed_forward * item)
         building = INDEX_COPIES * self.index_bytes + self.tokens * self.row_bytes(torch.float32)
-        return model.layers * self.sampled * query + one_pass + self.approximation_bytes + building
+        sample = len(model.full_layers) * self.sampled * query
+        return sample + one_pass + self.window_bytes + self.approximation_bytes + building
 
     def block_bytes(self, tokens: int, buffers: int) -> int:
         """So many blocks of so many tokens, and one of them in the dtype that the model computes in."""

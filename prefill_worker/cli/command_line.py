@@ -11,26 +11,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from index_store.cli.app import new_app
+from index_store.cli.checks import InputFile
 from index_store.cli.console import print_json
 from index_store.cli.entry import INTERRUPTED
-from index_store.cli.options import FormatOption, OutputFormat, configured
-from prefill_worker.config import PrefillConfig
+from index_store.cli.options import FormatOption, OutputFormat, QuietOption, configured
+from index_store.cli.report import layers_text
+from prefill_worker.config import AddIndexConfig, PrefillConfig
 
 if TYPE_CHECKING:
     from index_store.store.manifest import IndexEntry, Manifest
-    from prefill_worker.jobs.job import PrefillReport
+    from prefill_worker.jobs.report import PrefillReport
 
-app = typer.Typer(
-    help="Reads a document once with a model; stores keys, values and search indexes for later requests.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+app = new_app(
+    "Reads a document once with a model; stores keys, values and search indexes for later requests."
 )
-
-
-@app.callback()
-def _root() -> None:
-    """Makes `run` a command of its own, so that others can join it."""
 
 
 @contextmanager
@@ -48,21 +43,43 @@ def _interruptible() -> Iterator[None]:
 @configured(PrefillConfig)
 def run(
     config: PrefillConfig,
-    more_inputs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FILE]...", help="More text files.")
-    ] = None,
+    more_inputs: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="More text files.")] = None,
+    quiet: QuietOption = False,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
-    """Prefills a document, stores it and prints what was stored. The same content again does nothing.
+    """Prefill a document, store it, print what was stored. The store is made when it is not there.
 
-    The store is made when it is not there.
+    Where the store has the document already, what is missing is added: indexes, a name, a time to live.
     """
+    for path in more_inputs or ():
+        InputFile(dash=True).check("FILE", path)
     # Imported here, not above: torch and transformers take seconds, which --help and usage errors need not wait for.
     from index_store.cli.progress import reporter_for
     from prefill_worker.jobs.job import run_job
 
     config = replace(config, input=(*config.input, *(more_inputs or ())))
-    report = run_job(config, reporter_for(sys.stderr))
+    _print(run_job(config, reporter_for(sys.stderr, quiet=quiet)), output)
+
+
+@app.command("add-index")
+@_interruptible()
+@configured(AddIndexConfig)
+def add_index(
+    config: AddIndexConfig,
+    quiet: QuietOption = False,
+    output: FormatOption = OutputFormat.TEXT,
+) -> None:
+    """Add indexes to a stored context from what it stores.
+
+    Needs neither its document nor its model: only its keys and values are read.
+    """
+    from index_store.cli.progress import reporter_for
+    from prefill_worker.jobs.added_indexes import run_add_index
+
+    _print(run_add_index(config, reporter_for(sys.stderr, quiet=quiet)), output)
+
+
+def _print(report: PrefillReport, output: OutputFormat) -> None:
     if output is OutputFormat.JSON:
         print_json(report_json(report))
     else:
@@ -76,7 +93,7 @@ def report_json(report: PrefillReport) -> dict[str, object]:
         "id": manifest.id,
         "name": manifest.name,
         "created": report.created,
-        "not_applied": list(report.not_applied),
+        "changed": dict(report.changed),
         "model": manifest.model.name,
         "methods": list(manifest.methods),
         "dtype": manifest.dtype,
@@ -102,19 +119,21 @@ def _index_text(index: IndexEntry, manifest: Manifest) -> str:
 def _print_text(report: PrefillReport) -> None:
     manifest = report.manifest
     if not report.created:
+        changed = "; ".join(f"{what}: {words}" for what, words in report.changed.items())
         typer.echo(
-            f"The store has this context already; nothing was done. Made at {manifest.created_at:%F %T} UTC."
+            f"The store has this context already, made at {manifest.created_at:%F %T} UTC. "
+            f"{f'Changed: {changed}.' if changed else 'Nothing was done.'}"
         )
-    dense = ", ".join(map(str, manifest.dense_layers)) or "none"
     rows = [
         ("context", manifest.id),
         ("name", manifest.name),
+        ("methods", ", ".join(manifest.methods)),
         ("model", manifest.model.name),
         ("tokens", f"{manifest.token_count:,}"),
         ("keys and values", f"{manifest.kv_bytes:,} bytes, {manifest.dtype}"),
         *((f"index {index.name}", _index_text(index, manifest)) for index in manifest.indexes),
         ("bytes per token", f"{manifest.bytes_per_token():,.1f}"),
-        ("dense layers", dense),
+        ("dense layers", layers_text(manifest.dense_layers, manifest.model.layers)),
         ("expires", "never" if manifest.expires_at is None else f"{manifest.expires_at:%F %T} UTC"),
         *((f"seconds, {phase}", f"{seconds:.2f}") for phase, seconds in report.seconds.items()),
     ]

@@ -11,6 +11,8 @@ import torch
 
 from index_store.errors import InvalidArgumentError, StoreFullError
 from index_store.indexes.registry import INDEX_KINDS
+from index_store.methods.index_specs import IndexSpec
+from index_store.models.configuration import feed_forward_width
 from index_store.models.loading import (
     ModelFolder,
     check_positions,
@@ -19,12 +21,18 @@ from index_store.models.loading import (
     load_tokenizer,
     resolve_model,
 )
-from index_store.store.context_id import context_id
+from index_store.store.context_id import ModelIdentity, context_id
 from index_store.store.dtypes import stored_dtype
-from index_store.store.manifest import ModelIdentity, kv_entry
+from index_store.store.manifest import kv_entry, window_entry
 from prefill_worker.build import dense_layers as rule
 from prefill_worker.build.dense_layers import Selectivity
-from prefill_worker.build.index_choice import ChosenIndexes, check_build, check_centroids, choose_indexes
+from prefill_worker.build.index_choice import (
+    ChosenIndexes,
+    check_build,
+    check_centroids,
+    choose_indexes,
+    table_flags,
+)
 from prefill_worker.build.kv_placement import JobSizes
 from prefill_worker.config import PrefillConfig, parse_dense_layers
 from prefill_worker.jobs.inputs import fingerprint_prompts, read_document, read_prompts
@@ -44,20 +52,11 @@ class PreparedJob:
     prompts: Sequence[Sequence[int]]
     chosen: ChosenIndexes
 
-    def parameters(self) -> dict[str, object]:
-        """What, besides model, dtype, salt and tokens, decides which bytes are stored."""
+    def reading(self) -> dict[str, object]:
+        """What, besides model, dtype, salt and tokens, decides what a context is before any index is built."""
         dense = self.given_dense_layers
         automatic = {"keep": rule.KEEP, "threshold": rule.ERROR_THRESHOLD}
         return {
-            "indexes": [
-                {
-                    "name": spec.name,
-                    "kind": spec.kind,
-                    "parameters": dict(spec.parameters),
-                    "flat_layers": self.chosen.covers_flat_layers(spec),
-                }
-                for spec in sorted(self.chosen.specs, key=lambda spec: spec.name)
-            ],
             "dense_layers": automatic if dense is None else list(dense),
             "query_sample": self.config.query_sample,
             "seed": self.config.seed,
@@ -80,11 +79,10 @@ class PreparedJob:
         """Queries that the index of one KV head is built from."""
         return self.sampled_positions().rows * self.group
 
-    def sizes(self, model: Any) -> JobSizes:
-        """What decides how much memory the job needs with this model."""
+    def sizes(self, model: Any, specs: Sequence[IndexSpec]) -> JobSizes:
+        """What decides how much memory the job needs with this model to build these indexes."""
         index_row = sum(
-            INDEX_KINDS[spec.kind].bytes_per_token(spec.parameters, self.identity.head_dim)
-            for spec in self.chosen.specs
+            INDEX_KINDS[spec.kind].bytes_per_token(spec.parameters, self.identity.head_dim) for spec in specs
         )
         tokens, muse, compute = len(self.token_ids), self.config.muse, next(model.parameters()).dtype
         return JobSizes(
@@ -92,7 +90,7 @@ class PreparedJob:
             tokens=tokens,
             chunk=self.config.pass_tokens,
             sampled=self.sampled_positions().rows,
-            feed_forward=int(getattr(model.config, "intermediate_size", 4 * model.config.hidden_size)),
+            feed_forward=feed_forward_width(model.config),
             index_bytes=int(tokens * self.identity.kv_heads * index_row),
             kv_dtype=stored_dtype(self.dtype).torch_dtype,
             compute_dtype=compute,
@@ -105,19 +103,13 @@ class PreparedJob:
         """The dense layers that the job was told; None when they are to be measured."""
         return parse_dense_layers(self.config.dense_layers)
 
-    @property
-    def layers_are_known(self) -> bool:
-        """Whether the layers of every index are known before any is measured."""
-        known = self.given_dense_layers is not None
-        return known or all(self.chosen.covers_flat_layers(spec) for spec in self.chosen.specs)
-
     def dense_layers(self, measured: Sequence[Selectivity]) -> tuple[int, ...]:
         """Those given, otherwise those whose attention was measured to be flat."""
         given = self.given_dense_layers
         return rule.choose_dense_layers(measured) if given is None else given
 
     def id(self) -> str:
-        return context_id(self.identity, self.dtype, self.parameters(), self.config.salt, self.token_ids)
+        return context_id(self.identity, self.dtype, self.reading(), self.config.salt, self.token_ids)
 
 
 def prepare_job(config: PrefillConfig, standard_input: BinaryIO) -> PreparedJob:
@@ -125,7 +117,7 @@ def prepare_job(config: PrefillConfig, standard_input: BinaryIO) -> PreparedJob:
 
     Raises SparseKVError with a sentence for what cannot be used.
     """
-    chosen = choose_indexes(config)
+    chosen = choose_indexes(config.methods, config.index, table_flags(config))
     folder = resolve_model(config.model)
     identity = identify(folder)
     dense = parse_dense_layers(config.dense_layers)
@@ -150,7 +142,9 @@ def prepare_job(config: PrefillConfig, standard_input: BinaryIO) -> PreparedJob:
 
 def check_space(job: PreparedJob) -> None:
     """Raises StoreFullError before any work when not even keys and values can fit."""
-    needed = kv_entry(job.identity, len(job.token_ids), job.dtype).nbytes
+    made = (job.identity, len(job.token_ids), job.dtype)
+    window = window_entry(*made)
+    needed = kv_entry(*made).nbytes + (0 if window is None else window.nbytes)
     free = shutil.disk_usage(job.config.store).free
     if needed > free:
         raise StoreFullError(

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from index_store.attention.attention_state import AttentionState
 from index_store.attention.fused import attend_to_themselves
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.layer_index import ClusterStarts
-from index_store.store.manifest import ModelIdentity
+from index_store.store.context_id import ModelIdentity
 from prefill_worker.muse.backend import KERNEL_DIMS, backend_for
 from prefill_worker.muse.kernels.clusters import STRETCH, BoundedClusters
 from prefill_worker.muse.kernels.reference import KeyValueMoments
@@ -61,7 +62,7 @@ def planned_bytes(settings: MuseSettings, model: ModelIdentity, tokens: int, dty
     means = model.query_heads * settings.clusters_of_queries * dim * item
     one_pass = model.query_heads * settings.clusters_of_queries * (2 * clusters * dim * item + square)
     new_range = model.kv_heads * clusters * square
-    return model.layers * (of_ranges + KEPT_BLOCKS * means) + one_pass + new_range
+    return len(model.full_layers) * (of_ranges + KEPT_BLOCKS * means) + one_pass + new_range
 
 
 class RangeAttention:
@@ -74,8 +75,8 @@ class RangeAttention:
 
     def attend(
         self, layer: int, queries_EGTD: Tensor, start: int, chunk_ET2D: Tensor, read: ReadRange
-    ) -> Tensor:
-        """Attention of a block's queries to all earlier tokens and, causally, to themselves: [E, G, T, D].
+    ) -> AttentionState:
+        """Attention of a block's queries to all earlier tokens and, causally, to themselves: out [E, G, T, D].
 
         queries: after RoPE, not scaled. start: position of the first, a multiple of the settings' block. chunk: their
         own keys and values, as stored. Raises ValueError for a pass that is not one block, and InvalidArgumentError
@@ -91,12 +92,12 @@ class RangeAttention:
             )
         exact = attend_to_themselves(queries_EGTD, chunk_ET2D, cudnn=True)
         ranges = earlier_ranges(start // block)
+        heads = (1, kv_heads * group, count)
+        lse = exact.lse.view(heads).to(torch.promote_types(exact.lse.dtype, torch.float32)).contiguous()
         if ranges:
-            heads = (1, kv_heads * group, count)
-            lse = exact.lse.view(heads).to(torch.promote_types(exact.lse.dtype, torch.float32)).contiguous()
             query = queries_EGTD.reshape(*heads, dim)
             self._attend_ranges(layer, query, ranges, read, exact.out.view(*heads, dim), lse)
-        return exact.out
+        return AttentionState(exact.out, lse.view(kv_heads, group, count))
 
     def _attend_ranges(
         self,

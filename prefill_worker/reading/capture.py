@@ -1,6 +1,7 @@
 """The attention that prefill gives the model: causal, and it keeps keys, values and a sample of queries.
 
-It is exact, or attends to the past through clusters (`prefill_worker.muse.ranges`).
+It is exact, or attends to the past through clusters (`prefill_worker.muse.ranges`). Of layers whose queries see a
+sliding window, which have no index, the last keys and values are kept and no queries.
 
 A `Capture` is handed to the model as a keyword argument, travels through transformers unchanged and arrives at
 `capture_attention`, registered under the name ATTENTION. There is no cache object and no state outside the Capture.
@@ -11,6 +12,7 @@ P sampled tokens, d head dim.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -18,13 +20,18 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from index_store.attention.attention_state import AttentionState
+from index_store.attention.logit_form import PLAIN, LogitForm
+from index_store.attention.sliding import attend_masked, attend_window
+from index_store.attention.widths import narrow, widen
 from index_store.indexes.interface.layer_index import ClusterStarts
-from index_store.store.manifest import ModelIdentity
+from index_store.store.context_id import ModelIdentity
 from index_store.store.stored_context import QuerySample
 from prefill_worker.muse.ranges import RangeAttention
 from prefill_worker.reading.causal_attention import attend_causally
 from prefill_worker.reading.kept_layers import DeviceLayers, HostLayers, KeptLayers
 from prefill_worker.reading.query_sample import SampledPositions
+from prefill_worker.reading.window_rows import WindowRows
 
 ATTENTION = "sparsekv_capture"
 
@@ -60,11 +67,14 @@ class Capture:
         self._approximation = approximation
         heads, dim = identity.kv_heads, identity.head_dim
         shape = (heads, token_count, 2, dim)
+        self._places = {layer: place for place, layer in enumerate(identity.full_layers)}
         self._kept: KeptLayers = (
-            DeviceLayers(identity.layers, shape, kv_dtype, self.device)
+            DeviceLayers(len(self._places), shape, kv_dtype, self.device)
             if block_tokens is None
-            else HostLayers(identity.layers, shape, kv_dtype, self.device, block_tokens)
+            else HostLayers(len(self._places), shape, kv_dtype, self.device, block_tokens)
         )
+        self._windows = None if identity.window is None else WindowRows(identity.window.size)
+        self._forms = [PLAIN] * identity.layers
         self._sample_shape = (heads, sampled.rows, identity.query_heads // heads, dim)
         self._queries: list[Tensor | None] = [None] * identity.layers
         self._prompt_kv: list[Tensor | None] = [None] * identity.layers
@@ -103,29 +113,68 @@ class Capture:
         """Drops keys and values of the calibration prompt; the context's are as if it had never been read."""
         self._prompt_kv = [None] * self.identity.layers
 
-    def attend(self, layer: int, query_HqTD: Tensor, key_HTD: Tensor, value_HTD: Tensor) -> Tensor:
-        """Stores one layer's keys and values, samples its queries, returns its attention output [T, Hq, d]."""
-        count = key_HTD.shape[1]
-        query_HGTD = query_HqTD.view(self.identity.kv_heads, -1, *query_HqTD.shape[1:])
+    def attend(
+        self, layer: int, query_HqTD: Tensor, key_HTD: Tensor, value_HTD: Tensor, form: LogitForm = PLAIN
+    ) -> Tensor:
+        """Stores one layer's keys and values, samples its queries, returns its attention output [T, Hq, d].
+
+        Logits are scaled by 1/sqrt(d).
+        """
+        self._forms[layer] = form
+        query_HGTD = query_HqTD.view(len(key_HTD), -1, *query_HqTD.shape[1:])
+        attend = self._attend_all if layer in self._places else self._attend_window
+        state = attend(layer, query_HGTD, key_HTD, value_HTD, form.cap)
+        by_token = AttentionState(state.out.transpose(1, 2), state.lse.transpose(1, 2))
+        out_HTGD = form.add_sink(by_token).out.to(query_HqTD.dtype)
+        return out_HTGD.transpose(0, 1).flatten(1, 2)
+
+    def _attend_all(
+        self, layer: int, query_HGTD: Tensor, key_HTD: Tensor, value_HTD: Tensor, cap: float | None
+    ) -> AttentionState:
+        """Attention of a layer whose queries see all keys."""
+        count, place = key_HTD.shape[1], self._places[layer]
         self._sample(layer, query_HGTD)
-        pasts = [self._kept.past(layer, min(self._start, self.token_count))]
+        pasts = [self._kept.past(place, min(self._start, self.token_count))]
         if self._start < self.token_count:
-            chunk = self._kept.write(layer, self._start, key_HTD, value_HTD)
+            chunk = self._kept.write(place, self._start, key_HTD, value_HTD)
             if self._approximation is None:
                 self._tell(layer, count)
         else:
-            chunk = torch.stack([key_HTD, value_HTD], dim=2).to(self.kv_dtype)
             earlier = self._prompt_kv[layer]
+            chunk = self._add_to_prompt(layer, key_HTD, value_HTD)
             pasts += [] if earlier is None else [earlier]
-            self._prompt_kv[layer] = chunk if earlier is None else torch.cat([earlier, chunk], dim=1)
         if self._approximation is not None and self._start < self.token_count:
-            out_HGTD = self._approximation.attend(
-                layer, query_HGTD, self._start, chunk, partial(self._kept.part, layer)
+            state = self._approximation.attend(
+                layer, query_HGTD, self._start, chunk, partial(self._kept.part, place)
             )
             self._tell(layer, count)  # only now are the clusters found that indexes start from
+            return state
+        return attend_causally(query_HGTD, pasts, chunk, cap=cap)
+
+    def _attend_window(
+        self, layer: int, query_HGTD: Tensor, key_HTD: Tensor, value_HTD: Tensor, cap: float | None
+    ) -> AttentionState:
+        """Attention of a layer whose queries see the last keys only, always exact."""
+        windows, window, count = self._windows, self.identity.shape(layer).window, key_HTD.shape[1]
+        if windows is None or window is None:
+            raise ValueError(f"layer {layer} has no window")
+        if self._start < self.token_count:
+            rows = windows.add(layer, torch.stack([key_HTD, value_HTD], dim=2).to(self.kv_dtype))
+            self._tell(layer, count)
         else:
-            out_HGTD = attend_causally(query_HGTD, pasts, chunk)
-        return out_HGTD.flatten(0, 1).transpose(0, 1)
+            self._add_to_prompt(layer, key_HTD, value_HTD)
+            prompt = self._prompt_kv[layer]
+            rows = windows.kept(layer) if prompt is None else torch.cat([windows.kept(layer), prompt], dim=1)
+        if cap is not None:
+            return attend_masked(query_HGTD, rows, rows.shape[1] - count, window, cap)
+        return attend_window(query_HGTD, rows, window)
+
+    def _add_to_prompt(self, layer: int, key_HTD: Tensor, value_HTD: Tensor) -> Tensor:
+        """Keeps a calibration prompt's keys and values until it is forgotten; returns them as they would be stored."""
+        chunk = torch.stack([key_HTD, value_HTD], dim=2).to(self.kv_dtype)
+        earlier = self._prompt_kv[layer]
+        self._prompt_kv[layer] = chunk if earlier is None else torch.cat([earlier, chunk], dim=1)
+        return chunk
 
     def _tell(self, layer: int, count: int) -> None:
         if self._start + count == self.token_count and self._when_passed is not None:
@@ -133,15 +182,21 @@ class Capture:
             self._when_passed(layer)
 
     def kv(self, layer: int) -> Tensor:
-        """Keys and values of a layer where they are kept, [H, N, 2, d] in the stored dtype.
+        """Keys and values of a layer where they are kept, [H, N, 2, d] in the stored dtype; a window's are its last.
 
         Raises ValueError once released.
         """
-        return self._kept.kept(layer)
+        if self._windows is not None and layer not in self._places:
+            return self._windows.kept(layer)
+        return self._kept.kept(self._places[layer])
 
     def kv_on_device(self, layer: int) -> Tensor:
         """The same on the capture's device: a copy, made by the caller's stream, where they are kept elsewhere."""
-        return self._kept.on_device(layer)
+        return self._kept.on_device(self._places[layer]) if layer in self._places else self.kv(layer)
+
+    def form(self, layer: int) -> LogitForm:
+        """What the layer does to logits, once the model has come to it."""
+        return self._forms[layer]
 
     def settle(self) -> None:
         """Has the caller's stream wait until what was captured is where it is kept."""
@@ -173,7 +228,10 @@ class Capture:
 
     def release(self, layer: int) -> None:
         """Frees what is kept of a layer."""
-        self._kept.release(layer)
+        if layer in self._places:
+            self._kept.release(self._places[layer])
+        elif self._windows is not None:
+            self._windows.release(layer)
         if self._approximation is not None:
             self._approximation.release(layer)
         self._queries[layer] = self._prompt_kv[layer] = None
@@ -206,14 +264,26 @@ def capture_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     capture: Capture,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, Hq, T, d], key and value [1, H, T, d] -> ([1, T, Hq, d], None).
 
-    Dropout and mask do not apply (inference, one sequence), and that the scale is 1/sqrt(d) and the window covers the
-    context was checked when the model was loaded.
+    The scale of the logits is folded into the queries, which are kept as if it were 1/sqrt(d). Dropout and mask do not
+    apply (inference, one sequence); which layers have a window says the model's identity.
     """
     layer = module.layer_idx
     if not isinstance(layer, int):
         raise TypeError(f"attention module has layer_idx {layer!r}, expected a number")
-    return capture.attend(layer, query[0], key[0], value[0])[None], None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    width = value.shape[-1]
+    query, key, value = widen(query, key, value)
+    factor = scale * query.shape[-1] ** 0.5
+    if not math.isclose(factor, 1.0, rel_tol=1e-6):
+        query = query * factor
+    sink_HG = None if s_aux is None else s_aux.float().view(key.shape[1], -1)
+    form = LogitForm(softcap or None, sink_HG) if softcap or sink_HG is not None else PLAIN
+    out = capture.attend(layer, query[0], key[0], value[0], form)
+    return narrow(out, width)[None].contiguous(), None

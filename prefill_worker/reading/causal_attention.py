@@ -19,6 +19,7 @@ from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.fused import attend_to_all, attend_to_themselves, cudnn_takes
+from index_store.attention.sliding import attend_masked
 
 PAST_BLOCK = 65_536
 """Keys of the past that are attended to, and converted to the compute dtype, at a time."""
@@ -46,23 +47,37 @@ class Past(Protocol):
 
 
 def attend_causally(
-    queries_HGTD: Tensor, pasts: Sequence[Tensor | Past], chunk_HT2D: Tensor, past_block: int = PAST_BLOCK
-) -> Tensor:
+    queries_HGTD: Tensor,
+    pasts: Sequence[Tensor | Past],
+    chunk_HT2D: Tensor,
+    past_block: int = PAST_BLOCK,
+    cap: float | None = None,
+) -> AttentionState:
     """Attention of T queries to all earlier tokens and, causally, to themselves.
 
     queries_HGTD: [H, G, T, d], after RoPE, not scaled. pasts, chunk_HT2D: keys and values, pieces of the past
     [H, S, 2, d] or where they come from, and the queries' own [H, T, 2, d], in any float dtype; they are converted to
     the queries' dtype, one block at a time. Blocks that are divided alike give the same bits wherever they come from.
-    Returns [H, G, T, d] in the queries' dtype.
+    cap: see `LogitForm`; capped logits are held in memory, some at a time. Returns out [H, G, T, d] and lse [H, G, T],
+    float32.
     """
-    own = attend_to_themselves(queries_HGTD, chunk_HT2D)
+    by_cudnn = _cudnn_takes(queries_HGTD) and cap is None
+    own = _attend_own(queries_HGTD, chunk_HT2D, cap)
     state = AttentionState(own.out.float(), own.lse.float())
-    by_cudnn = _cudnn_takes(queries_HGTD)
     for past in pasts:
         for block_HS2D in _blocks(past, past_block, by_cudnn):
-            fast = by_cudnn and block_HS2D.shape[1] >= _CUDNN_BLOCK
-            state = state.merge_(attend_to_all(queries_HGTD, block_HS2D, cudnn=fast))
-    return state.out.to(queries_HGTD.dtype)
+            if cap is None:
+                fast = by_cudnn and block_HS2D.shape[1] >= _CUDNN_BLOCK
+                state = state.merge_(attend_to_all(queries_HGTD, block_HS2D, cudnn=fast))
+            else:
+                state = state.merge_(attend_masked(queries_HGTD, block_HS2D, block_HS2D.shape[1], cap=cap))
+    return state
+
+
+def _attend_own(queries_HGTD: Tensor, chunk_HT2D: Tensor, cap: float | None) -> AttentionState:
+    if cap is None:
+        return attend_to_themselves(queries_HGTD, chunk_HT2D)
+    return attend_masked(queries_HGTD, chunk_HT2D, 0, cap=cap)
 
 
 def _blocks(past: Tensor | Past, largest: int, by_cudnn: bool) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from index_store.models.attention_reading import decoder_of
 from prefill_worker.reading.capture import Capture
 
 Progress = Callable[[int, int], None]
@@ -73,6 +74,6 @@ def _forward(model: Any, capture: Capture, ids: Tensor, first_position: int) -> 
     """One pass through the layers; the output head is left out, since only attention's inputs are wanted."""
     device = next(model.parameters()).device
     positions = torch.arange(first_position, first_position + len(ids), device=device)
-    model.get_decoder()(
+    decoder_of(model)(
         input_ids=ids.to(device)[None], position_ids=positions[None], use_cache=False, capture=capture
     )

@@ -9,7 +9,7 @@ import pytest
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.methods.index_specs import INDEX_SPECS
-from prefill_worker.build.index_choice import ChosenIndexes, choose_indexes
+from prefill_worker.build.index_choice import ChosenIndexes, choose_indexes, table_flags
 from prefill_worker.config import PrefillConfig
 
 
@@ -21,7 +21,8 @@ def plan(*methods: str, **changes: Any) -> ChosenIndexes:
         "method": methods,
         **changes,
     }
-    return choose_indexes(PrefillConfig(**settings))
+    config = PrefillConfig(**settings)
+    return choose_indexes(config.methods, config.index, table_flags(config))
 
 
 def names(found: ChosenIndexes) -> set[str]:
@@ -73,32 +74,6 @@ def test_named_indexes_alone_serve_the_presets_they_are_enough_for(
     else:
         assert found.method_names[0] == "csattention"
         assert not {"full", "oracle"} & set(found.method_names)
-
-
-@pytest.mark.parametrize(
-    ("methods", "indexes", "everywhere", "selective_layers_only"),
-    [
-        (("csattention",), (), {"query_tables", "remainder_clusters"}, set()),
-        (("csattention+dropped",), (), set(), {"query_tables"}),
-        (("csattention", "csattention-paper"), (), {"query_tables", "remainder_clusters"}, {"paper_tables"}),
-        (("csattention+dropped", "csattention"), (), {"query_tables", "remainder_clusters"}, set()),
-        (("squeezed", "tactic"), (), set(), {"key_clusters"}),
-        (("squeezed", "multipole"), (), {"key_clusters"}, set()),
-        (("quest",), ("remainder_clusters",), {"remainder_clusters"}, {"pages"}),
-        ((), ("query_tables",), set(), {"query_tables"}),
-        ((), ("query_tables", "remainder_clusters"), {"query_tables", "remainder_clusters"}, set()),
-    ],
-)
-def test_flat_layers_get_an_index_where_a_remainder_needs_it(
-    methods: tuple[str, ...],
-    indexes: tuple[str, ...],
-    everywhere: set[str],
-    selective_layers_only: set[str],
-) -> None:
-    found = plan(*methods, index=indexes)
-    layers = {spec.name: found.layers(spec, 4, (0, 2)) for spec in found.specs}
-    assert layers == dict.fromkeys(everywhere, (0, 1, 2, 3)) | dict.fromkeys(selective_layers_only, (1, 3))
-    assert all(found.layers(spec, 4, ()) == (0, 1, 2, 3) for spec in found.specs)
 
 
 def test_parameters_of_a_named_index() -> None:

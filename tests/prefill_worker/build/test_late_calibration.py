@@ -9,7 +9,8 @@ from index_store.indexes.interface.layer_index import LayerSource, QuerySample
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.selection.budgets import Step, Threshold
-from index_store.selection.calibration import ThresholdCalibrator, ThresholdCurve
+from index_store.selection.calibration import ThresholdCalibrator
+from index_store.selection.threshold_curve import ThresholdCurve
 from prefill_worker.build.layer_writing import calibrate
 from prefill_worker.reading.query_sample import (
     late_rows,

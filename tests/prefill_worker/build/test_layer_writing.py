@@ -16,7 +16,7 @@ from index_store.errors import InvalidArgumentError, StoreFullError
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.store.catalog import Store
-from index_store.store.manifest import ModelIdentity
+from index_store.store.context_id import ModelIdentity
 from index_store.store.writer import ContextWriter
 from prefill_worker.build import layer_writing
 from prefill_worker.build.layer_writing import UNDER_WAY, LayerWriting, WrittenLayers
@@ -58,20 +58,21 @@ def write(
     """What was written, the checksums of every array, and the time it took."""
     clock = Clock()
     indexes = [
-        (INDEX_SPECS["query_tables"].with_parameters(centroids=4, subspaces=4), range(LAYERS)),
-        (INDEX_SPECS["remainder_clusters"].with_parameters(block=64), [0, 2, 3]),
-        (INDEX_SPECS["pages"], range(LAYERS)),
-        (INDEX_SPECS["product_codes"].with_parameters(bits=3, subspaces=4), [4]),
+        INDEX_SPECS["query_tables"].with_parameters(centroids=4, subspaces=4),
+        INDEX_SPECS["remainder_clusters"].with_parameters(block=64),
+        INDEX_SPECS["pages"],
+        INDEX_SPECS["product_codes"].with_parameters(bits=3, subspaces=4),
     ]
     with (
         Store(store, create=True).writer(ID) as writer,
         LayerWriting(writer, capture, None, 3, clock, overlap) as writing,
     ):
-        writing.begin(indexes, measure=True)
+        writing.begin(indexes, capture, measure=True)
         if early:
             for layer in range(LAYERS):
                 writing.add(layer)
         written = writing.finish(progress)
+        assert written.queries is not None
         arrays = [written.queries, *(array for index in written.indexes for array in index.arrays)]
         writer.verify()
         sums = {entry.path: writer._arrays.checksums(entry) for entry in arrays}
@@ -91,7 +92,7 @@ def test_side_by_side_and_one_after_the_other_write_the_same_bytes(tmp_path: Pat
         assert set(clock.seconds) == {"index", "thresholds", "dense_layers", "write"}
         assert all(seconds > 0 for seconds in clock.seconds.values())
         assert len(written.selectivity) == LAYERS
-        assert [index.layers for index in written.indexes][1] == (0, 2, 3)
+        assert {index.layers for index in written.indexes} == {tuple(range(LAYERS))}
         assert len(written.indexes[1].thresholds) == 28
 
 

@@ -47,15 +47,23 @@ def test_json_is_one_object(tiny_model: Path, document: Path, tmp_path: Path) ->
     assert report["dense_layers"] == list(manifest.dense_layers)
     assert report["expires_at"] is not None
     assert sorted(report["seconds"]) == sorted(PHASES)
-    assert f"prefill: {len(DOCUMENT)} of {len(DOCUMENT)} tokens" in done.stderr
-
-    assert report["not_applied"] == []
+    assert done.stderr.splitlines() == [
+        f"context {manifest.id[:12]}: {len(DOCUMENT)} tokens, model tiny",
+        "dense layers: none of 2",
+    ]
+    assert report["changed"] == {}
     assert report["memory"] == {"keys_and_values": "device", "device_limit": None, "device_peak": None}
 
     again = CliRunner().invoke(app, [*command[:-1], "9d"])
-    assert json.loads(again.stdout)["not_applied"] == ["ttl"]
+    assert list(json.loads(again.stdout)["changed"]) == ["ttl"]
     assert json.loads(again.stdout)["created"] is False
     assert json.loads(again.stdout)["id"] == report["id"]
+
+
+def test_quiet_says_nothing_but_what_was_stored(tiny_model: Path, document: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, arguments(tiny_model, document, tmp_path / "store", "--quiet"))
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "dense layers" in done.stdout
 
 
 def test_text_names_everything(tiny_model: Path, document: Path, tmp_path: Path) -> None:
@@ -78,8 +86,16 @@ def test_text_names_everything(tiny_model: Path, document: Path, tmp_path: Path)
     assert all(f"seconds, {phase}" in printed for phase in PHASES)
 
     again = CliRunner().invoke(app, command)
-    assert again.stdout.startswith("The store has this context already; nothing was done.")
+    assert again.stdout.startswith("The store has this context already, made at ")
+    assert again.stdout.splitlines()[0].endswith("UTC. Nothing was done.")
     assert manifest.id in again.stdout
+
+    renamed = CliRunner().invoke(app, [*command, "--name", "night", "--method", "quest"])
+    first = renamed.stdout.splitlines()[0]
+    assert (
+        "Changed: indexes: added pages; methods: now csattention, quest; name: 'document' is now 'night'."
+        in first
+    )
 
 
 def test_indexes_by_name(tiny_model: Path, document: Path, tmp_path: Path) -> None:
@@ -91,7 +107,7 @@ def test_indexes_by_name(tiny_model: Path, document: Path, tmp_path: Path) -> No
         return found
 
     assert set(run("--index", "pages", "--index", "product_codes")) == {"pages", "product_codes"}
-    assert set(run("--index", "pages", "--method", "tactic")) == {"pages", "key_clusters"}
+    assert set(run("--index", "pages", "--method", "tactic")) == {"pages", "product_codes", "key_clusters"}
 
 
 def test_several_files_after_one_flag_and_standard_input(
@@ -169,12 +185,10 @@ def test_the_store_may_come_from_the_environment(
     assert len(Store(tmp_path / "store").list()) == 1
 
 
-@pytest.mark.slow
-def test_an_error_is_one_sentence_and_exit_code_one(tmp_path: Path) -> None:
+def test_a_missing_input_is_told_before_anything_is_imported(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "prefill_worker"]
     command += arguments(Path("reader"), tmp_path / "missing.txt", tmp_path / "store")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.startswith(f"error: input {tmp_path / 'missing.txt'} cannot be read")
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert (done.returncode, done.stdout) == (2, "")
+    missing = tmp_path / "missing.txt"
+    assert done.stderr == f"error: --input is '{missing}', which is not there; expected a file\n"

@@ -25,6 +25,8 @@ def config(**changes: Any) -> PrefillConfig:
         ("30m", timedelta(minutes=30)),
         ("12h", timedelta(hours=12)),
         ("7d", timedelta(days=7)),
+        ("1.5h", timedelta(minutes=90)),
+        ("0.5m", timedelta(seconds=30)),
     ],
 )
 def test_times_to_live(text: str | None, ttl: timedelta | None) -> None:
@@ -32,16 +34,33 @@ def test_times_to_live(text: str | None, ttl: timedelta | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "7", "d", "7 d", "-1d", "1.5h", "0m", "7w", "99999999999d", "999999d", "７d"]
+    "text",
+    [
+        "",
+        "7",
+        "d",
+        "7 d",
+        "-1d",
+        "1.h",
+        ".5h",
+        "1e3s",
+        "nan",
+        "infd",
+        "0m",
+        "7w",
+        "99999999999d",
+        "999999d",
+        "７d",
+    ],
 )
 def test_other_times_to_live_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="--ttl is"):
         parse_ttl(text)
 
 
-@pytest.mark.parametrize("text", ["0", "0m", "99999999999d", "36501d", "9" * 5000 + "s"])
+@pytest.mark.parametrize("text", ["0", "0m", "0.5s", "99999999999d", "36501d", "9" * 5000 + "s"])
 def test_times_to_live_out_of_range_are_told_apart(text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="out of range: expected more than 0 and at most 36500d"):
+    with pytest.raises(InvalidArgumentError, match="out of range: expected 1s to 36500d"):
         parse_ttl(text)
 
 

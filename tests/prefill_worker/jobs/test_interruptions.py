@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from index_store.cli.progress import reporter_for
+from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
@@ -78,8 +79,9 @@ def test_kill_at_any_moment_leaves_a_usable_store(
             break
     assert killed == KILLS
     assert seen_leftovers > 0
-    # The next job, even one that finds its context there, removes what the dead ones left.
     assert not run_job(replace(config, salt="keeper"), reporter_for()).created
+    # The next job that writes removes what the dead ones left.
+    assert run_job(replace(config, salt="next"), reporter_for()).created
     assert leftovers(config.store) == []
     assert run_job(replace(config, salt="kill 0"), reporter_for()).manifest.token_count == keeper.token_count
     assert Store(config.store).verify(keeper.id) == []
@@ -104,6 +106,26 @@ def test_two_jobs_on_the_same_content(
     assert leftovers(make_config().store) == []
 
 
+@pytest.mark.slow
+def test_jobs_with_different_methods_share_a_context(
+    processes: ForkServerContext, make_config: MakeConfig
+) -> None:
+    methods = ("csattention", "pq", "quest")
+    configs = [make_config(method=(method,), centroids=None) for method in methods]
+    jobs = [processes.Process(target=run_in_process, args=(config,)) for config in configs]
+    for process in jobs:
+        process.start()
+    for process in jobs:
+        process.join()
+    assert [process.exitcode for process in jobs] == [0, 0, 0]
+    store = Store(make_config().store)
+    (stored,) = store.list()
+    assert set(stored.methods) == set(methods)
+    assert all(get_method(method).on(stored) for method in methods)
+    assert store.verify(stored.id) == []
+    assert leftovers(store.path) == []
+
+
 def command(config: PrefillConfig, *more: str) -> list[str]:
     arguments = [
         "run",
@@ -124,8 +146,12 @@ def command(config: PrefillConfig, *more: str) -> list[str]:
 def test_a_signal_ends_the_job_cleanly(make_config: MakeConfig, tmp_path: Path, sent: int, code: int) -> None:
     config = make_config()
     config.input[0].write_text("The tide came in, and went out again. " * 100)
+    # In a pipe progress is told every ten seconds; here at every step.
+    often = "import index_store.cli.progress as shown; shown.LINE_EVERY_SECONDS = 0; "
+    often += "from prefill_worker.__main__ import main; main()"
+    python, _, _, *arguments = command(config, "--chunk", "1")
     process = subprocess.Popen(
-        command(config, "--chunk", "1"), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [python, "-c", often, *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
     seen = ""

@@ -17,7 +17,7 @@ from index_store.cli.progress import LineReporter
 from index_store.models.loading import identify, load_model, load_tokenizer, resolve_model
 from index_store.store.catalog import Store
 from index_store.store.manifest_json import render_manifest
-from prefill_worker.jobs import job as job_module
+from prefill_worker.jobs import document_layers
 from prefill_worker.jobs.job import run_job
 from tests.prefill_worker.conftest import DOCUMENT
 from tests.prefill_worker.jobs.support_jobs import MakeConfig, hidden_entries, run
@@ -69,43 +69,16 @@ def test_the_same_content_again_does_nothing(
     def refuse(*_: object, **__: object) -> None:
         pytest.fail("the weights were loaded although the context is there")
 
-    monkeypatch.setattr(job_module, "load_model", refuse)
-    again = run(make_config(name="another name", chunk=7, ttl="1h"))
+    monkeypatch.setattr(document_layers, "load_model", refuse)
+    again = run(make_config(chunk=7))
     assert not again.created
+    assert again.changed == {}
     assert again.manifest == first.manifest
 
 
-def test_a_name_or_time_to_live_that_is_not_applied_is_told(make_config: MakeConfig) -> None:
-    first = run(make_config(name="night", ttl="1h"))
-    assert first.not_applied == ()
-
-    def again(**changes: Any) -> tuple[tuple[str, ...], str]:
-        notes = io.StringIO()
-        report = run_job(make_config(**changes), LineReporter(notes), io.BytesIO())
-        assert not report.created
-        return report.not_applied, notes.getvalue()
-
-    assert again() == ((), "")
-    assert again(name="night", ttl="60m") == ((), "")
-    assert again(name="day", ttl="1h")[0] == ("name",)
-    ignored, notes = again(name="day", ttl="2h")
-    assert ignored == ("name", "ttl")
-    assert "--name and --ttl not applied" in notes
-    assert "under the name 'night', expiring at" in notes
-    assert f"run `index-store rm {first.manifest.id}` first" in notes
-
-
-def test_a_time_to_live_is_not_given_to_a_context_without_one(make_config: MakeConfig) -> None:
-    run(make_config())
-    notes = io.StringIO()
-    report = run_job(make_config(ttl="1h"), LineReporter(notes), io.BytesIO())
-    assert report.not_applied == ("ttl",)
-    assert "expiring never" in notes.getvalue()
-
-
 def test_a_second_job_waits_for_the_first_and_finds_its_context(make_config: MakeConfig) -> None:
-    config, notes = make_config(), io.StringIO()
-    id_ = run(config).manifest.id
+    id_ = run(make_config()).manifest.id
+    config, notes = make_config(name="renamed"), io.StringIO()
     store = Store(config.store)
     with ThreadPoolExecutor(1) as pool:
         with store.lock(id_):
@@ -114,7 +87,9 @@ def test_a_second_job_waits_for_the_first_and_finds_its_context(make_config: Mak
             while "waiting for it" not in notes.getvalue() and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert not second.done()
-        assert not second.result(timeout=30).created
+        report = second.result(timeout=30)
+    assert not report.created
+    assert report.manifest == store.manifest(id_)
     assert f"another job is writing context {id_[:12]}" in notes.getvalue()
 
 
@@ -127,15 +102,12 @@ def test_a_second_job_waits_for_the_first_and_finds_its_context(make_config: Mak
         {"query_sample": 64},
         {"dense_layers": "0"},
         {"dense_layers": "auto"},
-        {"subspaces": 8},
-        {"centroids": 4},
-        {"split": "contiguous"},
-        {"tables": "lists"},
-        {"method": ("csattention", "csattention-paper")},
-        {"method": ("full",), "centroids": None},
+        {"attention": "muse", "muse_block": 256},
     ],
 )
-def test_whatever_changes_bytes_changes_the_id(make_config: MakeConfig, changes: dict[str, Any]) -> None:
+def test_whatever_changes_the_reading_changes_the_id(
+    make_config: MakeConfig, changes: dict[str, Any]
+) -> None:
     reference = run(make_config())
     other = run(make_config(**changes))
     assert other.created

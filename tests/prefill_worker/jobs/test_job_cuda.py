@@ -36,8 +36,10 @@ def test_attention_equals_the_cpu(dtype: torch.dtype, tolerance: float, past: in
         torch.randn(*shape).to(dtype).float()
         for shape in ((2, 3, count, 64), (2, past, 2, 64), (2, count, 2, 64))
     )
-    expected = attend_causally(queries, [past_kv], chunk)
-    found = attend_causally(queries.cuda().to(dtype), [past_kv.cuda().to(dtype)], chunk.cuda().to(dtype), 300)
+    expected = attend_causally(queries, [past_kv], chunk).out
+    found = attend_causally(
+        queries.cuda().to(dtype), [past_kv.cuda().to(dtype)], chunk.cuda().to(dtype), 300
+    ).out
     torch.testing.assert_close(found.float().cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -47,11 +49,11 @@ def test_long_pasts_in_blocks_equal_whole_ones(past: int) -> None:
     queries = torch.randn(2, 4, 1100, 128, device="cuda", dtype=torch.bfloat16)
     past_kv = torch.randn(2, past, 2, 128, device="cuda", dtype=torch.bfloat16)
     chunk = torch.randn(2, 1100, 2, 128, device="cuda", dtype=torch.bfloat16)
-    found = attend_causally(queries, [past_kv], chunk)
-    expected = attend_causally(queries.float(), [past_kv.float()], chunk.float())
+    found = attend_causally(queries, [past_kv], chunk).out
+    expected = attend_causally(queries.float(), [past_kv.float()], chunk.float()).out
     error = (found.float() - expected).norm() / expected.norm()
     assert float(error) < 5e-3
-    few = attend_causally(queries[:, :, -100:], [past_kv, chunk[:, :-100]], chunk[:, -100:])
+    few = attend_causally(queries[:, :, -100:], [past_kv, chunk[:, :-100]], chunk[:, -100:]).out
     torch.testing.assert_close(few.float(), found[:, :, -100:].float(), rtol=2e-2, atol=2e-3)
 
 

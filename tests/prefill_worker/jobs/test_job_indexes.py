@@ -13,7 +13,7 @@ from index_store.errors import (
 )
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.memory.arena import Arena
-from index_store.methods.presets import METHODS
+from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import load_model, load_tokenizer, resolve_model
 from index_store.selection.budgets import Threshold
 from index_store.selection.threshold_curve import ThresholdCurve
@@ -37,7 +37,7 @@ def test_several_methods_share_a_context(make_config: MakeConfig) -> None:
     assert {index.name: index.layers for index in manifest.indexes} == {
         "query_tables": (0, 1),
         "remainder_clusters": (0, 1),
-        "paper_tables": (0,),  # its method attends to flat layers fully
+        "paper_tables": (0, 1),
     }
     assert manifest.dense_layers == (1,)
     assert manifest.selection_errors == ()
@@ -70,23 +70,14 @@ def test_named_indexes_join_those_of_the_methods(make_config: MakeConfig) -> Non
     assert manifest.methods == ("squeezed",)
     indexes = {index.name: index for index in manifest.indexes}
     assert {name: index.layers for name, index in indexes.items()} == {
-        "key_clusters": (0,),
+        "key_clusters": (0, 1),
         "cluster_tree": (0, 1),
         "pages": (0, 1),
     }
     assert indexes["pages"].parameters == {"size": 8}
     assert Store(config.store).verify(manifest.id) == []
-    alone = run(make_config(method=(), index=("key_clusters",), centroids=None)).manifest
+    alone = run(make_config(method=(), index=("key_clusters",), centroids=None, salt="alone")).manifest
     assert alone.methods == ("squeezed", "multipole", "tactic")
-
-
-def test_the_layers_of_an_index_are_part_of_the_id(make_config: MakeConfig) -> None:
-    """One method needs the clusters in flat layers too, the other does not: their contexts differ."""
-    ids = {
-        run(make_config(method=(name,), centroids=None, dense_layers="1")).manifest.id
-        for name in ("squeezed", "multipole")
-    }
-    assert len(ids) == 2
 
 
 def test_indexes_with_clusters_are_calibrated(make_config: MakeConfig) -> None:
@@ -148,7 +139,7 @@ def test_windowed_rope_needs_an_embedding_that_can_be_undone(make_config: MakeCo
         model=str(folder), method=("squeezed",), index=("key_clusters:window=64",), centroids=None
     )
     with pytest.raises(
-        InvalidArgumentError, match="embedding is of another form; build the index with window 0"
+        InvalidArgumentError, match="turned otherwise, or not in all layers; build the index with window 0"
     ):
         run(config)
     assert hidden_entries(config.store) == []
@@ -160,8 +151,9 @@ def test_windowed_rope_needs_an_embedding_that_can_be_undone(make_config: MakeCo
 def test_every_layer_may_be_dense(make_config: MakeConfig) -> None:
     config = make_config(method=("csattention-paper",), centroids=None, dense_layers="0,1")
     manifest = run(config).manifest
-    assert [(index.layers, index.arrays) for index in manifest.indexes] == [((), ())]
-    assert Store(config.store).manifest(manifest.id) == manifest
+    assert manifest.dense_layers == (0, 1)
+    assert [index.layers for index in manifest.indexes] == [(0, 1)]
+    assert get_method("csattention-paper").on(manifest).searching == frozenset()
 
 
 def test_the_automatic_rule_is_recorded(make_config: MakeConfig) -> None:

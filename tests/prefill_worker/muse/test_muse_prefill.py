@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from index_store.errors import InvalidArgumentError
 from index_store.store.catalog import Store
-from index_store.store.manifest import ModelIdentity
+from index_store.store.context_id import ModelIdentity
 from prefill_worker.muse.ranges import RangeAttention, label_points, planned_bytes
 from prefill_worker.muse.settings import MuseSettings
 from prefill_worker.reading.capture import Capture
@@ -35,7 +35,7 @@ def read_in_blocks(
         end = min(TOKENS, start + BLOCK)
         block = query[0, :, start:end].unflatten(0, (2, 2))
         own = kv_EN2D[:, start:end]
-        outs.append(attention.attend(0, block, start, own, lambda first, last: kv_EN2D[:, first:last]))
+        outs.append(attention.attend(0, block, start, own, lambda first, last: kv_EN2D[:, first:last]).out)
     exact = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return torch.cat(outs, dim=2).flatten(0, 1)[None], exact, attention
 
@@ -160,7 +160,7 @@ def read_in_blocks_of(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     for start in range(0, TOKENS, BLOCK):
         end = min(TOKENS, start + BLOCK)
         block = query[0, :, start:end].unflatten(0, (2, 2))
-        outs.append(attention.attend(0, block, start, kv[:, start:end], lambda a, b: kv[:, a:b]))
+        outs.append(attention.attend(0, block, start, kv[:, start:end], lambda a, b: kv[:, a:b]).out)
     return torch.cat(outs, dim=2).flatten(0, 1)[None]
 
 

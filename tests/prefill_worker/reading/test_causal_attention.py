@@ -25,17 +25,17 @@ def test_equals_the_formula(heads_and_group: tuple[int, int], past: int, count: 
     queries = torch.randn(heads, group, count, 16) * 3
     past_kv, chunk = torch.randn(heads, past, 2, 16), torch.randn(heads, count, 2, 16)
     expected = textbook(queries, past_kv, chunk).float()
-    torch.testing.assert_close(attend_causally(queries, [past_kv], chunk), expected, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(attend_causally(queries, [past_kv], chunk).out, expected, rtol=2e-5, atol=2e-6)
     pieces = [past_kv[:, : past // 3], past_kv[:, past // 3 :]]
     torch.testing.assert_close(
-        attend_causally(queries, pieces, chunk, past_block=7), expected, rtol=2e-5, atol=2e-6
+        attend_causally(queries, pieces, chunk, past_block=7).out, expected, rtol=2e-5, atol=2e-6
     )
 
 
 def test_stored_half_precision_is_read_as_stored() -> None:
     torch.manual_seed(0)
     queries, past, chunk = torch.randn(2, 2, 9, 32), torch.randn(2, 50, 2, 32), torch.randn(2, 9, 2, 32)
-    rounded = attend_causally(queries, [past.bfloat16()], chunk.bfloat16())
+    rounded = attend_causally(queries, [past.bfloat16()], chunk.bfloat16()).out
     assert rounded.dtype == torch.float32
     torch.testing.assert_close(
         rounded, textbook(queries, past.bfloat16(), chunk.bfloat16()).float(), rtol=2e-5, atol=2e-6
@@ -45,9 +45,9 @@ def test_stored_half_precision_is_read_as_stored() -> None:
 def test_the_future_does_not_matter() -> None:
     torch.manual_seed(0)
     queries, past, chunk = torch.randn(1, 2, 8, 16), torch.randn(1, 5, 2, 16), torch.randn(1, 8, 2, 16)
-    before = attend_causally(queries, [past], chunk)
+    before = attend_causally(queries, [past], chunk).out
     chunk[:, 4:] = 1e4
-    after = attend_causally(queries, [past], chunk)
+    after = attend_causally(queries, [past], chunk).out
     assert torch.equal(before[:, :, :4], after[:, :, :4])
     assert not torch.equal(before[:, :, 4:], after[:, :, 4:])
 

@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from index_store.indexes.key_clusters.windowed_rope import undo_rotary
 from index_store.models.loading import LoadedModel, load_model, resolve_model
 from prefill_worker.reading.capture import Capture, register_attention
+from prefill_worker.reading.capture_check import check_capture
 from prefill_worker.reading.prefill import run_context, run_prompts
 from prefill_worker.reading.query_sample import plan_sample
 from tests.support.models import FAMILIES, write_model_folder
@@ -94,17 +95,19 @@ def test_a_bounded_sample_holds_the_queries_of_its_positions(tmp_path: Path) -> 
 def test_the_rotary_embedding_is_undone_by_the_models_frequencies(tmp_path: Path, family: str) -> None:
     """In the first layer equal tokens have equal keys wherever they stand, once the embedding is undone."""
     loaded = load(write_model_folder(tmp_path / family, family))
-    assert loaded.inverse_frequencies is not None
+    frequencies = check_capture(loaded)
+    assert frequencies is not None
     capture = capture_of(loaded, [*ids_of(30), *ids_of(30)], 60)
-    keys = undo_rotary(capture.kv(0)[:, :, 0], 0, loaded.inverse_frequencies)
+    keys = undo_rotary(capture.kv(0)[:, :, 0], 0, frequencies)
     torch.testing.assert_close(keys[:, :30], keys[:, 30:], rtol=1e-4, atol=1e-4)
     assert not torch.allclose(capture.kv(0)[:, :30, 0], capture.kv(0)[:, 30:, 0], atol=0.1)
 
 
-@pytest.mark.parametrize("family", ["cohere", "glm"])
+@pytest.mark.parametrize("family", ["cohere", "glm", "smollm3"])
 def test_a_rotary_embedding_of_another_form_has_no_frequencies(tmp_path: Path, family: str) -> None:
-    """One turns neighbouring dimensions, the other turns only half of them."""
-    assert load(write_model_folder(tmp_path / family, family)).inverse_frequencies is None
+    """One turns neighbouring dimensions, one only half of them, one has layers without positions."""
+    more = {"no_rope_layers": [1, 0]} if family == "smollm3" else {}
+    assert check_capture(load(write_model_folder(tmp_path / family, family, **more))) is None
 
 
 def test_calibration_prompts_add_queries_and_leave_no_trace(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""The model reads the document; its layers are built, written and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+
+from index_store.cli.progress import Reporter
+from index_store.errors import InvalidArgumentError
+from index_store.methods.index_specs import IndexSpec
+from index_store.models.attention_reading import logit_cap
+from index_store.models.loading import load_model
+from index_store.store.dtypes import dtype_name, stored_dtype
+from index_store.store.stored_context import Context
+from index_store.store.writer import ContextWriter
+from prefill_worker.build.index_choice import check_build
+from prefill_worker.build.kv_placement import (
+    DeviceMeter,
+    KvPlacement,
+    UsedMemory,
+    device_limit,
+    place_kv,
+    weight_bytes,
+)
+from prefill_worker.build.layer_writing import LayerWriting, WrittenLayers
+from prefill_worker.build.stages import Clock
+from prefill_worker.build.stored_rows import StoredRows
+from prefill_worker.jobs.prepared_job import PreparedJob
+from prefill_worker.muse.ranges import RangeAttention
+from prefill_worker.reading.capture import Capture, register_attention
+from prefill_worker.reading.capture_check import check_capture
+from prefill_worker.reading.prefill import run_context, run_prompts
+
+
+def write_layers(
+    job: PreparedJob,
+    specs: Sequence[IndexSpec],
+    writer: ContextWriter,
+    clock: Clock,
+    reporter: Reporter,
+    present: Context | None = None,
+) -> tuple[WrittenLayers, str, UsedMemory]:
+    """Runs the model, builds and writes all layers: what was written, the dtype it computed in, the memory it took.
+
+    present: the context as the store has it; then only indexes are written, over the keys and values that it has, and
+    of the reading only the queries count. On a device layers are built as soon as the last chunk has passed them,
+    unless calibration prompts, whose queries belong to the sample, follow.
+    """
+    config = job.config
+    kv_dtype = stored_dtype(job.dtype).torch_dtype
+    with clock("load"):
+        loaded = load_model(job.folder, register_attention(), device=config.torch_device)
+        frequencies = check_capture(loaded)
+        if config.muse is not None and logit_cap(loaded.readings) is not None:
+            raise InvalidArgumentError(
+                f"--attention muse cannot approximate capped logits, which model {job.identity.name!r} has; "
+                "leave it out"
+            )
+        for spec in specs:
+            check_build(spec, job.identity, frequencies, kv_dtype, config.torch_device)
+    compute = next(loaded.model.parameters()).dtype
+    placement = place_kv(
+        job.sizes(loaded.model, specs), device_limit(config.torch_device, config.device_memory)
+    )
+    if placement.block_tokens is not None:
+        reporter.note(placement.describe())
+    meter = DeviceMeter(config.torch_device)
+    capture = _make_capture(job, placement)
+    rows = capture if present is None else StoredRows(present, config.torch_device, capture)
+    with (
+        closing(capture),
+        LayerWriting(writer, rows, frequencies, config.seed, clock) as writing,
+    ):
+
+        def begin() -> None:
+            new = present is None
+            writing.begin(specs, capture if new else None, measure=new and job.given_dense_layers is None)
+
+        early = capture.device.type == "cuda" and not job.prompts
+        if early:
+            begin()
+            capture.when_passed(writing.add)
+        with clock("prefill"), reporter.phase("prefill", "tokens") as update:
+            run_context(loaded.model, capture, job.token_ids, config.pass_tokens, update)
+        if job.prompts:
+            with clock("calibration"), reporter.phase("calibration", "prompts") as update:
+                run_prompts(loaded.model, capture, job.prompts, config.chunk, update)
+        weights = weight_bytes(loaded.model)
+        del loaded  # the weights have done their part
+        meter.without(weights)
+        with clock("layers"), reporter.phase("index", "layers") as update:
+            if not early:
+                begin()
+            written = writing.finish(update)
+    return written, dtype_name(compute), placement.used(meter.peak())
+
+
+def _make_capture(job: PreparedJob, placement: KvPlacement) -> Capture:
+    config, identity = job.config, job.identity
+    return Capture(
+        identity,
+        len(job.token_ids),
+        stored_dtype(job.dtype).torch_dtype,
+        job.sampled_positions(),
+        config.torch_device,
+        block_tokens=placement.block_tokens,
+        approximation=None if config.muse is None else RangeAttention(config.muse, identity.layers),
+    )
+
+
+def verify_written(writer: ContextWriter, total: int, clock: Clock, reporter: Reporter) -> None:
+    """Reads back what was written, `total` bytes, before anybody can see it; raises when a byte differs."""
+    done = 0
+    with clock("verify"), reporter.phase("verify", "bytes") as update:
+
+        def count(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            update(min(done, total), total)
+
+        writer.verify(count)

@@ -1,0 +1,115 @@
+"""Jobs whose context is there already: its name and time to live, and other owners', who must not be told."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shutil
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from index_store.cli.progress import LineReporter
+from index_store.errors import StoreError
+from index_store.store.catalog import Store, utc_now
+from index_store.store.files import locks
+from prefill_worker.config import PrefillConfig
+from prefill_worker.jobs.job import run_job
+from prefill_worker.jobs.report import PrefillReport
+from tests.prefill_worker.jobs.support_jobs import MakeConfig, run
+
+
+def run_noting(config: PrefillConfig) -> tuple[PrefillReport, str]:
+    notes = io.StringIO()
+    return run_job(config, LineReporter(notes), io.BytesIO()), notes.getvalue()
+
+
+def files(store: Path) -> dict[str, int]:
+    """Time of the last change of every file and folder."""
+    return {str(path): path.stat().st_mtime_ns for path in store.rglob("*")}
+
+
+def test_a_repeated_job_renames_and_sets_the_time_to_live(make_config: MakeConfig) -> None:
+    first = run(make_config(name="night", ttl="1h")).manifest
+    kept = run(make_config(name="night"))
+    assert (kept.changed, kept.manifest) == ({}, first)
+    renamed, notes = run_noting(make_config(name="day"))
+    assert dict(renamed.changed) == {"name": "'night' is now 'day'"}
+    assert "to be changed: name: 'night' is now 'day'" in notes
+    assert renamed.manifest.expires_at == first.expires_at
+    extended = run(make_config(ttl="2h"))
+    assert not extended.created
+    assert list(extended.changed) == ["ttl"]
+    assert extended.changed["ttl"].endswith(f"instead of at {first.expires_at:%F %T} UTC")
+    store = Store(make_config().store)
+    stored = store.manifest(first.id)
+    assert stored == extended.manifest
+    assert (stored.name, stored.created_at) == ("day", first.created_at)
+    assert stored.expires_at is not None
+    assert abs(stored.expires_at - utc_now() - timedelta(hours=2)) < timedelta(minutes=1)
+    assert store.verify(first.id) == []
+    assert [manifest.id for manifest in store.list()] == [first.id]
+
+
+def test_a_time_to_live_is_given_to_a_context_without_one(make_config: MakeConfig) -> None:
+    run(make_config())
+    changed = run(make_config(ttl="1h")).changed
+    assert changed["ttl"].endswith("instead of never")
+
+
+def fail_to_lock(*_: object) -> int:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_a_read_only_store_has_all_that_an_equal_job_wants(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(make_config(name="night")).manifest
+    left = make_config().store / "contexts" / f".tmp-{first.id}-0"
+    left.mkdir()
+    monkeypatch.setattr(locks, "_lock_current", fail_to_lock)
+    monkeypatch.setattr(shutil, "rmtree", fail_to_lock)
+    before = files(make_config().store)
+    again, notes = run_noting(make_config(name="night"))
+    assert (again.created, again.changed, again.manifest) == (False, {}, first)
+    assert notes == ""
+    assert files(make_config().store) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"name": "day"}, "name: 'night' is now 'day'"),
+        ({"ttl": "1h"}, "ttl: expires at "),
+        ({"method": ("quest",), "centroids": None}, "indexes: added pages; methods: now csattention, quest"),
+    ],
+)
+def test_a_read_only_store_says_what_it_cannot_change(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], said: str
+) -> None:
+    first = run(make_config(name="night")).manifest
+    monkeypatch.setattr(locks, "_lock_current", fail_to_lock)
+    notes = io.StringIO()
+    with pytest.raises(StoreError, match="locking failed: Read-only file system"):
+        run_job(make_config(**changes), LineReporter(notes), io.BytesIO())
+    assert f"the store has context {first.id[:12]} already, to be changed: {said}" in notes.getvalue()
+    assert Store(make_config().store).manifest(first.id) == first
+
+
+def test_a_job_of_another_owner_learns_nothing(make_config: MakeConfig) -> None:
+    """Of equal documents, salts keep apart what jobs say, find, wait for and change."""
+    own = run(make_config(salt="one", name="their secret", ttl="1h")).manifest
+    store = Store(make_config().store)
+    with store.lock(own.id):  # a job of the first owner is at work
+        report, notes = run_noting(make_config(salt="two"))
+    assert report.created
+    assert report.manifest.id != own.id
+    assert (report.manifest.name, report.manifest.expires_at) == ("document", None)
+    said = notes + str(report)
+    assert "their secret" not in said
+    assert own.id[:12] not in said
+    report, notes = run_noting(make_config(salt="two", name="mine", method=("quest",), centroids=None))
+    assert "their secret" not in notes + str(report)
+    assert store.manifest(own.id) == own
