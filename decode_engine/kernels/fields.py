@@ -38,6 +38,7 @@ TAGS = tl.constexpr(records.TAGS)
 STAMPS = tl.constexpr(records.STAMPS)
 TALLIES = tl.constexpr(records.TALLIES)
 SETS = tl.constexpr(records.SETS)
+WINDOW = tl.constexpr(records.WINDOW)
 _FIELDS = tl.constexpr(records.RECORD_FIELDS)
 
 

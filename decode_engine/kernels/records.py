@@ -41,6 +41,9 @@ SLOTS, SLOT_HEAD, TAGS, STAMPS, TALLIES, SETS = range(24, 30)
 """A session's slot cache of the layer (`slot_cache.SlotCache`): address of its rows [H, slots, 2, d], bytes from one KV
 head to the next, addresses of tags and stamps [H, slots] int32 and of tallies [H, 8] int64, and its number of sets. All
 zero where there is no cache."""
+WINDOW = 31
+"""How many keys a query sees, its own included; 0 for all. With a window the address KV is that of key 0, of which, as
+of other keys that no query sees any more, no row may be there."""
 
 
 class Recorded(Protocol):

@@ -1,4 +1,4 @@
-"""Attention to everything: flash-decoding over contexts and tails, split into equal shares.
+"""Attention to everything, or to a window of the last keys: flash-decoding over contexts and tails, in equal shares.
 
 The query heads of a group share a tile of the tensor cores, so every key and value is read once.
 
@@ -20,7 +20,7 @@ from decode_engine.kernels.attention.online_softmax import (
     tile_options,
 )
 from decode_engine.kernels.attention.partials import Partials, store_partial
-from decode_engine.kernels.fields import KEYS, KV, TAIL, TAIL_KEYS, field, head_rows
+from decode_engine.kernels.fields import KEYS, KV, TAIL, TAIL_KEYS, WINDOW, field, head_rows
 from decode_engine.kernels.launches import chained, wait_for_launch
 from index_store.attention.attention_state import AttentionState
 
@@ -29,6 +29,7 @@ from index_store.attention.attention_state import AttentionState
 def attend_run(
     q: tl.tensor,
     rows_ptr: tl.tensor,
+    first: tl.tensor,
     count: tl.tensor,
     peaks: tl.tensor,
     totals: tl.tensor,
@@ -39,9 +40,9 @@ def attend_run(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """Adds this program's share of `count` neighbouring rows to a running softmax."""
-    share = tl.cdiv(tl.cdiv(count, TILE), tl.num_programs(0)) * TILE
-    begin = tl.program_id(0) * share
+    """Adds this program's share of the rows first .. count - 1 to a running softmax."""
+    share = tl.cdiv(tl.cdiv(count - first, TILE), tl.num_programs(0)) * TILE
+    begin = first + tl.program_id(0) * share
     end = tl.minimum(begin + share, count)
     d = tl.arange(0, DIM)
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
@@ -68,9 +69,13 @@ def dense_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOWED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Program (split, row): one share of the context and one of the tail of a KV head."""
+    """Program (split, row): one share of the context and one of the tail of a KV head.
+
+    WINDOWED: of no more than the last WINDOW keys of both together.
+    """
     wait_for_launch(CHAINED)
     row = tl.program_id(1)
     b = row // HEADS
@@ -78,15 +83,40 @@ def dense_kernel(
     element: tl.constexpr = q_ptr.dtype.element_ty
     q = load_group(q_ptr, row, GROUP, DIM)
     peaks, totals, sums = no_keys_yet(DIM)
+    keys = field(records_ptr, b, KEYS).to(tl.int32)
+    tail_keys = field(records_ptr, b, TAIL_KEYS).to(tl.int32)
+    first = keys * 0
+    if WINDOWED:
+        first = tl.maximum(keys + tail_keys - field(records_ptr, b, WINDOW).to(tl.int32), 0)
     context_ptr = head_rows(records_ptr, b, h, KV, element)
-    count = field(records_ptr, b, KEYS).to(tl.int32)
     peaks, totals, sums = attend_run(
-        q, context_ptr, count, peaks, totals, sums, scale_log2, DIM, TILE, STAGES, PRECISION
+        q,
+        context_ptr,
+        tl.minimum(first, keys),
+        keys,
+        peaks,
+        totals,
+        sums,
+        scale_log2,
+        DIM,
+        TILE,
+        STAGES,
+        PRECISION,
     )
     tail_ptr = head_rows(records_ptr, b, h, TAIL, element)
-    count = field(records_ptr, b, TAIL_KEYS).to(tl.int32)
     peaks, totals, sums = attend_run(
-        q, tail_ptr, count, peaks, totals, sums, scale_log2, DIM, TILE, 1, PRECISION
+        q,
+        tail_ptr,
+        tl.maximum(first - keys, 0),
+        tail_keys,
+        peaks,
+        totals,
+        sums,
+        scale_log2,
+        DIM,
+        TILE,
+        1,
+        PRECISION,
     )
     store_partial(
         sums_ptr, peaks_ptr, totals_ptr, row, tl.num_programs(0), tl.program_id(0), peaks, totals, sums,
@@ -94,10 +124,13 @@ def dense_kernel(
     )  # fmt: skip
 
 
-def attend_dense(q_BHGD: Tensor, records_BF: Tensor, partials: Partials, scale: float) -> None:
+def attend_dense(
+    q_BHGD: Tensor, records_BF: Tensor, partials: Partials, scale: float, *, windowed: bool = False
+) -> None:
     """Fills the partial attention [B * H, S, G, d] of contexts and tails, one slot per split.
 
-    q_BHGD: contiguous, unscaled, in the dtype of keys and values; G 1..8, d 64 or 128. scale: of the logits.
+    q_BHGD: contiguous, unscaled, in the dtype of keys and values; G 1..8, d 64 or 128. scale: of the logits. windowed:
+    only the last keys count, as many as the records say.
     """
     _, heads, group, head_dim = q_BHGD.shape
     rows, splits, _, _ = partials.sums_RSGD.shape
@@ -111,6 +144,7 @@ def attend_dense(q_BHGD: Tensor, records_BF: Tensor, partials: Partials, scale: 
         HEADS=heads,
         GROUP=group,
         DIM=head_dim,
+        WINDOWED=windowed,
         **tile_options(q_BHGD.dtype, 64, 3),  # two programs fit into a multiprocessor's shared memory
         **chained(q_BHGD.device),
     )

@@ -48,8 +48,14 @@ class Partials:
         )
 
 
-def merge_partials(partials: Partials, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Attention out [R, G, d] in `dtype` and lse [R, G] float32, natural; 0 and -inf for rows without any key."""
+def merge_partials(
+    partials: Partials, dtype: torch.dtype = torch.float32, sink_HG: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention out [R, G, d] in `dtype` and lse [R, G] float32, natural; 0 and -inf for rows without any key.
+
+    sink_HG: float32 logits of a learnt sink of every query head (`LogitForm`), contiguous, where row r is KV head r %
+    H; lse of rows without any key is the sink's then.
+    """
     rows, slots, group, head_dim = partials.sums_RSGD.shape
     device = partials.sums_RSGD.device
     out = torch.empty(rows, group, head_dim, dtype=dtype, device=device)
@@ -63,7 +69,10 @@ def merge_partials(partials: Partials, dtype: torch.dtype = torch.float32) -> tu
         partials.totals_RSG,
         out,
         lse,
+        lse if sink_HG is None else sink_HG,
         slots,
+        HEADS=1 if sink_HG is None else len(sink_HG),
+        SINKS=sink_HG is not None,
         GROUP=group,
         DIM=head_dim,
         WIDTH=width,
@@ -76,7 +85,9 @@ def merge_partials(partials: Partials, dtype: torch.dtype = torch.float32) -> tu
     return out, lse
 
 
-def merge_partials_reference(partials: Partials, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def merge_partials_reference(
+    partials: Partials, dtype: torch.dtype = torch.float32, sink_HG: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The same, eagerly."""
     peaks = partials.peaks_RSG
     highest = peaks.amax(1)
@@ -88,7 +99,12 @@ def merge_partials_reference(partials: Partials, dtype: torch.dtype = torch.floa
     empty = totals <= 0
     out = sums / torch.where(empty, 1.0, totals)[..., None]
     lse = (base + totals.clamp(min=0).log2()) / LOG2E
-    return out.masked_fill(empty[..., None], 0.0).to(dtype), lse
+    out.masked_fill_(empty[..., None], 0.0)
+    if sink_HG is not None:
+        keys = lse
+        lse = torch.logaddexp(keys, sink_HG.repeat(len(keys) // len(sink_HG), 1))
+        out *= torch.exp(keys - lse)[..., None]
+    return out.to(dtype), lse
 
 
 @triton.jit
@@ -138,7 +154,10 @@ def merge_kernel(
     totals_ptr: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
+    sink_ptr: tl.tensor,
     slots: tl.tensor,
+    HEADS: tl.constexpr,
+    SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -162,8 +181,14 @@ def merge_kernel(
     peaks = tl.load(peaks_ptr + first + every * GROUP, mask=every < slots, other=float("-inf"))
     totals = tl.load(totals_ptr + first + every * GROUP, mask=every < slots, other=0.0)
     highest = tl.max(peaks, 0)
+    sink = 0.0
+    if SINKS:
+        sink = tl.load(sink_ptr + row % HEADS * GROUP + head) * 1.4426950408889634
+        highest = tl.maximum(highest, sink)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(tl.where(peaks == float("-inf"), 0.0, totals * tl.exp2(peaks - base)), 0)
+    if SINKS:
+        total += tl.exp2(sink - base)
     if AT_ONCE:
         merged = weighted(early, peaks, base)
     else:

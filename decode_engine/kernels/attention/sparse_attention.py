@@ -58,6 +58,8 @@ LIST_TILE = 32
 """Keys that a program attends to at a time."""
 _STAGES = 5  # A tile's ids are loaded before its keys, so that half of them are keys and values in flight.
 _CHUNK = tl.constexpr(128)
+_UNITS = tl.constexpr(2.0**24)
+"""Of one in sums of logits: these are whole numbers, so that the order in which programs add them up changes no bit."""
 _PROGRAMS = 384
 """Of all rows together: about one round of what a large device holds at a time."""
 
@@ -74,8 +76,8 @@ class ClusterScores:
 
     logits_RCG: [R, C, G] float32, q . mean key in units of log2; -inf for clusters without keys; anything beyond a
     context's clusters. spreads_RCG: [R, C, G] float32, 1 + v / 2 with the logits' variance v. taken_RC: [R, C]
-    int32 and taken_logits_RCG: [R, C, G] float32, number and sum of logits of the keys that were taken out; 0 after a
-    lookup. The last three are None where there are no variances.
+    int32 and taken_logits_RCG: [R, C, G] int64 in units of 2^-24, number and sum of logits of the keys that were taken
+    out; 0 after a lookup. The last three are None where there are no variances.
     """
 
     logits_RCG: Tensor
@@ -92,7 +94,8 @@ class ClusterScores:
         if not spread:
             return ClusterScores(logits)
         taken = torch.empty(rows, width, dtype=torch.int32, device=device)
-        return ClusterScores(logits, torch.empty_like(logits), taken, torch.empty_like(logits))
+        taken_logits = torch.empty_like(logits, dtype=torch.int64)
+        return ClusterScores(logits, torch.empty_like(logits), taken, taken_logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +213,15 @@ def take(
     else:
         one = tl.full([TILE], 1, tl.int32)
         tl.atomic_add(taken_ptr + before + cluster, one, mask=member, sem="relaxed")
-        tl.atomic_add(taken_logits_ptr + before * GROUP + at, logits, mask=inside, sem="relaxed")
+        units = tl.where(inside, logits * _UNITS, 0.0).to(tl.int64)
+        tl.atomic_add(taken_logits_ptr + before * GROUP + at, units, mask=inside, sem="relaxed")
     return means
+
+
+@triton.jit
+def taken_sums(taken_logits_ptr: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """Sums of the logits that `take` took out of clusters."""
+    return tl.load(taken_logits_ptr + at, mask=inside, other=0).to(tl.float32) / _UNITS
 
 
 @triton.jit(do_not_specialize=["width", "room", "cluster_width", "slots", "first_slot"])

@@ -151,7 +151,7 @@ def store_spreads(
 ) -> None:
     """Stores spreads, and that nothing has been taken out of their clusters."""
     tl.store(spreads_ptr + into, spreads, mask=inside)
-    tl.store(taken_logits_ptr + into, tl.zeros([HEAD_TILE, TILE], tl.float32), mask=inside)
+    tl.store(taken_logits_ptr + into, tl.zeros([HEAD_TILE, TILE], tl.int64), mask=inside)
     tl.store(taken_ptrs, tl.zeros([TILE], tl.int32), mask=exists)
 
 

@@ -14,8 +14,15 @@ from torch import Tensor
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.dense_attention import attend_dense_reference
 from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.border import draw_reference
+from decode_engine.kernels.clusters.cut import (
+    DRAW_TURNS,
+    LEAST_DRAW,
+    RANGE,
+    TURNS,
+    UNUSED,
+)
 from decode_engine.kernels.clusters.device_clusters import DeviceClusters
-from decode_engine.kernels.clusters.selection import RANGE
 from index_store.attention.attention_state import AttentionState
 
 
@@ -94,25 +101,47 @@ def cluster_logits(q_GD: Tensor, clusters: DeviceClusters, head: int, scale: flo
 def select_clusters_reference(q_GD: Tensor, sequence: ListedSequence, head: int, scale: float) -> Tensor:
     """The selected clusters of a row, ascending, [count] int64: whole ones from the heaviest on up to the budget.
 
-    Only keys of the searched range count.
+    Only keys of the searched range count. Where equal weights would leave much of the budget unused, clusters that draw
+    the least are selected.
     """
     clusters = sequence.clusters
     if clusters is None:
         return torch.empty(0, dtype=torch.int64)
     logits, _ = cluster_logits(q_GD, clusters, head, scale)
     sizes = clusters.sizes_HC[head].long()
-    weights = ((logits + sizes.log()).softmax(-1) / sizes.clamp(min=1)).mean(0).log2()
-    order = weights.argsort(descending=True)
+    weights = ((logits + sizes.log()).softmax(-1) / sizes.clamp(min=1)).sum(0).view(torch.int32)
     ids = torch.arange(clusters.assignment_HN.shape[1], device=sizes.device)
     outside = clusters.assignment_HN[head, (ids < sequence.first) | (ids >= sequence.end)].long()
     counted = sizes - outside[outside >= 0].bincount(minlength=len(sizes))
-    reached = counted[order].cumsum(0)
-    if int(reached[-1]) <= sequence.keep:
-        chosen = order
-    else:
-        near = weights[order] >= weights[order[0]] - RANGE
-        chosen = order[(reached <= sequence.keep) & near]
-    return chosen[sizes[chosen] > 0].sort().values
+    chosen = _within_budget(weights, counted, sequence.keep, head)
+    return (chosen & (sizes > 0)).nonzero()[:, 0]
+
+
+def _within_budget(weights: Tensor, counted: Tensor, keep: int, head: int) -> Tensor:
+    """Which clusters are selected, [C] bool, by the bits of their weights and the keys that count."""
+    if int(counted.sum()) <= keep:
+        return torch.ones_like(weights, dtype=torch.bool)
+    above = int(weights.max()) + 1
+    below = max(0, above - (RANGE << 23))
+    least = used = 0
+    for _ in range(TURNS):
+        middle = below + (above - below) // 2
+        number = int(counted[weights >= middle].sum())
+        if number > keep:
+            least = below = middle
+        else:
+            above, used = middle, number
+    chosen = weights >= above
+    if (keep - used) * UNUSED > keep:
+        drawn = draw_reference(torch.arange(len(weights), device=weights.device), head)
+        draws, span = LEAST_DRAW, 2**32
+        for _ in range(DRAW_TURNS):
+            span //= 2
+            more = chosen | ((weights >= least) & (drawn < draws + span))
+            if int(counted[more].sum()) <= keep:
+                draws += span
+        chosen |= (weights >= least) & (drawn < draws)
+    return chosen
 
 
 def remainder_reference(

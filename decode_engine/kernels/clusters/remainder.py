@@ -32,7 +32,13 @@ from decode_engine.kernels.attention.online_softmax import (
     tile_options,
 )
 from decode_engine.kernels.attention.partials import Partials, store_partial
-from decode_engine.kernels.attention.sparse_attention import LIST_TILE, ClusterScores, list_programs, one_list
+from decode_engine.kernels.attention.sparse_attention import (
+    LIST_TILE,
+    ClusterScores,
+    list_programs,
+    one_list,
+    taken_sums,
+)
 from decode_engine.kernels.clusters.lookup import cluster_pointers
 from decode_engine.kernels.fields import ASSIGNMENT, KEYS, KV, SLOTS, field, head_rows
 from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
@@ -104,7 +110,7 @@ def weigh_members(
     inside = (heads < GROUP)[:, None] & member[None, :]
     means = tl.load(logits_ptr + at, mask=inside, other=float("-inf"))
     spreads = tl.load(spreads_ptr + at, mask=inside, other=0.0)
-    taken_logits = tl.load(taken_logits_ptr + at, mask=inside, other=0.0)
+    taken_logits = taken_sums(taken_logits_ptr, at, inside)
     left = sizes - taken
     mean_left = (means * sizes[None, :] - taken_logits) / tl.maximum(left, 1.0)[None, :]
     now = tl.where((left > 0.0)[None, :], mean_left, float("-inf"))

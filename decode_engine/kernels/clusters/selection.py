@@ -2,7 +2,8 @@
 
 A cluster's weight is the mean over the group's heads of S = exp(q.c) / sum_j N_j exp(q.c_j) (Squeezed Attention eq. 1,
 Multipole Attention section 3.2). The threshold is bisected, so a budget is never exceeded and nothing is sorted; by how
-little it is missed is a matter of the last cluster. Where the heaviest cluster alone exceeds it, none is selected.
+little it is missed is a matter of the last cluster. Where the heaviest cluster alone exceeds it, none is selected. Of
+clusters of equal weight, which would leave much of it unused, those are selected that draw the least (`border`).
 Only searched keys count: of clusters that also hold recent ones, fewer than are listed (`clusters.budget`).
 
 A row's programs all find the same threshold, each on its own: that takes less time than to wait for one that does.
@@ -25,14 +26,10 @@ from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials
 from decode_engine.kernels.attention.sparse_attention import ClusterScores
 from decode_engine.kernels.clusters.budget import any_outside, count_searched
+from decode_engine.kernels.clusters.cut import DRAW_TURNS, RANGE, TURNS, UNUSED, cut, keys_from, passing
 from decode_engine.kernels.fields import CLUSTERS, KEEP, KEYS, MEMBERS, OFFSETS, SIZES, field, searched_keys
 from decode_engine.kernels.launches import chained, wait_for_launch
 
-RANGE = 24
-"""Distance from the heaviest cluster, in units of log2, beyond which clusters are not told apart: what is lighter by
-2^-24 would not change a float32 sum. A budget that reaches down there, but not to all clusters, is left unused."""
-TURNS = 16
-"""Of the bisection: weights are told apart up to a 2^-16 of that range."""
 _WEIGHED_AT_ONCE = 8192
 """Clusters that a program weighs at once; more take more registers than it has."""
 _LISTED_AT_ONCE = 128
@@ -107,6 +104,8 @@ def select_clusters(
         AT_MEMBER=32,
         RANGE=RANGE,
         TURNS=TURNS,
+        DRAW_TURNS=DRAW_TURNS,
+        UNUSED=UNUSED,
         num_warps=max(4, min(16, block // 512)),
         **chained(records_BF.device),
     )
@@ -188,38 +187,6 @@ def weigh_all(
 
 
 @triton.jit
-def keys_from(
-    weights: tl.tensor,
-    sizes: tl.tensor,
-    weights_ptr: tl.tensor,
-    sizes_ptr: tl.tensor,
-    clusters: tl.tensor,
-    threshold: tl.tensor,
-    program: tl.tensor,
-    programs: tl.tensor,
-    BLOCK: tl.constexpr,
-    SINGLE: tl.constexpr,
-    EVERY: tl.constexpr,
-) -> tl.tensor:
-    """Keys of the clusters whose weight reaches the threshold; without EVERY of those that earlier programs own."""
-    at = tl.arange(0, BLOCK)
-    if SINGLE:
-        counted = weights >= threshold
-        if not EVERY:
-            counted = counted & ((at // 16) % programs < program)
-        return tl.sum(tl.where(counted, sizes, 0), 0)
-    total = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, clusters, BLOCK):
-        some = tl.load(weights_ptr + start + at, mask=start + at < clusters, other=0)
-        number = tl.load(sizes_ptr + start + at, mask=start + at < clusters, other=0)
-        counted = some >= threshold
-        if not EVERY:
-            counted = counted & (((start + at) // 16) % programs < program)
-        total += tl.where(counted, number, 0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
 def list_members(
     members_ptr: tl.tensor,
     ids_ptr: tl.tensor,
@@ -239,40 +206,6 @@ def list_members(
     ids = tl.where((ids >= first) & (ids < end), ids, -1)
     place = places[:, None] + member[None, :]
     tl.store(ids_ptr + place, ids, mask=inside & (place < room))
-
-
-@triton.jit
-def cut(
-    weights: tl.tensor,
-    sizes: tl.tensor,
-    weights_ptr: tl.tensor,
-    sizes_ptr: tl.tensor,
-    clusters: tl.tensor,
-    heaviest: tl.tensor,
-    keep: tl.tensor,
-    program: tl.tensor,
-    programs: tl.tensor,
-    BLOCK: tl.constexpr,
-    SINGLE: tl.constexpr,
-    RANGE: tl.constexpr,
-    TURNS: tl.constexpr,
-) -> tl.tensor:
-    """The weight from which on clusters are selected."""
-    above = heaviest + 1
-    below = tl.maximum(above - (RANGE << 23), 0)
-    lowest = below * 0
-    every = keys_from(
-        weights, sizes, weights_ptr, sizes_ptr, clusters, lowest, program, programs, BLOCK, SINGLE, True
-    )
-    for _ in range(TURNS):
-        middle = below + (above - below) // 2
-        number = keys_from(
-            weights, sizes, weights_ptr, sizes_ptr, clusters, middle, program, programs, BLOCK, SINGLE, True
-        )
-        over = number > keep
-        below = tl.where(over, middle, below)
-        above = tl.where(over, above, middle)
-    return tl.where(every <= keep, lowest, above)
 
 
 @triton.jit
@@ -328,6 +261,8 @@ def select_kernel(
     AT_MEMBER: tl.constexpr,
     RANGE: tl.constexpr,
     TURNS: tl.constexpr,
+    DRAW_TURNS: tl.constexpr,
+    UNUSED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (share of the clusters, row); shares are runs of 16 from all over the context."""
@@ -358,21 +293,22 @@ def select_kernel(
     weights, heaviest = weigh_all(
         logits_row, weights_row, normaliser, clusters, GROUP, HEADS_TILE, BLOCK, SINGLE, CHUNK
     )
-    threshold = cut(
-        weights, sizes, weights_row, counted_ptr, clusters, heaviest, keep, program, programs,
-        BLOCK, SINGLE, RANGE, TURNS,
+    least, above, draws = cut(
+        weights, sizes, weights_row, counted_ptr, clusters, heaviest, keep, row % HEADS, program, programs,
+        BLOCK, SINGLE, RANGE, TURNS, DRAW_TURNS, UNUSED,
     )  # fmt: skip
     if differ:
         sizes = tl.load(sizes_ptr + at, mask=at < clusters, other=0)
     # What programs before this one list.
     before = keys_from(
-        weights, sizes, weights_row, sizes_ptr, clusters, threshold, program, programs, BLOCK, SINGLE, False
-    )
+        weights, sizes, weights_row, sizes_ptr, clusters, least, above, draws, row % HEADS, program, programs,
+        BLOCK, SINGLE, False,
+    )  # fmt: skip
     lane = tl.arange(0, OWN)
     owned = ((lane // 16) * programs + program) * 16 + lane % 16
     own_weights = tl.load(weights_row + owned, mask=owned < clusters, other=0)
     own_sizes = tl.load(sizes_ptr + owned, mask=owned < clusters, other=0)
-    chosen = (own_weights >= threshold) & (own_sizes > 0)
+    chosen = passing(own_weights, owned, least, above, draws, row % HEADS) & (own_sizes > 0)
     # Number and keys of the selected clusters in one sum.
     both = tl.where(chosen, own_sizes.to(tl.int64) + (1 << 32), 0)
     ahead = tl.cumsum(both, 0) - both

@@ -5,7 +5,6 @@ Shape legend: as in `codes.sizes`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,11 +13,18 @@ from torch import Tensor
 
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.border import (
+    draw_reference,
+    draws_below_reference,
+    moved_reference,
+    stretch_of_reference,
+)
 from decode_engine.kernels.codes.lookup_tables import make_tables_reference
 from decode_engine.kernels.codes.sizes import BLOCK, RUN, WORD_HEADS, CodeSizes
-from decode_engine.kernels.weight_bytes import rounded_reference
+from decode_engine.kernels.weight_bytes import rounded_half_reference
 
-_LEAST_CUT, _CUT_STEPS = (127 - 29) << 23, 12
+_LEAST_CUT, _CUT_STEPS, _CUT_MARGIN = (127 - 29) << 23, 10, 1 << 14
+_INFINITE = 0x7F800000
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +75,13 @@ def kept_keys(q_GD: Tensor, sequence: CodeSequence, h: int, sizes: CodeSizes) ->
     normaliser_G = _normalisers(sampled_GSK, int(there_SK.sum()), sequence)
     half = sizes.shape.sample_keys // 2
     weights_SK = _rounded_weights(sampled_GSK, normaliser_G)[:, :half][there_SK[:, :half]]
-    cut = _cut(weights_SK, sequence)
-    return (torch.exp2(logits_GN - normaliser_G[:, None]).sum(0) >= cut) & searched
+    available = sequence.end - sequence.first
+    if sequence.keep >= available:
+        return searched
+    weights_N = torch.exp2(logits_GN - normaliser_G[:, None]).sum(0)
+    least, above, draws = _cut(weights_SK, sequence.keep / available)
+    drawn = draw_reference(keys, h) < draws
+    return (weights_N.view(torch.int32) >= torch.where(drawn, least, above)) & searched
 
 
 def estimated_logits(q_GD: Tensor, sequence: CodeSequence, h: int, sizes: CodeSizes) -> Tensor:
@@ -95,8 +106,10 @@ def _sample(sequence: CodeSequence, sizes: CodeSizes) -> Tensor:
     own = torch.arange(2 * half)
     slots = torch.arange(shape.samplers)[:, None] * half + own % half
     spread = runs > taken // 2
-    turns = 2 * slots + own // half if spread else slots + own // half * (taken // 2)
-    chosen = turns * runs // taken if runs > taken else turns
+    stretches = stretch_of_reference(slots, taken // 2)
+    other = (own // half + stretches) % 2
+    turns = 2 * slots + other if spread else slots + own // half * (taken // 2)
+    chosen = moved_reference(turns, taken, runs, stretches) if runs > taken else turns
     return (base + chosen[..., None] * RUN + torch.arange(RUN)).flatten(1)
 
 
@@ -109,26 +122,27 @@ def _normalisers(logits_GSK: Tensor, sampled: int, sequence: CodeSequence) -> Te
 
 
 def _rounded_weights(logits_GSK: Tensor, normaliser_G: Tensor) -> Tensor:
-    """Sum over heads of the weights, rounded to bytes relative to the largest of each program: [S, K]."""
+    """Sum over heads of the weights, rounded to 16 bits relative to the largest of each program: [S, K]."""
     peaks_GS = logits_GSK.amax(2)
     base_GS = torch.where(torch.isneginf(peaks_GS), 0.0, peaks_GS)
-    rounded = rounded_reference(torch.exp2(logits_GSK - base_GS[..., None]))
+    rounded = rounded_half_reference(torch.exp2(logits_GSK - base_GS[..., None]))
     weights: Tensor = (rounded * torch.exp2(peaks_GS - normaliser_G[:, None])[..., None]).sum(0)
     return weights
 
 
-def _cut(weights: Tensor, sequence: CodeSequence) -> float:
-    """The least weight that is kept, from those of sampled keys."""
-    available = sequence.end - sequence.first
-    if sequence.keep >= available:
-        return -1.0
-    if sequence.keep <= 0:
-        return math.inf
+def _cut(weights: Tensor, share: float) -> tuple[int, int, Tensor]:
+    """Of sampled keys' weights: from which bits on keys are kept that draw less than the last, and all keys."""
+    if share <= 0:
+        return _INFINITE, _INFINITE, torch.zeros((), dtype=torch.int32)
     bits = weights.view(torch.int32)
-    wanted = sequence.keep * len(bits) / available
+    wanted = torch.tensor(share * len(bits), dtype=torch.float32)
     cut = _LEAST_CUT
     for step in range(_CUT_STEPS):
         higher = cut + (1 << (27 - step))
         if int((bits >= higher).sum()) >= wanted:
             cut = higher
-    return float(torch.tensor(cut, dtype=torch.int32).view(torch.float32))
+    least = -1 if cut == _LEAST_CUT else cut - _CUT_MARGIN
+    above = cut + (1 << (28 - _CUT_STEPS)) + _CUT_MARGIN
+    over = (bits >= above).sum()
+    inside = (bits >= least).sum() - over
+    return least, above, draws_below_reference((wanted - over) / inside.clamp(min=1)).to(weights.device)

@@ -2,7 +2,8 @@
 
 Keys are ranked as `ProductCodes.rank` ranks them: by the sum over a group's heads of the softmax of the estimated
 logits. `sample_kernel` scores a sample of the keys; a row's last program finds the softmaxes' normalisers, and the
-weight from which on keys are kept. `keep_kernel` scores all keys, before it waits for that, and lists those above it.
+weight from which on keys are kept. `keep_kernel` scores all keys, before it waits for that, and lists those above it,
+and a share of those that are at it (`border`).
 Keys are never sorted, their scores never leave the multiprocessor, and about as many are kept as wanted.
 
 The floor is lookups, not bytes: a warp's 32 lookups of a word at random take shared memory 3.5 clocks (the fullest of
@@ -18,12 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.border import draw, draws_below, moved, stretch_of
 from decode_engine.kernels.codes import sizes as code_sizes
 from decode_engine.kernels.codes.lookup_tables import make_tables
 from decode_engine.kernels.codes.sizes import CodeSizes, CodeWork
 from decode_engine.kernels.fields import CODES, END, KEEP, KEYS, aligned_pointer, field, searched_keys
 from decode_engine.kernels.launches import arrives_last, chained, wait_for_launch
-from decode_engine.kernels.weight_bytes import of_byte, to_byte
+from decode_engine.kernels.weight_bytes import of_half, to_half
 
 BLOCK = tl.constexpr(code_sizes.BLOCK)
 RUN = tl.constexpr(code_sizes.RUN)
@@ -34,7 +36,10 @@ _TWO_23_F = tl.constexpr(8388608.0)
 _LEAST_CUT = tl.constexpr(
     (127 - 29) << 23
 )  # bits of 2^-29; summed weights are at most 2^3, and less is nothing
-_CUT_STEPS = tl.constexpr(12)  # halvings of 32 octaves, down to 1/128 of one
+_CUT_STEPS = tl.constexpr(10)  # halvings of 32 octaves, down to 1/32 of one
+_CUT_WIDTH = tl.constexpr(1 << (28 - 10))
+_CUT_MARGIN = tl.constexpr(1 << 14)  # more than weights of the sample are rounded by; 2^23 are an octave
+_INFINITE = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -132,8 +137,13 @@ def sample_kernel(
             logits = tl.where(there[:, None], sums * unit[None, :], float("-inf"))
             peak = tl.max(logits, 0)
             weights = tl.exp2(logits - tl.where(peak == float("-inf"), 0.0, peak)[None, :])
-            at = ((row * WORDS + n) * SAMPLERS + tl.program_id(0)) * (SAMPLE // 2) + j
-            tl.store(sampled_ptr + at, tl.sum(to_byte(weights) << (8 * i)[None, :], 1), mask=j < SAMPLE // 2)
+            pair: tl.constexpr = min(2, WORD_HEADS)
+            pairs: tl.constexpr = WORD_HEADS // pair
+            halves = tl.reshape(to_half(weights), [SAMPLE, pairs, pair])
+            halves = tl.sum(halves << (16 * tl.arange(0, pair))[None, None, :], 2)
+            own = (row * WORDS + n) * pairs + tl.arange(0, pairs)
+            at = (own[None, :] * SAMPLERS + tl.program_id(0)) * (SAMPLE // 2) + j[:, None]
+            tl.store(sampled_ptr + at, halves, mask=(j < SAMPLE // 2)[:, None])
             tl.store(peaks_ptr + place * GROUP + g, peak, mask=g < GROUP)
             tl.store(masses_ptr + place * GROUP + g, tl.sum(weights, 0), mask=g < GROUP)
         if arrives_last(arrivals_ptr, row):
@@ -147,18 +157,20 @@ def sample_kernel(
 def sampled_keys(
     base: tl.tensor, end: tl.tensor, j: tl.tensor, SAMPLERS: tl.constexpr, SAMPLE: tl.constexpr
 ) -> tl.tensor:
-    """The keys that a program samples, by their number: runs that are spread evenly from `base` on.
+    """The keys that a program samples, by their number: spread runs from `base` on.
 
-    The first halves of all programs are spread evenly too, and hold every key where there is room for that. Where there
-    are too few keys for a sample, the others are not below `end`.
+    The first halves of all programs are spread too, and hold every key where there is room for that. Where there are
+    too few keys for a sample, the others are not below `end`.
     """
     runs = tl.cdiv(end - base, RUN)
     half: tl.constexpr = SAMPLE // RUN // 2
     taken: tl.constexpr = 2 * SAMPLERS * half
     run = j // RUN
     slot = tl.program_id(0) * half + run % half
-    turn = tl.where(runs > taken // 2, 2 * slot + run // half, slot + run // half * (taken // 2))
-    run = tl.where(runs > taken, turn * runs // taken, turn)  # below 2^17 runs, 2^9 of them taken
+    stretch = stretch_of(slot, taken // 2)
+    other = (run // half + stretch) % 2  # which of two neighbours, in every stretch another
+    turn = tl.where(runs > taken // 2, 2 * slot + other, slot + run // half * (taken // 2))
+    run = tl.where(runs > taken, moved(turn, taken, runs, stretch), turn)
     return base + run * RUN + j % RUN
 
 
@@ -193,11 +205,12 @@ def find_cut(
     peaks: tl.tensor = ()
     masses: tl.tensor = ()
     words: tl.tensor = ()
+    pair: tl.constexpr = min(2, WORD_HEADS)
     for g in tl.static_range(GROUP):
         peaks += (tl.load(peaks_ptr + (row * SAMPLERS + s) * GROUP + g, cache_modifier=".cg"),)
         masses += (tl.load(masses_ptr + (row * SAMPLERS + s) * GROUP + g, cache_modifier=".cg"),)
-    for n in tl.static_range(WORDS):
-        at = ((row * WORDS + n) * SAMPLERS + s)[:, None] * (SAMPLE // 2) + j[None, :]
+    for n in tl.static_range(WORDS * WORD_HEADS // pair):
+        at = ((row * (WORDS * WORD_HEADS // pair) + n) * SAMPLERS + s)[:, None] * (SAMPLE // 2) + j[None, :]
         words += (tl.load(sampled_ptr + at, cache_modifier=".cg"),)
     total = tl.zeros([SAMPLERS, SAMPLE // 2], tl.float32)
     for g in tl.static_range(GROUP):
@@ -205,19 +218,41 @@ def find_cut(
         estimates = tl.maximum(masses[g] - 1.0, 0.0) * stands_for + 1.0
         normaliser = highest + tl.log2(tl.sum(estimates * tl.exp2(peaks[g] - highest), 0))
         tl.store(normalisers_ptr + row * GROUP + g, normaliser)
-        weights = of_byte(words[g // WORD_HEADS], g % WORD_HEADS)
+        weights = of_half(words[g // pair], g % pair)
         total += weights * tl.exp2(peaks[g] - normaliser)[:, None]
     # Halving the range of weights is faster than a histogram, whose time grows with its bins. Positive numbers are
     # ordered as their bits are. Places of the sample without a key are all but 0, and so below every cut.
     bits = tl.reshape(total, [SAMPLERS * SAMPLE // 2]).to(tl.int32, bitcast=True)
     wanted = keep.to(tl.float32) * counted.to(tl.float32) / searched.to(tl.float32)
+    store_cut(cuts_ptr + row * 3, bits, counted, wanted, keep, searched)
+
+
+@triton.jit
+def store_cut(
+    cut_ptr: tl.tensor,
+    bits: tl.tensor,
+    counted: tl.tensor,
+    wanted: tl.tensor,
+    keep: tl.tensor,
+    searched: tl.tensor,
+) -> None:
+    """Writes which weights are kept (`CodeWork.cuts_RX`), by the bits of those of `counted` sampled keys."""
     cut = searched * 0 + _LEAST_CUT
     for step in tl.static_range(_CUT_STEPS):
         higher = cut + (1 << (27 - step))
         reached = tl.sum((bits >= higher).to(tl.int32), 0).to(tl.float32)
         cut = tl.where(reached >= wanted, higher, cut)
-    least = tl.where(keep > 0, cut.to(tl.float32, bitcast=True), float("inf"))
-    tl.store(cuts_ptr + row, tl.where(keep >= searched, -1.0, least))
+    # Around the cut, since many keys may have just its weight, and weights of the sample are rounded. Below the least
+    # cut are also the sample's places without a key.
+    lowest = cut == _LEAST_CUT
+    least = tl.where(lowest, -1, cut - _CUT_MARGIN)
+    above = cut + (_CUT_WIDTH + _CUT_MARGIN)
+    over = tl.sum((bits >= above).to(tl.int32), 0)
+    inside = tl.where(lowest, counted, tl.sum((bits >= least).to(tl.int32), 0)) - over
+    share = (wanted - over.to(tl.float32)) / tl.maximum(inside, 1).to(tl.float32)
+    tl.store(cut_ptr, tl.where(keep >= searched, -1, tl.where(keep > 0, least, _INFINITE)))
+    tl.store(cut_ptr + 1, tl.where(keep >= searched, -1, tl.where(keep > 0, above, _INFINITE)))
+    tl.store(cut_ptr + 2, draws_below(share))
 
 
 @triton.jit
@@ -239,7 +274,7 @@ def keep_kernel(
     COLUMNS: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Program (tile, row): lists the tile's keys whose weights, summed over the heads, reach the cut."""
+    """Program (tile, row): lists the tile's keys whose weights, summed over the heads, are at the cut or above."""
     tile = tl.program_id(0)
     row = tl.program_id(1)
     b = row // HEADS
@@ -269,7 +304,11 @@ def keep_kernel(
             weight += tl.sum(tl.exp2(logits[n] - normaliser[None, :]), 1)
         key = base + tl.arange(0, BK)
         there = (key - first).to(tl.uint32) < (end - first).to(tl.uint32)
-        kept = ((weight >= tl.load(cuts_ptr + row, cache_modifier=".cg")) & there).to(tl.int32)
+        least = tl.load(cuts_ptr + row * 3, cache_modifier=".cg")
+        above = tl.load(cuts_ptr + row * 3 + 1, cache_modifier=".cg")
+        drawn = draw(key, row % HEADS) < tl.load(cuts_ptr + row * 3 + 2, cache_modifier=".cg")
+        reached = weight.to(tl.int32, bitcast=True) >= tl.where(drawn, least, above)
+        kept = (reached & there).to(tl.int32)
         # Listed column by column: then only the columns' totals have to be added up across threads.
         square = tl.reshape(kept, [BK // COLUMNS, COLUMNS])
         of_column = tl.sum(square, 0)
@@ -331,13 +370,13 @@ def search_codes(
     launch_sizes |= chained(q_BHGD.device)
     tables = (records_BF, work.tables_ROX, work.units_RG)
     sample_kernel[(shape.samplers, rows)](
-        *tables, work.sampled_ROX, work.peaks_RSG, work.masses_RSG, work.sampled_RSC, work.normalisers_RG,
-        work.cuts_R, work.arrivals_R, SAMPLERS=shape.samplers, SAMPLE=shape.sample_keys,
-        num_warps=shape.sample_warps, **launch_sizes,
+        *tables, work.sampled_RPX, work.peaks_RSG, work.masses_RSG, work.sampled_RSC, work.normalisers_RG,
+        work.cuts_RX, work.arrivals_R, SAMPLERS=shape.samplers, SAMPLE=shape.sample_keys,
+        **shape.sample_options(), **launch_sizes,
     )  # fmt: skip
     keep_kernel[(sizes.tiles, rows)](
-        *tables, work.normalisers_RG, work.cuts_R, work.ids_RPK, work.counts_RP,
-        BK=shape.tile_keys, COLUMNS=32 * shape.warps, num_warps=shape.warps, **launch_sizes,
+        *tables, work.normalisers_RG, work.cuts_RX, work.ids_RPK, work.counts_RP,
+        BK=shape.tile_keys, COLUMNS=32 * shape.warps, **shape.options(), **launch_sizes,
     )  # fmt: skip
     join_kernel[(sizes.tiles, rows)](
         work.ids_RPK, work.counts_RP, lists.ids_RPW, lists.counts_RP, sizes.max_keys, BK=shape.tile_keys,

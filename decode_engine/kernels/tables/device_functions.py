@@ -1,4 +1,4 @@
-"""Functions that the query-table kernels are made of: pick rows, add them up, find keys, read the threshold.
+"""Functions that the query-table kernels are made of: pick rows, add them up, find keys.
 
 A table row is read as 32-bit words of four keys. Programs take strided blocks of 64 words, so that neighbouring keys,
 which tend to be kept together, are spread over programs. Rows are added by `dp4a`: weights are rounded to 8 bits
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from decode_engine.kernels.attention import online_softmax
+from decode_engine.kernels.border import moved, stretch_of
 from decode_engine.kernels.fields import (
     CENTROIDS,
     KEEP,
@@ -28,14 +29,9 @@ from decode_engine.kernels.launches import wait_alone
 from decode_engine.kernels.tables import sizes as table_sizes
 
 LOG2E = tl.constexpr(online_softmax.LOG2E)
-BINS = tl.constexpr(table_sizes.BINS)
 MINI_WORDS = tl.constexpr(table_sizes.MINI_KEYS // 4)
 SAMPLE_WORDS = tl.constexpr(table_sizes.SAMPLE_KEYS // 4)
 SAMPLE_RUN = tl.constexpr(table_sizes.SAMPLE_RUN_KEYS // 4)  # words
-BIN_STEPS = tl.constexpr(8.0)  # bins per octave of a summed weight
-BIN_FLOOR = tl.constexpr(
-    29.0
-)  # octaves below 1 where the bins begin; the sum of eight softmaxes is at most 2^3
 _PICK_SIZE = tl.constexpr(8192)  # centroid values that are compared at once
 
 # Four words of table rows, keys 0..3 in bytes 0..3, are transposed into four words of a key each, and multiplied with
@@ -282,13 +278,13 @@ def tile_count(sequence: tl.tensor, BW: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def sampled_words(sequence: tl.tensor, S: tl.constexpr) -> tl.tensor:
-    """Words that this one of S sampling programs scores, and which of them exist: evenly spread runs, or all."""
+    """Words that this one of S sampling programs scores, and which of them exist: spread runs, or all."""
     keys, _, _, _, _ = sequence
     runs = tl.cdiv(keys, 4 * SAMPLE_RUN)
     sampled = S * (SAMPLE_WORDS // SAMPLE_RUN)
     j = tl.arange(0, SAMPLE_WORDS)
     turn = tl.program_id(0) * (SAMPLE_WORDS // SAMPLE_RUN) + j // SAMPLE_RUN
-    run = tl.where(runs > sampled, (turn.to(tl.int64) * runs // sampled).to(tl.int32), turn)
+    run = tl.where(runs > sampled, moved(turn, sampled, runs, stretch_of(turn, sampled)), turn)
     return run * SAMPLE_RUN + j % SAMPLE_RUN, run < runs
 
 
@@ -297,81 +293,3 @@ def searched(word: tl.tensor, index: tl.constexpr, sequence: tl.tensor) -> tl.te
     """Whether key `index` of every word is in the searched range: one comparison, keys before it wrap around."""
     _, first, span, _, _ = sequence
     return (word * 4 + (index - first)).to(tl.uint32) < span.to(tl.uint32)
-
-
-@triton.jit
-def octave_position(weight: tl.tensor) -> tl.tensor:
-    """Where a summed weight lies among the bins, which cover 2^-BIN_FLOOR and more."""
-    return (tl.log2(tl.maximum(weight, 1e-30)) + BIN_FLOOR) * BIN_STEPS
-
-
-@triton.jit
-def octave_cut(limit: tl.tensor) -> tl.tensor:
-    """The least weight at position `limit`."""
-    return tl.where(limit > 0.0, tl.exp2(limit / BIN_STEPS - BIN_FLOOR), -1.0)
-
-
-@triton.jit
-def linear_position(sums: tl.tensor, reach: tl.tensor) -> tl.tensor:
-    """Where a sum lies among the bins, which cover everything from -reach to reach; sums are below 2^24."""
-    return (sums.to(tl.float32) + reach) * (BINS / (2.0 * reach))
-
-
-@triton.jit
-def linear_cut(limit: tl.tensor, reach: tl.tensor) -> tl.tensor:
-    """The least sum at position `limit`."""
-    return tl.ceil(limit * (2.0 * reach / BINS) - reach).to(tl.int32)
-
-
-@triton.jit
-def count_keys(
-    sequence: tl.tensor,
-    word: tl.tensor,
-    mask: tl.tensor,
-    p0: tl.tensor,
-    p1: tl.tensor,
-    p2: tl.tensor,
-    p3: tl.tensor,
-    WORDS: tl.constexpr,
-) -> tl.tensor:
-    """How many keys of WORDS words are in each bin, by the positions of every word's four; only searched ones count."""
-    b0 = bin_or_none(p0, searched(word, 0, sequence) & mask)
-    b1 = bin_or_none(p1, searched(word, 1, sequence) & mask)
-    b2 = bin_or_none(p2, searched(word, 2, sequence) & mask)
-    b3 = bin_or_none(p3, searched(word, 3, sequence) & mask)
-    bins = tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * WORDS])
-    return tl.histogram(tl.maximum(bins, 0), BINS, mask=bins >= 0)
-
-
-@triton.jit
-def bin_or_none(position: tl.tensor, there: tl.tensor) -> tl.tensor:
-    """The bin of a position; -1 for a key that is not there."""
-    return tl.where(there, tl.minimum(tl.maximum(position, 0.0), BINS - 1.0).to(tl.int32), -1)
-
-
-@triton.jit
-def load_histograms(histograms_ptr: tl.tensor, bh: tl.tensor, S: tl.constexpr) -> tl.tensor:
-    """The histograms of a head's S sampling programs, [S, BINS], past the first-level cache."""
-    places = (bh * S + tl.arange(0, S))[:, None] * BINS + tl.arange(0, BINS)[None, :]
-    return tl.load(histograms_ptr + places, cache_modifier=".cg")
-
-
-@triton.jit
-def threshold(sequence: tl.tensor, counts: tl.tensor) -> tl.tensor:
-    """Where among the bins the keys begin that are kept, so that about `keep` are; 0.0 keeps all.
-
-    It is read from the histogram of a sample of the keys; inside a bin they are taken to lie evenly. Bin 0 holds
-    everything too small to matter and is kept only where every key is.
-    """
-    _, _, span, keep, _ = sequence
-    bins = tl.arange(0, BINS)
-    total = tl.sum(counts, 0)
-    at_least = (total - tl.cumsum(counts, 0) + counts).to(tl.float32)
-    available = span.to(tl.float32)
-    wanted = keep * total.to(tl.float32) / tl.maximum(available, 1.0)
-    border = tl.sum((at_least >= wanted).to(tl.int32), 0) - 1
-    above = tl.sum(tl.where(bins == border, at_least, 0.0), 0)
-    inside = tl.sum(tl.where(bins == border, counts, 0), 0).to(tl.float32)
-    limit = border.to(tl.float32) + (above - wanted) / tl.maximum(inside, 1.0)
-    limit = tl.where(wanted > 0.0, tl.maximum(limit, 1.0), 2.0 * BINS)
-    return tl.where(keep >= available, 0.0, limit)

@@ -5,7 +5,6 @@ Shape legend: as in `tables.sizes` and `table_context`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +14,16 @@ from torch import Tensor
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.dense_attention import attend_dense_reference
 from decode_engine.kernels.attention.online_softmax import LOG2E
+from decode_engine.kernels.border import (
+    draw_reference,
+    draws_below_reference,
+    moved_reference,
+    stretch_of_reference,
+)
 from decode_engine.kernels.tables.sizes import (
+    BIN_SHIFT,
     BINS,
+    LEAST_BIN,
     MINI_KEYS,
     SAMPLE_KEYS,
     SAMPLE_RUN_KEYS,
@@ -26,8 +33,6 @@ from decode_engine.kernels.tables.sizes import (
 from decode_engine.kernels.tables.table_context import TableContext
 from decode_engine.kernels.weight_bytes import rounded_reference
 from index_store.errors import InvalidArgumentError
-
-_BIN_STEPS, _BIN_FLOOR = 8.0, 29.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ def table_attention_reference(
             continue
         for h in range(sizes.kv_heads):
             q_GD = q_BHGD[b, h].float()
-            kept = kept_keys(*picked_sums(q_GD, sequence, sizes, work, b, h), sequence, sizes)
+            kept = kept_keys(*picked_sums(q_GD, sequence, sizes, work, b, h), sequence, sizes, h)
             write_ids(kept, sizes, work.ids[b, h], counts_BHP[b, h])
             out, lse = attend_exactly(q_GD, sequence, kept, sizes.scale, h)
             out_BHGD[b, h], lse_BHG[b, h] = out.to(q_BHGD.dtype), lse.float()
@@ -138,9 +143,9 @@ def picked_sums(
 
 
 def kept_keys(
-    sums_LN: Tensor, units_L: Tensor, reach_L: Tensor, sequence: TableSequence, sizes: TableSizes
+    sums_LN: Tensor, units_L: Tensor, reach_L: Tensor, sequence: TableSequence, sizes: TableSizes, h: int
 ) -> Tensor:
-    """Which keys of the context are kept, [N] bool."""
+    """Which keys of the context a KV head keeps, [N] bool."""
     count = sums_LN.shape[1]
     keys = torch.arange(count, device=sums_LN.device)
     searched = (keys >= sequence.first) & (keys < sequence.end)
@@ -148,14 +153,16 @@ def kept_keys(
         return searched
     if sizes.pooled:
         reach = reach_L[0].clamp(min=1.0)
-        positions = (sums_LN[0].float() + reach) * (BINS / (2.0 * reach))
-        limit = threshold(positions, searched & sampled_keys(keys, sizes), sequence)
-        return (sums_LN[0] >= torch.ceil(limit * (2.0 * reach / BINS) - reach)) & searched
-    logits_LN = (sums_LN.float() * (units_L * LOG2E)[:, None]).masked_fill(~searched, -torch.inf)
-    weights_N = merged_weights(logits_LN, sizes)
-    positions = (weights_N.clamp(min=1e-30).log2() + _BIN_FLOOR) * _BIN_STEPS
-    limit = threshold(positions, searched & spread_sample(keys, sizes), sequence)
-    return (weights_N >= math.exp2(limit / _BIN_STEPS - _BIN_FLOOR)) & searched
+        bins = ((sums_LN[0].float() + reach) * (BINS / (2.0 * reach))).to(torch.int32)
+        sample = sampled_keys(keys, sizes)
+    else:
+        logits_LN = (sums_LN.float() * (units_L * LOG2E)[:, None]).masked_fill(~searched, -torch.inf)
+        bins = (merged_weights(logits_LN, sizes).view(torch.int32) >> BIN_SHIFT) - LEAST_BIN
+        sample = spread_sample(keys, sizes)
+    bins = bins.clamp(0, BINS - 1)
+    border, draws = threshold(bins[searched & sample], sequence)
+    drawn = draw_reference(keys, h) < draws
+    return ((bins > border) | ((bins == border) & drawn)) & searched
 
 
 def merged_weights(logits_LN: Tensor, sizes: TableSizes) -> Tensor:
@@ -181,35 +188,35 @@ def tile_of(keys_N: Tensor, sizes: TableSizes) -> tuple[Tensor, Tensor, int]:
 
 
 def spread_sample(keys_N: Tensor, sizes: TableSizes) -> Tensor:
-    """The keys that the threshold of the search per head is taken from: evenly spread runs of every tile."""
-    tile_N, within_N, _ = tile_of(keys_N, sizes)
-    run_N = (within_N * MINI_KEYS + keys_N % MINI_KEYS) // SAMPLE_RUN_KEYS
-    apart = sizes.shape.tile_keys // MINI_KEYS
-    return run_N % apart == tile_N % apart
+    """The keys that the threshold of the search per head is taken from, [N] bool."""
+    tile_N, within_N, tiles = tile_of(keys_N, sizes)
+    tile = sizes.shape.tile_keys
+    apart = -(-tiles * tile // (sizes.samplers * SAMPLE_KEYS))
+    run_N = (tile_N * tile + within_N * MINI_KEYS + keys_N % MINI_KEYS) // SAMPLE_RUN_KEYS
+    turn_N = run_N // apart
+    return run_N % apart == (turn_N + turn_N // apart) % apart
 
 
 def sampled_keys(keys_N: Tensor, sizes: TableSizes) -> Tensor:
-    """The keys that the threshold of the pooled search is taken from, [N] bool: evenly spread runs."""
+    """The keys that the threshold of the pooled search is taken from, [N] bool: spread runs."""
     runs = -(-len(keys_N) // SAMPLE_RUN_KEYS)
     sampled = sizes.shape.sample_programs * (SAMPLE_KEYS // SAMPLE_RUN_KEYS)
     if runs <= sampled:
         return torch.ones_like(keys_N, dtype=torch.bool)
+    turns = torch.arange(sampled, device=keys_N.device)
     taken = torch.zeros(runs, dtype=torch.bool, device=keys_N.device)
-    taken[torch.arange(sampled, device=keys_N.device) * runs // sampled] = True
+    taken[moved_reference(turns, sampled, runs, stretch_of_reference(turns, sampled))] = True
     return taken[keys_N // SAMPLE_RUN_KEYS]
 
 
-def threshold(positions_N: Tensor, sample_N: Tensor, sequence: TableSequence) -> float:
-    """Where among the bins the sample's share of `keep` begins, by linear interpolation inside a bin; above bin 0."""
-    bins = positions_N[sample_N].clamp(0, BINS - 1).to(torch.int64)
-    counts = torch.bincount(bins, minlength=BINS)
-    at_least = counts.flip(0).cumsum(0).flip(0)
-    available = torch.tensor(float(sequence.end - sequence.first))
-    wanted = float(torch.tensor(float(sequence.keep)) * int(counts.sum()) / available)
-    if wanted <= 0:
-        return 2.0 * BINS
+def threshold(bins_S: Tensor, sequence: TableSequence) -> tuple[int, Tensor]:
+    """The border bin by a sample's bins, and the number that its keys have to draw less than."""
+    counts = torch.bincount(bins_S, minlength=BINS).cpu()
+    at_least = counts.flip(0).cumsum(0).flip(0).float()
+    wanted = torch.tensor(float(sequence.keep)) * counts.sum() / (sequence.end - sequence.first)
     border = int((at_least >= wanted).sum()) - 1
-    return max(1.0, border + (int(at_least[border]) - wanted) / max(1, int(counts[border])))
+    share = (wanted - (at_least[border] - counts[border])) / counts[border].clamp(min=1)
+    return border, draws_below_reference(share).to(bins_S.device)
 
 
 def write_ids(kept_N: Tensor, sizes: TableSizes, ids_PT: Tensor, counts_P: Tensor) -> None:

@@ -16,25 +16,27 @@ from torch import Tensor
 from decode_engine.kernels.fields import searched_keys
 from decode_engine.kernels.launches import arrives_last, chained, let_next_begin, wait_alone
 from decode_engine.kernels.tables.device_functions import (
-    BINS,
     LOG2E,
     MINI_WORDS,
     SAMPLE_RUN,
     SAMPLE_WORDS,
-    count_keys,
-    linear_position,
-    load_histograms,
     load_sequence,
-    octave_position,
     pick_rows,
     sampled_words,
     searched,
     sum_rows,
-    threshold,
     tile_count,
     tile_words,
 )
-from decode_engine.kernels.tables.sizes import COMBINE_TILES, TableSizes, TableWork
+from decode_engine.kernels.tables.limits import (
+    BINS,
+    count_keys,
+    linear_bin,
+    load_histograms,
+    octave_bin,
+    threshold,
+)
+from decode_engine.kernels.tables.sizes import TableSizes, TableWork
 from decode_engine.kernels.weight_bytes import of_byte, to_byte
 
 
@@ -124,8 +126,8 @@ def sample_pooled_kernel(
     a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
     counts = count_keys(
-        sequence, word, mask, linear_position(a0, reach), linear_position(a1, reach),
-        linear_position(a2, reach), linear_position(a3, reach), SAMPLE_WORDS,
+        sequence, word, mask, linear_bin(a0, reach), linear_bin(a1, reach), linear_bin(a2, reach),
+        linear_bin(a3, reach), SAMPLE_WORDS,
     )  # fmt: skip
     store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, S, EARLY)
     let_next_begin(CHAINED)
@@ -227,13 +229,12 @@ def combine_kernel(
     L: tl.constexpr,
     BW: tl.constexpr,
     PP: tl.constexpr,
-    TILES: tl.constexpr,
     LP: tl.constexpr,
     S: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Normalisers of the softmaxes, and a histogram of their sums: as many keys of every tile as a block has, in runs
-    that are spread evenly, in every tile others."""
+    """Normalisers of the softmaxes, and a histogram of their sums: of all keys, or of one run in several, in every
+    stretch of runs another."""
     bh = tl.program_id(1)
     sequence = load_sequence(records_ptr, bh // H)
     tiles = tile_count(sequence, BW)
@@ -241,13 +242,14 @@ def combine_kernel(
     normalisers = merge_masses(peaks_ptr, masses_ptr, tiles, bh, P, L, LP, PP)
     heads = tl.arange(0, LP)
     tl.store(normalisers_ptr + bh * L + heads, normalisers, mask=heads < L)
-    j = tl.arange(0, TILES * MINI_WORDS)
-    tile = tl.program_id(0) * TILES + j // MINI_WORDS
+    apart = tl.maximum(tl.cdiv(tiles * BW, S * SAMPLE_WORDS), 1)
+    j = tl.arange(0, SAMPLE_WORDS)
+    turn = tl.program_id(0) * (SAMPLE_WORDS // SAMPLE_RUN) + j // SAMPLE_RUN
+    run = turn * apart + (turn + turn // apart) % apart
+    tile = run // (BW // SAMPLE_RUN)
+    within = run % (BW // SAMPLE_RUN) * SAMPLE_RUN + j % SAMPLE_RUN
     inside = tile < tiles
-    apart: tl.constexpr = BW // MINI_WORDS  # runs from one to the next, as many as a tile has blocks
-    run = (j % MINI_WORDS) // SAMPLE_RUN * apart + tile % apart
-    within = run * SAMPLE_RUN + j % SAMPLE_RUN
-    zero = tl.zeros([TILES * MINI_WORDS], tl.float32)
+    zero = tl.zeros([SAMPLE_WORDS], tl.float32)
     w = (zero, zero, zero, zero)
     for g in tl.static_range(L):
         slot = bh * L + g
@@ -261,8 +263,8 @@ def combine_kernel(
     word = block * MINI_WORDS + within % MINI_WORDS
     inside = inside & (block < blocks)
     counts = count_keys(
-        sequence, word, inside, octave_position(w0), octave_position(w1), octave_position(w2),
-        octave_position(w3), TILES * MINI_WORDS,
+        sequence, word, inside, octave_bin(w0), octave_bin(w1), octave_bin(w2), octave_bin(w3),
+        SAMPLE_WORDS,
     )  # fmt: skip
     store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, S, True)
     let_next_begin(CHAINED)
@@ -315,7 +317,7 @@ def search(q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWor
     )
     combine_kernel[(sizes.samplers, rows)](
         records_BF, *scored, work.normalisers, *found, sizes.tiles, L=sizes.queries, BW=words,
-        PP=triton.next_power_of_2(sizes.tiles), TILES=COMBINE_TILES, LP=triton.next_power_of_2(sizes.queries),
+        PP=triton.next_power_of_2(sizes.tiles), LP=triton.next_power_of_2(sizes.queries),
         S=sizes.samplers, **options,
     )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Which of a tile's keys are kept by query tables, as a list; no key is ever sorted.
 
 A program compares the scores of its tile's keys with the threshold and writes the ids of those that pass into its part
-of `TableWork.ids`. About `keep` keys are kept, not exactly: the threshold comes from a sample.
+of `TableWork.ids`. About `keep` keys are kept, not exactly: the threshold comes from a sample. Of the keys at the
+threshold a share is kept (`border`).
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from decode_engine.kernels.border import DRAW_STEP, draw
 from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
 from decode_engine.kernels.tables.device_functions import (
-    linear_cut,
-    load_histograms,
     load_sequence,
-    octave_cut,
     searched,
     sum_rows,
-    threshold,
     tile_count,
     tile_words,
+)
+from decode_engine.kernels.tables.limits import (
+    border_bin,
+    border_draws,
+    linear_cut,
+    load_histograms,
+    octave_cut,
+    threshold,
 )
 from decode_engine.kernels.tables.search import search, summed_weights
 from decode_engine.kernels.tables.sizes import TableSizes, TableWork
@@ -33,21 +39,29 @@ def compact(
     sequence: tl.tensor,
     scores: tl.tensor,
     least: tl.tensor,
+    above: tl.tensor,
+    draws: tl.tensor,
+    head: tl.tensor,
     word: tl.tensor,
     ids_ptr: tl.tensor,
     BW: tl.constexpr,
 ) -> tl.tensor:
-    """Writes the ids of the searched keys that reach the least score, ascending, and returns how many there are.
+    """Writes the ids of the searched keys that are kept, ascending, and returns how many there are: those whose score
+    reaches `above`, and of those that only reach `least` the ones that draw less than `draws`.
 
     First the few words of which a key is kept, into the end of the tile's room, then their keys: a store for each key
     of every word would cost more than the scores do. At worst every word is kept: then its place is overwritten only
     by the keys of words up to itself.
     """
     s0, s1, s2, s3 = scores
-    k0 = (s0 >= least) & searched(word, 0, sequence)
-    k1 = (s1 >= least) & searched(word, 1, sequence)
-    k2 = (s2 >= least) & searched(word, 2, sequence)
-    k3 = (s3 >= least) & searched(word, 3, sequence)
+    drawn = draw(word * 4, head)
+    k0 = (s0 >= tl.where(drawn < draws, least, above)) & searched(word, 0, sequence)
+    drawn += DRAW_STEP
+    k1 = (s1 >= tl.where(drawn < draws, least, above)) & searched(word, 1, sequence)
+    drawn += DRAW_STEP
+    k2 = (s2 >= tl.where(drawn < draws, least, above)) & searched(word, 2, sequence)
+    drawn += DRAW_STEP
+    k3 = (s3 >= tl.where(drawn < draws, least, above)) & searched(word, 3, sequence)
     kept = k0.to(tl.int32) | (k1.to(tl.int32) << 1) | (k2.to(tl.int32) << 2) | (k3.to(tl.int32) << 3)
     some = (kept != 0).to(tl.int32)
     words_ptr = ids_ptr + 3 * BW
@@ -81,21 +95,24 @@ def keep_pooled(
     ids_ptr: tl.tensor,
     counted: tl.tensor,
     bh: tl.tensor,
+    head: tl.tensor,
     tile: tl.tensor,
     J: tl.constexpr,
     BW: tl.constexpr,
     EARLY: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:
-    """Keeps the keys of a tile whose summed rows reach the threshold.
+    """Keeps the keys of a tile whose summed rows pass the limit.
 
-    counted: the threshold, if it was found EARLY, or else the histograms to find it from.
+    counted: the limit, if it was found EARLY, or else the histograms to find it from.
     """
     word, mask = tile_words(sequence, tile, BW)
     sums = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
-    cut = linear_cut(counted if EARLY else threshold(sequence, tl.sum(counted, 0)), reach)
-    return compact(sequence, sums, cut, word, ids_ptr, BW)
+    limit = counted if EARLY else threshold(sequence, tl.sum(counted, 0))
+    border = border_bin(limit)
+    least, above = linear_cut(border, reach), linear_cut(border + 1, reach)
+    return compact(sequence, sums, least, above, border_draws(limit), head, word, ids_ptr, BW)
 
 
 @triton.jit
@@ -107,12 +124,13 @@ def keep_per_head(
     ids_ptr: tl.tensor,
     limit: tl.tensor,
     bh: tl.tensor,
+    head: tl.tensor,
     tile: tl.tensor,
     P: tl.tensor,
     L: tl.constexpr,
     BW: tl.constexpr,
 ) -> tl.tensor:
-    """Keeps the keys of a tile whose softmaxes, summed over the heads, reach the threshold."""
+    """Keeps the keys of a tile whose softmaxes, summed over the heads, pass the limit."""
     word, mask = tile_words(sequence, tile, BW)
     zero = tl.zeros([BW], tl.float32)
     w = (zero, zero, zero, zero)
@@ -120,7 +138,9 @@ def keep_per_head(
         slot = bh * L + g
         factor = tl.exp2(tl.load(peaks_ptr + slot * P + tile) - tl.load(normalisers_ptr + slot))
         w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, BW), mask, w, BW)
-    return compact(sequence, w, octave_cut(limit), word, ids_ptr, BW)
+    border = border_bin(limit)
+    least, above = octave_cut(border), octave_cut(border + 1)
+    return compact(sequence, w, least, above, border_draws(limit), head, word, ids_ptr, BW)
 
 
 @triton.jit
@@ -136,6 +156,7 @@ def keep_keys(
     limits_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     bh: tl.tensor,
+    head: tl.tensor,
     tile: tl.tensor,
     P: tl.tensor,
     L: tl.constexpr,
@@ -153,11 +174,23 @@ def keep_keys(
         counted = tl.load(limits_ptr + bh) if EARLY else load_histograms(histograms_ptr, bh, S)
         if POOLED:
             count = keep_pooled(
-                sequence, rows_ptr, weights_ptr, units_ptr, ids_ptr, counted, bh, tile, J, BW, EARLY, ASSEMBLY
+                sequence,
+                rows_ptr,
+                weights_ptr,
+                units_ptr,
+                ids_ptr,
+                counted,
+                bh,
+                head,
+                tile,
+                J,
+                BW,
+                EARLY,
+                ASSEMBLY,
             )
         else:
             count = keep_per_head(
-                sequence, logits_ptr, peaks_ptr, normalisers_ptr, ids_ptr, counted, bh, tile, P, L, BW
+                sequence, logits_ptr, peaks_ptr, normalisers_ptr, ids_ptr, counted, bh, head, tile, P, L, BW
             )
     return count
 
@@ -194,7 +227,7 @@ def select_kernel(
     place = bh * P + tile
     count = keep_keys(
         sequence, rows_ptr, weights_ptr, units_ptr, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr,
-        limits_ptr, ids_ptr + place.to(tl.int64) * (4 * BW), bh, tile, P, L, J, S, BW, POOLED, EARLY, ASSEMBLY,
+        limits_ptr, ids_ptr + place.to(tl.int64) * (4 * BW), bh, bh % H, tile, P, L, J, S, BW, POOLED, EARLY, ASSEMBLY,
     )  # fmt: skip
     tl.store(counts_ptr + place, count)
     let_next_begin(CHAINED)

@@ -19,17 +19,25 @@ from index_store.errors import InvalidArgumentError
 MINI_KEYS = 256
 """Consecutive keys of a table row that one program reads before it skips to its next block; a row is padded to it."""
 
-BINS = 256
+BINS = 512
 """Bins of the score histogram that the threshold is read from."""
+
+BIN_SHIFT, LEAST_BIN = 19, (127 - 29) << 4
+"""A summed weight's bin is the upper bits of the float32 number: 16 bins an octave, from 2^-29 to 2^3, which the sum of
+eight softmaxes reaches."""
 
 SAMPLE_KEYS = 1024
 """Keys that one sampling program scores."""
 
+MAX_SAMPLERS = 32
+"""Sampling programs of a KV head, so that counts of all of them fit into 16 bits."""
+
 SAMPLE_RUN_KEYS = 32
 """Consecutive keys of a sample, whose bytes travel together. Keys near each other are alike: long runs say little."""
 
-COMBINE_TILES = 4
-"""Tiles that one program samples for the threshold of the search per head."""
+_SHORT = 2**17
+"""The search per head samples MINI_KEYS of every tile; of shorter contexts as many keys as if they had so many, and of
+very long ones as many as MAX_SAMPLERS programs do."""
 
 MAX_KEYS = 2**21
 
@@ -115,12 +123,14 @@ class TableSizes:
         reason = refuse_sizes(self.group, self.head_dim, self.max_keys, self.subspaces, self.centroids)
         if reason is not None:
             raise InvalidArgumentError(reason)
-        for label, size, least in (
-            ("tile_keys", self.shape.tile_keys, MINI_KEYS),
-            ("sample_programs", self.shape.sample_programs, 1),
+        for label, size, least, most in (
+            ("tile_keys", self.shape.tile_keys, MINI_KEYS, MAX_KEYS),
+            ("sample_programs", self.shape.sample_programs, 1, MAX_SAMPLERS),
         ):
-            if size < least or size & (size - 1):
-                raise InvalidArgumentError(f"{label} is {size}, expected a power of two from {least} on")
+            if not least <= size <= most or size & (size - 1):
+                raise InvalidArgumentError(
+                    f"{label} is {size}, expected a power of two from {least} to {most}"
+                )
 
     @property
     def scale(self) -> float:
@@ -147,7 +157,9 @@ class TableSizes:
         """Programs per KV head that leave a histogram, a power of two: some may find nothing to count."""
         if self.pooled:
             return self.shape.sample_programs
-        return int(triton.next_power_of_2(-(-self.tiles // COMBINE_TILES)))
+        tile = self.shape.tile_keys
+        sampled = min(max(self.tiles, _SHORT // tile) * MINI_KEYS, self.tiles * tile)
+        return min(MAX_SAMPLERS, int(triton.next_power_of_2(-(-sampled // SAMPLE_KEYS))))
 
     @property
     def programs(self) -> int:
@@ -179,9 +191,9 @@ class TableWork:
     sum is worth as a logit, and the largest sum there can be. Per head, logits [B, H, L, P, tile/4] int32: four weights
     exp(logit) in a word, relative to the tile's largest, a byte each (5 exponent and 3 mantissa bits); peaks, masses
     [B, H, L, P] float32: log2 of the largest weight, and the sum of them; normalisers [B, H, L] float32: log2 of the
-    sum of all weights. histograms [B, H, samplers, BINS] int32: sampled keys by score. limits [B, H] float32: the bin,
-    with a fraction, from which on keys are kept, where it is found early; arrivals [B, H] int32: counters for that,
-    zero between steps. ids [B, H, P, tile] int32: the kept keys of every tile, ascending inside it.
+    sum of all weights. histograms [B, H, samplers, BINS] int16: sampled keys by score. limits [B, H] int64: which keys
+    are kept, where that is found early (`limits.threshold`); arrivals [B, H] int32: counters for that, zero between
+    steps. ids [B, H, P, tile] int32: the kept keys of every tile, ascending inside it.
     """
 
     rows: Tensor
@@ -213,10 +225,10 @@ class TableWork:
             logits=empty(i32, queries, 0 if sizes.pooled else tiles, tile // 4),
             peaks=empty(f32, queries, tiles),
             masses=empty(f32, queries, tiles),
-            histograms=empty(i32, sizes.samplers, BINS),
+            histograms=empty(torch.int16, sizes.samplers, BINS),
             arrivals=torch.zeros(size, heads, dtype=i32, device=device),
             normalisers=empty(f32, queries),
-            limits=empty(f32),
+            limits=empty(torch.int64),
             ids=empty(i32, tiles, tile),
             partials=Partials.allocate(size * heads, sizes.programs, sizes.group, sizes.head_dim, device),
         )

@@ -126,7 +126,7 @@ def attend_kernel(
     tile_ids_ptr = ids_ptr + (bh.to(tl.int64) * P + tl.maximum(tile, 0)) * (4 * BW)
     count = keep_keys(
         sequence, rows_ptr, weights_ptr, units_ptr, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr,
-        limits_ptr, tile_ids_ptr, bh, tile, P, L, J, S, BW, POOLED, EARLY, ASSEMBLY,
+        limits_ptr, tile_ids_ptr, bh, bh % H, tile, P, L, J, S, BW, POOLED, EARLY, ASSEMBLY,
     )  # fmt: skip
     tl.store(counts_ptr + bh * P + tile, count, mask=tile >= 0)
     tl.debug_barrier()
@@ -168,16 +168,21 @@ def attend(
 
 
 def table_attention(
-    q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWork, counts_BHP: Tensor
+    q_BHGD: Tensor,
+    records_BF: Tensor,
+    sizes: TableSizes,
+    work: TableWork,
+    counts_BHP: Tensor,
+    sink_HG: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one decode step to sinks, recent window, tail and the keys that the tables select.
 
     q_BHGD: [B, H, G, d] contiguous, in the dtype of keys and values, unscaled. records_BF: [B, F] int64. counts_BHP:
-    [B, H, P] int32, gets the number of kept keys of every tile. Returns out [B, H, G, d] in the queries' dtype and lse
-    [B, H, G] float32; keys that are kept neither by the tables nor always are dropped. Does not wait for the device
-    and may be captured in a CUDA graph.
+    [B, H, P] int32, gets the number of kept keys of every tile. sink_HG: see `merge_partials`. Returns out [B, H, G,
+    d] in the queries' dtype and lse [B, H, G] float32; keys that are kept neither by the tables nor always are
+    dropped. Does not wait for the device and may be captured in a CUDA graph.
     """
     search(q_BHGD, records_BF, sizes, work)
     attend(q_BHGD, records_BF, sizes, work, counts_BHP)
-    out, lse = merge_partials(work.partials, q_BHGD.dtype)
+    out, lse = merge_partials(work.partials, q_BHGD.dtype, sink_HG)
     return out.view_as(q_BHGD), lse.view(q_BHGD.shape[:3])

@@ -132,6 +132,36 @@ def test_listed_keys(
             assert torch.isneginf(lse[row]).all()
 
 
+def test_sums_over_clusters_do_not_depend_on_the_order_of_keys() -> None:
+    """Programs add to them at once, in an order that is another one every time."""
+    problem = make_problem([460], group=4, heads=1, device=DEVICE)
+    lists = random_lists(problem, 0.9, 1)
+    count = int(lists.counts_RP[0, 0])
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    mixed = lists.ids_RPW.clone()
+    mixed[0, 0, :count] = lists.ids_RPW[0, 0, order]
+
+    def sums(ids_RPW: Tensor) -> ClusterScores:
+        scores = ClusterScores.allocate(problem.rows, problem.width, 4, True, DEVICE)
+        scratch = Partials.allocate(problem.rows, 200, 4, problem.q_RGD.shape[2], problem.q_RGD.device)
+        given = (problem.q_RGD, problem.records_BF)
+        look_up(*given, scores, scratch, problem.scale)
+        listed = KeyLists(ids_RPW, lists.counts_RP)
+        attend_lists(*given, listed, ids_RPW[:, 0], scratch, problem.scale, take_out=TakeOut(scores, SUMS))
+        return scores
+
+    one, other = sums(lists.ids_RPW), sums(mixed)
+    assert one.taken_RC is not None
+    assert one.taken_logits_RCG is not None
+    assert other.taken_logits_RCG is not None
+    sequence = problem.sequences[0]
+    assert sequence is not None
+    assert sequence.clusters is not None
+    clusters = sequence.clusters.sizes_HC.shape[1]
+    assert int(one.taken_RC[0, :clusters].max()) > 2  # sums of two are the same in any order
+    assert torch.equal(one.taken_logits_RCG[0, :clusters], other.taken_logits_RCG[0, :clusters])
+
+
 def test_a_batch_equals_its_sequences_one_by_one() -> None:
     problem = make_problem([90, 33, 150], group=3, tails=(5, 70, 0), heads=1, device=DEVICE)
     lists = random_lists(problem, 0.5, 2)
@@ -265,6 +295,33 @@ def test_only_searched_keys_use_up_the_budget(
             assert len(found) + searched > budget
         assert sorted(found) == in_parts.of_row(row).sort().values.tolist()
         assert len(found) > min(budget, 60) - 20
+
+
+@pytest.mark.parametrize("kind", ["equal", "few", "sink"])
+def test_clusters_of_equal_weight_use_up_the_budget(kind: str) -> None:
+    """Of equal ones some are selected; likewise of those that one outweighs so far that none of them counts."""
+    problem = make_problem([460, 300], budget=100, device=DEVICE)
+    sequences = []
+    for sequence in problem.sequences:
+        assert sequence is not None
+        assert sequence.clusters is not None
+        means = sequence.clusters.means_HCD
+        if kind == "sink":
+            means[:, 3] = 40.0 * problem.q_RGD[:2].mean(1)
+        else:
+            means[:] = means[:, torch.arange(means.shape[1], device=DEVICE) % (1 if kind == "equal" else 3)]
+        sequences.append(sequence)
+    lists = select(problem)
+    for row in range(problem.rows):
+        sequence, head = sequences[row // problem.heads], row % problem.heads
+        found = lists.of_row(row)
+        assert 80 <= len(found) <= 100
+        assert sequence.clusters is not None
+        chosen = select_clusters_reference(problem.q_RGD[row], sequence, head, problem.scale)
+        assignment = sequence.clusters.assignment_HN[head]
+        members = torch.isin(assignment, chosen.int()).nonzero()[:, 0].cpu()
+        searched = members[(members >= sequence.first) & (members < sequence.end)]
+        assert found.cpu().sort().values.tolist() == searched.tolist()
 
 
 def test_a_selection_among_more_clusters_than_a_program_holds(monkeypatch: pytest.MonkeyPatch) -> None:

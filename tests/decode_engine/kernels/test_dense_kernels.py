@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decode_engine.kernels import records
 from decode_engine.kernels.attention.dense_attention import attend_dense, attend_dense_reference
 from decode_engine.kernels.attention.partials import Partials, merge_partials
 from decode_engine.kernels.attention.tail_write import write_tails, write_tails_reference
@@ -55,6 +56,37 @@ def test_dense_attention(
         expected = attend_dense_reference(q_BHGD[b], kv_HN2D, problem.scale)
         assert relative_error(out[b], expected.out) < TOLERANCE[dtype]
         torch.testing.assert_close(lse[b], expected.lse, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("window", [1, 40, 500])
+def test_dense_attention_to_a_window(window: int) -> None:
+    """Rows that no query sees are not there: what lies before the others must not be read."""
+    lengths, tails = [63, 0, 100, 30], (1, 0, 130, 10)
+    problem = make_problem(lengths, heads=2, group=4, tails=tails, device=DEVICE)
+    records_BF = problem.records_BF.clone()
+    records_BF[:, records.WINDOW] = window
+    kept = []
+    for b, sequence in enumerate(problem.sequences):
+        if sequence is not None:
+            kv = sequence.kv_HN2D[:, max(0, sequence.kv_HN2D.shape[1] - window) :].clone()
+            kept.append(kv)
+            row = kv.stride(1) * kv.element_size()
+            records_BF[b, records.KV] = kv.data_ptr() - (sequence.kv_HN2D.shape[1] - kv.shape[1]) * row
+            records_BF[b, records.KV_HEAD] = kv.stride(0) * kv.element_size()
+    q_BHGD = problem.q_RGD.view(len(lengths), 2, 4, 64)
+    partials = Partials.allocate(problem.rows, 3, 4, 64, problem.q_RGD.device)
+    attend_dense(q_BHGD, records_BF, partials, problem.scale, windowed=True)
+    out, lse = (found.view(len(lengths), 2, *found.shape[1:]) for found in merge_partials(partials))
+    for b, sequence in enumerate(problem.sequences):
+        if sequence is None:
+            assert not out[b].any()
+            continue
+        kv_HN2D = torch.cat([sequence.kv_HN2D, sequence.tail_HT2D[:, : sequence.tail_keys]], dim=1)[
+            :, -window:
+        ]
+        expected = attend_dense_reference(q_BHGD[b], kv_HN2D, problem.scale)
+        assert relative_error(out[b], expected.out) < TOLERANCE[torch.float32]
+        torch.testing.assert_close(lse[b], expected.lse, rtol=2e-5, atol=2e-5)
 
 
 def test_dense_attention_to_no_keys_is_nothing() -> None:

@@ -34,6 +34,26 @@ def test_states_merge(rows: int, slots: int) -> None:
     torch.testing.assert_close(lse[0].double(), totals[0].log(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("slots", [1, 66])
+def test_a_sink_takes_its_share(slots: int) -> None:
+    torch.manual_seed(slots)
+    partials = Partials.allocate(6, slots, 3, 64, DEVICE)
+    partials.sums_RSGD.normal_()
+    partials.peaks_RSG.normal_().mul_(7)
+    partials.totals_RSG.uniform_(0.5, 40.0)
+    partials.peaks_RSG[1, :, 2] = -torch.inf
+    sink_HG = torch.randn(2, 3, device=DEVICE) * 5
+    out, lse = merge_partials(partials, sink_HG=sink_HG)
+    expected_out, expected_lse = merge_partials_reference(partials, sink_HG=sink_HG)
+    torch.testing.assert_close(out, expected_out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    assert lse[1, 2].item() == pytest.approx(sink_HG[1, 2].item(), rel=1e-5)
+    assert not out[1, 2].any()
+    plain_out, plain_lse = merge_partials_reference(partials)
+    share = torch.sigmoid(plain_lse - sink_HG.repeat(3, 1))
+    torch.testing.assert_close(out, plain_out * share[..., None], rtol=1e-4, atol=1e-5)
+
+
 def test_weight_can_be_taken_away() -> None:
     partials = Partials.allocate(1, 2, 1, 64, DEVICE)
     partials.peaks_RSG.copy_(torch.tensor([[[1.0], [0.0]]]))

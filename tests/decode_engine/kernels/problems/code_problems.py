@@ -45,8 +45,9 @@ def make_queries(plan: CodeSizes, dtype: torch.dtype, size: int) -> Tensor:
 def poisoned(plan: CodeSizes, size: int) -> tuple[CodeWork, KeyLists]:
     """Buffers in which what is not written shows: nan, and ids and counts that no list can have."""
     work = CodeWork.make(plan, size, DEVICE)
-    for floats in (work.units_RG, work.peaks_RSG, work.masses_RSG, work.normalisers_RG, work.cuts_R):
+    for floats in (work.units_RG, work.peaks_RSG, work.masses_RSG, work.normalisers_RG):
         floats.fill_(torch.nan)
+    work.cuts_RX.fill_(-(2**30))
     lists = KeyLists.allocate(size * plan.kv_heads, 1, plan.max_keys, DEVICE)
     work.ids_RPK.fill_(-(2**30))
     work.counts_RP.fill_(2**30)

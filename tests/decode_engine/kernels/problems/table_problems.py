@@ -63,8 +63,9 @@ def poisoned(plan: TableSizes, size: int) -> tuple[TableWork, Tensor]:
     partials = work.partials
     for buffer in (partials.sums_RSGD, partials.peaks_RSG, partials.totals_RSG):
         buffer.fill_(torch.nan)
-    for buffer in (work.units, work.peaks, work.masses, work.normalisers, work.limits):
+    for buffer in (work.units, work.peaks, work.masses, work.normalisers):
         buffer.fill_(torch.nan)
+    work.limits.fill_(-(2**62))
     work.ids.fill_(-(2**30))
     return work, work.counts().fill_(2**30)
 

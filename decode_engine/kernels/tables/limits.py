@@ -1,0 +1,121 @@
+"""From scores to bins, from a sample's histogram to the limit that about `keep` keys pass, and back to scores.
+
+What is counted and what is kept agree to the last bit: keys of one score, which may be all, are in one bin for both.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from decode_engine.kernels.border import draws_below
+from decode_engine.kernels.tables import sizes as table_sizes
+from decode_engine.kernels.tables.device_functions import searched
+
+BINS = tl.constexpr(table_sizes.BINS)
+PAIRS = tl.constexpr(table_sizes.BINS // 2)
+_BIN_SHIFT = tl.constexpr(table_sizes.BIN_SHIFT)
+_LEAST_BIN = tl.constexpr(table_sizes.LEAST_BIN)
+_ALL_SUMS = tl.constexpr(-(2**30))
+_NO_SUM = tl.constexpr(2**30)
+
+
+@triton.jit
+def octave_bin(weight: tl.tensor) -> tl.tensor:
+    """The bin of a summed weight: the upper bits of the number, 16 bins an octave; below 0 what is too small."""
+    return (weight.to(tl.int32, bitcast=True) >> _BIN_SHIFT) - _LEAST_BIN
+
+
+@triton.jit
+def octave_cut(bin: tl.tensor) -> tl.tensor:
+    """The least weight of a bin; bin 0 holds all small ones, and the last all large ones."""
+    least = ((bin + _LEAST_BIN) << _BIN_SHIFT).to(tl.float32, bitcast=True)
+    return tl.where(bin >= BINS, float("inf"), tl.where(bin > 0, least, -1.0))
+
+
+@triton.jit
+def linear_bin(sums: tl.tensor, reach: tl.tensor) -> tl.tensor:
+    """The bin of a sum; bins cover everything from -reach to reach, which are below 2^24."""
+    return ((sums.to(tl.float32) + reach) * (BINS / (2.0 * reach))).to(tl.int32)
+
+
+@triton.jit
+def linear_cut(bin: tl.tensor, reach: tl.tensor) -> tl.tensor:
+    """The least sum of a bin: also where rounding moves it by one, since many keys may have just that sum."""
+    least = tl.ceil(bin.to(tl.float32) * (2.0 * reach / BINS) - reach).to(tl.int32)
+    least -= (linear_bin(least - 1, reach) >= bin).to(tl.int32)
+    least += (linear_bin(least, reach) < bin).to(tl.int32)
+    return tl.where(bin >= BINS, _NO_SUM, tl.where(bin > 0, least, _ALL_SUMS))
+
+
+@triton.jit
+def count_keys(
+    sequence: tl.tensor,
+    word: tl.tensor,
+    mask: tl.tensor,
+    b0: tl.tensor,
+    b1: tl.tensor,
+    b2: tl.tensor,
+    b3: tl.tensor,
+    WORDS: tl.constexpr,
+) -> tl.tensor:
+    """How many keys of WORDS words are in each bin, by the bins of every word's four; only searched ones count."""
+    b0 = bin_or_none(b0, searched(word, 0, sequence) & mask)
+    b1 = bin_or_none(b1, searched(word, 1, sequence) & mask)
+    b2 = bin_or_none(b2, searched(word, 2, sequence) & mask)
+    b3 = bin_or_none(b3, searched(word, 3, sequence) & mask)
+    bins = tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * WORDS])
+    return tl.histogram(tl.maximum(bins, 0), BINS, mask=bins >= 0)
+
+
+@triton.jit
+def bin_or_none(bin: tl.tensor, there: tl.tensor) -> tl.tensor:
+    """The bin where a key is counted; -1 for a key that is not there."""
+    return tl.where(there, tl.minimum(tl.maximum(bin, 0), BINS - 1), -1)
+
+
+@triton.jit
+def load_histograms(histograms_ptr: tl.tensor, bh: tl.tensor, S: tl.constexpr) -> tl.tensor:
+    """The histograms of a head's S sampling programs, [S, BINS / 2], past the first-level cache: two bins in a word.
+
+    Their sums have room in 16 bits, too: a sample has less than 2^16 keys (MAX_SAMPLERS).
+    """
+    places = (bh * S + tl.arange(0, S))[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+    return tl.load(histograms_ptr.to(tl.pointer_type(tl.int32)) + places, cache_modifier=".cg")
+
+
+@triton.jit
+def threshold(sequence: tl.tensor, counts: tl.tensor) -> tl.tensor:
+    """A limit that about `keep` keys pass, int64: the border bin, above which all are kept, and below which number a
+    key of that bin has to draw to be kept (`border`).
+
+    It is read from the histogram of a sample of the keys, two bins in a word.
+    """
+    _, _, span, keep, _ = sequence
+    pairs = tl.arange(0, PAIRS)
+    of_pair = (counts & 0xFFFF) + ((counts >> 16) & 0xFFFF)
+    total = tl.sum(of_pair, 0)
+    at_least = total - tl.cumsum(of_pair, 0) + of_pair
+    wanted = keep * total.to(tl.float32) / tl.maximum(span, 1).to(tl.float32)
+    pair = tl.sum((at_least.to(tl.float32) >= wanted).to(tl.int32), 0) - 1
+    reaching = tl.sum(tl.where(pairs == pair, at_least, 0), 0)
+    both = tl.sum(tl.where(pairs == pair, counts, 0), 0)
+    lower, upper = both & 0xFFFF, (both >> 16) & 0xFFFF
+    in_upper = (reaching - lower).to(tl.float32) >= wanted
+    inside = tl.where(in_upper, upper, lower)
+    above = reaching - lower - tl.where(in_upper, upper, 0)
+    below = draws_below((wanted - above.to(tl.float32)) / tl.maximum(inside, 1).to(tl.float32))
+    border = tl.where(keep >= span, -1, 2 * pair + in_upper.to(tl.int32))
+    return (border.to(tl.int64) << 32) | (below.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def border_bin(limit: tl.tensor) -> tl.tensor:
+    """The bin of a limit; of those above it all keys are kept."""
+    return (limit >> 32).to(tl.int32)
+
+
+@triton.jit
+def border_draws(limit: tl.tensor) -> tl.tensor:
+    """The number below which a key of the border bin has to draw."""
+    return limit.to(tl.int32)
