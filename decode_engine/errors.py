@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from index_store.errors import SparseKVError
 
 
@@ -41,6 +43,18 @@ class DeadlineExceededError(SparseKVError):
     reason = "DEADLINE_EXCEEDED"
 
 
+class UnfinishedCallError(SparseKVError):
+    """The client opened a call and did not send its message in time."""
+
+    reason = "CALL_UNFINISHED"
+
+
+class UnreadAnswerError(SparseKVError):
+    """The client did not read the answer in time."""
+
+    reason = "ANSWER_UNREAD"
+
+
 class CancelledError(SparseKVError):
     """The client ended the call."""
 
@@ -69,3 +83,12 @@ class AddressError(SparseKVError):
     """The server cannot listen at the address."""
 
     reason = "ADDRESS_UNUSABLE"
+
+    @classmethod
+    def of(cls, address: str) -> Self:
+        """The error for a port that is taken, or a host that is another machine."""
+        return cls(
+            f"cannot listen at {address}: the port is taken or the address is not this machine's; choose another one "
+            "with --listen (port 0 picks a free one)",
+            address=address,
+        )

@@ -13,39 +13,36 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Generic
 
 import torch
 
-from decode_engine.engine.queues import Job, Queues
+from decode_engine.engine.job import Job
+from decode_engine.engine.places import Place, Places
+from decode_engine.engine.prompt_pieces import cut_prompt
+from decode_engine.engine.queues import Queues
 from decode_engine.engine.requests import (
     EngineStats,
     Finished,
     FinishReason,
-    Place,
+    GiveWayError,
     Request,
     Runner,
     SessionT,
     Stream,
-    Times,
     Token,
 )
 from decode_engine.engine.sampler import Sampler
 from decode_engine.errors import (
-    CancelledError,
-    DeadlineExceededError,
     EngineCrashedError,
     SessionMemoryError,
     ShuttingDownError,
-    TooManyRequestsError,
 )
 from index_store.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
-
 
 _ADMISSIONS = 4  # per step: making a session takes a little time, which streams wait for
 
@@ -67,9 +64,9 @@ class Engine(Generic[SessionT]):
     ) -> None:
         """max_sessions: requests in progress at once. max_waiting: requests beyond those, loading or queued.
 
-        prompt_chunk: most prompt tokens per step, of all prompts together. session_memory: most bytes that requests in
-        progress may need in sum (`Request.memory`); None has no bound. on_start: called first on the scheduler's
-        thread. on_crash: told when the scheduler fails.
+        prompt_chunk: most prompt tokens per step, of all prompts together; fewer where they cost more (`PromptCost`).
+        session_memory: most bytes that requests in progress may need in sum (`Request.memory`); None has no bound.
+        on_start: called first on the scheduler's thread. on_crash: told when the scheduler fails.
         Raises InvalidArgumentError for a limit out of range.
         """
         for name, value, least in (
@@ -81,15 +78,13 @@ class Engine(Generic[SessionT]):
             if value < least:
                 raise InvalidArgumentError(f"{name} is {value}, expected at least {least}", field=name)
         self._runner = runner
-        self._max_places = max_sessions + max_waiting
-        self._max_places_of_one = self._max_places - max_waiting // 4
         self._prompt_chunk = prompt_chunk
         self._on_start = on_start
         self._on_crash = on_crash
         self.clock_ns = clock_ns
         self._changed = threading.Condition()
         self._queues: Queues[SessionT] = Queues(max_sessions, session_memory)
-        self._places: Counter[str] = Counter()  # by context
+        self._places = Places(max_sessions + max_waiting, max_waiting // 4)
         self._stats = EngineStats()
         self._accepting = True
         self._stopping = False
@@ -108,8 +103,7 @@ class Engine(Generic[SessionT]):
     @property
     def places(self) -> int:
         """Requests that are running, queued or about to be."""
-        with self._changed:
-            return self._places.total()
+        return self._places.total
 
     def stats(self) -> EngineStats:
         """What the engine does now, and did so far."""
@@ -120,7 +114,7 @@ class Engine(Generic[SessionT]):
                 waiting=len(queues.waiting),
                 prompting=len(queues.prompting),
                 decoding=len(queues.decoding),
-                requests=self._places.total(),
+                requests=self._places.total,
                 session_bytes=queues.held_bytes,
                 session_limit_bytes=queues.memory,
             )
@@ -128,33 +122,13 @@ class Engine(Generic[SessionT]):
     def reserve(self, context: str = "", memory: int = 0) -> Place:
         """Takes the place of one request before it costs anything.
 
-        context, memory: as in the request. A quarter of the places of waiting requests is kept from every single
-        context, so that a flood of requests on one leaves places for others.
+        context, memory: as in the request.
         Raises TooManyRequestsError when there is no place left for the context, and what `submit` raises when it would.
         """
         with self._changed:
             self._check_accepting()
             self._check_memory(memory)
-            total, own = self._places.total(), self._places[context]
-            if total >= self._max_places:
-                raise TooManyRequestsError(
-                    f"{total} requests are running or waiting, which is the limit; try again later",
-                    limit=self._max_places,
-                )
-            if own >= self._max_places_of_one:
-                raise TooManyRequestsError(
-                    f"{own} requests on this context are running or waiting, which is the limit for one context; try "
-                    "again later",
-                    limit=self._max_places_of_one,
-                )
-            self._places[context] += 1
-        return Place(lambda: self._give_back(context))
-
-    def _give_back(self, context: str) -> None:
-        with self._changed:
-            self._places[context] -= 1
-            if not self._places[context]:
-                del self._places[context]
+            return self._places.take(context)
 
     def submit(self, place: Place, request: Request[SessionT]) -> Stream:
         """Queues a request. Its place and `on_close` are the engine's from here on, also when this raises.
@@ -171,7 +145,11 @@ class Engine(Generic[SessionT]):
                     f"max_tokens is {request.max_tokens}, expected at least 1", field="max_tokens"
                 )
             sampler = Sampler(request.sampling)
-            job = Job(request, place, Stream(self._wake), sampler, submitted_ns=self.clock_ns())
+            now = self.clock_ns()
+            loaded_ns = None if request.loading() else now
+            pieces = cut_prompt(request.cost, len(request.prompt), self._prompt_chunk / 2)
+            stream = Stream(self._wake, request.on_event)
+            job = Job(request, place, stream, sampler, now, pieces, loaded_ns=loaded_ns)
             with self._changed:
                 self._check_accepting()
                 self._check_memory(request.memory)
@@ -181,6 +159,11 @@ class Engine(Generic[SessionT]):
             _call_all(request.on_close, place.release)
             raise
         return job.stream
+
+    def ahead(self, stream: Stream) -> int | None:
+        """Requests to be admitted before that of the stream, if all have the memory; None if it does not wait."""
+        with self._changed:
+            return self._queues.waiting.ahead(stream)
 
     def shutdown(self, grace_s: float = 0.0) -> None:
         """Accepts nothing more, lets requests finish for `grace_s` seconds, ends the others and the thread."""
@@ -250,20 +233,28 @@ class Engine(Generic[SessionT]):
         with self._changed:
             self._stats = self._stats.after_turn(fed, batch)
 
+    def give_way(self) -> None:
+        """For sessions that wait, on the scheduler's thread, for a layer of a context that is being loaded.
+
+        Raises GiveWayError when there is something else to do: the session is closed then, and made again in its turn.
+        """
+        now = self.clock_ns()
+        with self._changed:
+            running = self._queues.prompting[0] if self._queues.prompting else None
+            ended = any(job.end(now) is not None for job in self._queues.all())
+            if self._stopping or ended or running is None or self._queues.others_can_run(running):
+                raise GiveWayError
+
     def _drop_ended(self) -> None:
         now = self.clock_ns()
         with self._changed:
             jobs = self._queues.all()
         for job in jobs:
-            if job.stream.cancelled:
-                self._fail(job, CancelledError("the client ended the call"))
-            elif job.request.deadline_ns is not None and now >= job.request.deadline_ns:
-                self._fail(
-                    job,
-                    DeadlineExceededError(
-                        f"the deadline passed after {job.generated} generated tokens", generated=job.generated
-                    ),
-                )
+            error = job.end(now)
+            if error is not None:
+                self._fail(job, error)
+            elif job.loaded_ns is None and not job.request.loading():
+                job.loaded_ns = now
 
     def _admit(self) -> None:
         for _ in range(_ADMISSIONS):
@@ -278,17 +269,22 @@ class Engine(Generic[SessionT]):
                 self._fail(job, error)
 
     def _advance_prompts(self) -> int:
-        """Feeds one chunk; returns how many tokens that were."""
+        """Feeds pieces of prompts; returns how many tokens these were."""
         with self._changed:
             pieces = self._queues.take_pieces(self._prompt_chunk)
         fed = 0
-        for job, count in pieces:
+        for job, piece in pieces:
+            if job.session is None:  # it ended with the piece before
+                continue
             try:
-                piece = job.request.prompt[job.fed : job.fed + count]
-                logits = self._runner.read([job.running()], [piece])[0]
-                job.fed += count
-                fed += count
-                token_id = None if job.unfed else job.sampler.sample(logits[-1])
+                tokens = job.request.prompt[job.fed : job.fed + piece.tokens]
+                logits = self._runner.read([job.running()], [tokens])[0]
+                job.read += 1
+                fed += piece.tokens
+                token_id = None if job.unread else job.sampler.sample(logits[-1])
+            except GiveWayError:
+                self._put_back(job)
+                continue
             except Exception as error:
                 self._fail(job, error)
                 continue
@@ -298,6 +294,14 @@ class Engine(Generic[SessionT]):
                     self._queues.start_decoding(job)
                 self._take_token(job, token_id)
         return fed
+
+    def _put_back(self, job: Job[SessionT]) -> None:
+        """Has a job wait that cannot go on before its context is loaded. It has passed no layer that is not there."""
+        session, job.session, job.read = job.session, None, 0
+        with self._changed:
+            self._queues.put_back(job)
+        if session is not None:
+            session.close()
 
     def _decode(self) -> int:
         """Takes one step with all that decode; returns how many these are."""
@@ -326,10 +330,9 @@ class Engine(Generic[SessionT]):
     def _next_tokens(self, batch: Sequence[tuple[Job[SessionT], SessionT]]) -> Sequence[int | Exception]:
         """The next token of each, or what went wrong; a runner that raises says that of everybody."""
         sessions = [session for _, session in batch]
+        last_tokens, samplers = [job.last_token for job, _ in batch], [job.sampler for job, _ in batch]
         try:
-            return self._runner.decode(
-                sessions, [job.last_token for job, _ in batch], [job.sampler for job, _ in batch]
-            )
+            return self._runner.decode(sessions, last_tokens, samplers)
         except Exception as error:
             logger.exception("a decode step failed for a batch of %d", len(batch))
             return [error] * len(batch)
@@ -361,14 +364,7 @@ class Engine(Generic[SessionT]):
         except Exception as error:
             self._fail(job, error)
             return
-        times = Times(
-            queue_ns=job.admitted_ns - job.submitted_ns,
-            prompt_ns=job.prompt_done_ns - job.admitted_ns,
-            first_token_ns=job.first_token_ns - job.submitted_ns,
-            total_ns=self.clock_ns() - job.submitted_ns,
-            decode_steps=job.decode_steps,
-            decode_ns=job.decode_ns,
-        )
+        times = job.times(self.clock_ns())
         self._release(job)
         job.stream.put(Finished(reason, text, job.generated, job.sampler.seed, times, figures))
 

@@ -4,15 +4,18 @@ Admission. Requests wait in one queue per context. Contexts take turns, and insi
 served; so a flood of requests on one context costs another context's next request one turn. A request is admitted when
 a session is free and the memory that it needs is. Where the memory is not, the requests of other contexts may pass
 it, but at most MAX_PASSED times; after that nobody is admitted before it, so that it gets the memory which those who
-run give back. Nobody passes a request of the same context.
+run give back. Nobody passes a request of the same context. A request whose context is still being loaded waits, and
+anybody passes it; when nobody else can be served it is admitted all the same, and runs behind the loading until
+somebody can.
 
-Prompts. A step feeds at most `chunk` prompt tokens in all, and then every stream gets its decode step: no stream waits
-longer between two tokens than one chunk takes, however many prompts there are. The chunk does not shrink as streams
-become more: their gap has the same bound, and a prompt that takes longer holds its session longer.
-Up to half of the chunk goes to prompts that end with it, in order of turn: short ones need not wait for the turns of
-long ones, and leave at least half a chunk for them. What is left is the turn of one more prompt, one of those longer
-than half a chunk if there is one, which then goes to the end of the line. There are at most MAX_PIECES pieces a step,
-because each costs a pass over the model's weights, however short it is.
+Prompts. Every prompt is cut beforehand into pieces that cost at most half a chunk (`prompt_pieces`). A step feeds
+pieces that cost at most `chunk` in all, and then every stream gets its decode step: no stream waits longer between two
+tokens than one chunk takes, however many prompts there are, and whatever their methods. The chunk does not shrink as
+streams become more: their gap has the same bound, and a prompt that takes longer holds its session longer.
+Up to half of the chunk goes to the last pieces of prompts, in order of turn: short ones, of one piece, need not wait
+for the turns of long ones, and leave at least half a chunk for them. What is left is the turn of one more prompt, one
+with more than a last piece if there is one, which then goes to the end of the line. There are at most MAX_PIECES pieces
+a step, because each costs a pass over the model's weights, however short it is.
 """
 
 from __future__ import annotations
@@ -22,45 +25,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
-from decode_engine.engine.requests import Place, Request, SessionT, Stream
-from decode_engine.engine.sampler import Sampler
-from decode_engine.errors import EngineCrashedError
-from index_store.memory.patience import Patience, note_passed
+from decode_engine.engine.job import Job
+from decode_engine.engine.prompt_pieces import Piece
+from decode_engine.engine.requests import SessionT, Stream
+from index_store.memory.patience import note_passed
 
 MAX_PIECES = 4
 """Pieces of prompts that one step feeds."""
-
-
-@dataclass(eq=False, slots=True)
-class Job(Generic[SessionT]):
-    """A submitted request and how far it is. patience: while others are admitted and its memory is not free."""
-
-    request: Request[SessionT]
-    place: Place
-    stream: Stream
-    sampler: Sampler
-    submitted_ns: int
-    patience: Patience = field(default_factory=Patience)
-    session: SessionT | None = None
-    fed: int = 0
-    last_token: int = -1
-    generated: int = 0
-    admitted_ns: int = 0
-    prompt_done_ns: int = 0
-    first_token_ns: int = 0
-    decode_steps: int = 0
-    decode_ns: int = 0
-
-    @property
-    def unfed(self) -> int:
-        """Tokens of the prompt that are still to be read."""
-        return len(self.request.prompt) - self.fed
-
-    def running(self) -> SessionT:
-        """The session. Raises EngineCrashedError when there is none, before the admission and after the end."""
-        if self.session is None:
-            raise EngineCrashedError("a request was worked on without a session")
-        return self.session
 
 
 class Waiting(Generic[SessionT]):
@@ -80,11 +51,22 @@ class Waiting(Generic[SessionT]):
         """Puts a request behind those of its context; a context that had none gets its turn after the others."""
         self._queues.setdefault(job.request.context, deque()).append(job)
 
-    def take(self, free_bytes: int | None) -> Job[SessionT] | None:
-        """Takes out who is admitted next; None when nobody is. free_bytes: memory for it; None has no bound."""
+    def put_back(self, job: Job[SessionT]) -> None:
+        """Makes a request that was taken out the one whose turn it is."""
+        queue = self._queues.pop(job.request.context, deque())
+        queue.appendleft(job)
+        self._queues = {job.request.context: queue, **self._queues}
+
+    def take(self, free_bytes: int | None, *, loading: bool = False) -> Job[SessionT] | None:
+        """Takes out who is admitted next; None when nobody is. free_bytes: memory for it; None has no bound.
+
+        loading: also one whose context is still being loaded.
+        """
         blocked: list[Job[SessionT]] = []
         for queue in self._queues.values():
             job = queue[0]
+            if job.request.loading() and not loading:
+                continue
             if free_bytes is None or job.request.memory <= free_bytes:
                 note_passed(other.patience for other in blocked)
                 self.remove(job)
@@ -94,6 +76,15 @@ class Waiting(Generic[SessionT]):
             if job.patience.ended:
                 return None
             blocked.append(job)
+        return None
+
+    def ahead(self, stream: Stream) -> int | None:
+        """How many requests are taken before that of the stream while there is memory for each; None if not here."""
+        for turn, queue in enumerate(self._queues.values()):
+            for place, job in enumerate(queue):
+                if job.stream is stream:
+                    others = (len(other) for other in self._queues.values())
+                    return sum(min(length, place + (i < turn)) for i, length in enumerate(others))
         return None
 
     def remove(self, job: Job[SessionT]) -> None:
@@ -139,15 +130,29 @@ class Queues(Generic[SessionT]):
         """Moves the next waiting job to those that read their prompts; None when nobody can be admitted."""
         if len(self.prompting) + len(self.decoding) >= self.max_sessions:
             return None
-        job = self.waiting.take(None if self.memory is None else self.memory - self.held_bytes)
+        free_bytes = None if self.memory is None else self.memory - self.held_bytes
+        job = self.waiting.take(free_bytes)
+        if job is None and not self.prompting and not self.decoding:
+            job = self.waiting.take(free_bytes, loading=True)
         if job is not None:
             self.prompting.append(job)
         return job
 
-    def take_pieces(self, chunk: int) -> list[tuple[Job[SessionT], int]]:
-        """The pieces of prompts that the next step feeds: jobs and numbers of tokens, at most `chunk` in all.
+    def put_back(self, job: Job[SessionT]) -> None:
+        """Undoes the admission of a job."""
+        self.prompting.remove(job)
+        self.waiting.put_back(job)
 
-        The job whose turn it was goes to the end of the line.
+    def others_can_run(self, job: Job[SessionT]) -> bool:
+        """Whether there is work but for this admitted job and those whose contexts are still being loaded."""
+        others = (other for other in self.all() if other is not job)
+        return any(other.session is not None or not other.request.loading() for other in others)
+
+    def take_pieces(self, chunk: int) -> list[tuple[Job[SessionT], Piece]]:
+        """The pieces of prompts that the next step feeds, in this order, of a cost of at most `chunk` in all.
+
+        Several may be of one job. A piece of a single token is fed whatever it costs. The job whose turn it was goes to
+        the end of the line.
         """
         pieces, turn = choose_pieces(self.prompting, chunk)
         if turn is not None:
@@ -163,17 +168,23 @@ class Queues(Generic[SessionT]):
 
 def choose_pieces(
     jobs: Sequence[Job[SessionT]], chunk: int
-) -> tuple[list[tuple[Job[SessionT], int]], Job[SessionT] | None]:
+) -> tuple[list[tuple[Job[SessionT], Piece]], Job[SessionT] | None]:
     """What `Queues.take_pieces` gives, of the prompts of jobs in order of turn; and the job whose turn it is."""
-    pieces: list[tuple[Job[SessionT], int]] = []
-    room = chunk // 2
+    chosen: list[tuple[Job[SessionT], Piece]] = []
+    room = chunk / 2
     for job in jobs:
-        if job.unfed <= room and len(pieces) < MAX_PIECES - 1:
-            pieces.append((job, job.unfed))
-            room -= job.unfed
-    ending = {job for job, _ in pieces}
+        last = job.pieces[-1]
+        if job.unread == 1 and last.cost <= room and len(chosen) < MAX_PIECES - 1:
+            chosen.append((job, last))
+            room -= last.cost
+    ending = {job for job, _ in chosen}
     others = [job for job in jobs if job not in ending]
-    turn = next((job for job in others if job.unfed > chunk // 2), others[0] if others else None)
+    turn = next((job for job in others if job.unread > 1), others[0] if others else None)
     if turn is not None:
-        pieces.append((turn, min(turn.unfed, chunk - sum(count for _, count in pieces))))
-    return pieces, turn
+        spent = sum(piece.cost for _, piece in chosen)
+        for number, piece in enumerate(turn.pieces[turn.read : turn.read + MAX_PIECES - len(chosen)]):
+            if number and spent + piece.cost > chunk:
+                break
+            chosen.append((turn, piece))
+            spent += piece.cost
+    return chosen, turn

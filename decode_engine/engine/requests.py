@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from decode_engine.engine.prompt_pieces import PromptCost
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.layers.figures import Figures
 
@@ -46,7 +47,8 @@ class Runner(Protocol[SessionT_contra]):
         """Feeds each session its last token and chooses its next one with its sampler.
 
         Returns the token, or what went wrong, of each: the fault of one session is not that of the others. A session
-        and its sampler advance where a token comes back. What it raises ends the requests of all the sessions.
+        and its sampler advance where a token comes back. What it raises ends the requests of all the sessions. Where a
+        sampler is repeatable, the session gets the same bits as if it were alone.
         """
 
 
@@ -80,10 +82,13 @@ class FinishReason(Enum):
 class Request(Generic[SessionT]):
     """One generation.
 
-    start: makes the session; called on the scheduler's thread when the request is admitted.
+    start: makes the session; called on the scheduler's thread when the request is admitted, and again when it had to
+    give way while its context was being loaded (`Engine.give_way`). loading: whether that is so.
     prompt: token ids, at least one. end_ids: tokens that end the answer. deadline_ns: on the engine's clock.
     on_close: called exactly once, after the engine has dropped the session, however the request ended.
+    on_event: called after every event that is added to its stream, mostly on the scheduler's thread; must not block.
     context: requests that share one wait in one queue. memory: bytes that the session may come to hold.
+    cost: of the prompt's tokens, by which it is cut into pieces.
     """
 
     start: Callable[[], SessionT]
@@ -94,8 +99,11 @@ class Request(Generic[SessionT]):
     end_ids: frozenset[int] = frozenset()
     deadline_ns: int | None = None
     on_close: Callable[[], None] = lambda: None
+    on_event: Callable[[], None] = lambda: None
     context: str = ""
     memory: int = 0
+    loading: Callable[[], bool] = lambda: False
+    cost: PromptCost = field(default_factory=PromptCost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +116,13 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Wall-clock times of a request in nanoseconds, from its submission; `decode_ns` sums its decode steps."""
+    """Wall-clock times of a request in nanoseconds, from its submission; `decode_ns` sums its decode steps.
 
+    load_ns: until its context was in memory, or the request began to run behind the loading. queue_ns: from then on
+    until its admission.
+    """
+
+    load_ns: int
     queue_ns: int
     prompt_ns: int
     first_token_ns: int
@@ -179,12 +192,20 @@ class EngineStats:
         )
 
 
-class Stream:
-    """Events of one request: tokens, then `Finished`. Iterating raises what ended the request otherwise."""
+class GiveWayError(Exception):
+    """A session stopped waiting for a layer of its context because others can be served; see `Engine.give_way`."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+
+class Stream:
+    """Events of one request: tokens, then `Finished`. Iterating raises what ended the request otherwise.
+
+    Read by one reader, either by iterating, which waits, or by `take`, which does not.
+    """
+
+    def __init__(self, wake: Callable[[], None], on_event: Callable[[], None] = lambda: None) -> None:
         self._events: SimpleQueue[Token | Finished | Exception] = SimpleQueue()
         self._wake = wake
+        self._on_event = on_event
         self._cancelled = threading.Event()
 
     def __iter__(self) -> Iterator[Token | Finished]:
@@ -195,6 +216,13 @@ class Stream:
             yield event
             if isinstance(event, Finished):
                 return
+
+    def take(self) -> list[Token | Finished | Exception]:
+        """All events that are there now, in order; an exception is the last one, like `Finished`."""
+        events = []
+        while not self._events.empty():
+            events.append(self._events.get())
+        return events
 
     def cancel(self) -> None:
         """Ends the request within one step; its stream then raises CancelledError. Harmless when it has ended."""
@@ -208,18 +236,4 @@ class Stream:
     def put(self, event: Token | Finished | Exception) -> None:
         """Adds an event; for the engine."""
         self._events.put(event)
-
-
-class Place:
-    """The right to submit one request; given back when the request ends, or by `release` if none is submitted."""
-
-    def __init__(self, give_back: Callable[[], None]) -> None:
-        self._give_back: Callable[[], None] | None = give_back
-        self._lock = threading.Lock()
-
-    def release(self) -> None:
-        """Gives the place back; calls after the first do nothing."""
-        with self._lock:
-            give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back()
+        self._on_event()

@@ -21,10 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decode_engine.config import MAX_SEED, MAX_TEMPERATURE
 from index_store.errors import InvalidArgumentError, SparseKVError
-
-MAX_TEMPERATURE = 100.0
-MAX_SEED = 2**64 - 1
 
 _BLOCK = 512  # tokens whose probabilities one program adds up: long rows are summed by many
 
@@ -190,12 +188,14 @@ class Sampler:
     """One session's sampler: the same parameters, seed and logits give the same tokens.
 
     Uniform numbers are drawn on the CPU from the session's own generator, one for each token, so that neither the
-    device nor what other sessions sample changes the result.
+    device nor what other sessions sample changes the result. repeatable: a seed was given to draw by, so that logits
+    must have the same bits whatever other sessions do, too.
     """
 
     def __init__(self, parameters: SamplingParameters) -> None:
         self.parameters = parameters
         self.greedy = parameters.greedy
+        self.repeatable = parameters.seed is not None and not parameters.greedy
         if self.greedy:
             self.seed = 0
         else:

@@ -2,7 +2,8 @@
 
 A session holds its tail in every layer, and what it appends to the indexes in layers that search. Both grow by
 doubling, and so does the estimate, which is for the whole prompt and for all tokens that the request allows, of which
-fewer may be generated. What one step computes with and gives back at once is not in it.
+fewer may be generated: a session never holds more than was estimated. What one step computes with and gives back at
+once is not in it.
 """
 
 from __future__ import annotations
@@ -10,28 +11,38 @@ from __future__ import annotations
 import torch
 
 from decode_engine.layers.tail import Tail
+from index_store.indexes.interface.layer_index import Growth
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import FittedMethod
 from index_store.store.dtypes import stored_dtype
 
 SHARE = 4
 """Sessions may hold one part in this many of the memory that is free when the model has been loaded."""
 
-_LEAST_ROWS = 64  # of what grows in an index's extension
-_LEAST_ENTRIES = 16  # of what is inserted into a list
-_USUAL_PIECE = 256  # keys appended at once
-
 
 def session_bytes(fitted: FittedMethod, tokens: int) -> int:
     """Bytes that a session of the method over its context may come to hold when it adds `tokens`."""
     model = fitted.manifest.model
     dtype = stored_dtype(fitted.manifest.dtype).torch_dtype
-    total = model.layers * _tail_bytes(model.kv_heads, model.head_dim, dtype, tokens)
+    total = len(model.full_layers) * _tail_bytes(model.kv_heads, model.head_dim, dtype, tokens)
+    if model.window is not None:
+        own = model.window
+        total += len(own.layers) * _tail_bytes(own.kv_heads, own.head_dim, dtype, tokens)
+    growth = _growth(fitted, tokens)
     for spec in (fitted.method.index, fitted.partition):
-        if spec is not None:
-            total += len(fitted.searching) * model.kv_heads * _extension_bytes(spec, model.head_dim, tokens)
+        if spec is not None and fitted.searching:
+            kind = INDEX_KINDS[spec.kind]
+            appended = kind.appended_bytes(spec.parameters, model.head_dim, growth)
+            total += len(fitted.searching) * model.kv_heads * appended
     return total
+
+
+def _growth(fitted: FittedMethod, tokens: int) -> Growth:
+    """What has left the recent window when all tokens were added, and what is appended with every move."""
+    keys = fitted.manifest.token_count
+    _, end = fitted.method.searched_range(keys + tokens - 1, keys)
+    appended = max(0, end - keys)
+    return Growth(keys, appended, min(appended, fitted.method.append_block))
 
 
 def _tail_bytes(heads: int, head_dim: int, dtype: torch.dtype, tokens: int) -> int:
@@ -39,30 +50,3 @@ def _tail_bytes(heads: int, head_dim: int, dtype: torch.dtype, tokens: int) -> i
     while tail.capacity < tokens:
         tail.reserve(tail.capacity + 1)
     return tail.nbytes
-
-
-def _extension_bytes(spec: IndexSpec, head_dim: int, tokens: int) -> int:
-    """Of one layer and KV head: what joins the index takes as much as what is in it, and clusters keep more."""
-    kind = INDEX_KINDS[spec.kind]
-    rows = _grown(tokens, _LEAST_ROWS)
-    if not spec.stored:
-        return 4 * head_dim * tokens  # float32 copies of the keys themselves
-    total = rows * kind.bytes_per_token(spec.parameters, head_dim)
-    if kind.partitions:
-        block = int(spec.parameters["block"])
-        open_keys = min(rows, block + block // 2) if block else rows
-        total += open_keys * 2 * 4 * head_dim  # float32 keys and values of the block that is still clustered
-    if spec.parameters.get("layout") == "lists":
-        lists = int(spec.parameters["subspaces"]) * int(spec.parameters["centroids"])
-        piece = _grown(
-            min(tokens, _USUAL_PIECE), _LEAST_ENTRIES
-        )  # each list makes room for all keys of one append
-        total = max(total, 6 * lists * piece) + 8 * lists
-    return int(total)
-
-
-def _grown(rows: int, least: int) -> int:
-    """What doubling makes of `least` until all rows have room."""
-    while least < rows:
-        least *= 2
-    return least

@@ -54,14 +54,26 @@ def decode_by_forward(
 ) -> list[int | Exception]:
     """One decode step of all sessions: feeds each its last token and chooses its next one.
 
+    Those with a repeatable sampler go one by one: what a model computes for a row rounds otherwise with other numbers
+    of rows, and on a CPU even in other places among them. The others go together.
+
     Returns the token, or the error, of each. A session with an error has not advanced, nor has its sampler; except
     that one that failed after its logits were there has taken its token in, and cannot go on.
     """
-    results = forward_each(forward, sessions, [[token] for token in last_tokens])
-    rows = [row for row, result in enumerate(results) if isinstance(result, Tensor)]
-    logits = [result[-1] for result in results if isinstance(result, Tensor)]
-    chosen = dict(zip(rows, choose_each(logits, [samplers[row] for row in rows]), strict=True))
-    return [result if isinstance(result, Exception) else chosen[row] for row, result in enumerate(results)]
+    together = [row for row, sampler in enumerate(samplers) if not sampler.repeatable]
+    alone = [[row] for row, sampler in enumerate(samplers) if sampler.repeatable]
+    results: dict[int, int | Exception] = {}
+    logits: dict[int, Tensor] = {}
+    for batch in [together, *alone] if together else alone:
+        found = forward_each(forward, [sessions[row] for row in batch], [[last_tokens[row]] for row in batch])
+        for row, result in zip(batch, found, strict=True):
+            if isinstance(result, Tensor):
+                logits[row] = result[-1]
+            else:
+                results[row] = result
+    chosen = choose_each(list(logits.values()), [samplers[row] for row in logits])
+    results |= zip(logits, chosen, strict=True)
+    return [results[row] for row in range(len(sessions))]
 
 
 def choose_each(logits: Sequence[Tensor], samplers: Sequence[Sampler]) -> list[int | Exception]:

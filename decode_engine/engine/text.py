@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from decode_engine.config import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from decode_engine.engine.requests import TokenText
 from index_store.errors import InvalidArgumentError
-
-MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 256
 
 _REPLACEMENT = "�"
 _CONTEXT_TOKENS = 8

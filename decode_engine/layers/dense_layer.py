@@ -15,6 +15,7 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.partial_attention import attend_shared, attend_streamed
 from decode_engine.layers.tail import Tail
 from index_store.attention.attention_state import AttentionState
+from index_store.attention.logit_form import PLAIN, LogitForm
 
 
 class DenseLayer:
@@ -30,10 +31,12 @@ class DenseLayer:
         figures: Figures,
         device: torch.device | None = None,
         tail: Tail | None = None,
+        form: LogitForm = PLAIN,
     ) -> None:
         heads, _, _, head_dim = kv_HN2D.shape
         self._kv_HN2D = kv_HN2D
         self._figures = figures
+        self._form = form
         self._on_host = device is not None
         place = kv_HN2D.device if device is None else device
         self.tail = Tail(heads, head_dim, kv_HN2D.dtype, place) if tail is None else tail
@@ -60,17 +63,18 @@ class DenseLayer:
     def read_context(self, q_HTGD: Tensor) -> AttentionState:
         """Attention to the context alone, for queries of any sessions on it."""
         if self._on_host:
-            return attend_streamed(q_HTGD, self._kv_HN2D)
-        return attend_shared(q_HTGD, self._kv_HN2D, causal=False)
+            return attend_streamed(q_HTGD, self._kv_HN2D, self._form.cap)
+        return attend_shared(q_HTGD, self._kv_HN2D, causal=False, cap=self._form.cap)
 
     def read_tail(
         self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int
     ) -> AttentionState:
-        """Adds the new keys and attends to the session's tail."""
+        """Adds the new keys and attends to the session's tail, and to the layer's sink."""
         heads, count = self._kv_HN2D.shape[:2]
         self.tail.write(position - count, keys_HTD, values_HTD)
         self._figures.count_dense(heads * visible_keys(position, q_HTGD.shape[1]))
-        return attend_shared(q_HTGD, self.tail.rows, causal=True)
+        state = attend_shared(q_HTGD, self.tail.rows, causal=True, cap=self._form.cap)
+        return self._form.add_sink(state)
 
     def count_time(self, nanoseconds: int) -> None:
         """Notes time spent on this session's attention."""
@@ -80,7 +84,7 @@ class DenseLayer:
 def attend_dense_together(
     calls: Sequence[tuple[DenseLayer, Tensor, Tensor, Tensor, int]],
 ) -> list[Tensor]:
-    """`DenseLayer.attend` of several sessions on one context, which is read and converted once for all of them.
+    """`DenseLayer.attend` of several sessions on one context, which is read once for all of them.
 
     The time counts in full for every session, as that of any batched work.
     """

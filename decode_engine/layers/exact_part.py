@@ -17,6 +17,7 @@ from decode_engine.layers.host_rows import copy_rows
 from decode_engine.layers.partial_attention import attend_shared
 from decode_engine.layers.tail import Tail
 from index_store.attention.attention_state import AttentionState
+from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.selection.clustered_keys import ScoredClusters
 from index_store.selection.remainders import ExactKeys
 
@@ -27,22 +28,32 @@ class ExactPart:
     kv_HN2D: of the context, on the tail's device or, with `on_host`, in host memory beside it.
     """
 
-    def __init__(self, kv_HN2D: Tensor, tail: Tail, sinks: int, figures: Figures, on_host: bool) -> None:
+    def __init__(
+        self,
+        kv_HN2D: Tensor,
+        tail: Tail,
+        sinks: int,
+        figures: Figures,
+        on_host: bool,
+        form: LogitForm = PLAIN,
+    ) -> None:
         self._kv_HN2D = kv_HN2D
         self._tail = tail
         self._sinks = sinks
         self._figures = figures
         self._on_host = on_host
+        self._form = form
         self._sinks_clustered: bool | None = None
 
     def attend(self, q_HTGD: Tensor, position: int, search_end: int) -> AttentionState:
-        """Attention to sinks, recent context and the tail up to the last query's own key."""
+        """Attention to sinks, learnt or not, recent context and the tail up to the last query's own key."""
         begin = perf_counter_ns()
         count, end = self._kv_HN2D.shape[1], position + q_HTGD.shape[1]
         tail = self._tail.rows[:, max(search_end - count, 0) : max(end - count, 0)]
         recent = self._context_rows(min(search_end, count), min(end, count))
         sinks = self._context_rows(0, self._sinks)
-        state = attend_shared(q_HTGD, torch.cat([sinks, recent, tail], dim=1), causal=True)
+        rows = torch.cat([sinks, recent, tail], dim=1)
+        state = self._form.add_sink(attend_shared(q_HTGD, rows, causal=True, cap=self._form.cap))
         self._figures.attend_ns += perf_counter_ns() - begin
         return state
 

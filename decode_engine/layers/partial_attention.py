@@ -1,17 +1,21 @@
 """Exact attention over a part of the keys, as mergeable states.
 
-Shape legend: H KV heads, T query positions, G group heads, N keys, K gathered keys per row, d head dim. Queries are
-float32 and already scaled by 1/sqrt(d); keys and values may be float32, float16 or bfloat16.
+Shape legend: H KV heads, T query positions, G group heads, R = T * G query rows of a KV head, N keys, K gathered keys
+per row, d head dim. Queries are float32 and already scaled by 1/sqrt(d); keys and values may be float32, float16 or
+bfloat16.
 """
 
 from __future__ import annotations
+
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from decode_engine.layers.host_rows import stream_blocks
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.fused import HALVES, attend_to_all, attend_to_themselves
+from index_store.attention.fused import HALVES, attend_fused, attend_to_all, attend_to_themselves
+from index_store.attention.sliding import attend_masked
 
 BLOCK_BYTES = 4 * 2**20
 """Keys and values converted to float32 at a time. A block of this size stays in the last-level cache and in memory that
@@ -20,18 +24,32 @@ the allocator reuses; blocks of tens of MiB are mapped anew on every call, which
 FUSED_POSITIONS = 8
 """Query positions from which on a GPU attends by a fused kernel, which splits its work over queries, not over keys."""
 
+FUSED_ROWS = 4
+"""Query rows of a KV head that the fused kernel on a CPU gets at least: fewer go through other products there, which
+round otherwise. From here on a row's bits do not depend on how many rows there are."""
+
+SPLIT_KEYS = 4096
+"""Keys at least that a thread of a CPU attends to, where a KV head's keys are divided among several."""
+
 DEVICE_BLOCK_BYTES = 128 * 2**20
 """The same in device memory, and the logits held at a time there: few launches, whatever N and T are."""
 
 
-def attend_shared(q_HTGD: Tensor, kv_HN2D: Tensor, *, causal: bool) -> AttentionState:
+def attend_shared(
+    q_HTGD: Tensor, kv_HN2D: Tensor, *, causal: bool, cap: float | None = None
+) -> AttentionState:
     """Every query attends to the same N keys [H, N, 2, d]; with `causal`, position t of T to the first N-T+t+1.
 
-    Keys and values are on the queries' device; for others there is `attend_streamed`. Returns out [H, T, G, d] and lse
-    [H, T, G].
+    Keys and values are on the queries' device; for others there is `attend_streamed`. Without `causal` a CPU rounds
+    queries, weights and out to the dtype of the keys, as its fused kernel does. cap: see `LogitForm`. Returns out
+    [H, T, G, d] and lse [H, T, G], float32.
     """
     heads, positions, group, head_dim = q_HTGD.shape
     count = kv_HN2D.shape[1]
+    if cap is not None:
+        return _attend_capped(q_HTGD, kv_HN2D, causal, cap)
+    if not q_HTGD.is_cuda and not causal and count > 0:
+        return _attend_on_cpu(q_HTGD, kv_HN2D)
     if q_HTGD.is_cuda and positions >= FUSED_POSITIONS and kv_HN2D.dtype in HALVES and count > 0:
         return _attend_fused(q_HTGD, kv_HN2D, causal)
     step = _keys_at_once(q_HTGD)
@@ -53,12 +71,50 @@ def attend_shared(q_HTGD: Tensor, kv_HN2D: Tensor, *, causal: bool) -> Attention
     )
 
 
-def attend_streamed(q_HTGD: Tensor, kv_HN2D: Tensor) -> AttentionState:
+def _attend_capped(q_HTGD: Tensor, kv_HN2D: Tensor, causal: bool, cap: float) -> AttentionState:
+    """`attend_shared` with capped logits."""
+    positions, head_dim = q_HTGD.shape[1], q_HTGD.shape[3]
+    count = kv_HN2D.shape[1]
+    first = count - positions if causal else count
+    state = attend_masked(q_HTGD.transpose(1, 2) * head_dim**0.5, kv_HN2D, first, cap=cap)
+    return AttentionState(state.out.transpose(1, 2), state.lse.transpose(1, 2))
+
+
+def attend_streamed(q_HTGD: Tensor, kv_HN2D: Tensor, cap: float | None = None) -> AttentionState:
     """`attend_shared` to keys and values in host memory: block by block through the queries' device, merged by lse."""
     state = AttentionState.empty(q_HTGD.shape[:-1], q_HTGD.shape[-1], q_HTGD.device)
     for block in stream_blocks(kv_HN2D, q_HTGD.device):
-        state = state.merge(attend_shared(q_HTGD, block, causal=False))
+        state = state.merge(attend_shared(q_HTGD, block, causal=False, cap=cap))
     return state
+
+
+def _attend_on_cpu(q_HTGD: Tensor, kv_HN2D: Tensor) -> AttentionState:
+    """`attend_shared` without a mask by torch's fused kernel, over keys and values as they are stored.
+
+    That kernel divides its work by KV heads and blocks of query rows. Where this makes too little for all threads, keys
+    are divided as well; how depends on nothing but the number of keys and threads.
+    """
+    heads, positions, group, head_dim = q_HTGD.shape
+    count, rows = kv_HN2D.shape[1], positions * group
+    q_HRD = q_HTGD.reshape(heads, rows, head_dim).to(kv_HN2D.dtype)
+    q_HRD = torch.nn.functional.pad(q_HRD, (0, 0, 0, max(0, FUSED_ROWS - rows)))
+    parts = max(1, min(torch.get_num_threads() // heads, count // SPLIT_KEYS))
+    even = count - count % parts
+    states = _attend_parts(q_HRD, kv_HN2D[:, :even].view(heads, parts, -1, 2, head_dim))
+    if even < count:
+        states += _attend_parts(q_HRD, kv_HN2D[:, even:].unsqueeze(1))
+    state = reduce(AttentionState.merge, states)
+    return AttentionState(
+        state.out[:, :rows].reshape(q_HTGD.shape), state.lse[:, :rows].reshape(q_HTGD.shape[:-1])
+    )
+
+
+def _attend_parts(q_HRD: Tensor, kv_HPN2D: Tensor) -> list[AttentionState]:
+    """Attention of queries to each of P parts of the keys, all at once: to the kernel they are sequences of a batch."""
+    kv_PHN2D = kv_HPN2D.transpose(0, 1)
+    q_PHRD = q_HRD.expand(len(kv_PHN2D), -1, -1, -1)
+    found = attend_fused(q_PHRD, kv_PHN2D[:, :, :, 0], kv_PHN2D[:, :, :, 1], causal=False, scale=1.0)
+    return [AttentionState(out.float(), lse) for out, lse in zip(found.out, found.lse, strict=True)]
 
 
 def _attend_fused(q_HTGD: Tensor, kv_HN2D: Tensor, causal: bool) -> AttentionState:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.layers.selected_attention import KeyRows
+from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.selection.budgets import Budget, Selection, Step
 from index_store.selection.ranking import Items, Ranking
 
@@ -68,12 +69,19 @@ class PromptWeights:
         rows: KeyRows,
         length: int,
         thresholds: Callable[[float], float] | None,
+        form: LogitForm = PLAIN,
     ) -> Selection:
-        """The selection [H, 1, K] of all positions added, whose queries are q_HTGD; see `Step` for the others."""
+        """The selection [H, 1, K] of all positions added, whose queries are q_HTGD; see `Step` for the others.
+
+        form: what the layer does to logits.
+        """
         totals_HTG = torch.cat(self._totals, dim=1)
         average = torch.logsumexp(exact_lse_HTG - totals_HTG, 1, keepdim=True) - math.log(self.positions)
         step = Step(
-            length, thresholds, lambda ids_H1GK: _average_logits(q_HTGD, totals_HTG, rows, ids_H1GK), average
+            length,
+            thresholds,
+            lambda ids_H1GK: _average_logits(q_HTGD, totals_HTG, rows, ids_H1GK, form),
+            average,
         )
         return budget.cut(self.ranking(), step)
 
@@ -84,7 +92,9 @@ class PromptWeights:
         return Ranking((self._sum_H1GM / self.positions).log_(), self._items, (), *self.read)
 
 
-def _average_logits(q_HTGD: Tensor, totals_HTG: Tensor, rows: KeyRows, ids_H1GK: Tensor) -> Tensor:
+def _average_logits(
+    q_HTGD: Tensor, totals_HTG: Tensor, rows: KeyRows, ids_H1GK: Tensor, form: LogitForm
+) -> Tensor:
     """[H, 1, G, K]: logarithm of the keys' exact weights, normalised as estimated ones are, averaged over positions."""
     heads, positions, group, head_dim = q_HTGD.shape
     keys_HGKD = rows.gather(ids_H1GK.flatten(2))[:, 0, :, 0].view(heads, group, -1, head_dim)
@@ -92,7 +102,7 @@ def _average_logits(q_HTGD: Tensor, totals_HTG: Tensor, rows: KeyRows, ids_H1GK:
     summed: Tensor | None = None
     for first in range(0, positions, step):
         part = slice(first, first + step)
-        logits = torch.einsum("htgd,hgkd->htgk", q_HTGD[:, part], keys_HGKD)
+        logits = form.capped(torch.einsum("htgd,hgkd->htgk", q_HTGD[:, part], keys_HGKD))
         added = torch.logsumexp(logits - totals_HTG[:, part, :, None], 1, keepdim=True)
         summed = added if summed is None else torch.logaddexp(summed, added)
     if summed is None:

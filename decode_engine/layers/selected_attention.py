@@ -16,6 +16,7 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.host_rows import pick_rows
 from decode_engine.layers.partial_attention import attend_logits
 from index_store.attention.attention_state import AttentionState
+from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.selection.budgets import Selection
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.selection.remainders import ExactKeys, Remainder
@@ -91,12 +92,14 @@ class HeldRows:
 class LeftOut:
     """What stands for the keys that were not selected: a remainder over pieces.
 
-    elsewhere: keys that are attended exactly besides the selection and may be in the pieces' clusters.
+    elsewhere: keys that are attended exactly besides the selection and may be in the pieces' clusters. form: what the
+    layer does to logits, those of the selection, too.
     """
 
     remainder: Remainder
     pieces: Sequence[ScoredClusters]
     elsewhere: ExactKeys | None
+    form: LogitForm = PLAIN
 
 
 def attend_selection(
@@ -202,13 +205,15 @@ def _attend_block(
     together = queries if gathered.shape[1] > 1 else queries.flatten(1, 2).unsqueeze(1)
     logits = together @ keys.transpose(-1, -2)
     valid = torch.arange(kept, device=counts.device) < counts.unsqueeze(-1)
-    state = attend_logits(logits.masked_fill(~valid[:, :, None], -torch.inf), values)
+    seen = left.form.capped(logits).masked_fill(~valid[:, :, None], -torch.inf)
+    state = attend_logits(seen, values)
     state = AttentionState(state.out.view(queries.shape), state.lse.view(queries.shape[:-1]))
     logits = logits.view(*queries.shape[:-1], kept)
     exact = [ExactKeys(ids, valid, logits, values)]
     if left.elsewhere is not None:
         exact.append(block.of_keys(left.elsewhere))
-    approximate = left.remainder.state([block.of_piece(piece) for piece in left.pieces], exact)
+    pieces = [block.of_piece(piece) for piece in left.pieces]
+    approximate = left.remainder.state(pieces, exact, left.form)
     if approximate is not None:
         state = state.merge(approximate)
     figures.attend_ns += perf_counter_ns() - gathered_at

@@ -11,6 +11,8 @@ import torch
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.sparse_layer import LayerAttention, LayerSearch, SparseLayer
+from decode_engine.layers.window_layer import WindowLayer
+from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.registry import INDEX_KINDS
@@ -20,14 +22,17 @@ from index_store.methods.method import FittedMethod
 
 
 class Layers(Sequence[LayerAttention]):
-    """The layers of one session, each made when it is first asked for.
+    """The layers of one session, each made when it is first asked for, and `wait` has returned for it.
 
     So a session on a context that is still being loaded waits for no layer before it comes to it.
     """
 
-    def __init__(self, count: int, make: Callable[[int], LayerAttention]) -> None:
+    def __init__(
+        self, count: int, make: Callable[[int], LayerAttention], wait: Callable[[int], None] = lambda _: None
+    ) -> None:
         self._made: list[LayerAttention | None] = [None] * count
         self._make = make
+        self._wait = wait
 
     def __len__(self) -> int:
         return len(self._made)
@@ -43,6 +48,7 @@ class Layers(Sequence[LayerAttention]):
         found = self._made[layer]
         if found is None:
             number = range(len(self))[layer]
+            self._wait(number)
             with torch.inference_mode(False):  # what is made here is written to in any mode
                 found = self._made[number] = self._make(number)
         return found
@@ -64,7 +70,18 @@ class Session:
     Raises InvalidArgumentError when the method was fitted to another context.
     """
 
-    def __init__(self, context: ResidentContext, fitted: FittedMethod) -> None:
+    def __init__(
+        self,
+        context: ResidentContext,
+        fitted: FittedMethod,
+        forms: Sequence[LogitForm] = (),
+        *,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """forms: what every layer of the model does to logits; nothing where there are none.
+
+        check: called now and then while a layer of the context is waited for; what it raises ends the wait.
+        """
         if fitted.manifest.id != context.manifest.id:
             raise InvalidArgumentError(
                 f"method {fitted.method.name!r} was fitted to context {fitted.manifest.id}, the session is on "
@@ -76,8 +93,10 @@ class Session:
         self.figures = Figures()
         self.position = context.manifest.token_count
         self.device = context.device
-        make = partial(_make_layer, context, fitted, self.figures)
-        self._layers = Layers(context.manifest.model.layers, make)
+        make = partial(_make_layer, context, fitted, self.figures, forms)
+        self._layers = Layers(
+            context.manifest.model.layers, make, lambda layer: context.wait_for_layer(layer, check)
+        )
         self._advanced_to: int | None = None  # tokens in the tails, where those do not know yet
         self._room_until = 0  # a position before which all tails have room
 
@@ -99,6 +118,11 @@ class Session:
     def nbytes(self) -> int:
         """Bytes that the session holds besides the shared context: its tail, and what was appended to the index."""
         return sum(layer.nbytes for layer in self._layers.made())
+
+    @property
+    def tail_keys(self) -> int:
+        """Tokens that the session has added to its context."""
+        return self.position - self.context.manifest.token_count
 
     def reserve_tail(self) -> None:
         """Makes room for the next token in the tails of all layers; they may move."""
@@ -125,20 +149,28 @@ class Session:
 
 
 def _make_layer(
-    context: ResidentContext, fitted: FittedMethod, figures: Figures, layer: int
+    context: ResidentContext,
+    fitted: FittedMethod,
+    figures: Figures,
+    forms: Sequence[LogitForm],
+    layer: int,
 ) -> LayerAttention:
     """A layer of a session. Waits until the context has it in memory."""
-    kv = context.kv(layer)
+    kv, manifest = context.kv(layer), context.manifest
+    form = forms[layer] if forms else PLAIN
+    window = manifest.model.shape(layer).window
+    if window is not None:
+        return WindowLayer(kv, manifest.token_count, window, figures, form)
     beside = context.device if context.placement.kv_on_host else None
     index, partition = fitted.method.index, fitted.partition
     if index is None or layer not in fitted.searching:
-        return DenseLayer(kv, figures, beside)
+        return DenseLayer(kv, figures, beside, form=form)
     search = LayerSearch(
         _index(context, index, layer),
         None if partition is None else _index(context, partition, layer),
         fitted.thresholds,
     )
-    return SparseLayer(kv, search, fitted.method, figures, beside)
+    return SparseLayer(kv, search, fitted.method, figures, beside, form)
 
 
 def _index(context: ResidentContext, spec: IndexSpec, layer: int) -> LayerIndex:

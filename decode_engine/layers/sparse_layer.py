@@ -31,7 +31,9 @@ from decode_engine.layers.prompt_selection import PromptWeights
 from decode_engine.layers.searchers import EachPosition, MadeSelection, Searcher, Searchers
 from decode_engine.layers.selected_attention import KeyRows, LeftOut, attend_selection
 from decode_engine.layers.tail import Tail
+from decode_engine.layers.window_layer import WindowLayer
 from index_store.attention.attention_state import AttentionState
+from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex
 from index_store.methods.method import Method
@@ -67,7 +69,8 @@ class Observation:
 
     q_HTGD: queries, float32 scaled by 1/sqrt(d), the first at `position`. search_end: end of the range that the
     selection was chosen from, beginning at `sinks`. out_HTGD: the layer's attention output. vectors_read, bytes_read:
-    of the index, per KV head and position, over all searches made meanwhile; 0 when there was none.
+    of the index, per KV head and position, over all searches made meanwhile; 0 when there was none. form: what the
+    layer does to logits.
     """
 
     q_HTGD: Tensor
@@ -79,6 +82,7 @@ class Observation:
     out_HTGD: Tensor
     vectors_read: float
     bytes_read: float
+    form: LogitForm = PLAIN
 
 
 class SparseLayer:
@@ -95,6 +99,7 @@ class SparseLayer:
         method: Method,
         figures: Figures,
         device: torch.device | None = None,
+        form: LogitForm = PLAIN,
     ) -> None:
         if method.budget is None:
             raise MethodUnsupportedError(
@@ -108,6 +113,7 @@ class SparseLayer:
         self._method = method
         self._budget = method.budget
         self._figures = figures
+        self._form = form
         self._appended: dict[LayerIndex, AppendedKeys] = {}
         self._searchers = Searchers(method.schedule, figures)
         self._vectors_read, self._bytes_read = 0.0, 0.0
@@ -116,8 +122,8 @@ class SparseLayer:
         self._score_bytes = _SCORE_BYTES if on_cpu or self._budget.per_prompt else _DEVICE_SCORE_BYTES
         self._prompt_score_bytes = _SCORE_BYTES if on_cpu else 4 * _DEVICE_SCORE_BYTES
         self.tail = Tail(heads, head_dim, kv_HN2D.dtype, place)
-        self._exact = DenseLayer(kv_HN2D, figures, device, self.tail)
-        self._always = ExactPart(kv_HN2D, self.tail, self._sinks, figures, device is not None)
+        self._exact = DenseLayer(kv_HN2D, figures, device, self.tail, form)
+        self._always = ExactPart(kv_HN2D, self.tail, self._sinks, figures, device is not None, form)
         self.observer: Callable[[Observation], None] | None = None
 
     @property
@@ -148,6 +154,13 @@ class SparseLayer:
             return self._attend_shared(q_HTGD, position)
         searcher = self._searchers.choose(position, q_HTGD.shape[1], predicted_HTGD)
         return self._attend_all(q_HTGD, position, searcher)
+
+    def catch_up(self, position: int) -> None:
+        """Makes searchable what a query at `position` searches: after tokens that attended to everything.
+
+        Otherwise the next decode step would append all of their keys.
+        """
+        self._append_until(self._search_end(position))
 
     def replay(self, q_HTGD: Tensor, position: int) -> Tensor:
         """What `attend` would have returned for the context's own queries at `position`.., had the context ended there.
@@ -213,7 +226,8 @@ class SparseLayer:
         for part in self._passes(q_HTGD, clusters, self._prompt_score_bytes):
             queries, first = q_HTGD[:, part], position + part.start
             pieces = self._pieces(queries, first, None)
-            left = LeftOut(self._method.remainder, pieces, self._elsewhere(queries, search_end, pieces))
+            elsewhere = self._elsewhere(queries, search_end, pieces)
+            left = LeftOut(self._method.remainder, pieces, elsewhere, self._form)
             state = attend_selection(queries, held, selection, left, self._figures)
             outs.append(state.merge(AttentionState(exact.out[:, part], exact.lse[:, part])).out)
             self._observe(queries, first, search_end, selection, rows, outs[-1])
@@ -230,7 +244,8 @@ class SparseLayer:
         for part in self._passes(q_HTGD[:, 1:], weights.items, self._prompt_score_bytes):
             weights.add(self._rank(q_HTGD[:, 1:][:, part], position + 1 + part.start, search_end))
         length = search_end + self._method.recent
-        selection = weights.cut(self._budget, q_HTGD, exact_lse_HTG, rows, length, self._thresholds)
+        thresholds, form = self._thresholds, self._form
+        selection = weights.cut(self._budget, q_HTGD, exact_lse_HTG, rows, length, thresholds, form)
         self._vectors_read, self._bytes_read = weights.read
         self._figures.searches += 1
         self._figures.search_ns += perf_counter_ns() - begin
@@ -243,7 +258,8 @@ class SparseLayer:
         rows = KeyRows(self._kv_HN2D, self.tail.rows)
         choice = searcher.choose(q_HTGD, position, usual, partial(self._search, position, exact.lse, rows))
         pieces = self._pieces(q_HTGD, position, choice.pieces)
-        left = LeftOut(self._method.remainder, pieces, self._elsewhere(q_HTGD, choice.search_end, pieces))
+        elsewhere = self._elsewhere(q_HTGD, choice.search_end, pieces)
+        left = LeftOut(self._method.remainder, pieces, elsewhere, self._form)
         state = attend_selection(q_HTGD, rows, choice.selection, left, self._figures)
         out = state.merge(exact).out
         self._always.count(position, q_HTGD.shape[1], choice.search_end)
@@ -262,7 +278,9 @@ class SparseLayer:
         if self.observer is not None:
             read = (self._vectors_read, self._bytes_read)
             self.observer(
-                Observation(q_HTGD, position, self._sinks, search_end, selection, rows, out_HTGD, *read)
+                Observation(
+                    q_HTGD, position, self._sinks, search_end, selection, rows, out_HTGD, *read, self._form
+                )
             )
 
     def _append_until(self, search_end: int) -> None:
@@ -289,7 +307,9 @@ class SparseLayer:
 
     def _rank(self, q_HTGD: Tensor, position: int, search_end: int) -> Ranking:
         appended, search = self._appended.get(self._index), self._method.search
-        return self._index.rank(q_HTGD, self._sinks, search_end, appended, search, position)
+        return self._index.rank(q_HTGD, self._sinks, search_end, appended, search, position).capped(
+            self._form
+        )
 
     def _search(
         self, position: int, exact_lse_HTG: Tensor, rows: KeyRows, q_HTGD: Tensor, search_end: int
@@ -299,7 +319,7 @@ class SparseLayer:
         step = Step(
             search_end + self._method.recent,
             self._thresholds,
-            lambda ids_HTGK: rows.read_logits(q_HTGD, ids_HTGK),
+            lambda ids_HTGK: self._form.capped(rows.read_logits(q_HTGD, ids_HTGK)),
             exact_lse_HTG,
         )
         selection = self._budget.cut(ranking, step)
@@ -334,5 +354,5 @@ class SparseLayer:
         return pieces
 
 
-LayerAttention = DenseLayer | SparseLayer
-"""Attention of one layer of one session: both have `tail`, `nbytes` and `exact`."""
+LayerAttention = DenseLayer | SparseLayer | WindowLayer
+"""Attention of one layer of one session: all have `tail`, `nbytes` and `exact`."""

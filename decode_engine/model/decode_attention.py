@@ -7,6 +7,7 @@ tensor and goes to an operator, which compilers and CUDA graphs can take.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from transformers import AttentionInterface
 
 from decode_engine.layers.dense_layer import DenseLayer, attend_dense_together
 from decode_engine.steps.operator import attend_step
+from index_store.attention.widths import narrow, widen
 from index_store.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -66,12 +68,18 @@ def decode_attention(
     padded).
     """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    width = value.shape[-1]
+    if width != key.shape[-1]:
+        if foretold is not None:
+            foretold = widen(foretold, key, value)[0]
+        query, key, value = widen(query, key, value)
     if step_batch is not None and attention_mask is None:
         usual = query.shape[-1] ** -0.5
-        if scaling is not None and scaling != usual:
-            query = query * (scaling / usual)
-            foretold = None if foretold is None else foretold * (scaling / usual)
-        return attend_step(query, key, value, step_batch, layer, foretold), None
+        if not math.isclose(scale, usual, rel_tol=1e-6):
+            query = query * (scale / usual)
+            foretold = None if foretold is None else foretold * (scale / usual)
+        return narrow(attend_step(query, key, value, step_batch, layer, foretold), width), None
     if decode_step is None or attention_mask is not None:
         raise InvalidArgumentError(
             f"attention {ATTENTION_NAME!r} needs decode_step= or step_batch= in the model's forward and no "
@@ -79,10 +87,9 @@ def decode_attention(
         )
     batch, query_heads, positions, head_dim = query.shape
     heads = key.shape[1]
-    scale = head_dim**-0.5 if scaling is None else scaling
     q_BHTGD = _by_group(query, heads, scale)
     predicted = decode_step.predicted.pop(layer, None)
-    predicted_BHTGD = None if predicted is None else _by_group(predicted, heads, scale)
+    predicted_BHTGD = None if predicted is None else _by_group(widen(predicted, key, value)[0], heads, scale)
     out = torch.empty(batch, positions, query_heads, head_dim, dtype=query.dtype, device=query.device)
     outs: dict[int, Tensor] = {}
     sharing: dict[int, list[tuple[int, DenseLayer]]] = {}
@@ -103,7 +110,7 @@ def decode_attention(
         outs |= zip((row for row, _ in members), attend_dense_together(calls), strict=True)
     for row, attended in outs.items():
         out[row] = attended.permute(1, 0, 2, 3).reshape(positions, query_heads, head_dim)
-    return out, None
+    return narrow(out, width).contiguous(), None
 
 
 def _by_group(query_BQTD: Tensor, heads: int, scale: float) -> Tensor:

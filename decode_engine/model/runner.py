@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -10,20 +10,24 @@ import torch
 from torch import Tensor
 
 from decode_engine.config import Compilation, Prompts, search_cores
+from decode_engine.engine.prompt_pieces import PromptCost, prompt_cost
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.stepping import decode_by_forward
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session
+from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.decode_attention import ATTENTION_NAME, DecodeStep, register_attention
+from decode_engine.model.decode_check import check_decoding
 from decode_engine.steps.layer_ahead import predicted_queries
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
-from index_store.errors import InvalidArgumentError
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
+from index_store.models.identity import require_dtype, require_model
 from index_store.models.loading import ModelFolder, load_model, load_tokenizer
-from index_store.store.manifest import Manifest, require_dtype, require_model
+from index_store.store.manifest import Manifest
 
 
 class ModelRunner:
@@ -57,15 +61,24 @@ class ModelRunner:
         loaded = load_model(folder, ATTENTION_NAME, device=self.device)
         self.model = loaded.model
         self.identity = loaded.identity
+        self.forms = loaded.forms
         self.kv_dtype = loaded.kv_dtype if dtype == "auto" else dtype
         self.tokenizer = load_tokenizer(folder)
+        self._foretelling = check_decoding(loaded)
         self._stepper: Stepper | None = None
         self._searching = searching or SearchThreads(search_cores())
         if self.device.type == "cuda":
             weights = next(loaded.model.parameters())
+            if prefetch:
+                self._require_foretelling()
             model = step_model(loaded.model, compilation, prefetch)
             self._stepper = Stepper(
-                model, self.identity, weights.dtype, weights.device, searching=self._searching
+                model,
+                self.identity,
+                weights.dtype,
+                weights.device,
+                searching=self._searching,
+                forms=self.forms,
             )
 
     def close(self) -> None:
@@ -86,17 +99,50 @@ class ModelRunner:
         if self._stepper is not None:
             self._stepper.prepare(fitted, sessions, placement)
 
-    def start(self, context: ResidentContext, fitted: FittedMethod) -> Session:
-        """A new session. Raises as `check` does, and what `Session` raises."""
+    def start(
+        self, context: ResidentContext, fitted: FittedMethod, waiting: Callable[[], None] = lambda: None
+    ) -> Session:
+        """A new session.
+
+        waiting: called now and then while it waits for a layer that is being loaded; what it raises ends the wait.
+        Raises as `check` does, what `Session` raises, and MethodUnsupportedError for a method that searches a layer
+        ahead where the model's queries cannot be foretold.
+        """
         self.check(context.manifest)
-        return Session(context, fitted)
+        if fitted.method.schedule.ahead:
+            self._require_foretelling()
+        return Session(context, fitted, self.forms, check=waiting)
+
+    def _require_foretelling(self) -> None:
+        if self._foretelling is not None:
+            raise MethodUnsupportedError(
+                f"queries of model {self.identity.name!r} cannot be foretold a layer ahead: {self._foretelling}; "
+                "leave out @ahead and --prefetch",
+                model=self.identity.name,
+            )
+
+    def prompt_cost(self, fitted: FittedMethod) -> PromptCost:
+        """What tokens of a prompt cost that `read` reads."""
+        return prompt_cost(fitted, self.prompts, self.device)
 
     def read(
         self, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]], *, all_logits: bool = False
     ) -> list[Tensor]:
         """`forward` of prompts, which attend to the context as the runner has them (`Prompts`)."""
         exact, shared = self.prompts is Prompts.EXACT, self.prompts is Prompts.SPARSE
-        return self.forward(sessions, token_ids, all_logits=all_logits, exact=exact, shared=shared)
+        logits = self.forward(sessions, token_ids, all_logits=all_logits, exact=exact, shared=shared)
+        if exact:
+            for session in sessions:
+                self._catch_up(session)
+        return logits
+
+    def _catch_up(self, session: Session) -> None:
+        """Appends what left the window while tokens attended to everything; steps with kernels need it nowhere."""
+        if not self.has_graph(session):
+            with torch.inference_mode():
+                for layer in session.layers:
+                    if isinstance(layer, SparseLayer):
+                        layer.catch_up(session.position)
 
     def forward(
         self,
@@ -154,7 +200,7 @@ class ModelRunner:
         if self._stepper is None:
             return decode_by_forward(self.forward, sessions, last_tokens, samplers)
         results: dict[int, int | Exception] = {}
-        taken = self._stepper.taken(sessions)
+        taken = self._stepper.taken(sessions, samplers)
         for step, captured in ((self._stepper.step, True), (partial(decode_by_forward, self.forward), False)):
             rows = [row for row, takes in enumerate(taken) if takes is captured]
             if rows:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC, datetime
 
 import torch
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.model.runner import ModelRunner
+from decode_engine.model.unstored import unstored_manifest
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
 from index_store.indexes.registry import INDEX_KINDS
@@ -23,15 +23,9 @@ from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.selection.threshold_curve import KEEP_GRID
+from index_store.store.context_id import ModelIdentity
 from index_store.store.dtypes import dtype_name, stored_dtype
-from index_store.store.manifest import (
-    IndexEntry,
-    Manifest,
-    ModelIdentity,
-    index_array_entry,
-    kv_entry,
-    tokens_entry,
-)
+from index_store.store.manifest import IndexEntry, Manifest, index_array_entry
 from index_store.store.stored_context import QuerySample
 
 _TOKENS = 512
@@ -133,20 +127,19 @@ def made_up_context(
     Raises InvalidArgumentError when an index cannot be built for the model's head dim.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    heads, group, head_dim = identity.kv_heads, identity.query_heads // identity.kv_heads, identity.head_dim
+    group, head_dim = identity.query_heads // identity.kv_heads, identity.head_dim
     sampled = min(tokens, _SAMPLE)
     positions = torch.linspace(0, tokens - 1, sampled, device=device).long()
-    layers = range(identity.layers)
+    layers = identity.full_layers
     specs = {spec.name: spec for each in (method, *also) for spec in each.index_specs()}.values()
     kv: dict[int, torch.Tensor] = {}
     built: dict[tuple[str, int], LayerIndex] = {}
     calibrators = {spec.name: ThresholdCalibrator() for spec in specs if INDEX_KINDS[spec.kind].partitions}
     for layer in layers[:distinct]:
-        shape = (heads, tokens, 2, head_dim)
-        kv[layer] = torch.randn(
-            shape, generator=generator, dtype=stored_dtype(dtype).torch_dtype, device=device
+        kv[layer] = _random_rows(identity, layer, tokens, dtype, generator)
+        queries_HPGD = torch.randn(
+            identity.kv_heads, sampled, group, head_dim, generator=generator, device=device
         )
-        queries_HPGD = torch.randn(heads, sampled, group, head_dim, generator=generator, device=device)
         frequencies = torch.ones(head_dim // 2, device=device)
         source = LayerSource(kv[layer], QuerySample(queries_HPGD, positions), frequencies)
         for spec in specs:
@@ -163,40 +156,38 @@ def made_up_context(
         for spec in specs
         for layer in layers[:distinct]
     }
+    windows = {
+        layer: _random_rows(identity, layer, tokens, dtype, generator) for layer in identity.window_layers
+    }
     # Thresholds that nothing was calibrated for will do to warm up, which needs some that can be read.
     thresholds = {
         name: found.thresholds or (1.0 / tokens,) * len(KEEP_GRID) for name, found in calibrators.items()
     }
     entries = [
-        _index_entry(spec, built[spec.name, 0], tuple(layers), thresholds.get(spec.name, ()))
+        _index_entry(spec, built[spec.name, layers[0]], layers, thresholds.get(spec.name, ()))
         for spec in specs
+        if layers
     ]
-    manifest = Manifest(
-        id="0" * 64,
-        name="warm-up",
-        created_at=datetime.now(UTC),
-        expires_at=None,
-        model=identity,
-        dtype=dtype,
-        token_count=tokens,
-        salt="",
-        methods=(method.name,),
-        dense_layers=(),
-        selection_errors=(),
-        tokens=tokens_entry(tokens),
-        kv=kv_entry(identity, tokens, dtype),
-        indexes=tuple(entries),
-        prefill={},
-        seconds={},
-    )
+    like = {layer: layers[place % distinct] for place, layer in enumerate(layers)}
+    manifest = unstored_manifest(identity, dtype, tokens, method.name, tuple(entries))
     return ResidentContext(
         manifest,
         torch.zeros(tokens, dtype=torch.int64),
-        {layer: kv[layer % distinct] for layer in layers},
-        {(spec.name, layer): arrays[spec.name, layer % distinct] for spec in specs for layer in layers},
+        {**windows, **{layer: kv[like[layer]] for layer in layers}},
+        {(spec.name, layer): arrays[spec.name, like[layer]] for spec in specs for layer in layers},
         placement=placement,
         device=torch.device(device),
     )
+
+
+def _random_rows(
+    identity: ModelIdentity, layer: int, tokens: int, dtype: str, generator: torch.Generator
+) -> torch.Tensor:
+    """Keys and values of a layer, as many as it keeps of so many tokens."""
+    own = identity.shape(layer)
+    shape = (own.kv_heads, own.kept(tokens), 2, own.head_dim)
+    like = stored_dtype(dtype).torch_dtype
+    return torch.randn(shape, generator=generator, dtype=like, device=generator.device)
 
 
 def _place_arrays(index: LayerIndex, placement: Placement) -> dict[str, torch.Tensor]:

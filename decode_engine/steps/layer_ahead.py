@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from index_store.errors import MethodUnsupportedError
+from index_store.models.folder import first_line
+from index_store.models.self_check import Examination, differ, read_plainly
 
 _foretelling: WeakSet[nn.Module] = WeakSet()
 
@@ -52,6 +54,47 @@ def foretell_queries(model: nn.Module) -> None:
     for layer, following in itertools.pairwise(_decoder_layers(model)):
         layer.register_forward_pre_hook(_Foreteller(following), with_kwargs=True)
     _foretelling.add(model)
+
+
+def foreseen_difference(model: Any, seen: Examination) -> str | None:
+    """Why predictions of a layer's queries are wrong even from what enters the layer itself, as a clause; None if not.
+
+    The rest of a layer's call is that of the layer before, as it is where predictions are made. seen: the text that the
+    model reads meanwhile, and its queries.
+    """
+    calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def note(number: int) -> Any:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            calls[number] = arguments, keywords
+
+        return hook
+
+    try:
+        layers = list(_decoder_layers(model))
+        hooks = [
+            layer.register_forward_pre_hook(note(number), with_kwargs=True)
+            for number, layer in enumerate(layers)
+        ]
+        try:
+            read_plainly(model, seen)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        with torch.inference_mode():
+            for number, layer in enumerate(layers[1:], 1):
+                entering = calls[number][0][0] if calls[number][0] else calls[number][1]["hidden_states"]
+                keywords = {**calls[number - 1][1], "hidden_states": entering}
+                found = _predict(layer, (), keywords)[0]
+                expected = seen.plain.queries[number][..., : found.shape[-1]]
+                why = differ(expected.transpose(0, 1), found.transpose(0, 1), found.dtype)
+                if why is not None:
+                    return f"those predicted for layer {number} {why}"
+    except MethodUnsupportedError as error:
+        return error.message
+    except Exception as error:  # parts of layers that are there but work otherwise
+        return f"its layers have other parts ({type(error).__name__}: {first_line(error)})"
+    return None
 
 
 class _Foreteller:

@@ -47,7 +47,8 @@ def attend_step(
     heads = key.shape[1]
     grouped = (rows, heads, query_heads // heads, head_dim)
     q_BHGD = query.reshape(grouped).contiguous()
-    foretold_BHGD = None if foretold is None else foretold.reshape(grouped).contiguous()
+    alike = foretold is not None and foretold.shape == query.shape  # the next layer may have other heads
+    foretold_BHGD = foretold.reshape(grouped).contiguous() if foretold is not None and alike else None
     out = _live[int(batch)].attend(layer, q_BHGD, key[:, :, 0], value[:, :, 0], foretold_BHGD)
     return out.reshape(rows, 1, query_heads, head_dim)
 

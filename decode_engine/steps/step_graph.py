@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_engine.engine.sampler import Draws, Sampler, any_filters, choose_greedy, choose_tokens
 from decode_engine.kernels import records
-from decode_engine.steps.attention.step_batch import STEP_COUNTS, StepBatch, counts_hold_until, step_counts
+from decode_engine.steps.attention.step_batch import STEP_COUNTS, StepBatch
 from decode_engine.steps.operator import register_batch
 from index_store.errors import SparseKVError
 
@@ -80,6 +82,12 @@ class Captures:
         self._lane = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.capturing = torch.cuda.Stream(device) if lane else None  # type: ignore[no-untyped-call]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the lane's captures have taken, used or not."""
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == self.pool)
+
     @contextmanager
     def beside(self, begun: torch.cuda.Event | None = None) -> Iterator[None]:
         """A stream for steps that run beside those on the current stream.
@@ -97,10 +105,14 @@ class Captures:
 class StepGraph:
     """A batch's decode step, replayed for whichever sessions its rows hold; a graph for every way to choose tokens."""
 
-    def __init__(self, model: StepModel, batch: StepBatch, captures: Captures | None) -> None:
-        """captures: None where there is no device that captures."""
+    def __init__(
+        self, model: StepModel, batch: StepBatch, captures: Captures | None, nbytes: int = 0
+    ) -> None:
+        """captures: None where there is no device that captures. nbytes: what the batch holds of device memory."""
         plan = batch.plan
         on_gpu = captures is not None
+        self.nbytes = nbytes
+        """Bytes of device memory: of the batch, and by which captures made their lane's memory grow."""
         self.batch = batch
         self._model = model
         self._captures = captures
@@ -118,9 +130,9 @@ class StepGraph:
         self._graphs: dict[Choice, torch.cuda.CUDAGraph] = {}
         self._captures_left = dict.fromkeys(Choice, _CAPTURES if on_gpu else 0)
         self._choice = Choice.GREEDY
-        # Rows of the last step, and positions for which their counts in the inputs hold.
+        # Rows of the last step, and the counts in their inputs.
         self._seating: tuple[int, tuple[int, ...]] = (-1, ())
-        self._hold: list[tuple[int, int]] = []
+        self._counts: dict[int, NDArray[np.int64]] = {}
 
     @property
     def captured(self) -> bool:
@@ -135,7 +147,8 @@ class StepGraph:
     def prepare(self, choice: Choice) -> None:
         """Captures the step with that way to choose tokens, and takes it from now on.
 
-        Where that fails the reason is logged, steps run without a graph, and the next two calls try again.
+        Where that fails the reason is logged, steps run without a graph, and the next two calls try again. Raises
+        torch.OutOfMemoryError where there is no memory for it.
         """
         self._choice = choice
         if choice not in self._graphs and self._captures_left[choice]:
@@ -189,7 +202,8 @@ class StepGraph:
             self._fill_draws(rows, samplers)
         self.batch.follow_tails()
         self.batch.send()
-        self.prepare(choice)
+        if choice is not self._choice:
+            self.prepare(choice)
         self._inputs_BX.copy_(self._host_inputs_BX, non_blocking=True)
         if self._choice is not Choice.GREEDY:
             self._draws_BX.copy_(self._host_draws_BX, non_blocking=True)
@@ -205,26 +219,23 @@ class StepGraph:
             graph.replay()
 
     def _fill(self, rows: Sequence[int], tokens: Sequence[int], number: int) -> None:
-        """The inputs of these rows; those of others are 0. Most counts stay what they were in the step before."""
+        """The inputs of these rows; those of others are 0."""
         seating = (self.batch.seatings, tuple(rows))
         if seating != self._seating:
             self._inputs[:] = 0
-            self._hold = [(0, 0)] * len(rows)
+            self._counts.clear()
             self._seating = seating
         inputs = self._inputs
         # Single numbers are written faster than arrays of a few.
-        for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
-            session = self.batch.sessions[row]
+        for row, token in zip(rows, tokens, strict=True):
+            counts, session = self.batch.counts(row), self.batch.sessions[row]
             if session is None:
                 raise RuntimeError(f"row {row} of a batch holds no session")
-            position, (since, until) = session.position, self._hold[place]
-            if not since <= position < until:
-                counts = step_counts(session)
-                inputs[row, _COUNTS:] = [counts[field] for field in range(*records.STEP_FIELDS)]
-                self._hold[place] = (position, counts_hold_until(session))
+            if self._counts.get(row) is not counts:
+                inputs[row, _COUNTS:] = self._counts[row] = counts
             inputs[row, _TOKEN] = token
-            inputs[row, _POSITION] = position
-            inputs[row, _TAIL_KEYS] = position + 1 - session.context.manifest.token_count
+            inputs[row, _POSITION] = session.position
+            inputs[row, _TAIL_KEYS] = session.tail_keys + 1
             inputs[row, _STEP] = number
 
     def _fill_draws(self, rows: Sequence[int], samplers: Sequence[Sampler]) -> None:
@@ -273,7 +284,7 @@ class StepGraph:
                 self.compute()
         here.wait_stream(side)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        graph, before = torch.cuda.CUDAGraph(), self._captures.nbytes
         try:
             # Other threads load contexts meanwhile: what they allocate must not spoil the capture. The outer context
             # brings this thread back to its stream, which a capture that fails does not.
@@ -287,6 +298,9 @@ class StepGraph:
                 ),
             ):
                 self.compute()
+        except torch.OutOfMemoryError:
+            self._captures_left[self._choice] += 1  # whoever can make room tries again
+            raise
         except RuntimeError as error:
             logger.warning(
                 "steps of %d rows run without a graph (%d more tries): %s",
@@ -296,3 +310,4 @@ class StepGraph:
             )
         else:
             self._graphs[self._choice] = graph
+            self.nbytes += self._captures.nbytes - before

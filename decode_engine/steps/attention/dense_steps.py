@@ -14,6 +14,7 @@ from decode_engine.kernels.attention.dense_attention import attend_dense
 from decode_engine.kernels.attention.key_lists import HEAD_DIMS, MAX_GROUP
 from decode_engine.kernels.attention.partials import Partials, merge_partials
 from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
+from index_store.attention.layer_shape import LayerShape
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.store.manifest import Manifest
@@ -25,19 +26,14 @@ class DenseSteps(StepAttention):
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
         self._partials = Partials.allocate(
-            plan.rows, _splits(plan.device), plan.group, plan.model.head_dim, plan.device
+            plan.rows, splits(plan.device), plan.group, plan.model.head_dim, plan.device
         )
         self._kept_B = torch.zeros(plan.size, dtype=torch.int64, device=plan.device)
 
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
-        head_dim, group = manifest.model.head_dim, manifest.model.query_heads // manifest.model.kv_heads
-        if head_dim in HEAD_DIMS and group <= MAX_GROUP:
-            return None
-        return (
-            f"kernels exist for head dimensions {HEAD_DIMS} and groups of up to {MAX_GROUP}, the model has {head_dim} "
-            f"and {group}"
-        )
+        model = manifest.model
+        return shape_refusal(model.shape(model.full_layers[0])) if model.full_layers else None
 
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
@@ -47,13 +43,23 @@ class DenseSteps(StepAttention):
         # Lanes that take turns have contexts in host memory: this reads all of one, and another lane may compute.
         with self.plan.lane.out_of_turn():
             attend_dense(q_BHGD, records_BF, self._partials, self.plan.model.head_dim**-0.5)
-        return merge_partials(self._partials, q_BHGD.dtype)[0].view_as(q_BHGD)
+        return merge_partials(self._partials, q_BHGD.dtype, self.plan.sink_HG(layer))[0].view_as(q_BHGD)
 
     def kept_B(self) -> Tensor:
         return self._kept_B
 
 
-def _splits(device: torch.device) -> int:
+def shape_refusal(shape: LayerShape) -> str | None:
+    """Why kernels do not take layers of that shape, as a clause; None when they do."""
+    if shape.head_dim in HEAD_DIMS and shape.group <= MAX_GROUP:
+        return None
+    return (
+        f"kernels exist for head dimensions {HEAD_DIMS} and groups of up to {MAX_GROUP}, the model has "
+        f"{shape.head_dim} and {shape.group}"
+    )
+
+
+def splits(device: torch.device) -> int:
     """Programs per KV head: with 8 KV heads, or a multiple, whole rounds of two programs on every multiprocessor."""
     if device.type != "cuda":
         return 4

@@ -142,7 +142,7 @@ class ListedSteps(StepAttention):
                 first_slot,
                 locations_RN,
             )
-        return merge_partials(self._partials, q_BHGD.dtype)[0].view_as(q_BHGD)
+        return merge_partials(self._partials, q_BHGD.dtype, self.plan.sink_HG(layer))[0].view_as(q_BHGD)
 
     def find(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> tuple[KeyLists, Tensor | None]:
         """The keys to attend to, and where their rows lie, [R, N] int32 (`slot_fetch.fetch_rows`).

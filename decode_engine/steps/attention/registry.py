@@ -67,7 +67,7 @@ def unreadable(context: ResidentContext, device: torch.device) -> str | None:
     context.wait_for_layers()
     if device.type != "cuda" or context.placement is Placement.DEVICE:
         return None
-    for layer in range(context.manifest.model.layers):
+    for layer in context.manifest.model.full_layers:
         if not is_readable(context.kv(layer)):
             return f"keys and values of layer {layer} are in host memory that is not page-locked"
     return None
@@ -77,7 +77,7 @@ def _refusal(method: Method, manifest: Manifest) -> str | None:
     """What no kernel that searches can do."""
     budget = method.budget
     if not isinstance(budget, Ratio | TokenCount):
-        return f"kernels keep a ratio or a number of keys, its budget is {budget.label if budget else 'none'}"
+        return f"kernels keep a ratio or a number of keys, its budget is a {type(budget).__name__.lower()}"
     if budget.group != "average":
         return f"kernels average the weights of a group's heads, its group rule is {budget.group}"
     return DenseSteps.refusal(method, manifest)

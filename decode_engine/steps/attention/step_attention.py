@@ -6,7 +6,7 @@ Shape legend: B rows (sessions) of a batch, H KV heads, G query heads per KV hea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,9 +17,11 @@ from torch import Tensor
 from decode_engine.host_search.turns_triton import Lane
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels.attention.key_lists import KeyLists
+from index_store.attention.logit_form import LogitForm
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.store.manifest import Manifest, ModelIdentity
+from index_store.store.context_id import ModelIdentity
+from index_store.store.manifest import Manifest
 
 if TYPE_CHECKING:
     from decode_engine.layers.session import Session
@@ -32,7 +34,8 @@ class StepPlan:
     model: layers, heads and head dimension. method: as it runs over the contexts (`Method.on`), without what
     differs between requests: how much the budget keeps comes with the records. size: rows B of the batch. max_keys:
     no context is longer; a power of two. dtype: of keys, values and queries, float16 or bfloat16. searching: threads of
-    the host that search for this batch, where it is searched there. lane: steps of different lanes run at once.
+    the host that search for this batch, where it is searched there. lane: steps of different lanes run at once. forms:
+    what every layer does to logits, without caps, which no kernel has; nothing where there are none.
     """
 
     model: ModelIdentity
@@ -43,11 +46,16 @@ class StepPlan:
     device: torch.device
     searching: SearchThreads | None = None
     lane: Lane = field(default_factory=Lane)
+    forms: Sequence[LogitForm] = ()
 
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.model.query_heads // self.model.kv_heads
+
+    def sink_HG(self, layer: int) -> Tensor | None:
+        """The layer's learnt sinks, where it has some."""
+        return self.forms[layer].sink_HG if self.forms else None
 
     @property
     def rows(self) -> int:

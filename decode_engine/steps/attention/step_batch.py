@@ -9,8 +9,11 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_engine.kernels import records
@@ -25,6 +28,17 @@ logger = logging.getLogger(__name__)
 
 _FIRST_STEP_FIELD, _END_STEP_FIELD = records.STEP_FIELDS
 STEP_COUNTS = _END_STEP_FIELD - _FIRST_STEP_FIELD
+
+
+class _Counts(NamedTuple):
+    """Counts of a row's steps, and the first position for which they hold and the first for which they do not."""
+
+    values_C: NDArray[np.int64]
+    since: int
+    until: int
+
+
+_NO_COUNTS = _Counts(np.zeros(STEP_COUNTS, dtype=np.int64), 0, 0)
 
 
 class StepBatch:
@@ -50,6 +64,7 @@ class StepBatch:
         self.seatings = 0
         """Changes whenever a row gets another session."""
         self._tails = [(0, 0)] * plan.size
+        self._counts = [_NO_COUNTS] * plan.size
 
     @property
     def attentions(self) -> Sequence[StepAttention]:
@@ -75,6 +90,7 @@ class StepBatch:
                 session.reserve_tail()
                 if id(session) not in seated:
                     self.place(row, session)
+                self.counts(row)
             except Exception as error:
                 logger.exception("a session of method %s has no place in a batch", session.method.name)
                 self.clear(row)
@@ -116,7 +132,24 @@ class StepBatch:
         self.sessions[row] = None
         self.seatings += 1
         self._tails[row] = (0, 0)
+        self._counts[row] = _NO_COUNTS
         self._changed = True
+
+    def counts(self, row: int) -> NDArray[np.int64]:
+        """What a row's next step has in the records of all layers, [STEP_COUNTS], but for TAIL_KEYS and STEP.
+
+        The same array as long as it holds. Raises InvalidArgumentError for an idle row, OverflowError for a session
+        whose counts no record can hold.
+        """
+        session, known = self.sessions[row], self._counts[row]
+        if session is None:
+            raise InvalidArgumentError(f"row {row} of a batch holds no session")
+        if not known.since <= session.position < known.until:
+            counts = step_counts(session)
+            values = [counts[field] for field in range(*records.STEP_FIELDS)]
+            known = _Counts(np.array(values, dtype=np.int64), session.position, counts_hold_until(session))
+            self._counts[row] = known
+        return known.values_C
 
     def follow_tails(self) -> None:
         """Notices tails that moved because they grew."""
@@ -193,8 +226,8 @@ def step_counts(session: Session) -> Mapping[int, int]:
     are all attended exactly.
     """
     method, keys = session.method, session.context.manifest.token_count
-    counts = {records.KEYS: keys, records.TAIL_KEYS: session.position + 1 - keys, records.STEP: 0}
-    if method.budget is None:
+    counts = {records.KEYS: keys, records.TAIL_KEYS: session.tail_keys + 1, records.STEP: 0}
+    if not session.fitted.searching:
         return counts | {records.FIRST: 0, records.END: 0, records.KEEP: 0}
     first, end = method.searched_range(session.position, keys)
     keep = kept_count(method, end + method.recent)
@@ -204,7 +237,7 @@ def step_counts(session: Session) -> Mapping[int, int]:
 def counts_hold_until(session: Session) -> int:
     """The first later position whose `step_counts` differ from the present ones in more than TAIL_KEYS, perhaps."""
     method, position = session.method, session.position
-    if method.budget is None:
+    if not session.fitted.searching:
         return sys.maxsize
     return position + method.append_block - (position - method.recent) % method.append_block
 
@@ -215,5 +248,5 @@ def kept_count(method: Method, length: int) -> int:
     if isinstance(budget, Ratio):
         return math.ceil(budget.keep * length)
     if isinstance(budget, TokenCount):
-        return budget.tokens
+        return min(budget.tokens, length)
     raise InvalidArgumentError(f"method {method.name!r} has a budget that no record can hold")

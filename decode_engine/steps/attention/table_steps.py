@@ -135,7 +135,8 @@ class TableSteps(StepAttention):
 
     def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
         plan, work = self.buffers.plan, self.buffers.work
-        return table_attention(q_BHGD, records_BF, plan, work, self.counts_LBHP[layer])[0]
+        sink_HG = self.plan.sink_HG(layer)
+        return table_attention(q_BHGD, records_BF, plan, work, self.counts_LBHP[layer], sink_HG)[0]
 
     def kept_B(self) -> Tensor:
         return self.counts_LBHP.sum((0, 2, 3), dtype=torch.int64)

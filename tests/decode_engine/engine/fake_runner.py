@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.engine.engine import Engine
+from decode_engine.engine.prompt_pieces import PromptCost
 from decode_engine.engine.requests import Finished, Request, Stream, Token, TokenText
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.stepping import decode_by_forward
@@ -107,6 +108,8 @@ def make_client(
     deadline_ns: int | None = None,
     context: str = "",
     memory: int = 0,
+    sampling: SamplingParameters = SamplingParameters(),  # noqa: B008 - frozen
+    cost: PromptCost | None = None,
 ) -> Client:
     """A request for a fake session called `name`."""
     made = session or FakeSession(name)
@@ -115,13 +118,14 @@ def make_client(
         start=start or (lambda: made),
         prompt=list(prompt),
         max_tokens=max_tokens,
-        sampling=SamplingParameters(),
+        sampling=sampling,
         sink=sink or LetterSink(),
         end_ids=end_ids,
         deadline_ns=deadline_ns,
         on_close=lambda: closes.append(made.closed),
         context=context,
         memory=memory,
+        cost=cost or PromptCost(),
     )
     return Client(made, request, closes)
 

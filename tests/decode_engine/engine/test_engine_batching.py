@@ -7,7 +7,9 @@ import random
 import pytest
 
 from decode_engine.engine.engine import Engine
+from decode_engine.engine.prompt_pieces import PromptCost, cut_prompt
 from decode_engine.engine.queues import MAX_PIECES
+from decode_engine.engine.sampler import SamplingParameters
 from decode_engine.errors import CancelledError, SessionMemoryError, TooManyRequestsError
 from index_store.errors import InvalidArgumentError
 from index_store.memory.patience import MAX_PASSED
@@ -44,14 +46,28 @@ def test_long_prompts_are_chunked_between_decode_steps_of_others(
     assert runner.calls == [
         (("short",), 1),
         (("short",), 1),
-        (("long",), 4),
+        (("long",), 2),
+        (("long",), 2),
         (("short",), 1),
-        (("long",), 4),
+        (("long",), 2),
+        (("long",), 2),
         (("short",), 1),
         (("long",), 2),
     ]
     assert results(short)[0] == [2, 3, 4, 5]
     assert results(long)[0] == [10]
+
+
+@pytest.mark.parametrize("others", [0, 1, 3])
+def test_prompts_of_requests_with_seeds_are_cut_alike_whoever_is_there(
+    engine: FakeEngine, runner: FakeRunner, others: int
+) -> None:
+    seeded = SamplingParameters(temperature=0.1, seed=1)
+    submit(engine, make_client("seeded", prompt=range(7), sampling=seeded))
+    for number in range(others):
+        submit(engine, make_client(f"other {number}", prompt=range(3 + number)))
+    run(engine, 12)
+    assert [count for names, count in runner.calls if names == ("seeded",)][:5] == [2, 2, 2, 1, 1]
 
 
 def test_a_second_request_streams_before_a_long_first_prompt_is_read(engine: FakeEngine) -> None:
@@ -67,7 +83,7 @@ def test_prompts_take_turns(engine: FakeEngine, runner: FakeRunner) -> None:
     for name in "abc":
         submit(engine, make_client(name, prompt=range(16), max_tokens=1))
     run(engine, 9)
-    assert "".join(names[0] for names, _ in runner.calls) == "abcabcabc"
+    assert "".join(names[0] for names, _ in runner.calls) == "aabbccaabbccaabbcc"
 
 
 def test_decoding_sessions_share_one_batch(engine: FakeEngine, runner: FakeRunner) -> None:
@@ -101,30 +117,55 @@ def test_many_short_prompts_leave_half_of_the_chunk_to_a_long_one(runner: FakeRu
     long = submit(engine, make_client("long", prompt=range(60), max_tokens=1))
     for number in range(60):
         submit(engine, make_client(f"short {number}", prompt=[1] * 3, max_tokens=1))
-    run(engine, 8)
+    run(engine, 6)
+    assert len(long.session.fed) >= 6 * 8
+    run(engine, 9)
     assert results(long)[0] == [60]
+
+
+def test_where_a_prompt_is_cut_does_not_depend_on_others(runner: FakeRunner) -> None:
+    cost = PromptCost(token=1.5, move=3.0, block=5, begin=2)
+
+    def pieces(others: int) -> list[int]:
+        runner.calls.clear()
+        engine = Engine(runner, max_sessions=8, max_waiting=100, prompt_chunk=20)
+        for number in range(others):
+            submit(engine, make_client(f"{number}", [0] * (1 + 7 * number % 40), 9))
+            run(engine, number % 3)
+        submit(engine, make_client("a", [0] * 50, 1, cost=cost))
+        for number in range(others):
+            submit(engine, make_client(f"{number} more", [0] * (1 + 11 * number % 60), 3))
+            run(engine, number % 2)
+        run(engine, 100)
+        return [count for names, count in runner.calls if names == ("a",)]
+
+    alone = pieces(0)
+    assert alone == pieces(3) == pieces(20)
+    assert (sum(alone), len(alone)) == (50, len(cut_prompt(cost, 50, 10)))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_stream_waits_longer_than_one_chunk(runner: FakeRunner, seed: int) -> None:
-    """Between two of its tokens a stream sees at most a chunk of prompt tokens, in at most MAX_PIECES pieces."""
+    """Between two of its tokens a stream sees prompts of the cost of a chunk at most, in at most MAX_PIECES pieces."""
     engine = Engine(runner, max_sessions=8, max_waiting=100, prompt_chunk=20)
     generator = random.Random(seed)
-    submit(engine, make_client("stream", prompt=[0], max_tokens=400))
+    submit(engine, make_client("stream", prompt=[0], max_tokens=700))
     clients = []
     for number in range(60):
-        length = generator.choice([1, 3, 9, 19, 20, 21, 150])
-        clients.append(submit(engine, make_client(f"{number}", [0] * length, generator.randint(1, 9))))
+        length, token = generator.choice([1, 3, 9, 19, 20, 21, 150]), generator.choice([1.0, 1.0, 3.0])
+        prompt, cost = [0] * length, PromptCost(token)
+        clients.append(submit(engine, make_client(f"{number}", prompt, generator.randint(1, 9), cost=cost)))
         run(engine, generator.randint(0, 3))
-    run(engine, 150)
-    tokens, pieces, gaps = 0, 0, []
+    run(engine, 350)
+    costs = {client.session.name: client.request.cost.token for client in clients}
+    spent, pieces, gaps = 0.0, 0, []
     for names, count in runner.calls[1:]:  # after the stream's own prompt
         if "stream" in names:
-            gaps.append((tokens, pieces))
-            tokens = pieces = 0
+            gaps.append((spent, pieces))
+            spent, pieces = 0.0, 0
         else:  # everybody who decodes does so together with the stream
-            tokens, pieces = tokens + count, pieces + 1
-    assert max(tokens for tokens, _ in gaps) == 20, "a chunk is used where there is enough to read"
+            spent, pieces = spent + count * costs[names[0]], pieces + 1
+    assert max(spent for spent, _ in gaps) == 20, "a chunk is used where there is enough to read"
     assert max(pieces for _, pieces in gaps) <= MAX_PIECES
     assert all(len(results(client)[0]) == client.request.max_tokens for client in clients)
 

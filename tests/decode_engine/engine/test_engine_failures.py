@@ -55,7 +55,7 @@ def test_a_failing_session_fails_alone(engine: FakeEngine) -> None:
 def test_tokens_of_a_prompt_that_fails_do_not_count_as_fed(engine: FakeEngine) -> None:
     submit(engine, make_client("broken", prompt=range(8), session=FakeSession("broken", fails_at=6)))
     run(engine, 3)
-    assert engine.stats().prompt_tokens == 4
+    assert engine.stats().prompt_tokens == 6
 
 
 def test_a_job_without_a_session_fails_alone_and_nobody_gets_its_token(engine: FakeEngine) -> None:

@@ -25,6 +25,15 @@ def test_a_batch_that_works_is_fed_once() -> None:
     assert runner.calls == [(("a", "b"), 1)]
 
 
+def test_sessions_with_seeds_step_alone() -> None:
+    runner = FakeRunner()
+    seeded, unseeded = SamplingParameters(0.1, seed=3), SamplingParameters(0.1)
+    samplers = [Sampler(each) for each in (seeded, unseeded, seeded, SamplingParameters(seed=3))]
+    sessions = [FakeSession(name) for name in "abcd"]
+    assert decode_by_forward(runner.forward, sessions, [1, 2, 3, 4], samplers) == [2, 3, 4, 5]
+    assert runner.calls == [(("b", "d"), 1), (("a",), 1), (("c",), 1)]
+
+
 def test_the_fault_of_one_is_not_that_of_the_others() -> None:
     runner = FakeRunner()
     sessions = [FakeSession("a"), FakeSession("broken", fails_at=0), FakeSession("c")]

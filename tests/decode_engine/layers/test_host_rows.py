@@ -153,9 +153,9 @@ def test_dense_layers_of_one_context_read_it_once(monkeypatch: pytest.MonkeyPatc
     q, k = torch.randn(HEADS, 1, GROUP, DIM), torch.randn(HEADS, 1, DIM)
     read: list[Tensor] = []
 
-    def attend(q_HTGD: Tensor, kv_HN2D: Tensor) -> AttentionState:
+    def attend(q_HTGD: Tensor, kv_HN2D: Tensor, cap: float | None) -> AttentionState:
         read.append(q_HTGD)
-        return attend_streamed(q_HTGD, kv_HN2D)
+        return attend_streamed(q_HTGD, kv_HN2D, cap)
 
     monkeypatch.setattr(dense_layer, "attend_streamed", attend)
     outs = attend_dense_together([(layer, q, k, k, COUNT) for layer in layers])

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decode_engine.config import Prompts
+from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from index_store.errors import (
@@ -132,6 +133,40 @@ def test_a_batch_of_sessions_equals_one_by_one(llama: Served) -> None:
             )
 
 
+@pytest.mark.parametrize("name", ["full", "csattention", "multipole-tree"])
+def test_a_session_with_a_seed_gets_the_same_bits_alone_and_beside_others(llama: Served, name: str) -> None:
+    method = get_method(name, None if name == "full" else 0.1)
+
+    def start(number: int) -> Session:
+        session = llama.start(method)
+        llama.runner.read([session], [[10 + number, 20]])
+        return session
+
+    def step(sessions: list[Session], tokens: list[int], samplers: list[Sampler]) -> list[int]:
+        found = llama.runner.decode(sessions, tokens, samplers)
+        return [token for token in found if isinstance(token, int)]
+
+    def seeded(number: int) -> Sampler:
+        return Sampler(SamplingParameters(temperature=1.0, seed=number))
+
+    alone, sampler, said = start(0), seeded(0), [7]
+    for _ in range(6):
+        said += step([alone], said[-1:], [sampler])
+    sessions = [start(number) for number in range(16)]
+    samplers = [seeded(number) if number < 3 else Sampler(SamplingParameters(1.0)) for number in range(16)]
+    tokens, beside = [7 + number for number in range(16)], [7]
+    for turn in range(6):
+        here = [0, *range(1 + turn, 16 - turn)]
+        here.insert(turn, here.pop(0))
+        found = step([sessions[i] for i in here], [tokens[i] for i in here], [samplers[i] for i in here])
+        for number, token in zip(here, found, strict=True):
+            tokens[number] = token
+        beside.append(tokens[0])
+    assert beside == said
+    # Keys and values of the last layer come from all that was computed before, in all layers and steps.
+    assert torch.equal(sessions[0].layers[-1].tail.rows, alone.layers[-1].tail.rows)
+
+
 def test_sparse_methods_touch_less_and_say_how_much(llama: Served) -> None:
     for name in ("csattention", "csattention+dropped"):
         session = llama.start(get_method(name, 0.05))
@@ -158,8 +193,9 @@ def test_a_context_that_does_not_fit_is_refused(llama: Served, tmp_path: Path) -
     without = next(serve(tmp_path, "llama", methods=("full",)))
     with pytest.raises(MethodUnsupportedError, match="--method csattention"):
         without.start(METHODS["csattention"])
+    foreign = replace(llama.context.manifest, id="e" * 64)
     with pytest.raises(InvalidArgumentError, match="was fitted to context"):
-        without.runner.start(without.context, METHODS["full"].on(llama.context.manifest))
+        without.runner.start(without.context, METHODS["full"].on(foreign))
 
 
 def test_bad_tokens_are_refused_and_change_nothing(llama: Served) -> None:

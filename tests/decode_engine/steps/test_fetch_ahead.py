@@ -31,7 +31,7 @@ from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
-from index_store.models.folder import resolve_model
+from index_store.models.resolve import resolve_model
 from index_store.store.manifest import Manifest
 from tests.decode_engine.kernels.problems.cluster_problems import make_problem, random_lists
 from tests.decode_engine.steps.test_hybrid_steps import (

@@ -36,7 +36,7 @@ from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
-from index_store.models.folder import resolve_model
+from index_store.models.resolve import resolve_model
 from tests.decode_engine.host_search.searches import FakeDevice
 from tests.support.models import write_model_folder
 from tests.support.service import wait_until

@@ -30,7 +30,7 @@ from decode_engine.steps.stepper import Stepper
 from index_store.memory.placement import Placement
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
-from index_store.models.folder import resolve_model
+from index_store.models.resolve import resolve_model
 from tests.support.models import write_model_folder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,12 +18,13 @@ from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.step_batch import StepBatch, step_counts
+from decode_engine.steps.graph_cache import GraphCache
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import Placement
 from index_store.methods.presets import METHODS, get_method
-from index_store.models.folder import resolve_model
+from index_store.models.resolve import resolve_model
 from tests.support.models import write_model_folder
 
 GREEDY = SamplingParameters()
@@ -172,6 +173,50 @@ def test_a_session_without_a_place_is_not_the_fault_of_its_batch(runner: ModelRu
     assert not batch._host_LBF[:, row].any()
 
 
+def test_a_session_whose_counts_no_record_holds_fails_alone(runner: ModelRunner) -> None:
+    """One that nothing refused before, among sixteen in a batch: the others step as without it."""
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    method = replace(METHODS["multipole"], recent=8, append_block=4)
+    context = made_up_context(runner.identity, runner.kv_dtype, method, 60)
+    fitted = method.on(context.manifest)
+    sessions = [runner.start(context, fitted) for _ in range(16)]
+    absurd = runner.start(context, replace(fitted, method=replace(method, recent=10**24)))
+    tokens: list[int | Exception] = [*range(16)]
+    for step in range(6):
+        results = stepper.step([absurd, *sessions], [0, *tokens], [Sampler(GREEDY)] * 17)  # type: ignore[list-item]
+        assert isinstance(results[0], OverflowError)
+        tokens = results[1:]
+        assert tokens == [number + step + 1 for number in range(16)]
+    assert absurd.position == context.manifest.token_count
+    graph = stepper.graph([absurd, *sessions])
+    for session in sessions:
+        session.position -= 1  # as before the last step
+        counts = step_counts(session)
+        row = graph._inputs[graph.batch.sessions.index(session)]
+        assert row[3:].tolist() == [counts[field] for field in range(*records.STEP_FIELDS)]
+
+
+@pytest.mark.parametrize("expression", ["squeezed", "csattention@period=4", "quest"])
+def test_a_context_of_flat_layers_is_attended_to_as_by_full_attention(
+    runner: ModelRunner, expression: str
+) -> None:
+    """Without any index; on the general path, and in the captured steps of full attention."""
+    context = made_up_context(runner.identity, runner.kv_dtype, METHODS["full"], 90)
+    context.manifest = replace(context.manifest, dense_layers=tuple(range(runner.identity.layers)))
+
+    def begun(name: str) -> Session:
+        session = runner.start(context, get_method(name).on(context.manifest))
+        runner.forward([session], [[5, 9]])
+        return session
+
+    expected = by_forward(runner, begun("full"), 3, Sampler(GREEDY), 3)
+    assert by_forward(runner, begun(expression), 3, Sampler(GREEDY), 3) == expected
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    session, full = begun(expression), begun("full")
+    assert stepper.graph([session]) is stepper.graph([full])
+    assert step_counts(session) == step_counts(full)
+
+
 def test_counts_and_tails_are_right_at_every_step(runner: ModelRunner) -> None:
     """Whoever joins or leaves, while search ends move, and between steps on the general path."""
     stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
@@ -228,7 +273,7 @@ def test_one_launch_serves_contexts_of_all_lengths(runner: ModelRunner) -> None:
 def test_more_sessions_than_a_batch_holds_keep_their_rows(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decode_engine.steps.stepper.MAX_ROWS", 2)
+    monkeypatch.setattr("decode_engine.steps.batches.MAX_ROWS", 2)
     placed: list[Session] = []
     place = StepBatch.place
 
@@ -308,7 +353,7 @@ def test_what_is_prepared_is_what_runs(runner: ModelRunner) -> None:
     stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
     sessions = [start(runner, [5]) for _ in range(3)]
     stepper.prepare(sessions[0].fitted, 5)
-    ready = [stepper._graphs[key] for key in stepper._graphs]
+    ready = stepper._graphs.graphs()
     assert [graph.batch.plan.size for graph in ready] == [1, 2, 4, 8]
     assert stepper.graph(sessions) is ready[2]
 
@@ -371,9 +416,64 @@ def test_sessions_that_read_one_context_wholly_share_the_read_elsewhere(runner: 
     again = runner.start(one.context, METHODS["full"].on(one.context.manifest))
     other = start(runner, [5], placement=Placement.HYBRID)
     here = [start(runner, [5]), start(runner, [5])]
-    assert stepper.taken([one, again, other, *here]) == [False, False, True, True, True]
-    assert stepper.taken([one, other]) == [True, True]
+    greedy, seeded = Sampler(GREEDY), Sampler(SamplingParameters(1.0, seed=1))
+    assert stepper.taken([one, again, other, *here], [greedy] * 5) == [False, False, True, True, True]
+    assert stepper.taken([one, other], [greedy] * 2) == [True, True]
+    # Where one with a seed steps does not depend on who else is there.
+    assert stepper.taken([one, again], [greedy, seeded]) == [True, True]
     sparse = start(runner, [5], name="multipole", placement=Placement.HYBRID)
-    assert stepper.taken(
-        [sparse, runner.start(sparse.context, METHODS["multipole"].on(sparse.context.manifest))]
-    ) == [True, True]
+    again = runner.start(sparse.context, METHODS["multipole"].on(sparse.context.manifest))
+    assert stepper.taken([sparse, again], [greedy] * 2) == [True, True]
+
+
+def seeded(seed: int) -> Sampler:
+    return Sampler(SamplingParameters(temperature=1.0, seed=seed))
+
+
+def test_sessions_with_seeds_step_in_graphs_of_one_shape(runner: ModelRunner) -> None:
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    short = [start(runner, [5]) for _ in range(18)]
+    long = start(runner, [5], 5000)
+
+    def shapes(sessions: list[Session], samplers: list[Sampler]) -> list[tuple[int, int, int]]:
+        """Rows, most keys and sessions of the graphs that a step ran in."""
+        stepper.step(sessions, [1] * len(sessions), samplers)
+        plans = [graph.batch.plan for graph in stepper._graphs.graphs()]
+        seated = [sum(each is not None for each in g.batch.sessions) for g in stepper._graphs.graphs()]
+        stepper._graphs = GraphCache()
+        return [(plan.size, plan.max_keys, count) for plan, count in zip(plans, seated, strict=True)]
+
+    greedy = Sampler(GREEDY)
+    assert shapes([short[0]], [seeded(1)]) == [(16, 4096, 1)]
+    assert shapes([*short[:2], long], [seeded(1), greedy, greedy]) == [(16, 4096, 2), (1, 8192, 1)]
+    assert shapes([*short[:2], long], [greedy] * 3) == [(4, 8192, 3)]
+    assert shapes(short, [*[greedy] * 17, seeded(1)]) == [(16, 4096, 16), (16, 4096, 2)]
+    assert shapes([short[0]], [greedy]) == [(1, 4096, 1)]
+
+
+def test_a_session_with_a_seed_gets_the_same_bits_alone_and_beside_others(runner: ModelRunner) -> None:
+    """By products that round otherwise with other numbers of rows, as those of one row do on most processors."""
+    generator = torch.Generator().manual_seed(0)
+    embedding, head = torch.randn(2, runner.identity.vocab_size, 256, generator=generator)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def product(tokens: torch.Tensor, positions: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = embedding[tokens[:, 0]] @ head.t()
+        seen.append((tokens[:, 0].clone(), logits))
+        return logits
+
+    stepper = Stepper(product, runner.identity, torch.float32, torch.device("cpu"))
+    sessions = [start(runner, [5]) for _ in range(9)]
+
+    def logits(count: int) -> torch.Tensor:
+        """Of the first of so many sessions."""
+        seen.clear()
+        tokens = range(20, 20 + count)
+        stepper.step(sessions[:count], tokens, [seeded(1), *[Sampler(GREEDY)] * (count - 1)])
+        return next(
+            row for given, found in seen for token, row in zip(given, found, strict=True) if token == 20
+        )
+
+    alone = logits(1)
+    for count in (2, 5, 9):
+        assert torch.equal(logits(count), alone)

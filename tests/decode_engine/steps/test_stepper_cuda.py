@@ -20,7 +20,7 @@ from decode_engine.steps.step_graph import StepGraph
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.methods.presets import get_method
-from index_store.models.folder import resolve_model
+from index_store.models.resolve import resolve_model
 from tests.support.models import write_model_folder
 
 pytestmark = [
@@ -158,3 +158,47 @@ def test_steps_are_captured_while_other_threads_load(
     assert not errors
     assert graph.captured
     assert not any("without a graph" in record.message for record in caplog.records)
+
+
+def test_graphs_hold_what_is_counted_and_give_it_back(runner: ModelRunner) -> None:
+    """Kinds in turns, with memory for the graphs of few: tokens are those of graphs that are never dropped."""
+    model = step_model(runner.model, Compilation.OFF)
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def tokens(stepper: Stepper) -> list[int | Exception]:
+        sessions = [start(runner, name, 0) for name in METHODS[:5]]
+        found = []
+        for step in range(3):
+            for session in sessions:
+                found += stepper.step([session], [7 + step], [Sampler(GREEDY)])
+        return found
+
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved(device)
+    free = Stepper(model, runner.identity, torch.bfloat16, device)
+    expected = tokens(free)
+    counted = free._graphs.nbytes
+    assert 0 < counted <= torch.cuda.memory_reserved(device) - before + 2**28
+    bounded = Stepper(model, runner.identity, torch.bfloat16, device, graph_bytes=counted // 2)
+    assert tokens(bounded) == expected
+    assert len(bounded._graphs) < len(free._graphs)
+
+
+def test_a_graph_that_finds_no_memory_gets_that_of_idle_ones(runner: ModelRunner) -> None:
+    """The rest of the device's memory is taken, but for what a graph or two need."""
+    model = step_model(runner.model, Compilation.OFF)
+    device = torch.device("cuda", torch.cuda.current_device())
+    stepper = Stepper(model, runner.identity, torch.bfloat16, device)
+    sessions = [start(runner, name, 0) for name in METHODS]
+    for session in sessions[:4]:
+        assert all(isinstance(token, int) for token in stepper.step([session], [7], [Sampler(GREEDY)]))
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    taken = torch.empty(max(0, free - 2**22), dtype=torch.uint8, device=device)
+    try:
+        for session in sessions[4:]:
+            (token,) = stepper.step([session], [7], [Sampler(GREEDY)])
+            assert isinstance(token, int)
+    finally:
+        del taken
+        torch.cuda.empty_cache()

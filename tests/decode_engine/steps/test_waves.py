@@ -29,7 +29,7 @@ from decode_engine.steps.stepper import Stepper
 from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import Placement
 from index_store.methods.presets import get_method
-from index_store.models.folder import resolve_model
+from index_store.models.resolve import resolve_model
 from tests.decode_engine.host_search.searches import HEADS, Layer, make_plan, searched
 from tests.support.models import write_model_folder
 

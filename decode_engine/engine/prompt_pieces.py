@@ -1,0 +1,143 @@
+"""Where prompts are cut into pieces: by an estimate of what their tokens cost.
+
+Between two tokens of every stream the scheduler reads pieces of prompts (`queues`). What a token of a prompt costs
+depends on the method: where every token selects keys for itself it may be a hundred times what full attention takes,
+and with a small append_block every few tokens are a search and an append of their own. So pieces are cut by cost.
+
+Where, depends on the request and on the server's settings alone, never on measured time or on other requests: a model
+rounds otherwise with other numbers of tokens, and tokens of a piece may share a selection. The same request gives the
+same tokens in whatever company.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from decode_engine.config import Prompts
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.methods.index_specs import IndexSpec
+from index_store.methods.method import FittedMethod
+from index_store.selection.budgets import Budget, Ratio, Threshold, TokenCount
+from index_store.selection.mass import Mass
+
+_KEPT_WORK = 60
+"""Of a kept key, in keys attended to by all tokens together: its row is gathered and converted for one token alone."""
+
+_SHARED_WORK = 4
+"""The same of all searched keys, kept or not, where the tokens of a piece share a selection."""
+
+_REFINEMENTS = 3  # passes of k-means over the open block for every append, see `key_clusters.online`
+
+
+class _Machine(NamedTuple):
+    """What is ordinary on a kind of device, to which work is compared.
+
+    keys: of an ordinary context. move: multiply-adds in the time that a layer's extra search and append take, which is
+    mostly overhead.
+    """
+
+    keys: int
+    move: float
+
+
+_CPU = _Machine(2**13, 8e7)  # measured: 1.4 to 4 ms a layer, at 23 billion multiply-adds a second and core
+_GPU = _Machine(2**17, 1e11)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCost:
+    """Estimated cost of a prompt's tokens, 1 being that of an ordinary one under full attention.
+
+    token: of each. move: of each move of the recent window, which is a search and an append of its own. clustering: of
+    each move again, times the square of the tail's tokens, up to `open_keys` of them. block: tokens from move to move.
+    begin: the prompt's first token is so many tokens after a move.
+    """
+
+    token: float = 1.0
+    move: float = 0.0
+    clustering: float = 0.0
+    open_keys: int = 0
+    block: int = sys.maxsize
+    begin: int = 0
+
+    def moves_after(self, tokens: int) -> float:
+        """The cost of the move that comes with the token after so many of the prompt."""
+        return self.move + self.clustering * min(tokens, self.open_keys) ** 2
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a prompt that are read at once, and their estimated cost."""
+
+    tokens: int
+    cost: float
+
+
+def cut_prompt(cost: PromptCost, tokens: int, most: float) -> list[Piece]:
+    """Pieces of a prompt of so many tokens, each of which costs at most `most` or is a single token."""
+    pieces: list[Piece] = []
+    size, spent, done = 0, 0.0, 0
+    while done < tokens:
+        since = (cost.begin + done) % cost.block
+        move = 0.0 if since else cost.moves_after(done)
+        fitting = int((most - spent - move) / cost.token)
+        if fitting < 1 and size:
+            pieces.append(Piece(size, spent))
+            size, spent = 0, 0.0
+            continue
+        taken = max(1, min(fitting, cost.block - since, tokens - done))
+        size, spent, done = size + taken, spent + move + taken * cost.token, done + taken
+    return [*pieces, Piece(size, spent)]
+
+
+def prompt_cost(fitted: FittedMethod, prompts: Prompts, device: torch.device) -> PromptCost:
+    """What tokens of a prompt cost that is read with the method over its context.
+
+    Estimated in multiply-adds: of the model's weights, as they follow from its sizes, and of attention.
+    """
+    method, manifest = fitted.method, fitted.manifest
+    model, keys, machine = manifest.model, manifest.token_count, _CPU if device.type == "cpu" else _GPU
+    width = model.query_heads * model.head_dim
+    weights, per_key = 12 * width**2 * model.layers, 2 * width
+    ordinary = weights + model.layers * per_key * machine.keys
+    searching = 0 if prompts is Prompts.EXACT else len(fitted.searching)
+    attended: float = model.layers - searching
+    if searching and method.budget is not None:
+        shared = prompts is Prompts.SPARSE
+        attended += searching * (_SHARED_WORK if shared else 1 + _KEPT_WORK * _kept(method.budget, keys))
+    token = max(1.0, (weights + attended * per_key * keys) / ordinary)
+    # On a GPU keys that exact prompts leave behind are appended by the first step, if that has no kernels.
+    if not fitted.searching or (prompts is Prompts.EXACT and device.type != "cpu"):
+        return PromptCost(token)
+    clusters = [spec for spec in (method.index, fitted.partition) if spec is not None and _clusters(spec)]
+    blocks = [int(spec.parameters["block"]) for spec in clusters]
+    per_cluster = [_REFINEMENTS / int(spec.parameters["keys_per_cluster"]) for spec in clusters]
+    layers = len(fitted.searching) / ordinary
+    return PromptCost(
+        token=token,
+        move=layers * machine.move,
+        clustering=layers * model.kv_heads * model.head_dim * sum(per_cluster),
+        open_keys=max((block + block // 2 if block else model.max_positions for block in blocks), default=0),
+        block=method.append_block,
+        begin=(keys - method.recent) % method.append_block,
+    )
+
+
+def _kept(budget: Budget, keys: int) -> float:
+    """Which part of the keys a token selects, about; of flat attention, where a share of the mass is as many keys."""
+    if isinstance(budget, TokenCount):
+        return min(1.0, budget.tokens / keys)
+    if isinstance(budget, Ratio):
+        return budget.keep
+    if isinstance(budget, Mass):
+        return budget.mass
+    if isinstance(budget, Threshold) and budget.keep is not None:
+        return budget.keep
+    return 1.0
+
+
+def _clusters(spec: IndexSpec) -> bool:
+    return INDEX_KINDS[spec.kind].partitions

@@ -1,0 +1,76 @@
+"""Whether decoding gives what the model itself computes, and whether its queries can be foretold: once a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode_engine.layers.session import Session
+from decode_engine.model.decode_attention import ATTENTION_NAME, DecodeStep
+from decode_engine.model.unstored import unstored_manifest
+from decode_engine.steps.layer_ahead import foreseen_difference
+from index_store.memory.resident import ResidentContext
+from index_store.methods.presets import METHODS
+from index_store.models.loading import LoadedModel
+from index_store.models.self_check import CONTEXT, Examination, Verdict, differ, using_attention
+from index_store.store.dtypes import dtype_name
+
+_STEPS = 8
+"""Tokens at the end that are fed one by one."""
+
+
+def check_decoding(loaded: LoadedModel) -> str | None:
+    """Raises ModelUnsupportedError unless decoding gives the logits of the model's own attention.
+
+    Returns why queries cannot be foretold a layer ahead (`steps.layer_ahead`), as a clause; None when they can.
+    """
+
+    def check(seen: Examination) -> Verdict:
+        with using_attention(loaded.model, ATTENTION_NAME):
+            return {
+                "decoding": _compare(loaded, seen),
+                "foretelling": foreseen_difference(loaded.model, seen),
+            }
+
+    return loaded.verify("decoding", check).get("foretelling")
+
+
+@torch.inference_mode()
+def _compare(loaded: LoadedModel, seen: Examination) -> str | None:
+    """Why logits after a context, read as a prompt and token by token, differ from the model's own."""
+    weights = next(loaded.model.parameters())
+    ids = torch.tensor(seen.ids, device=weights.device)
+    kept = min(CONTEXT, len(ids) - _STEPS - 1)
+    context = _context(seen, kept)
+    session = Session(context, METHODS["full"].on(context.manifest), loaded.forms)
+    last = len(ids) - _STEPS
+    found = [_feed(loaded.model, session, ids[kept:last])]
+    found += [_feed(loaded.model, session, ids[place : place + 1]) for place in range(last, len(ids))]
+    session.close()
+    return differ(seen.logits_TV[kept:], torch.cat(found), weights.dtype)
+
+
+def _context(seen: Examination, tokens: int) -> ResidentContext:
+    """The first tokens as a context, with the keys and values that the plain pass left."""
+    kv = {}
+    for layer in range(seen.identity.layers):
+        kept = seen.identity.shape(layer).kept(tokens)
+        kv[layer] = seen.plain.kv[layer][:, tokens - kept : tokens].contiguous()
+    manifest = unstored_manifest(seen.identity, dtype_name(kv[0].dtype), tokens)
+    return ResidentContext(manifest, torch.tensor(seen.ids[:tokens]), kv, {})
+
+
+def _feed(model: Any, session: Session, ids_T: Tensor) -> Tensor:
+    """Logits [T, V] float32 after each of the tokens."""
+    count = len(ids_T)
+    positions = torch.arange(session.position, session.position + count, device=ids_T.device)
+    out = model(
+        input_ids=ids_T[None],
+        position_ids=positions[None],
+        use_cache=False,
+        decode_step=DecodeStep([session], exact=True),
+    )
+    session.position += count
+    return out.logits[0].float()  # type: ignore[no-any-return]

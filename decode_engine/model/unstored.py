@@ -1,0 +1,36 @@
+"""Contexts that were never stored: keys and values in memory, and a manifest that says as much about them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from index_store.store.context_id import ModelIdentity
+from index_store.store.manifest import IndexEntry, Manifest, kv_entry, tokens_entry, window_entry
+
+
+def unstored_manifest(
+    model: ModelIdentity,
+    dtype: str,
+    tokens: int,
+    method: str = "full",
+    indexes: tuple[IndexEntry, ...] = (),
+) -> Manifest:
+    """Of a context of so many tokens that is nowhere on disk."""
+    return Manifest(
+        id="0" * 64,
+        name="unstored",
+        created_at=datetime.now(UTC),
+        expires_at=None,
+        model=model,
+        dtype=dtype,
+        token_count=tokens,
+        methods=(method,),
+        dense_layers=(),
+        selection_errors=(),
+        tokens=tokens_entry(tokens),
+        kv=kv_entry(model, tokens, dtype),
+        window=window_entry(model, tokens, dtype),
+        indexes=indexes,
+        prefill={},
+        seconds={},
+    )

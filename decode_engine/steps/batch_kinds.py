@@ -1,0 +1,97 @@
+"""Which sessions can step together in one graph, and why some cannot in any."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from decode_engine.steps.attention.dense_steps import DenseSteps
+from decode_engine.steps.attention.registry import step_attention_for
+from decode_engine.steps.attention.step_attention import StepAttention
+from decode_engine.steps.attention.window_steps import WindowSteps
+from index_store.indexes.registry import INDEX_KINDS
+from index_store.memory.placement import Placement
+from index_store.methods.index_specs import IndexSpec
+from index_store.methods.method import FittedMethod, Method
+from index_store.store.dtypes import stored_dtype
+
+_LEAST_KEYS = 2**12
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchKind:
+    """What kind of batch a session runs in.
+
+    key: equal for sessions that share one: whatever kernels depend on but the contexts' lengths. searching: layers that
+    do not attend to everything. row_bytes: of a key and its value in host memory, 0 where they are on the device.
+    max_keys: of a batch for this session alone; one for several is as long as the longest needs.
+    """
+
+    key: int
+    layers: tuple[type[StepAttention], ...]
+    searching: int
+    row_bytes: int
+    max_keys: int
+
+
+class BatchKinds:
+    """Sorts sessions by the kind of batch that they can step in."""
+
+    def __init__(self, dtype: torch.dtype, caps: bool = False) -> None:
+        """dtype: in which the model computes. caps: whether it caps its logits."""
+        self._caps = caps
+        self._dtype = dtype
+        self._keys: dict[Hashable, int] = {}
+        self._refused: set[tuple[str, str]] = set()
+
+    def sort(self, fitted: FittedMethod, placement: Placement) -> BatchKind | str:
+        """The kind of batch that sessions go into, or why they cannot run in any."""
+        method, manifest = fitted.method, fitted.manifest
+        windows = manifest.model.window_layers
+        reason: str | None = None
+        searching: type[StepAttention] | str = DenseSteps
+        if self._caps:
+            reason = "the model caps its logits"
+        elif stored_dtype(manifest.dtype).torch_dtype != self._dtype:
+            reason = f"keys and values are {manifest.dtype}, the model computes in {self._dtype}"
+        elif fitted.searching and (method.schedule.by_step or method.schedule.ahead):
+            reason = "its schedule uses selections of other steps"
+        else:
+            reason = DenseSteps.refusal(method, manifest) or WindowSteps.refusal(method, manifest)
+        if reason is None and fitted.searching:
+            searching = step_attention_for(method, manifest, placement)
+            reason = searching if isinstance(searching, str) else None
+        if reason is not None or isinstance(searching, str):
+            self.log_refusal(method.name, str(reason))
+            return str(reason)
+        layers = tuple(
+            searching if layer in fitted.searching else WindowSteps if layer in windows else DenseSteps
+            for layer in range(manifest.model.layers)
+        )
+        max_keys = max(_LEAST_KEYS, 1 << (manifest.token_count - 1).bit_length())
+        search = _search_key(method) if fitted.searching else None
+        number = self._keys.setdefault((placement, layers, search), len(self._keys))
+        row_bytes = 2 * manifest.model.head_dim * self._dtype.itemsize if placement.kv_on_host else 0
+        return BatchKind(number, layers, len(fitted.searching), row_bytes, max_keys)
+
+    def log_refusal(self, method: str, reason: str) -> None:
+        """Says once why methods like this one take the general path."""
+        kind = method.partition("@")[0]  # options are the clients', and without number
+        if (kind, reason) not in self._refused:
+            self._refused.add((kind, reason))
+            logger.info("method %s decodes step by step without a graph: %s", kind, reason)
+
+
+def _search_key(method: Method) -> Hashable:
+    """What kernels that search depend on; equal for options that say the same in other words."""
+    search = None if method.index is None else INDEX_KINDS[method.index.kind].parse_search(method.search)
+    return _spec_key(method.index), _spec_key(method.partition), method.remainder.name, search
+
+
+def _spec_key(spec: IndexSpec | None) -> Hashable:
+    return None if spec is None else (spec.name, spec.kind, tuple(sorted(spec.parameters.items())))

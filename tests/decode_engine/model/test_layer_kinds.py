@@ -1,0 +1,172 @@
+"""Served models with sliding windows, learnt sinks, capped logits, other scales decode as transformers itself does."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from decode_engine.engine.session_memory import session_bytes
+from decode_engine.model.runner import ModelRunner
+from index_store.cli.progress import LineReporter
+from index_store.errors import MethodUnsupportedError
+from index_store.memory.arena import Arena
+from index_store.memory.context_loading import placed_bytes
+from index_store.memory.placement import MemoryBytes, Placement
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS, get_method
+from index_store.models.loading import resolve_model
+from index_store.store.catalog import Store
+from prefill_worker.config import PrefillConfig
+from prefill_worker.jobs.job import run_job
+from tests.support.layers import ALL_METHODS, with_everything
+from tests.support.models import LAYER_KINDS, write_model_folder
+
+TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 4
+PROMPT = [70, 71, 72, 73, 74]
+NEW_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Kept:
+    folder: Path
+    store: Store
+    context: ResidentContext
+    runner: ModelRunner
+
+
+@contextmanager
+def serve(path: Path, kind: str, methods: tuple[str, ...]) -> Iterator[Kept]:
+    family, settings = LAYER_KINDS[kind]
+    folder = write_model_folder(path / "model", family, layers=3, **settings)
+    (path / "text").write_text(TEXT)
+    config = PrefillConfig(
+        model=str(folder),
+        store=path / "store",
+        input=(path / "text",),
+        method=methods,
+        chunk=100,
+        dense_layers="none",
+    )
+    manifest = run_job(config, LineReporter(io.StringIO())).manifest
+    store = Store(path / "store")
+    with Arena(2**30).acquire(store, manifest.id) as context:
+        yield Kept(folder, store, context, ModelRunner(resolve_model(str(folder))))
+
+
+def expected_tokens(folder: Path, ids: list[int]) -> list[int]:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    found = model.generate(
+        torch.tensor([ids]),
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return found[0, len(ids) :].tolist()  # type: ignore[no-any-return]
+
+
+def greedy(kept: Kept, method: Method, prompts: list[list[int]]) -> list[int]:
+    session = kept.runner.start(kept.context, method.on(kept.context.manifest))
+    for prompt in prompts:
+        logits = kept.runner.read([session], [prompt])[0]
+    tokens = [int(logits[-1].argmax())]
+    while len(tokens) < NEW_TOKENS:
+        tokens.append(int(kept.runner.forward([session], [tokens[-1:]])[0][-1].argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize("kind", LAYER_KINDS)
+def test_tokens_are_those_of_generate(tmp_path: Path, kind: str) -> None:
+    """Over a context longer than the window, with a prompt in one piece or two, and a budget of all keys."""
+    with serve(tmp_path, kind, ("csattention",)) as kept:
+        wanted = expected_tokens(kept.folder, [*kept.context.tokens().tolist(), *PROMPT])
+        assert len(set(wanted)) > 4
+        assert greedy(kept, METHODS["full"], [PROMPT]) == wanted
+        assert greedy(kept, METHODS["full"], [PROMPT[:2], PROMPT[2:]]) == wanted
+        assert greedy(kept, with_everything(METHODS["csattention"]), [PROMPT]) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["windows", "sinks", "caps", "experts"])
+def test_every_method_with_a_budget_of_all_keys_is_full_attention(tmp_path: Path, kind: str) -> None:
+    stored = tuple(name for name in METHODS if name != "oracle")
+    with serve(tmp_path, kind, stored) as kept:
+        runner, context = kept.runner, kept.context
+
+        def logits(method: Method, **how: bool) -> torch.Tensor:
+            session = runner.start(context, method.on(context.manifest))
+            found = runner.forward([session], [PROMPT * 20], **how)[
+                0
+            ]  # longer than recent window and append block
+            return torch.cat([found, runner.forward([session], [[80]])[0]])
+
+        expected = logits(METHODS["full"])
+        for name, method in ALL_METHODS.items():
+            if name != "csattention+dipole":  # whose clusters no index has stored
+                for shared in (False, True):
+                    found = logits(with_everything(method), shared=shared)
+                    error = float((found - expected).abs().max() / expected.std())
+                    assert error < 2e-3, f"{name}, {shared=}: {error}"
+
+
+def test_windows_take_their_share_of_memory_and_stay_on_the_device(tmp_path: Path) -> None:
+    with serve(tmp_path, "windows", ("csattention",)) as kept:
+        manifest, model = kept.context.manifest, kept.context.manifest.model
+        row = model.kv_heads * 2 * model.head_dim * 4
+        assert manifest.window is not None
+        assert manifest.kv_bytes == (manifest.token_count + 2 * 24) * row
+        cpu = torch.device("cpu")
+        needed = placed_bytes(manifest, cpu, Placement.HYBRID)
+        arena = Arena(MemoryBytes(2**30, 2**30), device=cpu, placement=Placement.HYBRID)
+        with arena.acquire(kept.store, manifest.id) as beside:
+            beside.wait_for_layers()
+            assert arena.stats().used == needed
+            for layer in range(3):
+                assert torch.equal(beside.kv(layer), kept.context.kv(layer))
+                assert beside.kv(layer).shape[1] == model.shape(layer).kept(manifest.token_count)
+        assert needed.host < manifest.token_count * (row + 8) + 2**13  # the full layer alone
+        fitted = METHODS["full"].on(manifest)
+        session = kept.runner.start(kept.context, fitted)
+        kept.runner.forward([session], [PROMPT * 40])
+        assert session.nbytes <= session_bytes(fitted, len(PROMPT) * 40)
+
+
+def test_sessions_on_one_context_decode_together_as_alone(tmp_path: Path) -> None:
+    with serve(tmp_path, "sinks", ("csattention",)) as kept:
+        prompts = [PROMPT, PROMPT[::-1]]
+        sessions = [
+            kept.runner.start(kept.context, METHODS["full"].on(kept.context.manifest)) for _ in prompts
+        ]
+        together = kept.runner.forward(sessions, prompts)
+        for prompt, found in zip(prompts, together, strict=True):
+            alone = kept.runner.start(kept.context, METHODS["full"].on(kept.context.manifest))
+            torch.testing.assert_close(found, kept.runner.forward([alone], [prompt])[0], rtol=1e-4, atol=1e-4)
+
+
+def test_prediction_is_refused_where_it_is_wrong(tmp_path: Path) -> None:
+    ahead = get_method("csattention@ahead")
+    for family, reason in (
+        ("ernie4_5", "those predicted for layer 1 differ by"),
+        ("glm", "its layers have other parts"),
+    ):
+        folder = write_model_folder(tmp_path / family, family)
+        runner = ModelRunner(resolve_model(str(folder)))
+        assert reason in str(runner._foretelling)
+    with (
+        serve(tmp_path / "served", "no positions", ("csattention",)) as kept,
+        pytest.raises(MethodUnsupportedError, match=r"cannot be foretold a layer ahead: .*leave out @ahead"),
+    ):
+        kept.runner.start(kept.context, ahead.on(kept.context.manifest))
+    with serve(tmp_path / "other", "experts", ("csattention",)) as kept:
+        kept.runner.start(kept.context, ahead.on(kept.context.manifest))

@@ -1,0 +1,108 @@
+"""Batches of decode steps equal the general path for models with sliding windows, learnt sinks, experts, other scales.
+
+Without a CUDA device the kernels run in Triton's interpreter, and no graph is captured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from decode_engine.config import Compilation
+from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.layers.session import Session
+from decode_engine.layers.window_layer import keys_in_window
+from decode_engine.model.runner import ModelRunner
+from decode_engine.model.warm_up import made_up_context
+from decode_engine.steps.attention.window_steps import WindowSteps
+from decode_engine.steps.step_model import step_model
+from decode_engine.steps.stepper import Stepper
+from index_store.memory.placement import Placement
+from index_store.methods.presets import get_method
+from index_store.models.resolve import resolve_model
+from tests.support.models import LAYER_KINDS, write_model_folder
+
+LENGTHS = (90, 9)
+
+
+def make_runner(folder: Path, kind: str) -> ModelRunner:
+    family, settings = LAYER_KINDS[kind]
+    write_model_folder(folder, family, layers=3, head_dim=64, max_positions=8192, **settings)
+    return ModelRunner(resolve_model(str(folder)))
+
+
+def make_stepper(runner: ModelRunner) -> Stepper:
+    model = step_model(runner.model, Compilation.OFF)
+    return Stepper(model, runner.identity, torch.float32, torch.device("cpu"), forms=runner.forms)
+
+
+def start(runner: ModelRunner, name: str, placement: Placement = Placement.DEVICE) -> list[Session]:
+    """Sessions on contexts of two lengths, of which one has read a prompt longer than a window."""
+    method = get_method(name, None if name == "full" else 1.0)
+    sessions = []
+    for length, prompt in zip(LENGTHS, ([5, 9], list(range(40))), strict=True):
+        context = made_up_context(runner.identity, runner.kv_dtype, method, length, placement=placement)
+        sessions.append(runner.start(context, method.on(context.manifest)))
+        runner.forward(sessions[-1:], [prompt])
+    return sessions
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("windows", "csattention+dropped"),
+        ("windows only", "csattention"),
+        ("sinks", "full"),
+        ("sinks", "multipole"),
+        ("experts", "full"),
+        ("another scale", "csattention+dropped"),
+    ],
+)
+def test_steps_equal_the_general_path(tmp_path: Path, kind: str, name: str) -> None:
+    """With a budget of all keys: of fewer, the two keep others near the border."""
+    runner = make_runner(tmp_path, kind)
+    stepper = make_stepper(runner)
+    sessions, twins = start(runner, name), start(runner, name)
+    assert all(map(stepper.takes, sessions))
+    tokens, samplers = [3, 4], [Sampler(SamplingParameters())] * 2
+    for _ in range(2):
+        chosen = stepper.step(sessions, tokens, samplers)
+        expected = torch.stack([row[-1] for row in runner.forward(twins, [[token] for token in tokens])])
+        found = stepper.graph(sessions).logits_BV[:2].float()
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+        tokens = [int(token) for token in chosen if isinstance(token, int)]
+    for session, twin in zip(sessions, twins, strict=True):
+        assert session.figures.available == twin.figures.available
+        if name == "full":
+            assert session.figures.attended == twin.figures.attended
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_windows_stay_on_the_device_where_other_keys_are_in_host_memory(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, "sinks")
+    stepper = make_stepper(runner)
+    sessions, twins = (start(runner, "multipole+dropped", Placement.HYBRID) for _ in range(2))
+    assert all(map(stepper.takes, sessions))
+    samplers = [Sampler(SamplingParameters())] * 2
+    stepper.step(sessions, [3, 4], samplers)
+    expected = torch.stack([row[-1] for row in runner.forward(twins, [[3], [4]])])
+    torch.testing.assert_close(stepper.graph(sessions).logits_BV[:2].float(), expected, rtol=2e-3, atol=2e-3)
+    kinds = [type(attention) for attention in stepper.graph(sessions).batch._layers]
+    assert [kind is WindowSteps for kind in kinds] == [True, False, True]
+
+
+def test_capped_logits_take_the_general_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runner = make_runner(tmp_path, "caps")
+    with caplog.at_level("INFO"):
+        assert not any(map(make_stepper(runner).takes, start(runner, "full")))
+    assert any("the model caps its logits" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("window", [1, 5, 24])
+@pytest.mark.parametrize(("position", "positions"), [(0, 1), (0, 40), (3, 2), (23, 9), (100, 7)])
+def test_keys_in_a_window_are_counted(window: int, position: int, positions: int) -> None:
+    expected = sum(min(place + 1, window) for place in range(position, position + positions))
+    assert keys_in_window(position, positions, window) == expected
