@@ -1,1 +1,1 @@
-"""The gRPC side: messages in, messages out. No folder below this one knows gRPC."""
+"""The gRPC side: messages in, messages out. `transport` aside, no folder below this one knows gRPC."""

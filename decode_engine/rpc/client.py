@@ -15,19 +15,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from decode_engine.config import DEFAULT_LISTEN
+from decode_engine.config import DEFAULT_LISTEN, MAX_REQUEST_BYTES
 from decode_engine.errors import (
     CancelledError,
     DeadlineExceededError,
     InternalError,
     ServerUnreachableError,
 )
+from decode_engine.rpc.client_generation import Generation
 from decode_engine.rpc.replies import (
     ContextInfo,
     IndexInfo,
@@ -38,15 +41,14 @@ from decode_engine.rpc.replies import (
     ServerStatus,
     Summary,
     Timings,
+    Usage,
+    Waiting,
     WarmResult,
     read_context,
     read_reply,
-    read_summary,
 )
-from decode_engine.rpc.status import error_info
+from decode_engine.rpc.transport.status import error_info, retry_info
 from index_store.errors import (
-    ContextAmbiguousError,
-    ContextNotFoundError,
     InvalidArgumentError,
     SparseKVError,
 )
@@ -64,12 +66,13 @@ __all__ = [
     "ServerStatus",
     "Summary",
     "Timings",
+    "Usage",
+    "Waiting",
     "WarmResult",
 ]
 
-_COLLECTION = "contexts/"
-_ID_DIGITS = 64
-_MIN_PREFIX = 6
+MessageT = TypeVar("MessageT", bound=Message)
+
 _HEALTH_TIMEOUT_S = 5.0
 
 # Only calls that change nothing are repeated, and only when no server took them.
@@ -93,58 +96,6 @@ _SERVICE_CONFIG = {
         }
     ]
 }
-
-
-class Generation:
-    """A running generation: iterate for its pieces; `summary` is there after the last one.
-
-    Leaving it as a context manager, or `cancel`, ends the work on the server.
-    """
-
-    def __init__(self, call: Any, translate: Callable[[grpc.RpcError], SparseKVError]) -> None:
-        self._call = call
-        self._translate = translate
-        self._summary: Summary | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-    def __iter__(self) -> Iterator[Piece]:
-        begun = False
-        try:
-            for response in self._call:
-                begun = True
-                if response.HasField("summary"):
-                    self._summary = read_summary(response.summary)
-                if response.token_ids or response.text:
-                    yield Piece(tuple(response.token_ids), response.text)
-        except grpc.RpcError as error:
-            translated = self._translate(error)
-            if begun and isinstance(translated, ServerUnreachableError):
-                translated = ServerUnreachableError(
-                    "the server stopped before the answer was complete", **translated.metadata
-                )
-            raise translated from None
-
-    @property
-    def summary(self) -> Summary:
-        """Raises InvalidArgumentError before the generation has been read to its end."""
-        if self._summary is None:
-            raise InvalidArgumentError("the generation has no summary yet; read it to its end first")
-        return self._summary
-
-    def read(self) -> str:
-        """The rest of the text, all at once."""
-        return "".join(piece.text for piece in self)
-
-    def cancel(self) -> None:
-        """Ends the work on the server. Harmless when it has ended."""
-        self._call.cancel()
 
 
 class Client:
@@ -191,7 +142,7 @@ class Client:
         """All contexts, newest first, fetched page by page (0: the server's page size)."""
         token = ""
         while True:
-            request = context_pb2.ListContextsRequest(page_size=page_size, page_token=token)
+            request = _message(context_pb2.ListContextsRequest, page_size=page_size, page_token=token)
             with self._translated():
                 response = self._contexts.ListContexts(request, timeout=self._timeout_s)
             yield from map(read_context, response.contexts)
@@ -202,7 +153,7 @@ class Client:
     def get_context(self, name: str) -> ContextInfo:
         """One context by its resource name, `contexts/<id>`. Raises ContextNotFoundError."""
         with self._translated():
-            request = context_pb2.GetContextRequest(name=name)
+            request = _message(context_pb2.GetContextRequest, name=name)
             return read_context(self._contexts.GetContext(request, timeout=self._timeout_s))
 
     def find_context(self, reference: str) -> ContextInfo:
@@ -210,38 +161,20 @@ class Client:
 
         Raises ContextNotFoundError, or ContextAmbiguousError when several contexts fit.
         """
-        wanted = reference.removeprefix(_COLLECTION)
-        if len(wanted) == _ID_DIGITS:
-            return self.get_context(_COLLECTION + wanted)
-        found = [
-            context
-            for context in self.list_contexts()
-            if context.display_name == reference
-            or (len(wanted) >= _MIN_PREFIX and context.name.startswith(_COLLECTION + wanted))
-        ]
-        if not found:
-            raise ContextNotFoundError(
-                f"the server at {self._address} has no context {reference!r}; give an id, its first {_MIN_PREFIX} or "
-                "more digits, or a display name",
-                context=reference,
-            )
-        if len(found) > 1:
-            fits = ", ".join(context.name.removeprefix(_COLLECTION)[:16] for context in found)
-            raise ContextAmbiguousError(
-                f"{reference!r} fits {len(found)} contexts ({fits}); give an id", context=reference
-            )
-        return found[0]
+        with self._translated():
+            request = _message(context_pb2.GetContextRequest, reference=reference)
+            return read_context(self._contexts.GetContext(request, timeout=self._timeout_s))
 
     def delete_context(self, name: str, *, allow_missing: bool = False) -> None:
         """Deletes a context. Raises ContextNotFoundError unless `allow_missing`."""
         with self._translated():
-            request = context_pb2.DeleteContextRequest(name=name, allow_missing=allow_missing)
+            request = _message(context_pb2.DeleteContextRequest, name=name, allow_missing=allow_missing)
             self._contexts.DeleteContext(request, timeout=self._timeout_s)
 
     def warm_context(self, name: str) -> WarmResult:
         """Loads a context into the server's memory and verifies it."""
         with self._translated():
-            request = context_pb2.WarmContextRequest(name=name)
+            request = _message(context_pb2.WarmContextRequest, name=name)
             response = self._contexts.WarmContext(request, timeout=self._timeout_s)
         return read_reply(WarmResult, response)
 
@@ -280,41 +213,49 @@ class Client:
         token_budget: int | None = None,
         search_period: int = 0,
         timeout_s: float | None = None,
+        patience_s: float = 0.0,
+        on_wait: Callable[[Waiting], None] = lambda waiting: None,
     ) -> Generation:
         """Continues the context `contexts/<id>` by a question, a text or tokens (exactly one of them).
 
         At most one of keep_ratio, target_mass and token_budget says how much is kept. What is None is left to the
-        server; sparsekv/v1/generation.proto has the ranges. Errors are raised while the generation is read. Raises
-        InvalidArgumentError here for values that no message can carry.
+        server; sparsekv/v1/generation.proto has the ranges. patience_s: how long a request that a busy server refuses
+        is repeated, each time when the server says. on_wait: told now and then what an accepted request waits for.
+        Errors are raised while the generation is read. Raises InvalidArgumentError here for values that no message can
+        carry.
         """
-        try:
-            request = generation_pb2.GenerateRequest(
-                context=context,
-                question=question,
-                text=text,
-                token_ids=None if token_ids is None else generation_pb2.TokenIds(ids=token_ids),
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                seed=seed,
-                stop=stop,
-                method=method,
-                keep_ratio=keep_ratio,
-                target_mass=target_mass,
-                token_budget=token_budget,
-                search_period=search_period,
-            )
-        except (ValueError, TypeError) as error:
-            raise InvalidArgumentError(f"the request cannot be sent: {error}") from error
         if sum(prompt is not None for prompt in (question, text, token_ids)) != 1:
             raise InvalidArgumentError("give exactly one of question, text, token_ids", field="prompt")
         if sum(size is not None for size in (keep_ratio, target_mass, token_budget)) > 1:
             raise InvalidArgumentError(
                 "give at most one of keep_ratio, target_mass, token_budget", field="budget"
             )
-        call = self._generations.Generate(request, timeout=timeout_s or self._timeout_s)
-        return Generation(call, self._translate)
+        request = _message(
+            generation_pb2.GenerateRequest,
+            context=context,
+            question=question,
+            text=text,
+            token_ids=token_ids,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop=stop,
+            method=method,
+            keep_ratio=keep_ratio,
+            target_mass=target_mass,
+            token_budget=token_budget,
+            search_period=search_period,
+        )
+        _check_size(request)
+        return Generation(
+            partial(self._generations.Generate, request),
+            self._translate,
+            timeout_s=timeout_s or self._timeout_s,
+            patience_s=patience_s,
+            on_wait=on_wait,
+        )
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -331,6 +272,7 @@ class Client:
         if info is not None:
             translated = _classes_by_reason().get(info.reason, InternalError)(details)
             translated.metadata = dict(info.metadata)
+            translated.retry_after_s = retry_info(error)
             return translated
         if code == grpc.StatusCode.UNAVAILABLE:
             return ServerUnreachableError(
@@ -342,7 +284,38 @@ class Client:
             return DeadlineExceededError("the deadline passed before the server had finished")
         if code == grpc.StatusCode.CANCELLED:
             return CancelledError("the call was cancelled")
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED:  # by gRPC itself, which knows no reasons
+            return InvalidArgumentError(f"the server refused the request for its size: {details}")
         return InternalError(f"the call failed with {code.name}: {details}", code=code.name)
+
+
+def _message(kind: type[MessageT], **fields: Any) -> MessageT:
+    """A message of the fields that are not None. Raises InvalidArgumentError that names a field which does not fit."""
+    message = kind()
+    for name, value in fields.items():
+        if value is None:
+            continue
+        try:
+            given = generation_pb2.TokenIds(ids=value) if name == "token_ids" else value
+            message.MergeFrom(kind(**{name: given}))
+        except (ValueError, TypeError) as error:
+            raise InvalidArgumentError(
+                f"{name} is {_shown(value)}, which no request can carry: {error}", field=name
+            ) from error
+    return message
+
+
+def _check_size(request: Message) -> None:
+    if request.ByteSize() > MAX_REQUEST_BYTES:
+        raise InvalidArgumentError(
+            f"the request has {request.ByteSize()} bytes, expected at most {MAX_REQUEST_BYTES}; shorten the prompt",
+            field="prompt",
+        )
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)  # what cannot be sent can often not be printed either
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _classes_by_reason() -> dict[str, type[SparseKVError]]:

@@ -10,7 +10,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from decode_engine.engine.requests import EngineStats
 from decode_engine.rpc.defaults import default_method, supported_methods
-from index_store.errors import FormatVersionError
+from decode_engine.rpc.transport.calls import Traffic
+from index_store.errors import FormatVersionError, StoreUnavailableError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.arena import ArenaStats
 from index_store.memory.placement import Placement
@@ -32,15 +33,20 @@ _BUDGET_SIZES = frozenset({"keep", "threshold", "mass", "tokens"})
 def describe_context(
     manifest: Manifest,
     tuned: TunedDefault | None = None,
+    problem: str = "",
     *,
     expired: bool,
     resident: bool,
     placement: Placement = Placement.DEVICE,
 ) -> context_pb2.Context:
-    """A readable context as the API shows it. placement: where it is, or would be."""
+    """A readable context as the API shows it.
+
+    problem: why it cannot be known what the context was tuned to; it then has no default. placement: where it is, or
+    would be.
+    """
     states = context_pb2.Context
     default = default_method(manifest, tuned)
-    budget = default.method().budget
+    budget = None if problem else default.method().budget
     return context_pb2.Context(
         name=COLLECTION + manifest.id,
         display_name=manifest.name,
@@ -51,11 +57,12 @@ def describe_context(
         kv_bytes=manifest.kv_bytes,
         index_bytes=manifest.index_bytes,
         state=states.EXPIRED if expired else states.READY,
+        state_message=problem,
         create_time=_timestamp(manifest.created_at),
         expire_time=None if manifest.expires_at is None else _timestamp(manifest.expires_at),
         resident=resident,
         methods=supported_methods(manifest),
-        default_method=default.expression,
+        default_method="" if problem else default.expression,
         default_budget="" if budget is None else budget.label,
         tuned=default.tuned,
         indexes=[_describe_index(index, manifest.token_count) for index in manifest.indexes],
@@ -65,12 +72,16 @@ def describe_context(
 
 
 def describe_broken(broken: BrokenContext) -> context_pb2.Context:
-    """A context whose metadata cannot be read."""
+    """A context whose metadata cannot be used."""
     states = context_pb2.Context
-    newer = isinstance(broken.error, FormatVersionError)
+    state = states.CORRUPT
+    if isinstance(broken.error, FormatVersionError):
+        state = states.UNSUPPORTED
+    elif isinstance(broken.error, StoreUnavailableError):
+        state = states.UNAVAILABLE
     return context_pb2.Context(
         name=COLLECTION + broken.id,
-        state=states.UNSUPPORTED if newer else states.CORRUPT,
+        state=state,
         state_message=broken.error.message,
     )
 
@@ -85,8 +96,8 @@ def describe_methods(head_dim: int, dtype: str) -> generation_pb2.ListMethodsRes
     )
 
 
-def describe_status(engine: EngineStats, arena: ArenaStats) -> generation_pb2.ServerStatus:
-    """What scheduler and memory do, as the API shows it: the scheduler's figures under their own names."""
+def describe_status(engine: EngineStats, arena: ArenaStats, traffic: Traffic) -> generation_pb2.ServerStatus:
+    """What scheduler, memory and calls do, as the API shows it: the scheduler's figures under their own names."""
     return generation_pb2.ServerStatus(
         **asdict(engine),
         context_bytes=arena.used_bytes,
@@ -99,6 +110,9 @@ def describe_status(engine: EngineStats, arena: ArenaStats) -> generation_pb2.Se
         context_device_bytes=arena.used.device,
         context_device_used_bytes=arena.leased.device,
         context_device_limit_bytes=arena.budget.device,
+        open_calls=traffic.open,
+        unfinished_calls=traffic.unfinished,
+        unread_answers=traffic.unread,
     )
 
 

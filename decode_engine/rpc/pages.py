@@ -1,4 +1,4 @@
-"""Pages of a list of contexts: where the next one starts travels in an opaque, signed token (AIP-158)."""
+"""Which contexts a request means: one by name, or a page of all, whose next one travels in a signed token (AIP-158)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,35 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Sequence
+from bisect import bisect_right
+from itertools import islice
 
-from index_store.errors import InvalidArgumentError
-from index_store.store.catalog import BrokenContext
-from index_store.store.manifest import Manifest
+from decode_engine.rpc.validation import parse_name
+from index_store.errors import ContextNotFoundError, InvalidArgumentError
+from index_store.store.catalog import Store
+from index_store.store.listing import Entry, Place, place_of
+from sparsekv.v1 import context_pb2
 
 DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000
-
-Entry = Manifest | BrokenContext
-Place = tuple[int, float, str]
+MAX_REFERENCE_CHARACTERS = 600
 
 _SIGNATURE_BYTES = 16
+
+
+def find_context(store: Store, request: context_pb2.GetContextRequest) -> Entry:
+    """The context that a request names or calls something.
+
+    Raises InvalidArgumentError, ContextNotFoundError, or ContextAmbiguousError when several contexts fit.
+    """
+    if bool(request.name) == bool(request.reference):
+        raise InvalidArgumentError("give exactly one of name, reference", field="name")
+    if len(request.reference) > MAX_REFERENCE_CHARACTERS:
+        raise InvalidArgumentError(
+            f"reference has {len(request.reference)} characters, expected at most {MAX_REFERENCE_CHARACTERS}",
+            field="reference",
+        )
+    return store.entry(parse_name(request.name) if request.name else store.resolve(request.reference))
 
 
 class Pager:
@@ -29,21 +45,28 @@ class Pager:
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
 
-    def page(self, entries: Sequence[Entry], page_size: int, page_token: str) -> tuple[list[Entry], str]:
+    def page(self, store: Store, page_size: int, page_token: str) -> tuple[list[Entry], str]:
         """One page, newest first, and the token of the next one ("" for the last page).
 
-        A page starts after the last entry of the page before, wherever that entry would stand now. Raises
-        InvalidArgumentError for a negative size or a token of another origin.
+        A page starts after the last entry of the page before, wherever that entry would stand now. Its entries are as
+        they are now: those that were deleted meanwhile are left out. Raises InvalidArgumentError for a negative size or
+        a token of another origin.
         """
         if page_size < 0:
             raise InvalidArgumentError(f"page_size is {page_size}, expected 0 or more", field="page_size")
         size = min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
-        rest = sorted(entries, key=_place)
-        if page_token:
-            last = self._read(page_token)
-            rest = [entry for entry in rest if _place(entry) > last]
-        page = rest[:size]
-        return page, self._write(_place(page[-1])) if len(rest) > size else ""
+        last = self._read(page_token) if page_token else None
+        entries = store.entries()
+        start = 0 if last is None else bisect_right(entries, last, key=place_of)
+        listed = list(islice(entries, start, start + size))
+        token = self._write(place_of(listed[-1])) if start + size < len(entries) else ""
+        page = []
+        for entry in listed:
+            try:
+                page.append(store.entry(entry.id))
+            except ContextNotFoundError:
+                continue
+        return page, token
 
     def _write(self, place: Place) -> str:
         payload = json.dumps(place).encode()
@@ -66,10 +89,3 @@ class Pager:
 
     def _sign(self, payload: bytes) -> bytes:
         return hmac.digest(self._key, payload, hashlib.sha256)[:_SIGNATURE_BYTES]
-
-
-def _place(entry: Entry) -> Place:
-    """Where an entry stands: newest first, unreadable ones at the end."""
-    if isinstance(entry, BrokenContext):
-        return 1, 0.0, entry.id
-    return 0, -entry.created_at.timestamp(), entry.id

@@ -28,8 +28,9 @@ class IndexInfo:
 
 @dataclass(frozen=True, slots=True)
 class ContextInfo:
-    """A stored context. state: "ready", "expired", "corrupt" or "unsupported"; state_message says why not ready.
+    """A stored context.
 
+    state: "ready", "expired", "corrupt", "unsupported" or "unavailable" (now); state_message says why.
     default_method, default_budget: of a request that says neither; the budget is text for people, "" for everything.
     tuned: whether they were chosen by tuning. placement: where it is in memory or would be, "device", "hybrid" or
     "host"; "" where a server does not say.
@@ -115,6 +116,23 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a generation, as far as is known."""
+
+    context_tokens: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a request waits for: "context" or "session"; requests_ahead: that are admitted before it, for "session"."""
+
+    cause: str
+    requests_ahead: int
+
+
+@dataclass(frozen=True, slots=True)
 class Timings:
     """Wall-clock times of a generation in nanoseconds, and counts; see sparsekv/v1/generation.proto."""
 
@@ -193,6 +211,9 @@ class ServerStatus:
     host_bytes_read: int
     rows_reused: int
     device_wait_for_host_ns: int
+    open_calls: int = 0
+    unfinished_calls: int = 0
+    unread_answers: int = 0
 
     @property
     def mean_batch(self) -> float:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import logging
+import resource
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import wait
 from types import TracebackType
 from typing import Self
 
-import grpc
 import numba
 import torch
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc import aio
 
 from decode_engine.config import ServeConfig, is_loopback
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.session_memory import SHARE
-from decode_engine.errors import AddressError
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import prepare_for, warm_up
-from decode_engine.rpc.service import BackendSlot, ContextService, GenerationService, ServiceBackend
-from decode_engine.rpc.status import StatusInterceptor
+from decode_engine.rpc.backend import BackendSlot, ServiceBackend
+from decode_engine.rpc.service import ContextService, GenerationService
+from decode_engine.rpc.transport.calls import Limits
+from decode_engine.rpc.transport.listener import Listener
+from decode_engine.rpc.transport.status import Paths
 from index_store.memory.arena import Arena
 from index_store.memory.devices import context_device, describe_device, memory_budget, pick_device
 from index_store.memory.memory_sizes import free_memory
@@ -39,13 +41,10 @@ SERVICES = (
     context_pb2.DESCRIPTOR.services_by_name["ContextService"].full_name,
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
 )
-_HEALTH_NAMES = ("", *SERVICES)
-_MAX_REQUEST_BYTES = 32 * 2**20
-_KEEPALIVE_MS = 20_000
 _LAST_WORDS_S = 1.0  # after the grace, for the reason why the rest was ended to reach its clients
 _PROMPT_CHUNKS = {"cpu": 256, "cuda": 512}
 """Prompt tokens per step, which other streams wait for; a GPU reads twice as many in less time."""
-_SPARE_THREADS = 16  # for health checks and context calls beside the generations
+_OTHER_HANDLES = 1024  # files that are open beside the connections, mostly of contexts that are being loaded
 
 
 class DecodeServer:
@@ -62,10 +61,23 @@ class DecodeServer:
         self._folder = resolve_model(config.model)
         self._slot = BackendSlot()
         self._backend: ServiceBackend | None = None
-        self._health = health.HealthServicer()
-        self._set_health(serving=False)
         self._stopped = False
-        self._server, self.address = self._start()
+        self._paths = Paths((config.store, self._folder.path))
+        _provide_handles(config.max_connections)
+        limits = Limits(
+            connections=config.max_connections,
+            streams=config.max_streams,
+            idle_s=config.idle_timeout,
+            unread_s=config.unread_timeout,
+        )
+        self._listener = Listener(config.listen, SERVICES, self._register, limits, self._paths)
+        self.address = self._listener.address
+        if not is_loopback(config.listen):
+            logger.warning(
+                "listening at %s without encryption or authentication: who reaches it may question and delete every "
+                "context",
+                config.listen,
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -75,38 +87,12 @@ class DecodeServer:
     ) -> None:
         self.stop(0.0)
 
-    def _start(self) -> tuple[grpc.Server, str]:
+    def _register(self, server: aio.Server) -> None:
         config = self._config
-        server = grpc.server(
-            ThreadPoolExecutor(config.max_sessions + config.max_waiting + _SPARE_THREADS, "rpc"),
-            interceptors=[StatusInterceptor()],
-            options=[
-                ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not a replica
-                ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
-                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),  # a client whose machine is gone ends its calls
-                ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
-            ],
-        )
+        most = config.max_sessions + config.max_waiting - config.max_waiting // 4
+        generations = GenerationService(self._slot, config.max_client_requests or most)
         context_pb2_grpc.add_ContextServiceServicer_to_server(ContextService(self._slot), server)  # type: ignore[no-untyped-call]
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self._slot), server)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
-        try:
-            port = server.add_insecure_port(config.listen)
-        except RuntimeError as error:
-            raise AddressError(
-                f"cannot listen at {config.listen}: the port is taken or the address is not this machine's; "
-                "choose another one with --listen (port 0 picks a free one)",
-                address=config.listen,
-            ) from error
-        if not is_loopback(config.listen):
-            logger.warning(
-                "listening at %s without encryption or authentication: anyone who reaches it can read and delete",
-                config.listen,
-            )
-        server.start()
-        return server, f"{config.listen.rpartition(':')[0]}:{port}"
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(generations, server)  # type: ignore[no-untyped-call]
 
     @property
     def backend(self) -> ServiceBackend:
@@ -135,9 +121,11 @@ class DecodeServer:
         possible = possible_placements(placement, device.type == "cuda")
         arena = Arena(budget, device=context_device(device), placement=placement, lanes=config.lanes)
         session_memory = config.session_memory or free_memory(device) // SHARE
-        methods = warm_up(runner, config.max_sessions, possible)
-        default = get_method(DEFAULT_METHOD)
-        prepare_for(runner, self._store.list(), default, config.max_sessions, arena.placement)
+        methods: Sequence[str] = ()
+        if config.warm_up:
+            methods = warm_up(runner, config.max_sessions, possible)
+            default = get_method(DEFAULT_METHOD)
+            prepare_for(runner, self._store.list(), default, config.max_sessions, arena.placement)
         logger.info(
             "model %s loaded on %s in %.1f s, %d bytes of host and %d of device memory for contexts, %d for sessions, "
             "%s warmed up in %.1f s",
@@ -157,12 +145,12 @@ class DecodeServer:
             prompt_chunk=config.prompt_chunk or _PROMPT_CHUNKS[device.type],
             session_memory=session_memory,
             on_start=self._set_threads,
-            on_crash=lambda error: self._set_health(serving=False),
+            on_crash=lambda error: self._listener.set_serving(False),
         )
-        self._backend = ServiceBackend(self._store, arena, runner, engine)
+        self._backend = ServiceBackend(self._store, arena, runner, engine, self._paths)
         engine.start()
         self._slot.fill(self._backend)
-        self._set_health(serving=True)
+        self._listener.set_serving(True)
 
     def stop(self, grace_s: float) -> None:
         """Accepts no more calls, lets running ones finish for `grace_s` seconds, ends the rest. Idempotent."""
@@ -171,16 +159,16 @@ class DecodeServer:
         self._stopped = True
         running = 0 if self._backend is None else self._backend.engine.places
         logger.info("shutting down, waiting up to %g s for running requests: %d", grace_s, running)
-        self._health.enter_graceful_shutdown()
-        stopped = self._server.stop(grace_s + _LAST_WORDS_S)
-        in_time = stopped.wait(grace_s)
+        stopped = self._listener.begin_stop(grace_s + _LAST_WORDS_S)
+        in_time = bool(wait([stopped], grace_s).done)
         if self._backend is not None:
             engine = self._backend.engine
             if not in_time and engine.places:
                 logger.warning("%g s are over, ending unfinished requests: %d", grace_s, engine.places)
             self._backend.arena.stop_loading()  # which the engine may be waiting for
             engine.shutdown()  # tells the unfinished ones why; their calls' log lines name them
-        stopped.wait()
+        stopped.result()
+        self._listener.close()
         if self._backend is not None:
             self._backend.arena.clear()
             self._backend.runner.close()
@@ -190,7 +178,19 @@ class DecodeServer:
         torch.set_num_threads(self._config.threads)
         numba.set_num_threads(min(self._config.threads, numba.config.NUMBA_NUM_THREADS))
 
-    def _set_health(self, serving: bool) -> None:
-        states = health_pb2.HealthCheckResponse
-        for name in _HEALTH_NAMES:
-            self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
+
+def _provide_handles(connections: int) -> None:
+    """Lets the process have a handle for every connection beside its files, as far as the system allows."""
+    needed = connections + _OTHER_HANDLES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
+    if allowed < needed:
+        logger.warning(
+            "the system allows %d open files, %d connections need %d: lower --max-connections or raise ulimit -n",
+            allowed,
+            connections,
+            needed,
+        )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from decode_engine.config import MAX_MAX_TOKENS, MAX_SEARCH_PERIOD
 from decode_engine.engine.sampler import SamplingParameters
 from decode_engine.engine.text import StopStrings
 from decode_engine.errors import PromptTooLongError
@@ -13,14 +15,14 @@ from index_store.errors import InvalidArgumentError
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.models.loading import Tokenizer
-from index_store.store.manifest import Manifest, ModelIdentity, is_context_id
+from index_store.store.context_id import ModelIdentity, is_context_id
+from index_store.store.manifest import Manifest
 from index_store.store.tuned_defaults import TunedDefault
 from sparsekv.v1 import generation_pb2
 
 DEFAULT_MAX_TOKENS = 256
-MAX_MAX_TOKENS = 32768
-MAX_SEARCH_PERIOD = 64
 MAX_METHOD_CHARACTERS = 128
+MIN_APPEND_BLOCK = 16  # every move of the window costs a search and an append, however short
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Order:
     context_id: str
     text: str | None
     question: str | None
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     max_tokens: int | None
     sampling: SamplingParameters
     stops: tuple[str, ...]
@@ -47,11 +49,11 @@ class Order:
 
 
 def parse_name(name: str, field: str = "name") -> str:
-    """The id in a resource name. Raises InvalidArgumentError unless it is `contexts/` and a context id."""
-    id_ = name.removeprefix(COLLECTION)
+    """The id in a resource name. Raises InvalidArgumentError unless it is `contexts/` and a context id, in any case."""
+    id_ = name.removeprefix(COLLECTION).lower()
     if not name.startswith(COLLECTION) or not is_context_id(id_):
         raise InvalidArgumentError(
-            f"{field} is {name[:100]!r}, expected {COLLECTION} and 64 lower-case hexadecimal digits",
+            f"{field} is {name[:100]!r}, expected {COLLECTION} and 64 hexadecimal digits",
             field=field,
         )
     return id_
@@ -67,6 +69,8 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
     content = request.token_ids.ids if given == "token_ids" else getattr(request, given)
     if not content:
         raise InvalidArgumentError(f"{given} is empty, expected at least one token", field=given)
+    if given == "question" and not request.question.strip():
+        raise InvalidArgumentError("the question is blank, expected words", field=given)
     if not 0 <= request.max_tokens <= MAX_MAX_TOKENS:
         raise InvalidArgumentError(
             f"max_tokens is {request.max_tokens}, expected 1 to {MAX_MAX_TOKENS}, or 0 for the default",
@@ -90,7 +94,7 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
         context_id=parse_name(request.context, "context"),
         text=request.text if given == "text" else None,
         question=request.question if given == "question" else None,
-        token_ids=tuple(request.token_ids.ids),
+        token_ids=request.token_ids.ids,  # not copied: there may be millions, which the model has no positions for
         max_tokens=request.max_tokens or None,
         sampling=SamplingParameters(
             temperature=request.temperature,
@@ -133,24 +137,51 @@ def choose_method(order: Order, manifest: Manifest, tuned: TunedDefault | None =
     method = get_method(name, keep, order.search_period, mass=mass, tokens=tokens)
     if method.schedule.period > MAX_SEARCH_PERIOD:
         raise InvalidArgumentError(
-            f"method is {name!r}, expected a period of 1 to {MAX_SEARCH_PERIOD}", field="method"
+            f"method {name!r}: @period is {method.schedule.period}, expected 1 to {MAX_SEARCH_PERIOD}",
+            field="method",
+        )
+    if method.append_block < MIN_APPEND_BLOCK:
+        raise InvalidArgumentError(
+            f"method {name!r}: @append_block is {method.append_block}, expected {MIN_APPEND_BLOCK} to "
+            f"{manifest.model.max_positions}",
+            field="method",
         )
     return method
 
 
-def prompt_tokens(order: Order, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """The prompt in tokens. Raises InvalidArgumentError when there are none, or one is outside the vocabulary."""
-    if order.text is not None:
-        ids = tokenizer.encode(order.text)
-    elif order.question is not None:
-        ids = tokenizer.encode(tokenizer.format_question(order.question))
-    else:
+def prompt_tokens(
+    order: Order,
+    tokenizer: Tokenizer,
+    manifest: Manifest,
+    identity: ModelIdentity,
+    check: Callable[[], None] = lambda: None,
+) -> list[int]:
+    """The prompt in tokens. check: called now and then while a long text is cut; what it raises ends that.
+
+    Raises InvalidArgumentError when there are none, or one is outside the vocabulary, and PromptTooLongError, before
+    it has cost more than the model's positions are worth, for what they do not hold in any case.
+    """
+    room = identity.max_positions - manifest.token_count
+    text = order.text if order.question is None else order.question
+    least = len(order.token_ids) if text is None else tokenizer.at_least(text, room, check)
+    if least > room:
+        raise PromptTooLongError(
+            f"the prompt has at least {least} tokens, and after the context's {manifest.token_count} there is room for "
+            f"{max(room, 0)} of the {identity.max_positions} positions of model {identity.name!r}; shorten the prompt",
+            context_tokens=manifest.token_count,
+            prompt_tokens=least,
+            max_positions=identity.max_positions,
+        )
+    if text is None:
         ids = list(order.token_ids)
+    else:
+        ids = tokenizer.encode(text if order.question is None else tokenizer.format_question(text))
     if not ids:
         raise InvalidArgumentError("the prompt has no tokens, expected at least one", field="prompt")
-    if max(ids) >= vocab_size:
+    if max(ids) >= identity.vocab_size:
         raise InvalidArgumentError(
-            f"token_ids contains {max(ids)}, expected ids of 0 to {vocab_size - 1}", field="token_ids"
+            f"token_ids contains {max(ids)}, expected ids of 0 to {identity.vocab_size - 1}",
+            field="token_ids",
         )
     return ids
 

@@ -14,7 +14,7 @@ import pytest
 
 from decode_engine.errors import DeadlineExceededError, InternalError, ServerUnreachableError
 from decode_engine.rpc.client import Client
-from index_store.errors import ContextAmbiguousError, ContextNotFoundError, InvalidArgumentError
+from index_store.errors import InvalidArgumentError
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 IDS = ("a" * 64, "a" * 40 + "b" * 24, "c" * 64)
@@ -30,7 +30,8 @@ class Scripted(context_pb2_grpc.ContextServiceServicer, generation_pb2_grpc.Gene
         self.calls.append("GetContext")
         if len(self.calls) < 3:
             context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
-        return context_pb2.Context(name=request.name)
+        name = request.name or f"contexts/{IDS[2]}"
+        return context_pb2.Context(name=name, display_name=request.reference)
 
     def ListContexts(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.calls.append("ListContexts")
@@ -108,18 +109,12 @@ def test_a_server_that_stops_in_the_middle_is_told_from_one_that_is_not_there(
             next(pieces)
 
 
-def test_references_are_resolved_over_all_pages(scripted: tuple[Scripted, Client]) -> None:
-    _, client = scripted
-    assert client.find_context("cccccc").name == "contexts/" + IDS[2]
-    assert client.find_context("contexts/cccccc").name == "contexts/" + IDS[2]
-    assert client.find_context("book c").name == "contexts/" + IDS[2]
-    assert client.find_context("a" * 41).name == "contexts/" + IDS[0]
-    for ambiguous in ("aaaaaa", "book a"):
-        with pytest.raises(ContextAmbiguousError):
-            client.find_context(ambiguous)
-    for absent in ("ccccc", "book", "dddddd"):
-        with pytest.raises(ContextNotFoundError, match="display name"):
-            client.find_context(absent)
+def test_references_are_resolved_by_the_server_in_one_call(scripted: tuple[Scripted, Client]) -> None:
+    servicer, client = scripted
+    servicer.calls += ["started"] * 2
+    found = client.find_context("the book of c")
+    assert (found.name, found.display_name) == ("contexts/" + IDS[2], "the book of c")
+    assert servicer.calls[2:] == ["GetContext"]
 
 
 def test_calls_that_change_nothing_are_repeated(scripted: tuple[Scripted, Client]) -> None:
@@ -178,3 +173,31 @@ def test_requests_that_cannot_be_sent(arguments: dict[str, Any]) -> None:
 def test_the_client_does_without_torch() -> None:
     code = "import sys, decode_engine.rpc.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "call", ["get_context", "delete_context", "warm_context", "find_context", "generate"]
+)
+def test_text_that_is_no_text_is_named(call: str) -> None:
+    lone = "\ud800" * 64  # as long as an id
+    arguments = {"question": "Who?"} if call == "generate" else {}
+    with (
+        Client("127.0.0.1:1") as client,
+        pytest.raises(InvalidArgumentError, match=r"(name|reference|context) is '(contexts/)?\\ud800"),
+    ):
+        getattr(client, call)(lone, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"text": "a", "seed": -1}, "seed is -1"),
+        ({"token_ids": [5, -1]}, r"token_ids is \[5, -1\]"),
+        ({"text": "a", "max_tokens": 2**40}, "max_tokens is 1099511627776"),
+        ({"text": "a", "stop": ["\udcff"]}, r"stop is \['\\udcff'\]"),
+        ({"question": "\udcff" * 1000}, r"question is '\\udcff.*\.\.\."),
+    ],
+)
+def test_a_value_that_cannot_be_sent_is_named(arguments: dict[str, Any], named: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidArgumentError, match=named):
+        client.generate("contexts/x", **arguments)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from typing import Any
+
 import grpc
 import pytest
 
+from decode_engine.errors import CancelledError
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
-from decode_engine.rpc.status import error_info
+from decode_engine.rpc.transport.status import error_info
 from index_store.errors import (
+    ContextAmbiguousError,
     ContextNotFoundError,
     InvalidArgumentError,
+    MethodUnsupportedError,
+    StoreUnavailableError,
 )
 from sparsekv.v1 import context_pb2
 from tests.decode_engine.conftest import Library, Stubs
@@ -27,15 +35,58 @@ def test_get_and_list_describe_a_context(library: Library, client: Client, lamp:
     assert context.methods == ("full", "oracle", "csattention", "csattention-paper")
     assert (context.default_method, context.default_budget, context.tuned) == ("csattention", "5.00%", False)
     assert context.dense_layers == (0,)
-    # the method that drops what it does not select attends to the flat layer fully
     assert {index.name: index.layers for index in context.indexes} == {
         "query_tables": (0, 1),
         "remainder_clusters": (0, 1),
-        "paper_tables": (1,),
+        "paper_tables": (0, 1),
     }
     total = sum(index.bytes_per_token * context.token_count for index in context.indexes)
     assert total == pytest.approx(context.index_bytes)
     assert context.expire_time is None
+
+
+def test_a_context_is_found_by_what_people_call_it(library: Library, client: Client, stubs: Stubs) -> None:
+    """In one call, whatever the number of contexts."""
+    id_ = library.prefill("found", method=("full",))
+    other = library.prefill("found-other", method=("full",))
+    for reference in (id_, id_.upper(), id_[:9], f"contexts/{id_[:9].upper()}", f"contexts/{id_}", "found"):
+        assert client.find_context(reference).name == f"contexts/{id_}"
+    assert client.get_context(f"contexts/{id_.upper()}").name == f"contexts/{id_}"
+    for absent in ("foun", id_[:5], "0" * 64, "x" * 600):
+        with pytest.raises(ContextNotFoundError, match="or a name"):
+            client.find_context(absent)
+    library.prefill("found", method=("full",), text="Another text under the same name. " * 8)
+    with pytest.raises(ContextAmbiguousError, match=r"fits 2 contexts.*give an id"):
+        client.find_context("found")
+    for bad in ({}, {"name": f"contexts/{other}", "reference": "found"}, {"reference": "x" * 601}):
+        with pytest.raises(grpc.RpcError) as caught:
+            stubs.contexts.GetContext(context_pb2.GetContextRequest(**bad))
+        info = error_info(caught.value)
+        assert info is not None
+        assert info.reason == "INVALID_ARGUMENT"
+
+
+def test_a_context_that_cannot_be_read_now(
+    library: Library, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not called damaged: who deletes what is damaged would lose it."""
+    id_ = library.prefill("passing", method=("full",))
+    original = os.open
+
+    def open_file(path: Any, *args: Any, **kwargs: Any) -> int:
+        if id_ in str(path):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return original(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_file)
+        context = client.get_context(f"contexts/{id_}")
+        assert (context.state, "Too many open files" in context.state_message) == ("unavailable", True)
+        assert "delete" not in context.state_message
+        assert id_ in [listed.name.removeprefix("contexts/") for listed in client.list_contexts()]
+        with pytest.raises(StoreUnavailableError, match="cannot be read now"):
+            client.generate(context.name, text="x").read()
+    assert client.get_context(f"contexts/{id_}").state == "ready"
 
 
 def test_pages_cover_the_list_once(library: Library, client: Client, stubs: Stubs) -> None:
@@ -99,3 +150,28 @@ def test_deleting_a_context_in_use_lets_its_generation_finish(
         client.generate(name, text="Who?").read()
     assert begun + "".join(piece.text for piece in pieces) == expected
     wait_until(lambda: name.removeprefix("contexts/") not in server.backend.arena.ids())
+
+
+def test_an_index_that_is_added_is_served_by_the_next_request(library: Library, client: Client) -> None:
+    """Also while a request that began before holds the context as it was."""
+    id_ = library.prefill("growing", method=("csattention",))
+    name = "contexts/" + id_
+    with pytest.raises(MethodUnsupportedError, match="needs index 'product_codes'"):
+        client.generate(name, text="Who?", method="pq", max_tokens=2).read()
+    earlier = client.generate(name, text="Who?", max_tokens=1500)
+    pieces = iter(earlier)
+    next(pieces)
+    assert library.prefill("growing", method=("pq",)) == id_
+    with client.generate(name, text="Who?", method="pq", max_tokens=2) as generation:
+        generation.read()
+        assert generation.summary.completion_tokens == 2
+    assert {index.name for index in client.get_context(name).indexes} == {
+        "query_tables",
+        "remainder_clusters",
+        "product_codes",
+    }
+    assert client.get_context(name).methods == ("full", "oracle", "csattention", "pq")
+    next(pieces)
+    earlier.cancel()
+    with pytest.raises(CancelledError):
+        list(pieces)

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from decode_engine.rpc.client import Client
-from decode_engine.rpc.status import error_info
+from decode_engine.rpc.transport.status import error_info
 from index_store.errors import (
     ContextCorruptError,
     ContextExpiredError,

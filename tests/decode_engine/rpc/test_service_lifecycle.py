@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from typing import Any
 
@@ -91,6 +92,20 @@ def test_reflection_lists_the_services(stubs: Stubs) -> None:
     assert {*SERVICES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= services
     described = database.FindFileContainingSymbol("sparsekv.v1.ContextService")
     assert described.name == "sparsekv/v1/context.proto"
+
+
+def test_the_process_has_handles_for_its_connections(
+    library: Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    allowed: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: allowed.append(limits))
+    with DecodeServer(library.config(max_connections=100)):
+        assert allowed == [(1124, 4096)]
+        assert "ulimit" not in caplog.text
+    with DecodeServer(library.config(max_connections=5000)):
+        assert allowed[1:] == [(4096, 4096)]
+        assert "5000 connections need 6024" in caplog.text
 
 
 def test_a_taken_port_is_refused(library: Library, server: DecodeServer) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch import Tensor
 
-from decode_engine.errors import CancelledError
+from decode_engine.errors import CancelledError, DeadlineExceededError
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
 from index_store.store.stored_context import Context
@@ -79,6 +79,46 @@ def test_nobody_waits_for_the_layers_of_others(
         stream.cancel()
         with pytest.raises(CancelledError):
             list(pieces)
+
+
+def test_who_runs_behind_a_loading_gives_way(
+    library: Library, server: DecodeServer, client: Client, lamp: str, door: threading.Event
+) -> None:
+    """A cold request that came first, and alone, delays nobody; it goes on when they are done."""
+    cold = "contexts/" + library.prefill("gives-way")
+    engine = server.backend.engine
+    door.set()
+    client.warm_context(lamp)
+    alone = [client.generate(lamp, text=f"Who {number}?", max_tokens=20).read() for number in range(3)]
+    wait_until(lambda: engine.places == 0)
+    door.clear()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = client.generate(cold, text="Who?", max_tokens=3)
+        answer = pool.submit(waiting.read)
+        for number in range(3):
+            wait_until(
+                lambda: engine.stats().prompting == 1
+            )  # behind the loading, since nobody else is there
+            assert client.generate(lamp, text=f"Who {number}?", max_tokens=20).read() == alone[number]
+            assert not answer.done()
+        door.set()
+        text = answer.result(SOON)
+    assert waiting.summary.completion_tokens == 3
+    assert client.generate(cold, text="Who?", max_tokens=3).read() == text
+
+
+def test_who_goes_away_while_running_behind_a_loading_ends_at_once(
+    library: Library, server: DecodeServer, client: Client, door: threading.Event
+) -> None:
+    cold = "contexts/" + library.prefill("impatient")
+    engine = server.backend.engine
+    wait_until(lambda: engine.places == 0)
+    with pytest.raises(DeadlineExceededError):
+        client.generate(cold, text="Who?", max_tokens=3, timeout_s=0.3).read()
+    assert not door.is_set()
+    wait_until(lambda: engine.stats().prompting == 0, 1.0)
+    door.set()
+    wait_until(lambda: engine.places == 0)
 
 
 def test_who_goes_away_ends_the_loading(

@@ -11,7 +11,7 @@ import pytest
 
 from decode_engine.rpc.client import Client, Summary
 from decode_engine.rpc.server import DecodeServer
-from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.errors import ContextCorruptError, InvalidArgumentError, MethodUnsupportedError
 from index_store.methods.presets import METHODS
 from index_store.store.tuned_defaults import TunedDefault
 from tests.decode_engine.conftest import Library
@@ -181,17 +181,26 @@ def test_a_tuned_default_serves_requests_that_name_no_method(client: Client, she
     assert (named.method, named.budget) == ("pq", "5.00%")
 
 
-def test_a_tuned_default_that_cannot_be_used_is_passed_over(
-    server: DecodeServer, client: Client, shelf: str, tune: Tune, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tuned_default_that_cannot_be_used_is_passed_over(client: Client, shelf: str, tune: Tune) -> None:
     for method in ("guesswork", "csattention+dipole"):
         tune(method, keep=0.1)
         assert not client.get_context(shelf).tuned
         assert summary_of(client, shelf).method == "full"
+
+
+def test_a_damaged_tuned_default_is_not_replaced_silently(
+    server: DecodeServer, client: Client, shelf: str, tune: Tune
+) -> None:
+    tune("pq", keep=0.1)
     record_path(server, shelf).write_text("{")
-    caplog.clear()
-    assert client.get_context(shelf).default_method == summary_of(client, shelf).method == "full"
-    assert "is damaged" in caplog.text
+    context = client.get_context(shelf)
+    assert context in list(client.list_contexts())
+    assert (context.state, context.default_method, context.default_budget) == ("ready", "", "")
+    assert "the tuned default is damaged" in context.state_message
+    with pytest.raises(ContextCorruptError, match=r"the tuned default is damaged.*name a method") as caught:
+        summary_of(client, shelf)
+    assert caught.value.metadata["cause"] == "TUNED_DEFAULT_INVALID"
+    assert summary_of(client, shelf, method="full").method == "full"
 
 
 def test_methods_are_listed(server: DecodeServer, client: Client) -> None:

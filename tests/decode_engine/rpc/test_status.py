@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,8 +13,18 @@ from google.rpc.error_details_pb2 import ErrorInfo
 
 import decode_engine.errors
 import index_store.errors
-from decode_engine.errors import InternalError
-from decode_engine.rpc.status import StatusInterceptor, code_of, error_info, public_error, to_status
+from decode_engine.errors import InternalError, TooManyRequestsError
+from decode_engine.rpc.transport.calls import Call
+from decode_engine.rpc.transport.listener import Listener
+from decode_engine.rpc.transport.status import (
+    Paths,
+    code_of,
+    error_info,
+    public_error,
+    retry_after,
+    retry_info,
+    to_status,
+)
 from index_store.errors import ContextCorruptError, SparseKVError, TruncatedChunkError
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
@@ -61,40 +71,71 @@ def test_unknown_errors_are_hidden_behind_a_request_id() -> None:
     assert public_error(known, "1234") is known
 
 
+STORE = Path("/srv/secret place/store")
+
+
 class Broken(context_pb2_grpc.ContextServiceServicer, generation_pb2_grpc.GenerationServiceServicer):
     """Fails in every way: known and unknown errors, before and within a stream."""
 
-    def GetContext(self, request: Any, context: grpc.ServicerContext) -> Any:
+    async def GetContext(self, request: Any, call: Call) -> Any:
         if request.name == "known":
-            raise TruncatedChunkError("kv/c/0/0: 10 bytes, expected 20", path="kv/c/0/0")
+            raise TruncatedChunkError(f"{STORE}/kv/c/0/0: 10 bytes, expected 20", path=f"{STORE}/kv/c/0/0")
+        if request.name == "busy":
+            error = TooManyRequestsError("come again")
+            error.retry_after_s = 2.5
+            raise error
         raise ValueError("the password is swordfish")
 
-    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+    async def Generate(self, request: Any, call: Call) -> AsyncIterator[Any]:
         yield generation_pb2.GenerateResponse(text="so far so good")
         raise KeyError("swordfish")
 
 
 @pytest.fixture
 def channel() -> Iterator[grpc.Channel]:
-    server = grpc.server(ThreadPoolExecutor(2), interceptors=[StatusInterceptor()])
-    context_pb2_grpc.add_ContextServiceServicer_to_server(Broken(), server)
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(Broken(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+    def register(server: Any) -> None:
+        context_pb2_grpc.add_ContextServiceServicer_to_server(Broken(), server)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(Broken(), server)
+
+    listener = Listener("127.0.0.1:0", (), register, paths=Paths([STORE]))
+    with grpc.insecure_channel(listener.address) as channel:
         yield channel
-    server.stop(0).wait()
+    listener.begin_stop(0).result(10)
+    listener.close()
 
 
-def test_known_error_over_the_wire(channel: grpc.Channel) -> None:
+def test_known_error_over_the_wire(channel: grpc.Channel, caplog: pytest.LogCaptureFixture) -> None:
     stub = context_pb2_grpc.ContextServiceStub(channel)
-    with pytest.raises(grpc.RpcError) as caught:
+    with caplog.at_level(logging.INFO), pytest.raises(grpc.RpcError) as caught:
         stub.GetContext(context_pb2.GetContextRequest(name="known"))
+    assert f"{STORE}/kv/c/0/0" in caplog.text  # the path is for the log
     assert caught.value.code() == grpc.StatusCode.DATA_LOSS
     assert caught.value.details() == "kv/c/0/0: 10 bytes, expected 20"
     info = error_info(caught.value)
     assert info is not None
     assert dict(info.metadata) == {"path": "kv/c/0/0", "cause": "CHUNK_TRUNCATED"}
+
+
+def test_a_refusal_says_when_to_come_again(channel: grpc.Channel) -> None:
+    stub = context_pb2_grpc.ContextServiceStub(channel)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.GetContext(context_pb2.GetContextRequest(name="busy"))
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert retry_info(caught.value) == 2.5
+    trailers: Any = caught.value
+    assert ("grpc-retry-pushback-ms", "2500") in [tuple(pair) for pair in trailers.trailing_metadata()]
+
+
+def test_only_what_waiting_mends_has_a_delay() -> None:
+    delays = {cls.reason for cls in error_classes() if retry_after(cls("x")) is not None}
+    assert delays == {"NOT_READY", "STORE_UNAVAILABLE", "STORE_UNUSABLE", "TOO_MANY_REQUESTS"}
+
+
+def test_paths_are_named_from_the_folders_on(tmp_path: Path) -> None:
+    paths = Paths([STORE, tmp_path])
+    assert paths.hide(f"{STORE}/contexts/a: no") == "contexts/a: no"
+    assert paths.hide(f"{STORE} is full, {tmp_path / 'x'} too") == "store is full, x too"
+    assert paths.hide("ratio 1/2, /other") == "ratio 1/2, /other"
 
 
 def test_unknown_errors_over_the_wire_are_logged_under_their_id(

@@ -1,0 +1,1 @@
+"""How calls reach their handlers and answers their clients: the listener, its bounds, and errors on the wire"""

@@ -1,0 +1,324 @@
+"""Every call, from its first byte to its log line: bounded, timed, turned into a status, logged.
+
+The gate stands before all services, health and reflection included. It takes every handler over as one that reads and
+writes single messages, which looks the same on the wire, so that a call whose message does not come, or whose answer
+nobody reads, is a wait with an end and not a handler that hangs. Handlers get a `Call` in place of gRPC's context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from decode_engine.config import MAX_REQUEST_BYTES
+from decode_engine.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    UnfinishedCallError,
+    UnreadAnswerError,
+)
+from decode_engine.rpc.transport.stalled import Abandoned, Stalls, forget_error, hang_up, host_of
+from decode_engine.rpc.transport.status import Paths, code_of, public_error, reason_of, to_trailers
+from decode_engine.rpc.transport.work import Work
+from index_store.errors import InvalidArgumentError
+
+ResultT = TypeVar("ResultT")
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 60.0  # for work that is short unless a disk or a network hangs
+_LONGEST_DEADLINE_S = 10 * 365 * 86400.0
+_LARGE_BYTES = 2**16  # of a message whose parsing others would wait for
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What clients may make the server hold.
+
+    connections: at once. streams: calls at once on one connection. idle_s: of a connection without calls.
+    message_s, unfinished: how long a call may wait for its message, and how many at once. unread_s, unread: how long an
+    answer may wait to be read, and how many at once. abandoned: calls given up, whose clients have not been told.
+    """
+
+    connections: int = 4096
+    streams: int = 256
+    idle_s: float = 300.0
+    message_s: float = 20.0
+    unfinished: int = 64
+    unread_s: float = 60.0
+    unread: int = 128
+    abandoned: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Calls now: open ones, those whose message has not come, those whose answer waits to be read or never was."""
+
+    open: int
+    unfinished: int
+    unread: int
+
+
+class AbortError(Exception):
+    """A handler ends its call with a status of its own, in place of one of the API's errors."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.code = code
+        self.details = details
+
+
+class Call:
+    """One call, as its handler sees it. To be used on the loop's thread, except for `check` and `when_ended`.
+
+    peer: where it comes from, with its port. host: the same without. deadline_s: on `time.monotonic`; None without one.
+    """
+
+    def __init__(self, gate: Gate, name: str, context: Any) -> None:
+        self.name = name.rpartition("/")[2]
+        self.id = secrets.token_hex(8)
+        self.peer: str = context.peer()
+        self.host = host_of(self.peer)
+        self.started = time.monotonic()
+        remaining: float | None = context.time_remaining()
+        bounded = remaining is not None and remaining < _LONGEST_DEADLINE_S
+        self.deadline_s = self.started + remaining if bounded and remaining is not None else None
+        self.facts: dict[str, object] = {"peer": self.peer}
+        self.context = context
+        self.serialize: Callable[[Any], bytes] = bytes
+        self.begun = False
+        self._gate = gate
+        self._lock = threading.Lock()
+        self._ended = False
+        self._callbacks: list[Callable[[], object]] = []
+
+    def check(self) -> None:
+        """Raises DeadlineExceededError or CancelledError once nobody needs the answer any more. From any thread."""
+        if self.deadline_s is not None and time.monotonic() >= self.deadline_s:
+            raise DeadlineExceededError("the deadline passed before the server had an answer")
+        if self._ended:
+            raise CancelledError("the client ended the call")
+
+    def when_ended(self, callback: Callable[[], object]) -> None:
+        """Has it called at the call's end, or at once when that is past. From any thread."""
+        with self._lock:
+            if not self._ended:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def end(self) -> None:
+        """The call is over; for the gate."""
+        with self._lock:
+            self._ended = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def note(self, **facts: object) -> None:
+        """Adds to what the log line of this call says."""
+        self.facts.update(facts)
+
+    async def run(self, function: Callable[[], ResultT]) -> ResultT:
+        """Short blocking work. Raises TooManyRequestsError, and DeadlineExceededError where it takes a minute."""
+        task = asyncio.ensure_future(self._gate.work.run(function))
+        task.add_done_callback(forget_error)
+        try:
+            return await asyncio.wait_for(task, _ANSWER_S)
+        except TimeoutError as error:
+            raise DeadlineExceededError(
+                f"the server did not get to an answer in {_ANSWER_S:g} s; its disk may not respond"
+            ) from error
+
+    def run_alone(self, function: Callable[[], ResultT]) -> Coroutine[Any, Any, ResultT]:
+        """Blocking work that may take long, and which ends by itself once `check` raises."""
+        return self._gate.work.run_alone(function)
+
+    def traffic(self) -> Traffic:
+        """What the gate holds now."""
+        return self._gate.traffic()
+
+    async def write(self, message: Any) -> None:
+        """Sends an answer, and returns when the client has room for more. Raises UnreadAnswerError, CancelledError."""
+        await self._gate.send(self, message)
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
+        """Ends the call. Raises AbortError."""
+        raise AbortError(code, details)
+
+
+class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Stands before all handlers; see the module."""
+
+    def __init__(self, limits: Limits, paths: Paths) -> None:
+        self.work = Work()
+        self._limits = limits
+        self._paths = paths
+        self._open = 0
+        self._unfinished = Stalls(limits.unfinished, limits.message_s)
+        self._unread = Stalls(limits.unread, limits.unread_s)
+        self._abandoned = Abandoned(limits.abandoned, self._hang_up)
+
+    def traffic(self) -> Traffic:
+        """What is open now."""
+        return Traffic(self._open, len(self._unfinished), len(self._unread) + len(self._abandoned))
+
+    async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], details: Any) -> Any:
+        """Takes a call's handler over; called by grpc for every call."""
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        name: str = details.method
+
+        async def behaviour(requests: object, context: Any) -> None:
+            await self._serve(Call(self, name, context), handler)
+
+        return grpc.stream_stream_rpc_method_handler(behaviour)
+
+    async def _serve(self, call: Call, handler: Any) -> None:
+        self._open += 1
+        try:
+            await self._answer(call, handler)
+        except asyncio.CancelledError:
+            late = call.deadline_s is not None and time.monotonic() >= call.deadline_s
+            self._log(call, (DeadlineExceededError if late else CancelledError).reason)
+            raise
+        except Exception as error:
+            await self._fail(call, error)
+        else:
+            self._log(call, "OK")
+        finally:
+            self._open -= 1
+            call.end()
+
+    async def _answer(self, call: Call, handler: Any) -> None:
+        call.serialize = handler.response_serializer
+        if handler.request_streaming:
+            request: Any = self._requests(call, handler)
+        else:
+            request = await self._receive(call, handler)
+        behaviour = _behaviour(handler)
+        if inspect.isasyncgenfunction(behaviour):
+            async with aclosing(behaviour(request, call)) as responses:
+                async for response in responses:
+                    await self.send(call, response)
+        else:
+            response = await behaviour(request, call)
+            if not handler.response_streaming:
+                await self.send(call, response)
+
+    async def _requests(self, call: Call, handler: Any) -> AsyncIterator[Any]:
+        """The messages of a client that sends several, each of which has to come in time."""
+        while (message := await self._receive(call, handler, more=True)) is not None:
+            yield message
+
+    async def _receive(self, call: Call, handler: Any, *, more: bool = False) -> Any:
+        """The next message; with `more`, None where there is none. Raises UnfinishedCallError, InvalidArgumentError."""
+        reading = asyncio.ensure_future(call.context.read())
+        if not await self._unfinished.wait(reading):
+            raise UnfinishedCallError(
+                f"no message came within {self._limits.message_s:g} s, or too many calls waited for theirs; send it "
+                "with the call"
+            )
+        data = reading.result()
+        if data is aio.EOF:  # type: ignore[attr-defined]
+            if more:
+                return None
+            raise UnfinishedCallError(
+                f"the client ended the call without a message, or sent one of more than {MAX_REQUEST_BYTES} bytes"
+            )
+        try:
+            if len(data) > _LARGE_BYTES:
+                return await call.run(lambda: handler.request_deserializer(data))
+            return handler.request_deserializer(data)
+        except DecodeError as error:
+            raise InvalidArgumentError(
+                f"the message has {len(data)} bytes that are no request of {call.name}: {error}"
+            ) from error
+
+    async def send(self, call: Call, message: Any) -> None:
+        """Sends one message; see `Call.write`."""
+        data = call.serialize(message)
+        if (
+            not call.begun
+        ):  # apart from the first message, so that a status can follow even where that lies unread
+            call.begun = True
+            await self._until_taken(call.context.send_initial_metadata(()))
+        await self._until_taken(call.context.write(data))
+
+    async def _until_taken(self, sending: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(sending)
+        if not await self._unread.wait(task):
+            raise UnreadAnswerError(
+                f"the answer was not read for {self._limits.unread_s:g} s, or too many others waited to be read"
+            )
+        try:
+            task.result()
+        except aio.BaseError as error:
+            raise CancelledError("the client ended the call") from error
+
+    async def _fail(self, call: Call, error: Exception) -> None:
+        """Ends the call with the error's status."""
+        if isinstance(error, AbortError):
+            self._log(call, error.code.name, error.details)
+            ending = call.context.abort(error.code, error.details)
+        else:
+            public = public_error(error, call.id, self._paths)
+            if public is not error and reason_of(public) == "INTERNAL":
+                logger.error("request %s failed", call.id, exc_info=error, extra={"request_id": call.id})
+                self._log(call, reason_of(public), public.message)
+            else:
+                self._log(call, reason_of(public), str(error))
+            ending = call.context.abort(code_of(public), public.message, to_trailers(public))
+        task = asyncio.ensure_future(ending)
+        task.add_done_callback(forget_error)
+        await asyncio.sleep(0)  # the call has its status from here on, whether the client takes it or not
+        if isinstance(error, UnreadAnswerError) or not await self._unread.wait(task):
+            self._abandoned.add(call.peer, task)
+
+    def _hang_up(self, peer: str) -> None:
+        logger.warning("ending the connection of %s, which leaves too many answers unread", peer)
+        task = asyncio.ensure_future(self.work.run_alone(lambda: hang_up(peer)))
+        task.add_done_callback(forget_error)
+
+    def _log(self, call: Call, reason: str, message: str = "") -> None:
+        spent = (time.monotonic() - call.started) * 1000
+        facts = " ".join(f"{name}={_text(value)}" for name, value in call.facts.items())
+        logger.info(
+            "%s %s in %.1f ms %s%s",
+            call.name,
+            reason,
+            spent,
+            facts,
+            f": {message}" if message else "",
+            extra={
+                "rpc": call.name,
+                "reason": reason,
+                "milliseconds": round(spent, 3),
+                "request_id": call.id,
+                **call.facts,
+            },
+        )
+
+
+def _behaviour(handler: Any) -> Any:
+    """The handler's function, whichever kind it is."""
+    if handler.request_streaming:
+        return handler.stream_stream if handler.response_streaming else handler.stream_unary
+    return handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+
+def _text(value: object) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value)

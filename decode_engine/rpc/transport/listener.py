@@ -1,0 +1,156 @@
+"""The gRPC server: an event loop on a thread of its own, the port, health, and reflection.
+
+Nothing that blocks runs on this thread, so health answers whatever else goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha._async import ReflectionServicer
+
+from decode_engine.config import MAX_REQUEST_BYTES
+from decode_engine.errors import AddressError
+from decode_engine.rpc.transport.calls import Gate, Limits
+from decode_engine.rpc.transport.health import Health
+from decode_engine.rpc.transport.status import Paths
+
+ResultT = TypeVar("ResultT")
+
+HEALTH_SERVICE = "grpc.health.v1.Health"
+REFLECTION_SERVICES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+"""One and the same on the wire, under the names that older and newer clients ask for."""
+
+_KEEPALIVE_MS = 20_000
+_PING_MS = 1_000  # clients that wait may ping as often as this, with and without calls
+_HANDSHAKE_MS = 10_000
+_WINDOW_BYTES = 2**16  # of a stream whose message nobody has asked for yet
+
+logger = logging.getLogger(__name__)
+
+
+class Listener:
+    """Serves from its making until `close`; not healthy until told so. Its methods are for any thread but its own."""
+
+    def __init__(
+        self,
+        address: str,
+        services: Sequence[str],
+        register: Callable[[aio.Server], None],
+        limits: Limits | None = None,
+        paths: Paths | None = None,
+    ) -> None:
+        """register: adds the services, of these names, to the server. Raises AddressError."""
+        self._limits = limits or Limits()
+        self._paths = paths or Paths()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="rpc", daemon=True)
+        self._thread.start()
+        try:
+            self.address: str = self._wait_for(self._start(address, services, register))
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def set_serving(self, serving: bool) -> None:
+        """What health says; without effect once stopping."""
+        self._soon(lambda: self._health.set(serving))
+
+    def begin_stop(self, grace_s: float) -> Future[None]:
+        """Takes no new calls, and ends those that are open after the grace; done when all are."""
+        return asyncio.run_coroutine_threadsafe(self._stop(grace_s), self._loop)
+
+    def close(self) -> None:
+        """Ends the thread, after a stop. Idempotent."""
+        if not self._loop.is_closed():
+            self._gate.work.close()
+            self._end_loop()
+
+    async def _start(
+        self, address: str, services: Sequence[str], register: Callable[[aio.Server], None]
+    ) -> str:
+        self._gate = Gate(self._limits, self._paths)
+        self._health = Health(services)
+        self._server = aio.server(interceptors=[self._gate], options=_options(self._limits))
+        register(self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection = ReflectionServicer((*services, HEALTH_SERVICE, *REFLECTION_SERVICES))
+        self._server.add_generic_rpc_handlers(
+            [_reflection_handler(service, reflection) for service in REFLECTION_SERVICES]
+        )
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise AddressError.of(address) from error
+        await self._server.start()
+        return f"{address.rpartition(':')[0]}:{port}"
+
+    async def _stop(self, grace_s: float) -> None:
+        self._health.stop()
+        await self._server.stop(grace_s)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _wait_for(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _soon(self, function: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:  # the loop is closed, and nobody asks any more
+            logger.debug("the listener has ended")
+
+    def _end_loop(self) -> None:
+        self._wait_for(_cancel_others())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    """Ends what still waits for clients that are gone."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def _options(limits: Limits) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not a replica
+        ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+        ("grpc.max_allowed_incoming_connections", limits.connections),
+        ("grpc.max_concurrent_streams", limits.streams),
+        ("grpc.max_connection_idle_ms", int(limits.idle_s * 1000)),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.http2.bdp_probe", 0),  # windows that grow by themselves are memory that clients may fill
+        ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),  # a client whose machine is gone ends its calls
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS),
+    ]
+
+
+def _reflection_handler(service: str, servicer: ReflectionServicer) -> grpc.GenericRpcHandler:  # type: ignore[type-arg]
+    return grpc.method_handlers_generic_handler(
+        service,
+        {
+            "ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(
+                servicer.ServerReflectionInfo,
+                reflection_pb2.ServerReflectionRequest.FromString,
+                reflection_pb2.ServerReflectionResponse.SerializeToString,
+            )
+        },
+    )

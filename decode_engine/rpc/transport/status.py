@@ -1,0 +1,167 @@
+"""Errors on the wire: gRPC status codes with google.rpc.ErrorInfo (AIP-193), and google.rpc.RetryInfo where it helps.
+
+| reasons | status code |
+|---|---|
+| INVALID_ARGUMENT, PROMPT_TOO_LONG, METHOD_UNSUPPORTED, CONTEXT_AMBIGUOUS | INVALID_ARGUMENT |
+| CONTEXT_NOT_FOUND | NOT_FOUND |
+| CONTEXT_EXPIRED, MODEL_MISMATCH, DTYPE_MISMATCH, FORMAT_VERSION_UNSUPPORTED, MODEL_UNSUPPORTED | FAILED_PRECONDITION |
+| CONTEXT_CORRUPT (`cause` in the metadata says how) | DATA_LOSS |
+| MEMORY_BUDGET_EXCEEDED, SESSION_MEMORY_EXCEEDED, TOO_MANY_REQUESTS, STORE_FULL | RESOURCE_EXHAUSTED |
+| STORE_UNUSABLE, STORE_UNAVAILABLE, NOT_READY, SHUTTING_DOWN | UNAVAILABLE |
+| DEADLINE_EXCEEDED, CALL_UNFINISHED, ANSWER_UNREAD | DEADLINE_EXCEEDED |
+| CANCELLED | CANCELLED |
+| ENGINE_CRASHED, INTERNAL | INTERNAL |
+
+RetryInfo comes with TOO_MANY_REQUESTS, NOT_READY and STORE_UNUSABLE, and once more as the trailer that gRPC's own
+retries honour. The other reasons are not mended by waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import cast
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
+
+from decode_engine.errors import InternalError
+from index_store.errors import ContextCorruptError, SparseKVError
+
+DOMAIN = "sparsekv"
+
+_RETRY_PUSHBACK = "grpc-retry-pushback-ms"
+
+_CODES = {
+    "INVALID_ARGUMENT": grpc.StatusCode.INVALID_ARGUMENT,
+    "PROMPT_TOO_LONG": grpc.StatusCode.INVALID_ARGUMENT,
+    "METHOD_UNSUPPORTED": grpc.StatusCode.INVALID_ARGUMENT,
+    "CONTEXT_AMBIGUOUS": grpc.StatusCode.INVALID_ARGUMENT,
+    "CONTEXT_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "CONTEXT_EXPIRED": grpc.StatusCode.FAILED_PRECONDITION,
+    "MODEL_MISMATCH": grpc.StatusCode.FAILED_PRECONDITION,
+    "DTYPE_MISMATCH": grpc.StatusCode.FAILED_PRECONDITION,
+    "FORMAT_VERSION_UNSUPPORTED": grpc.StatusCode.FAILED_PRECONDITION,
+    "MODEL_UNSUPPORTED": grpc.StatusCode.FAILED_PRECONDITION,
+    "CONTEXT_CORRUPT": grpc.StatusCode.DATA_LOSS,
+    "MEMORY_BUDGET_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "SESSION_MEMORY_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "TOO_MANY_REQUESTS": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "STORE_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "STORE_UNUSABLE": grpc.StatusCode.UNAVAILABLE,
+    "STORE_UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
+    "NOT_READY": grpc.StatusCode.UNAVAILABLE,
+    "SHUTTING_DOWN": grpc.StatusCode.UNAVAILABLE,
+    "DEADLINE_EXCEEDED": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "CALL_UNFINISHED": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "ANSWER_UNREAD": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "CANCELLED": grpc.StatusCode.CANCELLED,
+    "ENGINE_CRASHED": grpc.StatusCode.INTERNAL,
+}
+
+
+_RETRY_S = {"NOT_READY": 1.0, "STORE_UNAVAILABLE": 1.0, "STORE_UNUSABLE": 1.0, "TOO_MANY_REQUESTS": 1.0}
+"""Seconds after which to try again where the error itself does not know."""
+
+
+class Paths:
+    """Folders of this machine that clients are not told of: what lies in them is named from there on."""
+
+    def __init__(self, folders: Iterable[Path] = ()) -> None:
+        names = {str(path) for folder in folders for path in (folder, folder.resolve()) if path.is_absolute()}
+        self._names = sorted(names - {"/"}, key=len, reverse=True)
+
+    def hide(self, text: str) -> str:
+        """The text with `/srv/store/contexts/...` as `contexts/...`."""
+        for name in self._names:
+            text = text.replace(f"{name}/", "").replace(name, Path(name).name)
+        return text
+
+
+def public_error(error: Exception, request_id: str, paths: Paths | None = None) -> SparseKVError:
+    """The error that a client may see: our own without paths, any other only by the request id."""
+    if not isinstance(error, SparseKVError) or reason_of(error) not in _CODES:
+        return InternalError(
+            f"the server failed on this request; its log has the details under request {request_id}",
+            request_id=request_id,
+        )
+    if paths is None or paths.hide(str((error.message, error.metadata))) == str(
+        (error.message, error.metadata)
+    ):
+        return error
+    public = type(error)(paths.hide(error.message))
+    public.metadata = {key: paths.hide(value) for key, value in error.metadata.items()}
+    public.retry_after_s = error.retry_after_s
+    return public
+
+
+def reason_of(error: SparseKVError) -> str:
+    """The reason on the wire: all kinds of damage are CONTEXT_CORRUPT."""
+    return ContextCorruptError.reason if isinstance(error, ContextCorruptError) else error.reason
+
+
+def code_of(error: SparseKVError) -> grpc.StatusCode:
+    """The status code of an error's reason."""
+    return _CODES.get(reason_of(error), grpc.StatusCode.INTERNAL)
+
+
+def retry_after(error: SparseKVError) -> float | None:
+    """Seconds after which the same call may succeed; None where waiting does not help, or nobody knows."""
+    return _RETRY_S.get(error.reason) if error.retry_after_s is None else error.retry_after_s
+
+
+def to_status(error: SparseKVError) -> Status:
+    """The google.rpc.Status of an error, with its reason, its metadata and when to try again."""
+    reason = reason_of(error)
+    metadata = dict(error.metadata)
+    if reason != error.reason:
+        metadata["cause"] = error.reason
+    details = [_packed(ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata))]
+    delay_s = retry_after(error)
+    if delay_s is not None:
+        delay = Duration()
+        delay.FromMilliseconds(_milliseconds(delay_s))
+        details.append(_packed(RetryInfo(retry_delay=delay)))
+    code, _ = code_of(error).value
+    return Status(code=code, message=error.message, details=details)
+
+
+def to_trailers(error: SparseKVError) -> tuple[tuple[str, str | bytes], ...]:
+    """The trailing metadata that carries the status of an error."""
+    trailers: tuple[tuple[str, str | bytes], ...] = rpc_status.to_status(to_status(error)).trailing_metadata
+    delay_s = retry_after(error)
+    return trailers if delay_s is None else (*trailers, (_RETRY_PUSHBACK, str(_milliseconds(delay_s))))
+
+
+def error_info(error: grpc.RpcError) -> ErrorInfo | None:
+    """The ErrorInfo that a failed call carries, if it carries one of ours."""
+    status = rpc_status.from_call(cast(grpc.Call, error))
+    for detail in status.details if status is not None else ():
+        info = ErrorInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            return info
+    return None
+
+
+def retry_info(error: grpc.RpcError) -> float | None:
+    """Seconds after which a failed call may be repeated, if it says so."""
+    status = rpc_status.from_call(cast(grpc.Call, error))
+    for detail in status.details if status is not None else ():
+        info = RetryInfo()
+        if detail.Unpack(info):
+            return float(info.retry_delay.ToMilliseconds()) / 1000
+    return None
+
+
+def _packed(detail: ErrorInfo | RetryInfo) -> AnyMessage:
+    packed = AnyMessage()
+    packed.Pack(detail)
+    return packed
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

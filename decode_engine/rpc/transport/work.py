@@ -1,0 +1,77 @@
+"""Blocking work, away from the event loop: short work on a few threads, long waits on threads of their own.
+
+All of them are daemons: work that hangs, in a file system that does not answer, keeps nobody from ending the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from decode_engine.errors import TooManyRequestsError
+
+ResultT = TypeVar("ResultT")
+
+_Job = tuple["Future[Any]", Callable[[], Any]]
+
+
+class Work:
+    """Runs functions for coroutines. `close` ends its threads once they have nothing to do."""
+
+    def __init__(self, threads: int = 8, waiting: int = 64) -> None:
+        """waiting: functions that may wait for one of the threads."""
+        self._waiting = waiting
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"rpc-work-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    async def run(self, function: Callable[[], ResultT]) -> ResultT:
+        """The function's result, from one of the threads; for what takes milliseconds.
+
+        Who is cancelled before a thread is free takes the function with it. Raises TooManyRequestsError when too many
+        wait for a thread.
+        """
+        if self._jobs.qsize() >= self._waiting:
+            raise TooManyRequestsError(
+                f"{self._waiting} other calls wait for the store, which is the limit; try again later",
+                limit=self._waiting,
+            )
+        future: Future[ResultT] = Future()
+        self._jobs.put((future, function))
+        return await asyncio.wrap_future(future)
+
+    async def run_alone(self, function: Callable[[], ResultT]) -> ResultT:
+        """The function's result, from a thread of its own; for what may wait long. The caller bounds how many."""
+        future: Future[ResultT] = Future()
+        thread = threading.Thread(target=_do, args=(future, function), name="rpc-wait", daemon=True)
+        thread.start()
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Takes no more work; what is waiting is still done."""
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            _do(*job)
+            del job  # the result is the caller's alone while the thread waits for more
+
+
+def _do(future: Future[Any], function: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
