@@ -11,22 +11,39 @@ from typing import Annotated
 
 from typer import Option
 
-from index_store.cli.options import AUTO, SIZE, AtLeast, Spelled, StoreOption, check_bounds
+from index_store.cli.checks import AtLeast, Check, Filled, InputFile, OneOf
+from index_store.cli.options import AUTO, SIZE, Spelled, StoreOption, check_bounds
 from index_store.errors import InvalidArgumentError
+from index_store.store.dtypes import KV_DTYPES
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
 
 MAX_LANES = 4
 
+# What a request may ask for, as servers check it and commands check it before they ask.
+MAX_MAX_TOKENS = 32768
+MAX_SEARCH_PERIOD = 64
+MAX_TEMPERATURE = 100.0
+MAX_INT32 = 2**31 - 1
+MAX_SEED = 2**64 - 1
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256  # characters
+
+LONGEST_WAIT_S = 7 * 86_400
+"""Seconds that any program waits for anything."""
+MAX_REQUEST_BYTES = 8 * 2**20
+"""Of one message of a client: a million tokens as text or ids, with room to spare."""
+
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):(\d{1,5})")
 
 
-def check_address(text: str) -> str:
-    """The text, when it is HOST:PORT with a port of 0 to 65535. Raises InvalidArgumentError otherwise."""
-    match = _ADDRESS.fullmatch(text)
-    if match is None or int(match[2]) > 65535:
-        raise InvalidArgumentError(f"address is {text!r}, expected HOST:PORT, such as {DEFAULT_LISTEN}")
-    return text
+class Address(Check):
+    """Of an option that is HOST:PORT with a port of 0 to 65535."""
+
+    def check(self, flag: str, value: object) -> None:
+        match = _ADDRESS.fullmatch(str(value))
+        if match is None or int(match[2]) > 65535:
+            raise InvalidArgumentError(f"{flag} is {value!r}, expected HOST:PORT, such as {DEFAULT_LISTEN}")
 
 
 def check_device(device: str) -> None:
@@ -61,6 +78,17 @@ def check_placement(placement: str, device: str, device_memory: int | None = Non
                 f"{flag}, but the CPU computes here and everything is in its memory; use {use}",
                 field="placement",
             )
+
+
+def check_exposure(address: str, allow_remote: bool) -> None:
+    """Raises InvalidArgumentError for an address that other machines reach, unless that is allowed."""
+    if not is_loopback(address) and not allow_remote:
+        raise InvalidArgumentError(
+            f"--listen is {address}, which other machines can reach, and this server has neither encryption nor "
+            "passwords: who reaches it may question and delete every context. Listen at 127.0.0.1, or add "
+            "--allow-remote where a network or a proxy keeps others out",
+            field="listen",
+        )
 
 
 def is_loopback(address: str) -> bool:
@@ -141,31 +169,36 @@ class Prompts(Enum):
 
 
 ServerOption = Annotated[
-    str, Option("--server", envvar="SPARSEKV_SERVER", metavar="HOST:PORT", help="The server to ask.")
+    str,
+    Option("--server", envvar="SPARSEKV_SERVER", metavar="HOST:PORT", help="The server to ask."),
+    Address(),
 ]
 ModelOption = Annotated[
-    str, Option("--model", help="Packaged model (reader) or path of a Hugging Face folder.")
+    str, Option("--model", help="'reader', or the path of a Hugging Face model folder."), Filled()
 ]
 TextOption = Annotated[
     tuple[Path, ...],
     Option("--text", help="Text to make contexts of, may be repeated; packaged novels by default."),
+    InputFile(),
 ]
 DistractorsOption = Annotated[
     int | None,
     Option("--distractors", help="Further statements that resemble an asked one; by task if not given."),
+    AtLeast(0, 1_000_000),
 ]
 DeviceOption = Annotated[
-    str, Option(help="Where the model and its contexts are: auto (a GPU if there is one), cpu or cuda.")
+    str,
+    Option(help="Where the model and its contexts are: auto (a GPU if there is one), cpu or cuda."),
+    OneOf(AUTO, "cpu", "cuda"),
 ]
 PlacementOption = Annotated[
     str,
     Option(
-        "--placement",  # some versions of typer would call it as the metavar is written
-        metavar="PLACEMENT",
         help="Where contexts are beside a GPU: device (all in its memory), hybrid (keys and values in host memory, "
         "indexes in the GPU's), host (query tables in host memory too, searched by the CPU), or auto (device for what "
         "fits there, else hybrid, host for indexes that do not fit either).",
     ),
+    OneOf(AUTO, "device", "hybrid", "host"),
 ]
 PromptsOption = Annotated[
     Prompts,
@@ -177,6 +210,13 @@ PromptsOption = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Which server a command asks."""
+
+    server: ServerOption = DEFAULT_LISTEN
+
+
+@dataclass(frozen=True, slots=True)
 class ServeConfig:
     """`decode-engine serve`: what its flags say, sizes in bytes.
 
@@ -185,10 +225,19 @@ class ServeConfig:
     """
 
     store: StoreOption
-    model: Annotated[str, Option(help="'reader', or the path of a Hugging Face model folder.")]
-    listen: Annotated[str, Option(metavar="HOST:PORT", help="Where to listen; port 0 picks a free one.")] = (
-        DEFAULT_LISTEN
-    )
+    model: ModelOption
+    listen: Annotated[
+        str,
+        Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 picks a free one."),
+        Address(),
+    ] = DEFAULT_LISTEN
+    allow_remote: Annotated[
+        bool,
+        Option(
+            "--allow-remote",
+            help="Listen where other machines reach it, although there is neither encryption nor any password.",
+        ),
+    ] = False
     memory: Annotated[
         int | None,
         Option(
@@ -219,16 +268,40 @@ class ServeConfig:
         SIZE,
         AtLeast(1),
     ] = None
-    max_sessions: Annotated[int, Option(help="Requests in progress at once."), AtLeast(1)] = 16
-    max_waiting: Annotated[int, Option(help="Requests that may wait; more are refused."), AtLeast(0)] = 64
-    prompt_chunk: Annotated[
+    max_sessions: Annotated[int, Option(help="Requests in progress at once."), AtLeast(1, 4096)] = 16
+    max_waiting: Annotated[
+        int, Option(help="Requests that may wait; more are refused."), AtLeast(0, 65_536)
+    ] = 64
+    max_client_requests: Annotated[
         int | None,
         Option(
             min=0,
-            help="Prompt tokens per step, of all prompts; answers pause for that long. 0: 256 on a CPU, 512 on a GPU.",
+            help="Requests that one client address may have running or waiting. 0: all but a quarter of those that may "
+            "wait.",
+        ),
+        Spelled(0, lambda requests: requests or None),
+        AtLeast(1),
+    ] = None
+    max_connections: Annotated[int, Option(help="Connections at once; more are closed."), AtLeast(1)] = 4096
+    max_streams: Annotated[
+        int, Option(help="Calls at once on one connection; clients hold back more."), AtLeast(1)
+    ] = 256
+    idle_timeout: Annotated[
+        float, Option(help="Seconds after which a connection without calls is closed."), AtLeast(1)
+    ] = 300.0
+    unread_timeout: Annotated[
+        float,
+        Option(help="Seconds that a client may leave an answer unread; then its work ends."),
+        AtLeast(1),
+    ] = 60.0
+    prompt_chunk: Annotated[
+        int | None,
+        Option(
+            help="Prompt tokens per step, of all prompts, fewer where a method makes them cost more; answers pause for "
+            "that long. 0: 256 on a CPU, 512 on a GPU.",
         ),
         Spelled(0, lambda tokens: tokens or None),
-        AtLeast(1),
+        AtLeast(1, 2**20),
     ] = None
     prompts: PromptsOption = Prompts.AUTO
     threads: Annotated[
@@ -240,7 +313,6 @@ class ServeConfig:
     search_threads: Annotated[
         int,
         Option(
-            min=0,
             help="Threads that search on the CPU beside a GPU, for contexts of placement host; each takes a core "
             "while a step runs. 0: all cores but two.",
         ),
@@ -254,7 +326,7 @@ class ServeConfig:
             "are fetched, or searched for, while the GPU computes another. Each reads the model's weights for itself, "
             "and has slots of its own for rows."
         ),
-        AtLeast(1),
+        AtLeast(1, MAX_LANES),
     ] = 1
     waves: Annotated[
         int,
@@ -262,7 +334,7 @@ class ServeConfig:
             help="Parts, by KV heads, in which the lists of a layer come back in placement host: rows of one are "
             "fetched while threads search for the next. 0: two where a lane has one session, four where it has more."
         ),
-        AtLeast(0),
+        AtLeast(0, 1024),
     ] = 0
     device: DeviceOption = AUTO
     compilation: Annotated[
@@ -280,23 +352,34 @@ class ServeConfig:
             "before; where a GPU searches.",
         ),
     ] = False
-    dtype: Annotated[str, Option(help="Stored dtype of the contexts to serve; auto: the model's.")] = AUTO
-    grace: Annotated[float, Option(help="Seconds for running requests when told to stop."), AtLeast(0)] = 10.0
+    dtype: Annotated[
+        str,
+        Option(help="Stored dtype of the contexts to serve; auto: the model's."),
+        OneOf(AUTO, *KV_DTYPES),
+    ] = AUTO
+    warm_up: Annotated[
+        bool,
+        Option(
+            "--warm-up/--no-warm-up",
+            help="Run every kind of step once before requests are taken. Without it the server is there seconds "
+            "earlier, and the first requests wait for what is compiled then.",
+        ),
+    ] = True
+    grace: Annotated[
+        float, Option(help="Seconds for running requests when told to stop."), AtLeast(0, LONGEST_WAIT_S)
+    ] = 10.0
 
     def __post_init__(self) -> None:
-        check_address(self.listen)
+        check_bounds(self)
+        check_exposure(self.listen, self.allow_remote)
         check_device(self.device)
         check_placement(self.placement, self.device, self.device_memory)
         check_compilation(self.compilation, self.device)
         check_prefetch(self.prefetch, self.device, self.placement)
-        check_bounds(self)
         cores = os.cpu_count() or 1
-        if self.threads > cores:
-            raise InvalidArgumentError(
-                f"--threads is {self.threads}, expected at most {cores}, the cores of this machine; 0 uses all of them"
-            )
-        if self.search_threads > cores or self.lanes > MAX_LANES:
-            raise InvalidArgumentError(
-                f"--search-threads is {self.search_threads} and --lanes {self.lanes}, expected at most {cores}, the "
-                f"cores of this machine, and {MAX_LANES}"
-            )
+        for flag, threads in (("--threads", self.threads), ("--search-threads", self.search_threads)):
+            if threads > cores:
+                raise InvalidArgumentError(
+                    f"{flag} is {threads}, expected at most {cores}, the cores of this machine; 0 leaves the number "
+                    "to the program"
+                )

@@ -40,6 +40,32 @@ def test_a_signal_while_modules_are_imported(module: str, number: signal.Signals
 
 
 @pytest.mark.parametrize("module", COMMANDS)
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_closed_standard_streams(module: str, closed: tuple[int, ...], tmp_path: Path) -> None:
+    (tmp_path / "contexts").mkdir()
+    started = "import os, sys; [os.close(int(n)) for n in sys.argv[1].split(',')]; os.execv(sys.argv[2], sys.argv[2:])"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            started,
+            ",".join(map(str, closed)),
+            sys.executable,
+            "-m",
+            module,
+            "--version",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    name = module.replace("_", "-")
+    assert (1 in closed) if not done.stdout else done.stdout.startswith(f"{name} 0.1.0 (Python 3.")
+
+
+@pytest.mark.parametrize("module", COMMANDS)
 def test_an_output_that_cannot_be_written(module: str, tmp_path: Path) -> None:
     (tmp_path / "contexts").mkdir()
     with open("/dev/full", "w") as full:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import typer
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OWN_PACKAGES = ("decode_engine", "index_store")
-_EXTRAS = ("rpc", "reason", "milliseconds", "request_id")
+_EXTRAS = (
+    *("rpc", "reason", "milliseconds", "request_id", "peer", "context", "method"),
+    *("prompt_tokens", "generated_tokens", "cached_tokens", "queue_ms", "first_token_ms", "total_ms"),
+)
 
 
 class JsonFormatter(logging.Formatter):
@@ -36,32 +40,41 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry)
 
 
+class LogLevel(StrEnum):
+    """How much is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
 @contextmanager
-def logging_to_stderr(as_json: bool) -> Iterator[None]:
-    """Sends our own packages' records of level INFO and above to standard error, inside the block."""
+def logging_to_stderr(level: LogLevel, as_json: bool) -> Iterator[None]:
+    """Sends our own packages' records of that level and above to standard error, inside the block."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(_TEXT_FORMAT))
     loggers = [logging.getLogger(package) for package in _OWN_PACKAGES]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.setLevel(logging.INFO)
+        logger.setLevel(level.upper())
         logger.addHandler(handler)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, before in zip(loggers, levels, strict=True):
             logger.removeHandler(handler)
-            logger.setLevel(level)
+            logger.setLevel(before)
 
 
-def say_device(name: str) -> torch.device:
-    """The device that was picked; says on standard error which, where that was left open.
+def say_device(name: str, *, quiet: bool) -> torch.device:
+    """The device that was picked; says on standard error which, where that was left open and not `quiet`.
 
     Raises InvalidArgumentError like `pick_device`.
     """
     from index_store.memory.devices import describe_device, pick_device
 
     device = pick_device(name)
-    if name != device.type:
+    if name != device.type and not quiet:
         typer.echo(f"computing on {describe_device(device)}", err=True)
     return device

@@ -3,38 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Annotated
 
 import typer
+from typer import Option
 
+from decode_engine.config import Address
 from decode_engine.rpc.client import Client, MethodInfo, MethodList
+from index_store.cli.checks import Filled
 from index_store.cli.console import print_json, print_table
-from index_store.cli.options import FormatOption, OutputFormat
+from index_store.cli.options import FormatOption, OutputFormat, configured
 from index_store.errors import InvalidArgumentError
 
 _USUAL_HEAD_DIM, _USUAL_DTYPE = 128, "bfloat16"
 
 
-def methods(
+@dataclass(frozen=True, slots=True)
+class MethodsConfig:
+    """`decode-engine methods`: whose sizes are shown; at most one of the two is given."""
+
     server: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="List the methods of this server, with sizes for its model."),
-    ] = None,
+        Option(
+            "--server", metavar="HOST:PORT", help="List the methods of this server, with sizes for its model."
+        ),
+        Address(),
+    ] = None
     model: Annotated[
         str | None,
-        typer.Option(help="Sizes for this model: 'reader', or the path of a Hugging Face model folder."),
-    ] = None,
-    output: FormatOption = OutputFormat.TEXT,
-) -> None:
-    """List the methods that find important keys: what they keep, their parameters, and the size of their indexes.
+        Option(help="Sizes for this model: 'reader', or the path of a Hugging Face model folder."),
+        Filled(),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.server is not None and self.model is not None:
+            raise InvalidArgumentError("--server and --model are given, expected at most one of them")
+
+
+@configured(MethodsConfig)
+def methods(config: MethodsConfig, output: FormatOption = OutputFormat.TEXT) -> None:
+    """List methods, their parameters, the size of their indexes.
 
     Sizes are for the model that --model or --server name, otherwise for heads of 128 dimensions in bfloat16.
     """
-    if server is not None and model is not None:
-        raise InvalidArgumentError("--server and --model are given, expected at most one of them")
-    listed = _local_methods(model) if server is None else _server_methods(server)
+    listed = _local_methods(config.model) if config.server is None else _server_methods(config.server)
     if output is OutputFormat.JSON:
         print_json(asdict(listed))
         return

@@ -6,15 +6,19 @@ from dataclasses import asdict
 
 import typer
 
-from decode_engine.config import DEFAULT_LISTEN, ServerOption
+from decode_engine.config import ServerConfig
 from decode_engine.rpc.client import Client, ServerStatus
 from index_store.cli.console import print_json
-from index_store.cli.options import FormatOption, OutputFormat
+from index_store.cli.options import FormatOption, OutputFormat, configured
 
 
-def status(server: ServerOption = DEFAULT_LISTEN, output: FormatOption = OutputFormat.TEXT) -> None:
-    """Tell what a server does: requests that wait and run, batches, memory, and counts since it started."""
-    with Client(server) as client:
+@configured(ServerConfig)
+def status(config: ServerConfig, output: FormatOption = OutputFormat.TEXT) -> None:
+    """Tell what a server does now and did so far.
+
+    Requests that wait and run, batches, memory, and counts since it started.
+    """
+    with Client(config.server) as client:
         found = client.server_status()
     if output is OutputFormat.JSON:
         print_json({**asdict(found), "mean_batch": found.mean_batch})
@@ -45,6 +49,8 @@ def status_lines(found: ServerStatus) -> list[str]:
         f"sessions: {_mebibytes(found.session_bytes)} of {_mebibytes(found.session_limit_bytes)} MiB spoken for",
         f"contexts: {found.contexts} in {_mebibytes(found.context_bytes)} of "
         f"{_mebibytes(found.context_limit_bytes)} MiB, {_mebibytes(found.context_used_bytes)} of them in use{placed}",
+        f"calls: {found.open_calls} open, {found.unfinished_calls} of them without their message, "
+        f"{found.unread_answers} answers unread",
         f"since the start: {found.prompt_tokens} prompt tokens, {found.decode_tokens} decoded in batches of "
         f"{found.mean_batch:.1f} (latest {found.decode_batch}), {found.steps} steps",
         f"contexts since the start: {found.context_loads} loaded, {found.context_hits} found in memory, "

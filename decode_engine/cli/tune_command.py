@@ -8,43 +8,42 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
-import torch
 import typer
 from typer import Option
 
 from decode_engine.cli.logs import say_device
-from decode_engine.config import DeviceOption, PlacementOption, check_placement
-from decode_engine.evaluation.context_arena import arena_for
-from decode_engine.evaluation.tuning.candidates import find_sweeps
-from decode_engine.evaluation.tuning.meters import (
-    CONTINUATION_TOKENS,
-    QUERIES,
-    KlMeter,
-    MassMeter,
-    Meter,
-    continuation,
-)
-from decode_engine.evaluation.tuning.trials import Outcome, tune
-from decode_engine.model.runner import ModelRunner
-from index_store.cli.console import fail, format_bytes, print_json, print_table
+from decode_engine.config import DeviceOption, PlacementOption, check_device, check_placement
+from decode_engine.evaluation.settings import CONTINUATION_TOKENS, TUNED_QUERIES
+from index_store.cli.app import fail
+from index_store.cli.checks import Filled, InputFile, MoreThan
+from index_store.cli.console import format_bytes, print_json, print_table
 from index_store.cli.options import (
     AUTO,
     FormatOption,
     OutputFormat,
+    QuietOption,
     StoreOption,
+    check_bounds,
     comma_separated,
     configured,
 )
 from index_store.cli.progress import show_stages
 from index_store.errors import InvalidArgumentError
-from index_store.memory.resident import ResidentContext
 from index_store.methods.expressions import EXPRESSION_HELP
-from index_store.models.loading import Tokenizer, resolve_model
+from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store
 from index_store.store.manifest import Manifest
 from index_store.store.tuned_defaults import TunedDefault
+
+if TYPE_CHECKING:
+    import torch
+
+    from decode_engine.evaluation.tuning.meters import Meter
+    from decode_engine.evaluation.tuning.trials import Outcome
+    from index_store.memory.resident import ResidentContext
+    from index_store.models.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +51,24 @@ class TuneConfig:
     """`decode-engine tune`. One of target_mass and target_kl is given, with the latter a model."""
 
     store: StoreOption
-    context: Annotated[str, Option("--context", metavar="ID", help="Id, its first digits, or a name.")]
+    context: Annotated[
+        str, Option("--context", metavar="ID", help="Id, its first digits, or a name."), Filled()
+    ]
     target_mass: Annotated[
         float | None,
         Option(
             "--target-mass",
-            help=f"Attention mass to capture: the average over layers, heads and {QUERIES} of the last queries.",
+            help=f"Attention mass to capture: the average over layers, heads and {TUNED_QUERIES} of the last queries.",
         ),
+        MoreThan(0, 1),
     ] = None
     target_kl: Annotated[
         float | None,
         Option("--target-kl", help="KL divergence from full attention to stay below, nats per token."),
+        MoreThan(0, 1000),
     ] = None
     model: Annotated[
-        str | None, Option("--model", help="For --target-kl: 'reader', or a Hugging Face folder.")
+        str | None, Option("--model", help="For --target-kl: 'reader', or a Hugging Face folder."), Filled()
     ] = None
     prompts: Annotated[
         Path | None,
@@ -74,6 +77,7 @@ class TuneConfig:
             help=f"For --target-kl: texts to predict, one per line; by default the context's last "
             f"{CONTINUATION_TOKENS} tokens once more.",
         ),
+        InputFile(),
     ] = None
     methods: Annotated[
         tuple[str, ...],
@@ -88,22 +92,16 @@ class TuneConfig:
     dry_run: Annotated[bool, Option("--dry-run", help="Only measure, keep nothing.")] = False
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         if (self.target_mass is None) == (self.target_kl is None):
             raise InvalidArgumentError("expected one of --target-mass and --target-kl")
-        if self.target_mass is not None and not 0.0 < self.target_mass <= 1.0:
-            raise InvalidArgumentError(
-                f"--target-mass is {self.target_mass}, expected a number above 0 and at most 1 such as 0.99"
-            )
-        if self.target_kl is not None and not self.target_kl > 0.0:
-            raise InvalidArgumentError(
-                f"--target-kl is {self.target_kl}, expected a positive number such as 0.005"
-            )
         if (self.target_kl is None) != (self.model is None):
             raise InvalidArgumentError(
                 "--model belongs to --target-kl: a model is needed there, and only there"
             )
         if self.prompts is not None and self.target_kl is None:
             raise InvalidArgumentError("--prompts belongs to --target-kl, and --target-mass is given")
+        check_device(self.device)
         check_placement(self.placement, self.device)
 
     @property
@@ -115,19 +113,24 @@ class TuneConfig:
 
 
 @configured(TuneConfig)
-def tune_command(config: TuneConfig, output: FormatOption = OutputFormat.TEXT) -> None:
-    """Find the cheapest method and budget that reach a quality on a stored context, and make them its default.
+def tune_command(
+    config: TuneConfig, quiet: QuietOption = False, output: FormatOption = OutputFormat.TEXT
+) -> None:
+    """Find the cheapest method that suffices for a context.
 
-    Requests that name no method get it from then on. The context itself is not changed. Exits with 1 when no method
-    reaches the target.
+    Method and budget become the context's default: requests that name no method get it from then on. The context
+    itself is not changed. Exits with 1 when no method reaches the target.
     """
-    target, wanted = config.target
-    device = say_device(config.device)
     store = Store(config.store)
     manifest = store.manifest(store.resolve(config.context))
+    from decode_engine.evaluation.tuning.candidates import find_sweeps
+    from decode_engine.evaluation.tuning.trials import tune
+
+    target, wanted = config.target
+    device = say_device(config.device, quiet=quiet)
     sweeps = find_sweeps(manifest, config.methods)
     with (
-        show_stages(sys.stderr) as start_stage,
+        show_stages(sys.stderr, quiet=quiet) as start_stage,
         _open_meter(config, store, manifest, device) as meter,
     ):
         outcomes = tune(sweeps, meter, start_stage)
@@ -151,6 +154,10 @@ def _open_meter(
     config: TuneConfig, store: Store, manifest: Manifest, device: torch.device
 ) -> Iterator[Meter]:
     """Loads the context, and what the target needs."""
+    from decode_engine.evaluation.context_arena import arena_for
+    from decode_engine.evaluation.tuning.meters import KlMeter, MassMeter
+    from decode_engine.model.runner import ModelRunner
+
     target, wanted = config.target
     with ExitStack() as stack:
         runner = None
@@ -168,6 +175,8 @@ def _open_meter(
 
 def _texts(resident: ResidentContext, tokenizer: Tokenizer, prompts: Path | None) -> list[list[int]]:
     if prompts is None:
+        from decode_engine.evaluation.tuning.meters import continuation
+
         return [continuation(resident)]
     lines = [line.strip() for line in prompts.read_text(encoding="utf-8").splitlines()]
     texts = [tokenizer.encode(line) for line in lines if line]

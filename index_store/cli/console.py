@@ -1,57 +1,19 @@
-"""What the commands share: output as text or JSON, tables, progress, and errors as one sentence."""
+"""What the commands print: text or JSON, tables, progress, sizes and times."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
-from typing import NoReturn
 
 import typer
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from index_store.errors import SparseKVError
-
-
-def run_app(app: typer.Typer, argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs a command line and exits: 0, 1 after an error (one sentence on standard error), 2 for wrong usage."""
-    try:
-        app(args=None if argv is None else list(argv))
-    except SystemExit as ended:
-        _finish_output()
-        sys.exit(ended.code)
-    except SparseKVError as error:
-        fail(error.message)
-    except OSError as error:
-        _finish_output()
-        full = error.errno == errno.ENOSPC and "standard output or a file cannot be written"
-        fail(f"{error.filename or full or 'system'}: {error.strerror or error}")
-    sys.exit(0)
-
-
-def _finish_output() -> None:
-    """Writes out what standard output still holds; exits with 1 and a sentence when it cannot, as on a full disk."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        # The interpreter flushes once more when it ends, and would report the same error with a stack trace.
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            sys.exit(1)  # the reader has gone, as with `| head`
-        fail(f"standard output cannot be written: {error.strerror or error}")
-
-
-def fail(message: str) -> NoReturn:
-    """Prints the sentence on standard error and exits with 1."""
-    typer.echo(f"error: {message}", err=True)
-    sys.exit(1)
+_GAP = "  "
 
 
 def print_json(document: Mapping[str, object]) -> None:
@@ -64,25 +26,70 @@ def on_terminal() -> bool:
     return Console().is_terminal
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """Prints a table on a terminal, aligned plain columns in a pipe. `right` names right-aligned columns."""
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str] = (),
+    optional: Sequence[str] = (),
+) -> None:
+    """Prints a table on a terminal, aligned plain columns in a pipe.
+
+    right: right-aligned columns. optional: columns that a narrow terminal leaves out until the others fit, in this
+    order; cells that are still too long end in an ellipsis. Without any, long cells take several lines.
+    """
     console = Console(highlight=False, markup=False)
-    if console.is_terminal:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in columns:
-            table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+    widths = {
+        column: max(cell_len(line[place]) for line in (columns, *rows))
+        for place, column in enumerate(columns)
+    }
+    if console.is_terminal and not optional:
+        _print_folded(console, columns, rows, right)
         return
-    lines = [columns, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    for line in lines:
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for cell, width, column in zip(line, widths, columns, strict=True)
-        ]
-        typer.echo("  ".join(cells).rstrip())
+    left_out = _fit(widths, optional, console.width) if console.is_terminal else []
+    for number, line in enumerate((columns, *rows)):
+        cells = dict(zip(columns, line, strict=True))
+        shown = _GAP.join(_cell(cells[name], width, name in right) for name, width in widths.items()).rstrip()
+        console.print(shown, style="bold" if number == 0 else None, soft_wrap=True)
+    if left_out:
+        hint = f"Not shown in {console.width} columns: {', '.join(left_out)} (--format json shows everything)"
+        console.print(hint, style="dim")
+
+
+def _fit(widths: dict[str, int], optional: Sequence[str], room: int) -> list[str]:
+    """Takes optional columns out until the others fit, then narrows the widest after the first; tells which it took."""
+    left_out = []
+
+    def excess() -> int:
+        return sum(widths.values()) + len(_GAP) * (len(widths) - 1) - room
+
+    for column in optional:
+        if excess() <= 0:
+            break
+        left_out.append(column)
+        del widths[column]
+    if excess() > 0:
+        widest = max(list(widths)[1:], key=widths.__getitem__)
+        widths[widest] = max(len(widest), widths[widest] - excess())
+    return left_out
+
+
+def _cell(text: str, width: int, right: bool) -> str:
+    """A text in that many columns of a terminal, which are not its number of characters; cut where it is longer."""
+    if cell_len(text) > width:
+        text = f"{set_cell_size(text, width - 1).rstrip()}…"
+    blanks = " " * (width - cell_len(text))
+    return blanks + text if right else text + blanks
+
+
+def _print_folded(
+    console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
+) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,20 +13,28 @@ from typing import NoReturn
 INTERRUPTED = 130  # what shells report for Ctrl-C
 
 
-def run_command(module: str, argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the typer application `app` of a module and exits, as `index_store.cli.console.run_app` does.
+def run_command(name: str, module: str, argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs the typer application `app` of a module under a program's name and exits as `index_store.cli.app` says.
 
     An interrupt exits with 130, a termination request or a closed terminal with 128 and the signal's number, after
     all clean-ups. `argv`: arguments; the process's own by default.
     """
     try:
+        _open_what_is_closed()
         end_in_order()
         app = import_module(module).app
-        from index_store.cli.console import run_app
+        from index_store.cli.app import run_app
 
-        run_app(app, argv)
+        run_app(app, name, argv)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _open_what_is_closed() -> None:
+    """Gives a process that was started without some of its standard streams (`>&-`) empty ones."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  as long as the process
 
 
 def end_in_order() -> None:

@@ -3,20 +3,22 @@
     @dataclass(frozen=True)
     class Config:
         store: StoreOption
-        memory: Annotated[int | None, Option(metavar="SIZE", help="..."), SIZE] = None
+        memory: Annotated[int | None, Option(metavar="SIZE", help="..."), SIZE, AtLeast(1)] = None
 
     @app.command()
     @configured(Config)
     def serve(config: Config, output: FormatOption = OutputFormat.TEXT) -> None: ...
 
-Flag, help, default and bounds of an option stand in its field and nowhere else. An option of type `tuple[X, ...]` may
-be repeated; one that is not given has the field's default.
+Flag, help, default and bounds of an option stand in its field and nowhere else: every number has its range, every
+file says whether it is read or written (`index_store.cli.checks`). A command checks them all before it does anything.
+An option of type `tuple[X, ...]` may be repeated; one that is not given has the field's default.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import StrEnum
 from functools import wraps
@@ -27,7 +29,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from typer import Option
 from typer.models import ParameterInfo
 
-from index_store.errors import InvalidArgumentError
+from index_store.cli.checks import Check, FileCheck, OneOf
+from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.memory.memory_sizes import parse_size
 
 AUTO = "auto"
@@ -46,6 +49,10 @@ StoreOption = Annotated[
 ]
 FormatOption = Annotated[
     OutputFormat, Option("--format", help="Text, or one JSON object on standard output.")
+]
+
+QuietOption = Annotated[
+    bool, Option("--quiet", "-q", help="Say nothing on standard error unless something is wrong.")
 ]
 
 
@@ -72,20 +79,6 @@ def comma_separated(default: str, read: Callable[[str], object] = str) -> Spelle
     )
 
 
-class OneOf:
-    """Of an option that is one of a few texts."""
-
-    def __init__(self, *texts: str) -> None:
-        self.kind = StrEnum("OneOf", {text.upper(): text for text in texts})  # type: ignore[misc]
-
-
-@dataclass(frozen=True, slots=True)
-class AtLeast:
-    """Of an option that is a number, or None; `check_bounds` checks it."""
-
-    least: int
-
-
 def options_of(config: type[Any]) -> tuple[tuple[Field[Any], Any, tuple[Any, ...]], ...]:
     """Every field of a configuration with its type and what it is annotated with."""
     hints = get_type_hints(config, vars(sys.modules[config.__module__]), {}, include_extras=True)
@@ -93,14 +86,20 @@ def options_of(config: type[Any]) -> tuple[tuple[Field[Any], Any, tuple[Any, ...
     return tuple((field, kind, tuple(marks)) for field, (kind, *marks) in typed)
 
 
+def flag_of(field: Field[Any], marks: tuple[Any, ...]) -> str:
+    """What people write for a field: its flag, or an argument's name."""
+    (info,) = (mark for mark in marks if isinstance(mark, ParameterInfo))
+    flags = [flag for flag in info.param_decls or () if flag.startswith("--")]
+    return flags[0].partition("/")[0] if flags else "--" + field.name.replace("_", "-")
+
+
 def check_bounds(config: Any) -> None:
-    """Raises InvalidArgumentError for the first field of a configuration that is less than its `AtLeast`."""
+    """Raises InvalidArgumentError for the first field of a configuration that is out of its range.
+
+    What depends on files is not looked at: who makes a configuration in a program may make them later.
+    """
     for field, _, marks in options_of(type(config)):
-        value = getattr(config, field.name)
-        for mark in marks:
-            if isinstance(mark, AtLeast) and value is not None and value < mark.least:
-                flag = "--" + field.name.replace("_", "-")
-                raise InvalidArgumentError(f"{flag} is {value}, expected at least {mark.least}")
+        _check(getattr(config, field.name), flag_of(field, marks), marks, files=False)
 
 
 def configured(config: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -119,10 +118,13 @@ def configured(config: type[Any]) -> Callable[[Callable[..., None]], Callable[..
 
         @wraps(command)
         def run(**given: Any) -> None:
-            told = [(field.name, given.pop(field.name), marks) for field, _, marks in options]
-            values = {name: _value(value, marks) for name, value, marks in told if value is not None}
-            command(config(**values), **given)
+            told = {field.name: _read(given.pop(field.name), field, marks) for field, _, marks in options}
+            values = {name: value for name, value in told.items() if value is not None}
+            for field, _, marks in options:
+                _check(values.get(field.name), flag_of(field, marks), marks, files=True)
+            command(_make(config, values), **given)
 
+        run.config = config  # type: ignore[attr-defined]  # for whoever looks through all options
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -130,29 +132,50 @@ def configured(config: type[Any]) -> Callable[[Callable[..., None]], Callable[..
     return decorate
 
 
+def _make(config: type[Any], values: dict[str, Any]) -> Any:
+    """The configuration; whatever it refuses is wrong usage."""
+    try:
+        return config(**values)
+    except SparseKVError as error:
+        raise InvalidArgumentError(error.message, **error.metadata) from error
+
+
 def _parameter(field: Field[Any], kind: Any, marks: tuple[Any, ...]) -> Parameter:
     """The parameter of a command that typer makes a field's flag of."""
     default = Parameter.empty if field.default is MISSING else field.default
     repeated = [get_args(part)[0] for part in (kind, *get_args(kind)) if get_origin(part) is tuple]
+    (info,) = (mark for mark in marks if isinstance(mark, ParameterInfo))
     for mark in marks:
         if isinstance(mark, Spelled):
             kind, default, repeated = type(mark.default), mark.default, []
         elif isinstance(mark, OneOf):
-            kind = mark.kind | None if default is None else mark.kind
+            info = copy(info)
+            info.metavar = info.metavar or "|".join(mark.texts)
+            # Where a metavar is given, some versions of typer would call the flag as that is written.
+            info.param_decls = info.param_decls or (flag_of(field, marks),)
     if repeated:
         kind = list.__class_getitem__(repeated[0])
         if default is not Parameter.empty:
             kind, default = kind | None, None
-    (info,) = (mark for mark in marks if isinstance(mark, ParameterInfo))
     annotation = Annotated.__class_getitem__((kind, info))  # type: ignore[attr-defined]
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _value(value: Any, marks: tuple[Any, ...]) -> object:
-    """The value of a field for that of its flag."""
+def _read(value: Any, field: Field[Any], marks: tuple[Any, ...]) -> object:
+    """The value of a field for that of its flag. Raises InvalidArgumentError, which names the flag."""
     for mark in marks:
         if isinstance(mark, Spelled):
-            return mark.read(value)
-        if isinstance(mark, OneOf):
-            return str(value)
+            try:
+                return mark.read(value)
+            except InvalidArgumentError as error:
+                raise InvalidArgumentError(f"{flag_of(field, marks)}: {error.message}") from error
     return tuple(value) if isinstance(value, list) else value
+
+
+def _check(value: Any, flag: str, marks: tuple[Any, ...], *, files: bool) -> None:
+    """Lets every check of an option look at its value, or at each of its values."""
+    for mark in marks:
+        if isinstance(mark, Check) and (files or not isinstance(mark, FileCheck)):
+            for one in value if isinstance(value, tuple) else (value,):
+                if one is not None:
+                    mark.check(flag, one)

@@ -30,8 +30,6 @@ StartStage = Callable[[str, int], Advance]
 
 LINE_EVERY_SECONDS = 10.0
 
-_LINES_PER_PHASE = 10
-
 
 class Reporter(Protocol):
     """Where a job says what it does."""
@@ -45,13 +43,26 @@ class Reporter(Protocol):
         ...
 
 
-def reporter_for(stream: TextIO = sys.stderr) -> Reporter:
-    """Bars when the stream is a terminal, lines otherwise."""
+def reporter_for(stream: TextIO = sys.stderr, *, quiet: bool = False) -> Reporter:
+    """Bars when the stream is a terminal, lines otherwise; nothing when `quiet`."""
+    if quiet:
+        return SilentReporter()
     return _BarReporter(Console(file=stream)) if stream.isatty() else LineReporter(stream)
 
 
+class SilentReporter:
+    """Says nothing."""
+
+    def note(self, text: str) -> None:
+        pass
+
+    @contextmanager
+    def phase(self, title: str, unit: str) -> Iterator[Update]:
+        yield lambda done, total: None
+
+
 class LineReporter:
-    """Plain lines, at most about ten per phase."""
+    """Plain lines; of a phase one every ten seconds, and one at the end of those that had some."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -61,13 +72,13 @@ class LineReporter:
 
     @contextmanager
     def phase(self, title: str, unit: str) -> Iterator[Update]:
-        written = 0
+        began = spoke = time.monotonic()
 
         def update(done: int, total: int) -> None:
-            nonlocal written
-            reached = done * _LINES_PER_PHASE // total
-            if reached > written:
-                written = reached
+            nonlocal spoke
+            now = time.monotonic()
+            if now - spoke >= LINE_EVERY_SECONDS or (done == total and spoke > began):
+                spoke = now
                 self.note(f"{title}: {done} of {total} {unit}")
 
         yield update
@@ -90,8 +101,11 @@ class _BarReporter:
 
 
 @contextmanager
-def show_stages(stream: TextIO) -> Iterator[StartStage]:
-    """Stages of a long measurement, with an estimate of the time left."""
+def show_stages(stream: TextIO, *, quiet: bool = False) -> Iterator[StartStage]:
+    """Stages of a long measurement, with an estimate of the time left; nothing when `quiet`."""
+    if quiet:
+        yield lambda label, total: lambda: None
+        return
     if not stream.isatty():
         yield lambda label, total: _StageLines(stream, label, total).advance
         return

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
+from index_store.attention.layer_shape import WindowLayers
 from index_store.cli.console import format_bytes, format_time
 from index_store.errors import SparseKVError
 from index_store.selection.threshold_curve import KEEP_GRID
-from index_store.store.catalog import BrokenContext
+from index_store.store.catalog import BrokenContext, Leftover
 from index_store.store.json_fields import Scalar
 from index_store.store.manifest import IndexEntry, Manifest
 
 LIST_COLUMNS = ("ID", "NAME", "STATE", "MODEL", "METHODS", "TOKENS", "KV", "INDEX", "CREATED", "EXPIRES")
 LIST_RIGHT = ("TOKENS", "KV", "INDEX")
+LIST_OPTIONAL = ("CREATED", "MODEL", "EXPIRES", "METHODS", "INDEX", "KV", "STATE")
+"""What a narrow terminal does not show, the first of them first."""
 
 
 def summary(entry: Manifest | BrokenContext, expired: bool) -> dict[str, object]:
@@ -59,7 +63,6 @@ def details(manifest: Manifest, expired: bool) -> dict[str, object]:
     model = manifest.model
     return {
         **summary(manifest, expired),
-        "salt": manifest.salt,
         "model": {
             "name": model.name,
             "architecture": model.architecture,
@@ -70,6 +73,7 @@ def details(manifest: Manifest, expired: bool) -> dict[str, object]:
             "kv_heads": model.kv_heads,
             "head_dim": model.head_dim,
             "max_positions": model.max_positions,
+            "window": None if model.window is None else asdict(model.window),
         },
         "dense_layers": list(manifest.dense_layers),
         "selection_errors": list(manifest.selection_errors),
@@ -92,12 +96,13 @@ def detail_rows(manifest: Manifest, expired: bool) -> list[tuple[str, str]]:
             "layers",
             f"{model.layers}, {model.query_heads} query heads, {model.kv_heads} KV heads, d {model.head_dim}",
         ),
+        *([] if model.window is None else [("windows", _window(model.window))]),
         ("tokens", str(manifest.token_count)),
         ("kv", f"{_size(manifest.kv_bytes, manifest.token_count)}, {manifest.dtype}"),
     ]
     for index in manifest.indexes:
         rows.append((f"index {index.name}", f"{_size(index.nbytes, manifest.token_count)}, {index.kind}"))
-        rows.append(("  layers", _layers(index.layers)))
+        rows.append(("  layers", layers_text(index.layers, model.layers)))
         rows.append(("  parameters", _pairs(index.parameters)))
         if index.thresholds:
             most, least = index.thresholds[0], index.thresholds[-1]
@@ -114,7 +119,7 @@ def detail_rows(manifest: Manifest, expired: bool) -> list[tuple[str, str]]:
     rows += [
         ("total", _size(manifest.kv_bytes + manifest.index_bytes, manifest.token_count)),
         ("methods", ", ".join(manifest.methods)),
-        ("dense layers", _layers(manifest.dense_layers)),
+        ("dense layers", layers_text(manifest.dense_layers, model.layers)),
         ("selection errors", ", ".join(f"{error:.4f}" for error in manifest.selection_errors) or "-"),
         ("prefill", _pairs(manifest.prefill)),
         (
@@ -125,6 +130,27 @@ def detail_rows(manifest: Manifest, expired: bool) -> list[tuple[str, str]]:
         ("expires", format_time(manifest.expires_at)),
     ]
     return rows
+
+
+def leftover_list(leftovers: Sequence[Leftover]) -> list[dict[str, object]]:
+    """What killed jobs and deletions left, as JSON."""
+    return [
+        {
+            "kind": item.kind,
+            "path": str(item.path),
+            "bytes": item.nbytes,
+            "changed_at": item.changed_at.isoformat(),
+        }
+        for item in leftovers
+    ]
+
+
+def leftovers_text(leftovers: Sequence[Leftover]) -> str:
+    """The same in a sentence; there are some."""
+    size = format_bytes(sum(item.nbytes for item in leftovers))
+    count = f"{len(leftovers)} folder{'' if len(leftovers) == 1 else 's'}"
+    oldest = format_time(min(item.changed_at for item in leftovers))
+    return f"Killed jobs or deletions left {count} of {size}, the oldest of {oldest}; `index-store gc` removes them."
 
 
 def error_object(error: SparseKVError) -> dict[str, object]:
@@ -165,5 +191,13 @@ def _pairs(values: Mapping[str, Scalar]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items()) or "-"
 
 
-def _layers(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers)) or "none"
+def layers_text(layers: Sequence[int], of: int | None = None) -> str:
+    """Some of a model's layers, told so that the number of a layer is not taken for how many there are."""
+    known = "" if of is None else f" of {of}"
+    if not layers:
+        return f"none{known}"
+    return f"{len(layers)}{known} (layer{'' if len(layers) == 1 else 's'} {', '.join(map(str, layers))})"
+
+
+def _window(window: WindowLayers) -> str:
+    return f"the last {window.size} keys in layers {', '.join(map(str, window.layers))}"

@@ -3,51 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from decode_engine.__main__ import main
 from decode_engine.cli.ask_command import summary_lines
+from decode_engine.cli.logs import LogLevel, logging_to_stderr
 from decode_engine.errors import ShuttingDownError
+from decode_engine.rpc import server as server_module
 from decode_engine.rpc.client import Client, SelectionFigures, Summary, Timings
 from decode_engine.rpc.server import DecodeServer
+from tests.decode_engine.cli.conftest import Run
 from tests.decode_engine.conftest import Library
 
 COMMAND = [sys.executable, "-m", "decode_engine"]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a command left."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Run = Callable[..., Result]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the command line in this process."""
-
-    def run_here(*arguments: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["decode-engine", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main()
-        captured = capsys.readouterr()
-        return Result(int(caught.value.code or 0), captured.out, captured.err)
-
-    return run_here
 
 
 @contextmanager
@@ -88,7 +65,7 @@ def test_serve_ask_and_stop(run: Run, library: Library, lamp: str) -> None:
         assert output == ""
     entries = [json.loads(line) for line in logs.splitlines()]
     calls = [(entry["rpc"], entry["reason"]) for entry in entries if "rpc" in entry]
-    assert calls == [("ListContexts", "OK"), ("Generate", "OK")]
+    assert calls == [("GetContext", "OK"), ("Generate", "OK")]
     assert all(entry["milliseconds"] > 0 for entry in entries if "rpc" in entry)
 
 
@@ -112,6 +89,34 @@ def test_a_request_that_the_grace_does_not_suffice_for_is_told_so(library: Libra
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_loading(library: Library, number: signal.Signals) -> None:
+    code = """
+import sys, time
+from decode_engine.rpc import server
+def hang(*arguments):
+    print("warming up", flush=True)
+    time.sleep(600)
+server.warm_up = hang
+from decode_engine.__main__ import main
+main(sys.argv[1:])
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "serve", *serve_arguments(library)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "warming up\n"
+        process.send_signal(number)
+        _, logs = process.communicate(timeout=10)
+        assert process.returncode == 0
+        assert "told to stop while the model was being loaded" in logs
+        assert "Traceback" not in logs
+
+
+@pytest.mark.slow
 def test_serve_as_text_ends_well_on_interrupt(library: Library, lamp: str) -> None:
     with serving(*serve_arguments(library)) as (process, line):
         assert line.startswith("Serving ")
@@ -127,15 +132,18 @@ def test_serve_as_text_ends_well_on_interrupt(library: Library, lamp: str) -> No
     [
         ({"--store": "nowhere"}, 1, "nowhere"),
         ({"--model": "nothing"}, 1, "nothing"),
-        ({"--memory": "much"}, 1, "8GiB"),
-        ({"--placement": "disk"}, 1, "expected auto, device, hybrid, host"),
-        ({"--placement": "hybrid", "--device": "cpu"}, 1, "use --placement auto"),
-        ({"--device-memory": "1GiB", "--device": "cpu"}, 1, "use --memory"),
-        ({"--listen": "here"}, 1, "HOST:PORT"),
-        ({"--max-sessions": "0"}, 1, "--max-sessions"),
+        ({"--memory": "much"}, 2, "8GiB"),
+        ({"--placement": "disk"}, 2, "expected auto, device, hybrid or host"),
+        ({"--placement": "hybrid", "--device": "cpu"}, 2, "use --placement auto"),
+        ({"--device-memory": "1GiB", "--device": "cpu"}, 2, "use --memory"),
+        ({"--listen": "here"}, 2, "HOST:PORT"),
+        ({"--listen": "0.0.0.0:0"}, 2, "add --allow-remote"),
+        ({"--max-sessions": "0"}, 2, "--max-sessions"),
         ({"--max-sessions": "x"}, 2, "max-sessions"),
-        ({"--device": "gpu"}, 1, "--device is 'gpu', expected auto, cpu or cuda"),
-        ({"--threads": "100000"}, 1, "--threads is 100000, expected at most"),
+        ({"--device": "gpu"}, 2, "--device is 'gpu', expected auto, cpu or cuda"),
+        ({"--dtype": "int8"}, 2, "--dtype is 'int8', expected auto, float32, float16 or bfloat16"),
+        ({"--grace": "nan"}, 2, "--grace is nan, expected 0 to 604,800"),
+        ({"--threads": "100000"}, 2, "--threads is 100000, expected at most"),
     ],
 )
 def test_serve_refuses_with_a_sentence(
@@ -150,9 +158,51 @@ def test_serve_refuses_with_a_sentence(
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_a_taken_port_is_told_before_anything_slow_begins(
+    run: Run, library: Library, lamp: str, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    monkeypatch.setattr(server_module, "DecodeServer", None)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = run("serve", *serve_arguments(library)[:4], "--listen", address, "--format", output)
+    assert (result.returncode, result.stdout) == (1, "")
+    if output == "json":
+        entry = json.loads(result.stderr)
+        assert (entry["level"], entry["reason"]) == ("error", "ADDRESS_UNUSABLE")
+        assert entry["message"].startswith(f"cannot listen at {address}: the port is taken")
+    else:
+        assert result.stderr.startswith(f"error: cannot listen at {address}: the port is taken")
+
+
+def test_without_warm_up_nothing_runs_before_the_first_request(
+    library: Library, lamp: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in ("warm_up", "prepare_for"):
+        monkeypatch.setattr(server_module, step, None)
+    with DecodeServer(library.config(warm_up=False)) as server, Client(server.address) as client:
+        server.load()
+        with client.generate(lamp, text="Who?", max_tokens=3) as generation:
+            generation.read()
+            assert generation.summary.completion_tokens == 3
+
+
+@pytest.mark.parametrize(("level", "told"), [("debug", 3), ("info", 2), ("warning", 1), ("error", 0)])
+def test_log_levels(capsys: pytest.CaptureFixture[str], level: str, told: int) -> None:
+    logger = logging.getLogger("decode_engine.rpc.server")
+    with logging_to_stderr(LogLevel(level), as_json=True):
+        logger.warning("one")
+        logger.info("two")
+        logger.debug("three")
+    lines = capsys.readouterr().err.splitlines()
+    assert [json.loads(line)["message"] for line in lines] == ["one", "two", "three"][:told]
+
+
 def test_evaluate_refuses_a_device_with_a_sentence(run: Run, tmp_path: Path) -> None:
     result = run("evaluate", "--out", str(tmp_path / "out"), "--device", "gpu")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stderr.startswith("error: --device is 'gpu', expected auto, cpu or cuda")
     assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
@@ -203,16 +253,20 @@ def test_ask_ends_questions_at_line_breaks_unless_told_otherwise(
     ("arguments", "code", "message"),
     [
         (["--context", "no such book"], 1, "no such book"),
-        (["--context", "lamp", "--method", "guesswork"], 1, "guesswork"),
-        (["--context", "lamp", "--keep", "7"], 1, "keep_ratio is 7"),
-        (["--context", "lamp", "--mass", "1.5"], 1, "target_mass is 1.5"),
-        (["--context", "lamp", "--tokens-kept", "0"], 1, "token_budget is 0"),
-        (["--context", "lamp", "--keep", "0.1", "--mass", "0.9"], 1, "--keep and --mass are given"),
+        (["--context", "lamp", "--method", "guesswork"], 1, "error: --method is 'guesswork'"),
+        (["--context", "lamp", "--max-tokens", "32768"], 1, "shorten the prompt or lower --max-tokens"),
+        (["--context", "lamp", "--stop", ""], 2, "--stop is '' of 0 characters"),
+        (["--context", "lamp", *["--stop", "x"] * 17], 2, "--stop is given 17 times, expected at most 16"),
+        (["--context", "lamp", "--file", "question.txt"], 2, "--file is 'question.txt', which is not there"),
+        (["--context", "lamp", "--keep", "7"], 2, "--keep is 7.0, expected a number above 0 and at most 1"),
+        (["--context", "lamp", "--mass", "1.5"], 2, "--mass is 1.5"),
+        (["--context", "lamp", "--tokens-kept", "0"], 2, "--tokens-kept is 0"),
+        (["--context", "lamp", "--keep", "0.1", "--mass", "0.9"], 2, "--keep and --mass are given"),
         (["--context", "lamp", "--method", "csattention+sixpole"], 1, "expected one of dropped, monopole"),
         (["--context", "lamp", "--server", "127.0.0.1:1"], 1, "no server answers"),
-        (["--context", "lamp", "--server", "?"], 1, "HOST:PORT"),
-        (["--context", "lamp", "--timeout", "-1"], 1, "--timeout is -1, expected more than 0"),
-        (["--context", "lamp", "--timeout", "nan"], 1, "--timeout is nan, expected more than 0"),
+        (["--context", "lamp", "--server", "?"], 2, "HOST:PORT"),
+        (["--context", "lamp", "--timeout", "-1"], 2, "--timeout is -1.0, expected a number above 0"),
+        (["--context", "lamp", "--timeout", "nan"], 2, "--timeout is nan, expected a number above 0"),
         ([], 2, "--context"),
     ],
 )
@@ -275,7 +329,7 @@ def test_methods_are_shown_with_parameters_and_sizes(run: Run) -> None:
 
 def test_methods_of_a_model_and_a_server_at_once_are_refused(run: Run) -> None:
     result = run("methods", "--model", "reader", "--server", "127.0.0.1:1")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stderr == "error: --server and --model are given, expected at most one of them\n"
 
 

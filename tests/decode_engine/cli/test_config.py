@@ -11,7 +11,7 @@ import torch
 
 from decode_engine.cli.ask_command import AskConfig
 from decode_engine.cli.tune_command import TuneConfig
-from decode_engine.config import MAX_LANES, Compilation, ServeConfig, check_address, is_loopback
+from decode_engine.config import MAX_LANES, Address, Compilation, ServeConfig, is_loopback
 from decode_engine.evaluation.settings import EvaluationConfig
 from index_store.cli.options import Spelled, options_of
 from index_store.errors import InvalidArgumentError
@@ -21,13 +21,13 @@ from index_store.memory.placement import MemoryBytes
 
 @pytest.mark.parametrize("text", ["127.0.0.1:0", "localhost:50051", "[::1]:1", "some.host:65535"])
 def test_addresses(text: str) -> None:
-    assert check_address(text) == text
+    Address().check("--server", text)
 
 
 @pytest.mark.parametrize("text", ["", "localhost", ":80", "host:", "host:x", "host:65536", "::1:80", "a b:1"])
 def test_bad_addresses(text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="HOST:PORT"):
-        check_address(text)
+    with pytest.raises(InvalidArgumentError, match=r"^--server is .*, expected HOST:PORT"):
+        Address().check("--server", text)
 
 
 def test_loopback() -> None:
@@ -56,11 +56,13 @@ def test_limits_are_checked_and_named_as_their_flags(field: str) -> None:
 
 
 def test_too_many_lanes_and_search_threads_are_refused() -> None:
-    for given in ({"lanes": MAX_LANES + 1}, {"search_threads": 10**6}):
-        with pytest.raises(
-            InvalidArgumentError, match=r"--search-threads is .* and --lanes .*, expected at most"
-        ):
-            ServeConfig(Path(), "reader", **given)
+    for field, flag, value, expected in (
+        ("lanes", "--lanes", MAX_LANES + 1, f"1 to {MAX_LANES}"),
+        ("threads", "--threads", 10**6, "at most"),
+        ("search_threads", "--search-threads", 10**6, "at most"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=rf"^{flag} is {value}, expected {expected}"):
+            ServeConfig(Path(), "reader", **{field: value})
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "gpu", "CPU", ""])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from datetime import timedelta
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from index_store.__main__ import main
+from index_store.cli import report
 from index_store.cli.console import format_bytes
 from index_store.store.catalog import Store
 from index_store.store.zarr_io import chunk_path
@@ -44,6 +47,11 @@ class Command:
     def json(self, *arguments: str) -> dict[str, Any]:
         """The JSON object of a run that must succeed."""
         document: dict[str, Any] = json.loads(self.ok(*arguments, "--format", "json"))
+        return document
+
+    def json_beside_notes(self, *arguments: str) -> dict[str, Any]:
+        """The JSON object of a run that says something on standard error, too."""
+        document: dict[str, Any] = json.loads(self.run(*arguments, "--format", "json")[1])
         return document
 
     def fails(self, *arguments: str) -> str:
@@ -155,6 +163,71 @@ def test_ls_on_a_terminal(
     assert "\x1b[1m" in out
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_ls_fits_a_terminal(
+    command: Command, monkeypatch: pytest.MonkeyPatch, context: SyntheticContext, width: int
+) -> None:
+    other = synthetic_context(seed=3, name="a handbook of 灯 and of lighthouses")
+    other.write(command.store)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    header, *lines = re.sub(r"\x1b\[[0-9]*m", "", command.ok("ls")).splitlines()
+    assert all(cell_len(line.rstrip()) <= width for line in (header, *lines))
+    shown = header.split()
+    assert shown[:2] == ["ID", "NAME"]
+    rows, hint = lines[:2], " ".join(lines[2:])
+    assert {row[:12] for row in rows} == {id_[:12] for id_ in (context.id, other.id)}
+    left_out = [column for column in report.LIST_COLUMNS if column not in shown]
+    assert ("CREATED" in left_out) == (hint != "")
+    assert all(column in hint for column in left_out)
+
+
+def test_columns_of_wide_letters_are_aligned_in_a_pipe(command: Command) -> None:
+    synthetic_context(seed=3, name="灯台の本").write(command.store)
+    _, *lines = command.ok("ls").splitlines()
+    places = {cell_len(line[: line.index("READY")]) for line in lines}
+    assert len(places) == 1
+
+
+def test_leftovers_are_told(command: Command, context: SyntheticContext) -> None:
+    contexts = command.store.path / "contexts"
+    for name, size in ((f".tmp-{'0' * 64}-00", 2048), (f".trash-{'1' * 64}-00", 1024)):
+        (contexts / name).mkdir()
+        (contexts / name / "part").write_bytes(b"x" * size)
+        for path in (contexts / name / "part", contexts / name):
+            os.utime(path, (0, 0))
+    for words in (("ls",), ("verify",)):
+        code, out, err = command.run(*words)
+        assert code == 0
+        assert context.id in out
+        assert err == (
+            "Killed jobs or deletions left 2 folders of 3.0 KiB, the oldest of 1970-01-01 00:00:00Z; "
+            "`index-store gc` removes them.\n"
+        )
+        told = command.json_beside_notes(*words)["leftovers"]
+        assert [(item["kind"], item["bytes"]) for item in told] == [("temporary", 2048), ("trash", 1024)]
+        assert told[0]["path"] == str(contexts / f".tmp-{'0' * 64}-00")
+        assert told[0]["changed_at"] == "1970-01-01T00:00:00+00:00"
+    assert "leftovers" not in command.json_beside_notes("verify", "handbook")
+    command.ok("gc")
+    assert command.json("ls")["leftovers"] == []
+    assert context.id in command.ok("ls")
+
+
+@pytest.mark.parametrize(
+    ("layers", "of", "text"),
+    [
+        ((), 4, "none of 4"),
+        ((0,), 4, "1 of 4 (layer 0)"),
+        ((0, 3), 4, "2 of 4 (layers 0, 3)"),
+        ((1,), None, "1 (layer 1)"),
+    ],
+)
+def test_layers_are_told_from_their_number(layers: tuple[int, ...], of: int | None, text: str) -> None:
+    assert report.layers_text(layers, of) == text
+
+
 @pytest.mark.parametrize("ref", ["handbook", "prefix", "resource"])
 def test_show(command: Command, context: SyntheticContext, ref: str) -> None:
     refs = {"prefix": context.id[:8], "resource": f"contexts/{context.id}"}
@@ -163,7 +236,7 @@ def test_show(command: Command, context: SyntheticContext, ref: str) -> None:
     assert shown["id"] == context.id
     assert shown["state"] == "READY"
     assert shown["model"] == "toy (LlamaForCausalLM, aaaaaaaaaaaa)"
-    assert shown["layers"].startswith("1, 2")  # of the index, below the model's
+    assert shown["layers"] == "2 of 3 (layers 1, 2)"  # of the index, below the model's
     assert shown["tokens"] == "37"
     assert shown["kv"] == "6.9 KiB (7104 bytes, 192.0 per token), bfloat16"
     assert shown["index tables"] == "9.5 KiB (9768 bytes, 264.0 per token), recorded"
@@ -173,7 +246,7 @@ def test_show(command: Command, context: SyntheticContext, ref: str) -> None:
     assert shown["array_float16"] == "[2, 2, 5, 37] float16"
     assert shown["total"].endswith("(16872 bytes, 456.0 per token)")
     assert shown["methods"] == "csattention"
-    assert shown["dense layers"] == "0"
+    assert shown["dense layers"] == "1 of 3 (layer 0)"
     assert shown["selection errors"] == "0.2500, 0.0250, 0.0025"
     assert shown["prefill"] == "calibration=False, chunk=2048"
     assert shown["seconds"] == "forward 1.50, index 0.25"
@@ -204,6 +277,7 @@ def test_show_json(command: Command, context: SyntheticContext) -> None:
 def test_verify(command: Command, context: SyntheticContext, expired: SyntheticContext) -> None:
     assert sorted(command.ok("verify").splitlines()) == sorted([f"{context.id}: ok", f"{expired.id}: ok"])
     assert command.ok("verify", "handbook") == f"{context.id}: ok\n"
+    assert command.json("verify")["leftovers"] == []
     assert command.json("verify", "handbook") == {
         "ok": True,
         "contexts": [{"id": context.id, "ok": True, "errors": []}],

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from index_store.cli.options import SIZE, AtLeast, OneOf, Spelled, check_bounds, comma_separated, configured
-from index_store.errors import InvalidArgumentError
+from index_store.cli.checks import (
+    AtLeast,
+    Check,
+    Filled,
+    InputFile,
+    MoreThan,
+    OneOf,
+    OutputFile,
+    OutputFolder,
+)
+from index_store.cli.options import SIZE, Spelled, check_bounds, comma_separated, configured
+from index_store.errors import ContextNotFoundError, InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +108,6 @@ def test_a_command_has_options_of_its_own() -> None:
         (),
         ("--name", "a"),
         (*REQUIRED, "--colour", "blue"),
-        (*REQUIRED, "--kind", "x"),
         (*REQUIRED, "--threads", "x"),
     ],
 )
@@ -108,8 +120,79 @@ def test_bounds_name_the_flag() -> None:
         invoke(*REQUIRED, "--wait-most", "-1")
     with pytest.raises(InvalidArgumentError, match=r"^--memory is 9, expected at least 10$"):
         invoke(*REQUIRED, "--memory", "9")
-    with pytest.raises(InvalidArgumentError, match="size is 'much', expected"):
+    with pytest.raises(InvalidArgumentError, match=r"^--memory: size is 'much', expected"):
         invoke(*REQUIRED, "--memory", "much")
+    with pytest.raises(InvalidArgumentError, match=r"^--kind is 'x', expected exact or muse$"):
+        invoke(*REQUIRED, "--kind", "x")
+
+
+@pytest.mark.parametrize(
+    ("check", "good", "bad"),
+    [
+        (AtLeast(0), [0, 0.5, 2**62], [-1e-9, math.nan, math.inf, 2**64]),
+        (AtLeast(1, 4), [1, 4], [0, 5, math.nan]),
+        (MoreThan(0, 1), [1e-9, 1.0], [0.0, -1.0, 1.01, math.nan, math.inf]),
+        (OneOf("a", "b"), ["a", "b"], ["", "A", "ab"]),
+        (Filled(), ["x", " x"], ["", " \n"]),
+    ],
+)
+def test_checks_of_values(check: Check, good: list[object], bad: list[object]) -> None:
+    for value in good:
+        check.check("--it", value)
+    for value in bad:
+        with pytest.raises(InvalidArgumentError, match=r"^--it is .*, expected "):
+            check.check("--it", value)
+
+
+def test_checks_of_files(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    InputFile().check("--it", file)
+    InputFile(dash=True).check("--it", Path("-"))
+    OutputFile().check("--it", file)
+    OutputFile().check("--it", tmp_path / "new")
+    OutputFolder().check("--it", tmp_path)
+    OutputFolder().check("--it", tmp_path / "new" / "newer")
+    for check, path, message in (
+        (InputFile(), tmp_path, "a folder; expected a file"),
+        (InputFile(), tmp_path / "none", "which is not there"),
+        (InputFile(), Path("-"), "which is not there"),
+        (OutputFile(), tmp_path, "a folder"),
+        (OutputFile(), tmp_path / "none" / "new", "there is no folder"),
+        (OutputFolder(), file, "is a file; expected a folder"),
+        (OutputFolder(), file / "new", "is a file; expected a folder"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"^--it is .*{message}"):
+            check.check("--it", path)
+
+
+def test_checks_of_permissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may do everything
+    for check, path in (
+        (InputFile(), file),
+        (OutputFile(), file),
+        (OutputFile(), tmp_path / "new"),
+        (OutputFolder(), tmp_path),
+    ):
+        with pytest.raises(InvalidArgumentError, match=r"^--it is .*(may not|nothing may) be "):
+            check.check("--it", path)
+
+
+def test_what_a_configuration_refuses_is_wrong_usage() -> None:
+    @dataclass(frozen=True)
+    class Strict:
+        name: Annotated[str, typer.Option()]
+
+        def __post_init__(self) -> None:
+            raise ContextNotFoundError("never mind", context="x")
+
+    strict = typer.Typer()
+    strict.command()(configured(Strict)(lambda config: None))
+    refused = CliRunner().invoke(strict, ["--name", "x"])
+    assert isinstance(refused.exception, InvalidArgumentError)
+    assert (refused.exception.message, refused.exception.metadata) == ("never mind", {"context": "x"})
 
 
 def test_help_shows_what_people_write() -> None:

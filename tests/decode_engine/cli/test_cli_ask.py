@@ -1,0 +1,154 @@
+"""`ask` with questions from files and standard input, and `contexts`: a server's contexts over gRPC."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from decode_engine.rpc.client import Client
+from decode_engine.rpc.server import DecodeServer
+from index_store.errors import InvalidArgumentError
+from tests.decode_engine.cli.conftest import Run
+from tests.decode_engine.conftest import Library
+
+ASK = ("ask", "--context", "lamp", "--max-tokens", "5", "--format", "json")
+
+
+@pytest.fixture(autouse=True)
+def asked_server(monkeypatch: pytest.MonkeyPatch, server: DecodeServer, lamp: str) -> None:
+    monkeypatch.setenv("SPARSEKV_SERVER", server.address)
+
+
+def give_input(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def test_a_question_may_come_from_a_file_or_standard_input(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    question = "Wer zündete sie an — 灯?"
+    file = tmp_path / "question.txt"
+    file.write_text(f"\n{question}\n", encoding="utf-8")
+    asked = run(*ASK, question)
+    assert asked.returncode == 0, asked.stderr
+    expected = {name: json.loads(asked.stdout)[name] for name in ("text", "token_ids", "prompt_tokens")}
+    from_file = json.loads(run(*ASK, "--file", str(file)).stdout)
+    assert {name: from_file[name] for name in expected} == expected
+    for dash in (("-",), ("--file", "-")):
+        give_input(monkeypatch, file.read_bytes())
+        from_input = json.loads(run(*ASK, *dash).stdout)
+        assert {name: from_input[name] for name in expected} == expected
+
+
+def test_a_text_is_taken_as_it_is(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("  Who?\n\n")
+    asked = json.loads(run(*ASK, "--raw", "  Who?\n\n").stdout)
+    read = json.loads(run(*ASK, "--raw", "--file", str(file)).stdout)
+    assert (read["prompt_tokens"], read["token_ids"]) == (asked["prompt_tokens"], asked["token_ids"])
+    stripped = json.loads(run(*ASK, "--raw", "Who?").stdout)
+    assert stripped["prompt_tokens"] < read["prompt_tokens"]
+
+
+@pytest.mark.parametrize("blank", ["", "   ", "\n\t "])
+def test_a_blank_question_is_refused_everywhere(
+    run: Run, monkeypatch: pytest.MonkeyPatch, client: Client, lamp: str, blank: str
+) -> None:
+    result = run(*ASK, blank)
+    assert (result.returncode, result.stderr) == (2, "error: the question is empty, expected words\n")
+    give_input(monkeypatch, blank.encode())
+    assert run(*ASK, "-").stderr == "error: the question is empty, expected words\n"
+    with (
+        pytest.raises(InvalidArgumentError, match=r"question is (empty|blank), expected"),
+        client.generate(lamp, question=blank) as generation,
+    ):
+        generation.read()
+
+
+@pytest.mark.parametrize("words", [(), ("Who?", "--file", __file__), ("-", "--file", "-")])
+def test_one_question_is_expected(run: Run, words: tuple[str, ...]) -> None:
+    result = run(*ASK, *words)
+    assert result.returncode == 2
+    assert (
+        result.stderr == "error: expected one of a question, - for a question on standard input, and --file\n"
+    )
+
+
+def test_input_that_is_no_text_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_input(monkeypatch, b"Who\xff?")
+    result = run(*ASK, "-")
+    assert result.returncode == 2
+    assert result.stderr == "error: standard input is not UTF-8 text: byte 3 cannot be decoded\n"
+
+
+def test_contexts_are_listed_and_shown(run: Run, client: Client, lamp: str) -> None:
+    id_ = lamp.removeprefix("contexts/")
+    header, *lines = run("contexts", "ls").stdout.splitlines()
+    assert header.split()[:5] == ["ID", "NAME", "STATE", "MEMORY", "METHOD"]
+    (line,) = [line for line in lines if line.startswith(id_)]
+    assert line.split()[1:3] == ["lamp", "ready"]
+    listed = json.loads(run("contexts", "ls", "--format", "json").stdout)
+    (entry,) = [entry for entry in listed["contexts"] if entry["name"] == lamp]
+    assert entry == json.loads(run("contexts", "show", id_[:8], "--format", "json").stdout)
+    info = client.get_context(lamp)
+    assert (entry["token_count"], entry["create_time"]) == (info.token_count, info.create_time.isoformat())
+    rows = dict(line.split("  ", 1) for line in run("contexts", "show", "lamp").stdout.splitlines())
+    shown = {label.strip(): value.strip() for label, value in rows.items()}
+    assert (shown["id"], shown["name"], shown["state"]) == (id_, "lamp", "ready")
+    assert shown["dense layers"] == "1 (layer 0)"
+    assert shown["index query_tables"].startswith("query_tables, ")
+
+
+def test_contexts_are_warmed_and_removed(run: Run, library: Library, client: Client) -> None:
+    names = ["candle", "torch"]
+    ids = {name: library.prefill(name) for name in names}
+    first = json.loads(run("contexts", "warm", "candle", "--format", "json").stdout)
+    assert first["warmed"][0]["already_resident"] is False
+    assert first["warmed"][0]["context"]["resident"] is True
+    again = run("contexts", "warm", "candle", ids["candle"], "torch").stdout.splitlines()
+    assert again[0] == f"{ids['candle']}: was in memory"
+    assert again[1].startswith(f"{ids['torch']}: loaded in ")
+    refused = run("contexts", "rm", "torch", "no such book")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "no such book" in refused.stderr
+    assert json.loads(run("contexts", "rm", "torch", "--format", "json").stdout) == {
+        "removed": [ids["torch"]]
+    }
+    assert run("contexts", "rm", "candle").stdout == f"removed {ids['candle']}\n"
+    assert not {context.display_name for context in client.list_contexts()} & set(names)
+
+
+@pytest.mark.parametrize("words", [("ls",), ("show", "x"), ("warm", "x"), ("rm", "x")])
+def test_contexts_of_no_server(run: Run, words: tuple[str, ...]) -> None:
+    result = run("contexts", *words, "--server", "127.0.0.1:1")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: no server answers at 127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--out", "{0}/a", "--questions", "{0}/a"], 2, "--out and --questions are both "),
+        (["--out", "{0}/kept", "--questions", "{0}/link"], 2, "--out and --questions are both "),
+        (
+            ["--out", "{0}/a", "--questions", "{0}/b", "--text", "{0}/empty"],
+            2,
+            "empty is empty; expected words",
+        ),
+        (["--out", "{0}/a", "--questions", "{0}/b", "--ask", "9", "--facts", "8"], 2, "--ask is 9"),
+    ],
+)
+def test_make_document_writes_nothing_where_it_refuses(
+    run: Run, tmp_path: Path, arguments: list[str], code: int, message: str
+) -> None:
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "kept").write_text("a document")
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    result = run("make-document", "--tokens", "1000", *(part.format(tmp_path) for part in arguments))
+    assert result.returncode == code
+    assert message in result.stderr
+    assert (tmp_path / "kept").read_text() == "a document"
+    assert not {path.name for path in tmp_path.iterdir()} & {"a", "b"}

@@ -1,0 +1,264 @@
+"""All three commands: every option refuses what it cannot take, at once and by its name, and starting is quick."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from typer.main import Typer
+
+from index_store.cli.checks import AtLeast, InputFile, OneOf, OutputFile, OutputFolder
+from index_store.cli.options import Spelled, flag_of, options_of
+
+PACKAGES = {
+    "index-store": "index_store",
+    "prefill-worker": "prefill_worker",
+    "decode-engine": "decode_engine",
+}
+
+# What a command needs besides the option that is looked at. {text}, {folder}: a file and a folder that are there.
+NEEDED = {
+    "prefill-worker run": "--model reader --store {folder}/store --input {text}",
+    "prefill-worker add-index": "--store {folder} --context c",
+    "decode-engine serve": "--model reader --store {folder}",
+    "decode-engine ask": "--context c --server 127.0.0.1:1",
+    "decode-engine status": "",
+    "decode-engine methods": "",
+    "decode-engine evaluate": "--out {folder}/out",
+    "decode-engine evaluate-merge": "--out {folder}/out",
+    "decode-engine make-document": "--out {folder}/d --questions {folder}/q",
+    "decode-engine tune": "--store {folder} --context c",
+    "decode-engine contexts ls": "",
+    "decode-engine contexts show": "c",
+    "decode-engine contexts warm": "c",
+    "decode-engine contexts rm": "c",
+}
+ARGUMENTS = {"decode-engine ask": ["Who?"], "decode-engine evaluate-merge": ["run"]}
+
+NO_NUMBERS = ("nan", "inf", "-inf", "1e400", "-1", "1e30", str(10**30), "", "x", "0x1")
+
+
+@dataclass(frozen=True)
+class CommandOption:
+    """A field of a command's configuration."""
+
+    command: str
+    flag: str
+    kinds: frozenset[type]
+    marks: tuple[Any, ...]
+
+    def mark(self, kind: type) -> Any:
+        """What the field is annotated with of that kind, None without."""
+        return next((mark for mark in self.marks if isinstance(mark, kind)), None)
+
+
+def _callbacks(app: Typer, name: str) -> Iterator[tuple[str, Callable[..., None]]]:
+    for command in app.registered_commands:
+        assert command.callback is not None
+        yield f"{name} {command.name or command.callback.__name__}", command.callback
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        yield from _callbacks(group.typer_instance, f"{name} {group.name}")
+
+
+def _kinds(hint: Any) -> frozenset[type]:
+    """The types that a field may be of, those inside of tuples included."""
+    parts = [part for part in get_args(hint) if part not in (type(None), Ellipsis)]
+    return frozenset().union(*map(_kinds, parts)) if parts else frozenset({hint})
+
+
+def _configured() -> Iterator[CommandOption]:
+    for name, package in PACKAGES.items():
+        for command, callback in _callbacks(import_module(f"{package}.cli.command_line").app, name):
+            config = getattr(callback, "config", None)
+            if config is None:
+                assert package == "index_store", f"{command} is not made from a configuration"
+                continue
+            for field, hint, marks in options_of(config):
+                yield CommandOption(command, flag_of(field, marks), _kinds(hint), marks)
+
+
+OPTIONS = tuple(_configured())
+NUMBERS = [option for option in OPTIONS if option.kinds & {int, float}]
+
+
+def _id(option: CommandOption) -> str:
+    return f"{option.command} {option.flag}"
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[CommandOption, str], None]:
+    """Runs an option's command with a value, and looks that it is refused as wrong usage in one sentence."""
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+
+    def run(option: CommandOption, value: str) -> None:
+        name, *words = option.command.split()
+        needed = NEEDED[option.command].format(text=text, folder=tmp_path).split()
+        given = dict(zip(needed[::2], needed[1::2], strict=False)) if needed[:1] != ["c"] else {}
+        given.pop(option.flag, None)
+        line = [*words, *(part for pair in given.items() for part in pair), f"{option.flag}={value}"]
+        line += ["c"] if needed[:1] == ["c"] else ARGUMENTS.get(option.command, [])
+        with pytest.raises(SystemExit) as ended:
+            import_module(f"{PACKAGES[name]}.__main__").main(line)
+        out, err = capsys.readouterr()
+        assert (ended.value.code, out) == (2, ""), f"{value}: {err}"
+        assert err.startswith("error: "), err
+        assert err.count("\n") == 1, err
+        assert re.search(rf"{option.flag}\b", err), f"{value}: {err}"
+
+    return run
+
+
+def test_all_commands_are_looked_through() -> None:
+    assert {option.command for option in OPTIONS} == set(NEEDED)
+    assert len(NUMBERS) > 40
+
+
+@pytest.mark.parametrize("option", NUMBERS, ids=_id)
+def test_numbers_have_a_range(option: CommandOption) -> None:
+    assert option.mark(AtLeast) is not None
+
+
+@pytest.mark.parametrize("option", NUMBERS, ids=_id)
+def test_what_is_no_number_in_range_is_refused(
+    option: CommandOption, refuse: Callable[[CommandOption, str], None]
+) -> None:
+    spelled = option.mark(Spelled)
+    for value in NO_NUMBERS:
+        if value == "" and spelled is not None and not isinstance(spelled.default, int):
+            continue  # an empty list, where a list is written
+        refuse(option, value)
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.mark(OneOf)], ids=_id)
+def test_other_words_are_refused(option: CommandOption, refuse: Callable[[CommandOption, str], None]) -> None:
+    for value in ("nonsense", "", "AUTO", "int8"):
+        if not (value == "" and option.mark(Spelled)):
+            refuse(option, value)
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.kinds & {Path}], ids=_id)
+def test_files_that_do_not_fit_are_refused(
+    option: CommandOption, refuse: Callable[[CommandOption, str], None], tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("x")
+    if option.mark(InputFile):
+        for value in (tmp_path / "none", tmp_path / "folder", ""):
+            refuse(option, str(value))
+    elif option.mark(OutputFile):
+        for value in (tmp_path / "none" / "new", tmp_path / "folder", tmp_path / "file" / "new"):
+            refuse(option, str(value))
+    elif option.mark(OutputFolder):
+        for value in (tmp_path / "file", tmp_path / "file" / "new"):
+            refuse(option, str(value))
+    else:
+        assert option.flag in ("--store", "--runs")  # which the store, and what reads results, look at
+
+
+@pytest.mark.parametrize(
+    "option", [option for option in OPTIONS if option.flag in ("--server", "--listen")], ids=_id
+)
+def test_what_is_no_address_is_refused(
+    option: CommandOption, refuse: Callable[[CommandOption, str], None]
+) -> None:
+    for value in ("", "here", "127.0.0.1:-1", "127.0.0.1:65536", "::1:80"):
+        refuse(option, value)
+
+
+def _helps() -> Iterator[tuple[str, ...]]:
+    for name, package in PACKAGES.items():
+        app = import_module(f"{package}.cli.command_line").app
+        groups = [name, *(f"{name} {group.name}" for group in app.registered_groups)]
+        for command in (*groups, *(command for command, _ in _callbacks(app, name))):
+            yield tuple(command.split())
+
+
+@pytest.mark.parametrize("command", tuple(_helps()), ids=" ".join)
+def test_help_is_text_that_wraps(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, *words = command
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"{PACKAGES[name]}.__main__").main([*words, "-h"])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith(f"Usage: {' '.join(command)} ")
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines[1:] if line.endswith("...")], (
+        "a sentence of the list of commands is too long"
+    )
+    text = lines[2 : lines.index("Arguments:" if "Arguments:" in lines else "Options:")]
+    for line, following in itertools.pairwise(text):
+        if line and following:
+            assert len(line) + 1 + len(following.split()[0]) > 78, "a line breaks in mid-sentence"
+
+
+def test_help_keeps_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        import_module("decode_engine.__main__").main(["ask", "--help"])
+    assert "PRESET[+REMAINDER][@OPTION]" in capsys.readouterr().out
+
+
+HEAVY = ("torch", "transformers", "numba", "triton", "faiss", "zarr")
+QUICK = {
+    "index_store": ["--help", "--version", "ls --store .", "gc --store . --dry-run", "show --store . x"],
+    "prefill_worker": ["--help", "run --help", "run --model reader --store . --input missing"],
+    "decode_engine": [
+        "--help",
+        *(f"{word} --help" for word in ("serve", "ask", "evaluate", "make-document", "tune", "contexts")),
+        "ask --context c --server 127.0.0.1:1 Who?",
+        "status --server 127.0.0.1:1",
+        "serve --store missing --model reader",
+        "serve --store . --model missing",
+        "tune --store . --context x --target-mass 0.9",
+    ],
+}
+
+# Runs command lines in one interpreter and tells which of the modules are there after each.
+IMPORTED = """
+import contextlib, io, runpy, sys
+module, heavy, *lines = sys.argv[1:]
+for line in lines:
+    sys.argv = [module, *line.split()]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit:
+            pass
+    print(line, [name for name in heavy.split(",") if name in sys.modules], sep=": ")
+"""
+
+
+@pytest.mark.parametrize("module", QUICK)
+def test_what_needs_no_model_imports_no_library_for_models(module: str, tmp_path: Path) -> None:
+    (tmp_path / "contexts").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED, module, ",".join(HEAVY), *QUICK[module]],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    assert done.stdout.splitlines() == [f"{line}: []" for line in QUICK[module]], done.stderr
