@@ -19,8 +19,6 @@ MUSE_SETTINGS: Mapping[str, type[int] | type[float]] = {
     "iterations": int,
 }
 """What follows `muse:` as name=number; `monopole` stands for itself."""
-_FRAME = " │╭╰╮╯─"
-"""What usage errors are framed with."""
 
 
 class PrefillFailedError(SparseKVError):
@@ -61,9 +59,10 @@ class PrefillCommand:
             command += ["--calibration", str(self.calibration)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            lines = [line.strip(_FRAME) for line in done.stderr.splitlines()]
-            said = [line for line in lines if line] or [f"no message, exit code {done.returncode}"]
-            raise PrefillFailedError(f"prefill-worker could not prefill {document}: {said[-1]}")
+            said = done.stderr.splitlines() or [f"no message, exit code {done.returncode}"]
+            raise PrefillFailedError(
+                f"prefill-worker could not prefill {document}: {said[-1].removeprefix('error: ')}"
+            )
         report: dict[str, Any] = json.loads(done.stdout)
         return report
 
@@ -75,7 +74,7 @@ def attention_flags(expression: str) -> list[str]:
     """
     name, separator, listed = expression.partition(":")
     if name not in ("exact", "muse") or (separator and name == "exact"):
-        raise InvalidArgumentError(f"attention is {expression!r}, expected exact or muse:NAME=NUMBER,...")
+        raise InvalidArgumentError(f"--attention is {expression!r}, expected exact or muse:NAME=NUMBER,...")
     flags = [] if name == "exact" else ["--attention", name]
     for setting in listed.split(",") if separator else ():
         key, _, value = setting.strip().partition("=")
@@ -85,7 +84,7 @@ def attention_flags(expression: str) -> list[str]:
             flags += [f"--muse-{key}", value]
         else:
             raise InvalidArgumentError(
-                f"attention is {expression!r}: cannot read {setting!r}, expected "
+                f"--attention is {expression!r}: cannot read {setting!r}, expected "
                 f"{', '.join(f'{known}=NUMBER' for known in MUSE_SETTINGS)} or monopole"
             )
     return flags

@@ -106,7 +106,7 @@ def sample_layer(layer: int, seen: Observation, rows_T: Tensor, remainder_bytes:
     weights_HTGX, full_HTGD = _attend_all(seen, q_HTGD, positions_T)
     kept_HTR, counts_HT = _kept(seen, rows_T)
     searched_HTGR = weights_HTGX[..., seen.sinks : seen.search_end]
-    outside_HTG = weights_HTGX.sum(-1) - searched_HTGR.sum(-1)
+    outside_HTG = 1.0 - searched_HTGR.sum(-1)  # a learnt sink's weight is never missed
     mass_HTG = outside_HTG + (searched_HTGR * kept_HTR.unsqueeze(2)).sum(-1)
     difference_HTGD = seen.out_HTGD[:, rows_T].float() - full_HTGD
     heads, _, _, head_dim = q_HTGD.shape
@@ -142,8 +142,11 @@ def _attend_all(seen: Observation, q_HTGD: Tensor, positions_T: Tensor) -> tuple
         [q_HTGD @ part[:, None, :, 0].to(device).float().transpose(-1, -2) for part in parts], dim=-1
     )
     hidden_TX = torch.arange(visible, device=logits.device) > positions_T[:, None]
-    logits.masked_fill_(hidden_TX[:, None], -torch.inf)
-    weights = logits.softmax(-1)
+    logits = seen.form.capped(logits).masked_fill_(hidden_TX[:, None], -torch.inf)
+    lse_HTG = logits.logsumexp(-1)
+    if seen.form.sink_HG is not None:
+        lse_HTG = torch.logaddexp(lse_HTG, seen.form.sink_HG[:, None])
+    weights = torch.exp(logits - lse_HTG[..., None])
     out, first = torch.zeros_like(q_HTGD), 0
     for part in parts:
         last = first + part.shape[1]

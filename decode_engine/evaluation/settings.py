@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -21,16 +20,23 @@ from decode_engine.config import (
     check_placement,
 )
 from decode_engine.evaluation.prefill_command import attention_flags
-from decode_engine.evaluation.scoring import WARM_UP_STEPS
 from decode_engine.evaluation.tasks import FAMILIES, DocumentSet, get_family, parse_length
-from index_store.cli.options import AUTO, comma_separated
+from index_store.cli.checks import AtLeast, InputFile, MoreThan, OneOf, OutputFolder
+from index_store.cli.options import AUTO, check_bounds, comma_separated
 from index_store.errors import InvalidArgumentError
 from index_store.methods.expressions import EXPRESSION_HELP
-from index_store.methods.method import Method
-from index_store.methods.presets import METHODS, get_method
-from index_store.selection.mass import Mass
 
+if TYPE_CHECKING:
+    from index_store.methods.method import Method
+
+WARM_UP_STEPS = 2
 TIMED_STEPS = 12
+
+TUNED_QUERIES = 16
+"""Queries per layer that `tune` judges a method by, out of those of the context's last positions."""
+
+CONTINUATION_TOKENS = 128
+"""Tokens that `tune` predicts where no texts are given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +66,19 @@ class Variant:
         return "all" if self.keep is None else f"{self.keep:.2%}"
 
 
-def _parse_number(label: str, text: str) -> float:
+def _parse_number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InvalidArgumentError(f"{label} is {text!r}, expected a number such as 0.02") from None
+        raise InvalidArgumentError(f"{text!r} is no number; expected some such as 0.02") from None
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig:
     """What to evaluate: what the flags of `decode-engine evaluate` say.
 
-    tasks: families that share the questions evenly. methods: expressions for `get_method`. text: sources of the
+    tasks: families that share the questions evenly. methods: expressions for `get_method`, all presets when none is
+    given. text: sources of the
     contexts, joined; the packaged novels when empty.
     index: indexes with other parameters than the methods' own, each as `prefill-worker run --index` takes it.
     attention: "exact", or how a second set of contexts is prefilled, which is compared with the first
@@ -80,49 +87,61 @@ class EvaluationConfig:
     prompts: what a question's tokens attend to; auto is each what a search for it selects, on any device.
     """
 
-    out: Annotated[Path, Option(help="Folder for the results, the pictures and the store.")]
+    out: Annotated[Path, Option(help="Folder for the results, the pictures and the store."), OutputFolder()]
     model: ModelOption = "reader"
     context_lengths: Annotated[
         tuple[int, ...],
         Option("--context-length", help="Context lengths in tokens, comma-separated."),
         comma_separated("8k,32k", parse_length),
+        AtLeast(1, 2**31),
     ] = (8192, 32768)
     tasks: Annotated[
         tuple[str, ...],
         Option(help=f"Tasks, comma-separated: {', '.join(FAMILIES)}."),
         comma_separated("single"),
+        OneOf(*FAMILIES),
     ] = ("single",)
-    questions: Annotated[int, Option(help="Questions per context length, over all tasks.")] = 216
-    facts: Annotated[int, Option(help="Questions per context at most.")] = 24
+    questions: Annotated[
+        int, Option(help="Questions per context length, over all tasks."), AtLeast(1, 1_000_000)
+    ] = 216
+    facts: Annotated[int, Option(help="Questions per context at most."), AtLeast(1, 100_000)] = 24
     distractors: DistractorsOption = None
     methods: Annotated[
         tuple[str, ...],
-        Option(help=f"Methods, comma-separated, each {EXPRESSION_HELP}."),
-        comma_separated(",".join(METHODS)),
-    ] = tuple(METHODS)
+        Option(help=f"Methods, comma-separated, each {EXPRESSION_HELP}; by default all presets."),
+        comma_separated(""),
+    ] = ()
     keep: Annotated[
         tuple[float, ...],
         Option(help="Fractions of the keys to keep, comma-separated."),
-        comma_separated("0.01,0.02,0.05,0.1", partial(_parse_number, "keep")),
+        comma_separated("0.01,0.02,0.05,0.1", _parse_number),
+        MoreThan(0, 1),
     ] = (0.01, 0.02, 0.05, 0.1)
     mass: Annotated[
         tuple[float, ...],
         Option(help="Attention masses to keep, for methods that follow mass."),
-        comma_separated("0.5,0.7,0.9,0.95", partial(_parse_number, "mass")),
+        comma_separated("0.5,0.7,0.9,0.95", _parse_number),
+        MoreThan(0, 1),
     ] = (0.5, 0.7, 0.9, 0.95)
     text: TextOption = ()
-    text_tokens: Annotated[int, Option(help="Plain-text tokens scored after each context.")] = 96
+    text_tokens: Annotated[
+        int,
+        Option(help="Plain-text tokens scored after each context."),
+        AtLeast(TIMED_STEPS + WARM_UP_STEPS, 100_000),
+    ] = 96
     chat: Annotated[bool, Option("--chat", help="Ask through the model's own chat template.")] = False
     dense_layers: Annotated[str, Option(help="As for prefill-worker run.")] = AUTO
-    calibration: Annotated[Path | None, Option(help="As for prefill-worker run.")] = None
+    calibration: Annotated[Path | None, Option(help="As for prefill-worker run."), InputFile()] = None
     index: Annotated[tuple[str, ...], Option(metavar="NAME", help="As for prefill-worker run.")] = ()
     index_for: Annotated[
         tuple[str, ...],
         Option(help="Further methods to build indexes for, so that several runs share contexts."),
         comma_separated(""),
     ] = ()
-    store: Annotated[Path | None, Option(help="Store for the contexts; OUT/store by default.")] = None
-    seed: Annotated[int, Option(help="Decides facts, depths and parts of the text.")] = 0
+    store: Annotated[
+        Path | None, Option(help="Store for the contexts; OUT/store by default."), OutputFolder()
+    ] = None
+    seed: Annotated[int, Option(help="Decides facts, depths and parts of the text."), AtLeast(0)] = 0
     device: DeviceOption = AUTO
     placement: PlacementOption = AUTO
     prompts: PromptsOption = Prompts.AUTO
@@ -135,24 +154,23 @@ class EvaluationConfig:
     ] = "exact"
 
     def __post_init__(self) -> None:
+        from index_store.methods.presets import METHODS, get_method
+
+        check_bounds(self)
         check_device(self.device)
         check_placement(self.placement, self.device)
-        for label, value, least in (
-            ("questions", self.questions, max(1, len(self.tasks))),
-            ("facts", self.facts, 1),
-            ("distractors", self.distractors or 0, 0),
-            ("text_tokens", self.text_tokens, TIMED_STEPS + WARM_UP_STEPS),
-        ):
-            if value < least:
-                raise InvalidArgumentError(f"{label} is {value}, expected at least {least}")
-        if not self.context_lengths or min(self.context_lengths) < 1:
-            raise InvalidArgumentError("context_lengths is empty or holds a number below 1")
+        if not self.context_lengths:
+            raise InvalidArgumentError("--context-length is empty, expected lengths such as 8k,32k")
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise InvalidArgumentError(
-                f"tasks are {', '.join(self.tasks) or 'none'}, expected one or more, each once"
+                f"--tasks is {','.join(self.tasks)!r}, expected one or more, each once"
             )
-        for task in self.tasks:
-            get_family(task)
+        if self.questions < len(self.tasks):
+            raise InvalidArgumentError(
+                f"--questions is {self.questions}, expected at least one for each of {len(self.tasks)} tasks"
+            )
+        if not self.methods:
+            object.__setattr__(self, "methods", tuple(METHODS))
         for name in self.index_for:
             get_method(name)
         attention_flags(self.attention)
@@ -163,6 +181,9 @@ class EvaluationConfig:
 
         Raises MethodUnsupportedError or InvalidArgumentError for what is no method or budget.
         """
+        from index_store.methods.presets import get_method
+        from index_store.selection.mass import Mass
+
         found: list[Variant] = []
         for name in dict.fromkeys(("full", *self.methods)):
             method = get_method(name)
@@ -182,6 +203,8 @@ class EvaluationConfig:
 
     def indexed(self) -> list[str]:
         """Expressions to prefill contexts for, in an order that does not depend on which of them are measured."""
+        from index_store.methods.presets import get_method
+
         names = {*self.methods, *self.index_for}
         return sorted(name for name in names if get_method(name).index_specs())
 

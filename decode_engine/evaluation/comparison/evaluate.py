@@ -21,13 +21,12 @@ from decode_engine.evaluation.comparison.summary import ALL_TASKS, MassMap, Scor
 from decode_engine.evaluation.context_arena import arena_for
 from decode_engine.evaluation.prefill_command import PrefillCommand
 from decode_engine.evaluation.scoring import (
-    WARM_UP_STEPS,
     Segment,
     reference_log_probs,
     score_segment,
     seconds_per_token,
 )
-from decode_engine.evaluation.settings import TIMED_STEPS, EvaluationConfig, Variant
+from decode_engine.evaluation.settings import TIMED_STEPS, WARM_UP_STEPS, EvaluationConfig, Variant
 from decode_engine.evaluation.tasks import Document, Question, chat_question, make_documents, source_text
 from decode_engine.model.runner import ModelRunner
 from index_store.cli.progress import Advance, StartStage
@@ -67,6 +66,8 @@ def _setting(config: EvaluationConfig, runner: ModelRunner, text: str) -> dict[s
         many = isinstance(value, tuple)
         plain = [_plain(v) for v in (value if many else (value,))]
         settings[name] = plain if many else plain[0]
+    # What is judged, whatever it was chosen by.
+    settings["prompts"] = runner.prompts.value
     return {
         "settings": settings,
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
@@ -119,10 +120,10 @@ class _Evaluation:
         advance = start_stage(f"asking after {length:,} tokens", pieces)
         for number, (manifest, texts) in enumerate(zip(contexts, segments, strict=True)):
             with arena.acquire(store, manifest.id) as context:
-                references = self._score_context(context, variants, texts, tallies, advance)
+                references = self._score_context(number, context, variants, texts, tallies, advance)
             if approximated:
                 with arena.acquire(store, twins[number].id) as context:
-                    self._score_context(context, approximated, texts, later, advance, references)
+                    self._score_context(number, context, approximated, texts, later, advance, references)
             self._summarise(length, [*variants, *approximated], [*tallies, *later], contexts)
             self.write(complete=False)
 
@@ -138,6 +139,7 @@ class _Evaluation:
 
     def _score_context(
         self,
+        number: int,
         context: ResidentContext,
         variants: Sequence[Variant],
         segments: Sequence[Segment],
@@ -145,15 +147,17 @@ class _Evaluation:
         advance: Advance,
         references: Sequence[Tensor] = (),
     ) -> list[Tensor]:
-        """Adds to the tallies; returns what full attention predicted, unless another context's are the references."""
+        """Adds to the tallies; returns what full attention predicted, unless another context's are the references.
+
+        number: of the document that the context is made of.
+        """
         runner = self.runner
         found = list(references)
-        for number, segment in enumerate(segments):
+        for place, segment in enumerate(segments):
             if not references:
                 found.append(reference_log_probs(runner, context, variants[0].method, segment))
-            reference_TV = found[number]
             for variant, tally in zip(variants, tallies, strict=True):
-                tally.scores.append(score_segment(runner, context, variant.method, segment, reference_TV))
+                tally.add(score_segment(runner, context, variant.method, segment, found[place]), number)
             return_free_memory()
             advance()
         steps = segments[-1].token_ids[: TIMED_STEPS + WARM_UP_STEPS]

@@ -19,7 +19,7 @@ from decode_engine.evaluation.comparison.tables import markdown_table
 from index_store.errors import InvalidArgumentError
 
 FILES = ("results.json", "results.csv", "results.md")
-_LATER_SETTINGS = {"index": [], "attention": "exact", "prompts": "auto", "placement": "auto"}
+_LATER_SETTINGS = {"index": [], "attention": "exact", "prompts": "each", "placement": "auto"}
 """What settings were before there was a choice: older runs do not name them."""
 _FREE_SETTINGS = frozenset({"out", "store", "methods", "keep", "mass", "index_for"})
 """Settings in which merged runs may differ; `text` is compared by its content, the model by its fingerprint."""
@@ -34,6 +34,11 @@ class Results:
     setting: Mapping[str, Any]
     scores: Sequence[Score]
     maps: Sequence[MassMap]
+
+    @property
+    def prompts(self) -> str:
+        """What a question's tokens attended to: a value of `Prompts`, but not `auto`."""
+        return str({**_LATER_SETTINGS, **self.setting["settings"]}["prompts"])
 
     def as_json(self) -> dict[str, Any]:
         """The object that results.json holds."""
@@ -53,7 +58,7 @@ def write_results(folder: Path, results: Results) -> None:
     contents = (
         json.dumps(results.as_json(), indent=2) + "\n",
         table.getvalue(),
-        markdown_table(results.scores),
+        markdown_table(results.scores, results.prompts),
     )
     for name, content in zip(FILES, contents, strict=True):
         temporary = folder / f".{name}.{os.getpid()}"

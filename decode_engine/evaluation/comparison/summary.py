@@ -5,7 +5,6 @@ Shape legend: T predicted positions, H KV heads, G group heads.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,11 @@ class Score:
     """What is reported for one method at one budget, context length and task ("all" stands for all tasks together).
 
     budget: as a text. keep, mass: the budget as a number, whichever it is; None for a method that keeps everything.
-    Fields ending in _se are standard errors of the mean; those of KL and of what was observed inside of layers treat
-    a question or text as one draw, because neighbouring tokens are not independent. None for a single draw.
-    exact_match_loss: full attention's exact match minus this one's, on the same questions. answer_tokens_hit: share of
-    the answer tokens that were the most probable ones.
+    Fields ending in _se are standard errors of the mean with a context and all that was asked about it as one draw,
+    because its questions share text, index and where k-means began (`cluster_mean`). None for a single context.
+    contexts: how many draws that are. exact_match_loss: full attention's exact match minus this one's, on the same
+    questions; its error is of these differences. answer_tokens_hit: share of the answer tokens that were the most
+    probable ones.
     kl: over question and answer tokens; kl_answer: answer tokens only; kl_text: plain text. In nats per token.
     recall, captured_mass, output_error, vectors_read, bytes_per_step, bytes_share: means over layers that search, see
     `LayerSample`; None when nothing searched. vectors_read: per KV head, layer and step. bytes_per_step: of keys,
@@ -45,6 +45,7 @@ class Score:
     keep: float | None
     mass: float | None
     questions: int
+    contexts: int
     exact_match: float
     exact_match_se: float | None
     exact_match_loss: float
@@ -91,7 +92,13 @@ class Tally:
 
     def __init__(self) -> None:
         self.scores: list[SegmentScore] = []
+        self.contexts: list[int] = []
         self.seconds: list[float] = []
+
+    def add(self, score: SegmentScore, context: int) -> None:
+        """A segment's score; context: a number for the context that it follows."""
+        self.scores.append(score)
+        self.contexts.append(context)
 
     def summarise(
         self,
@@ -103,24 +110,24 @@ class Tally:
     ) -> Score:
         """Means and standard errors. `full` is full attention's tally over the same segments in the same order."""
         pairs = [
-            (mine, reference)
-            for mine, reference in zip(self.scores, full.scores, strict=True)
+            (context, mine, reference)
+            for context, mine, reference in zip(self.contexts, self.scores, full.scores, strict=True)
             if task in {ALL_TASKS, mine.task}
         ]
-        scores = [mine for mine, _ in pairs]
-        asked = [(mine, reference) for mine, reference in pairs if mine.exact is not None]
-        exact = [float(bool(mine.exact)) for mine, _ in asked]
-        losses = [float(bool(reference.exact)) - float(bool(mine.exact)) for mine, reference in asked]
-        hit, hit_se = cluster_mean([mine.hit_T[mine.answer_T].double() for mine, _ in asked])
-        kl, kl_se = cluster_mean([mine.kl_T for mine, _ in asked])
-        kl_answer, kl_answer_se = cluster_mean([mine.kl_T[mine.answer_T] for mine, _ in asked])
-        kl_text, kl_text_se = cluster_mean([score.kl_T for score in scores if score.exact is None])
-        recall, recall_se = _observed(scores, lambda sample: sample.recall_HT)
-        captured, captured_se = _observed(scores, lambda sample: sample.mass_HTG)
-        error, error_se = _observed(scores, lambda sample: sample.error_T)
-        vectors, _ = _observed(scores, lambda sample: sample.vectors_T)
-        read, _ = _observed(scores, lambda sample: sample.bytes_T)
-        share, _ = _observed(scores, lambda sample: sample.bytes_T / sample.full_bytes_T)
+        scores = [mine for _, mine, _ in pairs]
+        observed = [(context, mine) for context, mine, _ in pairs if mine.samples]
+        asked = [pair for pair in pairs if pair[1].exact is not None]
+        exact, exact_se = _mean(asked, lambda mine, _: _exact(mine))
+        loss, loss_se = _mean(asked, lambda mine, reference: _exact(reference) - _exact(mine))
+        hit, hit_se = _mean(asked, lambda mine, _: mine.hit_T[mine.answer_T])
+        kl, kl_se = _mean(asked, lambda mine, _: mine.kl_T)
+        kl_answer, kl_answer_se = _mean(asked, lambda mine, _: mine.kl_T[mine.answer_T])
+        kl_text, kl_text_se = _mean(
+            [pair for pair in pairs if pair[1].exact is None], lambda mine, _: mine.kl_T
+        )
+        recall, recall_se = _observed(observed, lambda sample: sample.recall_HT)
+        captured, captured_se = _observed(observed, lambda sample: sample.mass_HTG)
+        error, error_se = _observed(observed, lambda sample: sample.error_T)
         return Score(
             context_length=context_length,
             task=task,
@@ -128,11 +135,12 @@ class Tally:
             budget=variant.budget,
             keep=variant.keep,
             mass=variant.mass,
-            questions=len(exact),
-            exact_match=statistics.fmean(exact),
-            exact_match_se=standard_error(exact),
-            exact_match_loss=statistics.fmean(losses),
-            exact_match_loss_se=standard_error(losses),
+            questions=len(asked),
+            contexts=len({context for context, _, _ in asked}),
+            exact_match=exact,
+            exact_match_se=exact_se,
+            exact_match_loss=loss,
+            exact_match_loss_se=loss_se,
             answer_tokens_hit=hit,
             answer_tokens_hit_se=hit_se,
             kl=kl,
@@ -147,9 +155,9 @@ class Tally:
             captured_mass_se=captured_se,
             output_error=error,
             output_error_se=error_se,
-            vectors_read=vectors,
-            bytes_per_step=read,
-            bytes_share=share,
+            vectors_read=_observed(observed, lambda sample: sample.vectors_T)[0],
+            bytes_per_step=_observed(observed, lambda sample: sample.bytes_T)[0],
+            bytes_share=_observed(observed, lambda sample: sample.bytes_T / sample.full_bytes_T)[0],
             corrected=_ratio((s.touched.corrected, s.touched.correctable) for s in scores),
             touched_sparse=_ratio((s.touched.sparse_kept, s.touched.sparse_total) for s in scores),
             touched_all=_ratio((s.touched.kept, s.touched.total) for s in scores) or 0.0,
@@ -179,16 +187,34 @@ class Tally:
         return list(dict.fromkeys(score.task for score in self.scores if score.exact is not None))
 
 
+def _mean(
+    pairs: Sequence[tuple[int, SegmentScore, SegmentScore]],
+    value: Callable[[SegmentScore, SegmentScore], Tensor],
+) -> tuple[float, float | None]:
+    """`cluster_mean` of what segments' scores and full attention's say; pairs: each after its context's number."""
+    values = [value(mine, reference) for _, mine, reference in pairs]
+    return cluster_mean(values, [context for context, _, _ in pairs])
+
+
+def _exact(score: SegmentScore) -> Tensor:
+    """1 for an exact match, otherwise 0: [1]."""
+    return torch.tensor([float(bool(score.exact))], dtype=torch.float64)
+
+
 def _observed(
-    scores: Iterable[SegmentScore], value: Callable[[LayerSample], Tensor]
+    scores: Sequence[tuple[int, SegmentScore]], value: Callable[[LayerSample], Tensor]
 ) -> tuple[float | None, float | None]:
-    """Mean of a figure over each observed segment, then over segments; nan values are left out."""
-    means = []
-    for score in scores:
-        if score.samples:
-            mean = float(torch.cat([value(sample).flatten().double() for sample in score.samples]).nanmean())
-            means += [] if math.isnan(mean) else [mean]
-    return (statistics.fmean(means), standard_error(means)) if means else (None, None)
+    """Mean of a figure over each observed segment, then over segments; nan values are left out.
+
+    scores: observed ones with the numbers of their contexts.
+    """
+    means, contexts = [], []
+    for context, score in scores:
+        mean = torch.cat([value(sample).flatten().double() for sample in score.samples]).nanmean()
+        if not mean.isnan():
+            means.append(mean[None])
+            contexts.append(context)
+    return cluster_mean(means, contexts) if means else (None, None)
 
 
 def _ratio(parts: Iterable[tuple[int, int]]) -> float | None:
@@ -197,20 +223,19 @@ def _ratio(parts: Iterable[tuple[int, int]]) -> float | None:
     return sum(part for part, _ in pairs) / total if total else None
 
 
-def standard_error(values: Sequence[float]) -> float | None:
-    """Standard error of the mean of independent values; None for fewer than two."""
-    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+def cluster_mean(parts: Sequence[Tensor], contexts: Sequence[int]) -> tuple[float, float | None]:
+    """Mean over all values of all parts, and its standard error when only contexts are independent.
 
-
-def cluster_mean(clusters: Sequence[Tensor]) -> tuple[float, float | None]:
-    """Mean over all values of all clusters, and its standard error when only clusters are independent.
-
-    The error is None for a single cluster.
+    contexts: of every part. The error is cluster-robust, sqrt(G / (G - 1) sum_g (sum of g's residuals)^2) / n for n
+    values in G contexts; None for a single context.
     """
-    values = torch.cat([cluster.double() for cluster in clusters])
+    values = torch.cat([part.double() for part in parts])
     mean = float(values.mean())
-    spread = sum(float((cluster.double() - mean).sum()) ** 2 for cluster in clusters)
-    count = len(clusters)
+    residuals: dict[int, float] = {}
+    for context, part in zip(contexts, parts, strict=True):
+        residuals[context] = residuals.get(context, 0.0) + float((part.double() - mean).sum())
+    count = len(residuals)
     if count < 2:
         return mean, None
+    spread = sum(residual**2 for residual in residuals.values())
     return mean, (count / (count - 1) * spread) ** 0.5 / len(values)

@@ -8,9 +8,19 @@ from rich.table import Table
 
 from decode_engine.evaluation.comparison.summary import ALL_TASKS, Score
 
+_PROMPTS = {
+    "each": "each token of a question searches (prompts each: a CPU serves so unless told otherwise, a GPU exact)",
+    "exact": "questions attend to the whole context (prompts exact: a GPU serves so unless told otherwise, a CPU each)",
+    "sparse": "the tokens of a question share a search (prompts sparse)",
+}
+"""What is judged."""
 
-def results_table(scores: Sequence[Score], title: str) -> Table:
-    """One line per context length, method and budget, all tasks together; +- are standard errors."""
+
+def results_table(scores: Sequence[Score], title: str, prompts: str) -> Table:
+    """One line per context length, method and budget, all tasks together; +- are standard errors.
+
+    prompts: what a question's tokens attended to, a value of `Prompts`.
+    """
     table = Table(title=title)
     table.add_column("context", justify="right")
     table.add_column("method", no_wrap=True)
@@ -41,8 +51,10 @@ def results_table(scores: Sequence[Score], title: str) -> Table:
             f"{score.milliseconds_per_token:.1f}",
         )
     questions = sorted({score.questions for score in overall})
+    contexts = sorted({score.contexts for score in overall})
     table.caption = (
-        f"n = {', '.join(map(str, questions))} questions; loss: exact match of full attention minus the method's; "
+        f"n = {', '.join(map(str, questions))} questions about {', '.join(map(str, contexts))} contexts, which are the "
+        f"draws of ±; {_PROMPTS[prompts]}\nloss: exact match of full attention minus the method's; "
         "KL(full || method) in nats per token;\n"
         "over the layers that search: recall of the true top keys, attention mass captured, relative output error, "
         "keys and bytes touched;\nall: keys touched in all layers"
@@ -79,15 +91,28 @@ def figures_by_task(scores: Sequence[Score]) -> list[list[str]] | None:
     ]
 
 
-def markdown_table(scores: Sequence[Score]) -> str:
-    """The tables for a document: one row per length, method and budget; exact match and KL by task below."""
-    headings = ["context", "method", "budget", "exact match", "KL", "KL, answer", "KL, text"]
+def markdown_table(scores: Sequence[Score], prompts: str) -> str:
+    """The tables for a document: one row per length, method and budget; exact match and KL by task below.
+
+    prompts: as of `results_table`.
+    """
+    headings = [
+        "context",
+        "method",
+        "budget",
+        "questions / contexts",
+        "exact match",
+        "KL",
+        "KL, answer",
+        "KL, text",
+    ]
     headings += ["recall", "mass", "output error", "keys, sparse", "keys, all", "bytes"]
     rows = [
         [
             f"{score.context_length:,}",
             f"`{score.method}`",
             score.budget,
+            f"{score.questions} / {score.contexts}",
             f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}",
             f"{score.kl:.4f} {_error(score.kl_se, 4)}",
             f"{score.kl_answer:.4f} {_error(score.kl_answer_se, 4)}",
@@ -102,7 +127,8 @@ def markdown_table(scores: Sequence[Score]) -> str:
         for score in scores
         if score.task == ALL_TASKS
     ]
-    text = _markdown([headings, *rows])
+    said = _PROMPTS[prompts]
+    text = f"± is the standard error with contexts as draws; {said}.\n\n" + _markdown([headings, *rows])
     by_task = figures_by_task(scores)
     if by_task is not None:
         heading, *lines = by_task

@@ -8,14 +8,14 @@ from types import MappingProxyType
 from decode_engine.evaluation.tasks.chain import CHAIN
 from decode_engine.evaluation.tasks.family import Family
 from decode_engine.evaluation.tasks.keys import KEYS
-from decode_engine.evaluation.tasks.questions import QUESTIONS
-from decode_engine.evaluation.tasks.single import SINGLE
+from decode_engine.evaluation.tasks.sentences import SENTENCES
+from decode_engine.evaluation.tasks.single import QUESTIONS, SINGLE
 from decode_engine.evaluation.tasks.values import VALUES_FAMILY
 from decode_engine.evaluation.tasks.words import WORDS
 from index_store.errors import InvalidArgumentError
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.name: family for family in (SINGLE, KEYS, VALUES_FAMILY, QUESTIONS, CHAIN, WORDS)}
+    {family.name: family for family in (SINGLE, KEYS, VALUES_FAMILY, QUESTIONS, CHAIN, WORDS, SENTENCES)}
 )
 
 

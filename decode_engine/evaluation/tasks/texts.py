@@ -43,5 +43,12 @@ def read_text(path: Path) -> str:
 
 
 def source_text(paths: Sequence[Path]) -> str:
-    """The files' texts, an empty line between them; the packaged novels without any file. Raises as `read_text`."""
-    return "\n\n".join(map(read_text, paths)) if paths else held_out_text()
+    """The files' texts, an empty line between them; the packaged novels without any file.
+
+    Raises InvalidArgumentError for an empty file, else as `read_text`.
+    """
+    texts = [read_text(path) for path in paths]
+    for path, text in zip(paths, texts, strict=True):
+        if not text.strip():
+            raise InvalidArgumentError(f"text {path} is empty; expected words to make a document of")
+    return "\n\n".join(texts) if texts else held_out_text()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from decode_engine.evaluation.probe import sample_layer
 from decode_engine.evaluation.scoring import Segment, reference_log_probs, score_segment
+from decode_engine.evaluation.settings import CONTINUATION_TOKENS, TUNED_QUERIES
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import LayerAttention, Observation, SparseLayer
 from decode_engine.model.runner import ModelRunner
@@ -23,11 +24,7 @@ from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
 from index_store.store.stored_context import Context
 
-QUERIES = 16
-"""Queries per layer that a method is judged by, out of those of the context's last positions."""
-
 LAST_POSITIONS = 64
-CONTINUATION_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +68,18 @@ class MassMeter:
 
     Each query is a decode step of its own, as if the context ended with its token: it sees the keys before it and none
     after it, and its recent window lies before it. Thresholds are therefore cut for single queries, not for prompts.
+    Learnt sinks and caps of logits are the model's, which is not asked: mass is the keys' among themselves, uncapped.
     """
 
     def __init__(self, stored: Context, resident: ResidentContext, target: float) -> None:
         """Raises InvalidArgumentError when the context has no sample of its queries, or none from its end."""
         self._context, self._target = resident, target
-        layers = range(resident.manifest.model.layers)
-        samples = [stored.queries(layer) for layer in layers]
+        self._layers = resident.manifest.model.full_layers
+        samples = [stored.queries(layer) for layer in self._layers]
+        if not samples:
+            raise InvalidArgumentError(
+                "every layer of the model sees a sliding window only: there is nothing to tune"
+            )
         rows_P = _late_rows(samples[0].positions_P, resident.manifest.token_count)
         self._positions: list[int] = samples[0].positions_P[rows_P].tolist()
         scale = resident.manifest.model.head_dim**-0.5
@@ -95,8 +97,8 @@ class MassMeter:
         session = Session(self._context, method.on(self._context.manifest))
         try:
             found = [
-                _measure_layer(layer, queries_HPGD, self._positions)
-                for layer, queries_HPGD in zip(session.layers, self._queries, strict=True)
+                _measure_layer(session.layers[layer], queries_HPGD, self._positions)
+                for layer, queries_HPGD in zip(self._layers, self._queries, strict=True)
             ]
         finally:
             session.close()
@@ -153,14 +155,14 @@ def continuation(resident: ResidentContext) -> list[int]:
 
 
 def _late_rows(positions_P: Tensor, token_count: int) -> Tensor:
-    """Up to QUERIES rows of the sample, spread over the context's last positions."""
+    """Up to TUNED_QUERIES rows of the sample, spread over the context's last positions."""
     late = (positions_P >= token_count - LAST_POSITIONS) & (positions_P < token_count)
     rows = late.nonzero().flatten()
     if not len(rows):
         raise InvalidArgumentError(
             "the context has no sample of the queries of its last positions; prefill the document again"
         )
-    return rows[torch.linspace(0, len(rows) - 1, min(QUERIES, len(rows))).round().long()]
+    return rows[torch.linspace(0, len(rows) - 1, min(TUNED_QUERIES, len(rows))).round().long()]
 
 
 def _measure_layer(

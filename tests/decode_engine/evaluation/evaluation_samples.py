@@ -46,10 +46,12 @@ def segment_score(
 
 
 def make_tally(exact: Sequence[bool], mass: float | None = None, task: str = "single") -> Tally:
+    """Questions take turns between two contexts; the text is of the second."""
     tally = Tally()
-    tally.scores = [segment_score(hit, [0.1, 0.2, 0.6], 1, task) for hit in exact]
-    tally.scores[0] = segment_score(exact[0], [0.1, 0.2, 0.6], 1, task, mass)
-    tally.scores.append(segment_score(None, [0.5, 0.7], 0, task, None if mass is None else mass + 0.1))
+    for number, hit in enumerate(exact):
+        observed = mass if number == 0 else None
+        tally.add(segment_score(hit, [0.1, 0.2, 0.6], 1, task, observed), number % 2)
+    tally.add(segment_score(None, [0.5, 0.7], 0, task, None if mass is None else mass + 0.1), 1)
     tally.seconds = [0.002, 0.004, 0.003]
     return tally
 

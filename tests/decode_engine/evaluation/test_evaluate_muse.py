@@ -36,10 +36,10 @@ def test_expressions_become_flags() -> None:
 
 
 def test_what_a_usage_error_says_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    framed = "Usage: prefill-worker run\n╭─ Error ──╮\n│ Invalid value for '--chunk'. │\n╰──────────╯\n"
-    done = subprocess.CompletedProcess([], 2, stdout="", stderr=framed)
+    said = "computing on cpu\nerror: invalid value for '--chunk'\n"
+    done = subprocess.CompletedProcess([], 2, stdout="", stderr=said)
     monkeypatch.setattr("decode_engine.evaluation.prefill_command.subprocess.run", lambda *_, **__: done)
-    with pytest.raises(PrefillFailedError, match=r"text: Invalid value for '--chunk'\.$"):
+    with pytest.raises(PrefillFailedError, match=r"text: invalid value for '--chunk'$"):
         PrefillCommand("reader", tmp_path, ["full"]).run(tmp_path / "text", "name")
 
 

@@ -37,13 +37,14 @@ def test_results_hold_every_score(tmp_path: Path) -> None:
 def test_tables_on_the_terminal(tmp_path: Path) -> None:
     scores = some_scores()
     console = Console(width=200, record=True, file=(tmp_path / "table").open("w"))
-    console.print(results_table(scores, "title"))
+    console.print(results_table(scores, "title", "exact"))
     by_task = tasks_table(scores)
     assert by_task is not None
     console.print(by_task)
     text = console.export_text()
     assert text.count("csattention") == 8
-    assert "n = 2 questions" in text
+    assert "n = 2 questions about 2 contexts" in text
+    assert "prompts exact" in text
     assert "keys" in text
     assert tasks_table([score for score in scores if score.task == "all"]) is None
 
@@ -95,7 +96,7 @@ def test_runs_of_other_methods_merge(tmp_path: Path) -> None:
 
 def test_runs_from_before_a_setting_was_there_merge(tmp_path: Path) -> None:
     old = some_results(["oracle"])
-    new = some_results(["pq"], attention="exact", index=[], prompts="auto")
+    new = some_results(["pq"], attention="exact", index=[], prompts="each")
     assert {score.method for score in merged(tmp_path, old, new).scores} == {"full", "oracle", "pq"}
     other = some_results(["pq"], attention="muse")
     with pytest.raises(InvalidArgumentError, match="attention is 'exact' in one and 'muse' in the other"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.config import Prompts
-from decode_engine.evaluation.comparison.summary import cluster_mean, standard_error
+from decode_engine.evaluation.comparison.summary import cluster_mean
 from decode_engine.evaluation.scoring import (
     Segment,
     reference_log_probs,
@@ -209,7 +208,9 @@ def test_summary() -> None:
     score = sparse.summarise(8192, SOME, full, 512.0)
     assert (score.task, score.method, score.budget, score.keep) == ("all", "csattention", "2.00%", 0.02)
     assert (score.questions, score.exact_match, score.exact_match_loss) == (4, 0.5, 0.25)
-    assert score.exact_match_se == pytest.approx(math.sqrt(1 / 3) / 2)
+    # The first context's questions are answered, the second's are not: as uncertain as two questions, not four.
+    assert score.contexts == 2
+    assert score.exact_match_se == pytest.approx(0.5)
     assert score.exact_match_loss_se == pytest.approx(0.25)
     assert score.answer_tokens_hit == pytest.approx(0.5)
     assert (score.kl, score.kl_answer, score.kl_text) == pytest.approx((0.3, 0.6, 0.6))
@@ -242,17 +243,32 @@ def test_tasks_are_summarised_apart() -> None:
         (sparse, make_tally([False] * 4, task="keys")),
     ):
         tally.scores += more.scores
+        tally.contexts += [context + 2 for context in more.contexts]
     assert full.tasks == ["single", "keys"]
     scores = [sparse.summarise(8192, SOME, full, 0.0, task) for task in ("all", *full.tasks)]
     assert [(score.questions, score.exact_match) for score in scores] == [(6, 1 / 6), (2, 0.5), (4, 0.0)]
 
 
 def test_standard_errors() -> None:
-    assert standard_error([1.0]) is None
-    assert cluster_mean([torch.ones(3)]) == (1.0, None)
-    assert standard_error([0.0, 1.0]) == pytest.approx(0.5)
-    # Two clusters whose values agree inside: as uncertain as two draws, however many values they hold.
-    mean, error = cluster_mean([torch.zeros(50), torch.ones(50)])
-    assert (mean, error) == pytest.approx((0.5, 0.5))
-    mean, error = cluster_mean([torch.tensor([0.0]), torch.tensor([1.0])])
-    assert (mean, error) == pytest.approx((0.5, 0.5))
+    assert cluster_mean([torch.ones(3)], [7]) == (1.0, None)
+    # Two contexts whose values agree inside: as uncertain as two draws, however many values and parts they hold.
+    assert cluster_mean([torch.zeros(50), torch.ones(50)], [0, 1]) == pytest.approx((0.5, 0.5))
+    assert cluster_mean([torch.tensor([0.0]), torch.tensor([1.0])], [0, 1]) == pytest.approx((0.5, 0.5))
+    parts = [torch.tensor([float(part % 2)]) for part in range(20)]
+    assert cluster_mean(parts, [part % 2 for part in range(20)]) == pytest.approx((0.5, 0.5))
+    # Each part its own context: the error of independent draws.
+    assert cluster_mean(parts, range(20))[1] == pytest.approx(torch.cat(parts).std() / 20**0.5)
+
+
+def test_a_standard_error_is_that_of_other_contexts() -> None:
+    """Questions of a context that fail together: the error foretells how the mean varies between sets of contexts."""
+    torch.manual_seed(0)
+    asked, contexts = 25, 8
+    means, errors = [], []
+    for _ in range(400):
+        ease = torch.rand(contexts, 1)
+        answers = (torch.rand(contexts, asked) < ease).double()
+        mean, error = cluster_mean(list(answers), range(contexts))
+        means.append(mean)
+        errors.append(error or 0.0)
+    assert torch.tensor(errors).mean() == pytest.approx(float(torch.tensor(means).std()), rel=0.1)

@@ -18,7 +18,7 @@ from decode_engine.evaluation.tuning.meters import KlMeter, MassMeter, Measureme
 from decode_engine.evaluation.tuning.trials import tune
 from decode_engine.layers.sparse_layer import Observation, SparseLayer
 from decode_engine.model.runner import ModelRunner
-from index_store.cli.console import run_app
+from index_store.cli.app import run_app
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
@@ -256,7 +256,11 @@ def test_nothing_that_is_enough_ends_with_1_and_the_best(
     arguments = ["tune", "--store", str(served.store.path), "--context", served.context.manifest.id]
     before = served.store.default_method(served.context.manifest.id)
     with pytest.raises(SystemExit) as ended:
-        run_app(app, [*arguments, "--target-mass", "1", "--methods", "quest,squeezed", "--format", "json"])
+        run_app(
+            app,
+            "decode-engine",
+            [*arguments, "--target-mass", "1", "--methods", "quest,squeezed", "--format", "json"],
+        )
     assert ended.value.code == 1
     printed = capsys.readouterr()
     document = json.loads(printed.out)
@@ -272,10 +276,10 @@ def test_nothing_that_is_enough_ends_with_1_and_the_best(
         ((), "one of --target-mass and --target-kl"),
         (("--target-mass", "0.9", "--target-kl", "1"), "one of --target-mass and --target-kl"),
         (("--target-mass", "1.5"), "at most 1"),
-        (("--target-kl", "0", "--model", "reader"), "positive"),
+        (("--target-kl", "0", "--model", "reader"), "number above 0"),
         (("--target-kl", "0.1"), "--model belongs to --target-kl"),
         (("--target-mass", "0.9", "--model", "reader"), "--model belongs to --target-kl"),
-        (("--target-mass", "0.9", "--prompts", "x"), "--prompts belongs to --target-kl"),
+        (("--target-mass", "0.9", "--prompts", __file__), "--prompts belongs to --target-kl"),
         (("--target-mass", "0.9", "--methods", "csattention@lag"), "tune for a KL"),
         (("--target-mass", "0.9", "--methods", "full"), "no budget to tune"),
     ],
