@@ -9,7 +9,7 @@ from index_store.cli.entry import run_command
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line: exit code 0 done, 1 an error told in one sentence, 2 wrong usage, 130 interrupted."""
-    run_command("decode_engine.cli.command_line", argv)
+    run_command("decode-engine", "decode_engine.cli.command_line", argv)
 
 
 if __name__ == "__main__":

@@ -32,12 +32,22 @@ from decode_engine.rpc.client import Client
 from index_store.errors import SparseKVError
 
 MAX_TOKENS = 48
+DEFAULT_TOKENS = 32_768
+ROOM_FOR_ANSWERS = 1_000  # positions of the model that the text leaves to questions and answers
 CLEARLY_WORSE = 0.1  # of the questions
 LONG_TOKEN_BYTES = 16  # no ordinary text has so many bytes a token
 READER_ABILITIES = (
     'The packaged reader answers only questions worded as "What is the price of the lantern?" about facts worded as '
     '"The price of the lantern is 4821." (docs/reader.md); to anything else it makes up an answer.'
 )
+
+# What facts in a text do not ask for. Only a model that chats can answer; nobody counts what is right.
+SUMMARISING_QUESTIONS = (
+    "In two sentences, what is this text about?",
+    "Who are the people in this text? Describe two of them in a sentence each.",
+    "What mood does this text have, and what in it makes you say so?",
+)
+SUMMARY_TOKENS = 120
 
 
 class OutputFormat(StrEnum):
@@ -99,12 +109,13 @@ def is_correct(text: str, expected: str | None) -> bool | None:
 def ask(
     client: Client, context: str, question: dict[str, Any], method: str | None, keep: float | None
 ) -> Answer:
-    """Asks one question over gRPC; the answer ends with its line."""
+    """Asks one question over gRPC; the answer ends with its line, a summary with the model's own end."""
+    summarises = question.get("summarises", False)
     with client.generate(
         context,
         question=question["question"],
-        max_tokens=MAX_TOKENS,
-        stop=["\n"],
+        max_tokens=SUMMARY_TOKENS if summarises else MAX_TOKENS,
+        stop=[] if summarises else ["\n"],
         method=method,
         keep_ratio=keep,
     ) as generation:
@@ -230,9 +241,9 @@ class Demo:
     file: Path | None
     questions: Path | None
     model: str
-    tokens: int
+    tokens: int | None
     facts: int
-    ask: int
+    ask: int | None
     keep: float
     seed: int
 
@@ -240,9 +251,9 @@ class Demo:
         """Raises DemoError for what would fail only after minutes of work."""
         if not 0 < self.keep <= 1:
             raise DemoError(f"--keep is {self.keep:g}, expected above 0 and at most 1, such as 0.05")
-        if self.tokens < 1:
+        if self.tokens is not None and self.tokens < 1:
             raise DemoError(f"--tokens is {self.tokens}, expected at least 1")
-        if not 0 < self.ask <= self.facts:
+        if self.ask is not None and not 0 < self.ask <= self.facts:
             raise DemoError(
                 f"--ask is {self.ask} and --facts is {self.facts}, expected at least 1 and at most one a fact"
             )
@@ -276,10 +287,11 @@ class Demo:
             return self.file, read_questions(self.questions)
         document, questions = folder / "document.txt", folder / "questions.jsonl"
         source = "held-out novels" if self.file is None else str(self.file)
-        tokens = self.tokens if self.file is None else self._available_tokens(self.file)
-        if tokens < self.tokens:
+        wanted = self._wanted_tokens()
+        tokens = wanted if self.file is None else self._available_tokens(self.file, wanted)
+        if tokens < wanted:
             console.print(
-                f"{self.file} has {tokens:,} tokens, fewer than --tokens {self.tokens}: using them all",
+                f"{self.file} has {tokens:,} tokens, fewer than --tokens {wanted}: using them all",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -287,21 +299,37 @@ class Demo:
         run_command(
             folder,
             *("decode_engine", "make-document", "--model", self.model, "--tokens", str(tokens)),
-            *("--facts", str(self.facts), "--ask", str(self.ask), "--seed", str(self.seed)),
+            *("--facts", str(self.facts), "--ask", str(self.ask or self.facts), "--seed", str(self.seed)),
+            *("--task", "single" if self.model == "reader" else "sentences"),
             *("--out", str(document), "--questions", str(questions)),
             *(() if self.file is None else ("--text", str(self.file))),
         )
-        return document, read_questions(questions)
+        asked = read_questions(questions)
+        if self.model != "reader":
+            asked += [{"question": question, "summarises": True} for question in SUMMARISING_QUESTIONS]
+        return document, asked
 
-    def _available_tokens(self, file: Path) -> int:
-        """`tokens`, or the length of the text where that is less."""
-        if file.stat().st_size > LONG_TOKEN_BYTES * self.tokens:
-            return self.tokens  # long enough without counting, for which a tokenizer takes seconds to load
-        from index_store.models.folder import resolve_model
+    def _wanted_tokens(self) -> int:
+        """--tokens; without it 32,768, or as many thousands as the model has positions for beside the answers."""
+        if self.tokens is not None:
+            return self.tokens
+        if self.model == "reader":
+            return DEFAULT_TOKENS
+        from index_store.models.loading import identify
+        from index_store.models.resolve import resolve_model
+
+        room = identify(resolve_model(self.model)).max_positions - ROOM_FOR_ANSWERS
+        return min(DEFAULT_TOKENS, max(1, room // 1000 * 1000 or room))
+
+    def _available_tokens(self, file: Path, wanted: int) -> int:
+        """`wanted`, or the length of the text where that is less."""
+        if file.stat().st_size > LONG_TOKEN_BYTES * wanted:
+            return wanted  # long enough without counting, for which a tokenizer takes seconds to load
+        from index_store.models.resolve import resolve_model
         from index_store.models.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(resolve_model(self.model))
-        return min(self.tokens, len(tokenizer.encode(read_text(file))))
+        return min(wanted, len(tokenizer.encode(read_text(file))))
 
 
 def main(
@@ -312,11 +340,17 @@ def main(
         Path | None, typer.Option(help="Questions about FILE as it is; otherwise facts are put into it.")
     ] = None,
     model: Annotated[
-        str, typer.Option(help="Packaged model (reader) or path of a Hugging Face folder.")
+        str,
+        typer.Option(help="reader, smollm2 (ops/fetch-model smollm2), a Hugging Face folder or a GGUF file."),
     ] = "reader",
-    tokens: Annotated[int, typer.Option(help="Length of the text in tokens.")] = 32768,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Length of the text in tokens. [default: 32768, or what the model can read]"),
+    ] = None,
     facts: Annotated[int, typer.Option(help="Facts in the text.")] = 24,
-    ask_: Annotated[int, typer.Option("--ask", help="Questions to ask.")] = 20,
+    ask_: Annotated[
+        int | None, typer.Option("--ask", help="Facts to ask about. [default: all of them]")
+    ] = None,
     keep: Annotated[float, typer.Option(help="Fraction of the keys to keep.")] = 0.05,
     seed: Annotated[int, typer.Option(help="Decides facts and depths.")] = 0,
     output_format: Annotated[

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,11 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+
+
+# What is remembered about models goes into a folder of this run, also that of processes which are started.
+_CACHE = tempfile.TemporaryDirectory(prefix="sparsekv-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 
 def pytest_configure() -> None:
@@ -47,7 +53,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches of few programs, which the interpreter runs one by one."""
     from decode_engine.kernels.slots.gather_rows import CopyShape
 
-    monkeypatch.setattr("decode_engine.steps.stepper._LEAST_KEYS", 256)
+    monkeypatch.setattr("decode_engine.steps.batch_kinds._LEAST_KEYS", 256)
     monkeypatch.setattr("decode_engine.kernels.attention.sparse_attention._PROGRAMS", 8)
     monkeypatch.setattr("decode_engine.kernels.slots.slot_fetch._FIND_PROGRAMS", 8)
     if "TRITON_INTERPRET" in os.environ:  # on a GPU as many race as where contexts are served

@@ -106,10 +106,10 @@ def test_links_lead_somewhere(document: Path) -> None:
 def test_commands_in_the_documents_exist(document: Path) -> None:
     """Files that are named, and the three commands with their sub-commands, wherever they are shown."""
     text = document.read_text()
-    paths = set(re.findall(r"\bops/[\w/.]*\w", text)) | set(re.findall(r"`(\w+/[\w/]+\.\w+)`", text))
+    paths = set(re.findall(r"\bops/[\w/.-]*\w", text)) | set(re.findall(r"`(\w+/[\w/]+\.\w+)`", text))
     assert sorted(path for path in paths if not (ROOT / path).exists()) == []
     known = {
-        "prefill-worker": {"run"},
+        "prefill-worker": {"run", "add-index"},
         "decode-engine": {
             "serve",
             "ask",

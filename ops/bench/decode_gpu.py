@@ -58,7 +58,7 @@ from torch import Tensor
 
 from decode_engine.config import Compilation, search_cores
 from decode_engine.host_search.workers import SearchThreads
-from decode_engine.steps import stepper
+from decode_engine.steps import batch_kinds
 from decode_engine.steps.attention.step_attention import StepAttention
 from decode_engine.steps.step_graph import StepGraph
 from decode_engine.steps.step_model import step_model
@@ -112,7 +112,7 @@ class Bench:
 
     def measure(self, label: str, method: Method) -> dict[str, Any]:
         """The figures of a method. Raises CheckFailedError for wrong logits."""
-        with patch.object(stepper, "DenseSteps", NothingSteps) if label == "none" else nullcontext():
+        with patch.object(batch_kinds, "DenseSteps", NothingSteps) if label == "none" else nullcontext():
             return self._measure(label, method)
 
     def _measure(self, label: str, method: Method) -> dict[str, Any]:

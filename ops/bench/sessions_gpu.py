@@ -36,21 +36,15 @@ from decode_engine.kernels.clusters.device_clusters import DeviceClusters
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.host_steps import HostSteps
 from decode_engine.steps.attention.registry import step_attention_for
-from decode_engine.steps.stepper import MAX_ROWS
+from decode_engine.steps.batches import MAX_ROWS
 from index_store.memory.context_loading import placed_bytes
 from index_store.memory.memory_sizes import parse_size
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method
+from index_store.store.context_id import ModelIdentity
 from index_store.store.dtypes import stored_dtype
-from index_store.store.manifest import (
-    IndexEntry,
-    Manifest,
-    ModelIdentity,
-    index_array_entry,
-    kv_entry,
-    tokens_entry,
-)
+from index_store.store.manifest import IndexEntry, Manifest, index_array_entry, kv_entry, tokens_entry
 
 BLOCK = 8192
 """Keys that are clustered together, so that arrays grow in proportion from one multiple to the next."""

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from index_store.models.folder import resolve_model
+from index_store.models.resolve import resolve_model
 from index_store.models.tokenizer import load_tokenizer
 from tests.ops.scripts import load_script
 

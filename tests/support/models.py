@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +19,26 @@ BEGIN_TOKEN = "<|begin|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '\\nQuestion: ' + message['content'] + '\\nAnswer:' }}{% endfor %}"
 )
+
+
+_WINDOWS: Mapping[str, object] = {
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_EXPERTS: Mapping[str, object] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+LAYER_KINDS: Mapping[str, tuple[str, Mapping[str, object]]] = MappingProxyType(
+    {
+        "windows": ("qwen2", {**_WINDOWS, "use_sliding_window": True}),
+        "windows only": ("mistral", {"sliding_window": 24}),
+        "sinks": ("gpt_oss", {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        "experts": ("qwen3_moe", {**_EXPERTS, "num_local_experts": 4}),
+        "another scale": ("granite", {"attention_multiplier": 0.3}),
+        "no positions": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+        "caps": ("gemma2", {**_WINDOWS, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}),
+    }
+)
+"""Families and settings for `write_model_folder` with three layers, by what is special about their attention."""
 
 
 def write_tokenizer(

@@ -10,7 +10,7 @@ import pytest
 from google.rpc.error_details_pb2 import ErrorInfo
 
 from decode_engine.rpc.server import DecodeServer
-from decode_engine.rpc.status import error_info
+from decode_engine.rpc.transport.status import error_info
 
 ABSENT = "contexts/" + "0" * 64
 

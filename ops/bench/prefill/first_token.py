@@ -58,7 +58,8 @@ from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.selection.budgets import Ratio
 from index_store.store.catalog import Store
-from index_store.store.manifest import Manifest, ModelIdentity
+from index_store.store.context_id import ModelIdentity
+from index_store.store.manifest import Manifest
 
 DEVICE = torch.device("cuda")
 PLACEMENTS = (Placement.DEVICE, Placement.HYBRID)

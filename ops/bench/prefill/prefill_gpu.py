@@ -40,7 +40,7 @@ from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.store.catalog import Store
-from index_store.store.manifest import ModelIdentity
+from index_store.store.context_id import ModelIdentity
 from prefill_worker.build.index_choice import check_build
 from prefill_worker.build.kv_placement import DeviceMeter
 from prefill_worker.build.layer_writing import LayerWriting
@@ -188,8 +188,8 @@ def written_figure(
     capture = make_capture(layers, tokens, block)
     store = Store(folder, create=True)
     clock = Clock()
-    indexes = [(INDEX_SPECS[name], range(layers)) for name in ("query_tables", "remainder_clusters")]
-    for spec, _ in indexes:
+    indexes = [INDEX_SPECS[name] for name in ("query_tables", "remainder_clusters")]
+    for spec in indexes:
         check_build(spec, capture.identity, frequencies, torch.bfloat16, "cuda")
     begin = time.perf_counter()
     with (
@@ -197,7 +197,7 @@ def written_figure(
         store.writer("0" * 64) as writer,
         LayerWriting(writer, capture, frequencies, 0, clock, overlap) as writing,
     ):
-        writing.begin(indexes, measure=True)
+        writing.begin(indexes, capture, measure=True)
         if overlap:
             capture.when_passed(writing.add)
         with clock("prefill"):

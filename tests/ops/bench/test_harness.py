@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.ops.bench.conftest import FOLDER, Run, load_bench
 from tests.support.tiny_model import IDENTITY, make_model
 
 BENCHES = [path for path in sorted(FOLDER.rglob("*.py")) if path.parent.name != "harness"]
-NEED_GPU = [path for path in BENCHES if "gpu=False" not in path.read_text()]
+NEED_GPU = [path for path in BENCHES if not re.search(r"gpu=(False|device)", path.read_text())]
 
 
 @pytest.mark.parametrize("path", NEED_GPU, ids=lambda path: path.stem)
