@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from decode_engine.layers.dense_layer import DenseLayer, attend_dense_together
@@ -85,32 +86,44 @@ def decode_attention(
             f"attention {ATTENTION_NAME!r} needs decode_step= or step_batch= in the model's forward and no "
             "attention mask"
         )
+    out = _attend_sessions(decode_step, layer, query, key, value, scale)
+    return narrow(out, width).contiguous(), None
+
+
+def _attend_sessions(
+    step: DecodeStep, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> Tensor:
+    """Attention of every row by its session's layer: query [B, Hq, T, d], key and value [B, H, T, d], all of one width.
+
+    Returns out [B, T, Hq, d].
+    """
     batch, query_heads, positions, head_dim = query.shape
     heads = key.shape[1]
     q_BHTGD = _by_group(query, heads, scale)
-    predicted = decode_step.predicted.pop(layer, None)
-    predicted_BHTGD = None if predicted is None else _by_group(widen(predicted, key, value)[0], heads, scale)
+    predicted = step.predicted.pop(layer, None)
+    if predicted is not None:
+        predicted = _by_group(pad(predicted, (0, head_dim - predicted.shape[-1])), heads, scale)
     out = torch.empty(batch, positions, query_heads, head_dim, dtype=query.dtype, device=query.device)
     outs: dict[int, Tensor] = {}
     sharing: dict[int, list[tuple[int, DenseLayer]]] = {}
-    for row, session in enumerate(decode_step.sessions):
+    for row, session in enumerate(step.sessions):
         own = session.layers[layer]
-        attention = own.exact if decode_step.exact else own
+        attention = own.exact if step.exact else own
         if isinstance(attention, DenseLayer):
             sharing.setdefault(attention.context, []).append((row, attention))
         else:
-            foretold = None if predicted_BHTGD is None else predicted_BHTGD[row]
+            foretold = None if predicted is None else predicted[row]
             new = (q_BHTGD[row], key[row], value[row])
-            outs[row] = attention.attend(*new, session.position, foretold, shared=decode_step.shared)
+            outs[row] = attention.attend(*new, session.position, foretold, shared=step.shared)
     for members in sharing.values():
         calls = [
-            (attention, q_BHTGD[row], key[row], value[row], decode_step.sessions[row].position)
+            (attention, q_BHTGD[row], key[row], value[row], step.sessions[row].position)
             for row, attention in members
         ]
         outs |= zip((row for row, _ in members), attend_dense_together(calls), strict=True)
     for row, attended in outs.items():
         out[row] = attended.permute(1, 0, 2, 3).reshape(positions, query_heads, head_dim)
-    return narrow(out, width).contiguous(), None
+    return out
 
 
 def _by_group(query_BQTD: Tensor, heads: int, scale: float) -> Tensor:
