@@ -61,9 +61,9 @@ class RawConnection:
         self.socket.sendall(out)
         return stream
 
-    def ping(self) -> None:
-        """Sends a ping."""
-        self.socket.sendall(_frame(PING, 0, 0, bytes(8)))
+    def ping(self, count: int = 1) -> None:
+        """Sends pings, in one write: a server that hangs up after the first few must not break the others."""
+        self.socket.sendall(_frame(PING, 0, 0, bytes(8)) * count)
 
     def frames(self, seconds: float) -> Iterator[Frame]:
         """Frames as they come, until none has for that long; a GOAWAY of stream -1 when the server hung up."""

@@ -58,7 +58,7 @@ def start(runner: ModelRunner, name: str, placement: Placement = Placement.DEVIC
         ("sinks", "full"),
         ("sinks", "multipole"),
         ("experts", "full"),
-        ("another scale", "csattention+dropped"),
+        ("another scale", "full"),
     ],
 )
 def test_steps_equal_the_general_path(tmp_path: Path, kind: str, name: str) -> None:
