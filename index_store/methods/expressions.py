@@ -14,7 +14,7 @@ from index_store.store.json_fields import Scalar
 EXPRESSION_HELP = "PRESET[+REMAINDER][@period=P|@lag|@ahead][@correct=COSINE][@OPTION=VALUE]"
 
 _EXPRESSION = re.compile(
-    r"(?P<preset>[a-z][a-z-]*)(?:\+(?P<remainder>[a-z]+))?(?P<options>(?:@[a-z_]+(?:=[-a-z_0-9.]+)?)*)"
+    r"(?P<preset>[a-z][a-z0-9-]*)(?:\+(?P<remainder>[a-z]+))?(?P<options>(?:@[a-z_]+(?:=[-a-z_0-9.]+)?)*)"
 )
 _SWITCHES = frozenset({"lag", "ahead"})
 _WINDOWS = frozenset({"sinks", "recent", "append_block"})

@@ -68,6 +68,14 @@ _CLUSTERS: Mapping[str, Scalar] = {
     "sinks": 8,
 }
 
+_COARSE: Mapping[str, Scalar] = {
+    "coding": "scalar",
+    "key_bits": 4,
+    "value_bits": 4,
+    "value_group": 128,
+    "iterations": 10,
+}
+
 INDEX_SPECS: Mapping[str, IndexSpec] = MappingProxyType(
     {
         spec.name: spec
@@ -104,6 +112,13 @@ INDEX_SPECS: Mapping[str, IndexSpec] = MappingProxyType(
                 "product_codes",
                 "product_codes",
                 {"subspaces": 8, "bits": 8, "split": "strided", "iterations": 10},
+            ),
+            IndexSpec("coarse_rows", "coarse_rows", _COARSE),
+            IndexSpec("coarse_rows_3", "coarse_rows", {**_COARSE, "key_bits": 3, "value_bits": 3}),
+            IndexSpec(
+                "coarse_codes",
+                "coarse_rows",
+                {**_COARSE, "coding": "product", "key_bits": 2, "value_bits": 2},
             ),
         )
     }

@@ -15,6 +15,7 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.schedules import Schedule
 from index_store.selection.budgets import Budget, Threshold
+from index_store.selection.pieces import ScoredRows
 from index_store.selection.remainders import MOMENTS, Dropped, Monopole, Remainder
 from index_store.selection.threshold_curve import ThresholdCurve
 from index_store.store.context_id import ModelIdentity
@@ -31,7 +32,7 @@ class Method:
     """How a decode step finds and attends to keys: search, cut, attend exactly, add the remainder.
 
     index, budget: what is searched and how much of it is kept; both None for full attention.
-    remainder: what becomes of the keys that were not selected. partition: the index whose clusters the remainder is
+    remainder: what becomes of the keys that were not selected. partition: the index whose pieces the remainder is
         computed over, None for the searched index's own. partition_optional: over a context without the partition
         the remainder is dropped, instead of refusing the context.
     sinks: first tokens of the context that are always attended. recent: newest tokens that are always attended.
@@ -224,10 +225,11 @@ class Method:
                 f"{named}: full attention leaves no key out, so there is no remainder", method=self.name
             )
         spec = self.index if self.partition is None else self.partition
-        if not INDEX_KINDS[spec.kind].partitions:
+        needed, found = self.remainder.piece_type, INDEX_KINDS[spec.kind].piece_type
+        if needed is not None and found is not needed:
+            such = "coarse_rows" if needed is ScoredRows else "remainder_clusters"
             raise MethodUnsupportedError(
-                f"{named}: index {spec.name!r} has no clusters; give the remainder a partition such as "
-                "remainder_clusters",
+                f"{named}: index {spec.name!r} has no {needed.made_of}; give the remainder a partition such as {such}",
                 method=self.name,
             )
         held = str(spec.parameters.get("moments", "none"))
@@ -271,5 +273,5 @@ class FittedMethod:
 
     @property
     def partition(self) -> IndexSpec | None:
-        """The index besides the searched one, whose clusters make the remainder; None where there is none."""
+        """The index besides the searched one, whose pieces make the remainder; None where there is none."""
         return None if self.method.drops_remainder else self.method.partition

@@ -14,7 +14,17 @@ from index_store.methods.method import Method
 from index_store.methods.schedules import Schedule
 from index_store.selection.budgets import Budget, Ratio, Threshold, TokenCount
 from index_store.selection.mass import Mass
-from index_store.selection.remainders import REMAINDERS, Dropped, Monopole
+from index_store.selection.remainders import REMAINDERS, Dropped
+
+_REFINED = Method(
+    "refined",
+    "A copy of 4 bits ranks all keys, and stands for those that are not among the best.",
+    "original",
+    INDEX_SPECS["coarse_rows"],
+    Ratio(0.01),
+    REMAINDERS["coarse"],
+    append_block=128,
+)
 
 _LISTED = (
     Method(
@@ -126,6 +136,19 @@ _LISTED = (
         INDEX_SPECS["remainder_clusters"],
         partition_optional=True,
     ),
+    _REFINED,
+    replace(
+        _REFINED,
+        name="refined-3",
+        summary="`refined` over a copy of 3 bits, a quarter smaller.",
+        index=INDEX_SPECS["coarse_rows_3"],
+    ),
+    replace(
+        _REFINED,
+        name="refined-codes",
+        summary="`refined` over product codes of 2 bits a channel, half the size.",
+        index=INDEX_SPECS["coarse_codes"],
+    ),
 )
 
 
@@ -135,7 +158,12 @@ METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method
 DEFAULT_METHOD = "csattention"
 
 
-_PARTITIONS = {"monopole": "remainder_clusters", "centred": "remainder_clusters", "dipole": "dipole_clusters"}
+_PARTITIONS = {
+    "monopole": "remainder_clusters",
+    "centred": "remainder_clusters",
+    "dipole": "dipole_clusters",
+    "coarse": "coarse_rows",
+}
 
 
 def get_method(
@@ -220,6 +248,6 @@ def _with_remainder(method: Method, name: str) -> Method:
         return replace(method, partition_optional=False)
     if isinstance(remainder, Dropped):
         return method.without_remainder()
-    own = method.index is not None and INDEX_KINDS[method.index.kind].partitions
-    partition = None if own and isinstance(remainder, Monopole) else INDEX_SPECS[_PARTITIONS[name]]
+    own = method.index is not None and INDEX_KINDS[method.index.kind].piece_type is remainder.piece_type
+    partition = None if own and remainder.moments == "none" else INDEX_SPECS[_PARTITIONS[name]]
     return replace(method, remainder=remainder, partition=partition, partition_optional=False)

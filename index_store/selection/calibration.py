@@ -54,6 +54,18 @@ class ThresholdCalibrator:
         self._searched += heads * positions * max(0, items.end_key - items.first_key)
 
     @property
+    def counts(self) -> tuple[torch.Tensor, int]:
+        """All that was added, to be added elsewhere: keys by weight, float64 [bins], and how many were searched."""
+        return self._keys_B.clone(), self._searched
+
+    def add_counts(self, keys_B: torch.Tensor, searched: int) -> None:
+        """Adds what another one gathered. Raises ValueError for counts of another shape."""
+        if keys_B.shape != self._keys_B.shape or keys_B.dtype != self._keys_B.dtype or searched < 0:
+            raise ValueError(f"counts are {tuple(keys_B.shape)} {keys_B.dtype}, expected {_BINS} in float64")
+        self._keys_B += keys_B
+        self._searched += searched
+
+    @property
     def thresholds(self) -> tuple[float, ...]:
         """The threshold for each of KEEP_GRID; empty when nothing was added.
 

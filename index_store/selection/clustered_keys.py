@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from index_store.selection.pieces import Piece
+
 
 @dataclass(frozen=True, slots=True)
 class ClusteredKeys:
@@ -42,10 +44,27 @@ class ClusteredKeys:
             found = torch.where(found >= 0, coarse, found)
         return torch.where(known, found, -1)
 
+    def heads(self, part: slice) -> ClusteredKeys:
+        """The same for some KV heads."""
+
+        def some(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[part]
+
+        return ClusteredKeys(
+            self.counts_HC[part],
+            self.means_HCD[part],
+            self.value_sums_HCD[part],
+            self.assignment_HX[part],
+            self.first_id,
+            some(self.variances_HCD),
+            some(self.covariances_HCDD),
+            some(self.parents_HC),
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class ScoredClusters:
-    """Clusters and what queries make of them.
+class ScoredClusters(Piece):
+    """Clusters and what queries make of them. Their keys may lie outside of the searched range.
 
     logits_HTGC: [H, T, G, C] float32, q . mean key of every cluster; -inf where another piece stands for the cluster's
         keys (a tree: either a coarse cluster counts or its fine ones), and for clusters without keys.
@@ -56,3 +75,24 @@ class ScoredClusters:
     clusters: ClusteredKeys
     logits_HTGC: Tensor
     queries_HTGD: Tensor
+
+    made_of = "clusters"
+    keys_each = 16
+
+    def part(self, heads: slice, positions: slice) -> ScoredClusters:
+        every = heads.start == 0 and heads.stop >= len(self.clusters.counts_HC)
+        return ScoredClusters(
+            self.clusters if every else self.clusters.heads(heads),
+            self.logits_HTGC[heads, positions],
+            self.queries_HTGD[heads, positions],
+        )
+
+    def remainder_bytes(self, moments: str, searched: bool) -> float:
+        """Of a tree at most: what is not expanded is not read."""
+        clusters = self.clusters
+        arrays = [clusters.counts_HC, clusters.value_sums_HCD, None if searched else clusters.means_HCD]
+        if moments != "none":
+            arrays.append(clusters.variances_HCD)
+        if moments == "full":
+            arrays.append(clusters.covariances_HCDD)
+        return float(sum(array[0].numel() * array.element_size() for array in arrays if array is not None))

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from index_store.attention.logit_form import LogitForm
+from index_store.attention.pooled_weights_numba import pooled_weights
 from index_store.errors import InvalidArgumentError
-from index_store.selection.clustered_keys import ScoredClusters
+from index_store.selection.pieces import Piece
 
 GROUP_RULES = ("average", "max", "union")
 """How a KV head's selection follows from those of its query heads: by the average or the largest of their estimated
@@ -57,7 +58,7 @@ class Ranking:
     logits_HTGM: [H, T, G, M] float32, q.k of a key or of a cluster's mean key; -inf marks an item that the index did
         not retrieve. Where the index's scores are no estimates of q.k (`LayerIndex.estimates_logits`), only their
         order inside one row means something.
-    pieces: the index's own clusters, scored, when it has some.
+    pieces: the index's own clusters or coarse rows, scored, when it has some.
     vectors_read: vectors of the index compared with the queries, per KV head and position on average. bytes_read: bytes
         of the index read for it, likewise.
     """
@@ -66,7 +67,7 @@ class Ranking:
         self,
         logits_HTGM: Tensor,
         items: Items,
-        pieces: Sequence[ScoredClusters] = (),
+        pieces: Sequence[Piece] = (),
         vectors_read: float = 0.0,
         bytes_read: float = 0.0,
     ) -> None:
@@ -81,7 +82,7 @@ class Ranking:
         return self._logits_HTGM
 
     def capped(self, form: LogitForm) -> Ranking:
-        """The same with the layer's cap on its logits, where it has one; the clusters' stay as they are."""
+        """The same with the layer's cap on its logits, where it has one; the pieces' stay as they are."""
         if form.cap is None:
             return self
         logits = self.logits_HTGM
@@ -113,8 +114,8 @@ class Ranking:
         logits = self.logits_HTGM
         if logits.shape[2] == 1:
             return logits[:, :, 0]
-        if rule == "average" and not self.items.groups and bool(logits.amin() > -torch.inf):
-            return logits.softmax(-1).sum(2)  # every item was retrieved, and each is one key
+        if rule == "average" and not self.items.groups:
+            return pooled_weights(logits)
         scores = self.weights(rule)
         # exp() of a retrieved item may underflow to the 0 of one that was not.
         return scores.masked_fill_(torch.isneginf(logits).all(2), -torch.inf)

@@ -1,13 +1,15 @@
 """Remainders: what becomes of the keys that were not selected.
 
 A remainder approximates the attention to all keys of a partition but those that are attended exactly, as an attention
-state that merges with theirs. The exact keys are taken out of their clusters one by one, so nothing counts twice.
+state that merges with theirs. The exact keys are taken out one by one, so nothing counts twice. Where the partition is
+of coarse rows, every key that is left counts by its own approximate logit and value.
 
-For one query q (scaled by 1/sqrt(d)) and cluster c with N_c keys, mean key k_c, value sum V_c, and a set S_c of members
-that are attended exactly: N' = N_c - |S_c| keys are left, whose values sum to V_c - sum of v_i over S_c. Every one of
-them gets the weight w_c; the cluster adds w_c (V_c - sum v_i) to the numerator and N' w_c to the denominator.
+Clusters: for one query q (scaled by 1/sqrt(d)) and cluster c with N_c keys, mean key k_c, value sum V_c, and a set S_c
+of members that are attended exactly: N' = N_c - |S_c| keys are left, whose values sum to V_c - sum of v_i over S_c.
+Every one of them gets the weight w_c; the cluster adds w_c (V_c - sum v_i) to the numerator and N' w_c to the
+denominator.
 
-Shape legend: H KV heads, T query positions, G group heads, C clusters, K exact keys, d head dim.
+Shape legend: H KV heads, T query positions, G group heads, C clusters, X coarse rows, K exact keys, d head dim.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,11 +27,12 @@ from index_store.attention.attention_state import AttentionState
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.selection.cluster_sums_numba import cluster_sums
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
+from index_store.selection.pieces import Piece, ScoredRows
 
 
 @dataclass(frozen=True, slots=True)
 class ExactKeys:
-    """Keys that are attended exactly and must leave their clusters.
+    """Keys that are attended exactly and must leave the pieces.
 
     ids_HTK: [H, T, K] int32 key ids. valid_HTK: [H, T, K] bool, which entries count. logits_HTGK: [H, T, G, K] float32,
     finite also where not valid. values_HTKD: [H, T, K, d] float32.
@@ -55,23 +58,27 @@ class _Left:
 
 
 class Remainder(ABC):
-    """How the attention to the keys left in clusters is approximated."""
+    """How the attention to the keys left in pieces is approximated."""
 
     name: ClassVar[str]
 
     summary: ClassVar[str]
+
+    piece_type: ClassVar[type[Piece] | None] = None
+    """What it is computed over; None where nothing is."""
 
     moments: ClassVar[str] = "none"
     """What the clusters must hold: `none`, `diagonal` (variances) or `full` (covariances of values and keys)."""
 
     @abstractmethod
     def state(
-        self, pieces: Sequence[ScoredClusters], exact: Sequence[ExactKeys], form: LogitForm = PLAIN
+        self, pieces: Sequence[Piece], exact: Sequence[ExactKeys], form: LogitForm = PLAIN
     ) -> AttentionState | None:
         """Approximate attention to every key of the pieces that is not among the exact ones.
 
-        form: its cap is applied to the mean logits of clusters; all logits given are without it. Returns out
-        [H, T, G, d], lse [H, T, G]; None when nothing is approximated at all.
+        pieces: of `piece_type`; their logits may be overwritten. form: its cap is applied to the logits of pieces; all
+        that are given are without it. Returns out [H, T, G, d], lse [H, T, G]; None when nothing is approximated at
+        all. Raises TypeError for pieces of another type.
         """
 
 
@@ -82,22 +89,55 @@ class Dropped(Remainder):
     summary = "Keys that were not selected are left out."
 
     def state(
-        self, pieces: Sequence[ScoredClusters], exact: Sequence[ExactKeys], form: LogitForm = PLAIN
+        self, pieces: Sequence[Piece], exact: Sequence[ExactKeys], form: LogitForm = PLAIN
     ) -> AttentionState | None:
         return None
 
 
-class ClusterRemainder(Remainder):
-    """Every key that is left in a cluster gets the same weight."""
+P = TypeVar("P", bound=Piece)
+
+
+class PieceRemainder(Remainder, Generic[P]):
+    """Piece by piece, merged."""
+
+    piece_type: ClassVar[type[Piece]]
 
     def state(
-        self, pieces: Sequence[ScoredClusters], exact: Sequence[ExactKeys], form: LogitForm = PLAIN
+        self, pieces: Sequence[Piece], exact: Sequence[ExactKeys], form: LogitForm = PLAIN
     ) -> AttentionState | None:
         state: AttentionState | None = None
         for piece in pieces:
-            part = self._piece_state(piece, exact, form)
+            if not isinstance(piece, self.piece_type):
+                raise TypeError(
+                    f"the {self.name} remainder is computed over {self.piece_type.made_of}, got {piece.made_of}"
+                )
+            part = self._piece_state(cast(P, piece), exact, form)
             state = part if state is None else state.merge(part)
         return state
+
+    @abstractmethod
+    def _piece_state(self, piece: P, exact: Sequence[ExactKeys], form: LogitForm) -> AttentionState:
+        """Attention to the keys that are left in one piece."""
+
+
+class Coarse(PieceRemainder[ScoredRows]):
+    """Every key that is left counts by its approximate logit and its approximate value."""
+
+    name = "coarse"
+    summary = "Keys that were not selected count by their coarse copies, each for itself."
+    piece_type = ScoredRows
+
+    def _piece_state(self, piece: ScoredRows, exact: Sequence[ExactKeys], form: LogitForm) -> AttentionState:
+        logits = form.capped(piece.logits_HTGX)
+        for keys in exact:
+            _leave_out(logits, keys, piece.first_id)
+        return piece.attend(logits)
+
+
+class ClusterRemainder(PieceRemainder[ScoredClusters]):
+    """Every key that is left in a cluster gets the same weight."""
+
+    piece_type = ScoredClusters
 
     def _piece_state(
         self, piece: ScoredClusters, exact: Sequence[ExactKeys], form: LogitForm
@@ -195,7 +235,7 @@ class Dipole(Centred):
 
 
 REMAINDERS: Mapping[str, Remainder] = MappingProxyType(
-    {remainder.name: remainder for remainder in (Dropped(), Monopole(), Centred(), Dipole())}
+    {remainder.name: remainder for remainder in (Dropped(), Monopole(), Centred(), Dipole(), Coarse())}
 )
 MOMENTS = ("none", "diagonal", "full")
 """Moments that clusters may hold besides means and sums, each including those before it."""
@@ -220,3 +260,16 @@ def _take_out(piece: ScoredClusters, exact: Sequence[ExactKeys]) -> _Left:
         )
         places.append((index, inside))
     return _Left(places, clusters.counts_HC[:, None] - removed, logit_sums)
+
+
+def _leave_out(logits_HTGX: Tensor, keys: ExactKeys, first_id: int) -> None:
+    """Writes -inf to the logits of those exact keys that are among first_id, first_id + 1, ..."""
+    places = keys.ids_HTK.long() - first_id
+    inside = keys.valid_HTK & (places >= 0) & (places < logits_HTGX.shape[-1])
+    head, position, entry = inside.nonzero(as_tuple=True)
+    columns = places[head, position, entry]
+    by_column = logits_HTGX.transpose(2, 3)  # rows of a key's logits for the heads of the group
+    if inside.shape[1] == logits_HTGX.shape[1]:
+        by_column[head, position, columns] = -torch.inf
+    else:  # the same for all positions
+        by_column.transpose(1, 2)[head, columns] = -torch.inf

@@ -21,9 +21,18 @@ from index_store.selection.mass import Mass
 from index_store.store.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
 
+_WITH_OTHER_REMAINDERS = (
+    "oracle+centred",
+    "csattention+monopole",
+    "csattention+dipole",
+    "oracle+coarse",
+    "csattention+coarse",
+    "refined+centred",
+)
+
 ALL_METHODS: Mapping[str, Method] = MappingProxyType(
     {name: method for name, method in METHODS.items() if method.sparse}
-    | {name: get_method(name) for name in ("oracle+centred", "csattention+monopole", "csattention+dipole")}
+    | {name: get_method(name) for name in _WITH_OTHER_REMAINDERS}
 )
 """Every method that searches, and some with another remainder."""
 
@@ -34,6 +43,7 @@ _SMALL: Mapping[str, Mapping[str, Scalar]] = {
     "cluster_tree": {**_CLUSTERS, "keys_per_coarse": 16},
     "pages": {"size": 4},
     "product_codes": {"subspaces": 4, "iterations": 3},
+    "coarse_rows": {"iterations": 3},
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -78,3 +81,10 @@ class GrowingRows:
         buffer = self.buffer.new_empty(self.buffer.shape[0], capacity, *self.buffer.shape[2:])
         buffer[:, : self.count] = self.rows
         self.buffer = buffer
+
+    def fork(self) -> Self:
+        """The same rows in a buffer of their own, with as much room."""
+        other = copy(self)
+        other.buffer = torch.empty_like(self.buffer)
+        other.rows[:] = self.rows
+        return other

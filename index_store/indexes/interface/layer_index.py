@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Self, TypeVar
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.indexes.interface.growing import GrowingRows
 from index_store.indexes.interface.parameters import Parameters
-from index_store.selection.clustered_keys import ScoredClusters
+from index_store.selection.pieces import Piece
 from index_store.selection.ranking import Ranking
 from index_store.store.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
@@ -65,12 +67,13 @@ class LayerSource:
 class Growth:
     """How far an extension grows.
 
-    keys: of the context. appended: keys appended in all. at_once: most keys of one append.
+    keys: of the context. appended: keys appended in all. block: every append ends at the next multiple of so many
+        positions, the context's included.
     """
 
     keys: int
     appended: int
-    at_once: int
+    block: int
 
 
 class AppendedKeys(ABC):
@@ -95,6 +98,20 @@ class AppendedKeys(ABC):
             )
         self._extend(kv_HT2D)
         self.count += kv_HT2D.shape[1]
+
+    def fork(self) -> Self:
+        """The same extension for another session: what is appended to one of them does not change the other.
+
+        Copies growing rows and random generators, and shares all else. An extension that writes into tensors of
+        another kind copies these as well.
+        """
+        other = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, GrowingRows):
+                setattr(other, name, value.fork())
+            elif isinstance(value, torch.Generator):
+                setattr(other, name, value.clone_state())
+        return other
 
     @abstractmethod
     def _extend(self, kv_HT2D: Tensor) -> None:
@@ -121,8 +138,8 @@ class LayerIndex(ABC):
     search_type: ClassVar[type[Parameters] | None] = None
     """What build parameters and search options are; None where a search has no options."""
 
-    partitions: ClassVar[bool] = False
-    """Whether the index divides the keys into clusters that a remainder can be computed over (`pieces`)."""
+    piece_type: ClassVar[type[Piece] | None] = None
+    """What the index divides the keys into, so that a remainder can be computed over it (`pieces`); None if nothing."""
 
     needs_queries: ClassVar[bool] = False
     """Whether it is built from the whole sample of queries, which only the reading of the document has. All others can
@@ -239,13 +256,18 @@ class LayerIndex(ABC):
         return self.start_appending()
 
     def pieces(
-        self, queries_HTGD: Tensor, appended: AppendedKeys | None, position: int | None = None
-    ) -> tuple[ScoredClusters, ...]:
-        """The clusters that together hold every key of the index, with the queries' products with their means.
+        self,
+        queries_HTGD: Tensor,
+        first_key: int,
+        end_key: int,
+        appended: AppendedKeys | None,
+        position: int | None = None,
+    ) -> tuple[Piece, ...]:
+        """Scored pieces of `piece_type` that together hold keys first_key..end_key-1, and maybe others.
 
         Only for indexes that partition the keys; raises MethodUnsupportedError otherwise.
         """
-        raise MethodUnsupportedError(f"index kind {self.kind!r} has no clusters to compute a remainder over")
+        raise MethodUnsupportedError(f"index kind {self.kind!r} has no pieces to compute a remainder over")
 
     @property
     def nbytes(self) -> int:

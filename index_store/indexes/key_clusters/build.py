@@ -16,7 +16,7 @@ from index_store.indexes.interface.layer_index import LayerSource, all_finite, c
 from index_store.indexes.key_clusters.moments import ClusterMoments, measure, sum_by_cluster
 from index_store.indexes.key_clusters.parameters import ClusterParameters, TreeParameters
 from index_store.indexes.key_clusters.windowed_rope import check_frequencies, undo_rotary
-from index_store.kmeans.kmeans import assign_clusters
+from index_store.indexes.kmeans.kmeans import assign_clusters
 
 _SEEDS = 2**31
 

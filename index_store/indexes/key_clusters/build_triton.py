@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.kmeans.first_centroids import Blocks
-from index_store.kmeans.kmeans_triton import cluster_blocks
+from index_store.indexes.kmeans.first_centroids import Blocks
+from index_store.indexes.kmeans.kmeans_triton import cluster_blocks
 
 
 def build_device_clusters(

@@ -30,7 +30,7 @@ class KeyClusters(LayerIndex):
     """Flat clusters of one layer's keys."""
 
     kind = "key_clusters"
-    partitions = True
+    piece_type = ScoredClusters
 
     parameters_type: ClassVar[type[ClusterParameters]] = ClusterParameters
     search_type = ClusterSearch
@@ -116,7 +116,12 @@ class KeyClusters(LayerIndex):
         return Ranking(logits, Items(first_key, end_key, tuple(groups)), pieces, vectors_read)
 
     def pieces(
-        self, queries_HTGD: Tensor, appended: AppendedKeys | None, position: int | None = None
+        self,
+        queries_HTGD: Tensor,
+        first_key: int,
+        end_key: int,
+        appended: AppendedKeys | None,
+        position: int | None = None,
     ) -> tuple[ScoredClusters, ...]:
         own = self._own_clusters(appended)
         moved = self._moved(queries_HTGD, position)

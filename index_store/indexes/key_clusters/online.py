@@ -20,7 +20,7 @@ from index_store.indexes.interface.growing import GrowingRows, grown
 from index_store.indexes.interface.layer_index import AppendedKeys
 from index_store.indexes.key_clusters.moments import check_moments, measure, sum_by_cluster
 from index_store.indexes.key_clusters.windowed_rope import check_frequencies, undo_rotary
-from index_store.kmeans.first_centroids import METRICS
+from index_store.indexes.kmeans.first_centroids import METRICS
 from index_store.selection.clustered_keys import ClusteredKeys
 from index_store.selection.ranking import Members
 

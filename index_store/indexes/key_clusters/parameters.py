@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.parameters import Parameters
-from index_store.kmeans.first_centroids import METRICS
+from index_store.indexes.kmeans.first_centroids import METRICS
 
 MOMENTS = ("none", "diagonal", "full")
 """What clusters keep beside mean keys and value sums: nothing, the keys' variances, also Cov(values, keys)."""

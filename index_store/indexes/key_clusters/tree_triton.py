@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from index_store.indexes.key_clusters.build_triton import list_device_members, measure_members
-from index_store.kmeans.first_centroids import Blocks
-from index_store.kmeans.kmeans_triton import cluster_blocks
+from index_store.indexes.kmeans.first_centroids import Blocks
+from index_store.indexes.kmeans.kmeans_triton import cluster_blocks
 
 
 def build_device_tree(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from index_store.kmeans.kmeans_triton import fill_rows, find_clusters
+from index_store.indexes.kmeans.kmeans_triton import fill_rows, find_clusters
 
 _BYTES_AT_ONCE = 2**30  # of keys' slices, gathered subspace by subspace
 

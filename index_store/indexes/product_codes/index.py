@@ -27,9 +27,9 @@ from index_store.indexes.interface.layer_index import (
 )
 from index_store.indexes.interface.products import are_many
 from index_store.indexes.interface.subspaces import SubspaceParameters
+from index_store.indexes.kmeans.kmeans import euclidean_kmeans
 from index_store.indexes.product_codes.products import score_codes_by_products
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes
-from index_store.kmeans.kmeans import euclidean_kmeans
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.json_fields import Scalar
 

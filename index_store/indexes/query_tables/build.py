@@ -14,8 +14,8 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.layer_index import LayerSource, all_finite
+from index_store.indexes.kmeans.kmeans import spherical_kmeans
 from index_store.indexes.query_tables.parameters import TableParameters
-from index_store.kmeans.kmeans import spherical_kmeans
 
 INT8_MAX = 127
 INT16_MAX = 32767

@@ -81,6 +81,11 @@ class AppendedDense(AppendedKeys):
             self.rows_HSN = buffer
         self.rows_HSN[:, :, self.count : self.count + new] = scores_HTS.transpose(1, 2)
 
+    def fork(self) -> Self:
+        other = super().fork()
+        other.rows_HSN = self.rows_HSN.clone()
+        return other
+
     @property
     def nbytes(self) -> int:
         return self.rows_HSN.numel()
@@ -107,6 +112,17 @@ class AppendedLists(AppendedKeys):
         scores_HTS = self._scorer.score(kv_HT2D[:, :, 0], INT16_MAX).to(torch.int16)
         self._reserve(int(self.lists.inserted_HS.max()) + scores_HTS.shape[1])
         insert_keys(self.lists, scores_HTS, self._first_id + self.count)
+
+    def fork(self) -> Self:
+        other, own = super().fork(), self.lists
+        other.lists = replace(
+            own,
+            kept_HS=own.kept_HS.clone(),
+            inserted_ids_HSE=own.inserted_ids_HSE.clone(),
+            inserted_values_HSE=own.inserted_values_HSE.clone(),
+            inserted_HS=own.inserted_HS.clone(),
+        )
+        return other
 
     def _reserve(self, entries: int) -> None:
         capacity = self.lists.inserted_ids_HSE.shape[2]
@@ -180,7 +196,7 @@ class QueryTables(LayerIndex):
         if parsed.layout == "dense":
             return rows * grown(growth.appended)
         # A list that takes every key holds as many as it may, and has room for those of the next append.
-        new = min(growth.appended, growth.at_once)
+        new = min(growth.appended, growth.block)
         most = min(growth.appended - new, list_capacity(parsed, growth.keys)) + new
         return rows * (6 * max(_LEAST_ENTRIES, grown(most, _LEAST_ENTRIES)) + 8) if growth.appended else 0
 

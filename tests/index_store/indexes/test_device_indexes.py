@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_clusters.build import (
     build_clusters,
@@ -264,6 +265,16 @@ def test_every_index_on_a_device(name: str, dtype: torch.dtype, head_dim: int) -
             code_error(slices, {k: a.cpu() for k, a in arrays.items()}) for arrays in (found, expected)
         )
         assert ours < 1.02 * theirs
+    elif "key_codes" in found:
+        restored = [
+            CoarseRows.from_arrays(spec.parameters, arrays, source.kv_HN2D) for arrays in (found, expected)
+        ]
+        for decode in ("decode_keys", "decode_values"):
+            raw = (keys if decode == "decode_keys" else source.values_HND.float()).cpu()
+            ours, theirs = (
+                float((getattr(index.rows, decode)(0, 6000).cpu() - raw).square().sum()) for index in restored
+            )
+            assert ours < 1.02 * theirs
     elif "centroids" in found:
         dims = TableParameters.parse(spec.parameters).dims(head_dim).cuda()
         points = torch.nn.functional.normalize(source.queries.queries_HPGD.flatten(1, 2)[..., dims], dim=-1)

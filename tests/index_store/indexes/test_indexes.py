@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.exact_index import ExactIndex
 from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, all_finite
 from index_store.indexes.key_clusters.cluster_tree import ClusterTree
@@ -52,6 +53,13 @@ CLUSTERS: dict[str, Scalar] = {
     "sinks": 0,
 }
 CODES: dict[str, Scalar] = {"subspaces": 8, "bits": 6, "split": "strided", "iterations": 5}
+COARSE: dict[str, Scalar] = {
+    "coding": "scalar",
+    "key_bits": 4,
+    "value_bits": 4,
+    "value_group": 128,
+    "iterations": 3,
+}
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,9 @@ CASES = [
     Case("tree", ClusterTree, {**CLUSTERS, "keys_per_coarse": 50}, {"coarse_keep": 0.5}, 0.2),
     Case("pages", Pages, {"size": 4}, {}, 0.1),  # no locality in this data; chance is 0.05
     Case("codes", ProductCodes, CODES, {}, 0.5),
+    Case("coarse", CoarseRows, COARSE, {}, 0.85),
+    Case("coarse 3 and 2 bits", CoarseRows, {**COARSE, "key_bits": 3, "value_bits": 2}, {}, 0.7),
+    Case("coarse codes", CoarseRows, {**COARSE, "coding": "product", "key_bits": 2}, {}, 0.6),
     Case("codes contiguous", ProductCodes, {**CODES, "split": "contiguous"}, {}, 0.5),
 ]
 
@@ -216,6 +227,27 @@ def test_two_sessions_append_apart(case: Case) -> None:
     scores = index.rank(queries, 0, KEYS + 20, one, case.search).logits_HTGM
     assert torch.equal(scores, index.rank(queries, 0, KEYS + 20, alone, case.search).logits_HTGM)
     assert not torch.equal(scores, index.rank(queries, 0, KEYS + 20, two, case.search).logits_HTGM)
+
+
+def test_a_fork_goes_on_apart(case: Case) -> None:
+    keys, sample, queries = data()
+    index = build(case, keys, sample)
+    first, then, other = (
+        rows(torch.randn(HEADS, count, DIM, generator=torch.Generator().manual_seed(count)))
+        for count in (20, 9, 10)
+    )
+    one, alone = index.start_appending(), index.start_appending()
+    for appended in (one, alone):
+        appended.append(first)
+        index.rank(queries, 0, KEYS + 20, appended, case.search)
+    fork = one.fork()
+    one.append(other)
+    fork.append(then)
+    alone.append(then)
+    assert (one.count, fork.count) == (30, 29)
+    assert fork.nbytes == alone.nbytes
+    scores = index.rank(queries, 0, KEYS + 29, fork, case.search).logits_HTGM
+    assert torch.equal(scores, index.rank(queries, 0, KEYS + 29, alone, case.search).logits_HTGM)
 
 
 def test_keys_that_are_not_held_and_strangers_are_refused(case: Case) -> None:

@@ -23,7 +23,7 @@ FREE = {"full", "oracle"}
 """Presets that need nothing stored."""
 OPTIONAL = {"csattention", "pq"}
 """Presets that do without their remainder."""
-APPROXIMATING = {"multipole", "multipole-windowed", "multipole-tree"}
+APPROXIMATING = {"multipole", "multipole-windowed", "multipole-tree", "refined", "refined-3", "refined-codes"}
 THRESHOLD = {"squeezed", "squeezed-tree"}
 
 
@@ -43,7 +43,7 @@ def context(
             {**INDEX_SPECS[name].parameters, **(built or {}).get(name, {})},
             layers,
             (),
-            THRESHOLDS if calibrated and INDEX_KINDS[INDEX_SPECS[name].kind].partitions else (),
+            THRESHOLDS if calibrated and INDEX_KINDS[INDEX_SPECS[name].kind].piece_type is not None else (),
         )
         for name in names
     ]
@@ -108,7 +108,7 @@ def test_presets_are_refused_with_a_reason_or_run(where: str, preset: str) -> No
         assert entry is not None
         assert (spec.kind, spec.parameters) == (entry.kind, entry.parameters)
         assert fitted.searching <= set(entry.layers)
-    clusters = method.index is not None and INDEX_KINDS[method.index.kind].partitions
+    clusters = method.index is not None and INDEX_KINDS[method.index.kind].piece_type is not None
     assert (fitted.thresholds is not None) == (clusters and where not in {"not calibrated", "only sinks"})
 
 

@@ -33,6 +33,9 @@ def test_names_and_defaults() -> None:
         "tactic",
         "quest",
         "pq",
+        "refined",
+        "refined-3",
+        "refined-codes",
     ]
     assert DEFAULT_METHOD in METHODS
     for name, method in METHODS.items():
@@ -93,6 +96,14 @@ def test_full_attention_takes_no_budget_and_no_period(given: dict[str, float]) -
         ("squeezed-tree+monopole", "monopole", ["cluster_tree"], False),
         ("multipole+centred", "centred", ["key_clusters", "remainder_clusters"], False),
         ("multipole+dropped", "dropped", ["key_clusters"], False),
+        ("refined", "coarse", ["coarse_rows"], False),
+        ("refined-3+coarse", "coarse", ["coarse_rows_3"], False),
+        ("refined+dropped", "dropped", ["coarse_rows"], False),
+        ("refined-codes+centred", "centred", ["coarse_codes", "remainder_clusters"], False),
+        ("csattention+coarse", "coarse", ["query_tables", "coarse_rows"], False),
+        ("csattention-paper+coarse", "coarse", ["paper_tables", "coarse_rows"], False),
+        ("oracle+coarse", "coarse", ["coarse_rows"], False),
+        ("multipole+coarse", "coarse", ["key_clusters", "coarse_rows"], False),
     ],
 )
 def test_remainders_of_expressions(expression: str, remainder: str, specs: list[str], optional: bool) -> None:
@@ -190,6 +201,11 @@ def test_remainders_that_cannot_work_are_refused() -> None:
     pq = METHODS["pq"]
     with pytest.raises(MethodUnsupportedError, match="has no clusters"):
         replace(pq, partition=None)
+    for wrong in (pq, METHODS["multipole"]):
+        with pytest.raises(MethodUnsupportedError, match=r"has no coarse rows; .* such as coarse_rows"):
+            replace(wrong, remainder=REMAINDERS["coarse"])
+    with pytest.raises(MethodUnsupportedError, match=r"has no clusters; .* such as remainder_clusters"):
+        replace(METHODS["refined"], remainder=REMAINDERS["monopole"])
     with pytest.raises(MethodUnsupportedError, match="needs clusters with moments 'full'"):
         replace(pq, remainder=REMAINDERS["dipole"])
     with pytest.raises(MethodUnsupportedError, match="needs clusters with moments 'diagonal'"):

@@ -135,7 +135,7 @@ def test_the_best_coarse_clusters_are_expanded_until_they_hold_the_share(
 
 def test_pieces_take_the_default_share(tree: ClusterTree) -> None:
     ranked = tree.rank(queries(), 5, KEYS, None, {"coarse_keep": 0.5}).pieces
-    for one, other in zip(tree.pieces(queries(), None), ranked, strict=True):
+    for one, other in zip(tree.pieces(queries(), 5, KEYS, None), ranked, strict=True):
         assert torch.equal(one.logits_HTGC, other.logits_HTGC)
 
 

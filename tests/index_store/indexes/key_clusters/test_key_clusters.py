@@ -240,7 +240,7 @@ def test_pieces_stand_for_each_key_once(name: str, new: int) -> None:
         appended.append(torch.randn(HEADS, new, 2, DIM))
     ids = torch.arange(KEYS + new)
     for pieces in (
-        index.pieces(queries(), appended, position=KEYS + new),
+        index.pieces(queries(), 5, KEYS + new, appended, position=KEYS + new),
         index.rank(queries(), 5, KEYS + new, appended, {}, position=KEYS + new).pieces,
     ):
         total = counted(pieces, ids)
@@ -327,7 +327,7 @@ def test_strangers_and_unknown_options_are_refused() -> None:
     foreign = ExactIndex(source().keys_HND).start_appending()
     foreign.append(torch.randn(HEADS, 3, 2, DIM))
     with pytest.raises(InvalidArgumentError, match="AppendedExact"):
-        index.pieces(queries(), foreign)
+        index.pieces(queries(), 5, KEYS, foreign)
     with pytest.raises(InvalidArgumentError, match="coarse_keep"):
         index.rank(queries(), 5, KEYS, None, {"coarse_keep": 0.5})
 
@@ -341,7 +341,7 @@ def test_windowed_rope_needs_frequencies_and_positions() -> None:
     with pytest.raises(InvalidArgumentError, match="position"):
         index.rank(queries(), 5, KEYS, None, {})
     with pytest.raises(InvalidArgumentError, match="position"):
-        index.pieces(queries(), None)
+        index.pieces(queries(), 5, KEYS, None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.key_clusters.online import OnlineClusters
 from index_store.indexes.key_clusters.windowed_rope import undo_rotary
-from index_store.kmeans.kmeans import assign_clusters
+from index_store.indexes.kmeans.kmeans import assign_clusters
 
 HEADS, DIM, FIRST = 2, 8, 1000
 

@@ -6,9 +6,9 @@ import torch
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.exact_index import ExactIndex
 from index_store.indexes.interface.layer_index import LayerSource
+from index_store.indexes.kmeans.kmeans import euclidean_kmeans
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes, score_codes_reference
-from index_store.kmeans.kmeans import euclidean_kmeans
 from index_store.selection.budgets import Ratio
 from index_store.store.json_fields import Scalar
 from index_store.store.stored_context import QuerySample

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.kmeans.first_centroids import METRICS, Blocks, first_centroids
-from index_store.kmeans.nearest_triton import assign_vectors, bounds_of, product_options
+from index_store.indexes.kmeans.first_centroids import METRICS, Blocks, first_centroids
+from index_store.indexes.kmeans.nearest_triton import assign_vectors, bounds_of, product_options
 
 LONGEST_ROW = 256
 """Dimensions that the kernels take."""

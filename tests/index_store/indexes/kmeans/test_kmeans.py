@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from index_store.errors import InvalidArgumentError
-from index_store.kmeans.kmeans import assign_clusters, spherical_kmeans
+from index_store.indexes.kmeans.kmeans import (
+    assign_clusters,
+    euclidean_kmeans,
+    euclidean_kmeans_batch,
+    spherical_kmeans,
+)
 
 
 def test_finds_planted_directions_whatever_their_lengths() -> None:
@@ -27,6 +32,15 @@ def test_fewer_points_than_centroids_and_zero_vectors() -> None:
         spherical_kmeans(torch.zeros(5, 2), 2, 10, 0)
     with pytest.raises(InvalidArgumentError, match="at least 1"):
         spherical_kmeans(points, 0, 10, 0)
+
+
+@pytest.mark.parametrize("count", [7, 300])
+def test_several_sets_of_points_at_once(count: int) -> None:
+    points = torch.randn(3, count, 4, generator=torch.Generator().manual_seed(2))
+    centroids = euclidean_kmeans_batch(points, 16, 5, 3)
+    assert centroids.shape == (3, 16, 4)
+    for number in range(3):
+        assert torch.equal(centroids[number], euclidean_kmeans(points[number], 16, 5, 3 + number))
 
 
 def test_same_seed_same_centroids() -> None:

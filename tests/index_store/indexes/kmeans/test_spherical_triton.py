@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from index_store.errors import InvalidArgumentError
-from index_store.kmeans.spherical_triton import spherical_kmeans_batch, spread_seeds, spread_seeds_reference
+from index_store.indexes.kmeans.spherical_triton import (
+    spherical_kmeans_batch,
+    spread_seeds,
+    spread_seeds_reference,
+)
 from tests.support.devices import DEVICE
 
 
@@ -22,7 +26,7 @@ def test_seeds(count: int) -> None:
 
 
 def test_query_kmeans_is_as_tight_as_the_hosts() -> None:
-    from index_store.kmeans.kmeans import spherical_kmeans
+    from index_store.indexes.kmeans.kmeans import spherical_kmeans
 
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(3, 500, 8, generator=generator)

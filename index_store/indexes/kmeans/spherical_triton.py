@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from index_store.errors import InvalidArgumentError
-from index_store.kmeans.kmeans_triton import fill_rows, move_centroids
-from index_store.kmeans.nearest_triton import assign_vectors
+from index_store.indexes.kmeans.kmeans_triton import fill_rows, move_centroids
+from index_store.indexes.kmeans.nearest_triton import assign_vectors
 
 _WAITS_AT_ONCE = 2**26  # random numbers drawn for seeds
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.kmeans.first_centroids import METRICS
+from index_store.indexes.kmeans.first_centroids import METRICS
 
 
 def spherical_kmeans(
@@ -27,7 +27,7 @@ def spherical_kmeans(
     if len(directions) == 0:
         raise InvalidArgumentError("k-means got no point with a direction: all are zero")
     if points_PD.is_cuda:
-        from index_store.kmeans.spherical_triton import spherical_kmeans_batch
+        from index_store.indexes.kmeans.spherical_triton import spherical_kmeans_batch
 
         return spherical_kmeans_batch(directions[None], clusters, iterations, seed)[0]
     directions = directions.contiguous()
@@ -103,6 +103,21 @@ def euclidean_kmeans(points_PD: Tensor, clusters: int, iterations: int, seed: in
     return torch.from_numpy(centroids.astype(np.float32))
 
 
+def euclidean_kmeans_batch(points_YPD: Tensor, clusters: int, iterations: int, seed: int) -> Tensor:
+    """Centroids [Y, clusters, D] float32 of Y sets of P points [Y, P, D]: on a device all at once.
+
+    Otherwise as `euclidean_kmeans`.
+    """
+    if points_YPD.is_cuda and points_YPD.shape[1] > clusters:
+        from index_store.indexes.kmeans.kmeans_triton import find_clusters
+
+        _check(points_YPD, clusters, iterations)
+        blocks = [(0, points_YPD.shape[1], 0, clusters)]
+        return find_clusters(points_YPD, blocks, iterations, "euclidean", seed)[1].float()
+    sets = enumerate(points_YPD)
+    return torch.stack([euclidean_kmeans(points, clusters, iterations, seed + n) for n, points in sets])
+
+
 def _check(points_PD: Tensor, clusters: int, iterations: int) -> None:
     if clusters < 1 or iterations < 1:
         raise InvalidArgumentError(
@@ -131,7 +146,7 @@ def _find_on_device(
     points_PD: Tensor, clusters: int, iterations: int, seed: int, metric: str
 ) -> tuple[Tensor, Tensor]:
     """Clusters [P] int32 and centroids [clusters, D] of points that are there in the dtype that they have."""
-    from index_store.kmeans.kmeans_triton import find_clusters
+    from index_store.indexes.kmeans.kmeans_triton import find_clusters
 
     blocks = [(0, len(points_PD), 0, clusters)]
     assignment, centroids = find_clusters(points_PD[None], blocks, iterations, metric, seed)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from index_store.kmeans.first_centroids import Blocks
+from index_store.indexes.kmeans.first_centroids import Blocks
 
 
 def assign_vectors(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.kmeans.kmeans_triton import (
+from index_store.indexes.kmeans.kmeans_triton import (
     cluster_blocks,
     fill_rows,
     find_clusters,
@@ -19,7 +19,7 @@ from index_store.kmeans.kmeans_triton import (
     move_centroids,
     move_centroids_reference,
 )
-from index_store.kmeans.nearest_triton import assign_vectors, assign_vectors_reference
+from index_store.indexes.kmeans.nearest_triton import assign_vectors, assign_vectors_reference
 from tests.support.devices import DEVICE, DTYPES, make_kv
 
 BLOCKS = [(3, 150, 0, 20), (150, 283, 20, 37)]
@@ -82,7 +82,7 @@ def test_a_centroid_among_more_than_a_tile_holds(dtype: torch.dtype, halved: boo
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
 def test_clusters_are_as_tight_as_the_hosts(metric: str) -> None:
-    from index_store.kmeans.kmeans import assign_clusters
+    from index_store.indexes.kmeans.kmeans import assign_clusters
 
     # Points without order: wherever k-means starts, it ends about equally well.
     vectors = torch.randn(1, 200, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)

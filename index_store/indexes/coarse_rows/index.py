@@ -1,0 +1,169 @@
+"""Coarse rows: every key and value in 2 to 4 bits a channel, all scored, and all that are not selected attended.
+
+The coarse copy is a search and a partition of its own: a query's products with the coarse keys rank all keys, and the
+remainder `coarse` takes the same products for the logits of those that were not selected.
+
+Shape legend: H KV heads, T positions, G group heads, N keys, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+from torch import Tensor
+
+from index_store.indexes.coarse_rows.appended import (
+    AppendedProducts,
+    AppendedScalars,
+    appended_row_bytes,
+)
+from index_store.indexes.coarse_rows.parameters import CoarseParameters
+from index_store.indexes.coarse_rows.product_rows import ProductRows, find_codebooks, find_codes
+from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows, code_rows, value_groups
+from index_store.indexes.coarse_rows.scored_codes import CodedRows, ScoredCodes, score_rows
+from index_store.indexes.interface.layer_index import (
+    AppendedKeys,
+    Growth,
+    LayerIndex,
+    LayerSource,
+    check_keys,
+)
+from index_store.selection.pieces import ScoredRows
+from index_store.selection.ranking import Items, Ranking
+from index_store.store.json_fields import Scalar
+
+
+class CoarseRows(LayerIndex):
+    """The coarse copy of one layer's keys and values."""
+
+    kind = "coarse_rows"
+    parameters_type = CoarseParameters
+    piece_type = ScoredRows
+
+    def __init__(self, parameters: CoarseParameters, arrays: Mapping[str, Tensor]) -> None:
+        super().__init__(arrays, arrays["key_codes"].shape[1])
+        self.rows = _rows(parameters, arrays)
+
+    @classmethod
+    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
+        return True
+
+    @classmethod
+    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
+        parsed = CoarseParameters.parse(parameters)
+        codes = head_dim * (parsed.key_bits + parsed.value_bits) / 8
+        if parsed.coding == "product":
+            return codes
+        scales_and_offsets = 4 * (head_dim / BLOCK + value_groups(head_dim, parsed.value_group))
+        return codes + scales_and_offsets
+
+    @classmethod
+    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
+        return appended_row_bytes(CoarseParameters.parse(parameters), head_dim, growth)
+
+    @classmethod
+    def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:
+        parsed = CoarseParameters.parse(parameters)
+        check_keys(source.keys_HND)
+        return cls(parsed, _build_arrays(parsed, source, seed))
+
+    @classmethod
+    def from_arrays(
+        cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], kv_HN2D: Tensor
+    ) -> Self:
+        return cls(CoarseParameters.parse(parameters), arrays)
+
+    def start_appending(self) -> AppendedScalars | AppendedProducts:
+        return (
+            AppendedScalars(self.rows) if isinstance(self.rows, ScalarRows) else AppendedProducts(self.rows)
+        )
+
+    def _score(
+        self,
+        queries_HTGD: Tensor,
+        first_key: int,
+        end_key: int,
+        appended: AppendedKeys | None,
+        search: Mapping[str, Scalar],
+        position: int | None,
+    ) -> Ranking:
+        self.parse_search(search)
+        logits, pieces = self._score_range(queries_HTGD, first_key, end_key, appended)
+        searched = float(end_key - first_key)
+        read = self.rows.key_bytes(max(0, end_key - first_key))
+        return Ranking(logits, Items(first_key, end_key), pieces, searched, read)
+
+    def pieces(
+        self,
+        queries_HTGD: Tensor,
+        first_key: int,
+        end_key: int,
+        appended: AppendedKeys | None,
+        position: int | None = None,
+    ) -> tuple[ScoredCodes, ...]:
+        return self._score_range(queries_HTGD, first_key, end_key, appended)[1]
+
+    def _score_range(
+        self, queries_HTGD: Tensor, first_key: int, end_key: int, appended: AppendedKeys | None
+    ) -> tuple[Tensor, tuple[ScoredCodes, ...]]:
+        """Logits [H, T, G, M] of keys first_key..end_key-1, and the pieces whose logits are views of them."""
+        logits = queries_HTGD.new_empty(*queries_HTGD.shape[:3], max(0, end_key - first_key))
+        pieces = []
+        for rows in (self.rows, self._own_rows(appended)):
+            first = max(0, first_key - rows.first_id)
+            end = min(rows.count, end_key - rows.first_id)
+            if first < end:
+                begin = rows.first_id + first - first_key
+                part = logits[..., begin : begin + end - first]
+                pieces.append(score_rows(rows, queries_HTGD, first, end, part))
+        return logits, tuple(pieces)
+
+    def _own_rows(self, appended: AppendedKeys | None) -> CodedRows:
+        if isinstance(self.rows, ScalarRows):
+            return self._own(appended, AppendedScalars).rows
+        return self._own(appended, AppendedProducts).rows
+
+
+def _rows(parameters: CoarseParameters, arrays: Mapping[str, Tensor]) -> CodedRows:
+    if parameters.coding == "product":
+        return ProductRows(
+            arrays["key_codes"],
+            arrays["key_codebooks"],
+            arrays["value_codes"],
+            arrays["value_codebooks"],
+        )
+    return ScalarRows(
+        arrays["key_codes"],
+        arrays["key_scales"],
+        arrays["key_offsets"],
+        arrays["value_codes"],
+        arrays["value_scales"],
+        arrays["value_offsets"],
+        parameters.key_bits,
+        parameters.value_bits,
+    )
+
+
+def _build_arrays(parameters: CoarseParameters, source: LayerSource, seed: int) -> dict[str, Tensor]:
+    """What is stored, made where keys and values are."""
+    if parameters.coding == "product":
+        keys, values = source.keys_HND, source.values_HND
+        key_books = find_codebooks(keys, parameters.key_slice, parameters.iterations, seed)
+        value_books = find_codebooks(values, parameters.value_slice, parameters.iterations, seed)
+        return {
+            "key_codes": find_codes(keys, key_books),
+            "key_codebooks": key_books,
+            "value_codes": find_codes(values, value_books),
+            "value_codebooks": value_books,
+        }
+    groups = value_groups(source.kv_HN2D.shape[3], parameters.value_group)
+    rows = code_rows(source.kv_HN2D, 0, parameters.key_bits, parameters.value_bits, groups)
+    return {
+        "key_codes": rows.key_codes_HNC,
+        "key_scales": rows.key_scales_HBD,
+        "key_offsets": rows.key_offsets_HBD,
+        "value_codes": rows.value_codes_HNC,
+        "value_scales": rows.value_scales_HNV,
+        "value_offsets": rows.value_offsets_HNV,
+    }

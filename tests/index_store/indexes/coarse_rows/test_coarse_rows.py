@@ -1,0 +1,251 @@
+"""The index of coarse rows: what it scores, what sessions append, what it holds, and what it stands for."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from index_store.errors import InvalidArgumentError
+from index_store.indexes.coarse_rows.index import CoarseRows
+from index_store.indexes.coarse_rows.product_rows import ProductRows, find_codes
+from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
+from index_store.indexes.interface.layer_index import Growth, LayerSource
+from index_store.methods.index_specs import INDEX_SPECS
+from index_store.selection.budgets import Threshold
+from index_store.selection.calibration import ThresholdCalibrator
+from index_store.selection.remainders import REMAINDERS, ExactKeys
+from index_store.selection.threshold_curve import ThresholdCurve
+from index_store.store.json_fields import Scalar
+from index_store.store.stored_context import QuerySample
+from tests.index_store.indexes.coarse_rows.test_scalar_rows import random_rows
+from tests.support.search import step
+
+HEADS, DIM, GROUP = 2, 32, 3
+PARAMETERS = {name: INDEX_SPECS[name].parameters for name in ("coarse_rows", "coarse_rows_3", "coarse_codes")}
+NO_QUERIES = QuerySample(torch.empty(HEADS, 0, GROUP, DIM), torch.empty(0, dtype=torch.int64))
+
+ROUNDING = {"coarse_rows": 0.1, "coarse_rows_3": 0.2}
+"""What rounding queries to 8 bits may do on a CPU to these logits, which reach 30."""
+
+every_coding = pytest.mark.parametrize("name", PARAMETERS)
+
+
+def build(name: str, kv: torch.Tensor, **changes: Scalar) -> CoarseRows:
+    return CoarseRows.build({**PARAMETERS[name], "iterations": 2, **changes}, LayerSource(kv, NO_QUERIES), 0)
+
+
+def queries(positions: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(HEADS, positions, GROUP, DIM, generator=generator) / DIM**0.5
+
+
+@every_coding
+def test_it_is_built_without_queries_where_keys_and_values_are(name: str) -> None:
+    kv = random_rows(300, DIM, dtype=torch.bfloat16)
+    index = build(name, kv)
+    assert not CoarseRows.needs_queries
+    ranking = index.rank(queries(), 5, 290, None, {})
+    keys = index.rows.decode_keys(5, 290)
+    torch.testing.assert_close(
+        ranking.logits_HTGM,
+        torch.einsum("htgd,hnd->htgn", queries(), keys),
+        rtol=1e-4,
+        atol=ROUNDING.get(name, 1e-4),
+    )
+    error = (keys - kv[:, 5:290, 0].float()).norm() / kv[:, 5:290, 0].float().norm()
+    assert float(error) < 0.15
+
+
+@every_coding
+@pytest.mark.parametrize("count", [256, 300])
+@pytest.mark.parametrize("sizes", [[1] * 9, [127, 1, 1], [84, 128, 60], [200, 5]])
+def test_rows_appended_in_pieces_equal_rows_appended_at_once(name: str, count: int, sizes: list[int]) -> None:
+    index = build(name, random_rows(count, DIM))
+    new = random_rows(sum(sizes), DIM, seed=3)
+    pieces, whole = index.start_appending(), index.start_appending()
+    whole.append(new)
+    for piece in new.split(sizes, dim=1):
+        pieces.append(piece)
+    pieces.append(new[:, :0])
+    end = count + sum(sizes)
+    found = [index.rank(queries(), 3, end, each, {}).logits_HTGM for each in (pieces, whole)]
+    assert torch.equal(*found)
+    assert torch.equal(*(each.rows.decode_values(0, sum(sizes)) for each in (pieces, whole)))
+
+
+@pytest.mark.parametrize("name", ["coarse_rows", "coarse_rows_3"])
+def test_appended_rows_equal_those_of_one_context_where_a_block_ends(name: str) -> None:
+    kv = random_rows(700, DIM)
+    index, longer = build(name, kv[:, :384]), build(name, kv)
+    appended = index.start_appending()
+    for piece in kv[:, 384:].split(50, dim=1):
+        appended.append(piece)
+    one = index.rank(queries(), 8, 700, appended, {})
+    other = longer.rank(queries(), 8, 700, None, {})
+    assert torch.equal(one.logits_HTGM, other.logits_HTGM)
+    assert torch.equal(appended.rows.decode_values(0, 316), longer.rows.decode_values(384, 700))
+
+
+@every_coding
+def test_a_range_is_scored_wherever_it_lies(name: str) -> None:
+    index = build(name, random_rows(200, DIM))
+    appended = index.start_appending()
+    appended.append(random_rows(100, DIM, seed=2))
+    everything = index.rank(queries(), 0, 300, appended, {})
+    for first, end in ((0, 300), (10, 150), (150, 250), (200, 300), (230, 260), (40, 40)):
+        part = index.rank(queries(), first, end, appended, {})
+        torch.testing.assert_close(part.logits_HTGM, everything.logits_HTGM[..., first:end])
+        pieces = index.pieces(queries(), first, end, appended)
+        assert sum(piece.logits_HTGX.shape[-1] for piece in pieces) == end - first
+        for piece in pieces:
+            begin = piece.first_id
+            same = everything.logits_HTGM[..., begin : begin + piece.logits_HTGX.shape[-1]]
+            torch.testing.assert_close(piece.logits_HTGX, same)
+
+
+def test_a_search_and_its_remainder_share_their_logits() -> None:
+    index = build("coarse_rows", random_rows(200, DIM))
+    ranking = index.rank(queries(), 8, 200, None, {})
+    (piece,) = ranking.pieces
+    assert piece.logits_HTGX.data_ptr() == ranking.logits_HTGM.data_ptr()
+
+
+@every_coding
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_is_not_exact_counts_by_its_coarse_copy(name: str, shared: bool) -> None:
+    """Also of some KV heads and positions, and of a part that is nothing but exact keys."""
+    positions = 4
+    index = build(name, random_rows(150, DIM))
+    appended = index.start_appending()
+    appended.append(random_rows(40, DIM, seed=2))
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.stack([torch.randperm(182, generator=generator)[:90] + 8 for _ in range(HEADS * positions)])
+    ids = ids.view(HEADS, positions, 90).to(torch.int32)
+    ids[0, 1, :40] = torch.arange(150, 190)
+    if shared:
+        ids = ids[:, 1:2]
+    valid = torch.rand(ids.shape, generator=generator) < 0.7
+    valid[0, : None if shared else 2] = True
+    unused = torch.zeros(0)
+    remainder = REMAINDERS["coarse"]
+    q = queries(positions)
+    pieces = index.pieces(q, 8, 190, appended)
+    state = remainder.state(pieces, [ExactKeys(ids, valid, unused, unused)])
+    assert state is not None
+    keys = torch.cat([index.rows.decode_keys(8, 150), appended.rows.decode_keys(0, 40)], 1)
+    values = torch.cat([index.rows.decode_values(8, 150), appended.rows.decode_values(0, 40)], 1)
+    logits = torch.einsum("htgd,hnd->htgn", q, keys)
+    for head in range(HEADS):
+        for position in range(positions):
+            row = 0 if shared else position
+            out = ids[head, row][valid[head, row]].long() - 8
+            logits[head, position, :, out] = -torch.inf
+    torch.testing.assert_close(state.lse, logits.logsumexp(-1), rtol=1e-4, atol=ROUNDING.get(name, 1e-4))
+    expected = torch.einsum("htgn,hnd->htgd", logits.softmax(-1), values)
+    # Rounding of weights stays below half of that of a value.
+    quarter_step = (
+        float(index.rows.value_scales_HNV.max()) / 4 if isinstance(index.rows, ScalarRows) else 1e-3
+    )
+    torch.testing.assert_close(state.out, expected, rtol=1e-4, atol=quarter_step)
+    some = [piece.part(slice(1, 2), slice(2, 4)) for piece in index.pieces(q, 8, 190, appended)]
+    rows = slice(None) if shared else slice(2, 4)
+    part = remainder.state(some, [ExactKeys(ids[1:, rows], valid[1:, rows], unused, unused)])
+    assert part is not None
+    torch.testing.assert_close(part.out, state.out[1:, 2:])
+
+
+def test_an_appended_key_that_cannot_be_coded_is_refused() -> None:
+    appended = build("coarse_rows", random_rows(200, DIM)).start_appending()
+    appended.append(random_rows(10, DIM))
+    with pytest.raises(InvalidArgumentError, match="float16"):
+        appended.append(random_rows(10, DIM) * 1e5)
+    assert appended.count == 10
+
+
+@every_coding
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_sizes_are_those_of_the_formula(name: str, head_dim: int) -> None:
+    kv = random_rows(256, head_dim)
+    index = build(name, kv)
+    books = 0
+    if isinstance(index.rows, ProductRows):
+        books = 2 * HEADS * 256 * head_dim * 2
+    held = (index.nbytes - books) / (HEADS * 256)
+    assert held == CoarseRows.bytes_per_token(PARAMETERS[name], head_dim)
+
+
+def test_bytes_at_128_dimensions() -> None:
+    sizes = {name: CoarseRows.bytes_per_token(parameters, 128) for name, parameters in PARAMETERS.items()}
+    assert sizes == {"coarse_rows": 136, "coarse_rows_3": 104, "coarse_codes": 64}
+
+
+@every_coding
+@pytest.mark.parametrize("block", [16, 64, 100, 128, 256])
+def test_extensions_hold_what_is_said(name: str, block: int) -> None:
+    index = build(name, random_rows(300, DIM))
+    appended = index.start_appending()
+    new = random_rows(1100, DIM, seed=2)
+    end = 300
+    while end < 1100:
+        begin, end = end, (end // block + 1) * block
+        appended.append(new[:, begin - 300 : end - 300])
+        said = CoarseRows.appended_bytes(PARAMETERS[name], DIM, Growth(300, end - 300, block))
+        assert appended.nbytes == HEADS * said
+
+
+def test_nothing_appended_takes_no_memory() -> None:
+    assert CoarseRows.appended_bytes(PARAMETERS["coarse_rows"], DIM, Growth(300, 0, 128)) == 0
+    assert build("coarse_rows", random_rows(10, DIM)).start_appending().nbytes == 0
+
+
+@every_coding
+def test_calibrated_thresholds_keep_the_wanted_share(name: str) -> None:
+    index = build(name, random_rows(600, DIM))
+    calibrator = ThresholdCalibrator()
+    ranking = index.rank(queries(8) * 4, 8, 600, None, {})
+    calibrator.add(ranking)
+    curve = ThresholdCurve(calibrator.thresholds)
+    known = replace(step(592), thresholds=curve)
+    shares = []
+    for position in range(8):
+        alone = index.rank(queries(8)[:, position : position + 1] * 4, 8, 600, None, {})
+        shares.append(Threshold(keep=0.1).cut(alone, known).counts_HT.float().mean() / 592)
+    assert 0.09 < sum(shares) / len(shares) < 0.11
+
+
+def test_slices_get_their_nearest_codewords() -> None:
+    kv = random_rows(700, DIM)
+    index = build("coarse_codes", kv, key_bits=4)
+    rows = index.rows
+    assert isinstance(rows, ProductRows)
+    assert (rows.key_codes_HNS.shape[2], rows.value_codes_HNS.shape[2]) == (DIM // 2, DIM // 4)
+    books = rows.value_codebooks_HSWw.float()
+    slices = kv[:, :, 1].reshape(HEADS, 700, DIM // 4, 4)
+    distances = (slices[:, :, :, None] - books[:, None]).square().sum(-1)
+    chosen = distances.gather(-1, rows.value_codes_HNS.long()[..., None]).squeeze(-1)
+    assert (chosen <= distances.amin(-1) + 1e-3).all()
+    assert torch.equal(find_codes(kv[:, :, 1], rows.value_codebooks_HSWw), rows.value_codes_HNS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"coding": "wavelet"}, "scalar, product"),
+        ({"key_bits": 5}, "key_bits is 5, expected one of 2, 3, 4"),
+        ({"coding": "product", "value_bits": 3}, "value_bits is 3, expected one of 2, 4"),
+        ({"value_group": 0}, "value_group"),
+        ({"iterations": 0}, "iterations"),
+    ],
+)
+def test_bad_parameters_are_refused(changes: dict[str, Scalar], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        CoarseRows.check_options({**PARAMETERS["coarse_rows"], **changes}, {})
+
+
+def test_heads_that_cannot_be_coded_are_refused() -> None:
+    odd = random_rows(20, 12)
+    source = LayerSource(odd, replace(NO_QUERIES, queries_HPGD=torch.empty(HEADS, 0, GROUP, 12)))
+    with pytest.raises(InvalidArgumentError, match="multiple of 8"):
+        CoarseRows.build(PARAMETERS["coarse_rows_3"], source, 0)
+    with pytest.raises(InvalidArgumentError, match="slices of 4"):
+        CoarseRows.build(PARAMETERS["coarse_codes"], LayerSource(odd[..., :10], source.queries), 0)

@@ -1,0 +1,141 @@
+"""The compiled loops over scalar codes equal their eager references, row by row whatever stands beside a row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from index_store.indexes.coarse_rows.kernels_numba import attend_values, score_keys
+from index_store.indexes.coarse_rows.reference import attend_values_reference, score_keys_reference
+from index_store.indexes.coarse_rows.scalar_rows import ScalarRows, code_rows
+from index_store.indexes.coarse_rows.vectors_numba import LANES, instruction_sets, make_block_product
+from index_store.launch import njit
+
+HEADS = 2
+
+
+def coded(count: int, head_dim: int, bits: tuple[int, int], groups: int = 1, first_id: int = 0) -> ScalarRows:
+    generator = torch.Generator().manual_seed(count + head_dim)
+    spread = torch.rand(HEADS, 1, 2, head_dim, generator=generator) * 3
+    kv = torch.randn(HEADS, count, 2, head_dim, generator=generator) * spread + spread
+    return code_rows(kv, first_id, *bits, groups)
+
+
+def queries(rows: int, head_dim: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(HEADS, rows, head_dim, generator=generator) * head_dim**-0.5
+
+
+def score_bound(rows: ScalarRows, q_HRD: Tensor) -> Tensor:
+    """[H, R, 1]: what rounding queries to 127 units may do to a logit."""
+    units = (q_HRD[:, :, None].abs() * rows.key_scales_HBD[:, None].float()).amax(dim=(2, 3)) / 127
+    return units[..., None] * (2**rows.key_bits - 1) / 4 * q_HRD.shape[2] + 1e-4
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("head_dim", [32, 40, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("count", "first", "end", "lead"), [(1, 0, 1, 0), (500, 4, 500, 0), (300, 127, 263, 77), (63, 0, 63, 100)]
+)
+@pytest.mark.parametrize("row_count", [1, 6, 33])
+def test_scores_equal_the_reference(
+    bits: int, head_dim: int, count: int, first: int, end: int, lead: int, row_count: int
+) -> None:
+    rows, q = coded(count, head_dim, (bits, 4), first_id=lead), queries(row_count, head_dim)
+    out = torch.full((HEADS, row_count, end - first + 3), torch.nan)
+    expected = torch.empty(HEADS, row_count, end - first)
+    score_keys(rows, q, first, end, out[..., 2:-1])
+    score_keys_reference(rows, q, first, end, expected)
+    assert out[..., [0, 1, -1]].isnan().all()
+    error = (out[..., 2:-1] - expected).abs()
+    assert (error <= score_bound(rows, q)).all()
+    if error.numel() > 100:  # signs of errors differ
+        assert error.mean() < 0.4 * head_dim**-0.5 * score_bound(rows, q).mean()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(("head_dim", "groups"), [(32, 1), (40, 1), (80, 5), (96, 3), (128, 1), (256, 2)])
+@pytest.mark.parametrize(("count", "first"), [(1, 0), (2300, 4), (63, 100)])
+@pytest.mark.parametrize("row_count", [1, 6, 33])
+def test_attention_equals_the_reference(
+    bits: int, head_dim: int, groups: int, count: int, first: int, row_count: int
+) -> None:
+    rows = coded(count + first + 1, head_dim, (4, bits), groups)
+    logits = 2 * count**0.5 * queries(row_count, count)
+    logits[:, :, 5::7] = -torch.inf
+    logits[:, 0] = -torch.inf  # nothing counts
+    found, expected = attend_values(rows, logits, first), attend_values_reference(rows, logits, first)
+    assert (found.out[:, 0] == 0).all()
+    assert (found.lse[:, 0] == -torch.inf).all()
+    torch.testing.assert_close(found.lse, expected.lse, rtol=1e-5, atol=1e-5)
+    # A weight is off by half a unit, which is 1/127 of the largest in its tile of 128.
+    steps = rows.value_scales_HNV[:, first : first + count].float().amax(dim=(1, 2))[:, None, None]
+    shares = torch.exp(logits - expected.lse[..., None]).nan_to_num_(0)
+    units = sum(tile.amax(-1, keepdim=True) * tile.shape[-1] for tile in shares.split(128, dim=-1)) / 127
+    bound = steps * units * (2**bits - 1) / 4 + 1e-4
+    error = (found.out - expected.out).abs()
+    assert (error <= bound).all()
+    assert error.mean() < 0.15 * bound.mean() + 1e-4
+
+
+def test_a_row_does_not_depend_on_those_beside_it() -> None:
+    """So sessions that share a context get what they get alone."""
+    rows, q = coded(2500, 64, (4, 4)), queries(37, 64)
+    logits = torch.empty(HEADS, 37, 2500)
+    score_keys(rows, q, 0, 2500, logits)
+    logits[:, ::3, 9::11] = -torch.inf
+    state = attend_values(rows, logits, 0)
+    for row in (0, 3, 17, 36):
+        alone = torch.empty(HEADS, 1, 2500)
+        score_keys(rows, q[:, row : row + 1], 0, 2500, alone)
+        alone[logits[:, row : row + 1] == -torch.inf] = -torch.inf
+        assert torch.equal(alone, logits[:, row : row + 1])
+        own = attend_values(rows, alone, 0)
+        assert torch.equal(own.out, state.out[:, row : row + 1])
+        assert torch.equal(own.lse, state.lse[:, row : row + 1])
+
+
+def test_many_rows_are_attended_in_several_launches() -> None:
+    rows = coded(200, 32, (4, 4))
+    logits = queries(300, 200)
+    torch.testing.assert_close(
+        attend_values(rows, logits, 0).out, attend_values_reference(rows, logits, 0).out, atol=0.02, rtol=0
+    )
+
+
+def test_no_keys_and_no_rows_are_an_empty_state() -> None:
+    rows = coded(5, 32, (4, 4))
+    score_keys(rows, queries(2, 32), 3, 3, torch.empty(HEADS, 2, 0))
+    for shape in ((HEADS, 2, 0), (HEADS, 0, 4)):
+        state = attend_values(rows, torch.empty(shape), 0)
+        assert state.out.shape == (*shape[:2], 32)
+        assert (state.lse == -torch.inf).all()
+
+
+def test_rows_of_another_layout_are_refused() -> None:
+    rows = coded(5, 32, (4, 4))
+    with pytest.raises(ValueError, match="columns of a contiguous tensor"):
+        score_keys(rows, queries(2, 32), 0, 5, torch.empty(2, HEADS, 5).transpose(0, 1))
+
+
+@pytest.mark.parametrize("sets", [frozenset(), frozenset({"avx2"}), instruction_sets()])
+def test_products_of_bytes_are_exact_with_any_instructions(sets: frozenset[str]) -> None:
+    if not sets <= instruction_sets():
+        sets = frozenset()  # what this processor lacks cannot run
+    block = make_block_product(4, 1, sets)
+
+    @njit
+    def run(codes, weights, sums):  # type: ignore[no-untyped-def]
+        block(codes, 0, weights, 0, len(codes), sums, 0, 0)
+
+    generator = np.random.default_rng(0)
+    codes = generator.integers(0, 16, (9, LANES, 4), dtype=np.uint8)
+    codes[0] = 15
+    weights = generator.integers(-127, 128, (4, 9, 4), dtype=np.int8)
+    weights[:2, 0] = [[127] * 4, [-127] * 4]
+    sums = np.empty((4, LANES), np.int32)
+    run(codes.view(np.uint32)[..., 0], weights.reshape(4, -1), sums)
+    expected = np.einsum("knb,rkb->rn", codes.astype(np.int32), weights.astype(np.int32))
+    assert (sums == expected).all()
