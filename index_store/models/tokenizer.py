@@ -1,17 +1,21 @@
-"""Text to token ids and back, and how a model wants to be asked."""
+"""Text and conversations to token ids and back."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from index_store.errors import InvalidArgumentError
+from index_store.models.conversation.chat_template import ChatTemplate
+from index_store.models.conversation.messages import Conversation, Message, Role
+from index_store.models.conversation.ordinary_text import OrdinaryText
+from index_store.models.conversation.turns import StoredConversation, begin, go_on, turns_after_text
 from index_store.models.folder import ModelFolder, first_line, hash_file
 
 # Files that decide which ids a text becomes. tokenizer_config.json counts without its chat template, which decides
@@ -27,15 +31,14 @@ _TOKENIZER_FILES = (
 _PIECE = 2**16  # characters of a long text that are counted at a time
 _CUT_TOKENS = 64  # that a cut through a text may add at most, as far as any tokenizer is known to go
 
-_EARLIER_TURN = "A turn that came before."
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class Tokenizer:
-    """A model's own tokenizer.
+    """A model's own tokenizer, and its chat template.
 
     prefix_ids: what the tokenizer puts before a text (a begin-of-text token for many models, nothing for others);
-        a context starts with it.
+        a context of plain text starts with it.
     eos_ids: ids that end an answer.
     """
 
@@ -43,11 +46,59 @@ class Tokenizer:
         self._backend = backend
         self._name = name
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
+        self._ordinary = OrdinaryText(backend, self.eos_ids)
+        self._template = ChatTemplate(backend, name, self._ordinary.letterless, self._ordinary.spoken)
         self.prefix_ids: tuple[int, ...] = self._leading_special_ids()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without begin or end tokens. Special tokens written out in the text are recognised."""
-        return list(self._backend(text, add_special_tokens=False, verbose=False)["input_ids"])
+        """Token ids of a text, without begin or end tokens. Special tokens written out in it are ordinary text.
+
+        Raises InvalidArgumentError for a text that the tokenizer can only write by a special token.
+        """
+        return self._ordinary.encode(text)
+
+    def encode_conversation(
+        self, conversation: Conversation, *, answer_follows: bool = False, moment: datetime | None = None
+    ) -> list[int]:
+        """Token ids of what the chat template writes for a conversation, in which users' texts are ordinary text.
+
+        answer_follows: up to where the model's answer begins. moment: what a template takes for the present.
+        Raises InvalidArgumentError when the model has no chat template, or its template fails, leaves a text out, or
+        rewrites one.
+        """
+        moment = moment or datetime.now(UTC)
+        rendering = self._template.render(conversation, moment, answer_follows=answer_follows)
+        return self._ordinary.encode_rendering(rendering)
+
+    def begin_conversation(
+        self, conversation: Conversation, moment: datetime | None = None
+    ) -> tuple[list[int], StoredConversation]:
+        """Token ids of a context of messages, and what is kept of them so that further turns can follow.
+
+        Raises InvalidArgumentError as `encode_conversation` does, and where no turn could follow.
+        """
+        return begin(self._template, self._ordinary, conversation, moment or datetime.now(UTC))
+
+    def continue_conversation(
+        self, stored: StoredConversation, new: Sequence[Message], stored_ids: Callable[[], Sequence[int]]
+    ) -> list[int]:
+        """Token ids of turns that follow a context of messages, up to where the model's answer begins.
+
+        stored_ids: tells the context's. Raises InvalidArgumentError where the whole conversation does not begin with
+        them.
+        """
+        return go_on(self._template, self._ordinary, stored, new, stored_ids)
+
+    def encode_turns(self, new: Sequence[Message]) -> list[int]:
+        """Token ids of turns after a context of plain text, up to where the model's answer begins.
+
+        Raises InvalidArgumentError as `encode_conversation` does, and where the template leaves earlier turns out.
+        """
+        return self._ordinary.encode_rendering(turns_after_text(self._template, new), first=False)
+
+    def format_question(self, question: str) -> str:
+        """What the chat template writes for a question after a context of plain text; `encode_turns` has its tokens."""
+        return turns_after_text(self._template, (Message(Role.USER, question),)).text
 
     def at_least(self, text: str, enough: int, check: Callable[[], None] = lambda: None) -> int:
         """How many tokens the text has at least, found at a cost that does not grow beyond about `enough` tokens.
@@ -81,44 +132,18 @@ class Tokenizer:
             self._backend.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
-    def format_question(self, question: str) -> str:
-        """The question as a further turn of the model's chat template, ready to follow a context.
+    def definition(self) -> str:
+        """The tokenizer as JSON, in the form of tokenizer.json, with all of its added tokens.
 
-        It is what the template adds to a conversation for one turn more. So there is no begin-of-text token in it,
-        and no system message, which some templates put before a first turn: in the middle of a text it makes a model
-        forget what it has read. Raises InvalidArgumentError when the model has no chat template, when its template
-        fails or leaves earlier turns out.
+        Raises InvalidArgumentError for one of another kind.
         """
-        if not self._backend.chat_template:
+        fast = getattr(self._backend, "backend_tokenizer", None)
+        if fast is None:
             raise InvalidArgumentError(
-                f"model {self._name!r} has no chat template, so it is not known how to ask it; "
-                "pass the prompt word for word instead"
+                f"the tokenizer of model {self._name!r} is of a kind whose tokens have no known bytes; "
+                "log probabilities and constraints need one with a tokenizer.json"
             )
-        earlier = [{"role": "user", "content": "..."}, {"role": "assistant", "content": _EARLIER_TURN}]
-        closed = self._after_earlier_turn(earlier, answer_follows=False)
-        return self._after_earlier_turn(
-            [*earlier, {"role": "user", "content": question}], answer_follows=True
-        ).removeprefix(closed)
-
-    def _after_earlier_turn(self, messages: list[dict[str, str]], *, answer_follows: bool) -> str:
-        """What the chat template writes behind the words of the earlier turn."""
-        try:
-            text = str(
-                self._backend.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=answer_follows
-                )
-            )
-        except (TemplateError, ValueError, TypeError) as error:
-            raise InvalidArgumentError(
-                f"the chat template of model {self._name!r} fails: {first_line(error)}"
-            ) from error
-        _, found, rest = text.partition(_EARLIER_TURN)
-        if not found:
-            raise InvalidArgumentError(
-                f"the chat template of model {self._name!r} leaves earlier turns out; "
-                "pass the prompt word for word instead"
-            )
-        return rest
+        return str(fast.to_str())
 
     def _leading_special_ids(self) -> tuple[int, ...]:
         plain = self.encode("a")

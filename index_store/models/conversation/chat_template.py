@@ -1,0 +1,261 @@
+"""A model's own chat template over messages: the text that it writes, and which of its characters come from a user.
+
+The template is run twice: on the real texts, and with every letter and digit of a user's text replaced by a mark that
+says which text it is of. Both renderings must agree wherever there is no mark. So whatever a template does with a text
+(strip it, write it as JSON) is kept; a template that reads words in a text and writes something else for them is
+refused, and no text can pass for what the template writes, whatever it contains.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError
+
+from index_store.errors import InvalidArgumentError
+from index_store.models.conversation.messages import Conversation, Message, Role, parse_object
+
+_FIRST_MARK = 0xF0000
+_MARKS = 0xFFFE
+"""Characters for private use: a template writes none, and no tokenizer has a special token of them."""
+
+_SCHEMA_WORDS = frozenset(
+    {
+        *(
+            "type",
+            "properties",
+            "required",
+            "description",
+            "enum",
+            "items",
+            "default",
+            "format",
+            "title",
+            "const",
+        ),
+        *(
+            "anyOf",
+            "oneOf",
+            "allOf",
+            "not",
+            "minimum",
+            "maximum",
+            "minLength",
+            "maxLength",
+            "pattern",
+            "minItems",
+        ),
+        *("maxItems", "uniqueItems", "additionalProperties", "nullable", "$ref", "$defs"),
+        *("object", "string", "integer", "number", "boolean", "array", "null"),
+    }
+)
+"""Words of JSON schemas by which templates decide what to write; they are no user's words."""
+
+_DATE_FORMAT = re.compile(r"""["']([^"'\n]*%[^"'\n]*)["']""")
+_FIXED_DATES = "{% macro strftime_now(format) %}{{ dates_of_template[format] }}{% endmacro %}\n"
+"""In front of a template that writes today's date: what it takes for today is told to it, or the same messages would
+have other tokens tomorrow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """What a template wrote. text: as a model reads it. marks: the same with a mark for each letter of a user."""
+
+    text: str
+    marks: str
+
+    def after(self, start: int) -> Rendering:
+        """The part from a character on."""
+        return Rendering(self.text[start:], self.marks[start:])
+
+    def before(self, end: int) -> Rendering:
+        """The part before a character."""
+        return Rendering(self.text[:end], self.marks[:end])
+
+    def last_mark(self) -> int:
+        """The place behind the last letter of a user's; 0 without one."""
+        found = [match.end() for match in _MARKED.finditer(self.marks)]
+        return found[-1] if found else 0
+
+
+_MARKED = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_FIRST_MARK + _MARKS - 1)}]+")
+
+
+class _Marker:
+    """Replaces what could be part of a special token by marks, one for each text."""
+
+    def __init__(self, also: str, spoken: Sequence[str]) -> None:
+        """also: further characters to replace, of special tokens without letters. spoken: see ChatTemplate."""
+        letters = rf"(?:[^\W_]|[{re.escape(also)}])+" if also else r"[^\W_]+"
+        kept = "|".join(map(re.escape, sorted(spoken, key=len, reverse=True)))
+        self._letters = re.compile(letters)
+        self._spoken_or_letters = re.compile(f"({kept})|{letters}" if kept else f"(?!)()|{letters}")
+        self.places: list[str] = []
+        """What the texts are, by the number of their mark."""
+
+    def mark(self, place: str, text: str, *, of_model: bool = False) -> str:
+        """The text with marks. place: what it is, as errors call it; "" for what a template may leave out.
+
+        of_model: the model said it, so that the tokens that it speaks are among its words.
+        """
+        mark = chr(_FIRST_MARK + len(self.places) % _MARKS)
+        self.places.append(place if self._letters.search(text) else "")
+        if of_model:
+            return self._spoken_or_letters.sub(lambda found: found[1] or mark * len(found[0]), text)
+        return self._letters.sub(lambda letters: mark * len(letters[0]), text)
+
+    def mark_json(self, place: str, value: Any) -> Any:
+        """A JSON value with marks in its texts and names, but for the words of schemas."""
+        if isinstance(value, str):
+            return value if value in _SCHEMA_WORDS else self.mark(place, value)
+        if isinstance(value, list):
+            return [self.mark_json(place, item) for item in value]
+        if isinstance(value, dict):
+            return {self.mark_json(place, name): self.mark_json(place, item) for name, item in value.items()}
+        return value
+
+    def left_out(self, marks: str) -> str | None:
+        """A text that has letters, none of which was written; None where there is no such."""
+        written = set(marks)
+        for number, place in enumerate(self.places):
+            if place and chr(_FIRST_MARK + number % _MARKS) not in written:
+                return place
+        return None
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer of transformers."""
+
+    def __init__(self, backend: Any, name: str, letterless: str = "", spoken: Sequence[str] = ()) -> None:
+        """name: of the model, for errors. letterless: characters of special tokens without letters and digits.
+
+        spoken: special tokens that a model writes into its own answers, such as the marks around its thoughts, by which
+        templates tell what of an answer to repeat.
+        """
+        self._backend = backend
+        self.name = name
+        self._letterless = letterless
+        self._spoken = tuple(spoken)
+
+    def render(
+        self, conversation: Conversation, moment: datetime, *, answer_follows: bool, new: int = 0
+    ) -> Rendering:
+        """What the template writes for a conversation.
+
+        moment: what the template takes for the present, where it writes a date. new: the first message that is marked;
+        those before it are known to be wholly before what is used of the rendering, and errors count from it.
+        Raises InvalidArgumentError when the model has no chat template, or its template fails, leaves a text out, or
+        rewrites one.
+        """
+        if not self._backend.chat_template:
+            raise InvalidArgumentError(
+                f"model {self.name!r} has no chat template, so it is not known how to ask it; "
+                "pass the prompt word for word instead"
+            )
+        text = self._write(conversation, moment, answer_follows, None, 0)
+        marker = _Marker(self._letterless, self._spoken)
+        marks = self._write(conversation, moment, answer_follows, marker, new)
+        if len(text) != len(marks) or not _agree(text, marks):
+            raise InvalidArgumentError(
+                f"the chat template of model {self.name!r} writes something else for some words of the messages than "
+                "these words; leave them out, or pass the prompt word for word instead"
+            )
+        missing = marker.left_out(marks)
+        if missing is not None:
+            raise InvalidArgumentError(
+                f"the chat template of model {self.name!r} leaves {missing} out; leave it out of the request, or pass "
+                "the prompt word for word instead",
+                field=missing,
+            )
+        return Rendering(text, marks)
+
+    def _write(
+        self,
+        conversation: Conversation,
+        moment: datetime,
+        answer_follows: bool,
+        marker: _Marker | None,
+        new: int,
+    ) -> str:
+        messages = [
+            _message_fields(f"messages[{number - new}]", message, marker if number >= new else None)
+            for number, message in enumerate(conversation.messages)
+        ]
+        tools = list(_tool_fields(conversation, marker if new == 0 else None)) or None
+        try:
+            template = self._backend.get_chat_template(tools=tools)
+            dates = {format_: moment.strftime(format_) for format_ in _DATE_FORMAT.findall(template)}
+            return str(
+                self._backend.apply_chat_template(
+                    messages,
+                    tools=tools,
+                    chat_template=_FIXED_DATES + template if "strftime_now" in template else template,
+                    tokenize=False,
+                    add_generation_prompt=answer_follows,
+                    dates_of_template=dates,
+                )
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise InvalidArgumentError(f"the chat template of model {self.name!r} fails: {reason}") from error
+
+
+def _agree(text: str, marks: str) -> bool:
+    """Whether the renderings are the same between the marks."""
+    position = 0
+    for match in _MARKED.finditer(marks):
+        if text[position : match.start()] != marks[position : match.start()]:
+            return False
+        position = match.end()
+    return text[position:] == marks[position:]
+
+
+def _message_fields(place: str, message: Message, marker: _Marker | None) -> Mapping[str, Any]:
+    """A message as templates take it; with a marker, with marks in its texts."""
+
+    def said(name: str, text: str, *, of_model: bool = False) -> str:
+        return text if marker is None else marker.mark(name and f"{place}.{name}", text, of_model=of_model)
+
+    content = said("content", message.content, of_model=message.role is Role.ASSISTANT)
+    fields: dict[str, Any] = {"role": message.role.value, "content": content}
+    if message.name:
+        # Templates call a tool that answers by its name, by the call's id, or not at all: the order says which it is.
+        fields["name"] = said("" if message.role is Role.TOOL else "name", message.name)
+    if message.tool_call_id:
+        fields["tool_call_id"] = said("", message.tool_call_id)
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "type": "function",
+                **({"id": said("", call.id)} if call.id else {}),
+                "function": {
+                    "name": said(f"tool_calls[{number}].name", call.name),
+                    "arguments": _json(f"{place}.tool_calls[{number}].arguments", call.arguments, marker),
+                },
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return fields
+
+
+def _tool_fields(conversation: Conversation, marker: _Marker | None) -> Iterator[Mapping[str, Any]]:
+    """The tools as templates take them."""
+    for number, tool in enumerate(conversation.tools):
+        place = f"tools[{number}]"
+        name, description = tool.name, tool.description
+        if marker is not None:
+            name = marker.mark(f"{place}.name", name)
+            description = marker.mark(f"{place}.description", description)
+        schema = tool.parameters or '{"type": "object", "properties": {}}'
+        parameters = _json(f"{place}.parameters", schema, marker)
+        function = {"name": name, "description": description, "parameters": parameters}
+        yield {"type": "function", "function": function}
+
+
+def _json(place: str, text: str, marker: _Marker | None) -> Any:
+    value = parse_object(place, text)
+    return value if marker is None else marker.mark_json(place, value)

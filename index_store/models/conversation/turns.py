@@ -1,0 +1,201 @@
+"""Where a stored conversation ends and the next turns begin.
+
+A conversation is stored as far as every further turn leaves it as it is: a template may write, behind its last message,
+what depends on the next one, and a tokenizer may merge the end of one with the beginning of the other. From there on,
+the next turns are tokenised by themselves. So a context's tokens are always the beginning of the longer conversation's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from index_store.errors import InvalidArgumentError, ManifestError
+from index_store.models.conversation.chat_template import ChatTemplate, Rendering
+from index_store.models.conversation.messages import (
+    Conversation,
+    Message,
+    Role,
+    conversation_object,
+    read_conversation,
+)
+from index_store.models.conversation.ordinary_text import OrdinaryText
+
+RECORD_VERSION = 1
+_EARLIER_TURN = "A turn that came before."
+_NEXT_TURN = "A turn that comes next."
+_MOST_BORDERS = 64
+"""Places for the end of a stored conversation that are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredConversation:
+    """What a context of messages keeps of them.
+
+    moment: what the template took for the present (UTC). characters: of the template's text that the stored tokens
+    stand for. digest: SHA-256 of these characters, in hex digits.
+    """
+
+    conversation: Conversation
+    moment: datetime
+    characters: int
+    digest: str
+
+    def to_bytes(self) -> bytes:
+        """As JSON: always the same bytes for the same conversation."""
+        record = {
+            "version": RECORD_VERSION,
+            "moment": self.moment.isoformat(),
+            "characters": self.characters,
+            "digest": self.digest,
+            **conversation_object(self.conversation),
+        }
+        return json.dumps(record, sort_keys=True, ensure_ascii=False).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> StoredConversation:
+        """Reads what `to_bytes` wrote; `where` names it in errors. Raises ManifestError."""
+        try:
+            record = json.loads(data)
+            if record.pop("version") != RECORD_VERSION:
+                raise ValueError(f"its version is not {RECORD_VERSION}")
+            moment, characters = datetime.fromisoformat(record.pop("moment")), record.pop("characters")
+            digest = record.pop("digest")
+            if moment.utcoffset() is None or not isinstance(characters, int) or not isinstance(digest, str):
+                raise ValueError("it does not say what it covers")
+            return cls(read_conversation(record), moment, characters, digest)
+        except (ValueError, TypeError, KeyError, AttributeError, InvalidArgumentError) as error:
+            raise ManifestError(
+                f"{where}: the messages of the conversation cannot be read ({error}); delete the context "
+                "(`index-store rm`) and prefill it again",
+                path=where,
+            ) from None
+
+
+def begin(
+    template: ChatTemplate, ordinary: OrdinaryText, conversation: Conversation, moment: datetime
+) -> tuple[list[int], StoredConversation]:
+    """Token ids of a conversation that others shall follow, and what is to be kept of it.
+
+    Raises InvalidArgumentError where the template words a message otherwise once another follows it, or takes no turn
+    after the last one.
+    """
+    whole = template.render(conversation, moment, answer_follows=False)
+    longer = template.render(conversation.followed_by(_next_turns(conversation)), moment, answer_follows=True)
+    end, needed = _common(whole.text, longer.text), whole.last_mark()
+    if end < needed:
+        raise InvalidArgumentError(
+            f"the chat template of model {template.name!r} words these messages otherwise once another one follows, "
+            f"near {whole.text[max(end - 30, 0) : end + 30]!r}; add the message that it words them with, or store the "
+            "text without messages"
+        )
+    longer_ids = ordinary.encode_rendering(longer)
+    for border in range(end, max(end - _MOST_BORDERS, needed - 1), -1):
+        ids = ordinary.encode_rendering(whole.before(border))
+        if ids and ids == longer_ids[: len(ids)]:
+            return ids, StoredConversation(conversation, moment, border, _digest(whole.text[:border]))
+    raise InvalidArgumentError(
+        f"the tokenizer of model {template.name!r} merges the end of the last message with what follows it; end the "
+        "message otherwise, or store the text without messages"
+    )
+
+
+def go_on(
+    template: ChatTemplate,
+    ordinary: OrdinaryText,
+    stored: StoredConversation,
+    new: Sequence[Message],
+    stored_ids: Callable[[], Sequence[int]],
+) -> list[int]:
+    """Token ids of further turns after a stored conversation, up to where the model's answer begins.
+
+    stored_ids: tells the context's tokens, which are asked for only where they are not the beginning. Raises
+    InvalidArgumentError where the whole conversation does not begin with them, and tells the first that differs.
+    """
+    whole = template.render(
+        stored.conversation.followed_by(new),
+        stored.moment,
+        answer_follows=True,
+        new=len(stored.conversation.messages),
+    )
+    if _digest(whole.text[: stored.characters]) != stored.digest:
+        raise _first_difference(template, ordinary, stored, new, stored_ids())
+    return ordinary.encode_rendering(whole.after(stored.characters), first=False)
+
+
+def turns_after_text(template: ChatTemplate, new: Sequence[Message]) -> Rendering:
+    """Turns after a text that is no conversation, up to where the model's answer begins.
+
+    They are what the template adds to a conversation for these turns. So there is no begin-of-text token in them, and
+    no system message, which some templates put before a first turn: in the middle of a text it makes a model forget
+    what it has read. Raises InvalidArgumentError where the template leaves earlier turns out.
+    """
+    moment = datetime.now(UTC)
+    earlier = Conversation((Message(Role.USER, "..."), Message(Role.ASSISTANT, _EARLIER_TURN)))
+    closed = _after_earlier_turn(template, template.render(earlier, moment, answer_follows=False, new=2))
+    whole = template.render(earlier.followed_by(new), moment, answer_follows=True, new=2)
+    turns = _after_earlier_turn(template, whole)
+    return turns.after(len(closed.text) if turns.text.startswith(closed.text) else 0)
+
+
+def _after_earlier_turn(template: ChatTemplate, rendering: Rendering) -> Rendering:
+    """What the chat template writes behind the words of the earlier turn."""
+    start = rendering.text.find(_EARLIER_TURN)
+    if start < 0:
+        raise InvalidArgumentError(
+            f"the chat template of model {template.name!r} leaves earlier turns out; "
+            "pass the prompt word for word instead"
+        )
+    return rendering.after(start + len(_EARLIER_TURN))
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one.startswith(other[:middle]):
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def _next_turns(conversation: Conversation) -> tuple[Message, ...]:
+    last = conversation.messages[-1]
+    if not last.tool_calls:
+        return (Message(Role.USER, _NEXT_TURN),)
+    return tuple(
+        Message(Role.TOOL, _NEXT_TURN, name=call.name, tool_call_id=call.id) for call in last.tool_calls
+    )
+
+
+def _first_difference(
+    template: ChatTemplate,
+    ordinary: OrdinaryText,
+    stored: StoredConversation,
+    new: Sequence[Message],
+    stored_ids: Sequence[int],
+) -> InvalidArgumentError:
+    """The error of a conversation that does not begin with what is stored."""
+    whole = template.render(stored.conversation.followed_by(new), stored.moment, answer_follows=True)
+    ids = ordinary.encode_rendering(whole)
+    place = next(
+        (place for place, (one, other) in enumerate(zip(ids, stored_ids, strict=False)) if one != other),
+        min(len(ids), len(stored_ids)),
+    )
+    return InvalidArgumentError(
+        f"the conversation does not begin with the context's tokens: token {place} of {len(stored_ids)} is "
+        f"{ordinary.shown(ids[place:])} with these messages, {ordinary.shown(stored_ids[place:])} in the context; "
+        "the chat template of the model has changed since the context was made, or words earlier messages otherwise: "
+        "prefill the messages again",
+        field="messages",
+        position=place,
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
