@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 REPAIR = "delete the context and prefill it again"
 """What to do about a context that is damaged, as errors say it."""
@@ -62,8 +62,31 @@ class ContextAmbiguousError(SparseKVError):
     reason = "CONTEXT_AMBIGUOUS"
 
 
+class ContextBusyError(SparseKVError):
+    """A job changes the context, and does not let go of it in time."""
+
+    reason = "CONTEXT_BUSY"
+
+
 class ContextExpiredError(SparseKVError):
     reason = "CONTEXT_EXPIRED"
+
+
+class ContextHasChildrenError(SparseKVError):
+    """A context cannot be removed because others continue it and need its keys and values."""
+
+    reason = "CONTEXT_HAS_CHILDREN"
+
+    @classmethod
+    def of(cls, id_: str, children: int) -> Self:
+        """The error of a context that has so many."""
+        continue_it = "1 context continues" if children == 1 else f"{children} contexts continue"
+        return cls(
+            f"context {id_} has children: {continue_it} it and would be lost; remove them before it, or with it "
+            "(--recursive), or make them stand alone (`prefill-worker detach`)",
+            context=id_,
+            children=children,
+        )
 
 
 class ContextCorruptError(SparseKVError):
@@ -94,6 +117,21 @@ class UnexpectedFileError(ContextCorruptError):
     """A file lies in a context's folder that the manifest does not list; nothing reads it."""
 
     reason = "FILE_UNEXPECTED"
+
+
+class ParentMissingError(ContextCorruptError):
+    """A child's parent is not in the store, or is not the context that the child continues."""
+
+    reason = "PARENT_MISSING"
+
+    @classmethod
+    def of(cls, child: str, parent: str, state: str) -> Self:
+        """The error of a child. state: what its parent is."""
+        return cls(
+            f"context {child} continues context {parent}, which {state}; delete it and make it again",
+            context=child,
+            parent=parent,
+        )
 
 
 class ManifestError(ContextCorruptError):
@@ -142,3 +180,39 @@ class ArrayMetadataError(ContextCorruptError):
     """An array's `zarr.json` is missing, unreadable or says something else than the manifest."""
 
     reason = "ARRAY_METADATA_INVALID"
+
+
+class JobNotFoundError(SparseKVError):
+    """There is no job, and so no operation, of that name."""
+
+    reason = "OPERATION_NOT_FOUND"
+
+
+class JobUnfinishedError(SparseKVError):
+    """The job has not ended, and what was asked for needs that."""
+
+    reason = "OPERATION_UNFINISHED"
+
+
+class JobCorruptError(SparseKVError):
+    """A file of a queued job was read and is not what was written, or is of another format; other jobs go on."""
+
+    reason = "OPERATION_CORRUPT"
+
+
+class JobLostError(SparseKVError):
+    """Every worker that took the job ended before it had come any further."""
+
+    reason = "WORKERS_LOST"
+
+
+class QueueFullError(SparseKVError):
+    """The queue of prefill jobs holds as many jobs, or as large documents, as it may."""
+
+    reason = "QUEUE_FULL"
+
+
+class UploadNotFoundError(SparseKVError):
+    """There is no uploaded document of that name: it was used, has expired, or never was."""
+
+    reason = "UPLOAD_NOT_FOUND"

@@ -1,8 +1,8 @@
 """The memory in which contexts sit while they are served: byte budgets of host and device, shared by all sessions.
 
 A context is loaded once however many ask for it, stays while anyone holds a lease on it, and is dropped when its
-bytes are needed for another: the one unused for longest first. Who asks to be let in early gets a lease as soon as
-memory is reserved, and waits for layers where it needs them; loading ends with the last lease.
+bytes are needed for another: the one unused for longest first, and pinned ones last. Who asks to be let in early gets a
+lease as soon as memory is reserved, and waits for layers where it needs them; loading ends with the last lease.
 
 Those who wait for memory stand in a line. Others may pass them, since their contexts are here or fit, but at most
 MAX_PASSED times; after that whoever would wait for memory waits behind them, even for a context that is here. Else a
@@ -135,6 +135,7 @@ class Arena:
         check: Callable[[], None] = lambda: None,
         wait_for_memory: bool = False,
         early: bool = False,
+        expired: bool = False,
     ) -> Iterator[ResidentContext]:
         """Leases a context, loading and verifying it if it is not here; it stays in memory inside the block.
 
@@ -148,9 +149,10 @@ class Arena:
         early: the lease is granted once memory is reserved. The context then makes whoever asks for a layer wait until
             it is there, and raises there what loading raised. Who asks for the context after that gets the error here,
             until the last lease has ended and it can be loaded anew.
+        expired: also where its time to live has passed: its children need it as long as they live.
         Raises what `Store.open` and `check` raise, or MemoryBudgetError when the context does not fit.
         """
-        manifest = self._current_manifest(store, id_)
+        manifest = self._current_manifest(store, id_, expired)
         slot, victims = self._enter(manifest, check, wait_for_memory)
         try:
             if victims is None:
@@ -173,6 +175,12 @@ class Arena:
         with self._changed:
             slot = self._books.find(manifest)
         return self._choose(manifest)[0] if slot is None else slot.placement
+
+    def note(self, manifest: Manifest) -> None:
+        """Learns that a context was pinned or unpinned, if it is here."""
+        with self._changed:
+            for slot in self._books.all_of(manifest.id):
+                slot.pinned = manifest.pinned
 
     def drop(self, id_: str) -> bool:
         """Frees a context's memory: now (True), or when its last lease ends (False). Nothing happens if absent."""
@@ -223,14 +231,21 @@ class Arena:
                 evictions=self._evictions,
             )
 
-    def _current_manifest(self, store: Store, id_: str) -> Manifest:
+    def _current_manifest(self, store: Store, id_: str, expired: bool) -> Manifest:
         """The manifest as stored now: what was deleted or has expired is not served from memory either."""
         try:
             manifest = store.manifest(id_)
-            store.check_expiry(manifest)
+            if not expired:
+                store.check_expiry(manifest)
         except (ContextNotFoundError, ContextExpiredError):
             self.drop(id_)
             raise
+        if manifest.parent is not None:
+            raise InvalidArgumentError(
+                f"context {id_} continues context {manifest.parent.id}, which has the indexes; name that one here",
+                context=id_,
+                parent=manifest.parent.id,
+            )
         return manifest
 
     def _choose(self, manifest: Manifest) -> tuple[Placement, MemoryBytes, str]:
@@ -255,6 +270,7 @@ class Arena:
             if slot is not None:
                 slot.leases += 1
                 slot.drop_when_free = False
+                slot.pinned = manifest.pinned
                 self._books.note_use(slot)
                 return slot, None
             slot = Slot(manifest, needed, placement)
@@ -278,7 +294,7 @@ class Arena:
                 self._free(victim)
             self._take_memory(slot)
             loaded = start_loading(
-                store.open(slot.id, slot.manifest),
+                store.open(slot.id, slot.manifest, expired=True),
                 self._locker,
                 self._kinds,
                 self._device,

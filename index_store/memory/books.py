@@ -37,6 +37,10 @@ class Slot:
     drop_when_free: bool = False
     holds: bool = False
     cancelled: bool = False
+    pinned: bool = False
+
+    def __post_init__(self) -> None:
+        self.pinned = self.manifest.pinned
 
     @property
     def id(self) -> str:
@@ -105,8 +109,8 @@ class Books:
     def make_room(self, needed: MemoryBytes, id_: str) -> list[Slot]:
         """Takes out slots until `needed` bytes fit; returns them, to be freed outside the lock.
 
-        First goes what the context was before something was added to it: now, or with its last lease. Takes nothing
-        out when it would not suffice: raises MemoryBudgetError instead.
+        First goes what the context was before something was added to it: now, or with its last lease; pinned contexts
+        go last. Takes nothing out when it would not suffice: raises MemoryBudgetError instead.
         """
         if not self.fits(needed):
             raise self.refusal(needed)
@@ -118,7 +122,7 @@ class Books:
                 self.take_out(slot)
                 victims.append(slot)
         used = _sum(self) + self._stuck() + needed
-        for slot in [slot for slot in self if not slot.leases]:
+        for slot in sorted((slot for slot in self if not slot.leases), key=lambda slot: slot.pinned):
             if used.fits(self.budget):
                 break
             lacks_host, lacks_device = used.host > self.budget.host, used.device > self.budget.device

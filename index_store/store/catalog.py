@@ -2,7 +2,7 @@
 
 Layout: `contexts/<id>/` holds one published context (`manifest.json` and its zarr arrays); names that begin with a
 dot are contexts being written (`.tmp-`) or removed (`.trash-`), which no reader sees. `locks/` holds the locks of
-running jobs, `defaults/<id>.json` what a context was tuned to.
+running jobs and of families, `defaults/<id>.json` what a context was tuned to.
 
 What reads and writes arrays takes seconds to import: it is imported where it is needed, so that listing takes none.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
@@ -20,8 +21,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from index_store.errors import (
     ContextAmbiguousError,
+    ContextBusyError,
     ContextCorruptError,
     ContextExpiredError,
+    ContextHasChildrenError,
     ContextNotFoundError,
     FormatVersionError,
     InvalidArgumentError,
@@ -40,10 +43,12 @@ from index_store.store.files.durable import (
     storing,
 )
 from index_store.store.files.leftovers import Leftover, dead_folders, free_locks, leftover, removed
-from index_store.store.files.locks import is_locked, locked_file
+from index_store.store.files.locks import is_locked, locked_file, locked_within
 from index_store.store.files.reading import READ_LIMIT_S, read_bounded
+from index_store.store.files.replacing import replace_file
 from index_store.store.listing import BrokenContext, Entry, Listing
 from index_store.store.manifest import Manifest
+from index_store.store.manifest_json import MANIFEST_NAME, render_manifest
 from index_store.store.tuned_defaults import DefaultsFolder, TunedDefault, TunedDefaultError
 
 if TYPE_CHECKING:
@@ -53,8 +58,13 @@ if TYPE_CHECKING:
 
 __all__ = ["BrokenContext", "Entry", "Leftover", "Store", "utc_now"]
 
+JOB_LOCK_PREFIX = "job-"
+"""Of the names of locks on jobs that make contexts (`index_store.jobs`)."""
+
+_CHANGEABLE = ("name", "expires_at", "labels", "pinned")
 _MIN_PREFIX = 6
 _RESOURCE = "contexts/"
+_FAMILY = ".family"
 
 Result = TypeVar("Result")
 
@@ -155,34 +165,39 @@ class Store:
         live = [entry for entry in fits if not (isinstance(entry, Manifest) and self.expired(entry))]
         candidates = live or fits
         if len(candidates) > 1:
-            shown = ", ".join(entry.id[:16] for entry in sorted(candidates, key=lambda entry: entry.id)[:8])
-            more = "" if len(candidates) <= 8 else ", ..."
+            shown = ", ".join([*sorted(entry.id[:16] for entry in candidates)[:8], "..."][: len(candidates)])
             raise ContextAmbiguousError(
-                f"{self.path}: {ref!r} fits {len(candidates)} contexts ({shown}{more}); give an id"
+                f"{self.path}: {ref!r} fits {len(candidates)} contexts ({shown}); give an id"
             )
         return candidates[0].id
 
-    def open(self, id_: str, manifest: Manifest | None = None) -> Context:
+    def open(self, id_: str, manifest: Manifest | None = None, *, expired: bool = False) -> Context:
         """Opens a context for reading, after checking manifest, expiry, and of every chunk its presence, size and the
         checksum at its end. The chunks' contents are verified when they are loaded.
 
-        manifest: one that was read before; the context then has the indexes that it had at that time.
-        Raises ContextNotFoundError, ContextExpiredError, FormatVersionError or the matching ContextCorruptError.
+        manifest: one that was read before; the context then has the indexes of that time. expired: also where its time
+        to live has passed. Raises ContextNotFoundError, ContextExpiredError, FormatVersionError, ContextCorruptError.
         """
-        return self.bounded(partial(self._open, id_, manifest))
+        return self.bounded(partial(self._open, id_, manifest, expired))
 
-    def _open(self, id_: str, manifest: Manifest | None) -> Context:
-        from index_store.store.stored_context import Context
+    def _open(self, id_: str, manifest: Manifest | None, expired: bool) -> Context:
         from index_store.store.zarr_io import check_chunks, check_metadata
 
         manifest = manifest or self.manifest(id_)
-        self.check_expiry(manifest)
+        if not expired:
+            self.check_expiry(manifest)
         folder = self._folder(id_)
         for problem in chain(check_metadata(folder, manifest.arrays), check_chunks(folder, manifest.arrays)):
             if not folder.is_dir():
                 raise ContextNotFoundError(f"{self.path}: no context {id_}", context=id_)
             raise problem
-        return Context(folder, manifest, self._limit_s)
+        return self.arrays(manifest)
+
+    def arrays(self, manifest: Manifest) -> Context:
+        """A context of which a few arrays are read, without a look at the files of the others."""
+        from index_store.store.stored_context import Context
+
+        return Context(self._folder(manifest.id), manifest, self._limit_s)
 
     def check_expiry(self, manifest: Manifest) -> None:
         """Raises ContextExpiredError once the context's time to live has passed."""
@@ -194,19 +209,40 @@ class Store:
             )
 
     def expired(self, manifest: Manifest) -> bool:
-        """Whether the context's time to live has passed."""
         return manifest.expired(self._clock())
 
-    def delete(self, id_: str) -> None:
-        """Removes a context, whatever its state. Who has it open or mapped keeps what they have.
+    def children(self, id_: str, *, living: bool = False) -> Sequence[Manifest]:
+        """The contexts that continue this one, newest first. living: without those that have expired."""
+        found = (entry for entry in self.list() if entry.parent is not None and entry.parent.id == id_)
+        return [entry for entry in found if not (living and self.expired(entry))]
 
-        Of a link to a context only the link is removed. Raises ContextNotFoundError when it is not there.
+    @contextmanager
+    def family_lock(self, id_: str) -> Iterator[None]:
+        """Held for moments by whoever publishes a child of the context, and by whoever removes it."""
+        path = self._lock_path(id_)
+        with locked_file(path.with_name(path.name + _FAMILY)):
+            yield
+
+    def delete(self, id_: str, *, recursive: bool = False) -> Sequence[str]:
+        """Removes a context, whatever its state; returns what was. Who has it open or mapped keeps what they have.
+
+        recursive: its children with it; those that have expired go in any case. Of a link to a context only the link is
+        removed. Raises ContextNotFoundError when it is not there, ContextHasChildrenError when it has living children.
         """
+        with self.family_lock(id_):
+            living = len(self.children(id_, living=True))
+            if living and not recursive:
+                raise ContextHasChildrenError.of(id_, living)
+            children = [child.id for child in self.children(id_) if self._delete(child.id)]
+            if not self._delete(id_):
+                raise ContextNotFoundError(f"{self.path}: no context {id_}", context=id_)
+        return [*children, id_]
+
+    def _delete(self, id_: str) -> bool:
         with storing("deleting", self._folder(id_)):
             removed = discard(self._folder(id_))
         self._defaults.remove(id_)
-        if not removed:
-            raise ContextNotFoundError(f"{self.path}: no context {id_}", context=id_)
+        return removed
 
     def default_method(self, id_: str) -> TunedDefault | None:
         """What the context was tuned to; None when it was not. Raises TunedDefaultError for a damaged record."""
@@ -228,13 +264,34 @@ class Store:
             self._defaults.remove(id_)
             raise ContextNotFoundError(f"{self.path}: no context {id_}", context=id_)
 
+    def update(self, id_: str, change: Callable[[Manifest], Manifest], wait_s: float = 10.0) -> Manifest:
+        """Has a context become what `change` makes of it as it is: its name, expiry, labels and pin. Returns it.
+
+        Raises ContextBusyError where others write the context for longer than `wait_s`, what `manifest` and `change`
+        raise, InvalidArgumentError for any other change, StoreFullError or StoreError.
+        """
+        with locked_within(self._lock_path(id_), wait_s) as held:
+            if not held:
+                raise ContextBusyError(
+                    f"a job changes context {id_[:12]}; try again when it is done", context=id_
+                )
+            present = self.manifest(id_)
+            wanted = change(present)
+            if wanted != replace(present, **{name: getattr(wanted, name) for name in _CHANGEABLE}):
+                raise InvalidArgumentError(
+                    f"context {id_[:12]}: only {', '.join(_CHANGEABLE)} can be changed"
+                )
+            path = self._folder(id_) / MANIFEST_NAME
+            replace_file(path, render_manifest(wanted), self._contexts, self._locks)
+            return wanted
+
     def verify(self, id_: str, on_bytes: Callable[[int], None] = lambda _: None) -> Sequence[Problem]:
         """Reads every byte of a context and returns one error per bad file; none when it is as it was written.
 
         A file that is not part of the context is an UnexpectedFileError, a damaged record of its tuning a
         TunedDefaultError; the context can be used nevertheless. A file that cannot be read now is a
-        StoreUnavailableError. `on_bytes` is called with the number of bytes read, for progress, by one thread.
-        Raises ContextNotFoundError, FormatVersionError, or StoreUnavailableError when the store does not answer.
+        StoreUnavailableError. `on_bytes` is called with the number of bytes read, for progress, by one thread. Raises
+        ContextNotFoundError, FormatVersionError, or StoreUnavailableError when the store does not answer.
         """
         return self.bounded(partial(self._verify, id_, on_bytes))
 
@@ -274,10 +331,10 @@ class Store:
     def gc(
         self, dry_run: bool = False, on_failure: Callable[[StoreError], None] = _log_failure
     ) -> Sequence[Leftover]:
-        """Removes what nobody can use: leftovers, and expired contexts.
+        """Removes what nobody can use, leftovers and expired contexts without living children, and returns it.
 
-        Returns what was removed, or with `dry_run` what would be, which works on a store that cannot be written to.
-        What cannot be removed is told to `on_failure` and left; the rest is removed all the same.
+        With `dry_run` only returns it, which works on a store that cannot be written to. What cannot be removed is told
+        to `on_failure` and left; the rest is removed all the same.
         """
         with storing("looking for leftovers", self.path):
             found = chain(self._folders_left(), self._expired(), self._files_left())
@@ -297,19 +354,22 @@ class Store:
             current = path == self._defaults.path(id_) and self._folder(id_).is_dir()
             if not current and not is_locked(self._locks / id_):
                 yield leftover("default", path, partial(self._remove_default, id_, path))
+        # Of a context, or of what is being written.
         yield from free_locks(self._locks, _is_lock_name)
 
     def _expired(self) -> Iterator[Leftover]:
+        needed = {entry.parent.id for entry in self.list() if entry.parent and not self.expired(entry)}
         for manifest in self.list():
-            if self.expired(manifest):
+            if self.expired(manifest) and manifest.id not in needed:
                 folder = self._folder(manifest.id)
                 yield leftover("expired", folder, partial(self._remove_expired, manifest.id))
 
     def _remove_expired(self, id_: str) -> bool:
         # A job may be replacing it, or may have removed it: then it is not ours to remove.
-        with locked_file(self._lock_path(id_), wait=False) as held:
+        with locked_file(self._lock_path(id_), wait=False) as held, self.family_lock(id_):
             try:
-                return held and self.expired(self.manifest(id_)) and discard(self._folder(id_))
+                unused = held and self.expired(self.manifest(id_)) and not self.children(id_, living=True)
+                return unused and discard(self._folder(id_))
             except (ContextNotFoundError, ContextCorruptError, FormatVersionError):
                 return False
 
@@ -341,14 +401,21 @@ class Store:
         with locked_file(self._lock_path(id_), on_wait):
             yield
 
-    def writer(self, id_: str) -> ContextWriter:
-        """Starts writing a context, after removing what dead writers left."""
+    def writer(self, id_: str, folder: Path | None = None) -> ContextWriter:
+        """Starts writing a context, after removing what dead writers left.
+
+        folder: where it is written until it is published (`ContextWriter`); by default one that nobody else knows.
+        """
         from index_store.store.writer import ContextWriter
 
         for item in dead_folders("temporary", self._contexts, TEMPORARY_PREFIX, self._locks):
             removed(item, _log_failure)
         return ContextWriter(
-            self._contexts, self._lock_path(id_).parent, self._folder(id_).name, lambda: self._ready(id_)
+            self._contexts,
+            self._lock_path(id_).parent,
+            self._folder(id_).name,
+            lambda: self._ready(id_),
+            folder,
         )
 
     def _ready(self, id_: str) -> bool:
@@ -372,5 +439,5 @@ class Store:
 
 
 def _is_lock_name(name: str) -> bool:
-    """Whether a file of that name in the locks' folder is one: of a context, or of a folder that is being written."""
-    return is_context_id(name) or name.startswith(TEMPORARY_PREFIX)
+    """Whether a file of that name in the locks' folder is one: of a context, of a folder being written, or of a job."""
+    return is_context_id(name.removesuffix(_FAMILY)) or name.startswith((TEMPORARY_PREFIX, JOB_LOCK_PREFIX))

@@ -1,4 +1,7 @@
-"""Which model made a context, and the context's id: a hash over what was read and how, whatever indexes it has."""
+"""Which model made a context, and the context's id: a hash over what was read and how, whatever indexes it has.
+
+Beside it digests of the context's beginnings, by which contexts are found that begin with given tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,12 @@ _HEX_ID = re.compile(r"[0-9a-f]{64}")
 _ID_VERSION = 3
 """Not the format of what is stored: what was read keeps its id when it is written in another way. Before 3 indexes
 counted, so those of a context were fixed when it was made."""
+
+
+PREFIX_BLOCK = 256
+"""Tokens from one digest of a context's beginnings to the next."""
+
+DIGEST_DIGITS = 32
 
 
 def is_context_id(text: str) -> bool:
@@ -92,6 +101,19 @@ class ModelIdentity:
             raise field_error("model.window.layers", layers, expected)
 
 
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """The context that a child continues: its id, and how many tokens it has."""
+
+    id: str
+    token_count: int
+
+    def __post_init__(self) -> None:
+        if not is_context_id(self.id):
+            raise field_error("parent.id", self.id, "64 lower-case hex digits")
+        check_positive("parent.token_count", self.token_count)
+
+
 def context_id(
     model: ModelIdentity,
     dtype: str,
@@ -105,20 +127,55 @@ def context_id(
     any order), salt and token ids, as 64 hex digits. Names, times and indexes do not count: they may change. Nor does
     how it was computed: arrays from another device or compute dtype differ in their last bits and are the same context.
     """
-    import numpy as np  # late: whoever only lists a store does without
-
-    header = {
-        "id_version": _ID_VERSION,
-        "model": model.fingerprint,
-        "tokenizer": model.tokenizer_fingerprint,
-        "dtype": dtype,
-        "reading": reading,
-        "salt": salt,
-    }
+    header = {"id_version": _ID_VERSION, **_made_by(model, dtype, salt), "reading": reading}
     try:
         text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(f"options of the reading must be finite JSON values: {error}") from None
+    tokens = _checked_tokens(model, token_ids)
+    digest = hashlib.sha256(text.encode())
+    digest.update(b"\0" + tokens.astype("<u4").tobytes())
+    return digest.hexdigest()
+
+
+def first_digest(model: ModelIdentity, dtype: str, salt: str) -> str:
+    """The digest of no tokens: model, dtype and salt alone decide it, so contexts of another salt are not found."""
+    header = json.dumps({"prefix": PREFIX_BLOCK, **_made_by(model, dtype, salt)}, sort_keys=True)
+    return hashlib.sha256(header.encode()).hexdigest()[:DIGEST_DIGITS]
+
+
+def continued_digests(
+    known: str, token_ids: Sequence[int] | np.ndarray[tuple[int, ...], np.dtype[np.integer]] | Tensor
+) -> str:
+    """The digests of all beginnings of whole blocks, joined. known: those of the first ones, at least `first_digest`.
+
+    Each is a hash over the one before it and the tokens of its block.
+    """
+    import numpy as np
+
+    tokens = np.asarray(token_ids).astype("<u4")
+    digests = [known[at : at + DIGEST_DIGITS] for at in range(0, len(known), DIGEST_DIGITS)]
+    for block in range(len(digests) - 1, len(tokens) // PREFIX_BLOCK):
+        part = tokens[block * PREFIX_BLOCK : (block + 1) * PREFIX_BLOCK].tobytes()
+        digests.append(hashlib.sha256(bytes.fromhex(digests[-1]) + part).hexdigest()[:DIGEST_DIGITS])
+    return "".join(digests)
+
+
+def _made_by(model: ModelIdentity, dtype: str, salt: str) -> dict[str, str]:
+    return {
+        "model": model.fingerprint,
+        "tokenizer": model.tokenizer_fingerprint,
+        "dtype": dtype,
+        "salt": salt,
+    }
+
+
+def _checked_tokens(
+    model: ModelIdentity,
+    token_ids: Sequence[int] | np.ndarray[tuple[int, ...], np.dtype[np.integer]] | Tensor,
+) -> np.ndarray[tuple[int, ...], np.dtype[np.integer]]:
+    import numpy as np  # late: whoever only lists a store does without
+
     tokens = np.asarray(token_ids)
     if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
         raise InvalidArgumentError(
@@ -128,6 +185,4 @@ def context_id(
         raise InvalidArgumentError(
             f"token ids span {int(tokens.min())}..{int(tokens.max())}, the model's are 0..{model.vocab_size - 1}"
         )
-    digest = hashlib.sha256(text.encode())
-    digest.update(b"\0" + tokens.astype("<u4").tobytes())
-    return digest.hexdigest()
+    return tokens

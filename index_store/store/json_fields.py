@@ -7,6 +7,7 @@ Numbers and texts have bounds, so that whatever a file holds can be computed wit
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
@@ -19,6 +20,10 @@ Item = TypeVar("Item")
 MOST = 2**63 - 1
 """The largest integer of a stored file, and the most bytes of a context."""
 
+MOST_LABELS = 64
+"""Of a context."""
+
+_LABEL_KEY = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _MOST_CHARACTERS = 10_000
 _INTEGER = "an integer of at most 64 bits"
 _SHOWN_CHARACTERS = 120
@@ -127,6 +132,19 @@ class JsonFields:
         )
         return dict(value)
 
+    def texts_by_name(self, name: str) -> dict[str, str]:
+        """An object whose values are printable texts."""
+        value = self._take(
+            name,
+            lambda value: isinstance(value, dict) and all(map(is_text, (*value, *value.values()))),
+            "an object of printable texts",
+        )
+        return dict(value)
+
+    def flag(self, name: str) -> bool:
+        value: bool = self._take(name, lambda value: isinstance(value, bool), "true or false")
+        return value
+
     def numbers_by_name(self, name: str) -> dict[str, float]:
         """An object whose values are finite numbers."""
         value = self._take(
@@ -230,6 +248,18 @@ def check_names(name: str, values: Sequence[object]) -> None:
         raise field_error(name, values, "one or more different names")
     for number, value in enumerate(values):
         check_name(f"{name}[{number}]", value)
+
+
+def check_labels(name: str, labels: Mapping[str, object]) -> None:
+    """Raises ManifestError unless the field holds at most 64 labels: short keys, with short printable texts."""
+    if len(labels) > MOST_LABELS:
+        raise field_error(name, f"{len(labels)} labels", f"at most {MOST_LABELS}")
+    for key, value in labels.items():
+        if not _LABEL_KEY.fullmatch(key):
+            expected = "1-63 small letters, digits, '_', '-' and '.', beginning with a letter"
+            raise field_error(f"{name} key", key, expected)
+        if not isinstance(value, str) or len(value) > 63 or not value.isprintable():
+            raise field_error(f"{name}.{key}", value, "at most 63 printable characters")
 
 
 def check_positive(name: str, value: int, most: int = MOST) -> None:

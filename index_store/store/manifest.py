@@ -17,13 +17,14 @@ from datetime import datetime
 from index_store.attention.layer_shape import LayerShape
 from index_store.errors import InvalidArgumentError
 from index_store.selection.threshold_curve import KEEP_GRID, are_thresholds
-from index_store.store.context_id import ModelIdentity, is_context_id
+from index_store.store.context_id import DIGEST_DIGITS, PREFIX_BLOCK, ModelIdentity, Parent, is_context_id
 from index_store.store.dtypes import KV_DTYPES, STORED_DTYPES
 from index_store.store.json_fields import (
     MOST,
     Scalar,
     are_numbers,
     are_scalars,
+    check_labels,
     check_name,
     check_names,
     check_positive,
@@ -32,11 +33,11 @@ from index_store.store.json_fields import (
     is_number,
 )
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """What is written: 2 added calibrated thresholds and a sample of the queries, 3 leaves the salt out and has layers with
-a sliding window."""
+a sliding window, 4 has labels, pins and messages, children and digests of prefixes."""
 
-READABLE_VERSIONS = (2, 3)
+READABLE_VERSIONS = (2, 3, 4)
 
 _PATH_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _HEX = re.compile(r"[0-9a-f]+")
@@ -177,6 +178,12 @@ class Manifest:
         token_count.
     kv: keys and values of the layers whose queries see all keys; of the others where there are no such layers. window:
         of the layers whose queries see the last keys only, beside those; None where all layers are of one kind.
+    parent: of a child, the context that it continues. token_count are then the tokens of both; tokens, kv and window
+        have the child's own alone, all of them in every layer, and there are neither indexes nor queries.
+    prefix_digests: of the context's beginnings (`context_id.continued_digests`); empty before format 4.
+    conversation: the messages that the context was made of, as UTF-8 of JSON
+        (index_store/models/conversation/turns.py); None for a context of plain text or of tokens.
+    labels: what its owner notes of it. pinned: whether it is kept: it does not expire then.
     format_version: the one that it was read in.
     """
 
@@ -198,6 +205,11 @@ class Manifest:
     queries: ArrayEntry | None = None
     query_positions: tuple[int, ...] = ()
     window: ArrayEntry | None = None
+    parent: Parent | None = None
+    prefix_digests: str = field(default="", repr=False)
+    conversation: ArrayEntry | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    pinned: bool = False
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -217,20 +229,33 @@ class Manifest:
                 "token_count", self.token_count, f"at most {self.model.max_positions} positions"
             )
         check_names("methods", self.methods)
+        check_labels("labels", self.labels)
         self._check_layers("dense_layers", self.dense_layers)
         if not are_scalars(self.prefill):
             raise field_error("prefill", self.prefill, "scalars by name")
         if not are_numbers(self.seconds):
             raise field_error("seconds", self.seconds, "seconds by phase")
         self._check_arrays()
+        digits = (self.token_count // PREFIX_BLOCK + 1) * DIGEST_DIGITS
+        if self.prefix_digests and (
+            len(self.prefix_digests) != digits or not _HEX.fullmatch(self.prefix_digests)
+        ):
+            raise field_error(
+                "prefix_digests", self.prefix_digests, f"{digits} lower-case hex digits, or none"
+            )
         errors = self.selection_errors
         if len(errors) not in (0, self.model.layers) or not all(map(is_number, errors)):
             expected = f"{self.model.layers} numbers, one per layer, or none"
             raise field_error("selection_errors", errors, expected)
 
     @property
+    def own_tokens(self) -> int:
+        """Tokens whose keys and values are stored here: all but the parent's."""
+        return self.token_count - (0 if self.parent is None else self.parent.token_count)
+
+    @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values."""
+        """Bytes of keys and values; a child's own."""
         return sum(array.nbytes for array in self.kv_arrays)
 
     @property
@@ -249,18 +274,18 @@ class Manifest:
 
     @property
     def arrays(self) -> tuple[ArrayEntry, ...]:
-        """Every array of the context: tokens, keys and values, the sample of queries, then the indexes'."""
-        queries = () if self.queries is None else (self.queries,)
+        """Every array of the context: tokens, messages, keys and values, the sample of queries, then the indexes'."""
+        some = (entry for entry in (self.conversation, *self.kv_arrays, self.queries) if entry is not None)
         indexes = (array for index in self.indexes for array in index.arrays)
-        return (self.tokens, *self.kv_arrays, *queries, *indexes)
+        return (self.tokens, *some, *indexes)
 
     def bytes_per_token(self) -> float:
-        """Bytes of keys, values and indexes per token of the context."""
-        return (self.kv_bytes + self.index_bytes) / self.token_count
+        """Bytes of keys, values and indexes per token of the context; of a child per token of its own."""
+        return (self.kv_bytes + self.index_bytes) / self.own_tokens
 
     def expired(self, now: datetime) -> bool:
-        """Whether the context's time to live has passed at `now` (timezone-aware)."""
-        return self.expires_at is not None and self.expires_at <= now
+        """Whether the context's time to live has passed at `now` (timezone-aware). A pinned one's does not."""
+        return self.expires_at is not None and self.expires_at <= now and not self.pinned
 
     @property
     def stored_indexes(self) -> frozenset[str]:
@@ -280,14 +305,13 @@ class Manifest:
         indexes = tuple(
             replace(index, arrays=tuple(sealed(array) for array in index.arrays)) for index in self.indexes
         )
-        queries = None if self.queries is None else sealed(self.queries)
-        window = None if self.window is None else sealed(self.window)
         return replace(
             self,
             tokens=sealed(self.tokens),
             kv=sealed(self.kv),
-            window=window,
-            queries=queries,
+            window=self.window and sealed(self.window),
+            queries=self.queries and sealed(self.queries),
+            conversation=self.conversation and sealed(self.conversation),
             indexes=indexes,
         )
 
@@ -297,14 +321,23 @@ class Manifest:
             raise field_error(name, layers, f"ascending layers of 0..{self.model.layers - 1}")
 
     def _check_arrays(self) -> None:
-        if self.tokens.layout != tokens_entry(self.token_count):
-            raise field_error("tokens", self.tokens, f"{tokens_entry(self.token_count)}")
-        expected = kv_entry(self.model, self.token_count, self.dtype)
-        if self.kv.layout != expected:
-            raise field_error("kv", self.kv, f"{expected}")
-        beside = window_entry(self.model, self.token_count, self.dtype)
+        if self.parent is not None and (self.own_tokens < 1 or self.indexes or self.queries is not None):
+            expected = (
+                f"less than the {self.token_count} tokens of its child, which has no indexes and no queries"
+            )
+            raise field_error("parent", self.parent, expected)
+        made, whole = (self.model, self.own_tokens, self.dtype), self.parent is None
+        if self.tokens.layout != tokens_entry(self.own_tokens):
+            raise field_error("tokens", self.tokens, f"{tokens_entry(self.own_tokens)}")
+        expected_kv = kv_entry(*made, whole=whole)
+        if self.kv.layout != expected_kv:
+            raise field_error("kv", self.kv, f"{expected_kv}")
+        beside = window_entry(*made, whole=whole)
         if (None if self.window is None else self.window.layout) != beside:
             raise field_error("window", self.window, f"{beside}")
+        said = self.conversation
+        if said is not None and said.layout != conversation_entry(said.nbytes):
+            raise field_error("conversation", said, f"{conversation_entry(said.nbytes)}")
         self._check_queries()
         for index in self.indexes:
             self._check_layers(f"indexes.{index.name}.layers", index.layers)
@@ -338,27 +371,34 @@ def tokens_entry(token_count: int) -> ArrayEntry:
     return ArrayEntry("tokens", (token_count,), (token_count,), "uint32")
 
 
-def kv_entry(model: ModelIdentity, token_count: int, dtype: str) -> ArrayEntry:
+def conversation_entry(nbytes: int) -> ArrayEntry:
+    """The array of a conversation's messages: uint8 [bytes], one chunk."""
+    return ArrayEntry("conversation", (nbytes,), (nbytes,), "uint8")
+
+
+def kv_entry(model: ModelIdentity, token_count: int, dtype: str, *, whole: bool = True) -> ArrayEntry:
     """The array of keys and values: [layers, kv_heads, N, 2, d], one chunk per (layer, KV head).
 
     It has the layers whose queries see all keys. Where there are none, it has all layers, and the tokens that they
-    keep.
+    keep. whole: False for a child, whose `token_count` own tokens are kept in every layer.
     """
     layers = model.full_layers or model.window_layers
-    return _rows_entry("kv", layers, model.shape(layers[0]), token_count, dtype)
+    return _rows_entry("kv", layers, model.shape(layers[0]), token_count, dtype, whole)
 
 
-def window_entry(model: ModelIdentity, token_count: int, dtype: str) -> ArrayEntry | None:
-    """The array of keys and values of layers with a sliding window; None where all layers are in that of `kv_entry`."""
+def window_entry(
+    model: ModelIdentity, token_count: int, dtype: str, *, whole: bool = True
+) -> ArrayEntry | None:
+    """Keys and values of layers with a sliding window; None where all layers are in that of `kv_entry`, as there."""
     if model.window is None or not model.full_layers:
         return None
-    return _rows_entry("window", model.window_layers, model.window.shape, token_count, dtype)
+    return _rows_entry("window", model.window_layers, model.window.shape, token_count, dtype, whole)
 
 
 def _rows_entry(
-    path: str, layers: Sequence[int], shape: LayerShape, token_count: int, dtype: str
+    path: str, layers: Sequence[int], shape: LayerShape, token_count: int, dtype: str, whole: bool
 ) -> ArrayEntry:
-    rest = (shape.kept(token_count), 2, shape.head_dim)
+    rest = (shape.kept(token_count) if whole else token_count, 2, shape.head_dim)
     return ArrayEntry(path, (len(layers), shape.kv_heads, *rest), (1, 1, *rest), dtype)
 
 

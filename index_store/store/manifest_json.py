@@ -14,7 +14,7 @@ import google_crc32c
 
 from index_store.attention.layer_shape import WindowLayers
 from index_store.errors import ChecksumError, FormatVersionError, ManifestError
-from index_store.store.context_id import ModelIdentity
+from index_store.store.context_id import ModelIdentity, Parent
 from index_store.store.json_fields import JsonFields, field_error, is_integer, shown
 from index_store.store.manifest import FORMAT_VERSION, READABLE_VERSIONS, ArrayEntry, IndexEntry, Manifest
 
@@ -39,6 +39,15 @@ def render_manifest(manifest: Manifest) -> bytes:
     document["format_version"] = FORMAT_VERSION
     if manifest.model.window is None:  # then nothing is said about windows, as before there were any
         del document["model"]["window"], document["window"]
+    for name in (
+        "conversation",
+        "labels",
+        "pinned",
+        "parent",
+        "prefix_digests",
+    ):  # said where there is something to say
+        if not document[name]:
+            del document[name]
     return render_document(document)
 
 
@@ -149,9 +158,18 @@ def _parse_document(document: dict[str, object], where: str) -> Manifest:
         queries=fields.optional_item("queries", _parse_array),
         query_positions=fields.integers("query_positions"),
         window=fields.optional_item("window", _parse_array) if fields.has("window") else None,
+        parent=fields.item("parent", _parse_parent) if fields.has("parent") else None,
+        prefix_digests=fields.digits("prefix_digests") if fields.has("prefix_digests") else "",
+        conversation=fields.item("conversation", _parse_array) if fields.has("conversation") else None,
+        labels=fields.texts_by_name("labels") if fields.has("labels") else {},
+        pinned=fields.has("pinned") and fields.flag("pinned"),
     )
     fields.finish()
     return manifest
+
+
+def _parse_parent(fields: JsonFields) -> Parent:
+    return Parent(id=fields.text("id"), token_count=fields.integer("token_count"))
 
 
 def _parse_model(fields: JsonFields) -> ModelIdentity:

@@ -86,6 +86,15 @@ class Context:
         read_bounded(lambda: self._read(entry, (0,), stored), self.read_limit_s)
         return stored.to(torch.int64)
 
+    def conversation(self) -> bytes | None:
+        """The messages that the context was made of, as they were written; None without. Their checksum is verified."""
+        if self._manifest.conversation is None:
+            return None
+        entry = self._entry("conversation")
+        stored = torch.empty(entry.shape, dtype=torch.uint8, device="cpu")
+        read_bounded(lambda: self._read(entry, (0,), stored), self.read_limit_s)
+        return stored.numpy().tobytes()
+
     def array(self, path: str, layer: int, head: int) -> Tensor:
         """One (layer, KV head) of an array, mapped without a copy and without reading its checksum.
 

@@ -7,7 +7,6 @@ checksum over itself, as a manifest has, replaced all at once.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -18,10 +17,9 @@ from index_store.store.context_id import is_context_id
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     make_folder,
-    new_file,
     permissions_in,
+    replace_file,
     storing,
-    sync_path,
 )
 from index_store.store.files.reading import WrongFileError, read_file, unavailable
 from index_store.store.json_fields import (
@@ -180,18 +178,10 @@ class DefaultsFolder:
     def write(self, default: TunedDefault) -> None:
         """Replaces the default of a context, all at once and durably. Raises StoreFullError or StoreError."""
         path = self.path(default.context)
-        temporary = self._path / f"{TEMPORARY_PREFIX}{default.context}"
         with storing("writing the tuned default", path):
             permissions = permissions_in(self._path.parent / "contexts")
             make_folder(self._path, permissions)
-            try:
-                with new_file(temporary, permissions) as file:
-                    file.write(render_default(default))
-                sync_path(temporary)
-                os.replace(temporary, path)
-                sync_path(self._path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            replace_file(path, render_default(default), permissions)
 
     def remove(self, id_: str) -> None:
         """Removes the default of a context, where there is one."""
@@ -203,5 +193,6 @@ class DefaultsFolder:
         """Context id and path of every default, and of what killed writers left of one."""
         for path in sorted(self._path.glob("*")):
             id_ = path.name.removeprefix(TEMPORARY_PREFIX).removesuffix(_SUFFIX)
-            if is_context_id(id_) and path.name in (f"{id_}{_SUFFIX}", f"{TEMPORARY_PREFIX}{id_}"):
+            written = (f"{TEMPORARY_PREFIX}{id_}{_SUFFIX}", f"{TEMPORARY_PREFIX}{id_}")
+            if is_context_id(id_) and path.name in (f"{id_}{_SUFFIX}", *written):
                 yield id_, path

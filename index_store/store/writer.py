@@ -9,28 +9,26 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
-import google_crc32c
 import numpy as np
 import torch
 import zarr
 from numpy.typing import NDArray
 from torch import Tensor
 from zarr.codecs import Crc32cCodec
-from zarr.core.buffer import Buffer
-from zarr.storage import LocalStore
 
 from index_store.errors import ContextNotFoundError, InvalidArgumentError, MissingChunkError
 from index_store.store.dtypes import STORED_DTYPES, dtype_name
 from index_store.store.files.additions import move_indexes
+from index_store.store.files.array_files import FolderStore
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     discard,
@@ -47,7 +45,7 @@ from index_store.store.files.reading import Readers
 from index_store.store.manifest import FORMAT_VERSION, ArrayEntry, Manifest, join_checksums, tokens_entry
 from index_store.store.manifest_json import MANIFEST_NAME, render_manifest
 from index_store.store.zarr_io import (
-    CHECKSUM_BYTES,
+    METADATA_NAME,
     Forgotten,
     check_chunks,
     check_metadata,
@@ -57,81 +55,6 @@ from index_store.store.zarr_io import (
 )
 
 _READERS = 4
-_WRITTEN_PIECE_BYTES = 1 << 20  # no other thread of Python runs while its checksum is computed
-
-
-class _FolderStore(LocalStore):  # type: ignore[misc]  # zarr is not type-checked here
-    """The files of arrays in a folder, none of which is begun after `seal` or a failed write.
-
-    zarr writes several files at once and, when one fails or its caller is interrupted, leaves the others to finish
-    whenever they do: they would come back into a folder that is being removed.
-    """
-
-    def __init__(self, root: Path, permissions: int) -> None:
-        super().__init__(root)
-        self._permissions = permissions
-        self._state = threading.Condition()
-        self._writing = 0
-        self._ended: OSError | None = None
-        self._trailers: dict[str, bytes] = {}
-
-    def trailer(self, key: str) -> bytes | None:
-        """The last bytes that were written to a file, as many as a checksum has; None when it was not written."""
-        return self._trailers.get(key)
-
-    def seal(self) -> None:
-        """Waits for the writes under way, if any; later ones raise."""
-        with self._state:
-            self._ended = self._ended or OSError(errno.ESHUTDOWN, "writing has ended")
-            self._state.wait_for(lambda: self._writing == 0)
-
-    def write_chunk(self, key: str, raw: NDArray[np.uint8]) -> None:
-        """Writes a chunk's bytes and their crc32c behind them, as zarr does, without a copy and from any thread."""
-        checksum = 0
-        with self._new_file(key) as file:
-            for start in range(0, raw.size, _WRITTEN_PIECE_BYTES):
-                # Pieces that stay in the cache between the checksum and the write.
-                piece = raw[start : start + _WRITTEN_PIECE_BYTES]
-                checksum = google_crc32c.extend(checksum, piece)
-                file.write(piece.data)
-            trailer = checksum.to_bytes(CHECKSUM_BYTES, "little")
-            file.write(trailer)
-        self._trailers[key] = trailer
-
-    def set_sync(self, key: str, value: Buffer) -> None:
-        with self._new_file(key) as file:
-            file.write(value.as_numpy_array().data)
-
-    @contextmanager
-    def _new_file(self, key: str) -> Iterator[BinaryIO]:
-        with self._state:
-            if self._ended is not None:
-                raise OSError(self._ended.errno, self._ended.strerror)
-            self._writing += 1
-        path = self.root / key
-        try:
-            self._make_folder(path.parent)
-            with new_file(path, self._permissions) as file:
-                yield file
-        except OSError as error:
-            self._ended = self._ended or error
-            raise
-        finally:
-            with self._state:
-                self._writing -= 1
-                self._state.notify_all()
-
-    def _make_folder(self, path: Path) -> None:
-        if path != self.root and not path.is_dir():
-            self._make_folder(path.parent)
-            path.mkdir(self._permissions, exist_ok=True)
-
-    async def set(self, key: str, value: Buffer) -> None:
-        self.set_sync(key, value)
-
-    async def set_if_not_exists(self, key: str, value: Buffer) -> None:
-        if not (self.root / key).exists():
-            self.set_sync(key, value)
 
 
 class _ArrayWriter:
@@ -141,14 +64,16 @@ class _ArrayWriter:
     """
 
     def __init__(self, folder: Path, permissions: int) -> None:
-        self._store = _FolderStore(folder, permissions)
+        self._store = FolderStore(folder, permissions)
 
     def open(self) -> None:
         """Creates the root group. Comes first."""
+        self._store.forget(METADATA_NAME)  # an earlier writer may have left half of it
         zarr.create_group(self._store, zarr_format=3)
 
     def create(self, entry: ArrayEntry) -> None:
-        """Creates the array without any chunk; it is complete once every chunk has been written."""
+        """Creates the array without any chunk; it is complete once every chunk has been written or adopted."""
+        self._store.forget(f"{entry.path}/{METADATA_NAME}")
         dtype = STORED_DTYPES[entry.dtype]
         zarr.create_array(
             self._store,
@@ -177,21 +102,26 @@ class _ArrayWriter:
             )
         self._store.write_chunk(key, raw_bytes(data.detach().cpu().contiguous()))
 
+    def adopt_chunk(self, entry: ArrayEntry, indices: Sequence[int], checksum: int) -> bool:
+        """Whether an earlier writer left the chunk with this checksum, which then counts as written."""
+        return self._store.adopt_chunk(self._key(entry, indices), entry.chunk_bytes, checksum)
+
+    def checksum(self, entry: ArrayEntry, indices: Sequence[int]) -> int:
+        """Of a chunk that was written. Raises MissingChunkError."""
+        trailer = self._store.trailer(self._key(entry, indices))
+        if trailer is None:
+            path = chunk_path(self._store.root, entry, indices)
+            raise MissingChunkError(
+                f"{path}: a chunk of array {entry.path!r} was never written", path=path, array=entry.path
+            )
+        return int.from_bytes(trailer, "little")
+
     def checksums(self, entry: ArrayEntry) -> str:
         """The checksums of an array's chunks as they were written, for its entry; nothing is read.
 
         Raises MissingChunkError when a chunk was never written.
         """
-        found = []
-        for indices in entry.chunk_indices():
-            trailer = self._store.trailer(self._key(entry, indices))
-            if trailer is None:
-                path = chunk_path(self._store.root, entry, indices)
-                raise MissingChunkError(
-                    f"{path}: a chunk of array {entry.path!r} was never written", path=path, array=entry.path
-                )
-            found.append(int.from_bytes(trailer, "little"))
-        return join_checksums(found)
+        return join_checksums([self.checksum(entry, indices) for indices in entry.chunk_indices()])
 
     def close(self) -> None:
         """Ends all writing, also by threads that zarr has left running."""
@@ -209,24 +139,37 @@ class ContextWriter:
     """
 
     def __init__(
-        self, contexts: Path, locks: Path, context_id: str, keep_existing: Callable[[], bool]
+        self,
+        contexts: Path,
+        locks: Path,
+        context_id: str,
+        keep_existing: Callable[[], bool],
+        folder: Path | None = None,
     ) -> None:
-        """`keep_existing` tells whether a context already published under this id is to stay."""
+        """`keep_existing` tells whether a context already published under this id is to stay.
+
+        folder: of the same file system, where the context is written until it is published, by whoever alone may write
+        there. It stays, so that a later writer may adopt its chunks. By default one beside the contexts, which does
+        not.
+        """
         self._contexts = contexts
         self._locks = locks
         self._id = context_id
         self._keep_existing = keep_existing
         self._entries: dict[str, ArrayEntry] = {}
+        self._given = folder
         self._resources = ExitStack()
 
     def __enter__(self) -> Self:
-        self._folder = unused_name(self._contexts, f"{TEMPORARY_PREFIX}{self._id}")
+        self._folder = self._given or unused_name(self._contexts, f"{TEMPORARY_PREFIX}{self._id}")
         with ExitStack() as stack:
-            stack.enter_context(locked_file(self._locks / self._folder.name))
+            if self._given is None:
+                stack.enter_context(locked_file(self._locks / self._folder.name))
             with storing("creating a temporary folder", self._folder):
                 self._permissions = permissions_in(self._contexts)
-                self._folder.mkdir(self._permissions)
-            stack.callback(self._remove_folder)
+                self._folder.mkdir(self._permissions, exist_ok=self._given is not None)
+            if self._given is None:
+                stack.callback(self._remove_folder)
             self._arrays = _ArrayWriter(self._folder, self._permissions)
             stack.callback(self._arrays.close)
             with storing("writing", self._folder):
@@ -263,6 +206,14 @@ class ContextWriter:
         tensor = data if isinstance(data, Tensor) else torch.from_numpy(data)
         with storing("writing", self._folder):
             self._arrays.write_chunk(self._entries[path], indices, tensor)
+
+    def adopt_chunk(self, path: str, indices: Sequence[int], checksum: int) -> bool:
+        """Counts a chunk as written that an earlier writer left in the given folder; False where it is another one."""
+        return self._arrays.adopt_chunk(self._entries[path], indices, checksum)
+
+    def checksum(self, path: str, indices: Sequence[int]) -> int:
+        """The crc32c of a chunk that was written. Raises MissingChunkError."""
+        return self._arrays.checksum(self._entries[path], indices)
 
     def write_tokens(self, token_ids: Sequence[int] | Tensor | NDArray[np.integer]) -> ArrayEntry:
         """Writes the array of token ids and returns its entry."""

@@ -31,6 +31,7 @@ from index_store.errors import (
     TruncatedChunkError,
 )
 from index_store.store.dtypes import STORED_DTYPES
+from index_store.store.files.durable import CHECKSUM_BYTES
 from index_store.store.files.reading import (
     WrongFileError,
     may_block,
@@ -42,7 +43,6 @@ from index_store.store.json_fields import shown
 from index_store.store.manifest import ArrayEntry
 
 METADATA_NAME = "zarr.json"
-CHECKSUM_BYTES = 4
 _PIECE_BYTES = 16 << 20
 _FORGOTTEN_BYTES = 4 << 20
 _LARGEST_METADATA = 1 << 20

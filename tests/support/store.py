@@ -11,6 +11,7 @@ import google_crc32c
 import torch
 from torch import Tensor
 
+from index_store.family.children import Continuation, OwnRows
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.selection.threshold_curve import KEEP_GRID
 from index_store.store.catalog import Store
@@ -246,3 +247,27 @@ def add_index(
         added = IndexEntry(name, RecordedIndex.kind, PARAMETERS, tuple(range(layers)), tuple(entries))
         wanted = replace(present, indexes=(*present.indexes, added), **changes)
         return writer.publish_into(present, wanted), arrays
+
+
+def continuation(
+    store: Store,
+    parent: str | Manifest,
+    count: int = 5,
+    seed: int = 1,
+    expires_at: datetime | None = None,
+    attention: str = "exact",
+    name: str = "child",
+) -> Continuation:
+    """Random tokens and rows that continue a stored context."""
+    generator = torch.Generator().manual_seed(seed)
+    base = store.manifest(parent) if isinstance(parent, str) else parent
+    with store.open(base.id) as context:
+        before = context.tokens()
+    rows = [
+        random_array(
+            (shape.kv_heads, count, 2, shape.head_dim), STORED_DTYPES[base.dtype].torch_dtype, generator
+        )
+        for shape in map(base.model.shape, range(base.model.layers))
+    ]
+    ids = torch.randint(0, base.model.vocab_size, (count,), generator=generator)
+    return Continuation(base, before, OwnRows(ids, rows), attention, name, expires_at)

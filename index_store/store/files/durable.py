@@ -20,12 +20,11 @@ TEMPORARY_PREFIX = ".tmp-"
 TRASH_PREFIX = ".trash-"
 """Of the name of a folder that is being removed."""
 
+CHECKSUM_BYTES = 4
+"""Of the crc32c that stands behind the contents of a chunk."""
+
 PRIVATE = 0o700
 """Permissions of a new store: nobody but its owner. What is created in a folder later gets the folder's own."""
-
-TEMPORARY_PREFIX = ".tmp-"
-TRASH_PREFIX = ".trash-"
-"""Of the names of folders that are being written, and removed."""
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FSYNC_THREADS = 8
@@ -76,6 +75,19 @@ def make_folder(path: Path, permissions: int = PRIVATE) -> None:
 def new_file(path: Path, permissions: int) -> BinaryIO:
     """Opens a file for writing; where it is new, with these permissions, but never executable."""
     return open(path, "wb", opener=partial(os.open, mode=permissions & 0o666))
+
+
+def replace_file(path: Path, data: bytes, permissions: int) -> None:
+    """Has the file hold these bytes: all at once, and durably. Writers of one file exclude each other."""
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+    try:
+        with new_file(temporary, permissions) as file:
+            file.write(data)
+        sync_path(temporary)
+        os.replace(temporary, path)
+        sync_path(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def unused_name(folder: Path, prefix: str) -> Path:

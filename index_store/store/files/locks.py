@@ -9,12 +9,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from index_store.store.files.durable import permissions_in, storing
 
+_POLL_S = 0.02
 _NOT_OURS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
@@ -35,6 +37,18 @@ def locked_file(path: Path, on_wait: Callable[[], None] | None = None, wait: boo
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+@contextmanager
+def locked_within(path: Path, seconds: float) -> Iterator[bool]:
+    """As `locked_file`; yields False where others have held the lock for so long."""
+    end = time.monotonic() + seconds
+    while True:
+        with locked_file(path, wait=False) as held:
+            if held or time.monotonic() >= end:
+                yield held
+                return
+        time.sleep(_POLL_S)
 
 
 def is_locked(path: Path) -> bool:

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -74,6 +75,24 @@ def test_least_recently_used_goes_first(many: tuple[Store, list[SyntheticContext
     touch(arena, store, b)
     assert arena.ids() == ids([d, c, b])
     assert arena.stats().evictions == 2
+
+
+def test_pinned_contexts_go_last(many: tuple[Store, list[SyntheticContext]]) -> None:
+    """Whether they were pinned before they were loaded, or are while they are here."""
+    store, contexts = many
+    a, b, c, d = contexts
+    store.update(a.id, lambda present: replace(present, pinned=True))
+    arena = Arena(2 * SIZE)
+    for context in (a, b, c):
+        touch(arena, store, context)
+    assert arena.ids() == ids([a, c])
+    arena.note(store.update(c.id, lambda present: replace(present, pinned=True)))
+    touch(arena, store, d)  # all that could go are pinned
+    assert arena.ids() == ids([c, d])
+    store.update(c.id, lambda present: replace(present, pinned=False))
+    touch(arena, store, c)
+    touch(arena, store, b)
+    assert arena.ids() == ids([c, b])
 
 
 def test_a_lease_counts_as_use_until_it_ends(many: tuple[Store, list[SyntheticContext]]) -> None:

@@ -153,6 +153,7 @@ FREED = (
     "tactic",
     "quest",
     "pq+dropped",
+    "refined+dropped",
 )
 
 

@@ -80,7 +80,7 @@ def use(data: bytes) -> None:
     """Does with a manifest what listing, showing and describing it does."""
     manifest = parse_manifest(data, WHERE)
     assert parse_manifest(render_manifest(manifest), WHERE).id == manifest.id
-    shown = {"summary": report.details(manifest, False), "rows": report.detail_rows(manifest, False)}
+    shown = {"summary": report.details(manifest, False, 0), "rows": report.detail_rows(manifest, False, 0)}
     json.dumps(shown, ensure_ascii=False, allow_nan=False).encode()
     report.list_row(manifest, False, 64)
     MessageToDict(describe_context(manifest, expired=False, resident=False))

@@ -70,8 +70,8 @@ def test_a_clean_up_and_a_job_remove_the_same_expired_context(
         context.write(store)
     other = Store(store.path)
 
-    def removed_meanwhile(path: Path, wait: bool) -> AbstractContextManager[bool]:
-        if folder(store, first.id).exists():
+    def removed_meanwhile(path: Path, wait: bool = True) -> AbstractContextManager[bool]:
+        if not wait and folder(store, first.id).exists():
             other.delete(first.id)
         return locked_file(path, wait=wait)
 

@@ -69,7 +69,7 @@ def test_every_manifest_is_read_once(store: Store, read: list[str]) -> None:
     pause()
     Store(store.path).delete(ids[3])
     assert names(store) == [f"book {COUNT}", *(name for name in expected if name != "book 3")]
-    assert len(read) == COUNT + 1
+    assert len(read) == 2 * (COUNT + 1)  # the other store looked for children, once
     with pytest.raises(ContextNotFoundError):
         store.manifest(ids[3])
 

@@ -29,6 +29,7 @@ from index_store.store.manifest import (
     ArrayEntry,
     IndexEntry,
     Manifest,
+    conversation_entry,
     index_array_entry,
     kv_entry,
     queries_entry,
@@ -163,12 +164,12 @@ def document(context: SyntheticContext) -> dict[str, Any]:
 
 
 def test_newer_version(context: SyntheticContext) -> None:
-    newer = document(context) | {"format_version": 4, "something_new": [1]}
+    newer = document(context) | {"format_version": 5, "something_new": [1]}
     with pytest.raises(
-        FormatVersionError, match=f"{WHERE}.*version 4.*reads versions 2 to 3; update sparsekv"
+        FormatVersionError, match=f"{WHERE}.*version 5.*reads versions 2 to 4; update sparsekv"
     ) as caught:
         parse_manifest(render_document(newer), WHERE)
-    assert caught.value.metadata == {"found": "4", "expected": "3", "path": WHERE}
+    assert caught.value.metadata == {"found": "5", "expected": "4", "path": WHERE}
 
 
 def test_the_version_before(context: SyntheticContext) -> None:
@@ -184,8 +185,8 @@ def test_the_version_before(context: SyntheticContext) -> None:
 
 
 def test_newer_version_without_our_checksum(context: SyntheticContext) -> None:
-    newer = document(context) | {"format_version": 4}
-    with pytest.raises(FormatVersionError, match="version 4"):
+    newer = document(context) | {"format_version": 5}
+    with pytest.raises(FormatVersionError, match="version 5"):
         parse_manifest(json.dumps(newer).encode(), WHERE)
 
 
@@ -217,6 +218,24 @@ def test_windows_that_do_not_fit_the_model_are_refused(
         parse_manifest(render_document(changed), WHERE)
 
 
+def test_labels_pins_and_messages_survive_and_are_bounded(context: SyntheticContext) -> None:
+    said = replace(conversation_entry(9), checksums="0" * 8)
+    noted = replace(context.manifest, labels={"team": "law"}, pinned=True, conversation=said)
+    assert parse_manifest(render_manifest(noted), WHERE) == noted
+    before = document(context) | {"format_version": 3}
+    assert not {"labels", "pinned", "conversation"} & set(before)
+    assert parse_manifest(render_document(before), WHERE) == replace(context.manifest, format_version=3)
+    for name, value, message in (
+        ("labels", {"Team": "law"}, "'labels key' is 'Team'"),
+        ("labels", {"team": "x" * 64}, "'labels.team'"),
+        ("labels", {f"k{number}": "" for number in range(65)}, "65 labels"),
+        ("pinned", 1, "'pinned' is 1, expected true or false"),
+        ("conversation", document(context)["tokens"], "'conversation'"),
+    ):
+        with pytest.raises(ManifestError, match=message):
+            parse_manifest(render_document(document(context) | {name: value}), WHERE)
+
+
 def test_older_version(context: SyntheticContext) -> None:
     """As version 1 wrote it: without the fields that came later."""
     older = document(context) | {"format_version": 1}
@@ -225,7 +244,7 @@ def test_older_version(context: SyntheticContext) -> None:
         del index["thresholds"]
     with pytest.raises(
         FormatVersionError,
-        match=f"{WHERE}.*version 1, .* reads versions 2 to 3; the context was made by an older sparsekv: prefill",
+        match=f"{WHERE}.*version 1, .* reads versions 2 to 4; the context was made by an older sparsekv: prefill",
     ):
         parse_manifest(render_document(older), WHERE)
 

@@ -23,8 +23,8 @@ from index_store.errors import (
     StoreError,
     StoreFullError,
 )
-from index_store.store import writer as writing
 from index_store.store.catalog import Store
+from index_store.store.files import array_files as writing
 from index_store.store.files import durable
 from index_store.store.zarr_io import chunk_path
 from tests.support.store import SyntheticContext, synthetic_context
@@ -96,7 +96,7 @@ def test_full_disk_while_writing_the_manifest(
         return original(path, permissions)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "new_file", new_file)
+        patch.setattr("index_store.store.writer.new_file", new_file)
         with pytest.raises(StoreFullError, match="index-store gc"):
             context.write(store)
     assert names(store) == []

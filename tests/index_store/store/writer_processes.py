@@ -17,9 +17,10 @@ from typing import Any
 
 import index_store.store.files.additions
 import index_store.store.writer
+from index_store.family.children import publish_child
 from index_store.store.catalog import Store
 from index_store.store.writer import ContextWriter
-from tests.support.store import add_index, synthetic_context
+from tests.support.store import add_index, continuation, synthetic_context
 
 
 def main() -> None:
@@ -38,6 +39,10 @@ def serve(store: Store, request: dict[str, Any]) -> int:
     if "add_to" in request:
         die_at_step_of_adding(request["die_at"])
         add_index(store, store.manifest(request["add_to"]), name="more")
+        return 0
+    if "continues" in request:
+        die_at_step(request["die_at"])
+        publish_child(store, continuation(store, request["continues"]))
         return 0
     context = synthetic_context(tokens=request.get("tokens", 400), seed=request["seed"])
     if "die_at" in request:

@@ -1,0 +1,195 @@
+"""Children: stored contexts that continue another one, whose keys, values and indexes they need and do not copy.
+
+A child has its own tokens, with their keys and values in every layer. All that searches is its parent's: a session on
+the child is one on the parent whose tail begins with the child's rows. There is one generation: what continues a child
+holds the child's rows as well and continues the same parent, so that the child in the middle may go.
+
+A child's id is that of the whole token sequence, read on this parent in this way. So the same continuation has the same
+id, whoever makes it. Made whole (`prefill_worker/jobs/detached.py`) it is another context.
+
+Shape legend: H KV heads, N tokens of the parent, D tokens of the child's own, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+import torch
+from torch import Tensor
+
+from index_store.errors import (
+    ContextCorruptError,
+    ContextExpiredError,
+    ContextNotFoundError,
+    FormatVersionError,
+    InvalidArgumentError,
+)
+from index_store.store.catalog import Store, utc_now
+from index_store.store.context_id import Parent, context_id, continued_digests
+from index_store.store.dtypes import stored_dtype
+from index_store.store.files.reading import read_bounded
+from index_store.store.manifest import Manifest, kv_entry, tokens_entry, window_entry
+
+ATTENTION = "attention"
+"""Note of a manifest: how the tokens attended to what was before them when their keys and values were computed."""
+
+EXACT = "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """What a child has of its own. token_ids: [D] int64. rows: by layer [H, D, 2, d] in the stored dtype."""
+
+    token_ids: Tensor
+    rows: Sequence[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all layers."""
+        return sum(rows.nbytes for rows in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What becomes a child. before: the tokens of the parent, [N]. attention: how its tokens attended (`joined`)."""
+
+    parent: Manifest
+    before: Tensor
+    own: OwnRows
+    attention: str
+    name: str
+    expires_at: datetime | None = None
+
+    @property
+    def token_ids(self) -> Tensor:
+        """All tokens, [N + D]."""
+        return torch.cat([self.before, self.own.token_ids])
+
+    def id(self) -> str:
+        """The child's."""
+        parent = self.parent
+        reading = {"parent": parent.id, ATTENTION: self.attention}
+        return context_id(parent.model, parent.dtype, reading, "", self.token_ids)
+
+
+def joined(before: str, added: str) -> str:
+    """How the tokens of a child attended, of which the later ones were added in their own way."""
+    return added if before in ("", added) else f"{before}, {added}"
+
+
+def attention_of(manifest: Manifest) -> str:
+    """How the tokens of a child attended; "" of other contexts."""
+    return "" if manifest.parent is None else str(manifest.prefill.get(ATTENTION, EXACT))
+
+
+def publish_child(store: Store, made: Continuation) -> Manifest:
+    """Stores a child, durably and all at once; returns its manifest.
+
+    Where the store has it already, it stays; it gets the name, and the later of both expiries. Raises
+    ContextNotFoundError when the parent was removed meanwhile, and what `ContextWriter.publish` raises.
+    """
+    id_ = made.id()
+    with store.lock(id_):
+        present = _present(store, id_)
+        if present is not None:
+            ends = (present.expires_at, made.expires_at)
+            latest = None if None in ends else max(end for end in ends if end is not None)
+            wanted = replace(present, name=made.name, expires_at=latest)
+            if wanted == present:
+                return present
+            with store.writer(id_) as writer:
+                return writer.publish_into(present, wanted)
+        return _write(store, id_, made)
+
+
+def _present(store: Store, id_: str) -> Manifest | None:
+    """The child where the store has it already; one that is damaged or has expired is removed."""
+    try:
+        child = store.manifest(id_)
+        if child.parent is not None:
+            read_own_rows(store, child)
+        return child
+    except ContextNotFoundError:
+        return None
+    except (ContextCorruptError, ContextExpiredError, FormatVersionError):
+        store.delete(id_)
+        return None
+
+
+def _write(store: Store, id_: str, made: Continuation) -> Manifest:
+    model, own = made.parent.model, made.own
+    count = len(own.token_ids)
+    kv = kv_entry(model, count, made.parent.dtype, whole=False)
+    window = window_entry(model, count, made.parent.dtype, whole=False)
+    with store.writer(id_) as writer:
+        writer.write_tokens(own.token_ids)
+        for entry in (kv,) if window is None else (kv, window):
+            writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+        for layer, (path, place) in enumerate(_places(made.parent)):
+            for head, rows in enumerate(own.rows[layer]):
+                writer.write_chunk(path, (place, head), rows)
+        writer.verify()
+        manifest = Manifest(
+            id=id_,
+            name=made.name,
+            created_at=utc_now(),
+            expires_at=made.expires_at,
+            model=model,
+            dtype=made.parent.dtype,
+            token_count=made.parent.token_count + count,
+            methods=made.parent.methods,
+            dense_layers=made.parent.dense_layers,
+            selection_errors=(),
+            tokens=tokens_entry(count),
+            kv=kv,
+            window=window,
+            indexes=(),
+            prefill={ATTENTION: made.attention},
+            seconds={},
+            parent=Parent(made.parent.id, made.parent.token_count),
+            prefix_digests=_digests(made),
+        )
+        with store.family_lock(made.parent.id):
+            store.manifest(made.parent.id)  # raises when it was removed meanwhile
+            return writer.publish(manifest)
+
+
+def _digests(made: Continuation) -> str:
+    """Those of the parent and on: who does not know the parent's salt does not find the child either."""
+    known = made.parent.prefix_digests
+    return continued_digests(known, made.token_ids) if known else ""
+
+
+def _places(manifest: Manifest) -> list[tuple[str, int]]:
+    """Of every layer: the array that has its rows, and its place in there."""
+    full, windowed = manifest.model.full_layers, manifest.model.window_layers
+    in_window = {layer: ("window" if full else "kv", place) for place, layer in enumerate(windowed)}
+    in_kv = {layer: ("kv", place) for place, layer in enumerate(full)}
+    return [{**in_window, **in_kv}[layer] for layer in range(manifest.model.layers)]
+
+
+def read_own_rows(store: Store, child: Manifest) -> OwnRows:
+    """Reads what a child has of its own, into host memory, and verifies every checksum.
+
+    Raises what `Store.open` raises, a ContextCorruptError for what was altered, InvalidArgumentError for a context that
+    is no child.
+    """
+    if child.parent is None:
+        raise InvalidArgumentError(f"context {child.id} is no child")
+    dtype = stored_dtype(child.dtype).torch_dtype
+    with store.open(child.id, child) as context:
+        token_ids = context.tokens()
+        rows = [
+            torch.empty(child.layer_entry(layer).shape[1:], dtype=dtype, device="cpu")
+            for layer in range(child.model.layers)
+        ]
+
+        def read() -> None:
+            for layer, out_HD2D in enumerate(rows):
+                for head, out in enumerate(out_HD2D):
+                    context.read_head(child.layer_entry(layer).path, layer, head, out)
+
+        read_bounded(read, context.read_limit_s)
+    return OwnRows(token_ids, rows)

@@ -1,0 +1,433 @@
+"""A durable queue of prefill jobs beside a store's contexts: workers take jobs from it, servers add and watch them.
+
+`jobs/<id>/` holds one job: `job.json` (`job_record`), `tokens` (uint32) and perhaps `conversation` (the messages that
+they are), both until it has ended, `cancel` (a file that says
+that it is not wanted any more), and whatever its workers keep there to go on from. Only who holds the job's lock writes
+`job.json`; the lock dies with its process, so a job without one is nobody's. A job appears by one rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from index_store.errors import (
+    InvalidArgumentError,
+    JobCorruptError,
+    JobNotFoundError,
+    JobUnfinishedError,
+    QueueFullError,
+    StoreUnavailableError,
+)
+from index_store.jobs.job_record import JobRecord, JobState, is_job_id, parse_job, render_job
+from index_store.store.catalog import JOB_LOCK_PREFIX
+from index_store.store.files.durable import (
+    TEMPORARY_PREFIX,
+    TRASH_PREFIX,
+    discard,
+    make_folder,
+    new_file,
+    permissions_in,
+    remove_tree,
+    replace_file,
+    storing,
+    sync_path,
+    sync_tree,
+    unused_name,
+)
+from index_store.store.files.locks import is_locked, locked_file
+from index_store.store.files.reading import WrongFileError, read_file, unavailable
+
+MOST_JOBS = 1000
+"""Jobs that have not ended."""
+MOST_BYTES = 4 << 30
+"""Of their documents, as token ids."""
+MOST_ENDED = 1000
+KEPT_ENDED = timedelta(days=7)
+"""How many jobs that have ended are remembered, and how long."""
+
+_RECORD, _TOKENS, _CONVERSATION, _CANCEL = "job.json", "tokens", "conversation", "cancel"
+_LARGEST = 1 << 20
+_LARGEST_CONVERSATION = 1 << 28
+_QUEUE_LOCK = f"{JOB_LOCK_PREFIX}queue"
+_STRAY = timedelta(hours=1)
+_RETRY_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenJob:
+    """A job whose record cannot be used."""
+
+    id: str
+    error: JobCorruptError | StoreUnavailableError
+
+
+Entry = JobRecord | BrokenJob
+
+
+class Claim:
+    """A job that this process works on: its lock is held. To be used by one thread."""
+
+    def __init__(self, queue: JobQueue, record: JobRecord) -> None:
+        self.record = record
+        self.folder = queue.folder(record.id)
+        self._queue = queue
+
+    def write(self, record: JobRecord) -> None:
+        """Replaces the record, durably. Raises StoreFullError or StoreError."""
+        self._queue.write(record)
+        self.record = record
+
+    def unwanted(self) -> bool:
+        """Whether the job is to be cancelled."""
+        return self._queue.unwanted(self.record.id)
+
+    def tokens(self) -> NDArray[np.uint32]:
+        """The document, uint32 [tokens]. Raises JobCorruptError, StoreUnavailableError."""
+        expected = self.record.order.tokens * 4
+        data = self._read(_TOKENS, expected)
+        if len(data) != expected:
+            raise _damaged(self.folder / _TOKENS, f"{len(data)} bytes, expected {expected}")
+        return np.frombuffer(data, dtype="<u4")
+
+    def conversation(self) -> bytes | None:
+        """What is kept of the messages that the tokens are, None for a text. Raises as `tokens` does."""
+        expected = self.record.order.conversation
+        if not expected:
+            return None
+        data = self._read(_CONVERSATION, _LARGEST_CONVERSATION)
+        if hashlib.sha256(data).hexdigest() != expected:
+            raise _damaged(self.folder / _CONVERSATION, "not what was written")
+        return data
+
+    def _read(self, name: str, most: int) -> bytes:
+        path = self.folder / name
+        try:
+            return read_file(path, most)[0]
+        except (FileNotFoundError, WrongFileError) as error:
+            raise _damaged(path, error.strerror or "not there") from error
+        except OSError as error:
+            raise unavailable(path, error) from error
+
+    def end(self, record: JobRecord) -> None:
+        """Has the job have ended, and removes what only an open one needs."""
+        self.write(record)
+        self._queue.clear(record.id)
+
+
+class JobQueue:
+    """The jobs of one store. Safe to use from several threads and processes at once.
+
+    What reads may raise StoreUnavailableError, what writes StoreFullError and StoreError.
+    """
+
+    def __init__(
+        self,
+        store: str | Path,
+        *,
+        most_jobs: int = MOST_JOBS,
+        most_bytes: int = MOST_BYTES,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        """store: the folder of a store that is there. most_jobs, most_bytes: of jobs that have not ended."""
+        self._store = Path(store)
+        self._jobs = self._store / "jobs"
+        self._locks = self._store / "locks"
+        self._most_jobs = most_jobs
+        self._most_bytes = most_bytes
+        self._clock = clock
+        self._known: dict[str, tuple[tuple[int, int, int], JobRecord]] = {}
+        self._told: set[str] = set()
+
+    def repeated(self, record_id: str, request: str, digest: str) -> JobRecord | None:
+        """The job of a request that came before, if it did. request: its id. digest: of what it is.
+
+        Raises InvalidArgumentError where it was another one, JobCorruptError.
+        """
+        try:
+            found = self.get(record_id)
+        except JobNotFoundError:
+            return None
+        if found.digest != digest:
+            raise InvalidArgumentError(
+                f"request_id {request!r} was used for another request (operation {found.id}); choose a new one for "
+                "every request",
+                field="request_id",
+            )
+        return found
+
+    def add(
+        self, record: JobRecord, tokens: NDArray[np.uint32], conversation: bytes | None = None
+    ) -> JobRecord:
+        """Queues a job durably, or returns the one that there is already.
+
+        That is the job of the same id, an open one of the same order, or one that is done where this one is. A record
+        that has ended already is kept as it is, without its tokens. Raises InvalidArgumentError where the job of
+        the same id has another order, QueueFullError when there are too many jobs.
+        """
+        self._make_folders()
+        with locked_file(self._locks / _QUEUE_LOCK):
+            entries = self.entries()
+            there = self.repeated(record.id, record.request, record.digest)
+            if there is not None:
+                return there
+            jobs = [entry for entry in entries if isinstance(entry, JobRecord)]
+            for job in jobs:
+                alike = job.order == record.order and job.state is record.state
+                if alike and not record.request and not self.unwanted(job.id):
+                    return job
+            self._forget([job for job in jobs if not job.open])
+            if record.open:
+                self._check_room(record, [job for job in jobs if job.open])
+            with storing("queueing a job", self._jobs):
+                self._create(record, tokens, conversation)
+        return record
+
+    def entries(self) -> list[Entry]:
+        """All jobs: open ones in the order in which they are to be taken, then those that ended, the newest first.
+
+        Those that cannot be used come last.
+        """
+        try:
+            names = os.listdir(self._jobs)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise unavailable(self._jobs, error) from error
+        found: list[Entry] = []
+        for name in names:
+            if is_job_id(name):
+                with suppress(JobNotFoundError):
+                    found.append(self.entry(name))
+        self._known = {entry.id: self._known[entry.id] for entry in found if entry.id in self._known}
+        records = [entry for entry in found if isinstance(entry, JobRecord)]
+        jobs = sorted((record for record in records if record.open), key=lambda record: record.turn)
+        ended = sorted((record for record in records if not record.open), key=_newest_first)
+        broken = sorted(
+            (entry for entry in found if isinstance(entry, BrokenJob)), key=lambda entry: entry.id
+        )
+        return [*jobs, *ended, *broken]
+
+    def entry(self, id_: str) -> Entry:
+        """One job, as it is now. Raises JobNotFoundError."""
+        try:
+            return self.get(id_)
+        except (JobCorruptError, StoreUnavailableError) as error:
+            return BrokenJob(id_, error)
+
+    def get(self, id_: str) -> JobRecord:
+        """A job's record. Raises JobNotFoundError, JobCorruptError."""
+        path = self.folder(id_) / _RECORD
+        try:
+            status = os.stat(path)
+            seen = (status.st_mtime_ns, status.st_ino, status.st_size)
+            known = self._known.get(id_)
+            if known is not None and known[0] == seen:
+                return known[1]
+            data, status = read_file(path, _LARGEST)
+        except (FileNotFoundError, NotADirectoryError):
+            if path.parent.is_dir():
+                raise _damaged(path, "not there") from None
+            raise JobNotFoundError(f"there is no operation {id_}", operation=id_) from None
+        except WrongFileError as error:
+            raise _damaged(path, error.strerror or "no file") from error
+        except OSError as error:
+            raise unavailable(path, error) from error
+        record = parse_job(data, str(path))
+        if record.id != id_:
+            raise _damaged(path, f"of job {record.id}")
+        self._known[id_] = ((status.st_mtime_ns, status.st_ino, status.st_size), record)
+        return record
+
+    def held(self, id_: str) -> bool:
+        """Whether a worker has the job now."""
+        return is_locked(self._lock(id_))
+
+    def unwanted(self, id_: str) -> bool:
+        """Whether the job is to be cancelled."""
+        return (self.folder(id_) / _CANCEL).exists()
+
+    def cancel(self, id_: str) -> None:
+        """Has an open job end as cancelled: at once where no worker has it, soon otherwise; nothing happens to others.
+
+        Raises JobNotFoundError, JobCorruptError.
+        """
+        if not self.get(id_).open:
+            return
+        with storing("cancelling a job", self.folder(id_)):
+            try:
+                new_file(self.folder(id_) / _CANCEL, permissions_in(self._jobs)).close()
+                sync_path(self.folder(id_))
+            except FileNotFoundError as error:
+                raise JobNotFoundError(f"there is no operation {id_}", operation=id_) from error
+        with self._claimed(id_) as claim:
+            if claim is not None:
+                claim.end(self.cancelled(claim.record))
+
+    def remove(self, id_: str) -> None:
+        """Forgets a job that has ended, or that is damaged. Raises JobNotFoundError, JobUnfinishedError."""
+        entry = self.entry(id_)
+        with locked_file(self._lock(id_), wait=False) as held:
+            if not held or (isinstance(entry, JobRecord) and entry.open):
+                raise JobUnfinishedError(
+                    f"operation {id_} has not ended; cancel it first, or wait for its end", operation=id_
+                )
+            with storing("removing a job", self.folder(id_)):
+                discard(self.folder(id_))
+
+    @contextmanager
+    def claim(self, accepts: Callable[[JobRecord], bool] = lambda record: True) -> Iterator[Claim | None]:
+        """Takes the next job that nobody has and that is accepted; None without one. The lock is held in the block.
+
+        Jobs whose context another worker makes right now are passed over: they would only wait for it.
+        """
+        with ExitStack() as stack:
+            busy: set[str] = set()
+            claimed: Claim | None = None
+            for entry in self.entries():
+                if isinstance(entry, BrokenJob):
+                    self._tell(entry)
+                    continue
+                if not entry.open or entry.order.context in busy or not accepts(entry):
+                    continue
+                attempt = ExitStack()
+                claimed = attempt.enter_context(self._claimed(entry.id))
+                if claimed is not None:
+                    stack.push(attempt)
+                    break
+                attempt.close()
+                busy.add(entry.order.context)
+            yield claimed
+
+    def cancelled(self, record: JobRecord) -> JobRecord:
+        """The record of a job that was cancelled now."""
+        return replace(record, state=JobState.CANCELLED, ended_at=self._clock())
+
+    def now(self) -> datetime:
+        """The present time in UTC."""
+        return self._clock()
+
+    def tidy(self) -> None:
+        """Removes what nobody needs: what killed writers left, and jobs that ended long ago."""
+        try:
+            names = os.listdir(self._jobs)
+        except OSError:
+            return
+        stray = (self._clock() - _STRAY).timestamp()
+        for name in names:
+            path = self._jobs / name
+            with suppress(OSError):
+                if name.startswith((TEMPORARY_PREFIX, TRASH_PREFIX)) and os.stat(path).st_mtime < stray:
+                    remove_tree(path)
+        ended = [entry for entry in self.entries() if isinstance(entry, JobRecord) and not entry.open]
+        self._forget(ended)
+        for record in ended[:MOST_ENDED]:
+            self.clear(record.id)
+
+    def folder(self, id_: str) -> Path:
+        """A job's folder. Only well-formed ids become paths."""
+        if not is_job_id(id_):
+            raise InvalidArgumentError(f"job id {id_[:80]!r} is not 32 lower-case hex digits")
+        return self._jobs / id_
+
+    def write(self, record: JobRecord) -> None:
+        """Replaces a job's record; for who holds its lock."""
+        path = self.folder(record.id) / _RECORD
+        with storing("writing a job", path):
+            replace_file(path, render_job(record), permissions_in(self._jobs))
+
+    def clear(self, id_: str) -> None:
+        """Removes all of an ended job but its record."""
+        folder = self.folder(id_)
+        with storing("removing what a job needs no more", folder):
+            for path in folder.iterdir() if folder.is_dir() else ():
+                if path.name != _RECORD:
+                    remove_tree(path)
+
+    @contextmanager
+    def _claimed(self, id_: str) -> Iterator[Claim | None]:
+        """The job with its lock, None where somebody else has it or it is not open any more."""
+        with locked_file(self._lock(id_), wait=False) as held:
+            entry = None
+            if held:
+                with suppress(JobNotFoundError):
+                    entry = self.entry(id_)  # as it is now that nobody else changes it
+            yield Claim(self, entry) if isinstance(entry, JobRecord) and entry.open else None
+
+    def _forget(self, ended: Sequence[JobRecord]) -> None:
+        """Removes records of jobs that ended long ago, and the oldest where there are too many."""
+        for number, record in enumerate(ended):
+            if number >= MOST_ENDED or (record.ended_at or self._clock()) < self._clock() - KEPT_ENDED:
+                with suppress(JobNotFoundError, JobUnfinishedError):
+                    self.remove(record.id)
+
+    def _lock(self, id_: str) -> Path:
+        self.folder(id_)
+        return self._locks / f"{JOB_LOCK_PREFIX}{id_}"
+
+    def _make_folders(self) -> None:
+        with storing("making the queue's folder", self._jobs):
+            permissions = permissions_in(self._store / "contexts")
+            make_folder(self._jobs, permissions)
+            make_folder(self._locks, permissions)
+
+    def _create(self, record: JobRecord, tokens: NDArray[np.uint32], conversation: bytes | None) -> None:
+        permissions = permissions_in(self._jobs)
+        folder = unused_name(self._jobs, f"{TEMPORARY_PREFIX}{record.id}")
+        folder.mkdir(permissions)
+        try:
+            if record.open:
+                with new_file(folder / _TOKENS, permissions) as file:
+                    file.write(np.ascontiguousarray(tokens, dtype="<u4").data)
+                if conversation is not None:
+                    with new_file(folder / _CONVERSATION, permissions) as file:
+                        file.write(conversation)
+            with new_file(folder / _RECORD, permissions) as file:
+                file.write(render_job(record))
+            sync_tree(folder)
+            os.rename(folder, self.folder(record.id))
+            sync_path(self._jobs)
+        except BaseException:
+            remove_tree(folder)
+            raise
+
+    def _check_room(self, record: JobRecord, jobs: Sequence[JobRecord]) -> None:
+        queued = sum(job.order.tokens * 4 for job in jobs)
+        if len(jobs) < self._most_jobs and queued + record.order.tokens * 4 <= self._most_bytes:
+            return
+        error = QueueFullError(
+            f"{len(jobs)} contexts with documents of {queued} bytes wait to be made, the limits are {self._most_jobs} "
+            f"and {self._most_bytes}; try again later",
+            jobs=len(jobs),
+            limit=self._most_jobs,
+        )
+        error.retry_after_s = _RETRY_S
+        raise error
+
+    def _tell(self, broken: BrokenJob) -> None:
+        """Logs a job that cannot be used, once."""
+        if broken.id not in self._told:
+            self._told.add(broken.id)
+            logger.warning("a job is passed over: %s", broken.error.message)
+
+
+def _newest_first(record: JobRecord) -> tuple[float, str]:
+    return (-record.created_at.timestamp(), record.id)
+
+
+def _damaged(path: Path, found: str) -> JobCorruptError:
+    return JobCorruptError(
+        f"{path}: the file is {found}; remove the job's folder, or delete its operation, and create the context again",
+        path=path,
+    )

@@ -1,0 +1,269 @@
+"""The queue of jobs: what is added stays, in order and within bounds; one bad file hides no other job."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from index_store.errors import (
+    ContextCorruptError,
+    InvalidArgumentError,
+    JobCorruptError,
+    JobNotFoundError,
+    JobUnfinishedError,
+    ManifestError,
+    QueueFullError,
+    SparseKVError,
+)
+from index_store.jobs.job_queue import KEPT_ENDED, BrokenJob, JobQueue
+from index_store.jobs.job_record import (
+    JobFailure,
+    JobOrder,
+    JobProgress,
+    JobRecord,
+    JobState,
+    parse_job,
+    render_job,
+)
+from index_store.store.catalog import Store
+from index_store.store.manifest_json import render_document
+
+BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class Times:
+    """A clock that a test sets."""
+
+    now = BEGIN
+
+    def __call__(self) -> datetime:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Times:
+    return Times()
+
+
+@pytest.fixture
+def queue(tmp_path: Path, clock: Times) -> JobQueue:
+    Store(tmp_path, create=True)
+    return JobQueue(tmp_path, most_jobs=4, most_bytes=400, clock=clock)
+
+
+def record(number: int, age: int = 0, *, tokens: int = 3, request: str = "", priority: int = 0) -> JobRecord:
+    order = JobOrder(
+        context=f"{number:064x}",
+        model="m",
+        model_name="model",
+        name="",
+        title="title",
+        methods=("csattention",),
+        dtype="float32",
+        ttl=None,
+        tokens=tokens,
+    )
+    created = BEGIN - timedelta(seconds=age)
+    return JobRecord(f"{number:032x}", order, created, request=request, priority=priority)
+
+
+def ids(count: int = 3) -> NDArray[np.uint32]:
+    return np.arange(count, dtype=np.uint32)
+
+
+def test_jobs_are_taken_by_priority_then_by_age(queue: JobQueue) -> None:
+    for added in (record(1, 1), record(2, 5), record(3, 2, priority=1)):
+        queue.add(added, ids())
+    taken = []
+    for _ in range(3):
+        with queue.claim() as claim:
+            assert claim is not None
+            assert claim.tokens().tolist() == [0, 1, 2]
+            taken.append(int(claim.record.id, 16))
+            claim.end(queue.cancelled(claim.record))
+    assert taken == [3, 2, 1]
+    with queue.claim() as claim:
+        assert claim is None
+
+
+def test_a_job_is_one_workers_at_a_time_and_contexts_are_not_made_twice(queue: JobQueue) -> None:
+    first = queue.add(record(1, 2), ids())
+    twin = replace(record(2, 1, request="other"), order=first.order)
+    queue.add(twin, ids())
+    other = JobQueue(queue.folder(first.id).parents[1])
+    with queue.claim() as claim, other.claim() as second:
+        assert claim is not None
+        assert claim.record.id == first.id
+        assert second is None
+        assert other.held(first.id)
+        assert not other.held(twin.id)
+    assert not other.held(first.id)
+    with other.claim(lambda found: found.id == twin.id) as second:
+        assert second is not None
+
+
+def test_the_same_order_is_one_job_unless_requests_differ(queue: JobQueue) -> None:
+    first = queue.add(record(1), ids())
+    assert queue.add(replace(record(2), order=first.order), ids()) == first
+    assert queue.add(first, ids()) == first
+    other = replace(record(3, request="r"), order=first.order)
+    assert queue.add(other, ids()).id == other.id
+    with pytest.raises(InvalidArgumentError, match="request_id"):
+        queue.add(replace(other, digest="0" * 64), ids())
+    queue.cancel(first.id)
+    again = replace(record(4), order=first.order)
+    assert queue.add(again, ids()).id == other.id
+    queue.cancel(other.id)
+    assert queue.add(again, ids()).id == again.id
+
+
+def test_jobs_and_bytes_are_bounded(queue: JobQueue) -> None:
+    queue.add(record(1, tokens=90), ids(90))
+    with pytest.raises(QueueFullError, match="the limits are 4 and 400") as caught:
+        queue.add(record(2, tokens=11), ids(11))
+    assert caught.value.retry_after_s is not None
+    for number in (2, 3, 4):
+        queue.add(record(number), ids())
+    with pytest.raises(QueueFullError):
+        queue.add(record(5, tokens=1), ids(1))
+    queue.cancel(record(1).id)
+    queue.add(record(5, tokens=1), ids(1))
+
+
+def test_a_cancelled_job_ends_at_once_or_with_its_worker(queue: JobQueue) -> None:
+    waiting, held = queue.add(record(1, 1), ids()), queue.add(record(2), ids())
+    queue.cancel(waiting.id)
+    assert queue.get(waiting.id).state is JobState.CANCELLED
+    with queue.claim() as claim:
+        assert claim is not None
+        queue.cancel(held.id)
+        assert queue.get(held.id).open
+        assert claim.unwanted()
+        with pytest.raises(JobUnfinishedError):
+            queue.remove(held.id)
+        claim.end(queue.cancelled(claim.record))
+    assert [path.name for path in queue.folder(held.id).iterdir()] == ["job.json"]
+    queue.remove(held.id)
+    with pytest.raises(JobNotFoundError):
+        queue.get(held.id)
+    with pytest.raises(JobNotFoundError):
+        queue.cancel(held.id)
+
+
+def test_one_bad_file_hides_no_other_job(queue: JobQueue, caplog: pytest.LogCaptureFixture) -> None:
+    fine = queue.add(record(1), ids())
+    for number, contents in ((2, b"{}"), (3, b"\xff"), (4, None)):
+        folder = queue.folder(f"{number:032x}")
+        folder.mkdir()
+        if contents is not None:
+            (folder / "job.json").write_bytes(contents)
+    entries = queue.entries()
+    assert entries[0] == fine
+    assert [type(entry) for entry in entries[1:]] == [BrokenJob] * 3
+    for _ in range(2):
+        with queue.claim() as claim:
+            assert claim is not None
+            assert claim.record == fine
+    assert [logged.levelname for logged in caplog.records] == []  # the one that is taken comes first
+    queue.cancel(fine.id)
+    for _ in range(2):
+        with queue.claim() as claim:
+            assert claim is None
+    assert len(caplog.records) == 3
+    queue.remove(f"{2:032x}")
+
+
+def test_what_a_record_says_is_checked(queue: JobQueue) -> None:
+    good = record(1)
+    assert parse_job(render_job(good), "file") == good
+    failed = replace(
+        good,
+        state=JobState.FAILED,
+        failure=JobFailure.of(ContextCorruptError("two\nlines", path="p")),
+        ended_at=BEGIN,
+        notes=("a",),
+        progress=JobProgress(remaining=1.5),
+    )
+    assert parse_job(render_job(failed), "file") == failed
+    document = json.loads(render_job(good))
+    del document["checksum"]
+    for changes in (
+        {"state": "lost"},
+        {"more": 1},
+        {"priority": 1000},
+        {"attempts": -1},
+        {"format_version": 9},
+    ):
+        with pytest.raises(JobCorruptError, match="file: "):
+            parse_job(render_document({**document, **changes}), "file")
+    with pytest.raises(JobCorruptError, match="checksum"):
+        parse_job(render_job(good).replace(b"title", b"other"), "file")
+    for wrong in ({"ttl": 0.5}, {"tokens": 0}, {"methods": ()}, {"context": "x"}, {"dtype": "int8"}):
+        with pytest.raises(ManifestError):
+            replace(good.order, **wrong)  # type: ignore[arg-type]
+
+
+def test_notes_and_failures_are_bounded_and_printable() -> None:
+    noted = record(1)
+    for number in range(30):
+        noted = noted.noted(f"{number}\n" + "x" * 9000)
+    assert len(noted.notes) == 20
+    assert noted.notes[-1].startswith("29 x")
+    assert parse_job(render_job(noted), "file") == noted
+    assert JobFailure.of(SparseKVError("a\x00b" * 9000)).message.isprintable()
+
+
+def test_messages_travel_with_their_tokens(queue: JobQueue) -> None:
+    kept = b'{"messages": []}'
+    plain = record(1)
+    order = replace(plain.order, conversation=hashlib.sha256(kept).hexdigest())
+    job = queue.add(replace(plain, order=order), ids(), kept)
+    with queue.claim() as claim:
+        assert claim is not None
+        assert claim.conversation() == kept
+        (claim.folder / "conversation").write_bytes(b"{}")
+        with pytest.raises(JobCorruptError, match="not what was written"):
+            claim.conversation()
+        claim.end(queue.cancelled(claim.record))
+    assert not (queue.folder(job.id) / "conversation").exists()
+    queue.add(record(2), ids())
+    with queue.claim() as claim:
+        assert claim is not None
+        assert claim.conversation() is None
+
+
+def test_tokens_that_were_lost_are_found_out(queue: JobQueue) -> None:
+    job = queue.add(record(1), ids())
+    (queue.folder(job.id) / "tokens").write_bytes(b"12345")
+    with queue.claim() as claim:
+        assert claim is not None
+        with pytest.raises(JobCorruptError, match="5 bytes, expected 12"):
+            claim.tokens()
+
+
+def test_ended_jobs_are_remembered_for_a_week(queue: JobQueue, clock: Times) -> None:
+    job = queue.add(record(1), ids())
+    queue.cancel(job.id)
+    (queue.folder(job.id) / "left").write_text("by a killed worker")
+    stray = queue.folder(job.id).parent / ".tmp-1"
+    stray.mkdir()
+    queue.tidy()
+    assert not queue.get(job.id).open
+    assert not (queue.folder(job.id) / "left").exists()
+    clock.now = datetime.now(UTC) + KEPT_ENDED + timedelta(hours=2)
+    queue.tidy()
+    assert not queue.folder(job.id).exists()
+    assert not stray.exists()
+
+
+def test_ids_are_no_paths(queue: JobQueue) -> None:
+    for wrong in ("..", "", "A" * 32, "0" * 31, "../" + "0" * 32):
+        with pytest.raises(InvalidArgumentError):
+            queue.get(wrong)
