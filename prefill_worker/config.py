@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from index_store.cli.checks import AtLeast, Filled, InputFile, OneOf
-from index_store.cli.options import AUTO, SIZE, StoreOption, check_bounds
+from index_store.cli.checks import Address, AtLeast, Filled, InputFile, OneOf
+from index_store.cli.options import (
+    AUTO,
+    SIZE,
+    StoreOption,
+    TtlOption,
+    check_bounds,
+    flag_of,
+    options_of,
+    parse_ttl,
+)
 from index_store.errors import InvalidArgumentError
 from index_store.store.dtypes import KV_DTYPES
 
@@ -20,14 +28,10 @@ if TYPE_CHECKING:
 
     from prefill_worker.muse.settings import MuseSettings
 
-_TTL = re.compile(r"0+|([0-9]+(?:\.[0-9]+)?)([smhd])")
-_TTL_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_LONGEST_TTL = timedelta(days=36_500)
-
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """One job. `input` are files in order, `-` is standard input.
+    """One job. `input` are text files in order, or `messages` is a file with a conversation; `-` is standard input.
 
     method: methods whose indexes the context shall hold, see `methods`. index: further indexes by name, each perhaps
         with build parameters ("key_clusters:window=4096,keys_per_cluster=32"). tables, subspaces, centroids, split:
@@ -42,12 +46,20 @@ class PrefillConfig:
     """
 
     model: Annotated[str, Option(help="'reader', or the path of a Hugging Face model folder."), Filled()]
+    store: StoreOption
     input: Annotated[
         tuple[Path, ...],
         Option(help="Text file; may be repeated; - is standard input."),
         InputFile(dash=True),
-    ]
-    store: StoreOption
+    ] = ()
+    messages: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE.json",
+            help="In place of text: messages of a conversation, for the model's chat template; - is standard input.",
+        ),
+        InputFile(dash=True),
+    ] = None
     name: Annotated[str | None, Option(help="Display name; by default the first file's name.")] = None
     method: Annotated[
         tuple[str, ...],
@@ -111,9 +123,7 @@ class PrefillConfig:
     query_sample: Annotated[
         int, Option(help="Queries per KV head that indexes are built from."), AtLeast(64, 2**24)
     ] = 8192
-    ttl: Annotated[str | None, Option(help="Time to live, for example 30m, 1.5h, 7d; default: for ever.")] = (
-        None
-    )
+    ttl: TtlOption = None
     salt: Annotated[str, Option(help="Keeps equal documents of different owners apart.")] = ""
     seed: Annotated[int, Option(help="Of the query sample and the clustering."), AtLeast(0)] = 0
     device: Annotated[
@@ -134,8 +144,12 @@ class PrefillConfig:
         from prefill_worker.muse.settings import MuseSettings
 
         check_bounds(self)
-        if not self.input:
-            raise InvalidArgumentError("no input: pass at least one file, or - for standard input")
+        if self.input and self.messages is not None:
+            raise InvalidArgumentError("--input and --messages are given, expected one of them")
+        if not self.input and self.messages is None:
+            raise InvalidArgumentError(
+                "no input: pass at least one file, or - for standard input, or --messages with a conversation"
+            )
         if len(set(self.method)) != len(self.method):
             raise InvalidArgumentError(
                 f"--method is {', '.join(self.method)}, expected one or more different methods"
@@ -194,6 +208,53 @@ class PrefillConfig:
         return pick_device(self.device)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig(PrefillConfig):
+    """The same, or a job for a server, whose workers have their own model and store and say how documents are read."""
+
+    model: Annotated[
+        str, Option(help="'reader', or the path of a Hugging Face model folder; not with --server.")
+    ] = ""
+    store: Annotated[
+        Path,
+        Option(
+            "--store", envvar="SPARSEKV_STORE", metavar="DIR", help="The store's folder; not with --server."
+        ),
+    ] = Path()
+    server: Annotated[
+        str | None,
+        Option(
+            metavar="HOST:PORT",
+            help="Have this server make the context (decode-engine contexts create). Tokens and certificates come from "
+            "the environment, as for other commands that ask it.",
+        ),
+        Address(),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.server is None:
+            for flag, given in (("--model", self.model.strip()), ("--store", self.store != Path())):
+                if not given:
+                    raise InvalidArgumentError(f"{flag} is missing; give it, or --server to ask a server")
+        else:
+            for field, _, marks in options_of(type(self)):
+                told = getattr(self, field.name) != field.default
+                if told and field.name not in (
+                    "input",
+                    "messages",
+                    "name",
+                    "method",
+                    "ttl",
+                    "server",
+                    "store",
+                ):
+                    raise InvalidArgumentError(
+                        f"{flag_of(field, marks)} does not go together with --server, whose workers decide about that; "
+                        "leave it out"
+                    )
+        PrefillConfig.__post_init__(self)
+
+
 @dataclass(frozen=True, slots=True)
 class AddIndexConfig:
     """Indexes to add to a stored context. context: its id, the first digits of it, or its name.
@@ -225,22 +286,63 @@ class AddIndexConfig:
         return pick_device(self.device)
 
 
-def parse_ttl(text: str | None) -> timedelta | None:
-    """A time to live such as 30m, 1.5h or 7d. Raises InvalidArgumentError for anything else, and out of range."""
-    if text is None:
-        return None
-    match = _TTL.fullmatch(text)
-    if match is None:
-        raise InvalidArgumentError(
-            f"--ttl is {text[:80]!r}, expected a number and a unit, for example 30m, 1.5h or 7d"
-        )
-    seconds = float(match[1] or 0) * _TTL_SECONDS[match[2] or "s"]
-    if not 1 <= seconds <= _LONGEST_TTL.total_seconds():
-        raise InvalidArgumentError(
-            f"--ttl is {text[:80]!r}, out of range: expected 1s to {_LONGEST_TTL.days}d; "
-            "leave it out to keep the context for ever"
-        )
-    return timedelta(seconds=seconds)
+@dataclass(frozen=True, slots=True)
+class DetachConfig:
+    """A child to be made whole. context: its id, the first digits of it, or its name."""
+
+    context: Annotated[str, Option(help="Name or id of a stored context that continues another."), Filled()]
+    store: StoreOption
+    device: Annotated[str, Option(help="auto, cpu or cuda."), OneOf(AUTO, "cpu", "cuda")] = AUTO
+
+    def __post_init__(self) -> None:
+        from index_store.memory.devices import pick_device
+
+        pick_device(self.device)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where indexes are built."""
+        from index_store.memory.devices import pick_device
+
+        return pick_device(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """A worker of a store's queue. chunk, device, device_memory: as for a job that prefills.
+
+    attached: ends with standard input, for programs that start workers and may be killed.
+    """
+
+    store: StoreOption
+    model: Annotated[str, Option(help="'reader', or the path of a Hugging Face model folder."), Filled()]
+    chunk: Annotated[
+        int,
+        Option(help="Tokens per forward pass; after each, progress is told, and a job may be stopped."),
+        AtLeast(1, 2**20),
+    ] = 2048
+    device: Annotated[
+        str, Option(help="Where the model runs; auto: a GPU if there is one."), OneOf(AUTO, "cpu", "cuda")
+    ] = AUTO
+    device_memory: Annotated[
+        int | None,
+        Option(
+            metavar="SIZE",
+            help="Device memory to use beside the model's weights, for example 20GiB; auto: what is free.",
+        ),
+        SIZE,
+        AtLeast(1),
+    ] = None
+    attached: Annotated[
+        bool, Option("--attached", help="End when standard input ends, for programs that start workers.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.device == "cuda":
+            from index_store.memory.devices import pick_device
+
+            pick_device(self.device)
 
 
 def parse_dense_layers(text: str) -> tuple[int, ...] | None:

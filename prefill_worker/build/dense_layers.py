@@ -16,17 +16,12 @@ import torch
 from torch import Tensor
 
 from index_store.attention.logit_form import PLAIN, LogitForm
+from index_store.jobs.reading_options import DENSE_ERROR, DENSE_KEEP
 from index_store.store.stored_context import QuerySample
 from prefill_worker.reading.query_sample import judged_rows
 
-KEEP = 0.02
-"""Share of the keys that the exact selection may have."""
-
 SINKS, RECENT = 8, 64
 """First and last keys that belong to every selection besides."""
-
-ERROR_THRESHOLD = 0.1
-"""Relative output error above which a layer stays dense."""
 
 _ROWS_AT_ONCE = 8
 
@@ -51,7 +46,7 @@ def measure_selectivity(
     kv_HN2D: Tensor,
     queries: QuerySample,
     form: LogitForm = PLAIN,
-    keep: float = KEEP,
+    keep: float = DENSE_KEEP,
     sinks: int = SINKS,
     recent: int = RECENT,
 ) -> Selectivity:
@@ -108,7 +103,7 @@ def _compare(
 
 
 def choose_dense_layers(
-    selectivities: Sequence[Selectivity], threshold: float = ERROR_THRESHOLD
+    selectivities: Sequence[Selectivity], threshold: float = DENSE_ERROR
 ) -> tuple[int, ...]:
     """Layers whose output even the exact best keys reproduce with a relative error above the threshold."""
     return tuple(layer for layer, measured in enumerate(selectivities) if measured.output_error > threshold)

@@ -11,47 +11,37 @@ Shape legend: H KV heads, N keys, R rows of the query sample, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import ClusterStarts, LayerIndex, LayerSource, all_finite
-from index_store.indexes.registry import INDEX_KINDS
+from index_store.attention.logit_form import LogitForm
+from index_store.indexes.interface.layer_index import ClusterStarts, LayerSource
 from index_store.methods.index_specs import IndexSpec
-from index_store.selection.calibration import ThresholdCalibrator
 from index_store.store.context_id import ModelIdentity
-from index_store.store.dtypes import dtype_name
 from index_store.store.manifest import (
     ArrayEntry,
     IndexEntry,
-    index_array_entry,
-    kv_entry,
-    queries_entry,
-    window_entry,
 )
 from index_store.store.stored_context import QuerySample
 from index_store.store.writer import ContextWriter
 from prefill_worker.build.dense_layers import EXACT, Selectivity, measure_selectivity
+from prefill_worker.build.layer_arrays import CapturedWriting, IndexWriting, check_finite
+from prefill_worker.build.layer_records import KeptChunk, LayerKeeper, LayerRecord
 from prefill_worker.build.stages import BuildStream, ChunkWriting, Stage, Timer
 from prefill_worker.reading.capture import Capture
-from prefill_worker.reading.query_sample import late_rows, stored_rows
 
 UNDER_WAY = 2
 """Layers that are built or written at a time."""
 
 WRITERS = 4
 """Threads that copy, compute checksums and write."""
-
-_ROWS_AT_ONCE = 16
-_RECENT = 64
 
 
 class LayerRows(Protocol):
@@ -111,9 +101,16 @@ class LayerWriting:
         seed: int,
         timer: Timer,
         overlap: bool = True,
+        keeper: LayerKeeper | None = None,
     ) -> None:
-        """inverse_frequencies: [d/2] of the rotary embedding, where it has that form. overlap: False: no threads."""
+        """inverse_frequencies: [d/2] of the rotary embedding, where it has that form. overlap: False: no threads.
+
+        keeper: keeps records of the layers, and has those of layers that need not be built again.
+        """
         self._writer = writer
+        self._keeper = keeper
+        self._kept: dict[int, LayerRecord] = {}
+        self._chunks_of: dict[int, list[tuple[str, tuple[int, int]]]] = {}
         self._rows = rows
         self._frequencies = inverse_frequencies
         self._seed = seed
@@ -154,6 +151,14 @@ class LayerWriting:
         self._indexes = [IndexWriting(self._writer, spec, full_layers, self._seed) for spec in indexes]
         self._measure = measure
         self._captured = None if capture is None else CapturedWriting(self._writer, capture)
+        for layer, record in {} if self._keeper is None else self._keeper.records().items():
+            if self._adopt(layer, record):
+                self._kept[layer] = record
+
+    @property
+    def adopted(self) -> int:
+        """Layers that were there already when this began."""
+        return len(self._kept)
 
     def add(self, layer: int) -> None:
         """The layer's keys, values and queries are complete once what the caller's stream was asked for is done."""
@@ -176,6 +181,8 @@ class LayerWriting:
             for write in self._writes[layer]:
                 write.result()
             self._writes[layer].clear()
+            if self._keeper is not None and layer not in self._kept:
+                self._keeper.keep_layer(layer, self._record(layer))
             self._rows.release(layer)
             self._written += 1
             self._proceed()
@@ -195,9 +202,39 @@ class LayerWriting:
             self._writes.append([])
             self._built.append(self._building.submit(lambda layer=layer: self._build(layer)))  # type: ignore[misc]
 
+    def _adopt(self, layer: int, record: LayerRecord) -> bool:
+        """Whether all of a layer is there as it was written; it counts as written then."""
+        for index in self._indexes:
+            index.expect(record.arrays.get(index.name, ()))
+        try:
+            whole = all(self._writer.adopt_chunk(*astuple(chunk)) for chunk in record.chunks)
+        except KeyError:  # a chunk of an array that is not wanted any more
+            return False
+        if whole:
+            for index in self._indexes:
+                index.count(layer, *record.counts[index.name])
+            if record.selectivity is not None:
+                self._measured[layer] = record.selectivity
+        return whole
+
+    def _record(self, layer: int) -> LayerRecord:
+        chunks = self._chunks_of.pop(layer)
+        return LayerRecord(
+            tuple(KeptChunk(path, place, self._writer.checksum(path, place)) for path, place in chunks),
+            {index.name: index.kept_arrays() for index in self._indexes},
+            {index.name: index.counts(layer) for index in self._indexes},
+            self._measured.get(layer),
+        )
+
+    def _submit(self, layer: int, path: str, indices: tuple[int, int], chunk: Tensor) -> None:
+        self._chunks_of.setdefault(layer, []).append((path, indices))
+        self._writes[layer].append(self._chunks.submit(path, indices, chunk))
+
     def _build(self, layer: int) -> None:
         self._ready[layer]()
-        writes, rows, captured = self._writes[layer], self._rows, self._captured
+        if layer in self._kept:
+            return
+        rows, captured = self._rows, self._captured
         searched = layer in rows.identity.full_layers
         if captured is not None or searched:
             with self._stream.running():
@@ -209,7 +246,7 @@ class LayerWriting:
                 sample, starts = rows.query_sample(layer), rows.cluster_starts(layer)
             source = LayerSource(kv_HN2D, sample, self._frequencies, starts)
         for path, indices, chunk in [] if captured is None else captured.chunks(layer, sample):
-            writes.append(self._chunks.submit(path, indices, chunk))
+            self._submit(layer, path, indices, chunk)
         if sample is None:
             if self._measure:
                 self._measured[layer] = EXACT
@@ -221,142 +258,6 @@ class LayerWriting:
         for index in self._indexes:
             if self._stopped:
                 return
-            built = index.build(source, form, self._timer, self._stream)
+            built = index.build(layer, source, form, self._timer, self._stream)
             for path, indices, chunk in index.chunks(layer, built):
-                writes.append(self._chunks.submit(path, indices, chunk))
-
-
-Chunk = tuple[str, tuple[int, int], Tensor]
-"""Path, place and contents of one chunk."""
-
-
-class CapturedWriting:
-    """The captured keys, values and queries on their way into the store: the queries as far as they are stored."""
-
-    def __init__(self, writer: ContextWriter, capture: Capture) -> None:
-        self._capture = capture
-        model = capture.identity
-        made = (model, capture.token_count, dtype_name(capture.kv_dtype))
-        window = window_entry(*made)
-        self._kv = create(writer, kv_entry(*made))
-        self._window = self._kv if window is None else create(writer, window)
-        positions_P = capture.sample_positions
-        self._rows_P = stored_rows(positions_P, capture.token_count)
-        queries = queries_entry(model, len(self._rows_P))
-        self.queries = None if queries is None else create(writer, queries)
-        self.positions = () if queries is None else tuple(positions_P[self._rows_P].tolist())
-
-    def chunks(self, layer: int, sample: QuerySample | None) -> list[Chunk]:
-        """Those of one layer. sample: None of a layer with a sliding window."""
-        model = self._capture.identity
-        windowed = layer in model.window_layers
-        place = (model.window_layers if windowed else model.full_layers).index(layer)
-        arrays = [(self._window if windowed else self._kv, self._capture.kv(layer))]
-        if sample is not None and self.queries is not None:
-            arrays.append((self.queries, sample.queries_HPGD[:, self._rows_P]))
-        return [
-            (entry.path, (place, head), chunk) for entry, data in arrays for head, chunk in enumerate(data)
-        ]
-
-
-class IndexWriting:
-    """One index on its way into the store, layer after layer."""
-
-    def __init__(self, writer: ContextWriter, spec: IndexSpec, layers: tuple[int, ...], seed: int) -> None:
-        """layers: those that the index covers."""
-        self._writer = writer
-        self._spec = spec
-        self._layers = layers
-        self._seed = seed
-        self._arrays: dict[str, ArrayEntry] = {}
-        self._calibrator = ThresholdCalibrator()
-
-    def build(self, source: LayerSource, form: LogitForm, timer: Timer, stream: BuildStream) -> LayerIndex:
-        """Builds and calibrates the index of a layer."""
-        kind = INDEX_KINDS[self._spec.kind]
-        with timer("index"), stream.running():
-            built = kind.build(self._spec.parameters, source, self._seed)
-        if kind.partitions:
-            with timer("thresholds"), stream.running():
-                calibrate(self._calibrator, built, source, int(self._spec.parameters.get("sinks", 0)), form)
-        return built
-
-    def chunks(self, layer: int, built: LayerIndex) -> list[Chunk]:
-        """Those of one layer, in arrays that the first layer creates."""
-        row = self._layers.index(layer)
-        arrays, entries, name = built.arrays(), self._arrays, self._spec.name
-        found: list[Chunk] = []
-        for array, tensor in arrays.items():
-            wanted = index_array_entry(name, array, len(self._layers), tensor.shape, dtype_name(tensor.dtype))
-            if array not in entries:
-                entries[array] = create(self._writer, wanted)
-            if entries[array] != wanted:
-                raise InvalidArgumentError(
-                    f"index {name}: array {array} is {tuple(tensor.shape)} {wanted.dtype} in one layer and "
-                    f"{entries[array].shape[1:]} {entries[array].dtype} in another; every layer must be alike"
-                )
-            found += [(wanted.path, (row, head), head_tensor) for head, head_tensor in enumerate(tensor)]
-        if set(arrays) != set(entries):
-            raise InvalidArgumentError(f"index {name}: layers have different arrays, {sorted(arrays)} here")
-        return found
-
-    def entry(self) -> IndexEntry:
-        """The finished index as the manifest describes it."""
-        return IndexEntry(
-            self._spec.name,
-            self._spec.kind,
-            dict(self._spec.parameters),
-            self._layers,
-            tuple(self._arrays.values()),
-            self._calibrator.thresholds,
-        )
-
-
-def create(writer: ContextWriter, entry: ArrayEntry) -> ArrayEntry:
-    """Creates the array that an entry describes."""
-    return writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
-
-
-def check_finite(kv_HN2D: Tensor, layer: int) -> None:
-    """Raises InvalidArgumentError when a stored key or value is NaN or infinite."""
-    if not all_finite(kv_HN2D):
-        raise InvalidArgumentError(
-            f"keys or values of layer {layer} are not finite in {dtype_name(kv_HN2D.dtype)}; "
-            "store them with --dtype bfloat16 or float32"
-        )
-
-
-def calibrate(
-    calibrator: ThresholdCalibrator,
-    index: LayerIndex,
-    source: LayerSource,
-    sinks: int,
-    form: LogitForm = PLAIN,
-) -> None:
-    """Adds one layer's late queries, each of which searches the keys between the sinks and its recent window.
-
-    A request's window holds its own tokens, a late query's the end of the context: left out, both see the rest alike.
-    With the window the thresholds come out so low that questions keep up to twice the wanted share.
-    """
-    _, token_count, _, head_dim = source.kv_HN2D.shape
-    if token_count <= sinks:
-        return
-    queries, positions_P = source.queries.queries_HPGD, source.queries.positions_P
-    rows_R = late_rows(positions_P, token_count)
-    for part in _runs(positions_P[rows_R]):
-        scaled = queries[:, rows_R[part]] * head_dim**-0.5
-        position = int(positions_P[rows_R[part.start]])
-        end = min(token_count, position - _RECENT)
-        if end < sinks + token_count // 2:  # a short context is searched whole
-            end = token_count
-        calibrator.add(index.rank(scaled, sinks, end, None, {}, position=position).capped(form))
-
-
-def _runs(positions_R: Tensor) -> Iterator[slice]:
-    """Slices of consecutive positions, of at most 16 each."""
-    first = 0
-    for row in range(1, len(positions_R) + 1):
-        ends = row == len(positions_R) or int(positions_R[row]) != int(positions_R[row - 1]) + 1
-        if ends or row - first == _ROWS_AT_ONCE:
-            yield slice(first, row)
-            first = row
+                self._submit(layer, path, indices, chunk)

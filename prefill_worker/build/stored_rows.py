@@ -33,11 +33,14 @@ class StoredRows:
         self._read_again = read_again
 
     def kv_on_device(self, layer: int) -> Tensor:
-        """[H, N, 2, d] in the stored dtype. Raises a ContextCorruptError where a checksum is wrong."""
-        entry = self._context.manifest.kv
+        """[H, N, 2, d] in the stored dtype, of a layer with a window its last rows.
+
+        Raises a ContextCorruptError where a checksum is wrong.
+        """
+        entry = self._context.manifest.layer_entry(layer)
         kv_HN2D = torch.empty(entry.shape[1:], dtype=stored_dtype(entry.dtype).torch_dtype)
         for head, out in enumerate(kv_HN2D):
-            self._context.read_head("kv", layer, head, out)
+            self._context.read_head(entry.path, layer, head, out)
         return kv_HN2D.to(self.device)
 
     def query_sample(self, layer: int) -> QuerySample:

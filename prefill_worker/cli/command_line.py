@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +16,10 @@ from index_store.cli.app import new_app
 from index_store.cli.checks import InputFile
 from index_store.cli.console import print_json
 from index_store.cli.entry import INTERRUPTED
+from index_store.cli.logs import LogLevel, LogLevelOption, logging_to_stderr
 from index_store.cli.options import FormatOption, OutputFormat, QuietOption, configured
 from index_store.cli.report import layers_text
-from prefill_worker.config import AddIndexConfig, PrefillConfig
+from prefill_worker.config import AddIndexConfig, DetachConfig, RunConfig, WorkerConfig
 
 if TYPE_CHECKING:
     from index_store.store.manifest import IndexEntry, Manifest
@@ -40,25 +42,43 @@ def _interruptible() -> Iterator[None]:
 
 @app.command()
 @_interruptible()
-@configured(PrefillConfig)
+@configured(RunConfig)
 def run(
-    config: PrefillConfig,
+    config: RunConfig,
     more_inputs: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="More text files.")] = None,
     quiet: QuietOption = False,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
     """Prefill a document, store it, print what was stored. The store is made when it is not there.
 
-    Where the store has the document already, what is missing is added: indexes, a name, a time to live.
+    Where the store has the document already, what is missing is added: indexes, a name, a time to live. With --server,
+    a server makes the context, with its own model, and the report is that of `decode-engine contexts create`.
     """
     for path in more_inputs or ():
         InputFile(dash=True).check("FILE", path)
+    config = replace(config, input=(*config.input, *(more_inputs or ())))
+    if config.server is not None:
+        raise typer.Exit(_ask_server(config.server, config, quiet, output))
     # Imported here, not above: torch and transformers take seconds, which --help and usage errors need not wait for.
     from index_store.cli.progress import reporter_for
     from prefill_worker.jobs.job import run_job
 
-    config = replace(config, input=(*config.input, *(more_inputs or ())))
     _print(run_job(config, reporter_for(sys.stderr, quiet=quiet)), output)
+
+
+def _ask_server(server: str, config: RunConfig, quiet: bool, output: OutputFormat) -> int:
+    """Runs the command that speaks to servers, which belongs to the other program; its exit code."""
+    flags = [
+        f"--server={server}",
+        f"--format={output.value}",
+        *(f"--method={name}" for name in config.method),
+    ]
+    flags += [] if config.name is None else [f"--name={config.name}"]
+    flags += [] if config.ttl is None else [f"--ttl={config.ttl}"]
+    flags += [] if config.messages is None else [f"--messages={config.messages}"]
+    flags += ["--quiet"] if quiet else []
+    command = [sys.executable, "-m", "decode_engine", "contexts", "create", *flags, "--"]
+    return subprocess.call([*command, *map(str, config.input)])
 
 
 @app.command("add-index")
@@ -77,6 +97,41 @@ def add_index(
     from prefill_worker.jobs.added_indexes import run_add_index
 
     _print(run_add_index(config, reporter_for(sys.stderr, quiet=quiet)), output)
+
+
+@app.command("detach")
+@_interruptible()
+@configured(DetachConfig)
+def detach(
+    config: DetachConfig,
+    quiet: QuietOption = False,
+    output: FormatOption = OutputFormat.TEXT,
+) -> None:
+    """Make a context that continues another one stand alone.
+
+    Its indexes are built anew. It keeps its name, gets another id, and does not need the one that it continued.
+    """
+    from index_store.cli.progress import reporter_for
+    from prefill_worker.jobs.detached import run_detach
+
+    _print(run_detach(config, reporter_for(sys.stderr, quiet=quiet)), output)
+
+
+@app.command()
+@configured(WorkerConfig)
+def serve(
+    config: WorkerConfig, log_level: LogLevelOption = LogLevel.INFO, output: FormatOption = OutputFormat.TEXT
+) -> None:
+    """Make the contexts that are ordered over the network.
+
+    Takes jobs from the queue beside the store's contexts, where `decode-engine serve` puts them. Several workers
+    may share it, on any machines that share the store; a job whose worker ends is gone on with by another one. Logs
+    go to standard error, as JSON lines with --format json.
+    """
+    from prefill_worker.worker.queue_worker import serve_queue
+
+    with logging_to_stderr(log_level, output is OutputFormat.JSON):
+        serve_queue(config)
 
 
 def _print(report: PrefillReport, output: OutputFormat) -> None:

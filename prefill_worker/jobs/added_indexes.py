@@ -11,7 +11,6 @@ from index_store.cli.progress import Reporter
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
-from index_store.models.loading import load_model
 from index_store.store.catalog import Store
 from index_store.store.dtypes import stored_dtype
 from index_store.store.manifest import IndexEntry, Manifest
@@ -24,10 +23,9 @@ from prefill_worker.build.stored_rows import StoredRows
 from prefill_worker.config import AddIndexConfig
 from prefill_worker.jobs.changes import Changes, plan_changes
 from prefill_worker.jobs.document_layers import verify_written, write_layers
+from prefill_worker.jobs.means import Means
 from prefill_worker.jobs.prepared_job import PreparedJob
 from prefill_worker.jobs.report import PrefillReport
-from prefill_worker.reading.capture import register_attention
-from prefill_worker.reading.capture_check import check_capture
 
 Build = Callable[[Context, ContextWriter], Sequence[IndexEntry]]
 """Builds and writes the missing indexes of an open context."""
@@ -68,7 +66,7 @@ def run_add_index(config: AddIndexConfig, reporter: Reporter) -> PrefillReport:
 
 
 def add_missing(
-    job: PreparedJob, store: Store, changes: Changes, clock: Clock, reporter: Reporter
+    job: PreparedJob, store: Store, changes: Changes, clock: Clock, reporter: Reporter, means: Means
 ) -> Manifest:
     """Applies what a job changes of the context that it would have made; its lock is held."""
 
@@ -77,11 +75,11 @@ def add_missing(
         again = [spec.name for spec in missing if INDEX_KINDS[spec.kind].needs_queries]
         if again:
             reporter.note(f"{', '.join(again)}: built from queries, so the document is read again")
-            return write_layers(job, missing, writer, clock, reporter, context)[0].indexes
+            return write_layers(job, missing, writer, clock, reporter, context, means=means)[0].indexes
         frequencies = None
         if any(map(_needs_rotary, missing)):
             with clock("load"):
-                frequencies = check_capture(load_model(job.folder, register_attention()))
+                _, frequencies = means.load(job.folder, device)
         return build_from_rows(context, missing, frequencies, device, writer, clock, reporter)
 
     return apply_changes(store, changes, build, clock, reporter)

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+from index_store.cli.options import parse_ttl
 from index_store.errors import InvalidArgumentError
 from index_store.methods.index_specs import IndexSpec
 from index_store.store.catalog import utc_now
 from index_store.store.json_fields import Scalar
 from index_store.store.manifest import IndexEntry, Manifest
 from prefill_worker.build.index_choice import ChosenIndexes, fitted
-from prefill_worker.config import parse_ttl
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,12 @@ def plan_changes(
     that was asked for in another form than the context has it in, and MethodUnsupportedError for a method that cannot
     work with one as it was built.
     """
+    if present.parent is not None:
+        raise InvalidArgumentError(
+            f"context {present.id[:12]} has the indexes of context {present.parent.id}, which it continues; add them "
+            "there",
+            context=present.id,
+        )
     pairs = [(spec, present.index(spec.name)) for spec in chosen.specs]
     notes = [
         note

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import BinaryIO
 
+import torch
+
+from index_store.cli.options import parse_ttl
 from index_store.cli.progress import Reporter
 from index_store.cli.report import layers_text
 from index_store.errors import ContextCorruptError, ContextExpiredError, ContextNotFoundError
 from index_store.models.attention_reading import logit_cap
+from index_store.models.conversation.turns import StoredConversation
 from index_store.models.identity import attention_of
 from index_store.store.catalog import Store, utc_now
+from index_store.store.context_id import continued_digests, first_digest
 from index_store.store.json_fields import Scalar
-from index_store.store.manifest import ArrayEntry, Manifest, kv_entry, window_entry
+from index_store.store.manifest import ArrayEntry, Manifest, conversation_entry, kv_entry, window_entry
+from index_store.store.writer import ContextWriter
 from prefill_worker.build.kv_placement import UsedMemory
 from prefill_worker.build.layer_writing import WrittenLayers
 from prefill_worker.build.stages import Clock
 from prefill_worker.build.stored_rows import LOGIT_CAP
-from prefill_worker.config import PrefillConfig, parse_ttl
+from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.added_indexes import add_missing
+from prefill_worker.jobs.beginnings import find_beginning
 from prefill_worker.jobs.changes import Changes, plan_changes
 from prefill_worker.jobs.document_layers import verify_written, write_layers
-from prefill_worker.jobs.inputs import document_name
+from prefill_worker.jobs.means import DEFAULT_MEANS, Means
 from prefill_worker.jobs.prepared_job import PreparedJob, check_space, prepare_job
 from prefill_worker.jobs.report import PrefillReport
 
@@ -40,7 +47,14 @@ def run_job(
     clock = Clock()
     with clock("tokenize"):
         job = prepare_job(config, standard_input or sys.stdin.buffer)
-    store = Store(config.store, create=True)
+    return carry_out(job, reporter, clock)
+
+
+def carry_out(
+    job: PreparedJob, reporter: Reporter, clock: Clock, means: Means = DEFAULT_MEANS
+) -> PrefillReport:
+    """Does a job that was prepared; see `run_job`."""
+    store = Store(job.config.store, create=True)
     id_ = job.id()
     # Looked at without the lock first: a store that cannot be written to may have all that is wanted.
     changes = _planned(job, _find(store, id_, lambda _: None))
@@ -56,12 +70,14 @@ def run_job(
         changes = _planned(job, _find(store, id_, reporter.note))
         if changes is not None:
             manifest = (
-                add_missing(job, store, changes, clock, reporter) if changes.told() else changes.present
+                add_missing(job, store, changes, clock, reporter, means)
+                if changes.told()
+                else changes.present
             )
             return PrefillReport(manifest, False, clock.seconds, changes.told())
         check_space(job)
         reporter.note(f"context {id_[:12]}: {len(job.token_ids)} tokens, model {job.identity.name}")
-        manifest, memory = _write(job, store, id_, clock, reporter)
+        manifest, memory = _write(job, store, id_, clock, reporter, means)
     return PrefillReport(manifest, True, clock.seconds, memory=memory)
 
 
@@ -87,17 +103,31 @@ def _find(store: Store, id_: str, note: Callable[[str], None]) -> Manifest | Non
 
 
 def _write(
-    job: PreparedJob, store: Store, id_: str, clock: Clock, reporter: Reporter
+    job: PreparedJob, store: Store, id_: str, clock: Clock, reporter: Reporter, means: Means
 ) -> tuple[Manifest, UsedMemory]:
-    with store.writer(id_) as writer:
-        written, compute_dtype, memory = write_layers(job, job.chosen.specs, writer, clock, reporter)
+    beginning = find_beginning(job, store, id_)
+    with store.writer(id_, means.writing) as writer:
+        written, compute_dtype, memory, taken = write_layers(
+            job, job.chosen.specs, writer, clock, reporter, beginning=beginning, means=means
+        )
         dense = job.dense_layers(written.selectivity)
         reporter.note(f"dense layers: {layers_text(dense, job.identity.layers)}")
         tokens = writer.write_tokens(job.token_ids)
-        manifest = _manifest(job, id_, clock, compute_dtype, tokens, written)
+        messages = None if job.conversation is None else _write_messages(job.conversation, writer)
+        made = _manifest(job, id_, clock, compute_dtype, tokens, written, taken)
+        manifest = replace(made, conversation=messages)
         verify_written(writer, sum(entry.nbytes for entry in manifest.arrays), clock, reporter)
         with clock("publish"):
             return writer.publish(replace(manifest, seconds=_seconds(clock))), memory
+
+
+def _write_messages(conversation: StoredConversation, writer: ContextWriter) -> ArrayEntry:
+    """Writes what is kept of the messages, as one array of bytes."""
+    data = torch.frombuffer(bytearray(conversation.to_bytes()), dtype=torch.uint8)
+    entry = conversation_entry(len(data))
+    writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+    writer.write_chunk(entry.path, (0,), data)
+    return entry
 
 
 def _manifest(
@@ -107,6 +137,7 @@ def _manifest(
     compute_dtype: str,
     tokens: ArrayEntry,
     written: WrittenLayers,
+    taken: Mapping[str, Scalar],
 ) -> Manifest:
     config = job.config
     made = (job.identity, len(job.token_ids), job.dtype)
@@ -124,10 +155,11 @@ def _manifest(
         "compute_dtype": compute_dtype,
         "device": config.torch_device.type,
         **({} if cap is None else {LOGIT_CAP: cap}),
+        **taken,
     }
     return Manifest(
         id=id_,
-        name=config.name or document_name(config.input),
+        name=config.name or job.title,
         created_at=now,
         expires_at=None if ttl is None else now + ttl,
         model=job.identity,
@@ -144,6 +176,9 @@ def _manifest(
         queries=written.queries,
         query_positions=written.query_positions,
         window=window_entry(*made),
+        prefix_digests=continued_digests(
+            first_digest(job.identity, job.dtype, config.salt), list(job.token_ids)
+        ),
     )
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 import torch
 
+from index_store.cli.documents import STANDARD_INPUT, document_name, read_document, read_messages
 from index_store.errors import InvalidArgumentError, StoreFullError
 from index_store.indexes.registry import INDEX_KINDS
+from index_store.jobs.reading_options import ReadingOptions
 from index_store.methods.index_specs import IndexSpec
 from index_store.models.configuration import feed_forward_width
+from index_store.models.conversation.turns import StoredConversation
 from index_store.models.loading import (
     ModelFolder,
     check_positions,
@@ -35,14 +38,17 @@ from prefill_worker.build.index_choice import (
 )
 from prefill_worker.build.kv_placement import JobSizes
 from prefill_worker.config import PrefillConfig, parse_dense_layers
-from prefill_worker.jobs.inputs import fingerprint_prompts, read_document, read_prompts
+from prefill_worker.jobs.inputs import fingerprint_prompts, read_prompts
 from prefill_worker.muse.ranges import planned_bytes
 from prefill_worker.reading.query_sample import SampledPositions, plan_sample
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
-    """A document and what to make of it, checked as far as that goes before the model is loaded."""
+    """A document and what to make of it, checked as far as that goes before the model is loaded.
+
+    title: name of the context where it is new and the configuration gives none.
+    """
 
     config: PrefillConfig
     folder: ModelFolder
@@ -51,29 +57,32 @@ class PreparedJob:
     token_ids: Sequence[int]
     prompts: Sequence[Sequence[int]]
     chosen: ChosenIndexes
+    title: str
+    conversation: StoredConversation | None = None
 
     def reading(self) -> dict[str, object]:
         """What, besides model, dtype, salt and tokens, decides what a context is before any index is built."""
-        dense = self.given_dense_layers
-        automatic = {"keep": rule.KEEP, "threshold": rule.ERROR_THRESHOLD}
-        return {
-            "dense_layers": automatic if dense is None else list(dense),
-            "query_sample": self.config.query_sample,
-            "seed": self.config.seed,
-            "calibration": fingerprint_prompts(self.prompts),
-            **({} if self.config.muse is None else {"attention": self.config.muse.describe()}),
-        }
+        config = self.config
+        options = ReadingOptions(
+            self.given_dense_layers,
+            config.query_sample,
+            config.seed,
+            fingerprint_prompts(self.prompts),
+            None if config.muse is None else config.muse.describe(),
+        ).describe()
+        return options if self.conversation is None else {**options, "messages": True}
 
     @property
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.identity.query_heads // self.identity.kv_heads
 
-    def sampled_positions(self) -> SampledPositions:
-        """The positions whose queries are sampled."""
+    def sampled_positions(self, start: int = 0) -> SampledPositions:
+        """The positions from `start` on whose queries are sampled."""
         rows = max(1, self.config.query_sample // self.group)
         lengths = [len(prompt) for prompt in self.prompts]
-        return plan_sample(len(self.token_ids), lengths, rows, self.config.seed)
+        planned = plan_sample(len(self.token_ids) - start, lengths, rows, self.config.seed)
+        return replace(planned, context_P=planned.context_P + start)
 
     def sampled_queries(self) -> int:
         """Queries that the index of one KV head is built from."""
@@ -117,21 +126,60 @@ def prepare_job(config: PrefillConfig, standard_input: BinaryIO) -> PreparedJob:
 
     Raises SparseKVError with a sentence for what cannot be used.
     """
-    chosen = choose_indexes(config.methods, config.index, table_flags(config))
     folder = resolve_model(config.model)
+    chosen, identity = _choices(config, folder)
+    tokenizer = load_tokenizer(folder)
+    conversation: StoredConversation | None = None
+    if config.messages is not None:
+        messages = read_messages(config.messages, standard_input)
+        token_ids, conversation = tokenizer.begin_conversation(messages)
+    else:
+        token_ids = [*tokenizer.prefix_ids, *tokenizer.encode(read_document(config.input, standard_input))]
+    prompts = [] if config.calibration is None else read_prompts(config.calibration, tokenizer)
+    title = document_name(config.input or (config.messages or STANDARD_INPUT,))
+    return _checked(config, folder, identity, chosen, token_ids, prompts, title, conversation)
+
+
+def job_over_tokens(
+    config: PrefillConfig,
+    folder: ModelFolder,
+    token_ids: Sequence[int],
+    title: str,
+    conversation: StoredConversation | None = None,
+) -> PreparedJob:
+    """A job over tokens; what the configuration says of inputs does not count. Raises as `prepare_job` does.
+
+    conversation: the messages that the tokens are.
+    """
+    chosen, identity = _choices(config, folder)
+    return _checked(config, folder, identity, chosen, token_ids, (), title, conversation)
+
+
+def _choices(config: PrefillConfig, folder: ModelFolder) -> tuple[ChosenIndexes, ModelIdentity]:
+    """What can be known without the document."""
+    chosen = choose_indexes(config.methods, config.index, table_flags(config))
     identity = identify(folder)
     dense = parse_dense_layers(config.dense_layers)
     if dense and dense[-1] >= identity.layers:
         raise InvalidArgumentError(
             f"--dense-layers names layer {dense[-1]}, model {identity.name!r} has layers 0 to {identity.layers - 1}"
         )
-    tokenizer = load_tokenizer(folder)
-    text = read_document(config.input, standard_input)
-    token_ids = [*tokenizer.prefix_ids, *tokenizer.encode(text)]
-    prompts = [] if config.calibration is None else read_prompts(config.calibration, tokenizer)
+    return chosen, identity
+
+
+def _checked(
+    config: PrefillConfig,
+    folder: ModelFolder,
+    identity: ModelIdentity,
+    chosen: ChosenIndexes,
+    token_ids: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    title: str,
+    conversation: StoredConversation | None = None,
+) -> PreparedJob:
     check_positions(identity, len(token_ids) + max((len(prompt) for prompt in prompts), default=0))
     dtype = checkpoint_dtype(folder) if config.dtype == "auto" else config.dtype
-    job = PreparedJob(config, folder, identity, dtype, token_ids, prompts, chosen)
+    job = PreparedJob(config, folder, identity, dtype, token_ids, prompts, chosen, title, conversation)
     check_centroids(config, chosen, job.sampled_queries())
     # Whether the model's rotary embedding suits is known when the model is loaded.
     frequencies = torch.ones(identity.head_dim // 2)

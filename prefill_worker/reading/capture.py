@@ -13,7 +13,7 @@ P sampled tokens, d head dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -34,6 +34,10 @@ from prefill_worker.reading.query_sample import SampledPositions
 from prefill_worker.reading.window_rows import WindowRows
 
 ATTENTION = "sparsekv_capture"
+
+LayerPart = tuple[Tensor, Tensor | None]
+"""Keys and values of a pass in a layer, [H, T, 2, d], of a sliding window its last ones at most, and of layers whose
+queries see all keys the sampled queries [H, P, G, d]."""
 
 
 class Capture:
@@ -86,12 +90,27 @@ class Capture:
         """Has a layer's number told as soon as the context's last chunk has brought its keys, values and queries."""
         self._when_passed = call
 
+    def take(self, layer: int, kv_HP2D: Tensor, queries_HSGD: Tensor | None) -> None:
+        """Takes over the context's first tokens in a layer: no forward pass carries them.
+
+        kv_HP2D: in the stored dtype, of a layer with a window the last of them. queries_HSGD: of the first sampled
+        positions, as a sample has them; None without any.
+        """
+        if layer not in self._places:
+            if self._windows is not None:
+                self._windows.add(layer, kv_HP2D)
+            return
+        self._kept.write(self._places[layer], 0, kv_HP2D[:, :, 0], kv_HP2D[:, :, 1])
+        if queries_HSGD is not None:
+            self._queries_of(layer, queries_HSGD.dtype)[:, : queries_HSGD.shape[1]] = queries_HSGD.to(
+                self.device
+            )
+
     def begin_context_chunk(self, start: int, count: int) -> None:
         """The next forward pass carries the context's tokens start..start+count-1."""
-        bounds = torch.tensor([start, start + count])
-        first, end = torch.searchsorted(self._sampled.context_P, bounds).tolist()
-        self._first_row = first
-        self._kept_T = (self._sampled.context_P[first:end] - start).to(self.device)
+        rows = self._sampled_rows(start, count)
+        self._first_row = rows.start
+        self._kept_T = (self._sampled.context_P[rows] - start).to(self.device)
         self._start = start
 
     def begin_prompt_chunk(self, prompt: int, start: int, count: int) -> None:
@@ -194,6 +213,42 @@ class Capture:
         """The same on the capture's device: a copy, made by the caller's stream, where they are kept elsewhere."""
         return self._kept.on_device(self._places[layer]) if layer in self._places else self.kv(layer)
 
+    def rows(self, start: int, count: int) -> list[LayerPart]:
+        """What the pass over tokens start..start+count-1, the last one that there was, left of every layer."""
+        sampled = self._sampled_rows(start, count)
+        found: list[LayerPart] = []
+        for layer, queries in enumerate(self._queries):
+            if layer not in self._places:
+                found.append((self.kv(layer)[:, -count:], None))
+            elif queries is None:
+                raise ValueError(f"layer {layer} has not seen any query, or was released")
+            else:
+                kv = self._kept.part(self._places[layer], start, start + count)
+                found.append((kv, queries[:, sampled]))
+        return found
+
+    def put_rows(self, start: int, count: int, parts: Sequence[LayerPart]) -> None:
+        """Has the capture hold what `rows` returned, in place of a pass over these tokens. Passes come in order.
+
+        Raises ValueError, before anything has changed, for tensors of other shapes or another dtype.
+        """
+        sampled = self._sampled_rows(start, count)
+        heads, _, *rest = self._sample_shape
+        for layer, (kv, queries) in enumerate(parts):
+            shape = self.identity.shape(layer)
+            wanted_kv = (shape.kv_heads, min(count, shape.window or count), 2, shape.head_dim)
+            wanted = (heads, sampled.stop - sampled.start, *rest) if layer in self._places else None
+            found = None if queries is None else tuple(queries.shape)
+            if tuple(kv.shape) != wanted_kv or kv.dtype != self.kv_dtype or found != wanted:
+                raise ValueError(f"these are no rows of layer {layer}, tokens {start} to {start + count - 1}")
+        for layer, (kv, queries) in enumerate(parts):
+            own = kv.to(self.device)
+            if queries is not None:
+                self._kept.write(self._places[layer], start, own[:, :, 0], own[:, :, 1])
+                self._queries_of(layer, queries.dtype)[:, sampled] = queries.to(self.device)
+            elif self._windows is not None:
+                self._windows.add(layer, own)
+
     def form(self, layer: int) -> LogitForm:
         """What the layer does to logits, once the model has come to it."""
         return self._forms[layer]
@@ -243,12 +298,23 @@ class Capture:
         self.forget_prompt()
 
     def _sample(self, layer: int, query_HGTD: Tensor) -> None:
-        queries = self._queries[layer]
-        if queries is None:
-            queries = torch.empty(self._sample_shape, dtype=query_HGTD.dtype, device=self.device)
-            self._queries[layer] = queries
+        queries = self._queries_of(layer, query_HGTD.dtype)
         rows = slice(self._first_row, self._first_row + len(self._kept_T))
         queries[:, rows] = query_HGTD.index_select(2, self._kept_T).transpose(1, 2)
+
+    def _queries_of(self, layer: int, dtype: torch.dtype) -> Tensor:
+        queries = self._queries[layer]
+        if queries is None:
+            queries = torch.empty(self._sample_shape, dtype=dtype, device=self.device)
+            self._queries[layer] = queries
+        return queries
+
+    def _sampled_rows(self, start: int, count: int) -> slice:
+        """Rows of the sample that these tokens of the context have."""
+        first, end = torch.searchsorted(
+            self._sampled.context_P, torch.tensor([start, start + count])
+        ).tolist()
+        return slice(first, end)
 
 
 def register_attention() -> str:

@@ -26,17 +26,24 @@ def run_context(
     token_ids: Sequence[int],
     chunk: int,
     progress: Progress = _no_progress,
+    first: int = 0,
+    passed: Callable[[int, int], None] | None = None,
 ) -> None:
     """Feeds the context to the model, `chunk` tokens a pass; the capture holds the result.
 
+    first: token to begin with, of a capture that holds those before it. passed: told first token and number of tokens
+    of every pass but the last, before `progress` is.
     Memory beyond the capture is that of one pass over `chunk` tokens, whatever the length of the context.
     """
     ids = torch.tensor(token_ids, dtype=torch.int64)
-    for start in range(0, len(ids), chunk):
+    for start in range(first, len(ids), chunk):
         part = ids[start : start + chunk]
         capture.begin_context_chunk(start, len(part))
         _forward(model, capture, part, start)
-        progress(start + len(part), len(ids))
+        end = start + len(part)
+        if passed is not None and end < len(ids):
+            passed(start, len(part))
+        progress(end, len(ids))
     _wait(capture)
 
 

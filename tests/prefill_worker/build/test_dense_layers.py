@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from index_store.jobs.reading_options import DENSE_ERROR
 from index_store.store.stored_context import QuerySample
 from prefill_worker.build.dense_layers import (
-    ERROR_THRESHOLD,
     choose_dense_layers,
     measure_selectivity,
 )
@@ -77,4 +77,4 @@ def test_the_rule_picks_flat_layers() -> None:
     measured = [measure_selectivity(*layer(sharpness)) for sharpness in (0.05, 4.0, 0.3, 8.0)]
     assert choose_dense_layers(measured) == (0, 2)
     assert choose_dense_layers(measured, threshold=10.0) == ()
-    assert measured[1].output_error < ERROR_THRESHOLD < measured[2].output_error
+    assert measured[1].output_error < DENSE_ERROR < measured[2].output_error

@@ -18,7 +18,7 @@ from index_store.methods.index_specs import INDEX_SPECS
 from index_store.store.catalog import Store
 from index_store.store.context_id import ModelIdentity
 from index_store.store.writer import ContextWriter
-from prefill_worker.build import layer_writing
+from prefill_worker.build import layer_arrays, layer_writing
 from prefill_worker.build.layer_writing import UNDER_WAY, LayerWriting, WrittenLayers
 from prefill_worker.build.stages import BuildStream, ChunkWriting, Clock, Stage
 from prefill_worker.reading.capture import Capture
@@ -161,7 +161,7 @@ STAGES: dict[str, tuple[object, str]] = {
     "checking": (layer_writing, "check_finite"),
     "measuring": (layer_writing, "measure_selectivity"),
     "building": (KeyClusters, "build"),
-    "calibrating": (layer_writing, "calibrate"),
+    "calibrating": (layer_arrays, "calibrate"),
     "creating": (ContextWriter, "create_array"),
     "writing": (ContextWriter, "write_chunk"),
 }

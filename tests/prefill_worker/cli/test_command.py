@@ -124,7 +124,9 @@ def test_several_files_after_one_flag_and_standard_input(
     "flags", [["--modell", "x"], ["--format", "xml"], ["--tables", "sparse"], ["--chunk", "many"], []]
 )
 def test_wrong_usage_is_exit_code_two(flags: list[str]) -> None:
-    assert CliRunner().invoke(app, ["run", *flags]).exit_code == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *flags])
+    assert ended.value.code == 2
 
 
 @pytest.mark.parametrize("flags", [("--ttl", "soon"), ("--device-memory", "much")])

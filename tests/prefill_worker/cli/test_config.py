@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from index_store.cli.options import parse_ttl
 from index_store.errors import InvalidArgumentError
 from index_store.methods.presets import DEFAULT_METHOD
-from prefill_worker.config import PrefillConfig, parse_dense_layers, parse_ttl
+from prefill_worker.config import PrefillConfig, parse_dense_layers
 
 
 def config(**changes: Any) -> PrefillConfig:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from index_store.cli.documents import document_name, read_document
 from index_store.errors import InvalidArgumentError
 from index_store.models.loading import Tokenizer, load_tokenizer, resolve_model
-from prefill_worker.jobs.inputs import document_name, fingerprint_prompts, read_document, read_prompts
+from prefill_worker.jobs.inputs import fingerprint_prompts, read_prompts
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from torch import Tensor
 from index_store.indexes.interface.layer_index import ClusterStarts, LayerSource
 from index_store.indexes.key_clusters.build import build_clusters, build_clusters_on_device
 from index_store.indexes.key_clusters.parameters import ClusterParameters
+from index_store.indexes.kmeans.kmeans import assign_clusters, spherical_kmeans
 from index_store.indexes.query_tables.build import build_tables
 from index_store.indexes.query_tables.build_triton import cluster_queries
 from index_store.indexes.query_tables.parameters import TableParameters
-from index_store.kmeans.kmeans import assign_clusters, spherical_kmeans
 from index_store.store.stored_context import QuerySample
 from prefill_worker.muse.kernels.clusters import find_clusters_reference
 from prefill_worker.muse.ranges import label_points

@@ -1,0 +1,205 @@
+"""What a worker leaves, so that another one can go on: one file for every pass over the document, and for every layer.
+
+`checkpoint.json` lists the files with their checksums. It is replaced once a file is there, so it never lists half
+of one. Files are not synced, since a process that is killed loses nothing of them; what a machine loses is found by
+its checksum.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import google_crc32c
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from index_store.errors import ManifestError
+from index_store.store.files.durable import (
+    TEMPORARY_PREFIX,
+    make_folder,
+    new_file,
+    permissions_in,
+    remove_tree,
+    replace_file,
+    storing,
+)
+from index_store.store.files.reading import read_file
+from index_store.store.json_fields import JsonFields
+from index_store.store.manifest_json import render_document
+from prefill_worker.build.layer_records import LayerRecord, parse_record
+from prefill_worker.reading.capture import Capture
+
+_VERSION = 1
+_LIST = "checkpoint.json"
+_LARGEST_LIST = 1 << 24
+_LARGEST_PART = 1 << 34
+
+Note = Callable[[str], None]
+"""Told what whoever waits for the job should know."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A file with what `count` tokens from `start` on left in all layers."""
+
+    start: int
+    count: int
+    crc32c: int
+
+    @property
+    def name(self) -> str:
+        return f"tokens-{self.start}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A file with the record of a layer that was written."""
+
+    layer: int
+    crc32c: int
+
+    @property
+    def name(self) -> str:
+        return f"layer-{self.layer}"
+
+
+class Checkpoint:
+    """The checkpoint of one job in a folder of its own. For one worker at a time, which holds the job's lock.
+
+    It is a `LayerKeeper`. `restore` comes before all else.
+    """
+
+    def __init__(self, folder: Path, context: str) -> None:
+        """context: id of what is being made; a checkpoint of another one counts as damaged."""
+        self._folder = folder
+        self._context = context
+        self._parts: list[_Part] = []
+        self._layers: list[_Layer] = []
+
+    def keep(self, capture: Capture, start: int, count: int) -> None:
+        """Keeps what a pass left in the capture. Raises StoreFullError or StoreError."""
+        tensors: dict[str, Tensor] = {}
+        for layer, (kv, queries) in enumerate(capture.rows(start, count)):
+            tensors[f"kv.{layer}"] = kv.contiguous()
+            if queries is not None:
+                tensors[f"queries.{layer}"] = queries.contiguous()
+        data = save(tensors)
+        part = _Part(start, count, google_crc32c.value(data))
+        self._write(part.name, data)
+        self._parts.append(part)
+        self._write_list()
+
+    def keep_layer(self, layer: int, record: LayerRecord) -> None:
+        """Keeps the record of a layer. Raises StoreFullError or StoreError."""
+        data = save(record.tensors(), {"record": record.describe()})
+        kept = _Layer(layer, google_crc32c.value(data))
+        self._write(kept.name, data)
+        self._layers.append(kept)
+        self._write_list()
+
+    def records(self) -> dict[int, LayerRecord]:
+        """Records of layers that were written; those that are damaged are left out, and their layers built again."""
+        found: dict[int, LayerRecord] = {}
+        for kept in self._layers:
+            try:
+                data = self._read(kept.name, kept.crc32c)
+                length = int.from_bytes(data[:8], "little")
+                description = json.loads(data[8 : 8 + length])["__metadata__"]["record"]
+                found[kept.layer] = parse_record(description, load(data))
+            except (OSError, KeyError, ValueError, TypeError, SafetensorError):
+                continue
+        self._layers = [kept for kept in self._layers if kept.layer in found]
+        return found
+
+    def _write(self, name: str, data: bytes) -> None:
+        with storing("keeping a checkpoint", self._folder):
+            permissions = permissions_in(self._folder.parent)
+            make_folder(self._folder, permissions)
+            temporary = self._folder / f"{TEMPORARY_PREFIX}{name}"
+            with new_file(temporary, permissions) as file:
+                file.write(data)
+            temporary.replace(self._folder / name)
+
+    def _write_list(self) -> None:
+        document = {
+            "format_version": _VERSION,
+            "context": self._context,
+            "parts": [asdict(part) for part in self._parts],
+            "layers": [asdict(layer) for layer in self._layers],
+        }
+        with storing("keeping a checkpoint", self._folder):
+            replace_file(self._folder / _LIST, render_document(document), permissions_in(self._folder))
+
+    def _read(self, name: str, crc32c: int) -> bytes:
+        """A file of the checkpoint. Raises OSError, and ValueError where it is damaged."""
+        data, _ = read_file(self._folder / name, _LARGEST_PART)
+        if google_crc32c.value(data) != crc32c:
+            raise ValueError(f"{name} is damaged")
+        return data
+
+    @property
+    def begun(self) -> bool:
+        """Whether something was kept."""
+        return (self._folder / _LIST).exists()
+
+    def restore(self, capture: Capture, note: Note) -> int:
+        """Has the capture hold what was kept; returns the token to go on with, 0 where there is nothing.
+
+        What is damaged is read again, with all that follows it, and `note` is told.
+        """
+        self._parts = []
+        parts, self._layers = self._listed(note)
+        expected = 0
+        for part in parts:
+            if part.start != expected or not self._put(part, capture):
+                note(
+                    f"the checkpoint is damaged from token {expected} on; the document is read again from there"
+                )
+                break
+            self._parts.append(part)
+            expected = part.start + part.count
+        if expected:
+            note(f"went on with a reading that had come to token {expected}")
+        return expected
+
+    def _listed(self, note: Note) -> tuple[list[_Part], list[_Layer]]:
+        path = self._folder / _LIST
+        try:
+            data, _ = read_file(path, _LARGEST_LIST)
+            sealed = dict(json.loads(data))
+            sealed.pop("checksum", None)
+            if render_document(sealed) != data or sealed.get("format_version") != _VERSION:
+                raise ValueError
+            fields = JsonFields(sealed, str(path))
+            if fields.text("context") != self._context:
+                raise ValueError
+            return list(fields.items("parts", _parse_part)), list(fields.items("layers", _parse_layer))
+        except FileNotFoundError:
+            return [], []
+        except (OSError, ValueError, TypeError, RecursionError, ManifestError):
+            note("the checkpoint is damaged; the document is read again from its beginning")
+            remove_tree(self._folder)
+            return [], []
+
+    def _put(self, part: _Part, capture: Capture) -> bool:
+        """Whether the part was as it was kept, and is in the capture now."""
+        try:
+            tensors = load(self._read(part.name, part.crc32c))
+            layers = range(capture.identity.layers)
+            parts = [(tensors[f"kv.{layer}"], tensors.get(f"queries.{layer}")) for layer in layers]
+            capture.put_rows(part.start, part.count, parts)
+        except (OSError, KeyError, ValueError, SafetensorError):
+            return False
+        return True
+
+
+def _parse_part(fields: JsonFields) -> _Part:
+    return _Part(fields.integer("start"), fields.integer("count"), fields.integer("crc32c"))
+
+
+def _parse_layer(fields: JsonFields) -> _Layer:
+    return _Layer(fields.integer("layer"), fields.integer("crc32c"))

@@ -1,0 +1,189 @@
+"""A worker: takes jobs from a store's queue, one after the other, and makes contexts of them with one model."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from dataclasses import replace
+
+from index_store.cli.documents import STANDARD_INPUT
+from index_store.errors import JobCorruptError, JobLostError, SparseKVError, StoreError
+from index_store.jobs.job_queue import Claim, JobQueue
+from index_store.jobs.job_record import JobFailure, JobProgress, JobRecord, JobState
+from index_store.jobs.uploads import Uploads
+from index_store.models.conversation.turns import StoredConversation
+from index_store.models.loading import identify, resolve_model
+from index_store.store.catalog import Store
+from prefill_worker.build.stages import Clock
+from prefill_worker.config import PrefillConfig, WorkerConfig
+from prefill_worker.jobs.checkpoint import Checkpoint
+from prefill_worker.jobs.job import carry_out
+from prefill_worker.jobs.means import KeptModel, Means
+from prefill_worker.jobs.prepared_job import PreparedJob, job_over_tokens
+from prefill_worker.jobs.report import PrefillReport
+from prefill_worker.worker.job_progress import JobCancelled, JobProgressWriter
+
+MOST_ATTEMPTS = 10
+"""Workers in a row that a job may end, none of which brought it any further."""
+
+_LOOK_S = 0.25
+_PAUSE_S = 5.0  # while the store is full or does not answer
+_TIDY_EVERY = 1200  # looks
+
+logger = logging.getLogger(__name__)
+
+
+class QueueWorker:
+    """Works on the jobs of a store that are meant for one model. Several may share a queue, in any processes.
+
+    Raises StoreError and ModelUnsupportedError when store or model cannot be used.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._store = Store(config.store, create=True)
+        self._queue = JobQueue(config.store)
+        self._uploads = Uploads(config.store)
+        self._folder = resolve_model(config.model)
+        self._identity = identify(self._folder)
+        self._model = KeptModel()
+
+    def run(self, stopping: threading.Event) -> None:
+        """Takes jobs until told to stop, which is noticed between two of them."""
+        looks = 0
+        while not stopping.is_set():
+            try:
+                if looks % _TIDY_EVERY == 0:
+                    self._queue.tidy()
+                    self._uploads.tidy()
+                looks += 1
+                if self.work_once():
+                    continue
+            except StoreError as error:  # the job, if there was one, stays for whoever comes next
+                logger.warning("the queue cannot be worked on now: %s", error.message)
+                stopping.wait(_PAUSE_S)
+            stopping.wait(_LOOK_S)
+
+    def work_once(self) -> bool:
+        """Works on the next job, if there is one; False without one.
+
+        Whatever becomes of the job is written into its record. An interrupt leaves it to the next worker.
+        """
+        with self._queue.claim(self._accepts) as claim:
+            if claim is None:
+                return False
+            if claim.unwanted():
+                claim.end(self._queue.cancelled(claim.record))
+                return True
+            record = claim.record
+            attempts = record.attempts + 1
+            if attempts > MOST_ATTEMPTS:
+                lost = JobLostError(
+                    f"{record.attempts} workers in a row ended while they worked on this, most likely for want of "
+                    "memory; see their logs, and create the context again once that is mended"
+                )
+                self._end_failed(claim, lost)
+                return True
+            claim.write(replace(record, attempts=attempts, progress=JobProgress()))
+            self._work(claim)
+            return True
+
+    def _accepts(self, record: JobRecord) -> bool:
+        return record.order.model == self._identity.fingerprint
+
+    def _work(self, claim: Claim) -> None:
+        order = claim.record.order
+        logger.info(
+            "job %s: context %s, %d tokens, methods %s",
+            claim.record.id,
+            order.context[:12],
+            order.tokens,
+            ", ".join(order.methods),
+        )
+        try:
+            report = self._carry_out(claim)
+        except JobCancelled:
+            logger.info("job %s was cancelled", claim.record.id)
+            claim.end(self._queue.cancelled(claim.record))
+        except SparseKVError as error:
+            logger.warning("job %s failed: %s", claim.record.id, error.message)
+            self._end_failed(claim, error)
+        except Exception:
+            logger.exception("job %s failed", claim.record.id)
+            message = f"the worker failed; its log has the details under job {claim.record.id}"
+            self._end_failed(claim, SparseKVError(message))
+        else:
+            did = "made" if report.created else "there"
+            logger.info("job %s: context %s is %s", claim.record.id, order.context[:12], did)
+            self._end_done(claim, report)
+
+    def _carry_out(self, claim: Claim) -> PrefillReport:
+        order, clock = claim.record.order, Clock()
+        with clock("tokenize"):
+            job = self._prepare(claim)
+        found = job.id()
+        if found != order.context:
+            raise JobCorruptError(
+                f"the tokens of job {claim.record.id} are those of context {found[:12]}, expected "
+                f"{order.context[:12]}: they are damaged, or server and worker are of different versions; create the "
+                "context again",
+                operation=claim.record.id,
+            )
+        writing = claim.folder / "context"
+        checkpoint = Checkpoint(claim.folder / "reading", order.context)
+        means = Means(self._model.load, stays=True, checkpoint=checkpoint, writing=writing)
+        return carry_out(job, JobProgressWriter(claim, writing), clock, means)
+
+    def _prepare(self, claim: Claim) -> PreparedJob:
+        worker, order = self._config, claim.record.order
+        config = PrefillConfig(
+            model=worker.model,
+            input=(STANDARD_INPUT,),
+            store=worker.store,
+            name=order.name or None,
+            method=order.methods,
+            dtype=order.dtype,
+            chunk=worker.chunk,
+            ttl=None if order.ttl is None else f"{order.ttl:.6f}s",
+            device=worker.device,
+            device_memory=worker.device_memory,
+        )
+        kept = claim.conversation()
+        conversation = None if kept is None else StoredConversation.from_bytes(kept, str(claim.folder))
+        return job_over_tokens(config, self._folder, claim.tokens().tolist(), order.title, conversation)
+
+    def _end_done(self, claim: Claim, report: PrefillReport) -> None:
+        manifest, before = report.manifest, claim.record.progress
+        layers = manifest.model.layers
+        progress = replace(
+            before,
+            tokens_done=manifest.token_count,
+            layers_done=layers,
+            layers_total=layers,
+            bytes_written=manifest.kv_bytes + manifest.index_bytes,
+            remaining=None,
+        )
+        record = replace(claim.record, progress=progress)
+        claim.end(replace(record, state=JobState.DONE, ended_at=self._queue.now()))
+
+    def _end_failed(self, claim: Claim, error: SparseKVError) -> None:
+        ended = self._queue.now()
+        claim.end(replace(claim.record, state=JobState.FAILED, failure=JobFailure.of(error), ended_at=ended))
+
+
+def serve_queue(config: WorkerConfig) -> None:
+    """Runs a worker until the process is interrupted or terminated, or, attached, until standard input ends."""
+    worker = QueueWorker(config)
+    if config.attached:
+        threading.Thread(target=_end_with_input, name="attached", daemon=True).start()
+    logger.info("taking jobs from %s with model %s", config.store, config.model)
+    worker.run(threading.Event())
+
+
+def _end_with_input() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)

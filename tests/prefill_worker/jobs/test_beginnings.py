@@ -1,0 +1,154 @@
+"""Documents whose beginning is stored: what is taken, and that nothing differs by it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from index_store.cli.progress import LineReporter
+from index_store.family.prefixes import longest_beginning, longest_prefix
+from index_store.store.catalog import Store
+from index_store.store.context_id import first_digest
+from index_store.store.manifest import Manifest
+from prefill_worker.config import PrefillConfig
+from prefill_worker.jobs.job import run_job
+from tests.support.models import LAYER_KINDS, write_model_folder
+
+TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 12
+OTHER = "Every winter the harbour froze, and he walked over the ice. " * 3
+CHUNK = 64
+
+
+class Desk:
+    """Prefills documents with a toy model, in which a byte is a token."""
+
+    def __init__(self, path: Path, model: Path) -> None:
+        self.path, self.model = path, model
+        self.said = ""
+
+    def prefill(self, text: str, store: str = "store", **changes: Any) -> Manifest:
+        document = self.path / "document.txt"
+        document.write_text(text)
+        options = {
+            "chunk": CHUNK,
+            "query_sample": 64,
+            "method": ("csattention", "multipole"),
+            "device": "cpu",
+        }
+        written = io.StringIO()
+        config = PrefillConfig(
+            model=str(self.model), store=self.path / store, input=(document,), **{**options, **changes}
+        )
+        manifest = run_job(config, LineReporter(written)).manifest
+        self.said = written.getvalue()
+        return manifest
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("model"), "llama", layers=3, head_dim=32)
+
+
+@pytest.fixture
+def desk(tmp_path: Path, model: Path) -> Desk:
+    return Desk(tmp_path, model)
+
+
+def rows(path: Path, manifest: Manifest) -> list[torch.Tensor]:
+    with Store(path).open(manifest.id) as context:
+        return [
+            context.array(manifest.layer_entry(layer).path, layer, head).clone()
+            for layer in range(manifest.model.layers)
+            for head in range(manifest.layer_entry(layer).shape[1])
+        ]
+
+
+def same_rows(desk: Desk, made: Manifest, alone: Manifest) -> bool:
+    found, expected = rows(desk.path / "store", made), rows(desk.path / "other", alone)
+    return all(a.equal(b) for a, b in zip(found, expected, strict=True))
+
+
+def test_only_the_rest_is_computed_and_every_row_is_the_same(desk: Desk) -> None:
+    first = desk.prefill(TEXT)
+    made = desk.prefill(TEXT[:700] + OTHER * 2)
+    assert made.prefill["taken_from"] == first.id
+    assert made.prefill["taken_tokens"] == 700 // CHUNK * CHUNK
+    assert "640 tokens are taken" in desk.said
+    alone = desk.prefill(TEXT[:700] + OTHER * 2, store="other")
+    assert "taken_tokens" not in alone.prefill
+    assert made.id == alone.id
+    assert same_rows(desk, made, alone)
+    sampled = [position for position in made.query_positions if position < 640]
+    assert sampled == [position for position in first.query_positions if position < 640]
+    assert {index.name for index in made.indexes} == {index.name for index in alone.indexes}
+    third = desk.prefill(TEXT[:700] + OTHER * 2 + TEXT)  # the longer of two
+    assert third.prefill["taken_from"] == made.id
+
+
+def test_queries_that_the_store_has_stay_what_they_were(desk: Desk) -> None:
+    first = desk.prefill(TEXT)
+    made = desk.prefill(TEXT + OTHER * 2)
+    store = Store(desk.path / "store")
+    with store.open(first.id) as before, store.open(made.id) as after:
+        old, new = before.queries(1), after.queries(1)
+    taken = int(made.prefill["taken_tokens"])
+    common = [position for position in new.positions_P.tolist() if position < taken]
+    for position in common:
+        row, source = new.positions_P.tolist().index(position), old.positions_P.tolist().index(position)
+        assert new.queries_HPGD[:, row].equal(old.queries_HPGD[:, source])
+    assert common
+
+
+@pytest.mark.parametrize("kind", ["windows", "windows only", "caps"])
+def test_layers_with_windows_go_on_where_their_last_rows_are_stored(tmp_path: Path, kind: str) -> None:
+    family, settings = LAYER_KINDS[kind]
+    desk = Desk(tmp_path, write_model_folder(tmp_path / "model", family, layers=3, **settings))
+    first = desk.prefill(TEXT[:640])
+    made, cut = desk.prefill(TEXT[:640] + OTHER * 2), desk.prefill(TEXT[:500] + OTHER * 2)
+    assert made.prefill["taken_tokens"] == 640
+    assert made.prefill["taken_from"] == first.id
+    assert "taken_tokens" not in cut.prefill  # the rows before its place were not kept
+    assert same_rows(desk, made, desk.prefill(TEXT[:640] + OTHER * 2, store="other"))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"salt": "mine"}, {"chunk": 32}, {"dtype": "bfloat16"}, {"query_sample": 4096}]
+)
+def test_what_was_read_in_another_way_is_not_taken(desk: Desk, changes: dict[str, Any]) -> None:
+    desk.prefill(TEXT)
+    assert "taken_tokens" not in desk.prefill(TEXT + OTHER, **changes).prefill
+
+
+def test_a_damaged_beginning_is_told_and_everything_computed(desk: Desk) -> None:
+    first = desk.prefill(TEXT)
+    chunk = desk.path / "store/contexts" / first.id / "kv/c/1/0/0/0/0"
+    data = bytearray(chunk.read_bytes())
+    data[100] ^= 1
+    chunk.write_bytes(data)
+    made = desk.prefill(TEXT + OTHER)
+    assert "nothing is taken, all is computed" in desk.said
+    assert "taken_tokens" not in made.prefill
+    assert same_rows(desk, made, desk.prefill(TEXT + OTHER, store="other"))
+
+
+def test_contexts_are_found_by_their_tokens(desk: Desk) -> None:
+    made = {text: desk.prefill(text) for text in (TEXT[:200], TEXT[:300], TEXT[:600], OTHER * 3)}
+    store = Store(desk.path / "store")
+    manifest = made[TEXT[:300]]
+    with store.open(made[TEXT[:600]].id) as context:
+        ids = context.tokens()
+    first = first_digest(manifest.model, manifest.dtype, "")
+    assert longest_prefix(store, first, ids) == manifest  # a prompt is left
+    longer = torch.cat([ids, ids[:3]])
+    assert longest_prefix(store, first, longer) == made[TEXT[:600]]
+    longer[599] += 1
+    assert longest_prefix(store, first, longer) == manifest
+    assert longest_prefix(store, first_digest(manifest.model, manifest.dtype, "salt"), ids) is None
+    assert longest_prefix(store, first, ids[:250]) is None  # contexts of less than a block are not looked at
+    found = longest_beginning(store, first, longer)
+    assert found is not None
+    assert (found.manifest.id, found.tokens) == (made[TEXT[:600]].id, 599)
