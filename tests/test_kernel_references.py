@@ -22,6 +22,7 @@ Place = tuple[str, str]
 LAUNCH: Place = ("index_store.launch", "launch")
 """Starts loops that numba compiled."""
 
+_COARSE = "decode_engine.kernels.coarse"
 _CLUSTERS = ("decode_engine.kernels.clusters.reference", "remainder_reference")
 _TABLES = ("decode_engine.kernels.tables.reference", "table_attention_reference")
 COMPARED_WITH: Mapping[Place, Place | str] = {
@@ -40,6 +41,7 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
     ),
     ("decode_engine.kernels.clusters.lookup", "look_up"): _CLUSTERS,
     ("decode_engine.kernels.clusters.remainder", "correct_clusters"): _CLUSTERS,
+    (f"{_COARSE}.coarse_pass", "_launch_pass"): (f"{_COARSE}.reference", "list_keys_reference"),
     ("decode_engine.kernels.slots.gather_rows", "copy_rows"): "rows are those that the test copied from",
     ("decode_engine.kernels.slots.slot_fetch", "fetch_rows"): "a cache of dictionaries in slot_problems.py",
     ("decode_engine.kernels.tables.search", "pick"): _TABLES,

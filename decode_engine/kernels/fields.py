@@ -39,6 +39,12 @@ STAMPS = tl.constexpr(records.STAMPS)
 TALLIES = tl.constexpr(records.TALLIES)
 SETS = tl.constexpr(records.SETS)
 WINDOW = tl.constexpr(records.WINDOW)
+KEY_CODES = tl.constexpr(records.KEY_CODES)
+VALUE_CODES = tl.constexpr(records.VALUE_CODES)
+KEY_SCALES = tl.constexpr(records.KEY_SCALES)
+KEY_OFFSETS = tl.constexpr(records.KEY_OFFSETS)
+VALUE_SCALES = tl.constexpr(records.VALUE_SCALES)
+VALUE_OFFSETS = tl.constexpr(records.VALUE_OFFSETS)
 _FIELDS = tl.constexpr(records.RECORD_FIELDS)
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-RECORD_FIELDS = 32
+RECORD_FIELDS = 40
 
 KV, KV_HEAD = 0, 1
 """Address of keys and values [H, N, 2, d] of the context; bytes from one KV head to the next."""
@@ -44,6 +44,9 @@ zero where there is no cache."""
 WINDOW = 31
 """How many keys a query sees, its own included; 0 for all. With a window the address KV is that of key 0, of which, as
 of other keys that no query sees any more, no row may be there."""
+
+KEY_CODES, VALUE_CODES, KEY_SCALES, KEY_OFFSETS, VALUE_SCALES, VALUE_OFFSETS = range(32, 38)
+"""A coarse copy of the context's keys and values, all of KEYS rows: see `coarse.sizes`."""
 
 
 class Recorded(Protocol):

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from decode_engine.steps.attention.dense_steps import DenseSteps
+from decode_engine.steps.attention.dense_steps import DenseSteps, WindowSteps
 from decode_engine.steps.attention.registry import step_attention_for
 from decode_engine.steps.attention.step_attention import StepAttention
-from decode_engine.steps.attention.window_steps import WindowSteps
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.placement import Placement
 from index_store.methods.index_specs import IndexSpec

@@ -49,7 +49,8 @@ class Choice(Enum):
 
     @classmethod
     def of(cls, samplers: Sequence[Sampler]) -> Choice:
-        """What these samplers need."""
+        """What these samplers need. Those that choose by hand do so after the step, from its logits."""
+        samplers = [sampler for sampler in samplers if not sampler.by_hand]
         if any_filters(samplers):
             return cls.FILTERED
         return cls.GREEDY if all(sampler.greedy for sampler in samplers) else cls.DRAWN
@@ -240,6 +241,8 @@ class StepGraph:
 
     def _fill_draws(self, rows: Sequence[int], samplers: Sequence[Sampler]) -> None:
         for row, sampler in zip(rows, samplers, strict=True):
+            if sampler.by_hand:
+                continue
             given = sampler.parameters
             self._inputs[row, _TOP_K] = given.top_k
             self._draws[row] = given.temperature, given.top_p, sampler.draw()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.engine.stepping import advance
+from decode_engine.engine.stepping import choose_together, take
 from decode_engine.host_search.turns_triton import Lane
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session
@@ -97,6 +97,7 @@ class Stepper:
         self._taken: tuple[_Stepping, list[bool]] = (([], []), [])
         self._divided: tuple[_Stepping, list[list[Part]]] = (([], []), [])
         self._sorted: WeakKeyDictionary[Session, BatchKind | str] = WeakKeyDictionary()
+        self._told_by_hand = False
 
     def prepare(self, fitted: FittedMethod, sessions: int, placement: Placement = Placement.DEVICE) -> None:
         """Captures greedy steps of up to `sessions` sessions on such a context, and compiles what the model compiles.
@@ -261,12 +262,29 @@ class Stepper:
         if step.graph is None:
             return
         found = step.graph.collect(list(step.rows.values()))
+        by_hand = self._choose_by_hand(step, step.graph)
         for place, stepped in zip(step.rows, found, strict=True):
             session = step.of.sessions[place]
-            result = results[step.of.numbers[place]] = advance(step.samplers[place], stepped.token)
+            chosen = by_hand.get(place)
+            result = take(step.samplers[place], stepped.token) if chosen is None else chosen
+            results[step.of.numbers[place]] = result
             if not isinstance(result, Exception):
                 count_touched(session, step.of.kind, stepped)
                 session.advance()
+
+    def _choose_by_hand(self, step: _Launched, graph: StepGraph) -> dict[int, int | Exception]:
+        """By place, tokens that the captured step cannot choose: from its logits, after it."""
+        places = [place for place in step.rows if step.samplers[place].by_hand]
+        if not places:
+            return {}
+        if not self._told_by_hand:
+            self._told_by_hand = True
+            logger.info(
+                "tokens with penalties, biases, grammars or log probabilities are chosen after the captured step"
+            )
+        rows = torch.tensor([step.rows[place] for place in places], device=self._device)
+        chosen = choose_together(graph.logits_BV[rows], [step.samplers[place] for place in places])
+        return dict(zip(places, chosen, strict=True))
 
     def _graph(
         self, kind: BatchKind, method: Method, size: int, max_keys: int, part: int, lane: int = 0

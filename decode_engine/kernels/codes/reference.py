@@ -14,17 +14,14 @@ from torch import Tensor
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.border import (
-    draw_reference,
-    draws_below_reference,
+    cut_reference,
     moved_reference,
+    passes_reference,
     stretch_of_reference,
 )
 from decode_engine.kernels.codes.lookup_tables import make_tables_reference
 from decode_engine.kernels.codes.sizes import BLOCK, RUN, WORD_HEADS, CodeSizes
 from decode_engine.kernels.weight_bytes import rounded_half_reference
-
-_LEAST_CUT, _CUT_STEPS, _CUT_MARGIN = (127 - 29) << 23, 10, 1 << 14
-_INFINITE = 0x7F800000
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +72,9 @@ def kept_keys(q_GD: Tensor, sequence: CodeSequence, h: int, sizes: CodeSizes) ->
     normaliser_G = _normalisers(sampled_GSK, int(there_SK.sum()), sequence)
     half = sizes.shape.sample_keys // 2
     weights_SK = _rounded_weights(sampled_GSK, normaliser_G)[:, :half][there_SK[:, :half]]
-    available = sequence.end - sequence.first
-    if sequence.keep >= available:
-        return searched
     weights_N = torch.exp2(logits_GN - normaliser_G[:, None]).sum(0)
-    least, above, draws = _cut(weights_SK, sequence.keep / available)
-    drawn = draw_reference(keys, h) < draws
-    return (weights_N.view(torch.int32) >= torch.where(drawn, least, above)) & searched
+    cut = cut_reference(weights_SK, sequence.keep, sequence.end - sequence.first)
+    return passes_reference(weights_N, h, cut) & searched
 
 
 def estimated_logits(q_GD: Tensor, sequence: CodeSequence, h: int, sizes: CodeSizes) -> Tensor:
@@ -128,21 +121,3 @@ def _rounded_weights(logits_GSK: Tensor, normaliser_G: Tensor) -> Tensor:
     rounded = rounded_half_reference(torch.exp2(logits_GSK - base_GS[..., None]))
     weights: Tensor = (rounded * torch.exp2(peaks_GS - normaliser_G[:, None])[..., None]).sum(0)
     return weights
-
-
-def _cut(weights: Tensor, share: float) -> tuple[int, int, Tensor]:
-    """Of sampled keys' weights: from which bits on keys are kept that draw less than the last, and all keys."""
-    if share <= 0:
-        return _INFINITE, _INFINITE, torch.zeros((), dtype=torch.int32)
-    bits = weights.view(torch.int32)
-    wanted = torch.tensor(share * len(bits), dtype=torch.float32)
-    cut = _LEAST_CUT
-    for step in range(_CUT_STEPS):
-        higher = cut + (1 << (27 - step))
-        if int((bits >= higher).sum()) >= wanted:
-            cut = higher
-    least = -1 if cut == _LEAST_CUT else cut - _CUT_MARGIN
-    above = cut + (1 << (28 - _CUT_STEPS)) + _CUT_MARGIN
-    over = (bits >= above).sum()
-    inside = (bits >= least).sum() - over
-    return least, above, draws_below_reference((wanted - over) / inside.clamp(min=1)).to(weights.device)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.border import draw, draws_below, moved, stretch_of
+from decode_engine.kernels.border import load_cut, moved, passes, store_cut, stretch_of
 from decode_engine.kernels.codes import sizes as code_sizes
 from decode_engine.kernels.codes.lookup_tables import make_tables
 from decode_engine.kernels.codes.sizes import CodeSizes, CodeWork
@@ -33,13 +33,6 @@ _PAIR = tl.constexpr(0x00FF00FF)
 _LOW = tl.constexpr(0xFFFF)
 _TWO_23 = tl.constexpr(0x4B000000)  # as float32, the number whose mantissa counts in ones
 _TWO_23_F = tl.constexpr(8388608.0)
-_LEAST_CUT = tl.constexpr(
-    (127 - 29) << 23
-)  # bits of 2^-29; summed weights are at most 2^3, and less is nothing
-_CUT_STEPS = tl.constexpr(10)  # halvings of 32 octaves, down to 1/32 of one
-_CUT_WIDTH = tl.constexpr(1 << (28 - 10))
-_CUT_MARGIN = tl.constexpr(1 << 14)  # more than weights of the sample are rounded by; 2^23 are an octave
-_INFINITE = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -228,34 +221,6 @@ def find_cut(
 
 
 @triton.jit
-def store_cut(
-    cut_ptr: tl.tensor,
-    bits: tl.tensor,
-    counted: tl.tensor,
-    wanted: tl.tensor,
-    keep: tl.tensor,
-    searched: tl.tensor,
-) -> None:
-    """Writes which weights are kept (`CodeWork.cuts_RX`), by the bits of those of `counted` sampled keys."""
-    cut = searched * 0 + _LEAST_CUT
-    for step in tl.static_range(_CUT_STEPS):
-        higher = cut + (1 << (27 - step))
-        reached = tl.sum((bits >= higher).to(tl.int32), 0).to(tl.float32)
-        cut = tl.where(reached >= wanted, higher, cut)
-    # Around the cut, since many keys may have just its weight, and weights of the sample are rounded. Below the least
-    # cut are also the sample's places without a key.
-    lowest = cut == _LEAST_CUT
-    least = tl.where(lowest, -1, cut - _CUT_MARGIN)
-    above = cut + (_CUT_WIDTH + _CUT_MARGIN)
-    over = tl.sum((bits >= above).to(tl.int32), 0)
-    inside = tl.where(lowest, counted, tl.sum((bits >= least).to(tl.int32), 0)) - over
-    share = (wanted - over.to(tl.float32)) / tl.maximum(inside, 1).to(tl.float32)
-    tl.store(cut_ptr, tl.where(keep >= searched, -1, tl.where(keep > 0, least, _INFINITE)))
-    tl.store(cut_ptr + 1, tl.where(keep >= searched, -1, tl.where(keep > 0, above, _INFINITE)))
-    tl.store(cut_ptr + 2, draws_below(share))
-
-
-@triton.jit
 def keep_kernel(
     records_ptr: tl.tensor,
     tables_ptr: tl.tensor,
@@ -304,11 +269,8 @@ def keep_kernel(
             weight += tl.sum(tl.exp2(logits[n] - normaliser[None, :]), 1)
         key = base + tl.arange(0, BK)
         there = (key - first).to(tl.uint32) < (end - first).to(tl.uint32)
-        least = tl.load(cuts_ptr + row * 3, cache_modifier=".cg")
-        above = tl.load(cuts_ptr + row * 3 + 1, cache_modifier=".cg")
-        drawn = draw(key, row % HEADS) < tl.load(cuts_ptr + row * 3 + 2, cache_modifier=".cg")
-        reached = weight.to(tl.int32, bitcast=True) >= tl.where(drawn, least, above)
-        kept = (reached & there).to(tl.int32)
+        least, above, draws = load_cut(cuts_ptr + row * 3)
+        kept = (passes(weight, key, row % HEADS, least, above, draws) & there).to(tl.int32)
         # Listed column by column: then only the columns' totals have to be added up across threads.
         square = tl.reshape(kept, [BK // COLUMNS, COLUMNS])
         of_column = tl.sum(square, 0)

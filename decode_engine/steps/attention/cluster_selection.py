@@ -40,7 +40,7 @@ class ClusterSelection(KeySelection):
         self._buffers = SelectionBuffers.allocate(rows, width, plan.device)
         self.lists = KeyLists.allocate(rows, 1, plan.max_keys, plan.device)
 
-    def attend_means(self, partials: Partials) -> None:
+    def attend_too(self, partials: Partials) -> None:
         """From now on the lookup attends to the means of all clusters, into the first slots (`lookup_slots`)."""
         self._partials, self._attends = partials, True
 

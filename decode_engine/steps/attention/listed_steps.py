@@ -1,4 +1,4 @@
-"""Attention to lists of keys on a GPU, whoever selected them, and a remainder over a partition.
+"""Attention to lists of keys on a GPU, whoever selected them, and a remainder over a partition or a coarse copy.
 
 Shape legend: L layers, B rows of a batch, H KV heads, R = B * H, N keys of the longest context, G query heads per KV
 head, d head dim, F fields of a record, X programs that attend to lists.
@@ -31,25 +31,35 @@ from decode_engine.steps.attention.cluster_selection import (
     device_clusters,
     window_refusal,
 )
+from decode_engine.steps.attention.coarse_steps import CoarseRemainder, CoarseSelection, coarse_refusal
 from decode_engine.steps.attention.code_selection import CodeSelection
-from decode_engine.steps.attention.step_attention import KeySelection, SideStream, StepAttention, StepPlan
+from decode_engine.steps.attention.step_attention import (
+    KeySelection,
+    SideStream,
+    StepAttention,
+    StepPlan,
+    StepRemainder,
+)
 from decode_engine.steps.attention.table_steps import TableSelection
+from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method
-from index_store.selection.remainders import Centred, Dipole, Monopole
+from index_store.selection.remainders import Centred, Coarse, Dipole, Monopole
 from index_store.store.manifest import Manifest
 
 
 class ListedSteps(StepAttention):
     """Searches by a `KeySelection`, attends to what it lists, and adds a remainder over the method's partition.
 
-    The remainder attends to all clusters as their means, whatever is selected; what is attended exactly is taken out of
-    the clusters afterwards. Where the search compares queries with these very means (Multipole Attention, sections
-    3.1-3.2), one launch does both. Else the remainder's runs beside the search, on a stream of its own.
+    A remainder over clusters attends to all of them as their means, whatever is selected; what is attended exactly is
+    taken out of the clusters afterwards. Where the search compares queries with these very means (Multipole Attention,
+    sections 3.1-3.2), one launch does both. Else the remainder's runs beside the search, on a stream of its own.
+    One over a coarse copy attends to the keys that were not listed: in the launch that lists the others, or beside what
+    follows it.
     """
 
     selection_types: ClassVar[Mapping[str, type[KeySelection]]] = MappingProxyType(
@@ -57,6 +67,7 @@ class ListedSteps(StepAttention):
             KeyClusters.kind: ClusterSelection,
             QueryTables.kind: TableSelection,
             ProductCodes.kind: CodeSelection,
+            CoarseRows.kind: CoarseSelection,
         }
     )
     """Searches by the kind of the index."""
@@ -68,13 +79,12 @@ class ListedSteps(StepAttention):
         super().__init__(plan)
         self.selection = self._selection_type(plan.method)(plan)
         sharing = self._sharing_search()
-        searched = None if sharing is None else sharing.scores
-        self._remainder = None if plan.method.drops_remainder else _Remainder(plan, searched)
+        self._remainder = None if plan.method.drops_remainder else self._make_remainder(sharing is not None)
         programs = list_programs(plan.rows, self.selection.lists)
         slots = programs + (0 if self._remainder is None else self._remainder.slots(programs))
         self._partials = Partials.allocate(plan.rows, slots, plan.group, plan.model.head_dim, plan.device)
         if sharing is not None:
-            sharing.attend_means(self._partials)
+            sharing.attend_too(self._partials)
         self.joined_RN = joined_lists(plan)
         kept = (plan.model.layers, plan.rows, programs)
         self._kept_LRX = torch.zeros(kept, dtype=torch.int32, device=plan.device)
@@ -87,6 +97,8 @@ class ListedSteps(StepAttention):
             return "there are no kernels that search its index for lists of keys"
         if not method.drops_remainder:
             partition = _partition(method)
+            if isinstance(method.remainder, Coarse):
+                return coarse_refusal(method, manifest)
             if not isinstance(method.remainder, Monopole | Centred) or isinstance(method.remainder, Dipole):
                 return (
                     f"its remainder, {method.remainder.name}, reads d x d numbers per cluster, which is more than the "
@@ -105,18 +117,18 @@ class ListedSteps(StepAttention):
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
         fields = dict(cls._selection_type(method).fields(context, method, layer))
         partition = _partition(method)
-        if partition is not None and not method.drops_remainder:
+        if partition is not None and partition.kind == KeyClusters.kind and not method.drops_remainder:
             fields |= device_clusters(context, partition, layer).fields()
         return fields
 
     def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
         q_RGD, scale, remainder = q_BHGD.flatten(0, 1), q_BHGD.shape[3] ** -0.5, self._remainder
-        if remainder is None or remainder.shared:
-            lists, locations_RN = self.find(layer, q_BHGD, records_BF)
-        else:
+        beside = remainder is not None and not remainder.shared
+        if remainder is not None and beside and not remainder.follows_search:
             with self._side.follow():
-                look_up(q_RGD, records_BF, remainder.scores, self._partials, scale)
-            lists, locations_RN = self.find(layer, q_BHGD, records_BF)
+                remainder.attend(q_BHGD, records_BF, self._partials)
+        lists, locations_RN = self.find(layer, q_BHGD, records_BF)
+        if beside:
             self._side.join()
         attend_lists(
             q_RGD,
@@ -130,18 +142,8 @@ class ListedSteps(StepAttention):
             take_out=None if remainder is None else remainder.take_out,
             locations_RN=locations_RN,
         )
-        if remainder is not None and remainder.take_out.mode == SUMS:
-            first_slot = remainder.splits + list_programs(len(q_RGD), lists)
-            correct_clusters(
-                q_RGD,
-                records_BF,
-                lists,
-                self.joined_RN,
-                remainder.scores,
-                self._partials,
-                first_slot,
-                locations_RN,
-            )
+        if remainder is not None:
+            remainder.correct(q_BHGD, records_BF, lists, self.joined_RN, self._partials, locations_RN)
         return merge_partials(self._partials, q_BHGD.dtype, self.plan.sink_HG(layer))[0].view_as(q_BHGD)
 
     def find(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> tuple[KeyLists, Tensor | None]:
@@ -149,7 +151,16 @@ class ListedSteps(StepAttention):
 
         None for the locations: all are where the context is.
         """
-        return self.selection.select(layer, q_BHGD, records_BF), None
+        return self.select(layer, q_BHGD, records_BF), None
+
+    def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
+        """The keys to attend to, from which on a remainder runs that leaves these out."""
+        lists = self.selection.select(layer, q_BHGD, records_BF)
+        remainder = self._remainder
+        if remainder is not None and remainder.follows_search and not remainder.shared:
+            with self._side.follow():
+                remainder.attend(q_BHGD, records_BF, self._partials)
+        return lists
 
     def kept_B(self) -> Tensor:
         return self._kept_LRX.view(len(self._kept_LRX), self.plan.size, -1).sum((0, 2))
@@ -158,30 +169,57 @@ class ListedSteps(StepAttention):
     def _selection_type(cls, method: Method) -> type[KeySelection]:
         return cls.selection_types["" if method.index is None else method.index.kind]
 
-    def _sharing_search(self) -> ClusterSelection | None:
-        """The search, where the means that it looks up are those that the remainder attends to."""
+    def _sharing_search(self) -> ClusterSelection | CoarseSelection | None:
+        """The search, where it looks up the very clusters or rows that the remainder attends to."""
         method, search = self.plan.method, self.selection
-        over_searched = isinstance(method.remainder, Monopole) and method.partition is None
-        if self.joins_lookups and over_searched and isinstance(search, ClusterSelection):
-            return search
-        return None
+        if not self.joins_lookups or method.partition is not None:
+            return None
+        if isinstance(search, ClusterSelection):
+            return search if isinstance(method.remainder, Monopole) else None
+        return search if isinstance(search, CoarseSelection) and not method.drops_remainder else None
+
+    def _make_remainder(self, shared: bool) -> StepRemainder:
+        """shared: the search's launches attend to what it is over."""
+        if isinstance(self.selection, CoarseSelection):
+            return CoarseRemainder(self.selection, shared)
+        searched = self.selection.scores if shared and isinstance(self.selection, ClusterSelection) else None
+        return _Clusters(self.plan, searched)
 
 
-class _Remainder:
-    """All clusters of the partition as their means, in the first `splits` slots, and what is taken out of them."""
+class _Clusters(StepRemainder):
+    """All clusters of the partition as their means; what is taken out of them."""
 
     def __init__(self, plan: StepPlan, searched: ClusterScores | None) -> None:
         """searched: what the search's own lookup fills, which is then the remainder's, too."""
         centred = isinstance(plan.method.remainder, Centred)
         width = cluster_width(plan, _partition(plan.method))
         self.shared = searched is not None
-        self.scores = searched or ClusterScores.allocate(plan.rows, width, plan.group, centred, plan.device)
-        self.take_out = TakeOut(self.scores, SUMS if centred else MONOPOLE)
+        self._scores = searched or ClusterScores.allocate(plan.rows, width, plan.group, centred, plan.device)
+        self.take_out = TakeOut(self._scores, SUMS if centred else MONOPOLE)
         self.splits = lookup_slots(plan.rows, width)
+        self._corrects = centred
 
     def slots(self, programs: int) -> int:
-        """That are filled besides those of `attend_lists`."""
-        return self.splits + (programs if self.take_out.mode == SUMS else 0)
+        return self.splits + (programs if self._corrects else 0)
+
+    def attend(self, q_BHGD: Tensor, records_BF: Tensor, partials: Partials) -> None:
+        look_up(q_BHGD.flatten(0, 1), records_BF, self._scores, partials, q_BHGD.shape[3] ** -0.5)
+
+    def correct(
+        self,
+        q_BHGD: Tensor,
+        records_BF: Tensor,
+        lists: KeyLists,
+        joined_RN: Tensor,
+        partials: Partials,
+        locations_RN: Tensor | None,
+    ) -> None:
+        if self._corrects:
+            q_RGD = q_BHGD.flatten(0, 1)
+            first_slot = self.splits + list_programs(len(q_RGD), lists)
+            correct_clusters(
+                q_RGD, records_BF, lists, joined_RN, self._scores, partials, first_slot, locations_RN
+            )
 
 
 def joined_lists(plan: StepPlan) -> Tensor:

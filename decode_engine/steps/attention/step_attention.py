@@ -17,6 +17,8 @@ from torch import Tensor
 from decode_engine.host_search.turns_triton import Lane
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.partials import Partials
+from decode_engine.kernels.attention.sparse_attention import TakeOut
 from index_store.attention.logit_form import LogitForm
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
@@ -173,6 +175,39 @@ class KeySelection(ABC):
 
         q_BHGD: contiguous, unscaled. The result is `lists`, or has its shape. Never waits for the device.
         """
+
+
+class StepRemainder(ABC):
+    """Attention to what stands for the keys that a search does not list, with kernels only.
+
+    splits: slots of partial attention that it fills, before those of the attention to lists. shared: the search's own
+    launches fill them. follows_search: it knows what was listed; otherwise `attend` runs beside the search. take_out:
+    what listed keys are taken out of as they are attended to.
+    """
+
+    splits: int
+    shared: bool
+    follows_search: bool = False
+    take_out: TakeOut | None = None
+
+    def slots(self, programs: int) -> int:
+        """That are filled besides those of `attend_lists`, which has so many programs."""
+        return self.splits
+
+    @abstractmethod
+    def attend(self, q_BHGD: Tensor, records_BF: Tensor, partials: Partials) -> None:
+        """Fills the first slots, where they are not shared. Never waits for the device."""
+
+    def correct(  # noqa: B027 - most have nothing to correct
+        self,
+        q_BHGD: Tensor,
+        records_BF: Tensor,
+        lists: KeyLists,
+        joined_RN: Tensor,
+        partials: Partials,
+        locations_RN: Tensor | None,
+    ) -> None:
+        """Fills slots behind those of `attend_lists`, after it: its arguments."""
 
 
 class SideStream:

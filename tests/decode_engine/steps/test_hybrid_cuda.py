@@ -33,7 +33,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-METHODS = ("full", "csattention+dropped", "csattention", "multipole", "multipole+dropped", "pq", "pq+dropped")
+METHODS = (
+    "full",
+    "csattention+dropped",
+    "csattention",
+    "multipole",
+    "multipole+dropped",
+    "pq",
+    "pq+dropped",
+    "refined",
+)
 LENGTHS = (4000, 1500)
 
 
@@ -106,7 +115,9 @@ def no_fields(self: SlotCache, layer: int) -> dict[int, int]:
     return {}
 
 
-@pytest.mark.parametrize("name", ["csattention+dropped", "multipole", "multipole+dropped", "pq+dropped"])
+@pytest.mark.parametrize(
+    "name", ["csattention+dropped", "multipole", "multipole+dropped", "pq+dropped", "refined"]
+)
 def test_slots_change_no_bit_of_a_whole_step(
     runner: ModelRunner, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

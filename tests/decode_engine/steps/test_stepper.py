@@ -5,7 +5,7 @@ Without a CUDA device the kernels run in Triton's interpreter, and no graph is c
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 
 from decode_engine.config import Compilation
 from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.engine.sampling.logit_rules import LogitRules
 from decode_engine.kernels import records
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
@@ -91,6 +92,84 @@ def test_sessions_on_contexts_of_other_lengths_decode_as_one_by_one(
     sessions = [start(runner, prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
     samplers = [Sampler(sampling) for sampling in samplings]
     assert by_steps(stepper, sessions, [3] * 3, samplers, 4) == expected
+
+
+class OnlyEven:
+    """A grammar of even tokens, of which it counts those that were taken."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+        self.ended = False
+
+    def start(self) -> OnlyEven:
+        return self
+
+    def apply(self, logits_V: torch.Tensor) -> torch.Tensor:
+        odd_V = torch.arange(len(logits_V)) % 2 == 1
+        return logits_V.masked_fill(odd_V, -torch.inf)
+
+    def take(self, token: int) -> None:
+        self.taken.append(token)
+
+
+def test_sessions_with_rules_grammars_and_log_probabilities_step_with_the_others(
+    runner: ModelRunner, stepper: Stepper
+) -> None:
+    prompts, rules = [[5, 9, 2], [4, 4]], LogitRules(frequency_penalty=2.0, logit_bias={9: 3.0})
+    grammars = [OnlyEven(), OnlyEven()]
+
+    def samplers(grammar: OnlyEven) -> list[Sampler]:
+        by_hand = SamplingParameters(rules=rules, grammar=grammar, top_logprobs=2)  # type: ignore[arg-type]
+        return [Sampler(GREEDY), Sampler(by_hand, prompts[1])]
+
+    alone, together = (samplers(grammar) for grammar in grammars)
+    expected = [
+        by_forward(runner, start(runner, prompt, 17), 3, sampler, 2)
+        for prompt, sampler in zip(prompts, alone, strict=True)
+    ]
+    sessions = [start(runner, prompt, 17) for prompt in prompts]
+    assert by_steps(stepper, sessions, [3] * 2, together, 2) == expected
+    assert grammars[0].taken == grammars[1].taken == expected[1]
+    assert all(token % 2 == 0 for token in expected[1])
+    told = [sampler.logprob for sampler in (alone[1], together[1])]
+    assert told[0] is not None
+    assert told[1] is not None
+    assert told[0].token_id == told[1].token_id == expected[1][-1]
+    assert told[0].logprob == pytest.approx(told[1].logprob, abs=1e-3)
+
+
+def test_a_grammar_that_fails_ends_its_own_session(runner: ModelRunner, stepper: Stepper) -> None:
+    class Failing(OnlyEven):
+        def apply(self, logits_V: torch.Tensor) -> torch.Tensor:
+            raise InvalidArgumentError("the constraint cannot be obeyed any more")
+
+    grammar = Failing()
+    samplers = [Sampler(GREEDY), Sampler(SamplingParameters(grammar=grammar))]  # type: ignore[arg-type]
+    expected = by_forward(runner, start(runner, [5, 9, 2], 17), 3, Sampler(GREEDY), 1)
+    sessions = [start(runner, [5, 9, 2], 17), start(runner, [7], 17)]
+    positions = [session.position for session in sessions]
+    token, failed = stepper.step(sessions, [3, 3], samplers)
+    assert [token] == expected
+    assert isinstance(failed, InvalidArgumentError)
+    assert [session.position for session in sessions] == [positions[0] + 1, positions[1]]
+
+
+@pytest.mark.parametrize("name", ["full", "csattention", "multipole", "quest", "pq", "csattention-paper"])
+def test_a_fork_decodes_as_the_session_it_was_made_of(runner: ModelRunner, name: str) -> None:
+    prompt = list(range(40)) * 4
+    whole, other = start(runner, prompt, name=name), start(runner, prompt, name=name)
+    fork = whole.fork()
+    assert fork.figures == whole.figures
+    assert fork.nbytes > 0
+    expected = by_forward(runner, other, 3, Sampler(GREEDY), 6)
+    by_forward(runner, whole, 8, Sampler(SamplingParameters(2.0, seed=2)), 6)
+    whole.close()
+    assert by_forward(runner, fork, 3, Sampler(GREEDY), 6) == expected
+    assert fork.nbytes == other.nbytes
+    times = {"search_ns", "gather_ns", "attend_ns", "append_ns"}
+    assert {field: value for field, value in asdict(fork.figures).items() if field not in times} == {
+        field: value for field, value in asdict(other.figures).items() if field not in times
+    }
 
 
 def test_sessions_join_leave_and_take_other_rows(runner: ModelRunner, stepper: Stepper) -> None:

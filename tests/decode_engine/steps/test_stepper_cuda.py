@@ -37,6 +37,9 @@ METHODS = (
     "multipole+dropped",
     "pq",
     "pq+dropped",
+    "refined",
+    "refined-3",
+    "refined+dropped",
 )
 GREEDY = SamplingParameters()
 LENGTHS = (4000, 1500, 2777)

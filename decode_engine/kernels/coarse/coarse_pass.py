@@ -1,0 +1,268 @@
+"""One pass over the coarse copies of keys and values: scores every searched key, lists the best, attends to the others.
+
+A program goes over consecutive blocks of a row's keys, decides by the cut that `search.find_cuts` has found which keys
+are listed, to be attended exactly, and attends to all others of the searched range by their codes. So no logit is
+stored: for a group of four they would be 16 bytes a key, written and read, where the codes that they are made of are 64
+at 4 bits and d = 128.
+
+Where something has to happen between listing and attending, a fetch of the listed rows, two launches share the work.
+The first leaves a mark for each key, the second goes by these: a decision that is made twice might not be the same. It
+scores the keys once more. Logits that one launch leaves to the other are 8 bytes a key for each query row, against 64
+of codes: a group of four would save 32 of 200 bytes, behind a fetch that takes longer, and more rows lose.
+
+Shape legend: as in `coarse.sizes`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.online_softmax import LOG2E, tile_options
+from decode_engine.kernels.attention.partials import Partials
+from decode_engine.kernels.border import load_cut, passes
+from decode_engine.kernels.coarse.coded_tiles import (
+    add_values,
+    key_logits,
+    load_queries,
+    no_values_yet,
+    store_values,
+)
+from decode_engine.kernels.coarse.search import key_pointers, product_options
+from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
+from decode_engine.kernels.fields import (
+    KEYS,
+    VALUE_CODES,
+    VALUE_OFFSETS,
+    VALUE_SCALES,
+    aligned_pointer,
+    field,
+    searched_keys,
+)
+from decode_engine.kernels.launches import chained, wait_for_launch
+from index_store.indexes.coarse_rows import scalar_rows
+
+BLOCK = tl.constexpr(scalar_rows.BLOCK)
+
+
+@triton.jit
+def value_pointers(
+    records_ptr: tl.tensor,
+    b: tl.tensor,
+    head: tl.tensor,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> tl.tensor:
+    """Codes, scales and offsets of a KV head's values."""
+    before = head * field(records_ptr, b, KEYS)
+    return (
+        aligned_pointer(records_ptr, b, before * (DIM * BITS // 8), VALUE_CODES, tl.uint8),
+        aligned_pointer(records_ptr, b, before * GROUPS, VALUE_SCALES, tl.float16),
+        aligned_pointer(records_ptr, b, before * GROUPS, VALUE_OFFSETS, tl.float16),
+    )
+
+
+@triton.jit
+def share_of_blocks(first: tl.tensor, end: tl.tensor) -> tl.tensor:
+    """First block and end of this program's share of those that hold searched keys."""
+    base = first // BLOCK
+    stop = tl.where(end > first, tl.cdiv(end, BLOCK), base)
+    share = tl.cdiv(stop - base, tl.num_programs(0))
+    begin = base + tl.program_id(0) * share
+    return begin, tl.minimum(begin + share, stop)
+
+
+@triton.jit
+def list_kept(
+    kept_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    AT_ONCE: tl.constexpr,
+) -> tl.tensor:
+    """Lists the keys of begin .. end - 1 that are marked as kept, ascending; their number."""
+    count = begin * 0
+    for start in range(begin, end, AT_ONCE):
+        key = start + tl.arange(0, AT_ONCE)
+        kept = tl.load(kept_ptr + key, mask=key < end, other=0, cache_modifier=".cg").to(tl.int32)
+        tl.store(ids_ptr + count + tl.cumsum(kept, 0) - kept, key, mask=kept > 0)
+        count += tl.sum(kept, 0)
+    return count
+
+
+@triton.jit
+def value_steps(
+    scales_ptr: tl.tensor, offsets_ptr: tl.tensor, key: tl.tensor, there: tl.tensor, GROUPS: tl.constexpr
+) -> tl.tensor:
+    """Scales and offsets of values, for each group of channels [T] float32."""
+    scales: tl.tensor = ()
+    offsets: tl.tensor = ()
+    for group in tl.static_range(GROUPS):
+        at = key.to(tl.int64) * GROUPS + group
+        scales += (tl.load(scales_ptr + at, mask=there, other=0.0).to(tl.float32),)
+        offsets += (tl.load(offsets_ptr + at, mask=there, other=0.0).to(tl.float32),)
+    return scales, offsets
+
+
+@triton.jit(do_not_specialize=["width", "room", "slots"])
+def pass_kernel(
+    q_ptr: tl.tensor,
+    records_ptr: tl.tensor,
+    normalisers_ptr: tl.tensor,
+    cuts_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    width: tl.tensor,
+    room: tl.tensor,
+    slots: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    KEY_BYTES: tl.constexpr,
+    INT8_KEYS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    VALUE_BYTES: tl.constexpr,
+    VALUE_GROUPS: tl.constexpr,
+    INT8_VALUES: tl.constexpr,
+    LIST: tl.constexpr,
+    ATTEND: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """Program (split, row): a share of the row's blocks.
+
+    LIST: decides which keys are kept, marks and lists them. ATTEND: attends to the others; without LIST these are those
+    that are not marked.
+    """
+    wait_for_launch(CHAINED)
+    split = tl.program_id(0)
+    row = tl.program_id(1)
+    b = row // HEADS
+    head = row % HEADS
+    element: tl.constexpr = q_ptr.dtype.element_ty
+    first, end = searched_keys(records_ptr, b)
+    keys = field(records_ptr, b, KEYS).to(tl.int32)
+    codes_ptr, scales_ptr, offsets_ptr = key_pointers(records_ptr, b, head, DIM, KEY_BITS)
+    value_codes_ptr, value_scales_ptr, value_offsets_ptr = value_pointers(
+        records_ptr, b, head, DIM, VALUE_BITS, VALUE_GROUPS
+    )
+    heads = tl.arange(0, ROWS)
+    queries = load_queries(q_ptr, row, scale_log2, GROUP, DIM, KEY_BITS, KEY_BYTES, ROWS)
+    # Heads that only pad the tile weigh nothing. Past the first-level cache, as cuts are.
+    at = normalisers_ptr + row * GROUP + heads
+    normalisers = tl.load(at, mask=heads < GROUP, other=float("inf"), cache_modifier=".cg")
+    least, above, draws = load_cut(cuts_ptr + row * 3)
+    kept_ptr += row.to(tl.int64) * room
+    begin, stop = share_of_blocks(first, end)
+    totals = tl.zeros([BLOCK, ROWS], tl.float32)
+    sums, evens = no_values_yet(BLOCK, DIM, VALUE_BITS, VALUE_BYTES, VALUE_GROUPS, ROWS)
+    for block in tl.range(begin, stop, num_stages=STAGES):
+        key = block * BLOCK + tl.arange(0, BLOCK)
+        there = key < keys
+        if ATTEND:  # asked for before anything waits
+            steps, starts = value_steps(value_scales_ptr, value_offsets_ptr, key, there, VALUE_GROUPS)
+        if not LIST:
+            kept = tl.load(kept_ptr + key, mask=there, other=0, cache_modifier=".cg") > 0
+        logits = key_logits(
+            queries, codes_ptr, scales_ptr + block * DIM, offsets_ptr + block * DIM, key, there,
+            DIM, KEY_BITS, KEY_BYTES, INT8_KEYS, ROWS, element, PRECISION, PACKED,
+        )  # fmt: skip
+        shares = tl.exp2(logits - normalisers[None, :])
+        searched = (key >= first) & (key < end)
+        if LIST:
+            kept = passes(tl.sum(shares, 1), key, head, least, above, draws) & searched
+            tl.store(kept_ptr + key, kept.to(tl.uint8), mask=there)
+        if ATTEND:
+            # What is not kept weighs less than the cut: no peak has to be found that these are relative to. (With KEEP
+            # at 0, which no budget asks for, it weighs what the sample has missed.)
+            weights = tl.where((searched & (kept == 0))[:, None], shares, 0.0)
+            totals += weights
+            sums, evens = add_values(
+                sums, evens, weights, value_codes_ptr, steps, starts, key, there,
+                DIM, VALUE_BITS, VALUE_BYTES, VALUE_GROUPS, INT8_VALUES, element, PRECISION, PACKED,
+            )  # fmt: skip
+    if LIST:
+        tl.debug_barrier()
+        place = row.to(tl.int64) * tl.num_programs(0) + split
+        last = tl.minimum(stop * BLOCK, keys)
+        count = list_kept(kept_ptr, ids_ptr + place * width, begin * BLOCK, last, 8 * BLOCK)
+        tl.store(counts_ptr + place, count)
+    if ATTEND:
+        total = tl.sum(totals, 0)
+        at = (row.to(tl.int64) * slots + split) * GROUP + heads
+        tl.store(peaks_ptr + at, tl.where(total > 0, normalisers, float("-inf")), mask=heads < GROUP)
+        tl.store(totals_ptr + at, total, mask=heads < GROUP)
+        there = (heads < GROUP) & (total > 0)
+        store_values(sums_ptr, sums, evens, at, there, DIM, VALUE_BITS, VALUE_BYTES, VALUE_GROUPS)
+
+
+def list_keys(
+    q_BHGD: Tensor,
+    records_BF: Tensor,
+    sizes: CoarseSizes,
+    work: CoarseWork,
+    lists: KeyLists,
+    partials: Partials | None = None,
+) -> None:
+    """Fills `lists` with the keys that the cuts in `work` keep: sizes.splits(B * H) segments of sizes.width(B * H).
+
+    partials: gets the coarse attention to all others of the searched range in its first slots, as many as segments.
+    The marks in `work` are left for `attend_others`. q_BHGD: [B, H, G, d] contiguous, unscaled, in the
+    dtype of keys. Does not wait for the device and may be captured in a CUDA graph.
+    """
+    _launch_pass(q_BHGD, records_BF, sizes, work, lists, partials)
+
+
+def attend_others(
+    q_BHGD: Tensor, records_BF: Tensor, sizes: CoarseSizes, work: CoarseWork, partials: Partials
+) -> None:
+    """The coarse attention to all searched keys that `list_keys` did not list, into the first slots of `partials`."""
+    _launch_pass(q_BHGD, records_BF, sizes, work, None, partials)
+
+
+def _launch_pass(
+    q_BHGD: Tensor,
+    records_BF: Tensor,
+    sizes: CoarseSizes,
+    work: CoarseWork,
+    lists: KeyLists | None,
+    partials: Partials | None,
+) -> None:
+    rows = q_BHGD.shape[0] * sizes.kv_heads
+    shape = sizes.shape
+    pass_kernel[(sizes.splits(rows), rows)](
+        q_BHGD,
+        records_BF,
+        work.normalisers_RG,
+        work.cuts_RX,
+        work.kept_RN,
+        None if lists is None else lists.ids_RPW,
+        None if lists is None else lists.counts_RP,
+        None if partials is None else partials.sums_RSGD,
+        None if partials is None else partials.peaks_RSG,
+        None if partials is None else partials.totals_RSG,
+        sizes.head_dim**-0.5 * LOG2E,
+        sizes.width(rows),
+        work.kept_RN.shape[1],
+        0 if partials is None else partials.peaks_RSG.shape[1],
+        **sizes.value_constants(),
+        LIST=lists is not None,
+        ATTEND=partials is not None,
+        STAGES=tile_options(q_BHGD.dtype, 0, shape.stages)["STAGES"],
+        num_warps=shape.warps,
+        **sizes.key_constants(),
+        **product_options(q_BHGD),
+        **chained(q_BHGD.device),
+    )

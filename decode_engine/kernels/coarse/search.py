@@ -1,0 +1,177 @@
+"""Kernel that scores a sample of coarse keys, and finds from which weight on keys are kept.
+
+Keys are ranked as `CoarseRows.rank` ranks them: by the sum over a group's heads of the softmax of the estimated
+logits. A row's last program finds the softmaxes' normalisers and the cut (`border`). The sample is scored as the pass
+over all keys scores them (`coarse_pass`), so that logits which are tied are tied in both.
+
+Shape legend: as in `coarse.sizes`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from decode_engine.kernels.attention.online_softmax import LOG2E, tile_options
+from decode_engine.kernels.border import moved, store_cut, stretch_of
+from decode_engine.kernels.coarse import sizes as coarse_sizes
+from decode_engine.kernels.coarse.coded_tiles import key_logits, load_queries
+from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
+from decode_engine.kernels.fields import (
+    KEEP,
+    KEY_CODES,
+    KEY_OFFSETS,
+    KEY_SCALES,
+    KEYS,
+    aligned_pointer,
+    field,
+    searched_keys,
+)
+from decode_engine.kernels.launches import arrives_last, chained, wait_for_launch
+from index_store.indexes.coarse_rows import scalar_rows
+
+BLOCK = tl.constexpr(scalar_rows.BLOCK)
+RUN = tl.constexpr(coarse_sizes.RUN)
+CHUNKS = 8
+"""Parts of a sample whose largest weights stand for themselves alone."""
+
+
+@triton.jit
+def key_pointers(
+    records_ptr: tl.tensor, b: tl.tensor, head: tl.tensor, DIM: tl.constexpr, BITS: tl.constexpr
+) -> tl.tensor:
+    """Codes of a KV head's keys, and scales and offsets of their blocks."""
+    keys = field(records_ptr, b, KEYS)
+    blocks = tl.cdiv(keys, BLOCK)
+    return (
+        aligned_pointer(records_ptr, b, head * keys * (DIM * BITS // 8), KEY_CODES, tl.uint8),
+        aligned_pointer(records_ptr, b, head * blocks * DIM, KEY_SCALES, tl.float16),
+        aligned_pointer(records_ptr, b, head * blocks * DIM, KEY_OFFSETS, tl.float16),
+    )
+
+
+@triton.jit
+def sample_kernel(
+    q_ptr: tl.tensor,
+    records_ptr: tl.tensor,
+    sampled_ptr: tl.tensor,
+    normalisers_ptr: tl.tensor,
+    cuts_ptr: tl.tensor,
+    arrivals_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    KEY_BYTES: tl.constexpr,
+    INT8_KEYS: tl.constexpr,
+    SAMPLERS: tl.constexpr,
+    RUNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """Program (s, row): evenly spread runs of the searched keys, or all of them where they are few."""
+    wait_for_launch(CHAINED)
+    row = tl.program_id(1)
+    b = row // HEADS
+    first, end = searched_keys(records_ptr, b)
+    if end > first:
+        element: tl.constexpr = q_ptr.dtype.element_ty
+        taken: tl.constexpr = SAMPLERS * RUNS
+        codes_ptr, scales_ptr, offsets_ptr = key_pointers(records_ptr, b, row % HEADS, DIM, KEY_BITS)
+        queries = load_queries(q_ptr, row, scale_log2, GROUP, DIM, KEY_BITS, KEY_BYTES, ROWS)
+        heads = tl.arange(0, ROWS)
+        base = first // RUN * RUN
+        runs = tl.cdiv(end - base, RUN)
+        for i in range(RUNS):
+            turn = tl.program_id(0) * RUNS + i
+            run = tl.where(runs > taken, moved(turn, taken, runs, stretch_of(turn, taken)), turn)
+            key = base + run * RUN + tl.arange(0, RUN)
+            there = (key >= first) & (key < end)
+            block = tl.minimum(base + run * RUN, end - 1) // BLOCK
+            logits = key_logits(
+                queries, codes_ptr, scales_ptr + block * DIM, offsets_ptr + block * DIM, key, there,
+                DIM, KEY_BITS, KEY_BYTES, INT8_KEYS, ROWS, element, PRECISION, PACKED,
+            )  # fmt: skip
+            logits = tl.where(there[:, None], logits, float("-inf"))
+            at = (row * GROUP + heads)[None, :] * (taken * RUN) + (turn * RUN + tl.arange(0, RUN))[:, None]
+            tl.store(sampled_ptr + at, logits, mask=heads[None, :] < GROUP)
+        if arrives_last(arrivals_ptr, row):
+            keep = field(records_ptr, b, KEEP).to(tl.int32)
+            find_cut(
+                sampled_ptr, normalisers_ptr, cuts_ptr, row, end - first, keep, GROUP, CHUNKS, taken * RUN
+            )
+
+
+@triton.jit
+def find_cut(
+    sampled_ptr: tl.tensor,
+    normalisers_ptr: tl.tensor,
+    cuts_ptr: tl.tensor,
+    row: tl.tensor,
+    searched: tl.tensor,
+    keep: tl.tensor,
+    GROUP: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SAMPLED: tl.constexpr,
+) -> None:
+    """Estimates the normalisers from the sampled keys, and what a kept key's weight has to reach.
+
+    A few keys may hold most of a softmax. So each chunk's largest weight stands for itself alone, and its others for
+    the keys that were not sampled.
+    """
+    chunk = tl.arange(0, CHUNKS)
+    at = chunk[:, None] * (SAMPLED // CHUNKS) + tl.arange(0, SAMPLED // CHUNKS)[None, :]
+    total = tl.zeros([CHUNKS, SAMPLED // CHUNKS], tl.float32)
+    counted = searched * 0
+    for g in tl.static_range(GROUP):
+        logits = tl.load(sampled_ptr + (row * GROUP + g) * SAMPLED + at, cache_modifier=".cg")
+        counted = tl.sum(tl.sum((logits > float("-inf")).to(tl.int32), 1), 0)
+        stands_for = searched.to(tl.float32) / tl.maximum(counted, 1).to(tl.float32)
+        peaks = tl.max(logits, 1)
+        highest = tl.max(peaks, 0)
+        weights = tl.exp2(logits - tl.where(peaks == float("-inf"), 0.0, peaks)[:, None])
+        estimates = tl.maximum(tl.sum(weights, 1) - 1.0, 0.0) * stands_for + 1.0
+        normaliser = highest + tl.log2(tl.sum(estimates * tl.exp2(peaks - highest), 0))
+        tl.store(normalisers_ptr + row * GROUP + g, normaliser)
+        total += tl.exp2(logits - normaliser)
+    bits = tl.reshape(total, [SAMPLED]).to(tl.int32, bitcast=True)
+    wanted = keep.to(tl.float32) * counted.to(tl.float32) / searched.to(tl.float32)
+    store_cut(cuts_ptr + row * 3, bits, counted, wanted, keep, searched)
+
+
+def find_cuts(q_BHGD: Tensor, records_BF: Tensor, sizes: CoarseSizes, work: CoarseWork) -> None:
+    """Fills normalisers and cuts of `work` for one step's queries; of rows that search nothing they stay as they are.
+
+    q_BHGD: [B, H, G, d] contiguous, unscaled, fp16, bf16 or float32. records_BF: [B, RECORD_FIELDS] int64.
+    """
+    shape = sizes.shape
+    sample_kernel[(shape.samplers, q_BHGD.shape[0] * sizes.kv_heads)](
+        q_BHGD,
+        records_BF,
+        work.sampled_RGM,
+        work.normalisers_RG,
+        work.cuts_RX,
+        work.arrivals_R,
+        sizes.head_dim**-0.5 * LOG2E,
+        SAMPLERS=shape.samplers,
+        RUNS=shape.runs,
+        CHUNKS=CHUNKS,
+        num_warps=4,
+        **sizes.key_constants(),
+        **product_options(q_BHGD),
+        **chained(q_BHGD.device),
+    )
+
+
+def product_options(q_BHGD: Tensor) -> dict[str, Any]:
+    """How kernels that score keys multiply and unpack."""
+    precision = tile_options(q_BHGD.dtype, 0, 0)["PRECISION"]
+    return {"PRECISION": precision, "PACKED": q_BHGD.dtype == torch.bfloat16 and q_BHGD.is_cuda}

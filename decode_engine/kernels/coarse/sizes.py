@@ -1,0 +1,177 @@
+"""What the kernels over coarse copies work on: sizes, launch shapes and buffers.
+
+Shape legend: B sequences, H KV heads, R = B * H rows, G query heads per KV head, d head dim, N keys, M sampled keys, S
+programs that go over a row's copy (splits).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode_engine.kernels.attention.online_softmax import HEAD_TILE
+from index_store.errors import InvalidArgumentError
+from index_store.indexes.coarse_rows.scalar_rows import BLOCK
+
+RUN = 16
+"""Consecutive keys of a sample, which share scales and offsets. Keys near each other are alike."""
+
+HEAD_DIMS, MAX_GROUP, MAX_KEYS = (64, 128, 256), HEAD_TILE.value, 2**21
+
+_LEAST_CHANNELS, _LEAST_INT8 = 16, 32
+"""That a product takes at least, and one of 8-bit integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoarseShape:
+    """How the work is cut. Results depend on it by their rounding, and by the sample that the cut comes from.
+
+    programs: that go over copies, of all rows together. warps, stages: of such a program, and blocks of which loads are
+    in flight. samplers, runs: programs per row that score a sample, and runs of keys of each; powers of two. At 1 % 82
+    of 8,192 keys decide how many are kept, which then strays by a ninth; at 0.25 % by a fifth.
+    int8_keys, int8_values: products with the codes of keys, and with those of values, are of 8-bit integers instead of
+    numbers of the queries' type.
+    """
+
+    programs: int = 528
+    warps: int = 4
+    stages: int = 3
+    samplers: int = 64
+    runs: int = 8
+    int8_keys: bool = False
+    int8_values: bool = False
+
+    @property
+    def sampled(self) -> int:
+        """M: keys of a sample."""
+        return self.samplers * self.runs * RUN
+
+
+def coarse_shape(device: torch.device, max_keys: int) -> CoarseShape:
+    """A launch shape for contexts of up to max_keys on a device."""
+    if device.type != "cuda":
+        return CoarseShape(programs=8, samplers=2, runs=4)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    # A sample of a short context would cost what all of its keys do.
+    return CoarseShape(programs=4 * processors, samplers=64 if max_keys > 2**15 else 16)
+
+
+@dataclass(frozen=True, slots=True)
+class CoarseSizes:
+    """One layer shape: everything that a kernel is compiled for.
+
+    key_bits, value_bits: 2, 3 or 4. value_groups: of channels of a value with a scale and an offset each. max_keys: the
+    longest context of the batch. Raises InvalidArgumentError for sizes outside of what kernels can do.
+    """
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    key_bits: int
+    value_bits: int
+    value_groups: int
+    max_keys: int
+    shape: CoarseShape = CoarseShape()
+
+    def __post_init__(self) -> None:
+        refusal = refuse_sizes(self.group, self.head_dim, self.value_bits, self.value_groups, self.max_keys)
+        if refusal is not None:
+            raise InvalidArgumentError(refusal)
+
+    @property
+    def blocks(self) -> int:
+        """Of the longest context."""
+        return -(-self.max_keys // BLOCK)
+
+    def splits(self, rows: int) -> int:
+        """S."""
+        return max(1, min(self.blocks, self.shape.programs // rows))
+
+    def width(self, rows: int) -> int:
+        """Keys that one of a row's programs goes over, at most."""
+        return -(-self.blocks // self.splits(rows)) * BLOCK
+
+    def key_constants(self) -> dict[str, Any]:
+        """What kernels that score keys are compiled for. Planes of too few channels are multiplied as numbers."""
+        int8 = self.shape.int8_keys and _low_bytes(self.head_dim, self.key_bits) >= _LEAST_INT8
+        return {
+            "HEADS": self.kv_heads,
+            "GROUP": self.group,
+            "ROWS": MAX_GROUP,
+            "DIM": self.head_dim,
+            "KEY_BITS": self.key_bits,
+            "KEY_BYTES": 1 if int8 else _word_bytes(self.head_dim, self.key_bits, _LEAST_CHANNELS),
+            "INT8_KEYS": int8,
+        }
+
+    def value_constants(self) -> dict[str, Any]:
+        """What kernels that attend to values are compiled for besides."""
+        int8 = self.shape.int8_values
+        return {
+            "VALUE_BITS": self.value_bits,
+            "VALUE_BYTES": 1 if int8 else _word_bytes(self.head_dim, self.value_bits, 8 * self.shape.warps),
+            "VALUE_GROUPS": self.value_groups,
+            "INT8_VALUES": int8,
+        }
+
+
+def _word_bytes(head_dim: int, bits: int, least: int) -> int:
+    """Bytes of the words that kernels read codes in: two take fewer instructions, but leave planes fewer channels."""
+    return 2 if _low_bytes(head_dim, bits) // 2 >= least else 1
+
+
+def _low_bytes(head_dim: int, bits: int) -> int:
+    """Of a row of codes, without third bits."""
+    return head_dim * (4 if bits == 4 else 2) // 8
+
+
+def _per_byte(bits: int) -> int:
+    """Codes, whose channels lie far apart: those of a group are in some of them."""
+    return 2 if bits == 4 else 4
+
+
+def refuse_sizes(group: int, head_dim: int, value_bits: int, value_groups: int, max_keys: int) -> str | None:
+    """Why kernels cannot do such sizes; None when they can."""
+    if not 1 <= group <= MAX_GROUP or head_dim not in HEAD_DIMS or not 1 <= max_keys <= MAX_KEYS:
+        return (
+            f"group {group}, head dimension {head_dim}, {max_keys} keys; the kernels over coarse rows take groups of "
+            f"1 to {MAX_GROUP}, dimensions {', '.join(map(str, HEAD_DIMS))} and up to {MAX_KEYS} keys"
+        )
+    if _per_byte(value_bits) % value_groups:
+        return (
+            f"{value_groups} groups of channels in a value of {value_bits} bits; the kernels over coarse rows take 1 "
+            f"to {_per_byte(value_bits)}, a power of two"
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class CoarseWork:
+    """Buffers of one search, made once per batch size; a captured graph keeps using them.
+
+    sampled_RGM: [R, G, M] float32, sampled keys' logits in units of log2, -inf where the sample has no key.
+    normalisers_RG: [R, G] float32, log2 of the sum of all searched keys' weights, estimated. cuts_RX: [R, 3] int32, see
+    `border.store_cut`. arrivals_R: [R] int32: counters, zero between steps. kept_RN: [R, N] uint8, 1 for keys that were
+    listed; of blocks that hold searched keys.
+    """
+
+    sampled_RGM: Tensor
+    normalisers_RG: Tensor
+    cuts_RX: Tensor
+    arrivals_R: Tensor
+    kept_RN: Tensor
+
+    @classmethod
+    def make(cls, sizes: CoarseSizes, size: int, device: torch.device | str) -> CoarseWork:
+        """Buffers for `size` sequences."""
+        rows = size * sizes.kv_heads
+        return cls(
+            torch.empty(rows, sizes.group, sizes.shape.sampled, device=device),
+            torch.empty(rows, sizes.group, device=device),
+            torch.empty(rows, 3, dtype=torch.int32, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
+            torch.empty(rows, sizes.blocks * BLOCK, dtype=torch.uint8, device=device),
+        )

@@ -1,0 +1,118 @@
+"""Coarse rows on a GPU: a search that lists keys, and attention to all others by the same copy.
+
+Shape legend: B rows (sessions) of a batch, H KV heads, G query heads per KV head, d head dim, F fields of a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from decode_engine.kernels import records
+from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.partials import Partials
+from decode_engine.kernels.coarse.coarse_pass import attend_others, list_keys
+from decode_engine.kernels.coarse.search import find_cuts
+from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork, coarse_shape, refuse_sizes
+from decode_engine.steps.attention.step_attention import KeySelection, StepPlan, StepRemainder
+from index_store.errors import MethodUnsupportedError
+from index_store.indexes.coarse_rows.index import CoarseRows
+from index_store.indexes.coarse_rows.parameters import CoarseParameters
+from index_store.indexes.coarse_rows.scalar_rows import value_groups
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method
+from index_store.store.manifest import Manifest
+
+_ADDRESSES = {
+    records.KEY_CODES: "key_codes",
+    records.KEY_SCALES: "key_scales",
+    records.KEY_OFFSETS: "key_offsets",
+    records.VALUE_CODES: "value_codes",
+    records.VALUE_SCALES: "value_scales",
+    records.VALUE_OFFSETS: "value_offsets",
+}
+
+
+class CoarseSelection(KeySelection):
+    """Search by a coarse copy: a list for each program that goes over a part of it, each ascending."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        super().__init__(plan)
+        parameters, model = _parameters(plan.method), plan.model
+        self.sizes = CoarseSizes(
+            model.kv_heads,
+            plan.group,
+            model.head_dim,
+            parameters.key_bits,
+            parameters.value_bits,
+            value_groups(model.head_dim, parameters.value_group),
+            plan.max_keys,
+            coarse_shape(plan.device, plan.max_keys),
+        )
+        self.work = CoarseWork.make(self.sizes, plan.size, plan.device)
+        self.lists = KeyLists.allocate(
+            plan.rows, self.sizes.splits(plan.rows), self.sizes.width(plan.rows), plan.device
+        )
+        self._partials: Partials | None = None
+
+    def attend_too(self, partials: Partials) -> None:
+        """From now on the launch that lists keys also attends to all others, into the first slots, one per list."""
+        self._partials = partials
+
+    @classmethod
+    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
+        if method.index is None or method.index.kind != CoarseRows.kind:
+            return "it searches no coarse rows"
+        parameters, model = _parameters(method), manifest.model
+        if parameters.coding != "scalar":
+            return f"its coarse rows are {parameters.coding} codes, kernels read scalar ones"
+        return refuse_sizes(
+            model.query_heads // model.kv_heads,
+            model.head_dim,
+            parameters.value_bits,
+            value_groups(model.head_dim, parameters.value_group),
+            manifest.token_count,
+        )
+
+    @classmethod
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        if method.index is None:
+            raise MethodUnsupportedError(f"method {method.name!r} searches nothing", method=method.name)
+        arrays = context.index(method.index.name, layer).arrays()
+        return {field: arrays[name].data_ptr() for field, name in _ADDRESSES.items()}
+
+    def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
+        find_cuts(q_BHGD, records_BF, self.sizes, self.work)
+        list_keys(q_BHGD, records_BF, self.sizes, self.work, self.lists, self._partials)
+        return self.lists
+
+
+class CoarseRemainder(StepRemainder):
+    """Attention to the coarse copies of all keys that a search over the same copy has not listed."""
+
+    follows_search = True
+
+    def __init__(self, search: CoarseSelection, shared: bool) -> None:
+        """shared: the search attends to them, too."""
+        self._search = search
+        self.shared = shared
+        self.splits = search.lists.counts_RP.shape[1]
+
+    def attend(self, q_BHGD: Tensor, records_BF: Tensor, partials: Partials) -> None:
+        attend_others(q_BHGD, records_BF, self._search.sizes, self._search.work, partials)
+
+
+def coarse_refusal(method: Method, manifest: Manifest) -> str | None:
+    """Why a method's remainder `coarse` cannot run this way, as a clause; None when it can."""
+    if method.partition is not None:
+        return f"its remainder, {method.remainder.name}, is over rows that its search does not score"
+    return CoarseSelection.refusal(method, manifest)
+
+
+def _parameters(method: Method) -> CoarseParameters:
+    if method.index is None or method.index.kind != CoarseRows.kind:
+        raise MethodUnsupportedError(
+            f"method {method.name!r} has no coarse rows to search", method=method.name
+        )
+    return CoarseParameters.parse(method.index.parameters)

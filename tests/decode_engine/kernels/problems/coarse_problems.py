@@ -1,0 +1,138 @@
+"""Small batches for the kernels over coarse copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.partials import Partials, merge_partials
+from decode_engine.kernels.coarse.coarse_pass import attend_others, list_keys
+from decode_engine.kernels.coarse.reference import (
+    CoarseSequence,
+    attend_others_reference,
+    find_cuts_reference,
+    list_keys_reference,
+)
+from decode_engine.kernels.coarse.search import find_cuts
+from decode_engine.kernels.coarse.sizes import CoarseShape, CoarseSizes, CoarseWork
+from decode_engine.kernels.records import records_of
+from index_store.indexes.coarse_rows.scalar_rows import code_rows
+from tests.support.devices import DEVICE
+
+SMALL = CoarseShape(programs=4, samplers=2, runs=4)
+
+
+def make_sizes(
+    group: int,
+    head_dim: int,
+    key_bits: int = 4,
+    value_bits: int = 4,
+    value_groups: int = 1,
+    *,
+    shape: CoarseShape = SMALL,
+    max_keys: int = 512,
+    int8: bool = False,
+    kv_heads: int = 1,
+) -> CoarseSizes:
+    shape = replace(shape, int8_keys=int8, int8_values=int8)
+    return CoarseSizes(kv_heads, group, head_dim, key_bits, value_bits, value_groups, max_keys, shape)
+
+
+def make_sequence(
+    sizes: CoarseSizes, keys: int, first: int, end: int, keep: int, offset: float = 3.0
+) -> CoarseSequence:
+    """Random rows; channels of keys have scales of their own, and lie apart by offsets of about that size."""
+    generator = torch.Generator().manual_seed(keys + first)
+    kv = torch.randn(sizes.kv_heads, keys, 2, sizes.head_dim, generator=generator)
+    spread = 0.2 + torch.rand(sizes.head_dim, generator=generator)
+    kv[:, :, 0] = kv[:, :, 0] * spread + offset * torch.randn(sizes.head_dim, generator=generator)
+    rows = code_rows(kv.to(DEVICE), 0, sizes.key_bits, sizes.value_bits, sizes.value_groups)
+    return CoarseSequence(rows, first, end, keep)
+
+
+def make_queries(sizes: CoarseSizes, dtype: torch.dtype, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sizes.group)
+    shape = (size, sizes.kv_heads, sizes.group, sizes.head_dim)
+    return (2.0 * torch.randn(shape, generator=generator)).to(DEVICE, dtype)
+
+
+class Searched:
+    """What kernels find about a batch, in buffers in which what is not written shows."""
+
+    def __init__(
+        self, sizes: CoarseSizes, q_BHGD: Tensor, sequences: Sequence[CoarseSequence | None], *, apart: bool
+    ) -> None:
+        """apart: listing and attending are two launches."""
+        rows = len(sequences) * sizes.kv_heads
+        self.work = CoarseWork.make(sizes, len(sequences), DEVICE)
+        for floats in (self.work.sampled_RGM, self.work.normalisers_RG):
+            floats.fill_(torch.nan)
+        self.work.cuts_RX.fill_(-(2**30))
+        self.work.kept_RN.fill_(0x5A)
+        self.lists = KeyLists.allocate(rows, sizes.splits(rows), sizes.width(rows), DEVICE)
+        self.lists.ids_RPW.fill_(-(2**30))
+        self.lists.counts_RP.fill_(2**30)
+        device = torch.device(DEVICE)
+        # One slot more than is filled.
+        self.partials = Partials.allocate(rows, sizes.splits(rows) + 1, sizes.group, sizes.head_dim, device)
+        self.partials.sums_RSGD.fill_(torch.nan)
+        self.partials.peaks_RSG.fill_(-torch.inf)
+        self.partials.totals_RSG.fill_(torch.nan)
+        records_BF = records_of(sequences, DEVICE)
+        find_cuts(q_BHGD, records_BF, sizes, self.work)
+        list_keys(q_BHGD, records_BF, sizes, self.work, self.lists, None if apart else self.partials)
+        if apart:
+            attend_others(q_BHGD, records_BF, sizes, self.work, self.partials)
+        assert not self.work.arrivals_R.any()
+        self.out_RGD, self.lse_RG = merge_partials(self.partials)
+
+
+def listed_keys(lists: KeyLists, row: int) -> list[int]:
+    """A row's keys, each once."""
+    assert int(lists.counts_RP[row].min()) >= 0
+    assert int(lists.counts_RP[row].max()) <= lists.ids_RPW.shape[2]
+    keys: list[int] = lists.of_row(row).tolist()
+    assert keys == sorted(set(keys))
+    return keys
+
+
+def assert_equals_reference(
+    sizes: CoarseSizes,
+    dtype: torch.dtype,
+    sequences: Sequence[CoarseSequence | None],
+    *,
+    apart: bool,
+    tolerance: float,
+) -> Searched:
+    """The kernels list what the reference lists, but for keys at the very edge, and attend to all others."""
+    q = make_queries(sizes, dtype, len(sequences))
+    found = Searched(sizes, q, sequences, apart=apart)
+    rows = len(sequences) * sizes.kv_heads
+    work = CoarseWork.make(sizes, len(sequences), DEVICE)
+    lists = KeyLists.allocate(rows, *found.lists.ids_RPW.shape[1:], DEVICE)
+    find_cuts_reference(q, sequences, sizes, work)
+    list_keys_reference(q, sequences, sizes, work, lists)
+    for row in range(rows):
+        sequence = sequences[row // sizes.kv_heads]
+        kept, expected = listed_keys(found.lists, row), listed_keys(lists, row)
+        if sequence is None or sequence.end <= sequence.first:
+            assert not kept
+            continue
+        torch.testing.assert_close(
+            found.work.normalisers_RG[row], work.normalisers_RG[row], rtol=0, atol=20 * tolerance
+        )
+        other = len(set(kept) ^ set(expected))
+        assert other <= 1 + 0.05 * len(expected), (row, len(kept), len(expected), other)
+        assert all(sequence.first <= key < sequence.end for key in kept)
+        if sequence.keep >= sequence.end - sequence.first:
+            assert kept == list(range(sequence.first, sequence.end))
+        if sequence.keep == 0:
+            assert not kept
+    expected_state = attend_others_reference(q, sequences, found.lists)
+    torch.testing.assert_close(found.out_RGD, expected_state.out, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.lse_RG, expected_state.lse, rtol=tolerance, atol=20 * tolerance)
+    return found

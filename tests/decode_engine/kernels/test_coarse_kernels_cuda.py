@@ -1,0 +1,88 @@
+"""What only a CUDA device can show of the kernels over coarse copies: bfloat16, captured graphs and long contexts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from decode_engine.kernels.coarse.coarse_pass import attend_others, list_keys
+from decode_engine.kernels.coarse.reference import CoarseSequence
+from decode_engine.kernels.coarse.search import find_cuts
+from decode_engine.kernels.coarse.sizes import coarse_shape
+from decode_engine.kernels.records import records_of
+from index_store.indexes.coarse_rows.scalar_rows import code_rows
+from tests.decode_engine.kernels.problems.coarse_problems import (
+    Searched,
+    assert_equals_reference,
+    listed_keys,
+    make_queries,
+    make_sequence,
+    make_sizes,
+)
+from tests.support.devices import DEVICE, ON_GPU
+
+pytestmark = ON_GPU
+LONG, SHORT = (60001, 8, 59900, 600), (259, 3, 250, 20)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "bits", "value_groups"),
+    [(4, 128, (4, 4), 1), (4, 128, (2, 2), 1), (8, 128, (3, 3), 1), (3, 64, (4, 4), 1), (16, 256, (4, 4), 2)],
+)
+def test_kernels_find_what_the_references_find(
+    group: int, head_dim: int, bits: tuple[int, int], value_groups: int, apart: bool, int8: bool
+) -> None:
+    shape = coarse_shape(torch.device(DEVICE, 0), 65536)
+    sizes = make_sizes(
+        group, head_dim, *bits, value_groups, shape=shape, max_keys=65536, int8=int8, kv_heads=2
+    )
+    sequences = [make_sequence(sizes, *LONG), None, make_sequence(sizes, *SHORT)]
+    found = assert_equals_reference(sizes, torch.bfloat16, sequences, apart=apart, tolerance=3e-2)
+    for row in range(2):
+        assert 0.6 * LONG[3] < len(listed_keys(found.lists, row)) < 1.6 * LONG[3]
+
+
+def test_one_launch_equals_two() -> None:
+    sizes = make_sizes(4, 128, shape=coarse_shape(torch.device(DEVICE, 0), 65536), max_keys=65536, kv_heads=2)
+    q, sequences = make_queries(sizes, torch.bfloat16, 1), [make_sequence(sizes, *LONG)]
+    together, apart = (Searched(sizes, q, sequences, apart=apart) for apart in (False, True))
+    for row in range(2):
+        assert listed_keys(together.lists, row) == listed_keys(apart.lists, row)
+    torch.testing.assert_close(together.out_RGD, apart.out_RGD, rtol=1e-3, atol=1e-3)
+
+
+def test_a_captured_search_is_replayed_for_another_context() -> None:
+    sizes = make_sizes(4, 128, shape=coarse_shape(torch.device(DEVICE, 0), 65536), max_keys=65536, kv_heads=2)
+    q = make_queries(sizes, torch.bfloat16, 1)
+    first, other = ([make_sequence(sizes, *size)] for size in (SHORT, LONG))
+    made = Searched(sizes, q, first, apart=True)
+    records_BF = records_of(first, DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        find_cuts(q, records_BF, sizes, made.work)
+        list_keys(q, records_BF, sizes, made.work, made.lists)
+        attend_others(q, records_BF, sizes, made.work, made.partials)
+    records_BF.copy_(records_of(other, DEVICE))
+    graph.replay()
+    expected = Searched(sizes, q, other, apart=True)
+    for row in range(2):
+        assert listed_keys(made.lists, row) == listed_keys(expected.lists, row)
+    assert torch.equal(made.partials.totals_RSG[:, :-1], expected.partials.totals_RSG[:, :-1])
+
+
+def test_a_context_of_a_million_keys() -> None:
+    """Codes of the last heads begin beyond 2^31 bytes."""
+    keys, keep = 2**20, 10_000
+    shape = coarse_shape(torch.device(DEVICE, 0), keys)
+    sizes = replace(make_sizes(4, 128, shape=shape, max_keys=keys), kv_heads=33)
+    kv = torch.randn(1, keys, 2, 128, device=DEVICE, dtype=torch.bfloat16).expand(33, -1, -1, -1)
+    sequence = CoarseSequence(code_rows(kv, 0, 4, 4, 1), 8, keys - 64, keep)
+    q = make_queries(sizes, torch.bfloat16, 1)
+    q[:, 32] = q[:, 0]
+    found = Searched(sizes, q, [sequence], apart=False)
+    assert 0.7 * keep < len(listed_keys(found.lists, 32)) < 1.4 * keep
+    torch.testing.assert_close(found.lse_RG[32], found.lse_RG[0], rtol=1e-2, atol=1e-2)
