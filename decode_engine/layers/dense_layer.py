@@ -76,6 +76,10 @@ class DenseLayer:
         state = attend_shared(q_HTGD, self.tail.rows, causal=True, cap=self._form.cap)
         return self._form.add_sink(state)
 
+    def adopt(self, other: DenseLayer) -> None:
+        """Goes on, with a tail of its own, where the other session's layer is."""
+        self.tail.adopt(other.tail)
+
     def count_time(self, nanoseconds: int) -> None:
         """Notes time spent on this session's attention."""
         self._figures.attend_ns += nanoseconds

@@ -19,6 +19,7 @@ from decode_engine.layers.tail import Tail
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.selection.clustered_keys import ScoredClusters
+from index_store.selection.pieces import Piece
 from index_store.selection.remainders import ExactKeys
 
 
@@ -65,22 +66,22 @@ class ExactPart:
         self._figures.count_exact(available - skipped, available)
 
     def elsewhere(
-        self, q_HTGD: Tensor, search_end: int, held: int, pieces: Sequence[ScoredClusters]
+        self, q_HTGD: Tensor, search_end: int, held: int, pieces: Sequence[Piece]
     ) -> ExactKeys | None:
-        """Keys outside of the searched range that are in the pieces' clusters; None when there are none.
+        """Keys outside of the searched range that are in the pieces; None when there are none.
 
-        Sinks may be. Keys from search_end to `held` are, which is how many the clusters' index holds: those of the
-        context, and those of the tail that were appended after an earlier selection was made that is used again.
+        Only clusters cross its borders. Sinks may be in them. Keys from search_end to `held` are, which is how many
+        the clusters' index holds: those of the context, and those of the tail that were appended after an earlier
+        selection was made that is used again.
         """
-        if not pieces:
+        clusters = [piece.clusters for piece in pieces if isinstance(piece, ScoredClusters)]
+        if not clusters:
             return None
         begin = perf_counter_ns()
         heads, count, device = *self._kv_HN2D.shape[:2], q_HTGD.device
         if self._sinks_clustered is None:
             ids_HS = torch.arange(self._sinks, device=device).expand(heads, -1)
-            self._sinks_clustered = any(
-                bool((piece.clusters.cluster_of(ids_HS) >= 0).any()) for piece in pieces
-            )
+            self._sinks_clustered = any(bool((each.cluster_of(ids_HS) >= 0).any()) for each in clusters)
         sinks = self._sinks if self._sinks_clustered else 0
         context = self._context_rows(min(search_end, count), count)
         tail = self._tail.rows[:, max(search_end - count, 0) : held - count]

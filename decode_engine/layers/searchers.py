@@ -15,21 +15,21 @@ from torch import Tensor
 from decode_engine.layers.figures import Figures
 from index_store.methods.schedules import Schedule
 from index_store.selection.budgets import Selection
-from index_store.selection.clustered_keys import ScoredClusters
+from index_store.selection.pieces import Piece
 
 
 @dataclass(frozen=True, slots=True)
 class MadeSelection:
     """A selection, and how it was made: by which queries, at which position, from a range that ends where.
 
-    pieces: clusters as the search scored them; None where the selection serves other queries than made it.
+    pieces: as the search scored them; None where the selection serves other queries than made it.
     """
 
     selection: Selection
     q_HTGD: Tensor
     made_at: int
     search_end: int
-    pieces: Sequence[ScoredClusters] | None
+    pieces: Sequence[Piece] | None
 
 
 Search = Callable[[Tensor, int], MadeSelection]
@@ -127,6 +127,10 @@ class AcrossSteps:
         self._left = [*others[-1:], replace(left, pieces=None)]
         return used
 
+    def adopt(self, other: AcrossSteps) -> None:
+        """Has the selections of the other's earlier steps."""
+        self._left = list(other._left)
+
     def _earlier(self, position: int) -> MadeSelection | None:
         """The selection of an earlier step that this one may use."""
         # A step that is repeated has left a selection already, which is not an earlier one.
@@ -144,7 +148,12 @@ class Searchers:
         self._ahead = schedule.ahead
         self._correction = Correction(schedule.correct_below, figures)
         self._prompts: Searcher = EachPosition()
-        self._steps = AcrossSteps(schedule, self._correction) if schedule.by_step else self._prompts
+        self._across = AcrossSteps(schedule, self._correction)
+        self._steps = self._across if schedule.by_step else self._prompts
+
+    def adopt(self, other: Searchers) -> None:
+        """Goes on, by itself, where another session's layer is."""
+        self._across.adopt(other._across)
 
     def choose(self, position: int, positions: int, predicted_HTGD: Tensor | None) -> Searcher:
         """What searches for so many positions; one alone is a decode step. predicted_HTGD: their queries, foretold."""

@@ -1,4 +1,4 @@
-"""Attention to selected keys, and to what is left of the clusters that they were taken from.
+"""Attention to selected keys, and to what is left of the clusters or coarse rows that they were taken from.
 
 Shape legend: H KV heads, T query positions, G group heads, K kept keys, N context tokens, t tail tokens, d head dim.
 """
@@ -18,7 +18,7 @@ from decode_engine.layers.partial_attention import attend_logits
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.selection.budgets import Selection
-from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
+from index_store.selection.pieces import Piece
 from index_store.selection.remainders import ExactKeys, Remainder
 
 GATHER_BYTES = 16 * 2**20
@@ -92,12 +92,12 @@ class HeldRows:
 class LeftOut:
     """What stands for the keys that were not selected: a remainder over pieces.
 
-    elsewhere: keys that are attended exactly besides the selection and may be in the pieces' clusters. form: what the
-    layer does to logits, those of the selection, too.
+    elsewhere: keys that are attended exactly besides the selection and may be in the pieces. form: what the layer does
+    to logits, those of the selection, too.
     """
 
     remainder: Remainder
-    pieces: Sequence[ScoredClusters]
+    pieces: Sequence[Piece]
     elsewhere: ExactKeys | None
     form: LogitForm = PLAIN
 
@@ -156,24 +156,6 @@ class _Block:
             return tensor[self.heads]
         return tensor[self.heads, self.positions]
 
-    def of_piece(self, piece: ScoredClusters) -> ScoredClusters:
-        def some(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[self.heads]
-
-        clusters = piece.clusters
-        if self.heads.start != 0 or self.heads.stop < len(clusters.counts_HC):
-            clusters = ClusteredKeys(
-                clusters.counts_HC[self.heads],
-                clusters.means_HCD[self.heads],
-                clusters.value_sums_HCD[self.heads],
-                clusters.assignment_HX[self.heads],
-                clusters.first_id,
-                some(clusters.variances_HCD),
-                some(clusters.covariances_HCDD),
-                some(clusters.parents_HC),
-            )
-        return ScoredClusters(clusters, self.of(piece.logits_HTGC), self.of(piece.queries_HTGD))
-
     def of_keys(self, keys: ExactKeys) -> ExactKeys:
         return ExactKeys(
             self.of(keys.ids_HTK),
@@ -212,7 +194,7 @@ def _attend_block(
     exact = [ExactKeys(ids, valid, logits, values)]
     if left.elsewhere is not None:
         exact.append(block.of_keys(left.elsewhere))
-    pieces = [block.of_piece(piece) for piece in left.pieces]
+    pieces = [piece.part(block.heads, block.positions) for piece in left.pieces]
     approximate = left.remainder.state(pieces, exact, left.form)
     if approximate is not None:
         state = state.merge(approximate)

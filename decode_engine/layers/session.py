@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import overload
 
@@ -91,6 +92,7 @@ class Session:
         self.fitted = fitted
         self.method = fitted.method
         self.figures = Figures()
+        self._forms = forms
         self.position = context.manifest.token_count
         self.device = context.device
         make = partial(_make_layer, context, fitted, self.figures, forms)
@@ -99,6 +101,21 @@ class Session:
         )
         self._advanced_to: int | None = None  # tokens in the tails, where those do not know yet
         self._room_until = 0  # a position before which all tails have room
+
+    def fork(self) -> Session:
+        """Another session on the same context that has read the same tokens, and goes on by itself.
+
+        It shares the context, and so the lease on it; its tails and extensions of indexes are copies. Its figures begin
+        with what was done so far.
+        """
+        other = Session(self.context, self.fitted, self._forms)
+        for own in fields(Figures):
+            setattr(other.figures, own.name, getattr(self.figures, own.name))
+        with torch.inference_mode(False):
+            for layer, from_layer in zip(other.layers, self.layers, strict=True):
+                layer.adopt(from_layer)  # type: ignore[arg-type]  # both are made for the same layer
+        other.position = self.position
+        return other
 
     @property
     def layers(self) -> Layers:
@@ -123,6 +140,20 @@ class Session:
     def tail_keys(self) -> int:
         """Tokens that the session has added to its context."""
         return self.position - self.context.manifest.token_count
+
+    def restore(self, rows: Sequence[torch.Tensor]) -> None:
+        """Adds tokens whose keys and values are known: of every layer [H, t, 2, d] in the context's dtype."""
+        start = self.tail_keys
+        for layer, rows_HT2D in zip(self.layers, rows, strict=True):
+            layer.tail.put(start, rows_HT2D)
+        self.position += rows[0].shape[1]
+
+    def tail_rows(self) -> list[torch.Tensor]:
+        """Keys and values of all tokens that were added, of every layer [H, t, 2, d].
+
+        Views, which stay valid when the session is closed; it must not be used any more.
+        """
+        return [layer.tail.rows for layer in self.layers]
 
     def reserve_tail(self) -> None:
         """Makes room for the next token in the tails of all layers; they may move."""

@@ -38,14 +38,11 @@ from index_store.errors import MethodUnsupportedError
 from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex
 from index_store.methods.method import Method
 from index_store.selection.budgets import Selection, Step
-from index_store.selection.clustered_keys import ScoredClusters
+from index_store.selection.pieces import Piece
 from index_store.selection.ranking import Ranking
 from index_store.selection.remainders import ExactKeys
 
 _SCORE_BYTES = 16 * 2**20  # scores of one search; a longer prompt is searched in several passes
-_KEYS_PER_CLUSTER = (
-    16  # at least, about: how many clusters there are, where that decides how much is done at a time
-)
 _DEVICE_SCORE_BYTES = 128 * 2**20
 """The same on a GPU, where small passes leave most of it idle; not for budgets whose passes share a selection."""
 
@@ -54,7 +51,7 @@ _DEVICE_SCORE_BYTES = 128 * 2**20
 class LayerSearch:
     """What a searching layer uses of a context, besides its keys and values.
 
-    index: is searched. partition: its clusters make the remainder; None where the searched index has its own, or the
+    index: is searched. partition: its pieces make the remainder; None where the searched index has its own, or the
     remainder is dropped. thresholds: the index's offline calibration (see `Step.thresholds`).
     """
 
@@ -69,8 +66,8 @@ class Observation:
 
     q_HTGD: queries, float32 scaled by 1/sqrt(d), the first at `position`. search_end: end of the range that the
     selection was chosen from, beginning at `sinks`. out_HTGD: the layer's attention output. vectors_read, bytes_read:
-    of the index, per KV head and position, over all searches made meanwhile; 0 when there was none. form: what the
-    layer does to logits.
+    of the index, per KV head and position, over all searches made meanwhile; 0 when there was none. remainder_bytes:
+    read for the remainder besides, likewise. form: what the layer does to logits.
     """
 
     q_HTGD: Tensor
@@ -82,6 +79,7 @@ class Observation:
     out_HTGD: Tensor
     vectors_read: float
     bytes_read: float
+    remainder_bytes: float = 0.0
     form: LogitForm = PLAIN
 
 
@@ -155,6 +153,12 @@ class SparseLayer:
         searcher = self._searchers.choose(position, q_HTGD.shape[1], predicted_HTGD)
         return self._attend_all(q_HTGD, position, searcher)
 
+    def adopt(self, other: SparseLayer) -> None:
+        """As `DenseLayer.adopt`; what was appended to the index, and selections that serve later steps, go along."""
+        self.tail.adopt(other.tail)
+        self._appended = {index: appended.fork() for index, appended in other._appended.items()}
+        self._searchers.adopt(other._searchers)
+
     def catch_up(self, position: int) -> None:
         """Makes searchable what a query at `position` searches: after tokens that attended to everything.
 
@@ -220,17 +224,20 @@ class SparseLayer:
         rows = KeyRows(self._kv_HN2D, self.tail.rows)
         selection = self._select_together(q_HTGD, position, search_end, exact.lse, rows)
         held = rows.hold(selection)
-        # Without clusters there is nothing to score but the rows themselves.
-        clusters = 0 if self._method.drops_remainder else (search_end - self._sinks) // _KEYS_PER_CLUSTER
+        # Without pieces there is nothing to score but the rows themselves.
+        made_of = self._method.remainder.piece_type
+        scored = 0 if made_of is None else (search_end - self._sinks) // made_of.keys_each
         outs: list[Tensor] = []
-        for part in self._passes(q_HTGD, clusters, self._prompt_score_bytes):
+        for part in self._passes(q_HTGD, scored, self._prompt_score_bytes):
             queries, first = q_HTGD[:, part], position + part.start
-            pieces = self._pieces(queries, first, None)
+            pieces = self._pieces(queries, first, search_end, None)
             elsewhere = self._elsewhere(queries, search_end, pieces)
             left = LeftOut(self._method.remainder, pieces, elsewhere, self._form)
             state = attend_selection(queries, held, selection, left, self._figures)
             outs.append(state.merge(AttentionState(exact.out[:, part], exact.lse[:, part])).out)
-            self._observe(queries, first, search_end, selection, rows, outs[-1])
+            self._observe(
+                queries, first, search_end, selection, rows, outs[-1], self._read_bytes(pieces, None)
+            )
         return torch.cat(outs, dim=1)
 
     def _select_together(
@@ -257,14 +264,22 @@ class SparseLayer:
         exact = self._always.attend(q_HTGD, position, searcher.search_end(position, usual))
         rows = KeyRows(self._kv_HN2D, self.tail.rows)
         choice = searcher.choose(q_HTGD, position, usual, partial(self._search, position, exact.lse, rows))
-        pieces = self._pieces(q_HTGD, position, choice.pieces)
+        pieces = self._pieces(q_HTGD, position, choice.search_end, choice.pieces)
         elsewhere = self._elsewhere(q_HTGD, choice.search_end, pieces)
         left = LeftOut(self._method.remainder, pieces, elsewhere, self._form)
         state = attend_selection(q_HTGD, rows, choice.selection, left, self._figures)
         out = state.merge(exact).out
         self._always.count(position, q_HTGD.shape[1], choice.search_end)
-        self._observe(q_HTGD, position, choice.search_end, choice.selection, rows, out)
+        remainder_bytes = self._read_bytes(pieces, choice.pieces)
+        self._observe(q_HTGD, position, choice.search_end, choice.selection, rows, out, remainder_bytes)
         return out
+
+    def _read_bytes(self, pieces: Sequence[Piece], searched: Sequence[Piece] | None) -> float:
+        """What the remainder reads of the pieces per KV head, where somebody measures."""
+        if self.observer is None:
+            return 0.0
+        moments = self._method.remainder.moments
+        return sum(piece.remainder_bytes(moments, pieces is searched) for piece in pieces)
 
     def _observe(
         self,
@@ -274,9 +289,10 @@ class SparseLayer:
         selection: Selection,
         rows: KeyRows,
         out_HTGD: Tensor,
+        remainder_bytes: float,
     ) -> None:
         if self.observer is not None:
-            read = (self._vectors_read, self._bytes_read)
+            read = (self._vectors_read, self._bytes_read, remainder_bytes)
             self.observer(
                 Observation(
                     q_HTGD, position, self._sinks, search_end, selection, rows, out_HTGD, *read, self._form
@@ -329,19 +345,17 @@ class SparseLayer:
         self._figures.search_ns += perf_counter_ns() - begin
         return MadeSelection(selection, q_HTGD, position, search_end, ranking.pieces)
 
-    def _elsewhere(
-        self, q_HTGD: Tensor, search_end: int, pieces: Sequence[ScoredClusters]
-    ) -> ExactKeys | None:
+    def _elsewhere(self, q_HTGD: Tensor, search_end: int, pieces: Sequence[Piece]) -> ExactKeys | None:
         appended = self._appended.get(self._indexes[-1])
         held = self._kv_HN2D.shape[1] + (appended.count if appended else 0)
         return self._always.elsewhere(q_HTGD, search_end, held, pieces)
 
     def _pieces(
-        self, q_HTGD: Tensor, position: int, scored: Sequence[ScoredClusters] | None
-    ) -> Sequence[ScoredClusters]:
-        """The clusters that the remainder is computed over, scored; none when it is dropped.
+        self, q_HTGD: Tensor, position: int, search_end: int, scored: Sequence[Piece] | None
+    ) -> Sequence[Piece]:
+        """What the remainder is computed over, scored; nothing when it is dropped.
 
-        scored: those of the searched index, where the search has scored them with these queries.
+        scored: pieces of the searched index, where the search has scored them with these queries.
         """
         if self._method.drops_remainder:
             return ()
@@ -349,7 +363,7 @@ class SparseLayer:
             return scored
         index = self._index if self._partition is None else self._partition
         begin = perf_counter_ns()
-        pieces = index.pieces(q_HTGD, self._appended.get(index), position)
+        pieces = index.pieces(q_HTGD, self._sinks, search_end, self._appended.get(index), position)
         self._figures.search_ns += perf_counter_ns() - begin
         return pieces
 

@@ -28,6 +28,10 @@ class Tail(GrowingRows):
         """
         self.put(start, torch.stack((keys_HTD, values_HTD), dim=2))
 
+    def adopt(self, other: Tail) -> None:
+        """Takes over the other tail's rows, in a copy."""
+        self.put(0, other.rows)
+
     @property
     def address(self) -> int:
         """Of the first row of KV head 0, for kernels that write rows themselves and then set `count`."""

@@ -52,6 +52,10 @@ class WindowLayer:
         """The same layer: it is never cut."""
         return self
 
+    def adopt(self, other: WindowLayer) -> None:
+        """As `DenseLayer.adopt`."""
+        self.tail.adopt(other.tail)
+
     def attend(
         self,
         q_HTGD: Tensor,

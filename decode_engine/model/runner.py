@@ -12,6 +12,8 @@ from torch import Tensor
 from decode_engine.config import Compilation, Prompts, search_cores
 from decode_engine.engine.prompt_pieces import PromptCost, prompt_cost
 from decode_engine.engine.sampler import Sampler
+from decode_engine.engine.sampling.trial import VocabularySource
+from decode_engine.engine.sampling.vocabulary import Vocabulary
 from decode_engine.engine.stepping import decode_by_forward
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session
@@ -63,7 +65,9 @@ class ModelRunner:
         self.identity = loaded.identity
         self.forms = loaded.forms
         self.kv_dtype = loaded.kv_dtype if dtype == "auto" else dtype
-        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer = tokenizer = load_tokenizer(folder)
+        size, ends = self.identity.vocab_size, tokenizer.eos_ids
+        self.vocabulary = Vocabulary(lambda: VocabularySource(tokenizer.definition(), size, ends))
         self._foretelling = check_decoding(loaded)
         self._stepper: Stepper | None = None
         self._searching = searching or SearchThreads(search_cores())
@@ -82,8 +86,9 @@ class ModelRunner:
             )
 
     def close(self) -> None:
-        """Ends the threads that search on the host. No step may be in progress, and none may follow."""
+        """Ends the threads that search on the host, and what grammars need. No step may be in progress, or follow."""
         self._searching.close()
+        self.vocabulary.close()
 
     def check(self, manifest: Manifest) -> None:
         """Raises ModelMismatchError or DtypeMismatchError unless the model can decode against the context."""
@@ -121,9 +126,9 @@ class ModelRunner:
                 model=self.identity.name,
             )
 
-    def prompt_cost(self, fitted: FittedMethod) -> PromptCost:
-        """What tokens of a prompt cost that `read` reads."""
-        return prompt_cost(fitted, self.prompts, self.device)
+    def prompt_cost(self, fitted: FittedMethod, tail: int = 0) -> PromptCost:
+        """What tokens of a prompt cost that `read` reads, behind `tail` other tokens of the session."""
+        return prompt_cost(fitted, self.prompts, self.device, tail)
 
     def read(
         self, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]], *, all_logits: bool = False
@@ -135,6 +140,11 @@ class ModelRunner:
             for session in sessions:
                 self._catch_up(session)
         return logits
+
+    def restore(self, session: Session, rows: Sequence[Tensor]) -> None:
+        """Adds tokens to a session whose keys and values are known, and makes them searchable, as `read` does."""
+        session.restore(rows)
+        self._catch_up(session)
 
     def _catch_up(self, session: Session) -> None:
         """Appends what left the window while tokens attended to everything; steps with kernels need it nowhere."""

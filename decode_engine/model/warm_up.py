@@ -134,7 +134,9 @@ def made_up_context(
     specs = {spec.name: spec for each in (method, *also) for spec in each.index_specs()}.values()
     kv: dict[int, torch.Tensor] = {}
     built: dict[tuple[str, int], LayerIndex] = {}
-    calibrators = {spec.name: ThresholdCalibrator() for spec in specs if INDEX_KINDS[spec.kind].partitions}
+    calibrators = {
+        spec.name: ThresholdCalibrator() for spec in specs if INDEX_KINDS[spec.kind].piece_type is not None
+    }
     for layer in layers[:distinct]:
         kv[layer] = _random_rows(identity, layer, tokens, dtype, generator)
         queries_HPGD = torch.randn(

@@ -217,7 +217,16 @@ def test_searching_layers_on_a_device(name: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "name", ["full", "oracle", "csattention+dropped", "csattention-paper", "pq+dropped", "multipole+dropped"]
+    "name",
+    [
+        "full",
+        "oracle",
+        "csattention+dropped",
+        "csattention-paper",
+        "pq+dropped",
+        "multipole+dropped",
+        "refined+dropped",
+    ],
 )
 def test_placements_give_the_same_answers(tmp_path: Path, name: str, device: torch.device) -> None:
     method = replace(get_method(name), recent=16, append_block=8)

@@ -153,9 +153,22 @@ def test_full_budget_equals_dense_attention(
 
 ROOM = 96  # positions that one-hot values can tell apart
 
+WITH_EXACT_VALUES = [name for name in ALL_METHODS if name != "refined-codes"]
+"""Codebooks of the context's values do not hold those that a session adds."""
+
+
+def value_levels(method: Method) -> int:
+    """Levels between the least and the largest channel of a value in a coarse copy."""
+    spec = method.partition or method.index
+    assert spec is not None
+    return 2 ** int(spec.parameters.get("value_bits", 4))
+
 
 class Labels:
-    """Values that name their key: a unit vector per position, another one in every head."""
+    """Values that name their key: a unit vector per position, another one in every head.
+
+    The least and the largest channel of a value are coded exactly, but for the rounding of its scale.
+    """
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -223,7 +236,7 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("name", ALL_METHODS)
+@pytest.mark.parametrize("name", WITH_EXACT_VALUES)
 @settings(max_examples=40, deadline=None)
 @given(
     count=st.integers(1, ROOM // 2),
@@ -291,7 +304,9 @@ def test_the_parts_partition_the_keys(
             if method.drops_remainder and kept is not None:
                 assert (totals == plan.sinks + kept + now + 1 - end).all()
             alike = (1 / totals)[..., None].expand(seen.shape)[seen]
-            torch.testing.assert_close(weights[:, row][seen], alike, rtol=2e-3, atol=0)
+            # Weights of a coarse copy are multiples of a 127th on a CPU, so off by half of one.
+            tolerance = 6e-3 if method.remainder.name == "coarse" else 2e-3
+            torch.testing.assert_close(weights[:, row][seen], alike, rtol=tolerance, atol=0)
             attended += int(totals[:, 0].sum())
             available += now + 1
         position += size
@@ -362,10 +377,15 @@ def test_other_chunks_after_a_failure_leave_no_trace_of_it(name: str) -> None:
     assert failed.nbytes == fresh.nbytes
 
 
-@pytest.mark.parametrize("name", ALL_METHODS)
+@pytest.mark.parametrize("name", WITH_EXACT_VALUES)
 def test_a_replayed_query_sees_no_later_key(name: str) -> None:
     """Queries of the context: a full budget is causal attention, and with q = 0 all keys seen count once."""
     kv = context(300)
+    levels = value_levels(ALL_METHODS[name])
+    kv[:, :, 1] = torch.randint(0, levels, (H, 300, D), generator=torch.Generator().manual_seed(1)) / (
+        levels - 1
+    )
+    kv[:, :, 1, :2] = torch.tensor([0.0, 1.0])
     full = build_layer(with_everything(ALL_METHODS[name]), kv, G)
     few = build_layer(replace(with_budget(ALL_METHODS[name], 0.1), recent=8, append_block=5), kv, G)
     seen: list[Observation] = []
@@ -379,5 +399,7 @@ def test_a_replayed_query_sees_no_later_key(name: str) -> None:
         assert seen[-1].search_end <= position + size - 1 - 8
         if not few._method.drops_remainder:
             mean = reference(q * 0, kv, nothing, nothing, position)
-            torch.testing.assert_close(out, mean, rtol=1e-4, atol=1e-4)
+            # A key more or less would show as 2e-3; scales of coarse values are float16.
+            close = 6e-4 if few._method.remainder.name == "coarse" else 1e-4
+            torch.testing.assert_close(out, mean, rtol=close, atol=close)
     assert few.tail.count == full.tail.count == 0

@@ -1,0 +1,147 @@
+"""Sessions on contexts that continue another one, and sessions that become such contexts when they end.
+
+A session on a child is one on its parent, whose tail begins with the child's own rows. So every method, placement and
+captured step works on it as on any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from decode_engine.config import Prompts
+from decode_engine.engine.prompt_pieces import stored_cost
+from decode_engine.engine.requests import Keeping, StoredTokens
+from decode_engine.errors import InternalError, PromptTooLongError
+from decode_engine.layers.session import Session
+from decode_engine.model.runner import ModelRunner
+from index_store.family.children import (
+    EXACT,
+    Continuation,
+    OwnRows,
+    attention_of,
+    joined,
+    publish_child,
+    read_own_rows,
+)
+from index_store.family.parents import parent_of
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import FittedMethod
+from index_store.models.loading import Tokenizer
+from index_store.store.catalog import Store, utc_now
+from index_store.store.context_id import ModelIdentity
+from index_store.store.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a request stands on. named: the context that it names. base: what is searched, the parent of a child."""
+
+    named: Manifest
+    base: Manifest
+
+    @classmethod
+    def of(cls, store: Store, named: Manifest) -> Ground:
+        """Raises ParentMissingError, and what `Store.manifest` raises."""
+        return cls(named, parent_of(store, named) or named)
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of a child that its parent has not; 0 of other contexts."""
+        return self.named.token_count - self.base.token_count
+
+    @property
+    def own_bytes(self) -> int:
+        """What they take in host memory until the session has them."""
+        return self.named.kv_bytes if self.own_tokens else 0
+
+    def read(self, store: Store) -> OwnRows | None:
+        """What a child has of its own; None of other contexts. Raises as `read_own_rows` does."""
+        return read_own_rows(store, self.named) if self.own_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class KeepOptions:
+    """What is to become of a session. name: "" for the context's. ttl: None for good. turns: they are its prompt."""
+
+    name: str = ""
+    ttl: timedelta | None = None
+    prompt_only: bool = False
+    turns: bool = False
+
+
+def document_tokens(
+    text: str, tokenizer: Tokenizer, identity: ModelIdentity, check: Callable[[], None] = lambda: None
+) -> list[int]:
+    """All tokens of a text that continues no named context, as a document of it has them.
+
+    check: called now and then while a long text is cut; what it raises ends that. Raises PromptTooLongError, before it
+    has cost more than the model's positions are worth, for what they do not hold.
+    """
+    most = identity.max_positions
+    least = tokenizer.at_least(text, most, check)
+    if least > most:
+        raise PromptTooLongError(
+            f"the text has at least {least} tokens, model {identity.name!r} has {most} positions; shorten it",
+            prompt_tokens=least,
+            max_positions=most,
+        )
+    return [*tokenizer.prefix_ids, *tokenizer.encode(text)]
+
+
+def stored_tokens(runner: ModelRunner, fitted: FittedMethod, own: OwnRows) -> StoredTokens[Session]:
+    """What a session on a child begins with."""
+
+    def restore(session: Session, start: int, end: int) -> None:
+        runner.restore(session, [rows[:, start:end] for rows in own.rows])
+
+    return StoredTokens(len(own.token_ids), restore, stored_cost(runner.prompt_cost(fitted)))
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKeeper:
+    """Makes children of sessions. resident: the base; own, prompt: the tokens that the session begins with."""
+
+    store: Store
+    runner: ModelRunner
+    ground: Ground
+    fitted: FittedMethod
+    resident: ResidentContext
+    own: OwnRows | None
+    prompt: Sequence[int]
+    options: KeepOptions
+
+    def keeping(self) -> Keeping[Session]:
+        """For the engine."""
+        return Keeping(self._take, self.options.prompt_only, self.options.turns)
+
+    def _take(self, session: Session, answer: Sequence[int]) -> Callable[[], str]:
+        rows = session.tail_rows()
+        added = torch.tensor([*self.prompt, *answer], dtype=torch.int64)
+        token_ids = added if self.own is None else torch.cat([self.own.token_ids, added])
+        if any(layer_rows.shape[1] != len(token_ids) for layer_rows in rows):
+            raise InternalError(f"a session of {len(token_ids)} tokens has {rows[0].shape[1]} rows of them")
+        return lambda: self._publish(token_ids, rows)
+
+    def _publish(self, token_ids: torch.Tensor, rows: Sequence[torch.Tensor]) -> str:
+        options, named = self.options, self.ground.named
+        made = Continuation(
+            parent=self.ground.base,
+            before=self.resident.tokens().cpu(),
+            own=OwnRows(token_ids, [layer_rows.cpu() for layer_rows in rows]),
+            attention=joined(attention_of(named), self._attention()),
+            name=options.name or named.name,
+            expires_at=None if options.ttl is None else utc_now() + options.ttl,
+        )
+        return publish_child(self.store, made).id
+
+    def _attention(self) -> str:
+        """How the session's own tokens attended."""
+        method = self.fitted.method
+        exact_prompt = self.options.prompt_only and self.runner.prompts is Prompts.EXACT
+        if exact_prompt or not self.fitted.searching or method.budget is None:
+            return EXACT
+        return f"{method.name} {method.budget.label}"
