@@ -15,26 +15,26 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Generic
 
 import torch
+from torch import Tensor
 
-from decode_engine.engine.job import Job
+from decode_engine.engine.job import Job, call_all, new_job
+from decode_engine.engine.keeping import Keepers
 from decode_engine.engine.places import Place, Places
-from decode_engine.engine.prompt_pieces import cut_prompt
 from decode_engine.engine.queues import Queues
 from decode_engine.engine.requests import (
     EngineStats,
     Finished,
-    FinishReason,
     GiveWayError,
+    PromptRead,
     Request,
     Runner,
     SessionT,
     Stream,
-    Token,
 )
-from decode_engine.engine.sampler import Sampler
 from decode_engine.errors import (
     EngineCrashedError,
     SessionMemoryError,
@@ -83,8 +83,10 @@ class Engine(Generic[SessionT]):
         self._on_crash = on_crash
         self.clock_ns = clock_ns
         self._changed = threading.Condition()
+        self.max_sessions = max_sessions
         self._queues: Queues[SessionT] = Queues(max_sessions, session_memory)
         self._places = Places(max_sessions + max_waiting, max_waiting // 4)
+        self._keepers = Keepers()
         self._stats = EngineStats()
         self._accepting = True
         self._stopping = False
@@ -133,9 +135,9 @@ class Engine(Generic[SessionT]):
     def submit(self, place: Place, request: Request[SessionT]) -> Stream:
         """Queues a request. Its place and `on_close` are the engine's from here on, also when this raises.
 
-        Raises InvalidArgumentError for an empty prompt or a token limit below one, SessionMemoryError for a request
-        that needs more memory than there is for all, ShuttingDownError while the engine stops, EngineCrashedError when
-        it failed.
+        Raises InvalidArgumentError for an empty prompt, a token limit below one or a number of answers for which there
+        are no sessions, SessionMemoryError for a request that needs more memory than there is for all,
+        ShuttingDownError while the engine stops, EngineCrashedError when it failed.
         """
         try:
             if not request.prompt:
@@ -144,21 +146,27 @@ class Engine(Generic[SessionT]):
                 raise InvalidArgumentError(
                     f"max_tokens is {request.max_tokens}, expected at least 1", field="max_tokens"
                 )
-            sampler = Sampler(request.sampling)
-            now = self.clock_ns()
-            loaded_ns = None if request.loading() else now
-            pieces = cut_prompt(request.cost, len(request.prompt), self._prompt_chunk / 2)
-            stream = Stream(self._wake, request.on_event)
-            job = Job(request, place, stream, sampler, now, pieces, loaded_ns=loaded_ns)
+            self.check_answers(request.answers)
+            stream = Stream(self._wake, request.on_event, request.answers)
+            job = new_job(request, place, stream, self.clock_ns(), self._prompt_chunk)
             with self._changed:
                 self._check_accepting()
-                self._check_memory(request.memory)
+                self._check_memory(job.memory)
                 self._queues.waiting.add(job)
                 self._changed.notify_all()
         except Exception:
-            _call_all(request.on_close, place.release)
+            call_all(request.on_close, place.release)
             raise
         return job.stream
+
+    def check_answers(self, answers: int) -> None:
+        """Raises InvalidArgumentError unless there are sessions for so many answers to one request."""
+        if not 1 <= answers <= self.max_sessions:
+            raise InvalidArgumentError(
+                f"n is {answers}, expected 1 to {self.max_sessions}, as many sessions as this server has "
+                "(--max-sessions)",
+                field="n",
+            )
 
     def ahead(self, stream: Stream) -> int | None:
         """Requests to be admitted before that of the stream, if all have the memory; None if it does not wait."""
@@ -169,11 +177,12 @@ class Engine(Generic[SessionT]):
         """Accepts nothing more, lets requests finish for `grace_s` seconds, ends the others and the thread."""
         with self._changed:
             self._accepting = False
-            self._changed.wait_for(lambda: not self._queues.all() or self._crash is not None, timeout=grace_s)
+            self._changed.wait_for(lambda: self._queues.empty or self._crash is not None, timeout=grace_s)
             self._stopping = True
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
+        self._keepers.close()
 
     def _check_accepting(self) -> None:
         if self._crash is not None:
@@ -277,27 +286,42 @@ class Engine(Generic[SessionT]):
             if job.session is None:  # it ended with the piece before
                 continue
             try:
-                tokens = job.request.prompt[job.fed : job.fed + piece.tokens]
-                logits = self._runner.read([job.running()], [tokens])[0]
-                job.read += 1
+                if piece.stored:
+                    job.restore(piece.tokens)
+                    continue
+                logits = job.read_piece(self._runner, piece)
                 fed += piece.tokens
-                token_id = None if job.unread else job.sampler.sample(logits[-1])
+                if not job.unread:
+                    self._start_answers(job, logits[-1])
             except GiveWayError:
                 self._put_back(job)
-                continue
             except Exception as error:
                 self._fail(job, error)
-                continue
-            if token_id is not None:
-                job.prompt_done_ns = self.clock_ns()
-                with self._changed:
-                    self._queues.start_decoding(job)
-                self._take_token(job, token_id)
         return fed
+
+    def _start_answers(self, job: Job[SessionT], logits_V: Tensor) -> None:
+        """From the end of the prompt on, every answer has a session of its own."""
+        job.prompt_done_ns = self.clock_ns()
+        answers = job.fork()
+        with self._changed:
+            self._queues.start_decoding(job, answers)
+        if job.request.prompt_logprobs:
+            job.stream.put(PromptRead(job.prompt_logprobs))
+        if job.prompt_only:
+            self._finish(job, job.end_with_prompt())
+            return
+        for each in answers:
+            try:
+                token_id = each.sampler.sample(logits_V)
+            except Exception as error:
+                self._fail(each, error)
+                return
+            self._take_token(each, token_id)
 
     def _put_back(self, job: Job[SessionT]) -> None:
         """Has a job wait that cannot go on before its context is loaded. It has passed no layer that is not there."""
         session, job.session, job.read = job.session, None, 0
+        job.prompt_logprobs.clear()
         with self._changed:
             self._queues.put_back(job)
         if session is not None:
@@ -321,6 +345,8 @@ class Engine(Generic[SessionT]):
         for (job, _), result in zip(batch, results, strict=True):
             job.decode_steps += 1
             job.decode_ns += spent
+            if job.session is None:  # another answer to its request failed
+                continue
             if isinstance(result, Exception):
                 self._fail(job, result)
             else:
@@ -339,57 +365,58 @@ class Engine(Generic[SessionT]):
 
     def _take_token(self, job: Job[SessionT], token_id: int) -> None:
         """Emits a token and ends the job when it was the last one."""
-        request = job.request
         try:
-            ended = token_id in request.end_ids
-            piece = None if ended else request.sink.push(token_id)
+            finished = job.take(token_id, self.clock_ns())
         except Exception as error:
             self._fail(job, error)
             return
-        job.last_token = token_id
-        job.generated += 1
-        job.first_token_ns = job.first_token_ns or self.clock_ns()
-        job.stream.put(Token(token_id, "" if piece is None else piece.text))
-        if ended:
-            self._finish(job, FinishReason.END_OF_SEQUENCE)
-        elif piece is not None and piece.stopped:
-            self._finish(job, FinishReason.STOP)
-        elif job.generated >= request.max_tokens:
-            self._finish(job, FinishReason.LENGTH)
+        if finished is not None:
+            self._finish(job, finished)
 
-    def _finish(self, job: Job[SessionT], reason: FinishReason) -> None:
+    def _finish(self, job: Job[SessionT], finished: Finished) -> None:
+        """Ends an answer; where its session is kept, when that is done."""
+        keeping = job.request.keeping
+        if keeping is None:
+            self._tell_end(job, finished)
+            return
         try:
-            figures = job.running().figures
-            text = job.request.sink.flush()
+            work = keeping.take(job.running(), job.tokens)
         except Exception as error:
             self._fail(job, error)
             return
-        times = job.times(self.clock_ns())
+        with self._changed:
+            self._queues.start_keeping(job)
+        self._close_session(job)
+        self._keepers.keep(work, finished, partial(self._tell_end, job))
+
+    def _tell_end(self, job: Job[SessionT], end: Finished | Exception) -> None:
+        """Called by the scheduler's thread, or by one that keeps."""
         self._release(job)
-        job.stream.put(Finished(reason, text, job.generated, job.sampler.seed, times, figures))
+        job.stream.put(end)
 
     def _fail(self, job: Job[SessionT], error: Exception) -> None:
-        self._release(job)
+        """Ends the job's request, with all of its answers."""
+        if job not in job.live:
+            return
+        for each in list(job.live):
+            self._release(each)
         job.stream.put(error)
         if isinstance(error, torch.AcceleratorError):
             torch.accelerator.synchronize()  # raises where the device is lost: then nothing can run any more
 
     def _release(self, job: Job[SessionT]) -> None:
         """Takes the job out of the queues and gives back all it held, before its reader learns of its end."""
-        session, job.session = job.session, None
+        job.live.remove(job)
         with self._changed:
             self._queues.remove(job)
-            if session is not None:
-                self._stats = self._stats.after_session(session.figures)
             self._changed.notify_all()
-        closes = [] if session is None else [session.close]
-        _call_all(*closes, job.request.on_close, job.place.release)
+        self._close_session(job)
+        if not job.live:
+            call_all(job.request.on_close, job.place.release)
 
-
-def _call_all(*releases: Callable[[], None]) -> None:
-    """Calls each of them, whether those before it failed or not."""
-    for release in releases:
-        try:
-            release()
-        except Exception:
-            logger.exception("releasing a request failed")
+    def _close_session(self, job: Job[SessionT]) -> None:
+        session, job.session = job.session, None
+        if session is not None:
+            with self._changed:
+                self._stats = self._stats.after_session(session.figures)
+            call_all(session.close)

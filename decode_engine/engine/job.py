@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Generic
+
+from torch import Tensor
 
 from decode_engine.engine.places import Place
 from decode_engine.engine.prompt_pieces import Piece
-from decode_engine.engine.requests import Request, SessionT, Stream, Times
+from decode_engine.engine.requests import (
+    Finished,
+    FinishReason,
+    Request,
+    Runner,
+    SessionT,
+    Stream,
+    Times,
+    Token,
+    TokenSink,
+)
 from decode_engine.engine.sampler import Sampler
+from decode_engine.engine.sampling.logprobs import TokenLogprob, token_logprobs
 from decode_engine.errors import CancelledError, DeadlineExceededError, EngineCrashedError
 from index_store.memory.patience import Patience
+
+logger = logging.getLogger(__name__)
+
+_LOGPROB_COST = 64
+"""Most that a piece of a prompt costs whose log probabilities are wanted: logits of all of its tokens are held."""
 
 
 @dataclass(eq=False, slots=True)
 class Job(Generic[SessionT]):
-    """A submitted request. Times are on the engine's clock.
+    """A submitted request until its prompt was read, and then one of its answers. Times are on the engine's clock.
 
-    pieces: of the prompt; read: how many of them were. patience: while others are admitted and its memory is not free.
-    loaded_ns: when it was first seen that its context is not being loaded; None before.
+    pieces: of stored tokens, then of the prompt; read: how many of them were. patience: while others are admitted and
+    its memory is not free. loaded_ns: when it was first seen that its context is not being loaded; None before. answer:
+    which one. tokens: of the answer, without those that end it. ending: why it ends, while a last step brings the last
+    token's keys and values. sessions: that it stands for, of all answers until the prompt was read. live: the request's
+    jobs that have not ended, itself included, in one list for all.
     """
 
     request: Request[SessionT]
     place: Place
     stream: Stream
     sampler: Sampler
+    sink: TokenSink
     submitted_ns: int
     pieces: Sequence[Piece]
     patience: Patience = field(default_factory=Patience)
@@ -33,12 +56,98 @@ class Job(Generic[SessionT]):
     read: int = 0
     last_token: int = -1
     generated: int = 0
+    tokens: list[int] = field(default_factory=list)
+    ending: FinishReason | None = None
     loaded_ns: int | None = None
     admitted_ns: int = 0
     prompt_done_ns: int = 0
     first_token_ns: int = 0
     decode_steps: int = 0
     decode_ns: int = 0
+    answer: int = 0
+    sessions: int = 1
+    live: list[Job[SessionT]] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.live.append(self)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that its sessions may come to hold."""
+        return self.sessions * self.request.memory
+
+    def fork(self) -> list[Job[SessionT]]:
+        """The jobs of all answers, this one first, once the prompt was read; each with a session of its own."""
+        jobs, self.sessions = [self], 1
+        for answer in range(1, self.request.answers):
+            jobs.append(
+                replace(
+                    self,
+                    answer=answer,
+                    sampler=_make_sampler(self.request, answer),
+                    sink=self.request.sink.fork(),
+                    session=self.running().fork(),
+                )
+            )
+        return jobs
+
+    def read_piece(self, runner: Runner[SessionT], piece: Piece) -> Tensor:
+        """Feeds the next piece of the prompt; logits [1, V] after it, [T, V] where the prompt's are told."""
+        request, first, end = self.request, self.fed, self.fed + piece.tokens
+        told = request.prompt_logprobs
+        [logits] = runner.read([self.running()], [request.prompt[first:end]], all_logits=told)
+        if told:
+            following = request.prompt[first + 1 : end + 1]
+            self.prompt_logprobs += token_logprobs(logits, following, request.sampling.top_logprobs or 0)
+        self.read += 1
+        return logits
+
+    def take(self, token_id: int, now_ns: int) -> Finished | None:
+        """Emits a token of the answer; the answer's last event, which the caller emits, where that was its last."""
+        if self.ending is not None:  # the step was for the last token's keys and values
+            return self._finished(self.ending, now_ns)
+        request = self.request
+        ends = token_id in request.end_ids or token_id in request.stop_ids
+        piece = None if ends else self.sink.push(token_id)
+        self.last_token = token_id
+        self.generated += 1
+        self.first_token_ns = self.first_token_ns or now_ns
+        text = "" if piece is None else piece.text
+        self.stream.put(Token(token_id, text, self.answer, self.sampler.logprob))
+        keeping = request.keeping
+        known = piece is not None or (
+            keeping is not None and keeping.with_end and token_id in request.end_ids
+        )
+        if known:
+            self.tokens.append(token_id)
+        reason = None
+        if token_id in request.end_ids or (self.sampler.ended and piece is not None and not piece.stopped):
+            reason = FinishReason.END_OF_SEQUENCE
+        elif piece is None or piece.stopped:
+            reason = FinishReason.STOP
+        elif self.generated >= request.max_tokens:
+            reason = FinishReason.LENGTH
+        if keeping is not None and known:
+            self.ending = reason
+            return None
+        return None if reason is None else self._finished(reason, now_ns)
+
+    def end_with_prompt(self) -> Finished:
+        """The last event of an answer that has no tokens."""
+        self.first_token_ns = self.prompt_done_ns
+        return self._finished(FinishReason.LENGTH, self.prompt_done_ns)
+
+    def _finished(self, reason: FinishReason, now_ns: int) -> Finished:
+        return Finished(
+            reason,
+            self.sink.flush(),
+            self.generated,
+            self.sampler.seed,
+            self.times(now_ns),
+            self.running().figures,
+            self.answer,
+        )
 
     @property
     def unread(self) -> int:
@@ -48,7 +157,19 @@ class Job(Generic[SessionT]):
     @property
     def fed(self) -> int:
         """Tokens of the prompt that were read."""
-        return sum(piece.tokens for piece in self.pieces[: self.read])
+        return sum(piece.tokens for piece in self.pieces[: self.read] if not piece.stored)
+
+    def restore(self, tokens: int) -> None:
+        """Adds a piece of stored tokens to the session."""
+        if self.request.stored is not None:
+            done = sum(piece.tokens for piece in self.pieces[: self.read])
+            self.request.stored.restore(self.running(), done, done + tokens)
+        self.read += 1
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether nothing is generated."""
+        return self.request.keeping is not None and self.request.keeping.prompt_only
 
     def end(self, now_ns: int) -> Exception | None:
         """Why nobody waits for the job any more; None as long as somebody does."""
@@ -79,3 +200,35 @@ class Job(Generic[SessionT]):
             decode_steps=self.decode_steps,
             decode_ns=self.decode_ns,
         )
+
+
+def call_all(*releases: Callable[[], None]) -> None:
+    """Calls each of them, whether those before it failed or not."""
+    for release in releases:
+        try:
+            release()
+        except Exception:
+            logger.exception("releasing a request failed")
+
+
+def new_job(
+    request: Request[SessionT], place: Place, stream: Stream, now_ns: int, prompt_chunk: int
+) -> Job[SessionT]:
+    """A request that is submitted now, to an engine that feeds so many tokens of prompts a turn."""
+    piece_cost = min(prompt_chunk / 2, _LOGPROB_COST) if request.prompt_logprobs else prompt_chunk / 2
+    return Job(
+        request,
+        place,
+        stream,
+        _make_sampler(request, 0),
+        request.sink,
+        now_ns,
+        request.pieces(piece_cost),
+        loaded_ns=None if request.loading() else now_ns,
+        sessions=request.answers,
+    )
+
+
+def _make_sampler(request: Request[SessionT], answer: int) -> Sampler:
+    ends = request.end_ids | request.stop_ids
+    return Sampler(request.sampling.for_answer(answer), request.prompt, ends)

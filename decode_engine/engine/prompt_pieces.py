@@ -12,7 +12,7 @@ same tokens in whatever company.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import FittedMethod
 from index_store.selection.budgets import Budget, Ratio, Threshold, TokenCount
+from index_store.selection.clustered_keys import ScoredClusters
 from index_store.selection.mass import Mass
 
 _KEPT_WORK = 60
@@ -29,6 +30,9 @@ _KEPT_WORK = 60
 
 _SHARED_WORK = 4
 """The same of all searched keys, kept or not, where the tokens of a piece share a selection."""
+
+_COPIED = 1 / 32
+"""Of a token that is copied, in ordinary tokens: a row of every layer moves, and nothing is computed."""
 
 _REFINEMENTS = 3  # passes of k-means over the open block for every append, see `key_clusters.online`
 
@@ -54,7 +58,7 @@ class PromptCost:
 
     token: of each. move: of each move of the recent window, which is a search and an append of its own. clustering: of
     each move again, times the square of the tail's tokens, up to `open_keys` of them. block: tokens from move to move.
-    begin: the prompt's first token is so many tokens after a move.
+    begin: the prompt's first token is so many tokens after a move. tail: tokens of the tail before it.
     """
 
     token: float = 1.0
@@ -63,17 +67,22 @@ class PromptCost:
     open_keys: int = 0
     block: int = sys.maxsize
     begin: int = 0
+    tail: int = 0
 
     def moves_after(self, tokens: int) -> float:
         """The cost of the move that comes with the token after so many of the prompt."""
-        return self.move + self.clustering * min(tokens, self.open_keys) ** 2
+        return self.move + self.clustering * min(self.tail + tokens, self.open_keys) ** 2
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of a prompt that are read at once, and their estimated cost."""
+    """Consecutive tokens of a prompt that are read at once, and their estimated cost.
+
+    stored: they are not read: their keys and values are known.
+    """
 
     tokens: int
     cost: float
+    stored: bool = False
 
 
 def cut_prompt(cost: PromptCost, tokens: int, most: float) -> list[Piece]:
@@ -93,8 +102,16 @@ def cut_prompt(cost: PromptCost, tokens: int, most: float) -> list[Piece]:
     return [*pieces, Piece(size, spent)]
 
 
-def prompt_cost(fitted: FittedMethod, prompts: Prompts, device: torch.device) -> PromptCost:
-    """What tokens of a prompt cost that is read with the method over its context.
+def stored_cost(cost: PromptCost) -> PromptCost:
+    """What tokens cost whose keys and values are known, where those of a prompt in their place cost that.
+
+    They are copied, and what leaves the recent window is appended as ever.
+    """
+    return replace(cost, token=_COPIED)
+
+
+def prompt_cost(fitted: FittedMethod, prompts: Prompts, device: torch.device, tail: int = 0) -> PromptCost:
+    """What tokens of a prompt cost that is read with the method over its context, behind `tail` other tokens.
 
     Estimated in multiply-adds: of the model's weights, as they follow from its sizes, and of attention.
     """
@@ -111,7 +128,7 @@ def prompt_cost(fitted: FittedMethod, prompts: Prompts, device: torch.device) ->
     token = max(1.0, (weights + attended * per_key * keys) / ordinary)
     # On a GPU keys that exact prompts leave behind are appended by the first step, if that has no kernels.
     if not fitted.searching or (prompts is Prompts.EXACT and device.type != "cpu"):
-        return PromptCost(token)
+        return PromptCost(token, tail=tail)
     clusters = [spec for spec in (method.index, fitted.partition) if spec is not None and _clusters(spec)]
     blocks = [int(spec.parameters["block"]) for spec in clusters]
     per_cluster = [_REFINEMENTS / int(spec.parameters["keys_per_cluster"]) for spec in clusters]
@@ -122,7 +139,8 @@ def prompt_cost(fitted: FittedMethod, prompts: Prompts, device: torch.device) ->
         clustering=layers * model.kv_heads * model.head_dim * sum(per_cluster),
         open_keys=max((block + block // 2 if block else model.max_positions for block in blocks), default=0),
         block=method.append_block,
-        begin=(keys - method.recent) % method.append_block,
+        begin=(keys + tail - method.recent) % method.append_block,
+        tail=tail,
     )
 
 
@@ -140,4 +158,4 @@ def _kept(budget: Budget, keys: int) -> float:
 
 
 def _clusters(spec: IndexSpec) -> bool:
-    return INDEX_KINDS[spec.kind].partitions
+    return INDEX_KINDS[spec.kind].piece_type is ScoredClusters

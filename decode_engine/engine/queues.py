@@ -2,11 +2,11 @@
 
 Admission. Requests wait in one queue per context. Contexts take turns, and inside a context the first come is the first
 served; so a flood of requests on one context costs another context's next request one turn. A request is admitted when
-a session is free and the memory that it needs is. Where the memory is not, the requests of other contexts may pass
-it, but at most MAX_PASSED times; after that nobody is admitted before it, so that it gets the memory which those who
-run give back. Nobody passes a request of the same context. A request whose context is still being loaded waits, and
-anybody passes it; when nobody else can be served it is admitted all the same, and runs behind the loading until
-somebody can.
+as many sessions are free as it wants answers, and the memory that they need is. Where they are not, the requests of
+other contexts may pass it, but at most MAX_PASSED times; after that nobody is admitted before it, so that it gets what
+those who run give back. Nobody passes a request of the same context. A request whose context is still being loaded
+waits, and anybody passes it; when nobody else can be served it is admitted all the same, and runs behind the loading
+until somebody can.
 
 Prompts. Every prompt is cut beforehand into pieces that cost at most half a chunk (`prompt_pieces`). A step feeds
 pieces that cost at most `chunk` in all, and then every stream gets its decode step: no stream waits longer between two
@@ -57,7 +57,9 @@ class Waiting(Generic[SessionT]):
         queue.appendleft(job)
         self._queues = {job.request.context: queue, **self._queues}
 
-    def take(self, free_bytes: int | None, *, loading: bool = False) -> Job[SessionT] | None:
+    def take(
+        self, free_bytes: int | None, free_sessions: int, *, loading: bool = False
+    ) -> Job[SessionT] | None:
         """Takes out who is admitted next; None when nobody is. free_bytes: memory for it; None has no bound.
 
         loading: also one whose context is still being loaded.
@@ -67,7 +69,7 @@ class Waiting(Generic[SessionT]):
             job = queue[0]
             if job.request.loading() and not loading:
                 continue
-            if free_bytes is None or job.request.memory <= free_bytes:
+            if job.sessions <= free_sessions and (free_bytes is None or job.memory <= free_bytes):
                 note_passed(other.patience for other in blocked)
                 self.remove(job)
                 if queue:
@@ -101,6 +103,8 @@ class Waiting(Generic[SessionT]):
 class Queues(Generic[SessionT]):
     """Every live job is in exactly one of these. Not thread-safe.
 
+    keeping: jobs that have ended but for what becomes of their sessions (`keeping`).
+
     max_sessions: jobs that prompt or decode at once. memory: bytes that these may need in sum; None has no bound.
     """
 
@@ -109,31 +113,39 @@ class Queues(Generic[SessionT]):
     waiting: Waiting[SessionT] = field(default_factory=Waiting)
     prompting: deque[Job[SessionT]] = field(default_factory=deque)
     decoding: deque[Job[SessionT]] = field(default_factory=deque)
+    keeping: deque[Job[SessionT]] = field(default_factory=deque)
 
     def all(self) -> list[Job[SessionT]]:
-        """All live jobs."""
+        """All jobs that the scheduler works on, or will."""
         return [*self.waiting, *self.prompting, *self.decoding]
+
+    @property
+    def empty(self) -> bool:
+        """Whether nobody waits for anything any more."""
+        return not (self.all() or self.keeping)
 
     def remove(self, job: Job[SessionT]) -> None:
         """Forgets a job."""
         self.waiting.remove(job)
-        for queue in (self.prompting, self.decoding):
+        for queue in (self.prompting, self.decoding, self.keeping):
             if job in queue:
                 queue.remove(job)
 
     @property
     def held_bytes(self) -> int:
         """What the admitted jobs may need."""
-        return sum(job.request.memory for queue in (self.prompting, self.decoding) for job in queue)
+        queues = (self.prompting, self.decoding, self.keeping)
+        return sum(job.memory for queue in queues for job in queue)
 
     def admit(self) -> Job[SessionT] | None:
         """Moves the next waiting job to those that read their prompts; None when nobody can be admitted."""
-        if len(self.prompting) + len(self.decoding) >= self.max_sessions:
+        used = sum(job.sessions for queue in (self.prompting, self.decoding) for job in queue)
+        if used >= self.max_sessions:
             return None
         free_bytes = None if self.memory is None else self.memory - self.held_bytes
-        job = self.waiting.take(free_bytes)
+        job = self.waiting.take(free_bytes, self.max_sessions - used)
         if job is None and not self.prompting and not self.decoding:
-            job = self.waiting.take(free_bytes, loading=True)
+            job = self.waiting.take(free_bytes, self.max_sessions, loading=True)
         if job is not None:
             self.prompting.append(job)
         return job
@@ -160,10 +172,15 @@ class Queues(Generic[SessionT]):
             self.prompting.append(turn)
         return pieces
 
-    def start_decoding(self, job: Job[SessionT]) -> None:
-        """Moves a job on whose prompt was read."""
+    def start_decoding(self, job: Job[SessionT], answers: Sequence[Job[SessionT]]) -> None:
+        """Moves a job on whose prompt was read, as the jobs of its answers."""
         self.prompting.remove(job)
-        self.decoding.append(job)
+        self.decoding.extend(answers)
+
+    def start_keeping(self, job: Job[SessionT]) -> None:
+        """Moves a job on whose answer is complete."""
+        self.decoding.remove(job)
+        self.keeping.append(job)
 
 
 def choose_pieces(

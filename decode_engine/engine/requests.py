@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from decode_engine.engine.prompt_pieces import PromptCost
+from decode_engine.engine.prompt_pieces import Piece, PromptCost, cut_prompt
 from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.engine.sampling.logprobs import TokenLogprob
 from decode_engine.layers.figures import Figures
 
 
@@ -22,6 +23,9 @@ class EngineSession(Protocol):
     @property
     def figures(self) -> Figures:
         """What the session's attention cost and touched so far; stays readable after `close`."""
+
+    def fork(self) -> Self:
+        """Another session that has read the same, and goes on by itself. The caller closes it."""
 
     def close(self) -> None:
         """Frees the session's memory and lets go of the context."""
@@ -34,8 +38,16 @@ SessionT_contra = TypeVar("SessionT_contra", bound=EngineSession, contravariant=
 class Runner(Protocol[SessionT_contra]):
     """What the engine needs of the model."""
 
-    def read(self, sessions: Sequence[SessionT_contra], token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Feeds each session a piece of its prompt (as long for each); the last token's logits [1, V] per session.
+    def read(
+        self,
+        sessions: Sequence[SessionT_contra],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        all_logits: bool = False,
+    ) -> list[Tensor]:
+        """Feeds each session a piece of its prompt, T tokens for each: the last one's logits [1, V] per session.
+
+        all_logits: those of all, [T, V].
 
         When it raises, the same call may be made again with the same result: no session has advanced. Their figures
         may count what the failed attempt did.
@@ -69,6 +81,9 @@ class TokenSink(Protocol):
     def flush(self) -> str:
         """Text held back, at the end."""
 
+    def fork(self) -> Self:
+        """Another one for the same prompt, without the tokens that were added."""
+
 
 class FinishReason(Enum):
     """Why a generation ended without an error."""
@@ -76,6 +91,32 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     END_OF_SEQUENCE = "end_of_sequence"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTokens(Generic[SessionT]):
+    """Tokens before the prompt whose keys and values are known: a child's own.
+
+    restore: adds those from..to-1 to a session that has those before; called on the scheduler's thread. cost: of each.
+    """
+
+    count: int
+    restore: Callable[[SessionT, int, int], None]
+    cost: PromptCost
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping(Generic[SessionT]):
+    """What is done with the session of a request that has ended.
+
+    take: called on the scheduler's thread before the session is closed, with the tokens of its answer that it has keys
+    and values of; what it returns is called on another thread, and returns the name of what was kept. prompt_only: the
+    request ends when its prompt was read. with_end: a token that ends the sequence is kept, too: it ends a turn.
+    """
+
+    take: Callable[[SessionT, Sequence[int]], Callable[[], str]]
+    prompt_only: bool = False
+    with_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +128,12 @@ class Request(Generic[SessionT]):
     prompt: token ids, at least one. end_ids: tokens that end the answer. deadline_ns: on the engine's clock.
     on_close: called exactly once, after the engine has dropped the session, however the request ended.
     on_event: called after every event that is added to its stream, mostly on the scheduler's thread; must not block.
-    context: requests that share one wait in one queue. memory: bytes that the session may come to hold.
-    cost: of the prompt's tokens, by which it is cut into pieces.
+    context: requests that share one wait in one queue. cost: of the prompt's tokens, by which it is cut into pieces.
+    answers: how many are generated, each by a session of its own from the end of the prompt on, and by a seed of its
+    own (`SamplingParameters.for_answer`). memory: bytes that each of these sessions may come to hold.
+    stop_ids: tokens that end the answer, besides. prompt_logprobs: whether log probabilities of the prompt's tokens are
+    told, with as many likeliest ones as those of the answer. stored: what the session begins with. keeping: what is
+    done with it at the end, of a single answer; its stream ends after that.
     """
 
     start: Callable[[], SessionT]
@@ -104,14 +149,39 @@ class Request(Generic[SessionT]):
     memory: int = 0
     loading: Callable[[], bool] = lambda: False
     cost: PromptCost = field(default_factory=PromptCost)
+    answers: int = 1
+    stop_ids: frozenset[int] = frozenset()
+    prompt_logprobs: bool = False
+    stored: StoredTokens[SessionT] | None = None
+    keeping: Keeping[SessionT] | None = None
+
+    def pieces(self, most: float) -> list[Piece]:
+        """What is read of it at a time: pieces of stored tokens and of the prompt, each of a cost of at most `most`."""
+        prompt = cut_prompt(self.cost, len(self.prompt), most)
+        if self.stored is None:
+            return prompt
+        copied = cut_prompt(self.stored.cost, self.stored.count, most)
+        return [*(piece._replace(stored=True) for piece in copied), *prompt]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRead:
+    """The prompt was read. logprobs: of its tokens but the first one, before which only the stored context stands."""
+
+    logprobs: Sequence[TokenLogprob]
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A generated token, and the text that became certain with it."""
+    """A generated token, and the text that became certain with it. answer: which of the request's.
+
+    logprob: where it is wanted.
+    """
 
     token_id: int
     text: str
+    answer: int = 0
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +203,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of a stream."""
+    """The last event of an answer, and of a stream that of its last answer. kept: what its session was kept as."""
 
     reason: FinishReason
     text: str
@@ -141,6 +211,11 @@ class Finished:
     seed: int
     times: Times
     figures: Figures
+    answer: int = 0
+    kept: str = ""
+
+
+Event = PromptRead | Token | Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,28 +272,33 @@ class GiveWayError(Exception):
 
 
 class Stream:
-    """Events of one request: tokens, then `Finished`. Iterating raises what ended the request otherwise.
+    """Events of one request: `PromptRead` where it is wanted, tokens, then `Finished`, once for each of its answers.
+
+    Iterating raises what ended the request otherwise, all answers of it.
 
     Read by one reader, either by iterating, which waits, or by `take`, which does not.
     """
 
-    def __init__(self, wake: Callable[[], None], on_event: Callable[[], None] = lambda: None) -> None:
-        self._events: SimpleQueue[Token | Finished | Exception] = SimpleQueue()
+    def __init__(
+        self, wake: Callable[[], None], on_event: Callable[[], None] = lambda: None, answers: int = 1
+    ) -> None:
+        self._events: SimpleQueue[Event | Exception] = SimpleQueue()
+        self._answers = answers
         self._wake = wake
         self._on_event = on_event
         self._cancelled = threading.Event()
 
-    def __iter__(self) -> Iterator[Token | Finished]:
-        while True:
+    def __iter__(self) -> Iterator[Event]:
+        left = self._answers
+        while left:
             event = self._events.get()
             if isinstance(event, Exception):
                 raise event
             yield event
-            if isinstance(event, Finished):
-                return
+            left -= isinstance(event, Finished)
 
-    def take(self) -> list[Token | Finished | Exception]:
-        """All events that are there now, in order; an exception is the last one, like `Finished`."""
+    def take(self) -> list[Event | Exception]:
+        """All events that are there now, in order; an exception is the last one, like the last `Finished`."""
         events = []
         while not self._events.empty():
             events.append(self._events.get())
@@ -233,7 +313,7 @@ class Stream:
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
 
-    def put(self, event: Token | Finished | Exception) -> None:
+    def put(self, event: Event | Exception) -> None:
         """Adds an event; for the engine."""
         self._events.put(event)
         self._on_event()

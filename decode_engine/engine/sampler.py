@@ -15,14 +15,20 @@ Shape legend: B rows (sessions), V vocabulary, K candidates, M blocks of C token
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from decode_engine.config import MAX_SEED, MAX_TEMPERATURE
+from decode_engine.config import MAX_SEED, MAX_TEMPERATURE, MAX_TOP_LOGPROBS
+from decode_engine.engine.sampling.grammar import Grammar
+from decode_engine.engine.sampling.logit_rules import LogitRules, RuledLogits
+from decode_engine.engine.sampling.logprobs import TokenLogprob, token_logprobs
 from index_store.errors import InvalidArgumentError, SparseKVError
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Between the seeds of one request's answers: seeds that people count up by hand meet none of them."""
 
 _BLOCK = 512  # tokens whose probabilities one program adds up: long rows are summed by many
 
@@ -32,7 +38,8 @@ class SamplingParameters:
     """How tokens are drawn.
 
     temperature: 0 takes the likeliest token. top_k: 0 keeps all tokens. top_p: 1 keeps all tokens.
-    seed: None draws a fresh one.
+    seed: None draws a fresh one. rules: how logits are changed before. grammar: what the answer must be; None lets it
+    be anything. top_logprobs: how many likeliest tokens are told beside each with its log probability; None tells none.
     Raises InvalidArgumentError for a value out of range.
     """
 
@@ -40,6 +47,9 @@ class SamplingParameters:
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
+    rules: LogitRules = field(default_factory=LogitRules)
+    grammar: Grammar | None = None
+    top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
@@ -57,6 +67,16 @@ class SamplingParameters:
             )
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise InvalidArgumentError(f"seed is {self.seed}, expected 0 to 2^64 - 1", field="seed")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise InvalidArgumentError(
+                f"top_logprobs is {self.top_logprobs}, expected 0 to {MAX_TOP_LOGPROBS}", field="top_logprobs"
+            )
+
+    def for_answer(self, index: int) -> SamplingParameters:
+        """How the answer of that number draws, of several to one prompt: the first one by the seed itself."""
+        if self.seed is None:
+            return self
+        return replace(self, seed=(self.seed + index * _SEED_STRIDE) % (MAX_SEED + 1))
 
     @property
     def greedy(self) -> bool:
@@ -189,11 +209,21 @@ class Sampler:
 
     Uniform numbers are drawn on the CPU from the session's own generator, one for each token, so that neither the
     device nor what other sessions sample changes the result. repeatable: a seed was given to draw by, so that logits
-    must have the same bits whatever other sessions do, too.
+    must have the same bits whatever other sessions do, too. by_hand: tokens cannot be chosen from logits alone, or
+    more than the choice is wanted of them: `sample`, or `edit` before and `take` after the choice, must see them.
+    logprob: of the last token, where that is wanted.
     """
 
-    def __init__(self, parameters: SamplingParameters) -> None:
+    def __init__(
+        self, parameters: SamplingParameters, prompt: Sequence[int] = (), end_ids: Collection[int] = ()
+    ) -> None:
+        """prompt: what stands before the answer. end_ids: tokens that end it."""
         self.parameters = parameters
+        self.logprob: TokenLogprob | None = None
+        self._ruled = None if parameters.rules.neutral else RuledLogits(parameters.rules, prompt, end_ids)
+        self._obeyed = None if parameters.grammar is None else parameters.grammar.start()
+        told = parameters.top_logprobs is not None
+        self.by_hand = told or self._ruled is not None or self._obeyed is not None
         self.greedy = parameters.greedy
         self.repeatable = parameters.seed is not None and not parameters.greedy
         if self.greedy:
@@ -206,7 +236,7 @@ class Sampler:
         self._uniform: float | None = None
 
     def draw(self) -> float:
-        """The uniform number in [0, 1) of the next token: the same one until `advance`. 0 for a greedy sampler.
+        """The uniform number in [0, 1) of the next token: the same one until `take`. 0 for a greedy sampler.
 
         A step that failed and is repeated thus draws the same token.
         """
@@ -216,20 +246,41 @@ class Sampler:
             self._uniform = float(torch.rand((), generator=self._generator, device="cpu"))
         return self._uniform
 
-    def advance(self) -> None:
-        """Goes on to the next number: a token was chosen with this one."""
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is whole by its grammar, which allows nothing more."""
+        return self._obeyed is not None and self._obeyed.ended
+
+    def edit(self, logits_V: Tensor) -> Tensor:
+        """The logits to choose from: after rules and grammar. Raises SparseKVError where the grammar fails."""
+        if self._ruled is not None:
+            logits_V = self._ruled.apply(logits_V)
+        return logits_V if self._obeyed is None else self._obeyed.apply(logits_V)
+
+    def take(self, token: int, logits_V: Tensor | None = None) -> None:
+        """Goes on to the next number: this token was chosen. logits_V: the model's; needed of a sampler `by_hand`.
+
+        Raises SparseKVError where the grammar fails.
+        """
         self.draw()
         self._uniform = None
+        if self._ruled is not None:
+            self._ruled.take(token)
+        if self._obeyed is not None:
+            self._obeyed.take(token)
+        if self.parameters.top_logprobs is not None and logits_V is not None:
+            [self.logprob] = token_logprobs(logits_V[None], [token], self.parameters.top_logprobs)
 
     def sample(self, logits_V: Tensor) -> int:
         """Chooses a token from float logits [V] on any device, and advances.
 
         Raises SparseKVError when they are not finite.
         """
-        token = self._choose(logits_V.detach())
+        logits_V = logits_V.detach()
+        token = self._choose(self.edit(logits_V))
         if token < 0:
             raise not_finite()
-        self.advance()
+        self.take(token, logits_V)
         return token
 
     def _choose(self, logits_V: Tensor) -> int:

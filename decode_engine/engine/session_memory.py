@@ -38,11 +38,10 @@ def session_bytes(fitted: FittedMethod, tokens: int) -> int:
 
 
 def _growth(fitted: FittedMethod, tokens: int) -> Growth:
-    """What has left the recent window when all tokens were added, and what is appended with every move."""
+    """What has left the recent window when all tokens were added, and where it is cut into appends."""
     keys = fitted.manifest.token_count
     _, end = fitted.method.searched_range(keys + tokens - 1, keys)
-    appended = max(0, end - keys)
-    return Growth(keys, appended, min(appended, fitted.method.append_block))
+    return Growth(keys, max(0, end - keys), fitted.method.append_block)
 
 
 def _tail_bytes(heads: int, head_dim: int, dtype: torch.dtype, tokens: int) -> int:

@@ -98,17 +98,43 @@ def choose_each(logits: Sequence[Tensor], samplers: Sequence[Sampler]) -> list[i
 
 def choose_together(logits_BV: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]:
     """What `choose_each` does, for rows that lie in one tensor, on its device."""
+    edited_BV, failed = _edit(logits_BV, samplers)
     if all(sampler.greedy for sampler in samplers):
-        chosen_B = choose_greedy(logits_BV)
+        chosen_B = choose_greedy(edited_BV)
     else:
         draws = Draws.of(samplers, logits_BV.device)
-        chosen_B = choose_tokens(logits_BV, draws, filtered=any_filters(samplers))
-    return [advance(sampler, token) for sampler, token in zip(samplers, chosen_B.tolist(), strict=True)]
+        chosen_B = choose_tokens(edited_BV, draws, filtered=any_filters(samplers))
+    tokens = chosen_B.tolist()
+    return [
+        failed[row] if row in failed else take(sampler, tokens[row], logits_BV[row])
+        for row, sampler in enumerate(samplers)
+    ]
 
 
-def advance(sampler: Sampler, token: int) -> int | Exception:
-    """What a row's choice means: the token, with its sampler advanced; or, for -1, the error."""
+def _edit(logits_BV: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, dict[int, Exception]]:
+    """The rows to choose from, and what went wrong with some."""
+    by_hand = [row for row, sampler in enumerate(samplers) if sampler.by_hand]
+    failed: dict[int, Exception] = {}
+    if not by_hand:
+        return logits_BV, failed
+    edited_BV = logits_BV.float().clone()
+    for row in by_hand:
+        try:
+            edited_BV[row] = samplers[row].edit(logits_BV[row])
+        except Exception as error:
+            failed[row] = error
+    return edited_BV, failed
+
+
+def take(sampler: Sampler, token: int, logits_V: Tensor | None = None) -> int | Exception:
+    """What a row's choice means: the token, with its sampler advanced; or, for -1, the error.
+
+    logits_V: what it was chosen from, before edits; needed of a sampler `by_hand`.
+    """
     if token < 0:
         return not_finite()
-    sampler.advance()
+    try:
+        sampler.take(token, logits_V)
+    except Exception as error:
+        return error
     return token

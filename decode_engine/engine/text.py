@@ -155,14 +155,26 @@ class TextStream:
         decode: Callable[[Sequence[int]], str],
         prompt_ids: Sequence[int] = (),
         stops: Sequence[str] = (),
+        min_tokens: int = 0,
     ) -> None:
+        """min_tokens: before so many no stop string is looked for."""
+        self._made_with = (decode, prompt_ids, stops, min_tokens)
+        self._free_tokens = min_tokens - 1
         self._detokenizer = Detokenizer(decode, prompt_ids)
         self._stops = StopStrings(stops)
 
     def push(self, token_id: int) -> TokenText:
         """Adds a token."""
-        return TokenText(*self._stops.push(self._detokenizer.push(token_id)))
+        text = self._detokenizer.push(token_id)
+        if self._free_tokens > 0:
+            self._free_tokens -= 1
+            return TokenText(text, False)
+        return TokenText(*self._stops.push(text))
 
     def flush(self) -> str:
         """Held-back text at the end of a generation. An incomplete character is dropped."""
         return self._stops.flush()
+
+    def fork(self) -> TextStream:
+        """The same for another answer to the prompt."""
+        return TextStream(*self._made_with)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ class FakeSession:
     figures: Figures = field(default_factory=Figures)
     closed: int = 0
 
+    def fork(self) -> FakeSession:
+        return replace(self, fed=list(self.fed), figures=replace(self.figures))
+
     def close(self) -> None:
         self.closed += 1
 
@@ -44,10 +47,22 @@ class FakeRunner:
     calls: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
     gate: threading.Semaphore | None = None
 
-    def read(self, sessions: Sequence[FakeSession], token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
-        return self.forward(sessions, token_ids)
+    def read(
+        self,
+        sessions: Sequence[FakeSession],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        all_logits: bool = False,
+    ) -> list[Tensor]:
+        return self.forward(sessions, token_ids, all_logits=all_logits)
 
-    def forward(self, sessions: Sequence[FakeSession], token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
+    def forward(
+        self,
+        sessions: Sequence[FakeSession],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        all_logits: bool = False,
+    ) -> list[Tensor]:
         lengths = {len(ids) for ids in token_ids}
         if len(lengths) != 1 or len(sessions) != len(token_ids):
             raise AssertionError("every session of a batch is fed as many tokens")
@@ -62,7 +77,9 @@ class FakeRunner:
         for session, ids in zip(sessions, token_ids, strict=True):
             session.fed.extend(ids)
         return [
-            torch.nn.functional.one_hot(torch.tensor([(ids[-1] + 1) % VOCABULARY]), VOCABULARY).float()
+            torch.nn.functional.one_hot((torch.tensor(ids) + 1) % VOCABULARY, VOCABULARY).float()[
+                0 if all_logits else -1 :
+            ]
             for ids in token_ids
         ]
 
@@ -84,6 +101,9 @@ class LetterSink:
 
     def flush(self) -> str:
         return "."
+
+    def fork(self) -> LetterSink:
+        return replace(self)
 
 
 @dataclass
@@ -110,6 +130,9 @@ def make_client(
     memory: int = 0,
     sampling: SamplingParameters = SamplingParameters(),  # noqa: B008 - frozen
     cost: PromptCost | None = None,
+    answers: int = 1,
+    stop_ids: frozenset[int] = frozenset(),
+    prompt_logprobs: bool = False,
 ) -> Client:
     """A request for a fake session called `name`."""
     made = session or FakeSession(name)
@@ -126,6 +149,9 @@ def make_client(
         context=context,
         memory=memory,
         cost=cost or PromptCost(),
+        answers=answers,
+        stop_ids=stop_ids,
+        prompt_logprobs=prompt_logprobs,
     )
     return Client(made, request, closes)
 

@@ -31,14 +31,20 @@ class LoadingRunner(FakeRunner):
     meanwhile: Callable[[], None] = lambda: None
     waits: int = 0
 
-    def read(self, sessions: Sequence[FakeSession], token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
+    def read(
+        self,
+        sessions: Sequence[FakeSession],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        all_logits: bool = False,
+    ) -> list[Tensor]:
         assert self.engine is not None
         while self.loading & {session.name for session in sessions}:
             self.waits += 1
             assert self.waits < 50, "nobody ended the wait"
             self.meanwhile()
             self.engine.give_way()
-        return super().read(sessions, token_ids)
+        return super().read(sessions, token_ids, all_logits=all_logits)
 
 
 def make(max_sessions: int = 4) -> tuple[FakeEngine, LoadingRunner]:

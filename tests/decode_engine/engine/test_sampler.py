@@ -123,12 +123,12 @@ def test_the_number_of_a_token_stays_until_the_token_is_taken() -> None:
         numbers.append(sampler.draw())
         assert sampler.draw() == numbers[-1]
         assert other.draw() == numbers[-1]
-        sampler.advance()
+        sampler.take(0)
         other.sample(LOGITS)
     assert len(set(numbers)) == 20
     assert all(0.0 <= number < 1.0 for number in numbers)
     unread = Sampler(SamplingParameters(temperature=1.0, seed=9))
-    unread.advance()
+    unread.take(0)
     assert unread.draw() == numbers[1], "advancing without looking skips one number"
 
 

@@ -20,7 +20,7 @@ from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import resolve_model
 from tests.support.models import write_model_folder
 
-EXPRESSIONS = (*METHODS, "csattention+dropped", "oracle+centred", "multipole+dipole")
+EXPRESSIONS = (*METHODS, "csattention+dropped", "oracle+centred", "multipole+dipole", "csattention+coarse")
 
 
 @pytest.fixture(scope="module")

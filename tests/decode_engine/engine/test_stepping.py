@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters, any_filters
+from decode_engine.engine.sampling.logit_rules import LogitRules
 from decode_engine.engine.stepping import choose_each, choose_together, decode_by_forward, forward_each
 from index_store.errors import SparseKVError
 from tests.decode_engine.engine.fake_runner import FakeRunner, FakeSession
@@ -103,3 +104,29 @@ def test_rows_chosen_together_are_those_chosen_alone(options: dict[str, float]) 
 def test_rows_are_sorted_only_where_something_filters(options: list[dict[str, float]], filters: bool) -> None:
     samplers = [Sampler(SamplingParameters(**given)) for given in options]  # type: ignore[arg-type]
     assert any_filters(samplers) is filters
+
+
+def test_rows_that_are_edited_are_chosen_together_as_alone() -> None:
+    logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(3)) * 3
+    rules = LogitRules(
+        presence_penalty=2.0, repetition_penalty=1.5, logit_bias={7: 4.0, 8: -100.0}, min_tokens=9
+    )
+    options = [
+        SamplingParameters(),
+        SamplingParameters(1.0, seed=1, rules=rules),
+        SamplingParameters(rules=rules, top_logprobs=3),
+        SamplingParameters(1.0, 0.9, 20, seed=2, top_logprobs=0),
+    ]
+
+    def samplers() -> list[Sampler]:
+        return [Sampler(each, prompt=[1, 2, 3], end_ids=[5]) for each in options]
+
+    one, all_ = samplers(), samplers()
+    for _ in range(5):
+        before = logits.clone()
+        chosen = choose_each(list(logits), one)
+        assert choose_together(logits, all_) == chosen
+        assert torch.equal(logits, before)
+        assert [sampler.logprob for sampler in one] == [sampler.logprob for sampler in all_]
+        assert one[3].logprob is not None
+        assert one[3].logprob.logprob == pytest.approx(float(logits[3].log_softmax(0)[chosen[3]]), abs=1e-5)

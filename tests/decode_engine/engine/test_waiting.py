@@ -26,7 +26,15 @@ from tests.decode_engine.engine.fake_runner import (
 def job(context: str) -> Job[FakeSession]:
     sampling = SamplingParameters()
     request = Request(lambda: FakeSession("x"), [1], 1, sampling, LetterSink(), context=context)
-    return Job(request, Place(lambda: None), Stream(lambda: None), Sampler(sampling), 0, [Piece(1, 1.0)])
+    return Job(
+        request,
+        Place(lambda: None),
+        Stream(lambda: None),
+        Sampler(sampling),
+        LetterSink(),
+        0,
+        [Piece(1, 1.0)],
+    )
 
 
 @given(st.lists(st.sampled_from("abcd"), max_size=12), st.integers(0, 5))
@@ -36,11 +44,11 @@ def test_requests_are_taken_in_the_order_that_was_foretold(contexts: list[str], 
     for one in jobs:
         waiting.add(one)
     for _ in range(taken):
-        waiting.take(None)
+        waiting.take(None, 1)
     foretold = {waiting.ahead(one.stream): one for one in waiting}
     assert sorted(foretold) == list(range(len(waiting)))
     for place in range(len(waiting)):
-        assert waiting.take(None) is foretold[place]
+        assert waiting.take(None, 1) is foretold[place]
     assert all(waiting.ahead(one.stream) is None for one in jobs)
 
 

@@ -1,0 +1,68 @@
+"""Constraints as the sampler obeys them: which tokens may come next.
+
+Shape legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from llguidance import LLMatcher
+from torch import Tensor
+
+from decode_engine.engine.sampling.matching import UnfitConstraintError, allowed_bytes
+from index_store.errors import InvalidArgumentError
+
+_MASK_S = 1.0
+
+
+class Grammar:
+    """A constraint that was compiled; any number of answers may obey it at once."""
+
+    def __init__(self, matcher: LLMatcher, threads: ThreadPoolExecutor) -> None:
+        """threads: that find out what may come next while the model computes."""
+        self._matcher = matcher
+        self._threads = threads
+
+    def start(self) -> ObeyedGrammar:
+        """At the beginning of an answer."""
+        return ObeyedGrammar(self._matcher.deep_copy(), self._threads)
+
+
+class ObeyedGrammar:
+    """The grammar over one answer."""
+
+    def __init__(self, matcher: LLMatcher, threads: ThreadPoolExecutor) -> None:
+        self._matcher = matcher
+        self._threads = threads
+        self.ended = False
+        """Whether nothing more may come."""
+        # Until it is done the matcher is that thread's.
+        self._next: Future[bytes] = threads.submit(allowed_bytes, matcher)
+
+    def apply(self, logits_V: Tensor) -> Tensor:
+        """Logits [V] with -inf for tokens that may not come next. Raises InvalidArgumentError."""
+        try:
+            if self._next.cancel():  # the threads are busy
+                self._next = Future()
+                self._next.set_result(allowed_bytes(self._matcher))
+            allowed = self._next.result(timeout=_MASK_S)
+        except (UnfitConstraintError, TimeoutError) as error:
+            reason = str(error) or f"it took more than {_MASK_S:g} s to find the next token"
+            raise InvalidArgumentError(
+                f"the constraint cannot be obeyed any more: {reason}; simplify it", field="constraint"
+            ) from error
+        allowed_V = torch.frombuffer(bytearray(allowed), dtype=torch.uint8).to(logits_V.device)
+        return logits_V.masked_fill(allowed_V[: len(logits_V)] == 0, -torch.inf)
+
+    def take(self, token: int) -> None:
+        """The answer goes on with this token. Raises InvalidArgumentError where it may not."""
+        if not self._matcher.consume_token(token):
+            raise InvalidArgumentError(
+                f"the constraint cannot be obeyed any more: {self._matcher.stop_reason()}; simplify it",
+                field="constraint",
+            )
+        self.ended = bool(self._matcher.is_stopped())
+        if not self.ended:
+            self._next = self._threads.submit(allowed_bytes, self._matcher)

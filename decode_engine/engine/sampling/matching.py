@@ -1,0 +1,76 @@
+"""What a constraint says, in llguidance's words: no torch here, so that another process can try it quickly.
+
+Everything is bounded by llguidance's own limits of states and work; what those do not catch is caught by trying
+(`trial`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+Kind = Literal["json_schema", "regex", "choices"]
+
+_LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # about 2 kB a state
+_BETWEEN = {"whitespace_pattern": r"[ \n]{0,4}"}
+"""What may stand between the parts of a JSON value: some models never end it where it may go on for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer has to be. text: a JSON schema, a regular expression, or a JSON list of texts to choose from."""
+
+    kind: Kind
+    text: str
+
+
+class UnfitConstraintError(Exception):
+    """A constraint that cannot be obeyed; the message is a clause that says why."""
+
+
+def make_matcher(vocabulary: LLTokenizer, constraint: Constraint) -> LLMatcher:
+    """A matcher at the beginning of an answer. Raises UnfitConstraintError; runs without the interpreter's lock."""
+    if constraint.kind == "json_schema":
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(constraint.text, overrides=_BETWEEN)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UnfitConstraintError(f"it is not a JSON object ({error})") from error
+    else:
+        regex = constraint.text
+        if constraint.kind == "choices":
+            regex = "|".join(map(_escaped, json.loads(constraint.text)))
+        grammar = LLMatcher.grammar_from_regex(regex)
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
+    if matcher.is_error():
+        raise UnfitConstraintError(_reason(matcher.get_error()))
+    warnings = matcher.get_grammar_warnings()
+    if warnings:
+        raise UnfitConstraintError(_reason(warnings[0]))
+    return matcher
+
+
+def allowed_bytes(matcher: LLMatcher) -> bytes:
+    """A byte for each token of the vocabulary, 0 where it may not come next. Raises UnfitConstraintError."""
+    allowed: bytes = matcher.compute_logit_bias()
+    if matcher.is_error():
+        reason = _reason(matcher.get_error())
+        nothing = reason.startswith("NoExtension")
+        raise UnfitConstraintError("nothing satisfies it" if nothing else f"it is too complex ({reason})")
+    return allowed
+
+
+def _escaped(text: str) -> str:
+    """A regular expression for exactly this text."""
+    return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):X}}}" for letter in text)
+
+
+def _reason(message: str) -> str:
+    """One clause out of llguidance's lines."""
+    lines: Sequence[str] = [line.strip() for line in message.splitlines() if line.strip()]
+    told = next((line.removeprefix("error:").strip() for line in lines if line.startswith("error:")), None)
+    clause = told or (lines[0] if lines else "it cannot be compiled")
+    return clause if len(clause) <= 200 else f"{clause[:197]}..."

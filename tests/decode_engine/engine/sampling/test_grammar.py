@@ -1,0 +1,104 @@
+"""Constraints over the packaged reader's vocabulary: which tokens may come, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from decode_engine.engine.sampling.matching import Constraint, Kind
+from decode_engine.engine.sampling.trial import VocabularySource
+from decode_engine.engine.sampling.vocabulary import Vocabulary
+from index_store.errors import InvalidArgumentError
+from index_store.models.loading import Tokenizer, load_tokenizer, resolve_model
+
+SIZE = 8192  # the model has more than its tokenizer's 4,096
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(resolve_model("reader"))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer: Tokenizer) -> Iterator[Vocabulary]:
+    made = Vocabulary(lambda: VocabularySource(tokenizer.definition(), SIZE, tokenizer.eos_ids))
+    yield made
+    made.close()
+
+
+def answer(vocabulary: Vocabulary, constraint: Constraint, seed: int) -> tuple[bytes, bool]:
+    """The answer of a model that says anything that it may, and whether it ended with an end token."""
+    generator = torch.Generator().manual_seed(seed)
+    obeyed = vocabulary.compile(constraint).start()
+    said = b""
+    while not obeyed.ended:
+        logits = obeyed.apply(torch.randn(SIZE, generator=generator))
+        token = int(logits.argmax())
+        obeyed.take(token)
+        if token == 0:
+            return said, True
+        said += vocabulary.token_bytes[token]
+    return said, False
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "ends"),
+    [
+        ("choices", json.dumps(["yes", "yesterday", "nö"]), {b"yes", b"yesterday", "nö".encode()}),
+        ("regex", "[01]{2}", {b"00", b"01", b"10", b"11"}),
+        ("json_schema", '{"type": "boolean"}', {b"true", b"false"}),
+    ],
+)
+def test_answers_are_those_that_are_allowed_and_end_by_themselves(
+    vocabulary: Vocabulary, kind: Kind, text: str, ends: set[bytes]
+) -> None:
+    found = {answer(vocabulary, Constraint(kind, text), seed)[0] for seed in range(24)}
+    assert found <= ends
+    assert len(found) > 1
+
+
+def test_where_more_might_follow_an_end_token_is_allowed(vocabulary: Vocabulary) -> None:
+    constraint = Constraint("regex", "a+")
+    assert any(answer(vocabulary, constraint, seed)[1] for seed in range(8))
+
+
+def test_answers_to_one_grammar_go_on_apart_also_at_once(vocabulary: Vocabulary) -> None:
+    grammar = vocabulary.compile(Constraint("regex", "[0-9]{40}"))
+    assert vocabulary.compile(Constraint("regex", "[0-9]{40}")) is grammar
+    lengths: list[int] = []
+
+    def run(seed: int) -> None:
+        said, _ = answer(vocabulary, Constraint("regex", "[0-9]{40}"), seed)
+        lengths.append(len(said))
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert lengths == [40] * 6
+
+
+def test_tokens_that_may_not_come_are_refused(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+    obeyed = vocabulary.compile(Constraint("regex", "[0-9]{3}")).start()
+    [letter] = tokenizer.encode("a")
+    assert obeyed.apply(torch.zeros(SIZE))[letter] == -torch.inf
+    assert obeyed.apply(torch.zeros(SIZE))[0] == -torch.inf, "no end before it is whole"
+    with pytest.raises(InvalidArgumentError, match="cannot be obeyed any more"):
+        obeyed.take(letter)
+
+
+def test_what_dies_in_its_trial_is_refused_and_the_next_one_is_tried(vocabulary: Vocabulary) -> None:
+    hostile = Constraint("json_schema", '{"type": "integer", "multipleOf": 99999989}')
+    with pytest.raises(InvalidArgumentError, match="json_schema cannot be obeyed: it is too complex"):
+        vocabulary.compile(hostile)
+    assert answer(vocabulary, Constraint("regex", "after"), 0)[0] == b"after"
+
+
+def test_bytes_of_tokens_are_those_of_the_text(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+    text = "Ein Hafen: „hören“, 灯, and the end.\n"
+    assert b"".join(vocabulary.token_bytes[token] for token in tokenizer.encode(text)).decode() == text
