@@ -20,7 +20,11 @@ FILES = ("context", "generation")
 def compile_file(name: str, folder: Path) -> FileDescriptorProto:
     """The descriptor that the installed compiler makes of a .proto file, with comments."""
     output = folder / f"{name}.binpb"
-    includes = [PROTOS, Path(resource.__file__).parents[2], Path(protoc.__file__).parent / "_proto"]
+    google = Path(resource.__file__).parents[2]
+    renamed = folder / "google/longrunning/operations.proto"  # the package has it under another name
+    renamed.parent.mkdir(parents=True, exist_ok=True)
+    renamed.write_bytes((google / "google/longrunning/operations_proto.proto").read_bytes())
+    includes = [PROTOS, folder, google, Path(protoc.__file__).parent / "_proto"]
     arguments = ["protoc", *(f"-I{path}" for path in includes), "--include_source_info"]
     assert protoc.main([*arguments, f"--descriptor_set_out={output}", f"sparsekv/v1/{name}.proto"]) == 0
     return FileDescriptorSet.FromString(output.read_bytes()).file[-1]

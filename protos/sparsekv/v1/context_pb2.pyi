@@ -3,8 +3,13 @@ import datetime
 from google.api import client_pb2 as _client_pb2
 from google.api import field_behavior_pb2 as _field_behavior_pb2
 from google.api import resource_pb2 as _resource_pb2
+from google.longrunning import operations_pb2 as _operations_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import empty_pb2 as _empty_pb2
+from google.protobuf import field_mask_pb2 as _field_mask_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from sparsekv.v1 import conversation_pb2 as _conversation_pb2
+from sparsekv.v1 import generation_pb2 as _generation_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -15,7 +20,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Context(_message.Message):
-    __slots__ = ("name", "display_name", "model", "architecture", "token_count", "dtype", "kv_bytes", "index_bytes", "state", "state_message", "create_time", "expire_time", "resident", "methods", "default_method", "indexes", "dense_layers", "default_budget", "tuned", "placement")
+    __slots__ = ("name", "display_name", "model", "architecture", "token_count", "dtype", "kv_bytes", "index_bytes", "state", "state_message", "create_time", "expire_time", "resident", "methods", "default_method", "indexes", "dense_layers", "default_budget", "tuned", "placement", "labels", "pinned", "is_conversation", "parent", "parent_token_count", "children")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Context.State]
@@ -50,6 +55,13 @@ class Context(_message.Message):
         bytes_per_token: float
         layers: _containers.RepeatedScalarFieldContainer[int]
         def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., parameters: _Optional[_Mapping[str, str]] = ..., bytes_per_token: _Optional[float] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     DISPLAY_NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +82,12 @@ class Context(_message.Message):
     DEFAULT_BUDGET_FIELD_NUMBER: _ClassVar[int]
     TUNED_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    IS_CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    PARENT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CHILDREN_FIELD_NUMBER: _ClassVar[int]
     name: str
     display_name: str
     model: str
@@ -90,7 +108,13 @@ class Context(_message.Message):
     default_budget: str
     tuned: bool
     placement: str
-    def __init__(self, name: _Optional[str] = ..., display_name: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., token_count: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., state: _Optional[_Union[Context.State, str]] = ..., state_message: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., resident: bool = ..., methods: _Optional[_Iterable[str]] = ..., default_method: _Optional[str] = ..., indexes: _Optional[_Iterable[_Union[Context.Index, _Mapping]]] = ..., dense_layers: _Optional[_Iterable[int]] = ..., default_budget: _Optional[str] = ..., tuned: bool = ..., placement: _Optional[str] = ...) -> None: ...
+    labels: _containers.ScalarMap[str, str]
+    pinned: bool
+    is_conversation: bool
+    parent: str
+    parent_token_count: int
+    children: int
+    def __init__(self, name: _Optional[str] = ..., display_name: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., token_count: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., state: _Optional[_Union[Context.State, str]] = ..., state_message: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., resident: bool = ..., methods: _Optional[_Iterable[str]] = ..., default_method: _Optional[str] = ..., indexes: _Optional[_Iterable[_Union[Context.Index, _Mapping]]] = ..., dense_layers: _Optional[_Iterable[int]] = ..., default_budget: _Optional[str] = ..., tuned: bool = ..., placement: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., pinned: bool = ..., is_conversation: bool = ..., parent: _Optional[str] = ..., parent_token_count: _Optional[int] = ..., children: _Optional[int] = ...) -> None: ...
 
 class GetContextRequest(_message.Message):
     __slots__ = ("name", "reference")
@@ -101,12 +125,24 @@ class GetContextRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., reference: _Optional[str] = ...) -> None: ...
 
 class ListContextsRequest(_message.Message):
-    __slots__ = ("page_size", "page_token")
+    __slots__ = ("page_size", "page_token", "filter", "order_by")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    ORDER_BY_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    filter: str
+    order_by: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., filter: _Optional[str] = ..., order_by: _Optional[str] = ...) -> None: ...
+
+class UpdateContextRequest(_message.Message):
+    __slots__ = ("context", "update_mask")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_MASK_FIELD_NUMBER: _ClassVar[int]
+    context: Context
+    update_mask: _field_mask_pb2.FieldMask
+    def __init__(self, context: _Optional[_Union[Context, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ...) -> None: ...
 
 class ListContextsResponse(_message.Message):
     __slots__ = ("contexts", "next_page_token")
@@ -117,12 +153,14 @@ class ListContextsResponse(_message.Message):
     def __init__(self, contexts: _Optional[_Iterable[_Union[Context, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class DeleteContextRequest(_message.Message):
-    __slots__ = ("name", "allow_missing")
+    __slots__ = ("name", "allow_missing", "force")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ALLOW_MISSING_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
     name: str
     allow_missing: bool
-    def __init__(self, name: _Optional[str] = ..., allow_missing: bool = ...) -> None: ...
+    force: bool
+    def __init__(self, name: _Optional[str] = ..., allow_missing: bool = ..., force: bool = ...) -> None: ...
 
 class WarmContextRequest(_message.Message):
     __slots__ = ("name",)
@@ -143,3 +181,87 @@ class WarmContextResponse(_message.Message):
     first_layer_ns: int
     all_layers_ns: int
     def __init__(self, context: _Optional[_Union[Context, _Mapping]] = ..., already_resident: bool = ..., load_ns: _Optional[int] = ..., first_layer_ns: _Optional[int] = ..., all_layers_ns: _Optional[int] = ...) -> None: ...
+
+class CreateContextRequest(_message.Message):
+    __slots__ = ("text", "token_ids", "messages", "upload", "display_name", "ttl", "methods", "request_id", "priority")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_FIELD_NUMBER: _ClassVar[int]
+    DISPLAY_NAME_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    METHODS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: _generation_pb2.TokenIds
+    messages: _conversation_pb2.Conversation
+    upload: str
+    display_name: str
+    ttl: _duration_pb2.Duration
+    methods: _containers.RepeatedScalarFieldContainer[str]
+    request_id: str
+    priority: int
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., messages: _Optional[_Union[_conversation_pb2.Conversation, _Mapping]] = ..., upload: _Optional[str] = ..., display_name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., methods: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class CreateContextMetadata(_message.Message):
+    __slots__ = ("phase", "tokens_done", "tokens_total", "bytes_written", "remaining", "create_time", "jobs_ahead", "context", "layers_done", "layers_total", "notes")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PHASE_UNSPECIFIED: _ClassVar[CreateContextMetadata.Phase]
+        QUEUED: _ClassVar[CreateContextMetadata.Phase]
+        PREPARING: _ClassVar[CreateContextMetadata.Phase]
+        READING: _ClassVar[CreateContextMetadata.Phase]
+        INDEXING: _ClassVar[CreateContextMetadata.Phase]
+        VERIFYING: _ClassVar[CreateContextMetadata.Phase]
+        ENDED: _ClassVar[CreateContextMetadata.Phase]
+    PHASE_UNSPECIFIED: CreateContextMetadata.Phase
+    QUEUED: CreateContextMetadata.Phase
+    PREPARING: CreateContextMetadata.Phase
+    READING: CreateContextMetadata.Phase
+    INDEXING: CreateContextMetadata.Phase
+    VERIFYING: CreateContextMetadata.Phase
+    ENDED: CreateContextMetadata.Phase
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_DONE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    JOBS_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_DONE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    phase: CreateContextMetadata.Phase
+    tokens_done: int
+    tokens_total: int
+    bytes_written: int
+    remaining: _duration_pb2.Duration
+    create_time: _timestamp_pb2.Timestamp
+    jobs_ahead: int
+    context: str
+    layers_done: int
+    layers_total: int
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, phase: _Optional[_Union[CreateContextMetadata.Phase, str]] = ..., tokens_done: _Optional[int] = ..., tokens_total: _Optional[int] = ..., bytes_written: _Optional[int] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., jobs_ahead: _Optional[int] = ..., context: _Optional[str] = ..., layers_done: _Optional[int] = ..., layers_total: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class UploadDocumentRequest(_message.Message):
+    __slots__ = ("data", "sha256")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    sha256: str
+    def __init__(self, data: _Optional[bytes] = ..., sha256: _Optional[str] = ...) -> None: ...
+
+class Upload(_message.Message):
+    __slots__ = ("name", "size_bytes", "sha256", "expire_time")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size_bytes: int
+    sha256: str
+    expire_time: _timestamp_pb2.Timestamp
+    def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from google.longrunning import operations_pb2 as google_dot_longrunning_dot_operations__pb2
 from google.protobuf import empty_pb2 as google_dot_protobuf_dot_empty__pb2
 from sparsekv.v1 import context_pb2 as sparsekv_dot_v1_dot_context__pb2
 
@@ -27,8 +28,8 @@ if _version_not_supported:
 
 
 class ContextServiceStub(object):
-    """Lists, describes, loads and deletes stored contexts. Contexts are created by prefill jobs, not through this
-    service: keys and values never travel through gRPC.
+    """Creates, lists, describes, changes, loads and deletes stored contexts. Documents travel through gRPC; keys and values
+    never do.
     """
 
     def __init__(self, channel):
@@ -37,6 +38,16 @@ class ContextServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.CreateContext = channel.unary_unary(
+                '/sparsekv.v1.ContextService/CreateContext',
+                request_serializer=sparsekv_dot_v1_dot_context__pb2.CreateContextRequest.SerializeToString,
+                response_deserializer=google_dot_longrunning_dot_operations__pb2.Operation.FromString,
+                _registered_method=True)
+        self.UploadDocument = channel.stream_unary(
+                '/sparsekv.v1.ContextService/UploadDocument',
+                request_serializer=sparsekv_dot_v1_dot_context__pb2.UploadDocumentRequest.SerializeToString,
+                response_deserializer=sparsekv_dot_v1_dot_context__pb2.Upload.FromString,
+                _registered_method=True)
         self.GetContext = channel.unary_unary(
                 '/sparsekv.v1.ContextService/GetContext',
                 request_serializer=sparsekv_dot_v1_dot_context__pb2.GetContextRequest.SerializeToString,
@@ -46,6 +57,11 @@ class ContextServiceStub(object):
                 '/sparsekv.v1.ContextService/ListContexts',
                 request_serializer=sparsekv_dot_v1_dot_context__pb2.ListContextsRequest.SerializeToString,
                 response_deserializer=sparsekv_dot_v1_dot_context__pb2.ListContextsResponse.FromString,
+                _registered_method=True)
+        self.UpdateContext = channel.unary_unary(
+                '/sparsekv.v1.ContextService/UpdateContext',
+                request_serializer=sparsekv_dot_v1_dot_context__pb2.UpdateContextRequest.SerializeToString,
+                response_deserializer=sparsekv_dot_v1_dot_context__pb2.Context.FromString,
                 _registered_method=True)
         self.DeleteContext = channel.unary_unary(
                 '/sparsekv.v1.ContextService/DeleteContext',
@@ -60,9 +76,33 @@ class ContextServiceStub(object):
 
 
 class ContextServiceServicer(object):
-    """Lists, describes, loads and deletes stored contexts. Contexts are created by prefill jobs, not through this
-    service: keys and values never travel through gRPC.
+    """Creates, lists, describes, changes, loads and deletes stored contexts. Documents travel through gRPC; keys and values
+    never do.
     """
+
+    def CreateContext(self, request, context):
+        """Creates a context (AIP-133, AIP-151): checks the request, queues a prefill job beside the store and returns the
+        operation that follows it, whose metadata is a CreateContextMetadata and whose response is the Context. Workers
+        (`prefill-worker serve`, or a server's own, `decode-engine serve --prefill`) take jobs by priority, then by age. What
+        has been acknowledged survives the end of server and workers. A repeat with the same `request_id` returns the same
+        operation; a request without one returns an operation that makes the same, if there is one. Where the store has the
+        context as it is wanted, the operation is done at once. `google.longrunning.Operations` lists, waits for, cancels and deletes
+        operations. Errors: INVALID_ARGUMENT, PROMPT_TOO_LONG for a document that the model has no positions for,
+        METHOD_UNSUPPORTED, UPLOAD_NOT_FOUND, QUEUE_FULL (with RetryInfo), TOO_MANY_REQUESTS, STORE_FULL, STORE_UNUSABLE,
+        STORE_UNAVAILABLE, NOT_READY.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UploadDocument(self, request_iterator, context):
+        """Takes a document in parts, for those larger than one message, to be named by one CreateContextRequest, which uses it
+        up. What is not used within a day is removed. Errors: INVALID_ARGUMENT (no data, too much of it, or a checksum that
+        does not fit), QUEUE_FULL (with RetryInfo), TOO_MANY_REQUESTS, CALL_UNFINISHED, STORE_FULL, STORE_UNUSABLE, NOT_READY.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def GetContext(self, request, context):
         """Describes one context (AIP-131). Contexts that are expired or whose metadata is damaged are described too:
@@ -73,8 +113,19 @@ class ContextServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListContexts(self, request, context):
-        """Lists the contexts of the store, newest first (AIP-132, AIP-158). Errors: INVALID_ARGUMENT for a negative page
-        size or a page token that this server did not issue, STORE_UNAVAILABLE, NOT_READY.
+        """Lists the contexts of the store, newest first unless told otherwise (AIP-132, AIP-158, AIP-160). Errors:
+        INVALID_ARGUMENT for a negative page size, a filter or an order that cannot be read, or a page token that this server
+        did not issue for the same filter and order, STORE_UNAVAILABLE, NOT_READY.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateContext(self, request, context):
+        """Changes what a context is called, when it expires, its labels, and whether it is pinned (AIP-134). Of two calls at
+        once both take effect, one after the other; the last says what a field is. Errors: CONTEXT_NOT_FOUND,
+        INVALID_ARGUMENT, CONTEXT_CORRUPT, CONTEXT_BUSY while a job changes the context, STORE_UNUSABLE, STORE_FULL,
+        STORE_UNAVAILABLE, NOT_READY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -82,7 +133,8 @@ class ContextServiceServicer(object):
 
     def DeleteContext(self, request, context):
         """Deletes a context from disk and from memory (AIP-135). Generations that already run on it finish; new ones
-        get CONTEXT_NOT_FOUND. Errors: CONTEXT_NOT_FOUND (unless `allow_missing`), INVALID_ARGUMENT.
+        get CONTEXT_NOT_FOUND. Errors: CONTEXT_NOT_FOUND (unless `allow_missing`), CONTEXT_HAS_CHILDREN (unless `force`),
+        INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,6 +152,16 @@ class ContextServiceServicer(object):
 
 def add_ContextServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'CreateContext': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateContext,
+                    request_deserializer=sparsekv_dot_v1_dot_context__pb2.CreateContextRequest.FromString,
+                    response_serializer=google_dot_longrunning_dot_operations__pb2.Operation.SerializeToString,
+            ),
+            'UploadDocument': grpc.stream_unary_rpc_method_handler(
+                    servicer.UploadDocument,
+                    request_deserializer=sparsekv_dot_v1_dot_context__pb2.UploadDocumentRequest.FromString,
+                    response_serializer=sparsekv_dot_v1_dot_context__pb2.Upload.SerializeToString,
+            ),
             'GetContext': grpc.unary_unary_rpc_method_handler(
                     servicer.GetContext,
                     request_deserializer=sparsekv_dot_v1_dot_context__pb2.GetContextRequest.FromString,
@@ -109,6 +171,11 @@ def add_ContextServiceServicer_to_server(servicer, server):
                     servicer.ListContexts,
                     request_deserializer=sparsekv_dot_v1_dot_context__pb2.ListContextsRequest.FromString,
                     response_serializer=sparsekv_dot_v1_dot_context__pb2.ListContextsResponse.SerializeToString,
+            ),
+            'UpdateContext': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateContext,
+                    request_deserializer=sparsekv_dot_v1_dot_context__pb2.UpdateContextRequest.FromString,
+                    response_serializer=sparsekv_dot_v1_dot_context__pb2.Context.SerializeToString,
             ),
             'DeleteContext': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteContext,
@@ -129,9 +196,63 @@ def add_ContextServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ContextService(object):
-    """Lists, describes, loads and deletes stored contexts. Contexts are created by prefill jobs, not through this
-    service: keys and values never travel through gRPC.
+    """Creates, lists, describes, changes, loads and deletes stored contexts. Documents travel through gRPC; keys and values
+    never do.
     """
+
+    @staticmethod
+    def CreateContext(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparsekv.v1.ContextService/CreateContext',
+            sparsekv_dot_v1_dot_context__pb2.CreateContextRequest.SerializeToString,
+            google_dot_longrunning_dot_operations__pb2.Operation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UploadDocument(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/sparsekv.v1.ContextService/UploadDocument',
+            sparsekv_dot_v1_dot_context__pb2.UploadDocumentRequest.SerializeToString,
+            sparsekv_dot_v1_dot_context__pb2.Upload.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def GetContext(request,
@@ -177,6 +298,33 @@ class ContextService(object):
             '/sparsekv.v1.ContextService/ListContexts',
             sparsekv_dot_v1_dot_context__pb2.ListContextsRequest.SerializeToString,
             sparsekv_dot_v1_dot_context__pb2.ListContextsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateContext(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparsekv.v1.ContextService/UpdateContext',
+            sparsekv_dot_v1_dot_context__pb2.UpdateContextRequest.SerializeToString,
+            sparsekv_dot_v1_dot_context__pb2.Context.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,5 +1,10 @@
+import datetime
+
 from google.api import field_behavior_pb2 as _field_behavior_pb2
 from google.api import resource_pb2 as _resource_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.rpc import status_pb2 as _status_pb2
+from sparsekv.v1 import conversation_pb2 as _conversation_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -15,12 +20,30 @@ class TokenIds(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Keep(_message.Message):
+    __slots__ = ("display_name", "ttl", "prompt_only")
+    DISPLAY_NAME_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ONLY_FIELD_NUMBER: _ClassVar[int]
+    display_name: str
+    ttl: _duration_pb2.Duration
+    prompt_only: bool
+    def __init__(self, display_name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prompt_only: bool = ...) -> None: ...
+
 class GenerateRequest(_message.Message):
-    __slots__ = ("context", "text", "token_ids", "question", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "method", "keep_ratio", "target_mass", "token_budget", "search_period")
+    __slots__ = ("context", "text", "token_ids", "question", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "method", "keep_ratio", "target_mass", "token_budget", "search_period", "n", "top_logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids", "constraint", "min_tokens", "keep")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     QUESTION_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -32,10 +55,22 @@ class GenerateRequest(_message.Message):
     TARGET_MASS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_BUDGET_FIELD_NUMBER: _ClassVar[int]
     SEARCH_PERIOD_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     context: str
     text: str
     token_ids: TokenIds
     question: str
+    messages: _conversation_pb2.Conversation
     max_tokens: int
     temperature: float
     top_p: float
@@ -47,21 +82,75 @@ class GenerateRequest(_message.Message):
     target_mass: float
     token_budget: int
     search_period: int
-    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., question: _Optional[str] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., method: _Optional[str] = ..., keep_ratio: _Optional[float] = ..., target_mass: _Optional[float] = ..., token_budget: _Optional[int] = ..., search_period: _Optional[int] = ...) -> None: ...
+    n: int
+    top_logprobs: int
+    prompt_logprobs: bool
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: _containers.ScalarMap[int, float]
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    constraint: Constraint
+    min_tokens: int
+    keep: Keep
+    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., question: _Optional[str] = ..., messages: _Optional[_Union[_conversation_pb2.Conversation, _Mapping]] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., method: _Optional[str] = ..., keep_ratio: _Optional[float] = ..., target_mass: _Optional[float] = ..., token_budget: _Optional[int] = ..., search_period: _Optional[int] = ..., n: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., prompt_logprobs: bool = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., min_tokens: _Optional[int] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ...) -> None: ...
+
+class Constraint(_message.Message):
+    __slots__ = ("json_schema", "regex", "choices")
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    json_schema: str
+    regex: str
+    choices: Choices
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choices: _Optional[_Union[Choices, _Mapping]] = ...) -> None: ...
+
+class Choices(_message.Message):
+    __slots__ = ("texts",)
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TokenLogprob(_message.Message):
+    __slots__ = ("token_id", "text", "logprob", "alternatives")
+    class Alternative(_message.Message):
+        __slots__ = ("token_id", "text", "logprob")
+        TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+        TEXT_FIELD_NUMBER: _ClassVar[int]
+        LOGPROB_FIELD_NUMBER: _ClassVar[int]
+        token_id: int
+        text: bytes
+        logprob: float
+        def __init__(self, token_id: _Optional[int] = ..., text: _Optional[bytes] = ..., logprob: _Optional[float] = ...) -> None: ...
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    text: bytes
+    logprob: float
+    alternatives: _containers.RepeatedCompositeFieldContainer[TokenLogprob.Alternative]
+    def __init__(self, token_id: _Optional[int] = ..., text: _Optional[bytes] = ..., logprob: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[TokenLogprob.Alternative, _Mapping]]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("token_ids", "text", "summary", "usage", "waiting")
+    __slots__ = ("token_ids", "text", "summary", "usage", "waiting", "logprobs", "index", "prompt_logprobs")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     summary: GenerationSummary
     usage: Usage
     waiting: Waiting
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., summary: _Optional[_Union[GenerationSummary, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    index: int
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., summary: _Optional[_Union[GenerationSummary, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., index: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ("cause", "requests_ahead")
@@ -80,7 +169,7 @@ class Waiting(_message.Message):
     def __init__(self, cause: _Optional[_Union[Waiting.Cause, str]] = ..., requests_ahead: _Optional[int] = ...) -> None: ...
 
 class GenerationSummary(_message.Message):
-    __slots__ = ("finish_reason", "usage", "timings", "selection", "method", "seed", "budget", "remainder")
+    __slots__ = ("finish_reason", "usage", "timings", "selection", "method", "seed", "budget", "remainder", "kept_context")
     class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         FINISH_REASON_UNSPECIFIED: _ClassVar[GenerationSummary.FinishReason]
@@ -99,6 +188,7 @@ class GenerationSummary(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     REMAINDER_FIELD_NUMBER: _ClassVar[int]
+    KEPT_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     finish_reason: GenerationSummary.FinishReason
     usage: Usage
     timings: Timings
@@ -107,17 +197,20 @@ class GenerationSummary(_message.Message):
     seed: int
     budget: str
     remainder: str
-    def __init__(self, finish_reason: _Optional[_Union[GenerationSummary.FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., selection: _Optional[_Union[SelectionFigures, _Mapping]] = ..., method: _Optional[str] = ..., seed: _Optional[int] = ..., budget: _Optional[str] = ..., remainder: _Optional[str] = ...) -> None: ...
+    kept_context: str
+    def __init__(self, finish_reason: _Optional[_Union[GenerationSummary.FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., selection: _Optional[_Union[SelectionFigures, _Mapping]] = ..., method: _Optional[str] = ..., seed: _Optional[int] = ..., budget: _Optional[str] = ..., remainder: _Optional[str] = ..., kept_context: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("context_tokens", "prompt_tokens", "completion_tokens")
+    __slots__ = ("context_tokens", "prompt_tokens", "completion_tokens", "cached_tokens")
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     context_tokens: int
     prompt_tokens: int
     completion_tokens: int
-    def __init__(self, context_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, context_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("load_ns", "queue_ns", "prompt_ns", "first_token_ns", "search_ns", "gather_ns", "attend_ns", "append_ns", "decode_steps", "decode_ns", "total_ns", "device_wait_for_host_ns", "host_bytes_read", "rows_reused")
@@ -166,6 +259,62 @@ class SelectionFigures(_message.Message):
     fraction_sparse: float
     fraction_all: float
     def __init__(self, searches: _Optional[int] = ..., keys_kept: _Optional[int] = ..., keys_attended: _Optional[int] = ..., keys_available: _Optional[int] = ..., fraction_sparse: _Optional[float] = ..., fraction_all: _Optional[float] = ...) -> None: ...
+
+class BatchGenerateRequest(_message.Message):
+    __slots__ = ("context", "requests")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    context: str
+    requests: _containers.RepeatedCompositeFieldContainer[GenerateRequest]
+    def __init__(self, context: _Optional[str] = ..., requests: _Optional[_Iterable[_Union[GenerateRequest, _Mapping]]] = ...) -> None: ...
+
+class BatchGenerateResponse(_message.Message):
+    __slots__ = ("index", "response", "error")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    response: GenerateResponse
+    error: _status_pb2.Status
+    def __init__(self, index: _Optional[int] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class TokenizeRequest(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
+class TokenizeResponse(_message.Message):
+    __slots__ = ("ids", "texts")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    texts: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class DetokenizeRequest(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DetokenizeResponse(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
+class CountTokensRequest(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
+class CountTokensResponse(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    def __init__(self, tokens: _Optional[int] = ...) -> None: ...
 
 class ListMethodsRequest(_message.Message):
     __slots__ = ()
@@ -227,7 +376,8 @@ class GetServerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerStatus(_message.Message):
-    __slots__ = ("waiting", "prompting", "decoding", "requests", "session_bytes", "session_limit_bytes", "context_bytes", "context_used_bytes", "context_limit_bytes", "contexts", "context_loads", "context_hits", "context_evictions", "steps", "prompt_tokens", "decode_steps", "decode_tokens", "decode_batch", "context_device_bytes", "context_device_used_bytes", "context_device_limit_bytes", "host_bytes_read", "rows_reused", "device_wait_for_host_ns", "open_calls", "unfinished_calls", "unread_answers")
+    __slots__ = ("model", "waiting", "prompting", "decoding", "requests", "session_bytes", "session_limit_bytes", "context_bytes", "context_used_bytes", "context_limit_bytes", "contexts", "context_loads", "context_hits", "context_evictions", "steps", "prompt_tokens", "decode_steps", "decode_tokens", "decode_batch", "context_device_bytes", "context_device_used_bytes", "context_device_limit_bytes", "host_bytes_read", "rows_reused", "device_wait_for_host_ns", "open_calls", "unfinished_calls", "unread_answers")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PROMPTING_FIELD_NUMBER: _ClassVar[int]
     DECODING_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +405,7 @@ class ServerStatus(_message.Message):
     OPEN_CALLS_FIELD_NUMBER: _ClassVar[int]
     UNFINISHED_CALLS_FIELD_NUMBER: _ClassVar[int]
     UNREAD_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    model: str
     waiting: int
     prompting: int
     decoding: int
@@ -282,4 +433,4 @@ class ServerStatus(_message.Message):
     open_calls: int
     unfinished_calls: int
     unread_answers: int
-    def __init__(self, waiting: _Optional[int] = ..., prompting: _Optional[int] = ..., decoding: _Optional[int] = ..., requests: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_limit_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., context_used_bytes: _Optional[int] = ..., context_limit_bytes: _Optional[int] = ..., contexts: _Optional[int] = ..., context_loads: _Optional[int] = ..., context_hits: _Optional[int] = ..., context_evictions: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., decode_batch: _Optional[int] = ..., context_device_bytes: _Optional[int] = ..., context_device_used_bytes: _Optional[int] = ..., context_device_limit_bytes: _Optional[int] = ..., host_bytes_read: _Optional[int] = ..., rows_reused: _Optional[int] = ..., device_wait_for_host_ns: _Optional[int] = ..., open_calls: _Optional[int] = ..., unfinished_calls: _Optional[int] = ..., unread_answers: _Optional[int] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., waiting: _Optional[int] = ..., prompting: _Optional[int] = ..., decoding: _Optional[int] = ..., requests: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_limit_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., context_used_bytes: _Optional[int] = ..., context_limit_bytes: _Optional[int] = ..., contexts: _Optional[int] = ..., context_loads: _Optional[int] = ..., context_hits: _Optional[int] = ..., context_evictions: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., decode_batch: _Optional[int] = ..., context_device_bytes: _Optional[int] = ..., context_device_used_bytes: _Optional[int] = ..., context_device_limit_bytes: _Optional[int] = ..., host_bytes_read: _Optional[int] = ..., rows_reused: _Optional[int] = ..., device_wait_for_host_ns: _Optional[int] = ..., open_calls: _Optional[int] = ..., unfinished_calls: _Optional[int] = ..., unread_answers: _Optional[int] = ...) -> None: ...

@@ -40,6 +40,26 @@ class GenerationServiceStub(object):
                 request_serializer=sparsekv_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=sparsekv_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.BatchGenerate = channel.unary_stream(
+                '/sparsekv.v1.GenerationService/BatchGenerate',
+                request_serializer=sparsekv_dot_v1_dot_generation__pb2.BatchGenerateRequest.SerializeToString,
+                response_deserializer=sparsekv_dot_v1_dot_generation__pb2.BatchGenerateResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/sparsekv.v1.GenerationService/Tokenize',
+                request_serializer=sparsekv_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=sparsekv_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/sparsekv.v1.GenerationService/Detokenize',
+                request_serializer=sparsekv_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=sparsekv_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.CountTokens = channel.unary_unary(
+                '/sparsekv.v1.GenerationService/CountTokens',
+                request_serializer=sparsekv_dot_v1_dot_generation__pb2.CountTokensRequest.SerializeToString,
+                response_deserializer=sparsekv_dot_v1_dot_generation__pb2.CountTokensResponse.FromString,
+                _registered_method=True)
         self.ListMethods = channel.unary_unary(
                 '/sparsekv.v1.GenerationService/ListMethods',
                 request_serializer=sparsekv_dot_v1_dot_generation__pb2.ListMethodsRequest.SerializeToString,
@@ -62,7 +82,41 @@ class GenerationServiceServicer(object):
         work within one step. Errors: CONTEXT_NOT_FOUND, CONTEXT_EXPIRED, CONTEXT_CORRUPT, MODEL_MISMATCH,
         DTYPE_MISMATCH, METHOD_UNSUPPORTED, PROMPT_TOO_LONG, INVALID_ARGUMENT, MEMORY_BUDGET_EXCEEDED,
         SESSION_MEMORY_EXCEEDED, TOO_MANY_REQUESTS (with a google.rpc.RetryInfo), DEADLINE_EXCEEDED, CALL_UNFINISHED,
-        ANSWER_UNREAD, NOT_READY, SHUTTING_DOWN.
+        ANSWER_UNREAD, NOT_READY, SHUTTING_DOWN. With `keep` also STORE_FULL, STORE_UNUSABLE, and CONTEXT_NOT_FOUND after the
+        answer where the context was deleted meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BatchGenerate(self, request, context):
+        """Generates for many prompts on one context, and streams what comes as it comes, in any order: messages tell by `index`
+        which request they belong to. Requests fail one by one, with an error in a message of theirs; the others go on. As
+        many run at once as the server has sessions; the others wait, and are not refused. Ending the call ends them all.
+        Errors of the call: INVALID_ARGUMENT, TOO_MANY_REQUESTS (batches at once), DEADLINE_EXCEEDED,
+        CALL_UNFINISHED, ANSWER_UNREAD, NOT_READY; in messages: those of Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Cuts text into the model's tokens, as a prompt's text is. Errors: INVALID_ARGUMENT, TOO_MANY_REQUESTS, NOT_READY.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Text of tokens; special tokens are left out, bytes that are no text become U+FFFD. Errors: INVALID_ARGUMENT,
+        TOO_MANY_REQUESTS, NOT_READY.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CountTokens(self, request, context):
+        """How many tokens Tokenize would give. Errors: INVALID_ARGUMENT, TOO_MANY_REQUESTS, NOT_READY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,6 +143,26 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=sparsekv_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=sparsekv_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
+            ),
+            'BatchGenerate': grpc.unary_stream_rpc_method_handler(
+                    servicer.BatchGenerate,
+                    request_deserializer=sparsekv_dot_v1_dot_generation__pb2.BatchGenerateRequest.FromString,
+                    response_serializer=sparsekv_dot_v1_dot_generation__pb2.BatchGenerateResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=sparsekv_dot_v1_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=sparsekv_dot_v1_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=sparsekv_dot_v1_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=sparsekv_dot_v1_dot_generation__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'CountTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.CountTokens,
+                    request_deserializer=sparsekv_dot_v1_dot_generation__pb2.CountTokensRequest.FromString,
+                    response_serializer=sparsekv_dot_v1_dot_generation__pb2.CountTokensResponse.SerializeToString,
             ),
             'ListMethods': grpc.unary_unary_rpc_method_handler(
                     servicer.ListMethods,
@@ -129,6 +203,114 @@ class GenerationService(object):
             '/sparsekv.v1.GenerationService/Generate',
             sparsekv_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
             sparsekv_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BatchGenerate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/sparsekv.v1.GenerationService/BatchGenerate',
+            sparsekv_dot_v1_dot_generation__pb2.BatchGenerateRequest.SerializeToString,
+            sparsekv_dot_v1_dot_generation__pb2.BatchGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparsekv.v1.GenerationService/Tokenize',
+            sparsekv_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            sparsekv_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparsekv.v1.GenerationService/Detokenize',
+            sparsekv_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            sparsekv_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CountTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparsekv.v1.GenerationService/CountTokens',
+            sparsekv_dot_v1_dot_generation__pb2.CountTokensRequest.SerializeToString,
+            sparsekv_dot_v1_dot_generation__pb2.CountTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,
