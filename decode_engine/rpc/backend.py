@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from decode_engine.engine.engine import Engine
 from decode_engine.errors import NotReadyError
 from decode_engine.layers.session import Session
+from decode_engine.model.continuing import Ground
 from decode_engine.model.runner import ModelRunner
+from decode_engine.rpc.contexts.names import COLLECTION
+from decode_engine.rpc.creation.operations import Operations
+from decode_engine.rpc.creation.orders import Workshop
 from decode_engine.rpc.describe import describe_broken, describe_context
 from decode_engine.rpc.transport.status import Paths
-from index_store.errors import SparseKVError
+from index_store.errors import ContextNotFoundError, SparseKVError
+from index_store.family.prefixes import longest_prefix
 from index_store.memory.arena import Arena
+from index_store.models.conversation.turns import StoredConversation
 from index_store.store.catalog import BrokenContext, Store
+from index_store.store.context_id import first_digest
 from index_store.store.manifest import Manifest
 from index_store.store.tuned_defaults import TunedDefault
 from sparsekv.v1 import context_pb2
@@ -20,13 +29,27 @@ from sparsekv.v1 import context_pb2
 
 @dataclass(frozen=True, slots=True)
 class ServiceBackend:
-    """What the services serve from. paths: what no client is told."""
+    """What the services serve from. workshop: where contexts are ordered. paths: what no client is told."""
 
     store: Store
     arena: Arena
     runner: ModelRunner
     engine: Engine[Session]
+    workshop: Workshop
     paths: Paths = field(default_factory=Paths)
+
+    def operations(self) -> Operations:
+        """The operations that follow orders."""
+        return Operations(self.workshop.queue, self.describe_id, self.paths)
+
+    def describe_id(self, id_: str) -> context_pb2.Context:
+        """The context of an id as the API shows it, also where it has been deleted."""
+        try:
+            return self.describe(self.store.entry(id_), set(self.arena.ids()), self.children())
+        except ContextNotFoundError:
+            gone = context_pb2.Context.UNAVAILABLE
+            message = "the context was made, and has been deleted since"
+            return context_pb2.Context(name=COLLECTION + id_, state=gone, state_message=message)
 
     def servable(self, id_: str) -> Manifest:
         """The manifest of a context that can be decoded against by the loaded model.
@@ -38,29 +61,81 @@ class ServiceBackend:
         self.runner.check(manifest)
         return manifest
 
-    def describe(self, entry: Manifest | BrokenContext, resident: set[str]) -> context_pb2.Context:
-        """A context of the store as the API shows it; `resident` are the ids in memory."""
+    def ground(self, id_: str) -> Ground:
+        """A context as `servable` gives it, and the one that it continues. Raises ParentMissingError, too."""
+        return Ground.of(self.store, self.servable(id_))
+
+    def longest_prefix(self, token_ids: Sequence[int]) -> Manifest:
+        """The longest stored context, made without a salt, that tokens begin with. Raises ContextNotFoundError."""
+        first = first_digest(self.runner.identity, self.runner.kv_dtype, "")
+        found = longest_prefix(self.store, first, token_ids)
+        if found is None:
+            raise ContextNotFoundError(
+                f"no stored context is the beginning of the text's {len(token_ids)} tokens; name a context, or prefill "
+                "the text first"
+            )
+        return found
+
+    def children(self) -> Counter[str]:
+        """How many contexts continue each one, by its id."""
+        return Counter(entry.parent.id for entry in self.store.list() if entry.parent is not None)
+
+    def describe(
+        self, entry: Manifest | BrokenContext, resident: set[str], children: Counter[str]
+    ) -> context_pb2.Context:
+        """A context of the store as the API shows it; `resident` are the ids in memory, `children` as above."""
         if isinstance(entry, BrokenContext):
-            broken = describe_broken(entry)
-            broken.state_message = self.paths.hide(broken.state_message)
-            return broken
+            return self._describe_broken(entry)
+        try:
+            base = Ground.of(self.store, entry).base
+        except SparseKVError as error:
+            return self._describe_broken(BrokenContext(entry.id, error))
         tuned, problem = None, ""
         try:
-            tuned = self.tuned_default(entry.id)
+            tuned = self.tuned_default(base.id)
         except SparseKVError as error:
             problem = self.paths.hide(error.message)
         return describe_context(
-            entry,
+            base,
             tuned,
             problem,
             expired=self.store.expired(entry),
-            resident=entry.id in resident,
-            placement=self.arena.placement(entry),
+            resident=base.id in resident,
+            placement=self.arena.placement(base),
+            child=entry if entry.parent is not None else None,
+            children=children[entry.id],
         )
+
+    def _describe_broken(self, entry: BrokenContext) -> context_pb2.Context:
+        broken = describe_broken(entry)
+        broken.state_message = self.paths.hide(broken.state_message)
+        return broken
 
     def tuned_default(self, id_: str) -> TunedDefault | None:
         """What the context was tuned to, if it was. Raises TunedDefaultError where that cannot be known any more."""
         return self.store.default_method(id_)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMessages:
+    """What a stored context was made of, read from the store when it is asked for."""
+
+    store: Store
+    manifest: Manifest
+
+    def conversation(self) -> StoredConversation | None:
+        """Its messages; None where it was made of a text or of tokens. Raises what reading a context raises."""
+        if self.manifest.conversation is None:
+            return None
+        with self.store.arrays(self.manifest) as context:
+            data = context.conversation()
+        return StoredConversation.from_bytes(data or b"", f"context {self.manifest.id}")
+
+    def tokens(self) -> Sequence[int]:
+        """Its token ids."""
+        with self.store.arrays(self.manifest) as context:
+            ids: list[int] = context.tokens().tolist()
+        return ids
 
 
 class BackendSlot:

@@ -1,18 +1,21 @@
-"""Stored contexts, methods and what the server does, as the API's messages."""
+"""Stored contexts, methods, answers and what the server does, as the API's messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from datetime import datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from decode_engine.engine.requests import EngineStats
-from decode_engine.rpc.defaults import default_method, supported_methods
+from decode_engine.engine.requests import EngineStats, Finished, FinishReason, Token
+from decode_engine.engine.sampling.logprobs import TokenLogprob
+from decode_engine.rpc.contexts.defaults import default_method, supported_methods
+from decode_engine.rpc.contexts.names import COLLECTION
 from decode_engine.rpc.transport.calls import Traffic
 from index_store.errors import FormatVersionError, StoreUnavailableError
 from index_store.indexes.registry import INDEX_KINDS
+from index_store.jobs.uploads import Upload
 from index_store.memory.arena import ArenaStats
 from index_store.memory.placement import Placement
 from index_store.methods.method import Method
@@ -25,7 +28,11 @@ from index_store.store.manifest import IndexEntry, Manifest
 from index_store.store.tuned_defaults import TunedDefault
 from sparsekv.v1 import context_pb2, generation_pb2
 
-COLLECTION = "contexts/"
+_FINISH_REASONS = {
+    FinishReason.STOP: generation_pb2.GenerationSummary.STOP,
+    FinishReason.LENGTH: generation_pb2.GenerationSummary.LENGTH,
+    FinishReason.END_OF_SEQUENCE: generation_pb2.GenerationSummary.END_OF_SEQUENCE,
+}
 
 _BUDGET_SIZES = frozenset({"keep", "threshold", "mass", "tokens"})
 
@@ -38,28 +45,32 @@ def describe_context(
     expired: bool,
     resident: bool,
     placement: Placement = Placement.DEVICE,
+    child: Manifest | None = None,
+    children: int = 0,
 ) -> context_pb2.Context:
     """A readable context as the API shows it.
 
     problem: why it cannot be known what the context was tuned to; it then has no default. placement: where it is, or
-    would be.
+    would be. child: is described, and the context is its parent, whose methods and indexes it has. children: how many
+    continue what is described.
     """
     states = context_pb2.Context
+    own = manifest if child is None else child
     default = default_method(manifest, tuned)
     budget = None if problem else default.method().budget
     return context_pb2.Context(
-        name=COLLECTION + manifest.id,
-        display_name=manifest.name,
+        name=COLLECTION + own.id,
+        display_name=own.name,
         model=manifest.model.name,
         architecture=manifest.model.architecture,
-        token_count=manifest.token_count,
+        token_count=own.token_count,
         dtype=manifest.dtype,
-        kv_bytes=manifest.kv_bytes,
-        index_bytes=manifest.index_bytes,
+        kv_bytes=own.kv_bytes,
+        index_bytes=own.index_bytes,
         state=states.EXPIRED if expired else states.READY,
         state_message=problem,
-        create_time=_timestamp(manifest.created_at),
-        expire_time=None if manifest.expires_at is None else _timestamp(manifest.expires_at),
+        create_time=_timestamp(own.created_at),
+        expire_time=None if own.expires_at is None else _timestamp(own.expires_at),
         resident=resident,
         methods=supported_methods(manifest),
         default_method="" if problem else default.expression,
@@ -68,6 +79,12 @@ def describe_context(
         indexes=[_describe_index(index, manifest.token_count) for index in manifest.indexes],
         dense_layers=manifest.dense_layers,
         placement=placement.value,
+        labels=own.labels,
+        pinned=own.pinned,
+        is_conversation=own.conversation is not None,
+        parent="" if child is None else COLLECTION + manifest.id,
+        parent_token_count=0 if child is None else manifest.token_count,
+        children=children,
     )
 
 
@@ -96,9 +113,12 @@ def describe_methods(head_dim: int, dtype: str) -> generation_pb2.ListMethodsRes
     )
 
 
-def describe_status(engine: EngineStats, arena: ArenaStats, traffic: Traffic) -> generation_pb2.ServerStatus:
+def describe_status(
+    model: str, engine: EngineStats, arena: ArenaStats, traffic: Traffic
+) -> generation_pb2.ServerStatus:
     """What scheduler, memory and calls do, as the API shows it: the scheduler's figures under their own names."""
     return generation_pb2.ServerStatus(
+        model=model,
         **asdict(engine),
         context_bytes=arena.used_bytes,
         context_used_bytes=arena.leased_bytes,
@@ -113,6 +133,16 @@ def describe_status(engine: EngineStats, arena: ArenaStats, traffic: Traffic) ->
         open_calls=traffic.open,
         unfinished_calls=traffic.unfinished,
         unread_answers=traffic.unread,
+    )
+
+
+def describe_upload(upload: Upload) -> context_pb2.Upload:
+    """An uploaded document as the API shows it."""
+    return context_pb2.Upload(
+        name=f"uploads/{upload.id}",
+        size_bytes=upload.nbytes,
+        sha256=upload.sha256,
+        expire_time=_timestamp(upload.expires_at),
     )
 
 
@@ -180,3 +210,80 @@ def _timestamp(time: datetime) -> Timestamp:
     stamp = Timestamp()
     stamp.FromDatetime(time)
     return stamp
+
+
+def token_messages(
+    tokens: Iterable[Token], bytes_of: Sequence[bytes]
+) -> list[generation_pb2.GenerateResponse]:
+    """One message for each answer that tokens are of. bytes_of: tokens; needed where probabilities are told."""
+    answers: dict[int, list[Token]] = {}
+    for token in tokens:
+        answers.setdefault(token.answer, []).append(token)
+    return [
+        generation_pb2.GenerateResponse(
+            token_ids=[token.token_id for token in own],
+            text="".join(token.text for token in own),
+            logprobs=logprob_messages([each.logprob for each in own if each.logprob is not None], bytes_of),
+            index=answer,
+        )
+        for answer, own in answers.items()
+    ]
+
+
+def logprob_messages(
+    logprobs: Iterable[TokenLogprob], bytes_of: Sequence[bytes]
+) -> list[generation_pb2.TokenLogprob]:
+    """Log probabilities as the API shows them."""
+    return [
+        generation_pb2.TokenLogprob(
+            token_id=each.token_id,
+            text=bytes_of[each.token_id],
+            logprob=each.logprob,
+            alternatives=[
+                generation_pb2.TokenLogprob.Alternative(token_id=token, text=bytes_of[token], logprob=logprob)
+                for token, logprob in each.alternatives
+            ],
+        )
+        for each in logprobs
+    ]
+
+
+def summarise(
+    end: Finished, method: Method, usage: generation_pb2.Usage, load_ns: int, before_ns: int
+) -> generation_pb2.GenerationSummary:
+    """An answer's summary. before_ns: from the arrival of the call to the submission to the engine."""
+    times, figures = end.times, end.figures
+    searched = figures.sparse_available > 0
+    return generation_pb2.GenerationSummary(
+        finish_reason=_FINISH_REASONS[end.reason],
+        usage=usage,
+        timings=generation_pb2.Timings(
+            load_ns=load_ns + times.load_ns,
+            queue_ns=times.queue_ns,
+            prompt_ns=times.prompt_ns,
+            first_token_ns=before_ns + times.first_token_ns,
+            search_ns=figures.search_ns,
+            gather_ns=figures.gather_ns,
+            attend_ns=figures.attend_ns,
+            append_ns=figures.append_ns,
+            decode_steps=times.decode_steps,
+            decode_ns=times.decode_ns,
+            total_ns=before_ns + times.total_ns,
+            device_wait_for_host_ns=figures.device_wait_for_host_ns,
+            host_bytes_read=figures.host_bytes_read,
+            rows_reused=figures.rows_reused,
+        ),
+        selection=generation_pb2.SelectionFigures(
+            searches=figures.searches,
+            keys_kept=figures.kept,
+            keys_attended=figures.sparse_attended,
+            keys_available=figures.sparse_available,
+            fraction_sparse=figures.sparse_fraction if searched else None,
+            fraction_all=figures.fraction,
+        ),
+        method=method.name,
+        seed=end.seed,
+        budget="" if method.budget is None else method.budget.label,
+        remainder=describe_remainder(method),
+        kept_context=COLLECTION + end.kept if end.kept else "",
+    )

@@ -11,20 +11,29 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from decode_engine.engine.places import Place
-from decode_engine.engine.requests import Finished, FinishReason, Request, Stream, Token
+from decode_engine.engine.requests import Event, Finished, PromptRead, Request, Stream, Token
+from decode_engine.engine.sampler import SamplingParameters
 from decode_engine.engine.session_memory import session_bytes
 from decode_engine.engine.text import TextStream
 from decode_engine.errors import TooManyRequestsError
-from decode_engine.rpc.backend import ServiceBackend
-from decode_engine.rpc.describe import describe_remainder
+from decode_engine.model.continuing import Ground, SessionKeeper, document_tokens, stored_tokens
+from decode_engine.rpc.backend import ServiceBackend, StoredMessages
+from decode_engine.rpc.describe import logprob_messages, summarise, token_messages
 from decode_engine.rpc.transport.calls import Call
 from decode_engine.rpc.transport.stalled import forget_error
-from decode_engine.rpc.validation import Order, choose_method, fit_max_tokens, parse_order, prompt_tokens
+from decode_engine.rpc.validation import (
+    Order,
+    check_named_tokens,
+    choose_method,
+    fit_max_tokens,
+    parse_order,
+    prompt_tokens,
+)
 from index_store.methods.method import FittedMethod
 from sparsekv.v1 import generation_pb2
 
@@ -32,12 +41,6 @@ _FIRST_NOTICE_S = 0.25
 _NOTICE_S = 1.0
 _LONGEST_SILENCE_S = 10.0
 _LONGEST_DELAY_S = 60.0
-
-_FINISH_REASONS = {
-    FinishReason.STOP: generation_pb2.GenerationSummary.STOP,
-    FinishReason.LENGTH: generation_pb2.GenerationSummary.LENGTH,
-    FinishReason.END_OF_SEQUENCE: generation_pb2.GenerationSummary.END_OF_SEQUENCE,
-}
 
 
 class Clients:
@@ -124,50 +127,74 @@ class Bell:
 class CheckedOrder:
     """An order and what it means on its context.
 
-    fitted: the method on the context. memory: bytes that its session may come to hold. arrived_ns: when the call came,
-    on the engine's clock.
+    ground: the context, and what is searched of it. fitted: the method on that. memory: bytes that the session of each
+    answer may come to hold. arrived_ns: when the call came, on the engine's clock. sampling: the order's, with the
+    constraint compiled. token_bytes: what tokens stand for; empty where no log probabilities are wanted.
     """
 
     order: Order
+    ground: Ground
     fitted: FittedMethod
     prompt: list[int]
     max_tokens: int
     memory: int
     arrived_ns: int
+    sampling: SamplingParameters
+    token_bytes: Sequence[bytes]
 
     def usage(self, completion_tokens: int = 0) -> generation_pb2.Usage:
         """The tokens involved."""
         return generation_pb2.Usage(
-            context_tokens=self.fitted.manifest.token_count,
+            context_tokens=self.ground.named.token_count,
             prompt_tokens=len(self.prompt),
             completion_tokens=completion_tokens,
+            cached_tokens=self.ground.named.token_count,
         )
 
 
 def check_request(
     backend: ServiceBackend, request: generation_pb2.GenerateRequest, check: Callable[[], None]
 ) -> CheckedOrder:
-    """Checks a request against its context, before anything is loaded. check: raises when nobody waits any more."""
+    """Checks a request against its context, before anything is loaded. check: raises when nobody waits any more.
+
+    A constraint is compiled here, which may take seconds.
+    """
     arrived_ns = backend.engine.clock_ns()
     order = parse_order(request)
-    manifest = backend.servable(order.context_id)
-    method = choose_method(order, manifest, None if order.method else backend.tuned_default(manifest.id))
-    fitted = method.on(manifest)
-    identity = backend.runner.identity
-    prompt = prompt_tokens(order, backend.runner.tokenizer, manifest, identity, check)
-    max_tokens = fit_max_tokens(order, manifest, identity, len(prompt))
-    memory = session_bytes(fitted, len(prompt) + max_tokens)
-    return CheckedOrder(order, fitted, prompt, max_tokens, memory, arrived_ns)
+    backend.engine.check_answers(order.answers)
+    check_named_tokens(order, backend.runner.identity)
+    identity, tokenizer = backend.runner.identity, backend.runner.tokenizer
+    whole = None if order.context_id else document_tokens(order.text or "", tokenizer, identity, check)
+    ground = backend.ground(order.context_id if whole is None else backend.longest_prefix(whole).id)
+    named, base = ground.named, ground.base
+    method = choose_method(order, base, None if order.method else backend.tuned_default(base.id))
+    fitted = method.on(base)
+    if whole is None:
+        stored = StoredMessages(backend.store, named)
+        prompt = prompt_tokens(order, tokenizer, named, identity, stored, check)
+    else:
+        prompt = whole[named.token_count :]
+    max_tokens = fit_max_tokens(order, named, identity, len(prompt))
+    memory = session_bytes(fitted, ground.own_tokens + len(prompt) + max_tokens) + ground.own_bytes
+    vocabulary, sampling = backend.runner.vocabulary, order.sampling
+    if order.constraint is not None:
+        sampling = replace(sampling, grammar=vocabulary.compile(order.constraint))
+    token_bytes = vocabulary.token_bytes if order.tells_logprobs else ()
+    return CheckedOrder(order, ground, fitted, prompt, max_tokens, memory, arrived_ns, sampling, token_bytes)
 
 
 async def stream_answer(
-    backend: ServiceBackend, checked: CheckedOrder, call: Call, appointments: Appointments
+    backend: ServiceBackend,
+    checked: CheckedOrder,
+    call: Call,
+    appointments: Appointments,
+    note: Callable[..., None],
 ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
     """All messages of a request that was checked. Raises TooManyRequestsError, and what ends the request.
 
-    appointments: are told when the request has ended.
+    appointments: are told when the request has ended. note: is told what happened to it.
     """
-    place = backend.engine.reserve(checked.fitted.manifest.id, checked.memory)
+    place = backend.engine.reserve(checked.fitted.manifest.id, checked.memory * checked.order.answers)
     call.when_ended(appointments.place_freed)
     bell, notices = Bell(), _Notices(checked)
     submission = asyncio.ensure_future(
@@ -179,9 +206,9 @@ async def stream_answer(
         if not submission.done() and (notice := notices.take(generation_pb2.Waiting.CONTEXT, 0)):
             yield notice
     stream, load_ns, submitted_ns = submission.result()
-    generated = 0
-    finished = False
-    while not finished:
+    generated, left = 0, checked.order.answers
+    told = _Told(checked, load_ns, submitted_ns - checked.arrived_ns)
+    while left:
         bell.clear()
         events = stream.take()
         if not events and generated:
@@ -190,25 +217,52 @@ async def stream_answer(
             if not await bell.wait(notices.due_in_s()) and (notice := notices.of(backend, stream)):
                 yield notice
         else:
-            tokens = [event for event in events if isinstance(event, Token)]
-            if tokens:
-                first = not generated and not notices.told
-                generated += len(tokens)
-                call.note(generated_tokens=generated)
-                yield _token_message(tokens, checked.usage() if first else None)
+            first = not generated and not notices.told
+            generated += sum(isinstance(event, Token) for event in events)
+            note(generated_tokens=generated)
+            for message in await told.messages(events, call, note):
+                if first:
+                    message.usage.CopyFrom(checked.usage())
+                    first, notices.told = False, True
+                yield message
             last = events[-1]
             if isinstance(last, Exception):
                 raise last
-            if isinstance(last, Finished):
-                summary = _summarise(checked, last, load_ns, submitted_ns - checked.arrived_ns)
-                times = summary.timings
-                call.note(
-                    queue_ms=times.queue_ns / 1e6,
-                    first_token_ms=times.first_token_ns / 1e6,
-                    total_ms=times.total_ns / 1e6,
-                )
-                yield generation_pb2.GenerateResponse(text=last.text, summary=summary)
-                finished = True
+            left -= sum(isinstance(event, Finished) for event in events)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What clients are told of what happened to a request. before_ns: see `summarise`."""
+
+    checked: CheckedOrder
+    load_ns: int
+    before_ns: int
+
+    async def messages(
+        self, events: Sequence[Event | Exception], call: Call, note: Callable[..., None]
+    ) -> list[generation_pb2.GenerateResponse]:
+        """Of events that came together: an answer's tokens before its end."""
+        bytes_of = self.checked.token_bytes
+        messages = []
+        for event in events:
+            if isinstance(event, PromptRead):
+                logprobs = await call.run(partial(logprob_messages, event.logprobs, bytes_of))
+                messages.append(generation_pb2.GenerateResponse(prompt_logprobs=logprobs))
+        messages += token_messages([event for event in events if isinstance(event, Token)], bytes_of)
+        messages += [self._ending(event, note) for event in events if isinstance(event, Finished)]
+        return messages
+
+    def _ending(self, end: Finished, note: Callable[..., None]) -> generation_pb2.GenerateResponse:
+        usage, method = self.checked.usage(end.completion_tokens), self.checked.fitted.method
+        summary = summarise(end, method, usage, self.load_ns, self.before_ns)
+        times = summary.timings
+        note(
+            queue_ms=times.queue_ns / 1e6,
+            first_token_ms=times.first_token_ns / 1e6,
+            total_ms=times.total_ns / 1e6,
+        )
+        return generation_pb2.GenerateResponse(text=end.text, summary=summary, index=end.answer)
 
 
 class _Notices:
@@ -246,16 +300,6 @@ class _Notices:
         return generation_pb2.GenerateResponse(usage=usage, waiting=waiting)
 
 
-def _token_message(
-    tokens: Sequence[Token], usage: generation_pb2.Usage | None
-) -> generation_pb2.GenerateResponse:
-    return generation_pb2.GenerateResponse(
-        token_ids=[token.token_id for token in tokens],
-        text="".join(token.text for token in tokens),
-        usage=usage,
-    )
-
-
 def _submit(
     backend: ServiceBackend, checked: CheckedOrder, call: Call, place: Place, ring: Callable[[], None]
 ) -> tuple[Stream, int, int]:
@@ -271,16 +315,26 @@ def _submit(
     with ExitStack() as stack:
         stack.callback(place.release)
         before = clock_ns()
-        lease = backend.arena.acquire(backend.store, id_, check=call.check, wait_for_memory=True, early=True)
+        store, ground, runner = backend.store, checked.ground, backend.runner
+        lease = backend.arena.acquire(
+            store, id_, check=call.check, wait_for_memory=True, early=True, expired=ground.own_tokens > 0
+        )
         resident = stack.enter_context(lease)
+        own = ground.read(store)
+        keeping = None
+        if checked.order.keep is not None:
+            base = (ground, checked.fitted, resident, own)
+            keeping = SessionKeeper(store, runner, *base, checked.prompt, checked.order.keep).keeping()
         submitted_ns = clock_ns()
-        tokenizer = backend.runner.tokenizer
+        tokenizer = runner.tokenizer
         request: Request[Any] = Request(
-            start=lambda: backend.runner.start(resident, checked.fitted, backend.engine.give_way),
+            start=lambda: runner.start(resident, checked.fitted, backend.engine.give_way),
             prompt=checked.prompt,
             max_tokens=checked.max_tokens,
-            sampling=checked.order.sampling,
-            sink=TextStream(tokenizer.decode, checked.prompt, checked.order.stops),
+            sampling=checked.sampling,
+            sink=TextStream(
+                tokenizer.decode, checked.prompt, checked.order.stops, checked.sampling.rules.min_tokens
+            ),
             end_ids=frozenset(tokenizer.eos_ids),
             deadline_ns=_deadline_ns(call, submitted_ns),
             on_close=stack.pop_all().close,
@@ -288,7 +342,12 @@ def _submit(
             context=id_,
             memory=checked.memory,
             loading=lambda: resident.loading,
-            cost=backend.runner.prompt_cost(checked.fitted),
+            cost=runner.prompt_cost(checked.fitted, ground.own_tokens),
+            stored=None if own is None else stored_tokens(runner, checked.fitted, own),
+            keeping=keeping,
+            answers=checked.order.answers,
+            stop_ids=checked.order.stop_token_ids,
+            prompt_logprobs=checked.order.prompt_logprobs,
         )
     stream = backend.engine.submit(place, request)
     call.when_ended(stream.cancel)
@@ -300,43 +359,3 @@ def _deadline_ns(call: Call, now_ns: int) -> int | None:
     if call.deadline_s is None:
         return None
     return now_ns + int((call.deadline_s - time.monotonic()) * 1e9)
-
-
-def _summarise(
-    checked: CheckedOrder, end: Finished, load_ns: int, before_ns: int
-) -> generation_pb2.GenerationSummary:
-    """The last message's summary. before_ns: from the arrival of the call to the submission to the engine."""
-    times, figures, method = end.times, end.figures, checked.fitted.method
-    searched = figures.sparse_available > 0
-    return generation_pb2.GenerationSummary(
-        finish_reason=_FINISH_REASONS[end.reason],
-        usage=checked.usage(end.completion_tokens),
-        timings=generation_pb2.Timings(
-            load_ns=load_ns + times.load_ns,
-            queue_ns=times.queue_ns,
-            prompt_ns=times.prompt_ns,
-            first_token_ns=before_ns + times.first_token_ns,
-            search_ns=figures.search_ns,
-            gather_ns=figures.gather_ns,
-            attend_ns=figures.attend_ns,
-            append_ns=figures.append_ns,
-            decode_steps=times.decode_steps,
-            decode_ns=times.decode_ns,
-            total_ns=before_ns + times.total_ns,
-            device_wait_for_host_ns=figures.device_wait_for_host_ns,
-            host_bytes_read=figures.host_bytes_read,
-            rows_reused=figures.rows_reused,
-        ),
-        selection=generation_pb2.SelectionFigures(
-            searches=figures.searches,
-            keys_kept=figures.kept,
-            keys_attended=figures.sparse_attended,
-            keys_available=figures.sparse_available,
-            fraction_sparse=figures.sparse_fraction if searched else None,
-            fraction_all=figures.fraction,
-        ),
-        method=method.name,
-        seed=end.seed,
-        budget="" if method.budget is None else method.budget.label,
-        remainder=describe_remainder(method),
-    )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from index_store.errors import SparseKVError
 from sparsekv.v1 import context_pb2, generation_pb2
 
 ReplyT = TypeVar("ReplyT")
@@ -33,7 +34,8 @@ class ContextInfo:
     state: "ready", "expired", "corrupt", "unsupported" or "unavailable" (now); state_message says why.
     default_method, default_budget: of a request that says neither; the budget is text for people, "" for everything.
     tuned: whether they were chosen by tuning. placement: where it is in memory or would be, "device", "hybrid" or
-    "host"; "" where a server does not say.
+    "host"; "" where a server does not say. is_conversation: whether it was made of messages. parent: name of the
+    context that it continues, whose tokens count in parent_token_count; "" without one. children: how many continue it.
     """
 
     name: str
@@ -56,6 +58,20 @@ class ContextInfo:
     indexes: tuple[IndexInfo, ...]
     dense_layers: tuple[int, ...]
     placement: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    pinned: bool = False
+    is_conversation: bool = False
+    parent: str = ""
+    parent_token_count: int = 0
+    children: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPage:
+    """Some of the contexts, newest first. next_page_token: "" where these are the last."""
+
+    contexts: tuple[ContextInfo, ...]
+    next_page_token: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +124,42 @@ class MethodList:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """A token that was likely in another's place. text: its bytes, maybe a part of a character. logprob: natural."""
+
+    token_id: int
+    text: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, the natural logarithm of its probability, and what else was likely in its place."""
+
+    token_id: int
+    text: bytes
+    logprob: float
+    alternatives: tuple[Alternative, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """What one message of a generation brought."""
+    """What one message of a generation brought. index: of which answer. logprobs: of token_ids, where wanted."""
 
     token_ids: tuple[int, ...]
     text: str
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a generation, as far as is known."""
+    """Tokens of a generation, as far as is known. cached_tokens: those that were stored, and not computed."""
 
     context_tokens: int
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +206,8 @@ class SelectionFigures:
 class Summary:
     """What a finished generation was and took. finish_reason: "stop", "length" or "end_of_sequence".
 
-    budget, remainder: those that were really used, "" where every key was attended.
+    budget, remainder: those that were really used, "" where every key was attended. kept_context: name of the context
+    that the session was kept as; "" where it was not.
     """
 
     finish_reason: str
@@ -181,6 +220,30 @@ class Summary:
     budget: str
     remainder: str
     seed: int
+    cached_tokens: int = 0
+    kept_context: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchItem:
+    """What became of one request of a batch. index: which. texts, token_ids, summaries: of its answers.
+
+    error: why it failed; texts, token_ids and summaries are those of what came before.
+    """
+
+    index: int
+    texts: tuple[str, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    summaries: tuple[Summary, ...]
+    error: SparseKVError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """Tokens of a text, and the bytes of each, which may be a part of a character."""
+
+    ids: tuple[int, ...]
+    texts: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +277,7 @@ class ServerStatus:
     open_calls: int = 0
     unfinished_calls: int = 0
     unread_answers: int = 0
+    model: str = ""
 
     @property
     def mean_batch(self) -> float:
@@ -232,13 +296,36 @@ def read_context(message: context_pb2.Context) -> ContextInfo:
     return read_reply(ContextInfo, message, create_time=message.create_time.ToDatetime(UTC))
 
 
+def read_page(message: context_pb2.ListContextsResponse) -> ContextPage:
+    """A page of contexts as a plain value."""
+    return read_reply(ContextPage, message)
+
+
 def read_summary(message: generation_pb2.GenerationSummary) -> Summary:
     """A generation's summary as a plain value."""
     usage = {field.name: getattr(message.usage, field.name) for field in message.usage.DESCRIPTOR.fields}
     return read_reply(Summary, message, **usage)
 
 
+def read_logprobs(messages: Iterable[generation_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    """Log probabilities as plain values."""
+    return tuple(read_reply(TokenLogprob, message) for message in messages)
+
+
+def read_piece(message: generation_pb2.GenerateResponse) -> Piece:
+    """The part of an answer that a message brought."""
+    return Piece(tuple(message.token_ids), message.text, message.index, read_logprobs(message.logprobs))
+
+
+def texts_of(pieces: Sequence[Piece]) -> list[str]:
+    """The texts of all answers that there are pieces of."""
+    count = max((piece.index for piece in pieces), default=-1) + 1
+    return ["".join(piece.text for piece in pieces if piece.index == index) for index in range(count)]
+
+
 _READERS: Mapping[str, Callable[[Any], object]] = {
+    "sparsekv.v1.TokenLogprob": lambda message: read_reply(TokenLogprob, message),
+    "sparsekv.v1.TokenLogprob.Alternative": lambda message: read_reply(Alternative, message),
     "sparsekv.v1.Context": read_context,
     "sparsekv.v1.Context.Index": lambda message: read_reply(IndexInfo, message),
     "sparsekv.v1.Method": lambda message: read_reply(MethodInfo, message),

@@ -7,14 +7,16 @@ import resource
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import numba
 import torch
+from google.longrunning import operations_pb2, operations_pb2_grpc
 from grpc import aio
 
-from decode_engine.config import ServeConfig, is_loopback
+from decode_engine.config import ServeConfig
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.session_memory import SHARE
 from decode_engine.host_search.workers import SearchThreads
@@ -22,10 +24,16 @@ from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import prepare_for, warm_up
 from decode_engine.rpc.backend import BackendSlot, ServiceBackend
-from decode_engine.rpc.service import ContextService, GenerationService
+from decode_engine.rpc.creation.orders import Workshop
+from decode_engine.rpc.creation.own_worker import OwnWorker, worker_command
+from decode_engine.rpc.door.options import certificates_of, warn_of_exposure
+from decode_engine.rpc.door.rules import Door
+from decode_engine.rpc.service import ContextService, GenerationService, OperationsService
 from decode_engine.rpc.transport.calls import Limits
 from decode_engine.rpc.transport.listener import Listener
 from decode_engine.rpc.transport.status import Paths
+from index_store.jobs.job_queue import JobQueue
+from index_store.jobs.uploads import Uploads
 from index_store.memory.arena import Arena
 from index_store.memory.devices import context_device, describe_device, memory_budget, pick_device
 from index_store.memory.memory_sizes import free_memory
@@ -40,6 +48,7 @@ logger = logging.getLogger(__name__)
 SERVICES = (
     context_pb2.DESCRIPTOR.services_by_name["ContextService"].full_name,
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+    operations_pb2.DESCRIPTOR.services_by_name["Operations"].full_name,
 )
 _LAST_WORDS_S = 1.0  # after the grace, for the reason why the rest was ended to reach its clients
 _PROMPT_CHUNKS = {"cpu": 256, "cuda": 512}
@@ -55,8 +64,19 @@ class DecodeServer:
     taken.
     """
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        *,
+        door: Door | None = None,
+        inside: Path | None = None,
+        log_json: bool = False,
+    ) -> None:
+        """door: who may call; by the configuration's tokens if not given. inside: a socket beside the port, for this
+        process's own gateway. log_json: how a worker of the server's own logs."""
         self._config = config
+        self._log_json = log_json
+        self._worker: OwnWorker | None = None
         self._store = Store(config.store)
         self._folder = resolve_model(config.model)
         self._slot = BackendSlot()
@@ -70,14 +90,17 @@ class DecodeServer:
             idle_s=config.idle_timeout,
             unread_s=config.unread_timeout,
         )
-        self._listener = Listener(config.listen, SERVICES, self._register, limits, self._paths)
-        self.address = self._listener.address
-        if not is_loopback(config.listen):
-            logger.warning(
-                "listening at %s without encryption or authentication: who reaches it may question and delete every "
-                "context",
-                config.listen,
+        certificates = certificates_of(config)
+        self._door = door or Door(config.tokens)
+        try:
+            self._listener = Listener(
+                config.listen, SERVICES, self._register, limits, self._paths, self._door, certificates, inside
             )
+        except BaseException:
+            self._door.close()
+            raise
+        self.address = self._listener.address
+        warn_of_exposure(config, config.listen)
 
     def __enter__(self) -> Self:
         return self
@@ -93,6 +116,7 @@ class DecodeServer:
         generations = GenerationService(self._slot, config.max_client_requests or most)
         context_pb2_grpc.add_ContextServiceServicer_to_server(ContextService(self._slot), server)  # type: ignore[no-untyped-call]
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generations, server)  # type: ignore[no-untyped-call]
+        operations_pb2_grpc.add_OperationsServicer_to_server(OperationsService(self._slot), server)
 
     @property
     def backend(self) -> ServiceBackend:
@@ -125,7 +149,8 @@ class DecodeServer:
         if config.warm_up:
             methods = warm_up(runner, config.max_sessions, possible)
             default = get_method(DEFAULT_METHOD)
-            prepare_for(runner, self._store.list(), default, config.max_sessions, arena.placement)
+            alone = [manifest for manifest in self._store.list() if manifest.parent is None]
+            prepare_for(runner, alone, default, config.max_sessions, arena.placement)
         logger.info(
             "model %s loaded on %s in %.1f s, %d bytes of host and %d of device memory for contexts, %d for sessions, "
             "%s warmed up in %.1f s",
@@ -147,8 +172,21 @@ class DecodeServer:
             on_start=self._set_threads,
             on_crash=lambda error: self._listener.set_serving(False),
         )
-        self._backend = ServiceBackend(self._store, arena, runner, engine, self._paths)
+        workshop = Workshop(
+            self._store,
+            JobQueue(config.store),
+            Uploads(config.store),
+            runner.identity,
+            runner.tokenizer,
+            runner.kv_dtype,
+        )
+        self._backend = ServiceBackend(self._store, arena, runner, engine, workshop, self._paths)
         engine.start()
+        if config.prefill:
+            level = logging.getLevelName(logger.getEffectiveLevel()).lower()
+            command = worker_command(str(config.store), config.model, as_json=self._log_json, log_level=level)
+            self._worker = OwnWorker(command, max(1, config.threads // 2))
+            self._worker.start()
         self._slot.fill(self._backend)
         self._listener.set_serving(True)
 
@@ -167,8 +205,11 @@ class DecodeServer:
                 logger.warning("%g s are over, ending unfinished requests: %d", grace_s, engine.places)
             self._backend.arena.stop_loading()  # which the engine may be waiting for
             engine.shutdown()  # tells the unfinished ones why; their calls' log lines name them
+        if self._worker is not None:
+            self._worker.stop()
         stopped.result()
         self._listener.close()
+        self._door.close()
         if self._backend is not None:
             self._backend.arena.clear()
             self._backend.runner.close()

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from decode_engine.config import MAX_MAX_TOKENS, MAX_SEARCH_PERIOD
+from decode_engine.config import (
+    MAX_ANSWERS,
+    MAX_BATCH,
+    MAX_CHOICES,
+    MAX_CONSTRAINT_BYTES,
+    MAX_MAX_TOKENS,
+    MAX_PROMPT_LOGPROBS,
+    MAX_SEARCH_PERIOD,
+    MAX_STOP_TOKENS,
+)
 from decode_engine.engine.sampler import SamplingParameters
+from decode_engine.engine.sampling.logit_rules import LogitRules
+from decode_engine.engine.sampling.matching import Constraint
 from decode_engine.engine.text import StopStrings
 from decode_engine.errors import PromptTooLongError
-from decode_engine.rpc.defaults import default_method
-from decode_engine.rpc.describe import COLLECTION
+from decode_engine.model.continuing import KeepOptions
+from decode_engine.rpc.contexts.defaults import default_method
+from decode_engine.rpc.contexts.keep_field import parse_keep
+from decode_engine.rpc.contexts.names import parse_name
+from decode_engine.rpc.contexts.wire_messages import parse_messages
 from index_store.errors import InvalidArgumentError
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
+from index_store.models.conversation.messages import MAX_MESSAGES, Message, Role, Tool, refused
+from index_store.models.conversation.turns import StoredConversation
 from index_store.models.loading import Tokenizer
-from index_store.store.context_id import ModelIdentity, is_context_id
+from index_store.store.context_id import ModelIdentity
 from index_store.store.manifest import Manifest
 from index_store.store.tuned_defaults import TunedDefault
 from sparsekv.v1 import generation_pb2
@@ -25,13 +43,28 @@ MAX_METHOD_CHARACTERS = 128
 MIN_APPEND_BLOCK = 16  # every move of the window costs a search and an append, however short
 
 
+class StoredTurns(Protocol):
+    """What a context was made of, read where it is needed."""
+
+    def conversation(self) -> StoredConversation | None:
+        """Its messages; None where it was made of a text or of tokens."""
+
+    def tokens(self) -> Sequence[int]:
+        """Its token ids."""
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A checked Generate request. None: as is usual (max_tokens: as many as fit). method "": the context's own."""
+    """A checked Generate request. None: as is usual (max_tokens: as many as fit). method "": the context's own.
+
+    The prompt is a text, turns of a conversation (a question is one) or token ids. tools: what the request says that
+    the context was made with; none where it says nothing. context_id: "" for the longest that the text begins with.
+    """
 
     context_id: str
     text: str | None
-    question: str | None
+    turns: tuple[Message, ...]
+    tools: tuple[Tool, ...]
     token_ids: Sequence[int]
     max_tokens: int | None
     sampling: SamplingParameters
@@ -41,6 +74,16 @@ class Order:
     target_mass: float | None
     token_budget: int | None
     search_period: int | None
+    answers: int
+    stop_token_ids: frozenset[int]
+    prompt_logprobs: bool
+    constraint: Constraint | None
+    keep: KeepOptions | None = None
+
+    @property
+    def tells_logprobs(self) -> bool:
+        """Whether log probabilities are wanted of any tokens."""
+        return self.prompt_logprobs or self.sampling.top_logprobs is not None
 
     @property
     def has_budget(self) -> bool:
@@ -48,27 +91,17 @@ class Order:
         return any(size is not None for size in (self.keep_ratio, self.target_mass, self.token_budget))
 
 
-def parse_name(name: str, field: str = "name") -> str:
-    """The id in a resource name. Raises InvalidArgumentError unless it is `contexts/` and a context id, in any case."""
-    id_ = name.removeprefix(COLLECTION).lower()
-    if not name.startswith(COLLECTION) or not is_context_id(id_):
-        raise InvalidArgumentError(
-            f"{field} is {name[:100]!r}, expected {COLLECTION} and 64 hexadecimal digits",
-            field=field,
-        )
-    return id_
-
-
 def parse_order(request: generation_pb2.GenerateRequest) -> Order:
     """Checks all that can be checked without the context. Raises InvalidArgumentError and names the field."""
     given = request.WhichOneof("prompt")
     if given is None:
         raise InvalidArgumentError(
-            "the prompt is missing, expected one of text, token_ids, question", field="prompt"
+            "the prompt is missing, expected one of text, token_ids, question, messages", field="prompt"
         )
-    content = request.token_ids.ids if given == "token_ids" else getattr(request, given)
-    if not content:
-        raise InvalidArgumentError(f"{given} is empty, expected at least one token", field=given)
+    if given != "messages":
+        content = request.token_ids.ids if given == "token_ids" else getattr(request, given)
+        if not content:
+            raise InvalidArgumentError(f"{given} is empty, expected at least one token", field=given)
     if given == "question" and not request.question.strip():
         raise InvalidArgumentError("the question is blank, expected words", field=given)
     if not 0 <= request.max_tokens <= MAX_MAX_TOKENS:
@@ -90,25 +123,126 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
             field="search_period",
         )
     StopStrings(request.stop)  # raises for too many or too long ones
+    sampling = _parse_sampling(request)
+    _check_answers(request, sampling)
+    turns, tools = _parse_turns(request)
     return Order(
-        context_id=parse_name(request.context, "context"),
+        context_id=_parse_context(request, given),
         text=request.text if given == "text" else None,
-        question=request.question if given == "question" else None,
+        turns=turns,
+        tools=tools,
         token_ids=request.token_ids.ids,  # not copied: there may be millions, which the model has no positions for
         max_tokens=request.max_tokens or None,
-        sampling=SamplingParameters(
-            temperature=request.temperature,
-            top_p=request.top_p if request.HasField("top_p") else 1.0,
-            top_k=request.top_k,
-            seed=request.seed if request.HasField("seed") else None,
-        ),
+        sampling=sampling,
         stops=tuple(request.stop),
         method=request.method,
         keep_ratio=request.keep_ratio if budget == "keep_ratio" else None,
         target_mass=request.target_mass if budget == "target_mass" else None,
         token_budget=request.token_budget if budget == "token_budget" else None,
         search_period=request.search_period or None,
+        answers=request.n or 1,
+        stop_token_ids=frozenset(request.stop_token_ids),
+        prompt_logprobs=request.prompt_logprobs,
+        constraint=_parse_constraint(request),
+        keep=parse_keep(request) if request.HasField("keep") else None,
     )
+
+
+def _parse_context(request: generation_pb2.GenerateRequest, given: str) -> str:
+    if request.context or given != "text":
+        return parse_name(request.context, "context")
+    return ""
+
+
+def _parse_sampling(request: generation_pb2.GenerateRequest) -> SamplingParameters:
+    """How tokens are drawn, but for the constraint."""
+    return SamplingParameters(
+        temperature=request.temperature,
+        top_p=request.top_p if request.HasField("top_p") else 1.0,
+        top_k=request.top_k,
+        seed=request.seed if request.HasField("seed") else None,
+        rules=LogitRules(
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            repetition_penalty=request.repetition_penalty or 1.0,
+            logit_bias=dict(request.logit_bias),
+            min_tokens=request.min_tokens,
+        ),
+        top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
+    )
+
+
+def _check_answers(request: generation_pb2.GenerateRequest, sampling: SamplingParameters) -> None:
+    """Checks how many answers are wanted, and where they end."""
+    if not 0 <= request.n <= MAX_ANSWERS:
+        raise InvalidArgumentError(
+            f"n is {request.n}, expected 1 to {MAX_ANSWERS}, or 0 for the default", field="n"
+        )
+    if request.n > 1 and sampling.greedy:
+        raise InvalidArgumentError(
+            f"n is {request.n} and nothing is sampled, so that all answers would be the same; expected n 1, or a "
+            "temperature above 0 and a top_k other than 1",
+            field="n",
+        )
+    if len(request.stop_token_ids) > MAX_STOP_TOKENS:
+        raise InvalidArgumentError(
+            f"stop_token_ids has {len(request.stop_token_ids)} tokens, expected at most {MAX_STOP_TOKENS}",
+            field="stop_token_ids",
+        )
+    if request.min_tokens > (request.max_tokens or MAX_MAX_TOKENS):
+        raise InvalidArgumentError(
+            f"min_tokens is {request.min_tokens}, expected at most max_tokens, which is {request.max_tokens}",
+            field="min_tokens",
+        )
+    if request.min_tokens and request.HasField("constraint"):
+        raise InvalidArgumentError(
+            f"min_tokens is {request.min_tokens} beside a constraint, which alone says where an answer may end; "
+            "expected only one of them",
+            field="min_tokens",
+        )
+
+
+def _parse_constraint(request: generation_pb2.GenerateRequest) -> Constraint | None:
+    if not request.HasField("constraint"):
+        return None
+    kind = request.constraint.WhichOneof("kind")
+    if request.constraint.ByteSize() > MAX_CONSTRAINT_BYTES:
+        raise InvalidArgumentError(
+            f"constraint has {request.constraint.ByteSize()} bytes, expected at most {MAX_CONSTRAINT_BYTES}",
+            field="constraint",
+        )
+    if kind is None:
+        raise InvalidArgumentError(
+            "constraint is empty, expected one of json_schema, regex, choices", field="constraint"
+        )
+    if kind != "choices":
+        text = getattr(request.constraint, kind)
+        if not text:
+            raise InvalidArgumentError(f"{kind} is empty, expected a text", field="constraint")
+        return Constraint(kind, text)
+    texts = list(request.constraint.choices.texts)
+    if not 1 <= len(texts) <= MAX_CHOICES or not all(texts) or len(set(texts)) < len(texts):
+        raise InvalidArgumentError(
+            f"choices has {len(texts)} texts, expected 1 to {MAX_CHOICES} different ones, none of them empty",
+            field="constraint",
+        )
+    return Constraint(kind, json.dumps(texts))
+
+
+def _parse_turns(request: generation_pb2.GenerateRequest) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
+    """The new turns of a request, and its tools. Whether they can follow is known with what they follow."""
+    given = request.WhichOneof("prompt")
+    if given == "question":
+        return (Message(Role.USER, request.question),), ()
+    if given != "messages":
+        return (), ()
+    count = len(request.messages.messages)
+    if not 1 <= count <= MAX_MESSAGES:
+        raise refused("messages", f"{count} messages", f"1 to {MAX_MESSAGES}")
+    turns, tools = parse_messages(request.messages)
+    if turns[-1].role not in (Role.USER, Role.TOOL):
+        raise refused(f"messages[{count - 1}].role", turns[-1].role, "user or tool, which the model answers")
+    return turns, tools
 
 
 def _check_budget(field: str, size: float) -> None:
@@ -154,16 +288,18 @@ def prompt_tokens(
     tokenizer: Tokenizer,
     manifest: Manifest,
     identity: ModelIdentity,
+    stored: StoredTurns,
     check: Callable[[], None] = lambda: None,
 ) -> list[int]:
     """The prompt in tokens. check: called now and then while a long text is cut; what it raises ends that.
 
-    Raises InvalidArgumentError when there are none, or one is outside the vocabulary, and PromptTooLongError, before
-    it has cost more than the model's positions are worth, for what they do not hold in any case.
+    Raises InvalidArgumentError when there are none, or one is outside the vocabulary, for turns that cannot follow the
+    context, and PromptTooLongError, before it has cost more than the model's positions are worth, for what they do not
+    hold in any case.
     """
     room = identity.max_positions - manifest.token_count
-    text = order.text if order.question is None else order.question
-    least = len(order.token_ids) if text is None else tokenizer.at_least(text, room, check)
+    text = "".join(turn.content for turn in order.turns) if order.text is None else order.text
+    least = len(order.token_ids) or tokenizer.at_least(text, room, check)
     if least > room:
         raise PromptTooLongError(
             f"the prompt has at least {least} tokens, and after the context's {manifest.token_count} there is room for "
@@ -172,18 +308,64 @@ def prompt_tokens(
             prompt_tokens=least,
             max_positions=identity.max_positions,
         )
-    if text is None:
-        ids = list(order.token_ids)
+    if order.turns:
+        ids = _turn_tokens(order, tokenizer, stored)
     else:
-        ids = tokenizer.encode(text if order.question is None else tokenizer.format_question(text))
+        ids = list(order.token_ids) if order.text is None else tokenizer.encode(order.text)
     if not ids:
         raise InvalidArgumentError("the prompt has no tokens, expected at least one", field="prompt")
-    if max(ids) >= identity.vocab_size:
+    check_tokens("token_ids", ids, identity)
+    if order.prompt_logprobs and len(ids) > MAX_PROMPT_LOGPROBS:
         raise InvalidArgumentError(
-            f"token_ids contains {max(ids)}, expected ids of 0 to {identity.vocab_size - 1}",
-            field="token_ids",
+            f"prompt_logprobs are wanted of {len(ids)} tokens, expected a prompt of at most {MAX_PROMPT_LOGPROBS}",
+            field="prompt_logprobs",
         )
     return ids
+
+
+def check_named_tokens(order: Order, identity: ModelIdentity) -> None:
+    """Raises InvalidArgumentError where the order names tokens, apart from the prompt's, that the model has not."""
+    check_tokens("logit_bias", order.sampling.rules.logit_bias, identity)
+    check_tokens("stop_token_ids", order.stop_token_ids, identity)
+
+
+def check_tokens(field: str, ids: Iterable[int], identity: ModelIdentity) -> None:
+    """Raises InvalidArgumentError for a token that the model has not."""
+    largest = max(ids, default=0)
+    if largest >= identity.vocab_size:
+        raise InvalidArgumentError(
+            f"{field} contains {largest}, expected ids of 0 to {identity.vocab_size - 1}", field=field
+        )
+
+
+def parse_batch(request: generation_pb2.BatchGenerateRequest) -> str:
+    """The id of a batch's context. Raises InvalidArgumentError also where the number of requests is out of range."""
+    count = len(request.requests)
+    if not 1 <= count <= MAX_BATCH:
+        raise InvalidArgumentError(
+            f"requests has {count} elements, expected 1 to {MAX_BATCH}", field="requests"
+        )
+    return parse_name(request.context, "context")
+
+
+def content_text(request: generation_pb2.TokenizeRequest | generation_pb2.CountTokensRequest) -> str:
+    """The text that a request is about. Raises InvalidArgumentError where there is none."""
+    if request.WhichOneof("content") is None:
+        raise InvalidArgumentError("the content is missing, expected text", field="content")
+    return request.text
+
+
+def _turn_tokens(order: Order, tokenizer: Tokenizer, stored: StoredTurns) -> list[int]:
+    before = stored.conversation()
+    known = () if before is None else before.conversation.tools
+    if order.tools and order.tools != known:
+        made = "other tools" if known else "no tools"
+        raise refused(
+            "tools", f"tools, and the context was made with {made}", "them among the messages of the context"
+        )
+    if before is None:
+        return tokenizer.encode_turns(order.turns)
+    return tokenizer.continue_conversation(before, order.turns, stored.tokens)
 
 
 def fit_max_tokens(order: Order, manifest: Manifest, identity: ModelIdentity, prompt: int) -> int:
@@ -192,7 +374,8 @@ def fit_max_tokens(order: Order, manifest: Manifest, identity: ModelIdentity, pr
     Raises PromptTooLongError when the model has no positions for them.
     """
     room = identity.max_positions - manifest.token_count - prompt
-    wanted = order.max_tokens or 1
+    least = order.sampling.rules.min_tokens
+    wanted = order.max_tokens or max(1, least)
     if wanted > room:
         raise PromptTooLongError(
             f"context ({manifest.token_count} tokens), prompt ({prompt}) and completion ({wanted}) exceed the "
@@ -202,4 +385,6 @@ def fit_max_tokens(order: Order, manifest: Manifest, identity: ModelIdentity, pr
             max_tokens=wanted,
             max_positions=identity.max_positions,
         )
-    return order.max_tokens or min(DEFAULT_MAX_TOKENS, room)
+    if order.keep is not None and order.keep.prompt_only:
+        return 1
+    return order.max_tokens or min(max(DEFAULT_MAX_TOKENS, least), room)

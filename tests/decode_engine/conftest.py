@@ -42,6 +42,7 @@ class Library:
         index: tuple[str, ...] = (),
         ttl: str | None = None,
         dtype: str = "auto",
+        salt: str | None = None,
     ) -> str:
         """Stores a context of that display name, distinct from all others, and returns its id."""
         document = self.store.parent / f"{name}.txt"
@@ -56,7 +57,7 @@ class Library:
             dense_layers="0",
             ttl=ttl,
             dtype=dtype,
-            salt=name,
+            salt=name if salt is None else salt,
             device="cpu",
         )
         return run_job(config, LineReporter(io.StringIO())).manifest.id

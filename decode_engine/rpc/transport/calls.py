@@ -29,6 +29,7 @@ from decode_engine.errors import (
     UnfinishedCallError,
     UnreadAnswerError,
 )
+from decode_engine.rpc.door.rules import Door
 from decode_engine.rpc.transport.stalled import Abandoned, Stalls, forget_error, hang_up, host_of
 from decode_engine.rpc.transport.status import Paths, code_of, public_error, reason_of, to_trailers
 from decode_engine.rpc.transport.work import Work
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S = 60.0  # for work that is short unless a disk or a network hangs
 _LONGEST_DEADLINE_S = 10 * 365 * 86400.0
+_OPEN_SERVICE = "/grpc.health.v1.Health/"  # for whoever looks whether the server is up
+_FORWARDED = "sparsekv-forwarded-for"
 _LARGE_BYTES = 2**16  # of a message whose parsing others would wait for
 
 
@@ -83,14 +86,21 @@ class AbortError(Exception):
 class Call:
     """One call, as its handler sees it. To be used on the loop's thread, except for `check` and `when_ended`.
 
-    peer: where it comes from, with its port. host: the same without. deadline_s: on `time.monotonic`; None without one.
+    peer: where it comes from, with its port. host: the same without. caller: the name of its token, "" where none was
+    asked for. deadline_s: on `time.monotonic`; None without one.
     """
 
     def __init__(self, gate: Gate, name: str, context: Any) -> None:
         self.name = name.rpartition("/")[2]
+        self.open = name.startswith(_OPEN_SERVICE)
         self.id = secrets.token_hex(8)
+        shown = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        self.authorization = shown.get("authorization")
         self.peer: str = context.peer()
+        if self.peer.startswith("unix:"):  # this process's own gateway, which says for whom it asks
+            self.peer = shown.get(_FORWARDED, self.peer)
         self.host = host_of(self.peer)
+        self.caller = ""
         self.started = time.monotonic()
         remaining: float | None = context.time_remaining()
         bounded = remaining is not None and remaining < _LONGEST_DEADLINE_S
@@ -162,8 +172,9 @@ class Call:
 class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
     """Stands before all handlers; see the module."""
 
-    def __init__(self, limits: Limits, paths: Paths) -> None:
+    def __init__(self, limits: Limits, paths: Paths, door: Door) -> None:
         self.work = Work()
+        self._door = door
         self._limits = limits
         self._paths = paths
         self._open = 0
@@ -205,6 +216,10 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
 
     async def _answer(self, call: Call, handler: Any) -> None:
         call.serialize = handler.response_serializer
+        if not call.open:
+            call.caller = self._door.check(call.authorization, call.host)
+            if call.caller:
+                call.note(caller=call.caller)
         if handler.request_streaming:
             request: Any = self._requests(call, handler)
         else:

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -20,6 +21,8 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from decode_engine.config import MAX_REQUEST_BYTES
 from decode_engine.errors import AddressError
+from decode_engine.rpc.door.certificates import Certificates
+from decode_engine.rpc.door.rules import Door
 from decode_engine.rpc.transport.calls import Gate, Limits
 from decode_engine.rpc.transport.health import Health
 from decode_engine.rpc.transport.status import Paths
@@ -48,8 +51,17 @@ class Listener:
         register: Callable[[aio.Server], None],
         limits: Limits | None = None,
         paths: Paths | None = None,
+        door: Door | None = None,
+        certificates: Certificates | None = None,
+        inside: Path | None = None,
     ) -> None:
-        """register: adds the services, of these names, to the server. Raises AddressError."""
+        """register: adds the services, of these names, to the server. inside: a socket for this process alone.
+
+        Raises AddressError.
+        """
+        self._door = door or Door()
+        self._certificates = certificates
+        self._inside = inside
         self._limits = limits or Limits()
         self._paths = paths or Paths()
         self._loop = asyncio.new_event_loop()
@@ -78,7 +90,7 @@ class Listener:
     async def _start(
         self, address: str, services: Sequence[str], register: Callable[[aio.Server], None]
     ) -> str:
-        self._gate = Gate(self._limits, self._paths)
+        self._gate = Gate(self._limits, self._paths, self._door)
         self._health = Health(services)
         self._server = aio.server(interceptors=[self._gate], options=_options(self._limits))
         register(self._server)
@@ -88,7 +100,12 @@ class Listener:
             [_reflection_handler(service, reflection) for service in REFLECTION_SERVICES]
         )
         try:
-            port = self._server.add_insecure_port(address)
+            if self._certificates is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, _server_credentials(self._certificates))
+            if self._inside is not None:
+                self._server.add_insecure_port(f"unix:{self._inside}")
         except RuntimeError as error:
             raise AddressError.of(address) from error
         await self._server.start()
@@ -116,6 +133,15 @@ class Listener:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    authorities = certificates.client_authorities
+    return grpc.ssl_server_credentials(
+        [(certificates.key.read_bytes(), certificates.chain.read_bytes())],
+        root_certificates=None if authorities is None else authorities.read_bytes(),
+        require_client_auth=authorities is not None,
+    )
 
 
 async def _cancel_others() -> None:

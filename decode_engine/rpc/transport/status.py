@@ -3,22 +3,26 @@
 | reasons | status code |
 |---|---|
 | INVALID_ARGUMENT, PROMPT_TOO_LONG, METHOD_UNSUPPORTED, CONTEXT_AMBIGUOUS | INVALID_ARGUMENT |
-| CONTEXT_NOT_FOUND | NOT_FOUND |
-| CONTEXT_EXPIRED, MODEL_MISMATCH, DTYPE_MISMATCH, FORMAT_VERSION_UNSUPPORTED, MODEL_UNSUPPORTED | FAILED_PRECONDITION |
-| CONTEXT_CORRUPT (`cause` in the metadata says how) | DATA_LOSS |
-| MEMORY_BUDGET_EXCEEDED, SESSION_MEMORY_EXCEEDED, TOO_MANY_REQUESTS, STORE_FULL | RESOURCE_EXHAUSTED |
-| STORE_UNUSABLE, STORE_UNAVAILABLE, NOT_READY, SHUTTING_DOWN | UNAVAILABLE |
+| CONTEXT_NOT_FOUND, OPERATION_NOT_FOUND, UPLOAD_NOT_FOUND | NOT_FOUND |
+| UNAUTHENTICATED | UNAUTHENTICATED |
+| CONTEXT_EXPIRED, CONTEXT_HAS_CHILDREN, MODEL_MISMATCH, DTYPE_MISMATCH | FAILED_PRECONDITION |
+| FORMAT_VERSION_UNSUPPORTED, MODEL_UNSUPPORTED, OPERATION_UNFINISHED | FAILED_PRECONDITION |
+| CONTEXT_CORRUPT (`cause` in the metadata says how), OPERATION_CORRUPT | DATA_LOSS |
+| MEMORY_BUDGET_EXCEEDED, SESSION_MEMORY_EXCEEDED, STORE_FULL | RESOURCE_EXHAUSTED |
+| TOO_MANY_REQUESTS, TOO_MANY_ATTEMPTS, QUEUE_FULL | RESOURCE_EXHAUSTED |
+| STORE_UNUSABLE, STORE_UNAVAILABLE, CONTEXT_BUSY, NOT_READY, SHUTTING_DOWN | UNAVAILABLE |
 | DEADLINE_EXCEEDED, CALL_UNFINISHED, ANSWER_UNREAD | DEADLINE_EXCEEDED |
 | CANCELLED | CANCELLED |
+| WORKERS_LOST | ABORTED |
 | ENGINE_CRASHED, INTERNAL | INTERNAL |
 
-RetryInfo comes with TOO_MANY_REQUESTS, NOT_READY and STORE_UNUSABLE, and once more as the trailer that gRPC's own
-retries honour. The other reasons are not mended by waiting.
+RetryInfo comes with TOO_MANY_REQUESTS, TOO_MANY_ATTEMPTS, QUEUE_FULL, NOT_READY, CONTEXT_BUSY and STORE_UNUSABLE, and
+once more as the trailer that gRPC's own retries honour. The other reasons are not mended by waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -36,24 +40,33 @@ DOMAIN = "sparsekv"
 
 _RETRY_PUSHBACK = "grpc-retry-pushback-ms"
 
-_CODES = {
+CODES = {
     "INVALID_ARGUMENT": grpc.StatusCode.INVALID_ARGUMENT,
     "PROMPT_TOO_LONG": grpc.StatusCode.INVALID_ARGUMENT,
     "METHOD_UNSUPPORTED": grpc.StatusCode.INVALID_ARGUMENT,
     "CONTEXT_AMBIGUOUS": grpc.StatusCode.INVALID_ARGUMENT,
     "CONTEXT_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "OPERATION_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "UPLOAD_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
     "CONTEXT_EXPIRED": grpc.StatusCode.FAILED_PRECONDITION,
+    "CONTEXT_HAS_CHILDREN": grpc.StatusCode.FAILED_PRECONDITION,
     "MODEL_MISMATCH": grpc.StatusCode.FAILED_PRECONDITION,
     "DTYPE_MISMATCH": grpc.StatusCode.FAILED_PRECONDITION,
     "FORMAT_VERSION_UNSUPPORTED": grpc.StatusCode.FAILED_PRECONDITION,
     "MODEL_UNSUPPORTED": grpc.StatusCode.FAILED_PRECONDITION,
+    "OPERATION_UNFINISHED": grpc.StatusCode.FAILED_PRECONDITION,
     "CONTEXT_CORRUPT": grpc.StatusCode.DATA_LOSS,
+    "OPERATION_CORRUPT": grpc.StatusCode.DATA_LOSS,
     "MEMORY_BUDGET_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "SESSION_MEMORY_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "TOO_MANY_REQUESTS": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "QUEUE_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "TOO_MANY_ATTEMPTS": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "STORE_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "STORE_UNUSABLE": grpc.StatusCode.UNAVAILABLE,
     "STORE_UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
+    "CONTEXT_BUSY": grpc.StatusCode.UNAVAILABLE,
     "NOT_READY": grpc.StatusCode.UNAVAILABLE,
     "SHUTTING_DOWN": grpc.StatusCode.UNAVAILABLE,
     "DEADLINE_EXCEEDED": grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -61,10 +74,17 @@ _CODES = {
     "ANSWER_UNREAD": grpc.StatusCode.DEADLINE_EXCEEDED,
     "CANCELLED": grpc.StatusCode.CANCELLED,
     "ENGINE_CRASHED": grpc.StatusCode.INTERNAL,
+    "WORKERS_LOST": grpc.StatusCode.ABORTED,
 }
 
 
-_RETRY_S = {"NOT_READY": 1.0, "STORE_UNAVAILABLE": 1.0, "STORE_UNUSABLE": 1.0, "TOO_MANY_REQUESTS": 1.0}
+_RETRY_S = {
+    "NOT_READY": 1.0,
+    "CONTEXT_BUSY": 10.0,
+    "STORE_UNAVAILABLE": 1.0,
+    "STORE_UNUSABLE": 1.0,
+    "TOO_MANY_REQUESTS": 1.0,
+}
 """Seconds after which to try again where the error itself does not know."""
 
 
@@ -84,7 +104,7 @@ class Paths:
 
 def public_error(error: Exception, request_id: str, paths: Paths | None = None) -> SparseKVError:
     """The error that a client may see: our own without paths, any other only by the request id."""
-    if not isinstance(error, SparseKVError) or reason_of(error) not in _CODES:
+    if not isinstance(error, SparseKVError) or reason_of(error) not in CODES:
         return InternalError(
             f"the server failed on this request; its log has the details under request {request_id}",
             request_id=request_id,
@@ -106,7 +126,7 @@ def reason_of(error: SparseKVError) -> str:
 
 def code_of(error: SparseKVError) -> grpc.StatusCode:
     """The status code of an error's reason."""
-    return _CODES.get(reason_of(error), grpc.StatusCode.INTERNAL)
+    return CODES.get(reason_of(error), grpc.StatusCode.INTERNAL)
 
 
 def retry_after(error: SparseKVError) -> float | None:
@@ -120,14 +140,41 @@ def to_status(error: SparseKVError) -> Status:
     metadata = dict(error.metadata)
     if reason != error.reason:
         metadata["cause"] = error.reason
-    details = [_packed(ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata))]
+    status = status_of(reason, error.message, metadata)
     delay_s = retry_after(error)
     if delay_s is not None:
         delay = Duration()
         delay.FromMilliseconds(_milliseconds(delay_s))
-        details.append(_packed(RetryInfo(retry_delay=delay)))
-    code, _ = code_of(error).value
-    return Status(code=code, message=error.message, details=details)
+        status.details.append(_packed(RetryInfo(retry_delay=delay)))
+    return status
+
+
+def status_of(reason: str, message: str, metadata: Mapping[str, str]) -> Status:
+    """The google.rpc.Status that a reason stands for."""
+    code, _ = CODES.get(reason, grpc.StatusCode.INTERNAL).value
+    info = ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
+    return Status(code=code, message=message, details=[_packed(info)])
+
+
+def error_of(status: Status) -> SparseKVError:
+    """The error that a google.rpc.Status tells of, as the class of its reason; InternalError where that is not ours."""
+    info = status_info(status)
+    if info is None:
+        return InternalError(f"the server answered with code {status.code}: {status.message}")
+    error = classes_by_reason().get(info.reason, InternalError)(status.message)
+    error.metadata = dict(info.metadata)
+    return error
+
+
+def classes_by_reason() -> dict[str, type[SparseKVError]]:
+    """All errors that are known here, by their reasons."""
+    classes: dict[str, type[SparseKVError]] = {}
+    pending = [SparseKVError]
+    while pending:
+        for subclass in pending.pop().__subclasses__():
+            classes.setdefault(subclass.reason, subclass)
+            pending.append(subclass)
+    return classes
 
 
 def to_trailers(error: SparseKVError) -> tuple[tuple[str, str | bytes], ...]:
@@ -139,7 +186,11 @@ def to_trailers(error: SparseKVError) -> tuple[tuple[str, str | bytes], ...]:
 
 def error_info(error: grpc.RpcError) -> ErrorInfo | None:
     """The ErrorInfo that a failed call carries, if it carries one of ours."""
-    status = rpc_status.from_call(cast(grpc.Call, error))
+    return status_info(rpc_status.from_call(cast(grpc.Call, error)))
+
+
+def status_info(status: Status | None) -> ErrorInfo | None:
+    """The ErrorInfo in a status, if it is one of ours."""
     for detail in status.details if status is not None else ():
         info = ErrorInfo()
         if detail.Unpack(info) and info.domain == DOMAIN:

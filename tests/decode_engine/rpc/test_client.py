@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import subprocess
 import sys
 import time
@@ -13,7 +15,7 @@ import grpc
 import pytest
 
 from decode_engine.errors import DeadlineExceededError, InternalError, ServerUnreachableError
-from decode_engine.rpc.client import Client
+from decode_engine.rpc.client import AsyncClient, Client
 from index_store.errors import InvalidArgumentError
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
@@ -25,6 +27,7 @@ class Scripted(context_pb2_grpc.ContextServiceServicer, generation_pb2_grpc.Gene
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.refusals = 0
 
     def GetContext(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.calls.append("GetContext")
@@ -56,6 +59,9 @@ class Scripted(context_pb2_grpc.ContextServiceServicer, generation_pb2_grpc.Gene
 
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         self.calls.append("Generate")
+        if self.refusals:
+            self.refusals -= 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
         yield generation_pb2.GenerateResponse(token_ids=[1, 2], text="hel")
         if request.text == "breaks off":
             context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
@@ -168,6 +174,49 @@ def test_nobody_answers() -> None:
 def test_requests_that_cannot_be_sent(arguments: dict[str, Any]) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidArgumentError):
         client.generate("contexts/x", **arguments)
+
+
+def test_both_clients_have_the_same_verbs() -> None:
+    def verbs(kind: type) -> dict[str, list[str]]:
+        return {
+            name: list(inspect.signature(verb).parameters)
+            for name, verb in vars(kind).items()
+            if not name.startswith("_") and name != "showing"
+        }
+
+    assert verbs(Client) == verbs(AsyncClient)
+
+
+def test_an_answer_begins_again_where_no_server_took_it(scripted: tuple[Scripted, Client]) -> None:
+    servicer, client = scripted
+    servicer.refusals = 2
+    assert client.generate("contexts/x", text="a").read() == "hello"
+    assert servicer.calls == ["Generate"] * 3
+    with pytest.raises(ServerUnreachableError, match="stopped before the answer was complete"):
+        client.generate("contexts/x", text="breaks off").read()
+    assert servicer.calls == ["Generate"] * 4
+
+
+def test_the_asynchronous_client_reads_cancels_and_fails_like_the_other(
+    scripted: tuple[Scripted, Client],
+) -> None:
+    client = scripted[1]
+
+    async def use() -> None:
+        async with AsyncClient(client._address, timeout_s=30) as asynchronous:
+            assert (await asynchronous.get_context("contexts/x")).name == "contexts/x"
+            listed = [context.name async for context in asynchronous.list_contexts()]
+            assert listed == [f"contexts/{id_}" for id_ in IDS]
+            async with asynchronous.generate("contexts/x", text="a") as generation:
+                assert await generation.read() == "hello"
+                assert generation.summary.completion_tokens == 3
+            with pytest.raises(ServerUnreachableError):
+                await asynchronous.delete_context("contexts/x")
+            with pytest.raises(InternalError, match="PERMISSION_DENIED: not for you"):
+                await asynchronous.list_methods()
+            assert not await asynchronous.is_serving()
+
+    asyncio.run(use())
 
 
 def test_the_client_does_without_torch() -> None:

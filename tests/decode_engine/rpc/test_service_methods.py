@@ -22,6 +22,9 @@ REMAINDERS = {
     "multipole": "monopole",
     "multipole-windowed": "monopole",
     "multipole-tree": "monopole",
+    "refined": "coarse",
+    "refined-3": "coarse",
+    "refined-codes": "coarse",
 }
 
 Tune = Callable[..., None]

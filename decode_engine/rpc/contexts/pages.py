@@ -8,13 +8,15 @@ import hashlib
 import hmac
 import json
 import secrets
-from bisect import bisect_right
-from itertools import islice
 
-from decode_engine.rpc.validation import parse_name
+from decode_engine.rpc.contexts.context_fields import row_of
+from decode_engine.rpc.contexts.filters import parse_filter
+from decode_engine.rpc.contexts.names import parse_name
+from decode_engine.rpc.contexts.ordering import Key, parse_order
 from index_store.errors import ContextNotFoundError, InvalidArgumentError
 from index_store.store.catalog import Store
-from index_store.store.listing import Entry, Place, place_of
+from index_store.store.listing import Entry
+from index_store.store.manifest import Manifest
 from sparsekv.v1 import context_pb2
 
 DEFAULT_PAGE_SIZE = 50
@@ -45,34 +47,39 @@ class Pager:
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
 
-    def page(self, store: Store, page_size: int, page_token: str) -> tuple[list[Entry], str]:
-        """One page, newest first, and the token of the next one ("" for the last page).
+    def page(self, store: Store, request: context_pb2.ListContextsRequest) -> tuple[list[Entry], str]:
+        """One page of the contexts that fit the filter, and the token of the next one ("" for the last page).
 
         A page starts after the last entry of the page before, wherever that entry would stand now. Its entries are as
-        they are now: those that were deleted meanwhile are left out. Raises InvalidArgumentError for a negative size or
-        a token of another origin.
+        they are now: those that were deleted meanwhile are left out. Raises InvalidArgumentError for a negative size, a
+        filter or an order that cannot be read, or a token of another origin or another list.
         """
-        if page_size < 0:
-            raise InvalidArgumentError(f"page_size is {page_size}, expected 0 or more", field="page_size")
-        size = min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
-        last = self._read(page_token) if page_token else None
-        entries = store.entries()
-        start = 0 if last is None else bisect_right(entries, last, key=place_of)
-        listed = list(islice(entries, start, start + size))
-        token = self._write(place_of(listed[-1])) if start + size < len(entries) else ""
+        size, asked = request.page_size, (request.filter, request.order_by)
+        if size < 0:
+            raise InvalidArgumentError(f"page_size is {size}, expected 0 or more", field="page_size")
+        size = min(size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
+        fits, order = parse_filter(request.filter), parse_order(request.order_by)
+        last = self._read(request.page_token, asked) if request.page_token else None
+        rows = (
+            row_of(entry, expired=isinstance(entry, Manifest) and store.expired(entry))
+            for entry in store.entries()
+        )
+        found = order.after([row for row in rows if fits(row)], last)
+        listed = found[:size]
+        token = self._write(order.key(listed[-1]), asked) if size < len(found) else ""
         page = []
-        for entry in listed:
+        for row in listed:
             try:
-                page.append(store.entry(entry.id))
+                page.append(store.entry(row.entry.id))
             except ContextNotFoundError:
                 continue
         return page, token
 
-    def _write(self, place: Place) -> str:
-        payload = json.dumps(place).encode()
+    def _write(self, key: Key, asked: tuple[str, str]) -> str:
+        payload = json.dumps([key, asked]).encode()
         return base64.urlsafe_b64encode(self._sign(payload) + payload).decode()
 
-    def _read(self, token: str) -> Place:
+    def _read(self, token: str, asked: tuple[str, str]) -> Key:
         try:
             raw = base64.b64decode(token.encode("ascii"), altchars=b"-_", validate=True)
         except (binascii.Error, UnicodeEncodeError):
@@ -84,8 +91,14 @@ class Pager:
                 "pass next_page_token of the previous page unchanged, or start again without one",
                 field="page_token",
             )
-        broken, age, id_ = json.loads(payload)
-        return broken, age, id_
+        (values, (broken, age, id_)), of = json.loads(payload)
+        if tuple(of) != asked:
+            raise InvalidArgumentError(
+                "page_token is of a list with another filter or order_by; pass the same as for the previous page, or "
+                "start again without a token",
+                field="page_token",
+            )
+        return tuple(values), (broken, age, id_)
 
     def _sign(self, payload: bytes) -> bytes:
         return hmac.digest(self._key, payload, hashlib.sha256)[:_SIGNATURE_BYTES]

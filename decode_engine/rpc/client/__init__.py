@@ -1,0 +1,74 @@
+"""Typed clients of the services: `Client`, and `AsyncClient` with the same verbs.
+
+    with Client("127.0.0.1:50051") as client:
+        with client.generate("contexts/...", question="Who lit the lamp?", stop=["\\n"]) as generation:
+            for piece in generation:
+                print(piece.text, end="")
+        print(generation.summary)
+
+Errors are the classes of index_store.errors and decode_engine.errors, as if the work were done in this process: a
+context that is not there raises ContextNotFoundError. `reason` and `metadata` are those that the server sent.
+"""
+
+from decode_engine.rpc.client.answers import AsyncGeneration, Generation
+from decode_engine.rpc.client.asynchronous import AsyncClient
+from decode_engine.rpc.client.batch_results import AsyncBatch, Batch
+from decode_engine.rpc.client.blocking import Client
+from decode_engine.rpc.client.create_verbs import CreateOptions, OperationInfo, OperationPage, UploadInfo
+from decode_engine.rpc.client.verbs import NEVER, ContextChanges, GenerateOptions, Keep, Never
+from decode_engine.rpc.door.options import Credentials
+from decode_engine.rpc.replies import (
+    Alternative,
+    BatchItem,
+    ContextInfo,
+    ContextPage,
+    IndexInfo,
+    MethodInfo,
+    MethodList,
+    Piece,
+    SelectionFigures,
+    ServerStatus,
+    Summary,
+    Timings,
+    TokenizedText,
+    TokenLogprob,
+    Usage,
+    Waiting,
+    WarmResult,
+)
+
+__all__ = [
+    "NEVER",
+    "Alternative",
+    "AsyncBatch",
+    "AsyncClient",
+    "AsyncGeneration",
+    "Batch",
+    "BatchItem",
+    "Client",
+    "ContextChanges",
+    "ContextInfo",
+    "ContextPage",
+    "CreateOptions",
+    "Credentials",
+    "GenerateOptions",
+    "Generation",
+    "IndexInfo",
+    "Keep",
+    "MethodInfo",
+    "MethodList",
+    "Never",
+    "OperationInfo",
+    "OperationPage",
+    "Piece",
+    "SelectionFigures",
+    "ServerStatus",
+    "Summary",
+    "Timings",
+    "TokenLogprob",
+    "TokenizedText",
+    "UploadInfo",
+    "Usage",
+    "Waiting",
+    "WarmResult",
+]

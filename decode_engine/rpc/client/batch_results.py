@@ -1,0 +1,109 @@
+"""Many requests on one context, as their client reads them: one after another as they end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from google.rpc.status_pb2 import Status
+
+from decode_engine.rpc.replies import BatchItem, Piece, Summary, read_piece, read_summary, texts_of
+from decode_engine.rpc.transport.status import error_of
+from index_store.errors import SparseKVError
+from sparsekv.v1 import generation_pb2
+
+
+class Results:
+    """What is known of a running batch, whichever way it is read."""
+
+    def __init__(
+        self,
+        call: Any,
+        request: generation_pb2.BatchGenerateRequest,
+        translate: Callable[[grpc.RpcError], SparseKVError],
+    ) -> None:
+        self._call = call
+        self._translate = translate
+        self._answers = [each.n or 1 for each in request.requests]
+        self._pieces: dict[int, list[Piece]] = {}
+        self._summaries: dict[int, dict[int, Summary]] = {}
+
+    def cancel(self) -> None:
+        """Ends the work on the server. Harmless when it has ended."""
+        self._call.cancel()
+
+    def _take(self, response: generation_pb2.BatchGenerateResponse) -> BatchItem | None:
+        """What became of a request with this message; None while it goes on."""
+        index = response.index
+        if response.HasField("error"):
+            return self._item(index, response.error)
+        answer = response.response
+        if answer.token_ids or answer.text:
+            self._pieces.setdefault(index, []).append(read_piece(answer))
+        if answer.HasField("summary"):
+            summaries = self._summaries.setdefault(index, {})
+            summaries[answer.index] = read_summary(answer.summary)
+            if len(summaries) == self._answers[index]:
+                return self._item(index, None)
+        return None
+
+    def _item(self, index: int, error: Status | None) -> BatchItem:
+        pieces, summaries = self._pieces.pop(index, []), self._summaries.pop(index, {})
+        texts = texts_of(pieces)
+        texts += [""] * (len(summaries) - len(texts))
+        ids = [
+            tuple(id_ for piece in pieces if piece.index == place for id_ in piece.token_ids)
+            for place in range(len(texts))
+        ]
+        return BatchItem(
+            index,
+            tuple(texts),
+            tuple(ids),
+            tuple(summaries[place] for place in sorted(summaries)),
+            None if error is None else error_of(error),
+        )
+
+
+class Batch(Results):
+    """A running batch: iterate for its requests as they end, in any order; each comes once.
+
+    Leaving it as a context manager, or `cancel`, ends the work on the server.
+    """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def __iter__(self) -> Iterator[BatchItem]:
+        try:
+            for response in self._call:
+                if (item := self._take(response)) is not None:
+                    yield item
+        except grpc.RpcError as error:
+            raise self._translate(error) from None
+
+
+class AsyncBatch(Results):
+    """The same for coroutines: `async with` and `async for`."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[BatchItem]:
+        try:
+            async for response in self._call:
+                if (item := self._take(response)) is not None:
+                    yield item
+        except grpc.RpcError as error:
+            raise self._translate(error) from None

@@ -1,0 +1,100 @@
+"""What a client's connection is made of: certificates, tokens, retries; and a failed call as one of our errors."""
+
+from __future__ import annotations
+
+import json
+from typing import cast
+
+import grpc
+
+from decode_engine.errors import CancelledError, DeadlineExceededError, InternalError, ServerUnreachableError
+from decode_engine.rpc.client.create_verbs import OPERATIONS
+from decode_engine.rpc.client.verbs import CONTEXTS, GENERATIONS
+from decode_engine.rpc.door.options import Credentials
+from decode_engine.rpc.transport.status import classes_by_reason, error_info, retry_info
+from index_store.errors import InvalidArgumentError, SparseKVError
+
+HEALTH_TIMEOUT_S = 5.0
+
+# Only what may be done twice is repeated, and only when no server took it: UNAVAILABLE before the first message, after
+# waits that grow and are drawn at random.
+SERVICE_CONFIG = {
+    "methodConfig": [
+        {
+            "name": [
+                {"service": CONTEXTS, "method": "CreateContext"},  # which always has a request_id
+                {"service": CONTEXTS, "method": "GetContext"},
+                {"service": CONTEXTS, "method": "ListContexts"},
+                {"service": CONTEXTS, "method": "WarmContext"},
+                {"service": CONTEXTS, "method": "UpdateContext"},
+                {"service": GENERATIONS, "method": "ListMethods"},
+                {"service": GENERATIONS, "method": "GetServerStatus"},
+                {"service": GENERATIONS, "method": "Generate"},
+                {"service": GENERATIONS, "method": "BatchGenerate"},
+                {"service": GENERATIONS, "method": "Tokenize"},
+                {"service": GENERATIONS, "method": "Detokenize"},
+                {"service": GENERATIONS, "method": "CountTokens"},
+                {"service": OPERATIONS, "method": "ListOperations"},
+                {"service": OPERATIONS, "method": "GetOperation"},
+                {"service": OPERATIONS, "method": "WaitOperation"},
+                {"service": OPERATIONS, "method": "CancelOperation"},
+            ],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+
+CHANNEL_OPTIONS: list[tuple[str, str | int]] = [
+    ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
+    ("grpc.max_receive_message_length", -1),
+]
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials | None:
+    """What encrypts, None where nothing does. Raises InvalidArgumentError for a file that cannot be read."""
+    if credentials.ca_file is None:
+        return None
+    paths = (credentials.authorities, credentials.client_key, credentials.client_cert)
+    try:
+        roots, key, chain = (None if path is None else path.read_bytes() for path in paths)
+    except OSError as error:
+        raise InvalidArgumentError(f"a certificate cannot be read: {error}") from error
+    return grpc.ssl_channel_credentials(roots, key, chain)
+
+
+def caller_metadata(credentials: Credentials) -> Metadata:
+    """What every call shows."""
+    return () if credentials.token is None else (("authorization", f"Bearer {credentials.token}"),)
+
+
+def translate(error: grpc.RpcError, address: str) -> SparseKVError:
+    """The error of a failed call: the server's own by its reason, else one by the status code."""
+    info = error_info(error)
+    call = cast(grpc.Call, error)
+    code, details = call.code(), call.details() or ""
+    if info is not None:
+        translated = classes_by_reason().get(info.reason, InternalError)(details)
+        translated.metadata = dict(info.metadata)
+        translated.retry_after_s = retry_info(error)
+        return translated
+    if code == grpc.StatusCode.UNAVAILABLE:
+        return ServerUnreachableError(
+            f"no server answers at {address}; start one with `decode-engine serve`, or name another with "
+            f"its address ({details})",
+            address=address,
+        )
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceededError("the deadline passed before the server had finished")
+    if code == grpc.StatusCode.CANCELLED:
+        return CancelledError("the call was cancelled")
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED:  # by gRPC itself, which knows no reasons
+        return InvalidArgumentError(f"the server refused the request for its size: {details}")
+    return InternalError(f"the call failed with {code.name}: {details}", code=code.name)

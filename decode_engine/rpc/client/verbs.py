@@ -1,0 +1,308 @@
+"""The verbs, as values: what is sent, and how the reply is read. Both clients make them in the same way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import Enum
+from typing import Any, Generic, TypedDict, TypeVar
+
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.field_mask_pb2 import FieldMask
+from google.protobuf.message import Message
+
+from decode_engine.config import MAX_REQUEST_BYTES
+from decode_engine.rpc.contexts.wire_messages import write_messages
+from decode_engine.rpc.replies import (
+    ContextInfo,
+    ContextPage,
+    MethodList,
+    ServerStatus,
+    TokenizedText,
+    WarmResult,
+    read_context,
+    read_page,
+    read_reply,
+)
+from index_store.errors import InvalidArgumentError
+from index_store.models.conversation.messages import Message as ChatMessage
+from sparsekv.v1 import context_pb2, generation_pb2
+
+ReplyT = TypeVar("ReplyT")
+MessageT = TypeVar("MessageT", bound=Message)
+
+CONTEXTS = context_pb2.DESCRIPTOR.services_by_name["ContextService"].full_name
+GENERATIONS = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[ReplyT]):
+    """One request with one response. path: `/SERVICE/METHOD`. response: its message; read: what is made of it."""
+
+    path: str
+    request: Message
+    response: type[Message]
+    read: Callable[[Any], ReplyT]
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What becomes of a session: a context that continues the one it was on.
+
+    name: what people call it; that of the context by default. ttl: how long it lives, a second or more; None for good.
+    prompt_only: generate nothing, and keep the prompt.
+    """
+
+    name: str = ""
+    ttl: timedelta | None = None
+    prompt_only: bool = False
+
+    def message(self) -> generation_pb2.Keep:
+        """As a request carries it."""
+        made = message(generation_pb2.Keep, display_name=self.name, prompt_only=self.prompt_only)
+        if self.ttl is not None:
+            made.ttl.FromTimedelta(self.ttl)
+        return made
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What `generate` takes beside the context; what is missing or None is left to the server.
+
+    Exactly one of question, text, token_ids and messages, at most one of keep_ratio, target_mass and token_budget,
+    which say how much is kept, and at most one of json_schema (text, or what json.dumps makes it of), regex and
+    choices, which say what the answer has to be. keep: makes a context of the session when it ends, the summary's
+    `kept_context`. With a text and no context, the text is everything from the beginning.
+    sparsekv/v1/generation.proto has the ranges.
+    """
+
+    question: str | None
+    text: str | None
+    token_ids: Sequence[int] | None
+    messages: Sequence[ChatMessage] | None
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    stop: Sequence[str] | None
+    method: str | None
+    keep_ratio: float | None
+    target_mass: float | None
+    token_budget: int | None
+    search_period: int | None
+    n: int | None
+    top_logprobs: int | None
+    prompt_logprobs: bool | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    stop_token_ids: Sequence[int] | None
+    min_tokens: int | None
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
+    choices: Sequence[str] | None
+    keep: Keep | None
+
+
+_CONSTRAINTS = ("json_schema", "regex", "choices")
+_PROMPTS = ("question", "text", "token_ids", "messages")
+_BUDGETS = ("keep_ratio", "target_mass", "token_budget")
+
+
+def get_context(name: str) -> Call[ContextInfo]:
+    request = message(context_pb2.GetContextRequest, name=name)
+    return Call(f"/{CONTEXTS}/GetContext", request, context_pb2.Context, read_context)
+
+
+def find_context(reference: str) -> Call[ContextInfo]:
+    request = message(context_pb2.GetContextRequest, reference=reference)
+    return Call(f"/{CONTEXTS}/GetContext", request, context_pb2.Context, read_context)
+
+
+def list_contexts(page_size: int, page_token: str, filter: str, order_by: str) -> Call[ContextPage]:
+    request = message(
+        context_pb2.ListContextsRequest,
+        page_size=page_size,
+        page_token=page_token,
+        filter=filter,
+        order_by=order_by,
+    )
+    return Call(f"/{CONTEXTS}/ListContexts", request, context_pb2.ListContextsResponse, read_page)
+
+
+class Never(Enum):
+    """The time that does not come."""
+
+    NEVER = "never"
+
+
+NEVER = Never.NEVER
+
+
+class ContextChanges(TypedDict, total=False):
+    """What `update_context` changes; what is missing or None stays as it is.
+
+    expire_time: NEVER takes it away. labels: by key, None removes the label.
+    """
+
+    display_name: str | None
+    expire_time: datetime | Never | None
+    labels: Mapping[str, str | None] | None
+    pinned: bool | None
+
+
+def update_context(name: str, changes: ContextChanges) -> Call[ContextInfo]:
+    labels, expires = changes.get("labels") or {}, changes.get("expire_time")
+    changed = message(
+        context_pb2.Context,
+        name=name,
+        labels={key: value for key, value in labels.items() if value is not None},
+        display_name=changes.get("display_name"),
+        pinned=changes.get("pinned"),
+    )
+    if isinstance(expires, datetime):
+        changed.expire_time.FromDatetime(expires)
+    others = [field for field in ("display_name", "expire_time", "pinned") if changes.get(field) is not None]
+    paths = [*(f"labels.{key}" for key in labels), *others]
+    request = message(context_pb2.UpdateContextRequest, context=changed, update_mask=FieldMask(paths=paths))
+    return Call(f"/{CONTEXTS}/UpdateContext", request, context_pb2.Context, read_context)
+
+
+def delete_context(name: str, allow_missing: bool, force: bool) -> Call[None]:
+    request = message(context_pb2.DeleteContextRequest, name=name, allow_missing=allow_missing, force=force)
+    return Call(f"/{CONTEXTS}/DeleteContext", request, Empty, lambda response: None)
+
+
+def warm_context(name: str) -> Call[WarmResult]:
+    request = message(context_pb2.WarmContextRequest, name=name)
+    return Call(
+        f"/{CONTEXTS}/WarmContext",
+        request,
+        context_pb2.WarmContextResponse,
+        lambda response: read_reply(WarmResult, response),
+    )
+
+
+def list_methods() -> Call[MethodList]:
+    request = generation_pb2.ListMethodsRequest()
+    return Call(
+        f"/{GENERATIONS}/ListMethods",
+        request,
+        generation_pb2.ListMethodsResponse,
+        lambda response: read_reply(MethodList, response),
+    )
+
+
+def server_status() -> Call[ServerStatus]:
+    request = generation_pb2.GetServerStatusRequest()
+    return Call(
+        f"/{GENERATIONS}/GetServerStatus",
+        request,
+        generation_pb2.ServerStatus,
+        lambda response: read_reply(ServerStatus, response),
+    )
+
+
+def generate_request(context: str, options: GenerateOptions) -> generation_pb2.GenerateRequest:
+    """Raises InvalidArgumentError for values that no message can carry, and parts that exclude each other."""
+    given = {name for name, value in options.items() if value is not None}
+    if len(given.intersection(_PROMPTS)) != 1:
+        raise InvalidArgumentError(f"give exactly one of {', '.join(_PROMPTS)}", field="prompt")
+    if len(given.intersection(_BUDGETS)) > 1:
+        raise InvalidArgumentError(f"give at most one of {', '.join(_BUDGETS)}", field="budget")
+    if len(given.intersection(_CONSTRAINTS)) > 1:
+        raise InvalidArgumentError(f"give at most one of {', '.join(_CONSTRAINTS)}", field="constraint")
+    fields = {name: value for name, value in options.items() if name not in _CONSTRAINTS}
+    if (messages := options.get("messages")) is not None:
+        fields["messages"] = write_messages(messages)
+    if (keep := options.get("keep")) is not None:
+        fields["keep"] = keep.message()
+    request = message(
+        generation_pb2.GenerateRequest, context=context, **fields, constraint=_constraint(options)
+    )
+    if request.ByteSize() > MAX_REQUEST_BYTES:
+        raise InvalidArgumentError(
+            f"the request has {request.ByteSize()} bytes, expected at most {MAX_REQUEST_BYTES}; shorten the prompt",
+            field="prompt",
+        )
+    return request
+
+
+def _constraint(options: GenerateOptions) -> generation_pb2.Constraint | None:
+    schema, regex, choices = (options.get(name) for name in _CONSTRAINTS)
+    if schema is not None:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        return message(generation_pb2.Constraint, json_schema=text)
+    if regex is not None:
+        return message(generation_pb2.Constraint, regex=regex)
+    if choices is not None:
+        return generation_pb2.Constraint(choices=message(generation_pb2.Choices, texts=choices))
+    return None
+
+
+def batch_request(context: str, requests: Sequence[GenerateOptions]) -> generation_pb2.BatchGenerateRequest:
+    """Raises InvalidArgumentError as `generate_request` does, and says of which request."""
+    batch = generation_pb2.BatchGenerateRequest(context=context)
+    for number, options in enumerate(requests):
+        try:
+            batch.requests.append(generate_request("", options))
+        except InvalidArgumentError as error:
+            error.message = f"request {number}: {error.message}"
+            raise
+    if batch.ByteSize() > MAX_REQUEST_BYTES:
+        raise InvalidArgumentError(
+            f"the batch has {batch.ByteSize()} bytes, expected at most {MAX_REQUEST_BYTES}; send it in parts",
+            field="requests",
+        )
+    return batch
+
+
+def tokenize(text: str) -> Call[TokenizedText]:
+    return Call(
+        f"/{GENERATIONS}/Tokenize",
+        message(generation_pb2.TokenizeRequest, text=text),
+        generation_pb2.TokenizeResponse,
+        lambda response: read_reply(TokenizedText, response),
+    )
+
+
+def detokenize(ids: Sequence[int]) -> Call[str]:
+    return Call(
+        f"/{GENERATIONS}/Detokenize",
+        message(generation_pb2.DetokenizeRequest, ids=ids),
+        generation_pb2.DetokenizeResponse,
+        lambda response: str(response.text),
+    )
+
+
+def count_tokens(text: str) -> Call[int]:
+    return Call(
+        f"/{GENERATIONS}/CountTokens",
+        message(generation_pb2.CountTokensRequest, text=text),
+        generation_pb2.CountTokensResponse,
+        lambda response: int(response.tokens),
+    )
+
+
+def message(kind: type[MessageT], **fields: Any) -> MessageT:
+    """A message of the fields that are not None. Raises InvalidArgumentError that names a field which does not fit."""
+    made = kind()
+    for name, value in fields.items():
+        if value is None:
+            continue
+        try:
+            given = generation_pb2.TokenIds(ids=value) if name == "token_ids" else value
+            made.MergeFrom(kind(**{name: given}))
+        except (ValueError, TypeError) as error:
+            raise InvalidArgumentError(
+                f"{name} is {_shown(value)}, which no request can carry: {error}", field=name
+            ) from error
+    return made
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)  # what cannot be sent can often not be printed either
+    return text if len(text) <= 60 else f"{text[:57]}..."

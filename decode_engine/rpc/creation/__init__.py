@@ -1,0 +1,1 @@
+"""Contexts that are made on request: orders, the operations that follow them, and a worker of the server's own."""

@@ -1,0 +1,267 @@
+"""Options of whoever listens at a port, and of whoever calls there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Protocol
+
+from typer import Option
+
+from decode_engine.rpc.door.certificates import Certificates, check_authorities
+from decode_engine.rpc.door.tokens import MAX_TOKEN_CHARACTERS
+from index_store.cli.checks import Address, InputFile
+from index_store.errors import InvalidArgumentError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_LISTEN = "127.0.0.1:50051"
+SYSTEM_AUTHORITIES = "system"
+"""In place of a file: whom this machine trusts anyway."""
+TOKEN_VARIABLE = "SPARSEKV_TOKEN"
+
+
+class AuthoritiesFile(InputFile):
+    """A file of certificates, or the word for those that this machine trusts anyway."""
+
+    def check(self, flag: str, value: object) -> None:
+        if str(value) != SYSTEM_AUTHORITIES:
+            InputFile.check(self, flag, value)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach the address."""
+    host = address.rpartition(":")[0]
+    return host in ("localhost", "[::1]") or host.startswith("127.")
+
+
+TlsCertOption = Annotated[
+    Path | None,
+    Option("--tls-cert", help="Encrypt, with this certificate (PEM, with those that vouch for it)."),
+    InputFile(),
+]
+TlsKeyOption = Annotated[
+    Path | None, Option("--tls-key", help="The certificate's private key (PEM)."), InputFile()
+]
+TlsClientCaOption = Annotated[
+    Path | None,
+    Option(
+        "--tls-client-ca",
+        help="Ask clients for certificates, too, that one of these authorities signed (PEM).",
+    ),
+    InputFile(),
+]
+TokensOption = Annotated[
+    Path | None,
+    Option(
+        "--tokens",
+        metavar="FILE",
+        help="Let in only who shows a token of this file, which `decode-engine token` makes.",
+    ),
+    InputFile(),
+]
+AllowRemoteOption = Annotated[
+    bool,
+    Option(
+        "--allow-remote",
+        help="Listen where other machines reach it without encryption or tokens: whoever can reach the port may read "
+        "what is sent, or question and delete every context.",
+    ),
+]
+
+
+class DoorOptions(Protocol):
+    """What a program that listens is told of who may call."""
+
+    @property
+    def tls_cert(self) -> Path | None: ...
+    @property
+    def tls_key(self) -> Path | None: ...
+    @property
+    def tls_client_ca(self) -> Path | None: ...
+    @property
+    def tokens(self) -> Path | None: ...
+    @property
+    def allow_remote(self) -> bool: ...
+
+
+def check_door(options: DoorOptions, listening: dict[str, str]) -> None:
+    """Raises InvalidArgumentError for options that do not go together, and for an address that others reach.
+
+    listening: flags with their addresses. Others may reach one where there is encryption and tokens are asked for, or
+    where that is allowed.
+    """
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise InvalidArgumentError("expected both of --tls-cert and --tls-key, or neither", field="tls_cert")
+    if options.tls_client_ca is not None and options.tls_cert is None:
+        raise InvalidArgumentError(
+            "--tls-client-ca is given without --tls-cert and --tls-key, which encryption needs",
+            field="tls_client_ca",
+        )
+    missing = missing_protection(options)
+    if not missing or options.allow_remote:
+        return
+    for flag, address in listening.items():
+        if not is_loopback(address):
+            raise InvalidArgumentError(
+                f"{flag} is {address}, which other machines can reach, and there {missing}. Listen at 127.0.0.1, give "
+                "--tls-cert, --tls-key and --tokens, or add --allow-remote where a network or a proxy keeps others out",
+                field=flag.lstrip("-"),
+            )
+
+
+def missing_protection(options: DoorOptions) -> str:
+    """What is not protected, as a sentence goes on after "there"; empty where all is."""
+    if options.tls_cert is None and options.tokens is None:
+        return (
+            "is neither encryption nor any token: who reaches it may read what is sent, and question and delete every "
+            "context"
+        )
+    if options.tls_cert is None:
+        return "is no encryption: who listens in may read what is sent, tokens included"
+    if options.tokens is None:
+        return "are no tokens: who reaches it may question and delete every context"
+    return ""
+
+
+def warn_of_exposure(options: DoorOptions, address: str) -> None:
+    """Says in the log what is not protected, where other machines reach the address."""
+    missing = missing_protection(options)
+    if missing and not is_loopback(address):
+        logger.warning("other machines can reach %s, and there %s", address, missing)
+
+
+def certificates_of(options: DoorOptions) -> Certificates | None:
+    """The certificates to show, None where nothing is encrypted. Raises CertificateError."""
+    if options.tls_cert is None or options.tls_key is None:
+        return None
+    certificates = Certificates(options.tls_cert, options.tls_key, options.tls_client_ca)
+    certificates.check()
+    return certificates
+
+
+ServerOption = Annotated[
+    str,
+    Option("--server", envvar="SPARSEKV_SERVER", metavar="HOST:PORT", help="The server to ask."),
+    Address(),
+]
+TokenFileOption = Annotated[
+    Path | None,
+    Option(
+        "--token-file",
+        envvar="SPARSEKV_TOKEN_FILE",
+        metavar="FILE",
+        help=f"Show the token in this file; without it the one in {TOKEN_VARIABLE}, if that is set.",
+    ),
+    InputFile(),
+]
+CaFileOption = Annotated[
+    Path | None,
+    Option(
+        "--ca-file",
+        envvar="SPARSEKV_CA_FILE",
+        metavar="FILE",
+        help="Encrypt, and trust a server whose certificate these authorities signed (PEM); `system`: those that this "
+        "machine trusts.",
+    ),
+    AuthoritiesFile(),
+]
+ClientCertOption = Annotated[
+    Path | None,
+    Option(
+        "--client-cert",
+        envvar="SPARSEKV_CLIENT_CERT",
+        metavar="FILE",
+        help="Show this certificate to a server that asks for one (PEM).",
+    ),
+    InputFile(),
+]
+ClientKeyOption = Annotated[
+    Path | None,
+    Option("--client-key", envvar="SPARSEKV_CLIENT_KEY", metavar="FILE", help="Its private key (PEM)."),
+    InputFile(),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a client shows, and whom it trusts.
+
+    ca_file: PEM certificates of the authorities that it trusts, or the path `system`; None does not encrypt.
+    client_cert, client_key: PEM files, for servers that ask for a certificate. Raises InvalidArgumentError for parts
+    that do not go together, CertificateError for a file without certificates.
+    """
+
+    token: str | None = None
+    ca_file: Path | None = None
+    client_cert: Path | None = None
+    client_key: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.client_cert is None) != (self.client_key is None):
+            raise InvalidArgumentError(
+                "expected both of --client-cert and --client-key, or neither", field="client_cert"
+            )
+        if self.client_cert is not None and self.ca_file is None:
+            raise InvalidArgumentError(
+                "--client-cert is given without --ca-file, which encryption needs", field="client_cert"
+            )
+        if self.ca_file is not None and self.authorities is not None:
+            check_authorities(self.ca_file, "--ca-file")
+        token = self.token
+        if token is not None and not (
+            token.isascii() and token.isprintable() and 0 < len(token) <= MAX_TOKEN_CHARACTERS
+        ):
+            raise InvalidArgumentError(
+                f"the token has {len(token)} characters, expected 1 to {MAX_TOKEN_CHARACTERS} that are ASCII "
+                "and can be printed",
+                field="token",
+            )
+
+    @property
+    def authorities(self) -> Path | None:
+        """The file of authorities; None for this machine's own."""
+        return None if str(self.ca_file) == SYSTEM_AUTHORITIES else self.ca_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrustOptions:
+    """How a program encrypts what it sends to a server. ca_file: None does not encrypt."""
+
+    ca_file: CaFileOption = None
+    client_cert: ClientCertOption = None
+    client_key: ClientKeyOption = None
+
+    def credentials(self) -> Credentials:
+        """What to show. Raises InvalidArgumentError, CertificateError."""
+        return Credentials(ca_file=self.ca_file, client_cert=self.client_cert, client_key=self.client_key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CredentialOptions(TrustOptions):
+    """What a command shows to a server."""
+
+    token_file: TokenFileOption = None
+
+    def credentials(self) -> Credentials:
+        """What to show. Raises InvalidArgumentError, CertificateError."""
+        return replace(TrustOptions.credentials(self), token=read_token(self.token_file))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig(CredentialOptions):
+    """Which server a command asks."""
+
+    server: ServerOption = DEFAULT_LISTEN
+
+
+def read_token(path: Path | None) -> str | None:
+    """The token in a file, else in the environment, else None. Raises InvalidArgumentError."""
+    if path is None:
+        return os.environ.get(TOKEN_VARIABLE) or None
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"--token-file is {str(path)!r}, which cannot be read: {error}") from error

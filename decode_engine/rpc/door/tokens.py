@@ -1,0 +1,181 @@
+"""The file of tokens: names and hashes, never a token itself.
+
+A token is 32 random bytes, so its SHA-256 tells nothing about it, and guessing one is hopeless however fast it goes.
+The file is JSON with a version and a checksum over itself, private to its owner, replaced all at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from decode_engine.rpc.door.refusals import TokenFileError
+from index_store.errors import InvalidArgumentError
+from index_store.store.files.durable import TEMPORARY_PREFIX, new_file, storing, sync_path
+from index_store.store.files.locks import locked_file
+from index_store.store.files.reading import read_file
+from index_store.store.manifest_json import render_document
+
+FORMAT_VERSION = 1
+MAX_TOKENS = 10_000
+MAX_TOKEN_CHARACTERS = 256
+_PREFIX = "skv_"  # by which programs that look for leaked secrets know one
+_SECRET_BYTES = 32
+_PRIVATE_FILE = 0o600
+_OTHERS_WRITE = 0o022
+_LARGEST = 4 << 20
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_REPAIR = "write it again with `decode-engine token create`, or restore a copy"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """What is known of a token. digest: SHA-256 of its text, as bytes. created_at: UTC."""
+
+    name: str
+    digest: bytes
+    created_at: datetime
+
+
+def digest_of(secret: str) -> bytes:
+    """What is kept of a token."""
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+class TokenFile:
+    """The tokens of a server. Writers on one machine exclude each other; readers see the old file or the new one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> tuple[Token, ...]:
+        """All tokens, in order of their making. Raises TokenFileError for a file that is missing or cannot be used."""
+        try:
+            data, status = read_file(self._path, _LARGEST)
+        except FileNotFoundError as error:
+            raise TokenFileError(
+                f"{self._path}: there is no file of tokens; make one with `decode-engine token create --tokens "
+                f"{self._path} NAME`",
+                path=self._path,
+            ) from error
+        except OSError as error:
+            raise self._error(
+                f"cannot be read ({error.strerror or error})", "check its permissions"
+            ) from error
+        if status.st_mode & _OTHERS_WRITE:
+            raise self._error("can be written by others than its owner", f"`chmod 600 {self._path}`")
+        return self._parse(data)
+
+    def stamp(self) -> tuple[int, ...] | None:
+        """Changes whenever the file does; None where it cannot be seen."""
+        try:
+            status = os.stat(self._path)
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size
+
+    def create(self, name: str) -> str:
+        """Adds a token and returns it, the only time that it is seen. Makes the file where there is none.
+
+        Raises InvalidArgumentError for a name that is taken or none, TokenFileError, StoreError where writing fails.
+        """
+        if not _NAME.fullmatch(name):
+            raise InvalidArgumentError(
+                f"the name is {name[:100]!r}, expected 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' and '-', "
+                "beginning with a letter or digit",
+                field="name",
+            )
+        secret = _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+        with self._writing() as tokens:
+            if any(token.name == name for token in tokens):
+                raise InvalidArgumentError(
+                    f"there is a token named {name!r} already; revoke it first, or choose another name",
+                    field="name",
+                )
+            if len(tokens) >= MAX_TOKENS:
+                raise InvalidArgumentError(
+                    f"{self._path} has {len(tokens)} tokens, which is the limit; revoke some first"
+                )
+            self._write((*tokens, Token(name, digest_of(secret), datetime.now(UTC).replace(microsecond=0))))
+        return secret
+
+    def revoke(self, name: str) -> None:
+        """Removes a token. Raises InvalidArgumentError where there is none of that name, TokenFileError, StoreError."""
+        with self._writing() as tokens:
+            left = tuple(token for token in tokens if token.name != name)
+            if len(left) == len(tokens):
+                raise InvalidArgumentError(
+                    f"there is no token named {name[:100]!r} in {self._path}; `decode-engine token list` has the names",
+                    field="name",
+                )
+            self._write(left)
+
+    @contextmanager
+    def _writing(self) -> Iterator[tuple[Token, ...]]:
+        """The tokens, while nobody else changes them."""
+        with locked_file(self._path.with_name(f"{self._path.name}.lock")):
+            yield self.read() if os.path.lexists(self._path) else ()
+
+    def _write(self, tokens: Sequence[Token]) -> None:
+        document: dict[str, object] = {
+            "format_version": FORMAT_VERSION,
+            "tokens": [
+                {"name": token.name, "sha256": token.digest.hex(), "created_at": token.created_at.isoformat()}
+                for token in tokens
+            ],
+        }
+        temporary = self._path.with_name(f"{TEMPORARY_PREFIX}{self._path.name}")
+        with storing("writing the tokens", self._path):
+            try:
+                temporary.unlink(missing_ok=True)  # a killed writer's, perhaps with other permissions
+                with new_file(temporary, _PRIVATE_FILE) as file:
+                    file.write(render_document(document))
+                sync_path(temporary)
+                os.replace(temporary, self._path)
+                sync_path(self._path.absolute().parent)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def _parse(self, data: bytes) -> tuple[Token, ...]:
+        try:
+            document = json.loads(data)
+            sealed = dict(document)
+            sealed.pop("checksum", None)
+            intact = render_document(sealed) == data
+        except (ValueError, TypeError, RecursionError):
+            intact = False
+        if not intact:
+            raise self._error("is damaged: its contents do not fit their checksum", _REPAIR)
+        if sealed.get("format_version") != FORMAT_VERSION:
+            raise self._error(
+                f"has format version {sealed.get('format_version')!r}, this program reads version {FORMAT_VERSION}",
+                "update sparsekv",
+            )
+        try:
+            tokens = tuple(_token(entry) for entry in sealed["tokens"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._error("has an entry that is no token", _REPAIR) from error
+        if len({token.name for token in tokens}) != len(tokens) or len(tokens) > MAX_TOKENS:
+            raise self._error("has too many tokens, or several of one name", _REPAIR)
+        return tokens
+
+    def _error(self, what: str, advice: str) -> TokenFileError:
+        return TokenFileError(f"{self._path}: the file of tokens {what}; {advice}", path=self._path)
+
+
+def _token(entry: dict[str, str]) -> Token:
+    """Raises KeyError, TypeError or ValueError."""
+    if set(entry) != {"name", "sha256", "created_at"}:
+        raise ValueError("other fields than a token's")
+    if not (_NAME.fullmatch(entry["name"]) and _DIGEST.fullmatch(entry["sha256"])):
+        raise ValueError("no name or no digest")
+    return Token(entry["name"], bytes.fromhex(entry["sha256"]), datetime.fromisoformat(entry["created_at"]))

@@ -1,0 +1,99 @@
+"""Answers that have to be something: JSON of a schema, a regular expression's text, one of a few texts."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jsonschema
+import pytest
+
+from decode_engine.rpc.client import Client
+from index_store.errors import InvalidArgumentError
+
+PROMPT = "Who lit the lamp of the grey harbour?"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "lit": {"type": "boolean"},
+        "ships": {"type": "integer", "minimum": 3, "maximum": 99},
+        "keepers": {"type": "array", "items": {"enum": ["Ada", "Émile"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["lit", "ships", "keepers"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 4}], ids=["greedy", "drawn"])
+def test_an_answer_is_what_its_schema_describes_and_ends_there(
+    client: Client, lamp: str, options: dict[str, Any]
+) -> None:
+    generation = client.generate(lamp, text=PROMPT, max_tokens=200, json_schema=SCHEMA, **options)
+    text = generation.read()
+    jsonschema.validate(json.loads(text), SCHEMA)
+    assert generation.summary.finish_reason == "end_of_sequence"
+    again = client.generate(lamp, text=PROMPT, max_tokens=200, json_schema=SCHEMA, **options).read()
+    assert again == text
+
+
+def test_an_answer_is_a_text_of_its_regular_expression_or_one_of_its_choices(
+    client: Client, lamp: str
+) -> None:
+    number = client.generate(lamp, text=PROMPT, regex="[0-9]{5}-(lamp|Hafen ä)").read()
+    assert re.fullmatch("[0-9]{5}-(lamp|Hafen ä)", number)
+    choices = ["a (b", "c\nd", "ü?", "a+"]
+    several = client.generate(lamp, text=PROMPT, choices=choices, temperature=5.0, n=8, seed=1)
+    texts = several.read_all()
+    assert set(texts) <= set(choices)
+    assert len(set(texts)) > 1
+
+
+def test_sessions_with_and_without_constraints_share_a_batch(client: Client, lamp: str) -> None:
+    def ask(constrained: bool) -> str:
+        options: dict[str, Any] = {"json_schema": SCHEMA, "max_tokens": 120} if constrained else {}
+        return client.generate(lamp, text=PROMPT, **{"max_tokens": 40, **options}).read()
+
+    alone = {constrained: ask(constrained) for constrained in (True, False)}
+    before = client.server_status()
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(ask, [True, False] * 4))
+    after = client.server_status()
+    assert together == [alone[True], alone[False]] * 4
+    assert after.decode_tokens - before.decode_tokens > 1.5 * (after.decode_steps - before.decode_steps)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"json_schema": "{"}, "not a JSON object"),
+        ({"json_schema": "[]"}, "not a JSON object"),
+        ({"json_schema": {"type": "frob"}}, "Invalid type"),
+        ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
+        ({"json_schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json_schema": {"$ref": "http://example.com/schema"}}, "http://example.com/schema"),
+        ({"json_schema": {"type": "string", "format": "frob"}}, "frob"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": r"[^\s\S]"}, "nothing satisfies it"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_refused_with_the_reason(
+    client: Client, lamp: str, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=re.escape(reason)) as caught:
+        client.generate(lamp, text=PROMPT, **options).read()
+    assert caught.value.metadata["field"] == "constraint"
+    assert "\n" not in caught.value.message
+
+
+def test_what_would_take_for_ever_is_refused_and_harms_nobody(client: Client, lamp: str) -> None:
+    expected = client.generate(lamp, text=PROMPT, max_tokens=20).read()
+    hostile = {"type": "integer", "multipleOf": 99_999_989}
+    with ThreadPoolExecutor(2) as threads:
+        refused = threads.submit(client.generate(lamp, text=PROMPT, json_schema=hostile).read)
+        assert client.generate(lamp, text=PROMPT, max_tokens=20).read() == expected
+        with pytest.raises(InvalidArgumentError, match="too complex"):
+            refused.result()
+    assert client.generate(lamp, text=PROMPT, regex="[ab]").read() in "ab"
