@@ -1,0 +1,1 @@
+"""OpenAI's API over HTTP, in front of the gRPC service."""

@@ -1,0 +1,114 @@
+"""From an order to its reply: the context is found, the model's name compared, the answer sent whole or in pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from decode_engine.gateway.endpoints import Order, chat_order, completion_order, response_order
+from decode_engine.gateway.exchange import CLIENT_GONE, EventStream, read_json, while_connected
+from decode_engine.gateway.failures import HttpError, failure
+from decode_engine.gateway.shapes import Answered, ChatShape, CompletionShape, ResponseShape, Shape
+from decode_engine.rpc.client import AsyncClient, AsyncGeneration, Piece
+from decode_engine.rpc.transport.stalled import forget_error
+from index_store.errors import SparseKVError
+
+_FIRST_S = 10.0
+"""How long a stream may be without a first piece before it is begun nevertheless; errors until then have a status."""
+
+
+async def chat(request: Request) -> Response:
+    """POST /v1/chat/completions."""
+    return await _answer(request, chat_order, ChatShape)
+
+
+async def completions(request: Request) -> Response:
+    """POST /v1/completions."""
+    return await _answer(request, completion_order, CompletionShape)
+
+
+async def responses(request: Request) -> Response:
+    """POST /v1/responses."""
+    return await _answer(request, response_order, ResponseShape)
+
+
+async def _answer(
+    request: Request, read: Callable[[Any], Order], shape_of: Callable[[Order], Shape]
+) -> Response:
+    order = read(await read_json(request))
+    client: AsyncClient = request.state.client
+    work = _begin(client, order, shape_of(order)) if order.stream else _whole(client, order, shape_of(order))
+    return await while_connected(request, work) or Response(status_code=CLIENT_GONE)
+
+
+async def _generate(client: AsyncClient, order: Order) -> AsyncGeneration:
+    """Raises ContextNotFoundError, HttpError for another model's name."""
+    context = await client.find_context(order.context)
+    if context.model and order.model != context.model:
+        raise HttpError(
+            404,
+            f"model is {order.model[:100]!r}, but context {order.context[:100]!r} was read by model {context.model!r}; "
+            "name that",
+            "model_not_found",
+        )
+    return client.generate(context.name, **order.options)
+
+
+async def _whole(client: AsyncClient, order: Order, shape: Shape) -> Response:
+    async with await _generate(client, order) as generation:
+        pieces = [piece async for piece in generation]
+        answers = [
+            Answered(
+                text="".join(piece.text for piece in pieces if piece.index == index),
+                logprobs=tuple(told for piece in pieces if piece.index == index for told in piece.logprobs),
+                summary=summary,
+            )
+            for index, summary in enumerate(generation.summaries)
+        ]
+        return JSONResponse(shape.whole(answers))
+
+
+async def _begin(client: AsyncClient, order: Order, shape: Shape) -> Response:
+    """A stream, whose first piece has come or is late: whoever is refused at once gets a status and no stream."""
+    generation = await _generate(client, order)
+    pieces = aiter(generation)
+    first = asyncio.ensure_future(anext(pieces, None))
+    first.add_done_callback(forget_error)
+
+    def release() -> None:
+        first.cancel()
+        generation.cancel()
+
+    try:
+        await asyncio.wait({first}, timeout=_FIRST_S)
+        if first.done():
+            first.result()
+        return EventStream(_events(generation, pieces, first, shape), release)
+    except BaseException:
+        release()
+        raise
+
+
+async def _events(
+    generation: AsyncGeneration,
+    pieces: AsyncIterator[Piece],
+    first: asyncio.Future[Piece | None],
+    shape: Shape,
+) -> AsyncGenerator[str, None]:
+    try:
+        for text in shape.begin():
+            yield text
+        piece = await first
+        while piece is not None:
+            for text in shape.piece(piece):
+                yield text
+            piece = await anext(pieces, None)
+        for text in shape.end(generation.summaries):
+            yield text
+    except SparseKVError as error:
+        for text in shape.fail(failure(error)[1]):
+            yield text

@@ -1,0 +1,162 @@
+"""The paths, and what stands before all of them: tokens, bounds, errors in one shape, a line in the log."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from decode_engine.errors import TooManyRequestsError
+from decode_engine.gateway import answering, creating, library
+from decode_engine.gateway.bounds import Bounds
+from decode_engine.gateway.failures import HttpError, refusal, unexpected
+from decode_engine.rpc.client import AsyncClient
+from decode_engine.rpc.door.rules import Door
+from index_store.errors import SparseKVError
+
+logger = logging.getLogger(__name__)
+
+_OPEN_PATHS = frozenset({"/health"})
+_METHODS = ("GET", "POST", "PATCH", "DELETE")
+
+ROUTES = (
+    Route("/v1/chat/completions", answering.chat, methods=["POST"]),
+    Route("/v1/completions", answering.completions, methods=["POST"]),
+    Route("/v1/responses", answering.responses, methods=["POST"]),
+    Route("/v1/models", library.list_models, methods=["GET"]),
+    Route("/v1/models/{model:path}", library.get_model, methods=["GET"]),
+    Route("/v1/contexts", library.list_contexts, methods=["GET"]),
+    Route("/v1/contexts", creating.create_context, methods=["POST"]),
+    Route("/v1/operations", creating.list_operations, methods=["GET"]),
+    Route("/v1/operations/{operation}", creating.get_operation, methods=["GET"]),
+    Route("/v1/operations/{operation}/cancel", creating.cancel_operation, methods=["POST"]),
+    Route("/v1/files", creating.create_file, methods=["POST"]),
+    Route("/v1/contexts/{context:path}", library.get_context, methods=["GET"]),
+    Route("/v1/contexts/{context:path}", library.update_context, methods=["PATCH"]),
+    Route("/v1/contexts/{context:path}", library.delete_context, methods=["DELETE"]),
+    Route("/health", library.health, methods=["GET"]),
+)
+
+
+def make_app(client: AsyncClient, door: Door, bounds: Bounds, cors_origins: Sequence[str] = ()) -> ASGIApp:
+    """The application. client: of the server behind it. cors_origins: whose pages may ask from browsers."""
+    front = Front(Router(ROUTES, redirect_slashes=False), client, door, bounds)
+    if not cors_origins:
+        return front
+    return CORSMiddleware(
+        front,
+        allow_origins=cors_origins,
+        allow_methods=_METHODS,
+        allow_headers=["authorization", "content-type"],
+    )
+
+
+class Front:
+    """Lets requests in, tells the server who asks, and turns errors into responses."""
+
+    def __init__(self, router: Router, client: AsyncClient, door: Door, bounds: Bounds) -> None:
+        self._router = router
+        self._client = client
+        self._door = door
+        self._bounds = bounds
+        self._open = 0
+        self.files = 0
+        """That are being taken."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if scope["type"] != "http":
+            raise RuntimeError(f"{scope['type']} is not served")
+        exchange = _Exchange(scope, send)
+        self._open += 1
+        try:
+            await self._serve(exchange, scope, receive)
+        except Exception as error:
+            await self._fail(exchange, error, scope, receive)
+        finally:
+            self._open -= 1
+            exchange.log()
+
+    async def _serve(self, exchange: _Exchange, scope: Scope, receive: Receive) -> None:
+        if exchange.path not in _OPEN_PATHS:
+            exchange.caller = self._door.check(exchange.authorization, exchange.host)
+        if self._open > self._bounds.requests:
+            raise TooManyRequestsError(
+                f"{self._open - 1} requests are open here, which is the limit; try again later"
+            )
+        scope["app"] = self  # for the router: errors are raised, not answered
+        scope["state"] = {"client": self._client.showing(exchange.metadata())}
+        await self._router(scope, receive, exchange.send)
+
+    async def _fail(self, exchange: _Exchange, error: Exception, scope: Scope, receive: Receive) -> None:
+        if isinstance(error, HTTPException):
+            error = HttpError(
+                error.status_code, f"{exchange.method} {exchange.path[:200]}: {error.detail}", "not_found"
+            )
+        if not isinstance(error, SparseKVError | HttpError):
+            logger.error("request %s failed", exchange.id, exc_info=error, extra={"request_id": exchange.id})
+            error = unexpected(exchange.id)
+        exchange.said = error.message
+        if not exchange.begun:
+            await refusal(error)(scope, receive, exchange.send)
+
+
+class _Exchange:
+    """What is known of one request and its response."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.id = secrets.token_hex(8)
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.authorization = headers.get("authorization")
+        self.host: str
+        self._port: int
+        self.host, self._port = scope["client"] or ("", 0)
+        self.caller = ""
+        self.said = ""
+        self.begun = False
+        self._status = 0
+        self._send = send
+        self._started = time.monotonic()
+
+    async def send(self, message: Message) -> None:
+        """Passes a part of the response on."""
+        if message["type"] == "http.response.start":
+            self.begun = True
+            self._status = message["status"]
+            message["headers"] = [*message["headers"], (b"x-request-id", self.id.encode())]
+        await self._send(message)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What the server is shown: for whom the gateway asks, and the token of who asks."""
+        kind, host = ("ipv6", f"[{self.host}]") if ":" in self.host else ("ipv4", self.host)
+        shown = (("sparsekv-forwarded-for", f"{kind}:{host}:{self._port}"),)
+        token = self.authorization
+        if token is None or not (token.isascii() and token.isprintable()):
+            return shown
+        return (*shown, ("authorization", token))
+
+    def log(self) -> None:
+        """One line about what became of it."""
+        spent = (time.monotonic() - self._started) * 1000
+        facts: dict[str, Any] = {"peer": f"{self.host}:{self._port}"}
+        if self.caller:
+            facts["caller"] = self.caller
+        logger.info(
+            "%s %s %d in %.1f ms %s%s",
+            self.method,
+            self.path[:200],
+            self._status,
+            spent,
+            " ".join(f"{name}={value}" for name, value in facts.items()),
+            f": {self.said}" if self.said else "",
+            extra={"request_id": self.id, "milliseconds": round(spent, 3), **facts},
+        )

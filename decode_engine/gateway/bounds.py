@@ -1,0 +1,79 @@
+"""HTTP connections with an end: for heads that do not come, answers that are not read, and more than there may be."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What clients may make the gateway hold.
+
+    connections: at once. requests: at once. head_s: how long the head of a request may take. unread_s: how long an
+    answer may lie unread. idle_s: of a connection between two requests.
+    """
+
+    connections: int = 1024
+    requests: int = 240
+    head_s: float = 20.0
+    unread_s: float = 60.0
+    idle_s: float = 30.0
+
+
+class BoundedConnection(H11Protocol):
+    """One connection. The server below knows no end of its own but the time between two requests."""
+
+    def __init__(self, bounds: Bounds, **given: Any) -> None:
+        super().__init__(**given)
+        self._bounds = bounds
+        self._head: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has come."""
+        super().connection_made(transport)
+        if len(self.connections) > self._bounds.connections:
+            transport.abort()
+        else:
+            self._head = self.loop.call_later(self._bounds.head_s, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a request. The time of its head begins with the first of them."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._head = _stop(self._head)
+        elif self._head is None and self.cycle is not None and self.cycle.response_complete:
+            self._head = self.loop.call_later(self._bounds.head_s, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is over."""
+        self._head, self._unread = _stop(self._head), _stop(self._unread)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client does not read."""
+        super().pause_writing()
+        if self._unread is None:
+            self._unread = self.loop.call_later(self._bounds.unread_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client reads again."""
+        self._unread = _stop(self._unread)
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Nothing came for a while; what was not read by now never will be."""
+        super().timeout_keep_alive_handler()
+        self.loop.call_later(self._bounds.unread_s, self.transport.abort)
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    """Nothing, which takes the timer's place."""
+    if timer is not None:
+        timer.cancel()
+    return None

@@ -1,0 +1,186 @@
+"""Contexts that are made on request, the operations that follow them, and files to make them of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any, cast
+
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from decode_engine.errors import TooManyRequestsError
+from decode_engine.gateway.exchange import EventStream, bounded_receive, event, read_json
+from decode_engine.gateway.failures import HttpError, failure
+from decode_engine.gateway.library import context_object
+from decode_engine.gateway.parameters import (
+    FLAG,
+    TEXT,
+    TEXTS_ONLY,
+    TOKENS,
+    Endpoint,
+    Parameter,
+    integer,
+    number,
+)
+from decode_engine.gateway.shapes import DONE
+from decode_engine.rpc.client import AsyncClient, OperationInfo
+from index_store.errors import InvalidArgumentError, SparseKVError
+from index_store.jobs.uploads import MOST_DOCUMENT_BYTES
+
+CREATE = Endpoint(
+    "/v1/contexts",
+    (
+        Parameter("text", TEXT, "The document. Exactly one of `text`, `token_ids` and `file_id`."),
+        Parameter("token_ids", TOKENS, "The document as tokens."),
+        Parameter("file_id", TEXT, "The document as a file that /v1/files took, by its id."),
+        Parameter(
+            "display_name", TEXT, "What people call the context; the document's first words by default."
+        ),
+        Parameter("ttl_seconds", number(1, 36_500 * 86_400.0), "When it expires; never by default."),
+        Parameter("methods", TEXTS_ONLY, "Methods whose indexes to build; `csattention` by default."),
+        Parameter(
+            "request_id", TEXT, "Makes a repeat of the request harmless: it returns the same operation."
+        ),
+        Parameter("priority", integer(-100, 100), "Higher ones are made first."),
+        Parameter("stream", FLAG, "Send the progress as server-sent events, the context at the end."),
+    ),
+)
+_FILE_PREFIX = "file-"
+_PURPOSE = "user_data"
+_WAIT_S = 1.0
+_MOST_FILES = 4
+"""Files that are taken at once: each may lie in memory whole."""
+
+
+async def create_context(request: Request) -> Response:
+    """POST /v1/contexts: an operation, or with `stream` its progress. What was begun goes on when the client goes."""
+    given = CREATE.read(await read_json(request))
+    client: AsyncClient = request.state.client
+    operation = await client.create_context(
+        given.get("text"),
+        token_ids=given.get("token_ids"),
+        upload=_upload_of(given.get("file_id")),
+        wait=False,
+        display_name=given.get("display_name"),
+        ttl_s=given.get("ttl_seconds"),
+        methods=given.get("methods"),
+        request_id=given.get("request_id"),
+        priority=given.get("priority"),
+    )
+    if given.get("stream"):
+        return EventStream(_progress(client, operation), release=lambda: None)
+    return JSONResponse(operation_object(operation), status_code=202)
+
+
+async def list_operations(request: Request) -> Response:
+    """GET /v1/operations: the newest ones."""
+    client: AsyncClient = request.state.client
+    found = [operation_object(operation) async for operation in client.list_operations()]
+    return JSONResponse({"object": "list", "data": found, "has_more": False})
+
+
+async def get_operation(request: Request) -> Response:
+    """GET /v1/operations/{operation}."""
+    client: AsyncClient = request.state.client
+    return JSONResponse(operation_object(await client.get_operation(_operation_name(request))))
+
+
+async def cancel_operation(request: Request) -> Response:
+    """POST /v1/operations/{operation}/cancel."""
+    client: AsyncClient = request.state.client
+    name = _operation_name(request)
+    await client.cancel_operation(name)
+    return JSONResponse(operation_object(await client.get_operation(name)))
+
+
+async def create_file(request: Request) -> Response:
+    """POST /v1/files: a document of plain text that a context is to be made of, within a day."""
+    if request.app.files >= _MOST_FILES:
+        raise TooManyRequestsError(
+            f"{_MOST_FILES} files are being taken, which is the limit; try again later"
+        )
+    request.app.files += 1
+    try:
+        return await _take_file(request)
+    finally:
+        request.app.files -= 1
+
+
+async def _take_file(request: Request) -> Response:
+    bounded = Request(request.scope, bounded_receive(request.receive, MOST_DOCUMENT_BYTES + 2**16))
+    try:
+        async with bounded.form(max_files=1, max_fields=8) as form:
+            file, purpose = form.get("file"), form.get("purpose")
+            unknown = set(form) - {"file", "purpose"}
+            if unknown or not isinstance(file, UploadFile) or purpose != _PURPOSE:
+                raise InvalidArgumentError(
+                    f"the form has {', '.join(sorted(map(ascii, form))) or 'nothing'}, purpose {ascii(purpose)[:40]}, "
+                    f"expected a file under the name file, and the purpose {_PURPOSE}",
+                    field="purpose" if isinstance(file, UploadFile) else "file",
+                )
+            document = await file.read()
+            filename = file.filename or ""
+    except HTTPException as error:
+        raise InvalidArgumentError(f"the body is no form: {error.detail}", field="file") from error
+    client: AsyncClient = request.state.client
+    upload = await client.upload_document(document)
+    return JSONResponse(
+        {
+            "id": _FILE_PREFIX + upload.name.removeprefix("uploads/"),
+            "object": "file",
+            "bytes": upload.size_bytes,
+            "created_at": int(time.time()),
+            "expires_at": int(upload.expire_time.timestamp()),
+            "filename": filename,
+            "purpose": _PURPOSE,
+            "status": "processed",
+        }
+    )
+
+
+async def _progress(client: AsyncClient, operation: OperationInfo) -> AsyncGenerator[str, None]:
+    """Events `progress` at every change, then `context` or `error`."""
+    last: OperationInfo | None = None
+    try:
+        while True:
+            if operation != last:
+                yield event(operation_object(operation), "progress")
+                last = operation
+            if operation.done:
+                yield event(context_object(operation.result()), "context")
+                break
+            operation = await client.wait_operation(operation.name, _WAIT_S)
+    except SparseKVError as error:
+        yield event(failure(error)[1], "error")
+    yield event(DONE)
+
+
+def operation_object(operation: OperationInfo) -> dict[str, Any]:
+    """An operation as JSON."""
+    fields = {name: value for name, value in asdict(operation).items() if name not in ("context", "error")}
+    created = cast("datetime | None", fields.pop("create_time"))
+    return {
+        "id": operation.name.removeprefix("operations/"),
+        "object": "operation",
+        **fields,
+        "create_time": None if created is None else created.isoformat(),
+        "context": None if operation.context is None else context_object(operation.context),
+        "error": None if operation.error is None else failure(operation.error)[1]["error"],
+    }
+
+
+def _operation_name(request: Request) -> str:
+    return f"operations/{request.path_params['operation'].removeprefix('operations/')}"
+
+
+def _upload_of(file_id: str | None) -> str | None:
+    if file_id is None:
+        return None
+    if not file_id.startswith(_FILE_PREFIX):
+        raise HttpError(404, f"there is no file {file_id[:100]!r}; /v1/files tells the ids", "file_not_found")
+    return f"uploads/{file_id.removeprefix(_FILE_PREFIX)}"

@@ -1,0 +1,164 @@
+"""One request and its response: a body within bounds, an answer that ends when its client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from decode_engine.config import MAX_REQUEST_BYTES
+from decode_engine.gateway.failures import HttpError
+from index_store.errors import InvalidArgumentError
+
+ResultT = TypeVar("ResultT")
+
+_BODY_S = 20.0
+"""How long a body may take to arrive."""
+_SILENCE_S = 15.0
+"""After which a stream without news gets a comment, so that nobody in between gives up."""
+CLIENT_GONE = 499
+"""As proxies log it; nobody sees it."""
+
+
+async def read_json(request: Request) -> Any:
+    """The body as JSON. Raises HttpError for one that is too large, late or none, InvalidArgumentError for no JSON."""
+    data = await _read_body(request)
+    try:
+        return json.loads(data, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"the body is no JSON: {error}") from error
+
+
+async def _read_body(request: Request) -> bytes:
+    too_large = HttpError(
+        413,
+        f"the body has more than {MAX_REQUEST_BYTES} bytes, which is the limit; shorten it",
+        "body_too_large",
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > MAX_REQUEST_BYTES:
+        raise too_large
+    pieces: list[bytes] = []
+    total = 0
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for piece in request.stream():
+                total += len(piece)
+                if total > MAX_REQUEST_BYTES:
+                    raise too_large
+                pieces.append(piece)
+    except TimeoutError as error:
+        raise HttpError(
+            408, f"the body did not arrive within {_BODY_S:g} s; send it with the request", "body_too_late"
+        ) from error
+    return b"".join(pieces)
+
+
+def bounded_receive(receive: Receive, most_bytes: int) -> Receive:
+    """What arrives of a larger body, in pieces. Raises HttpError for one too many bytes, or a piece that is late."""
+    total = 0
+
+    async def bounded() -> Message:
+        nonlocal total
+        try:
+            message = await asyncio.wait_for(receive(), _BODY_S)
+        except TimeoutError as error:
+            raise HttpError(408, f"nothing of the body came for {_BODY_S:g} s", "body_too_late") from error
+        total += len(message.get("body", b""))
+        if total > most_bytes:
+            raise HttpError(
+                413,
+                f"the body has more than {most_bytes} bytes, which is the limit; shorten it",
+                "body_too_large",
+            )
+        return message
+
+    return bounded
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
+    """The work's result; None where the client went before, which cancels the work. The body has been read."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_gone(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        await _end(task, gone)
+
+
+class EventStream(Response):
+    """Server-sent events from a generator of their texts, until it ends or the client is gone.
+
+    While it has nothing to say, comments are sent. release: called at the end, whether or not anything was sent.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None], release: Callable[[], object]) -> None:
+        self._events = events
+        self._release = release
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.ensure_future(self._send(send))
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        finally:
+            self._release()
+            await _end(task, gone)
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for text in with_comments(events):
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def event(data: Any, name: str | None = None) -> str:
+    """One event: its data as JSON, or a text as it is."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, allow_nan=False)
+    return f"data: {text}\n\n" if name is None else f"event: {name}\ndata: {text}\n\n"
+
+
+async def with_comments(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """The same events, and comments where there is none for a while."""
+    while True:
+        task = asyncio.ensure_future(anext(events, None))
+        try:
+            while not (await asyncio.wait({task}, timeout=_SILENCE_S))[0]:
+                yield ": waiting\n\n"
+            text = task.result()
+        finally:
+            await _end(task)
+        if text is None:
+            return
+        yield text
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels those that are not done, and waits for them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

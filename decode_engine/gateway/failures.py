@@ -1,0 +1,96 @@
+"""Errors in OpenAI's shape, with the HTTP status that belongs to each reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from decode_engine.errors import InternalError, PromptTooLongError, ServerUnreachableError
+from decode_engine.rpc.door.refusals import UnauthenticatedError
+from decode_engine.rpc.transport.status import CODES, reason_of, retry_after
+from index_store.errors import ContextNotFoundError, SparseKVError
+
+_STATUSES = {
+    "INVALID_ARGUMENT": 400,
+    "FAILED_PRECONDITION": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "ABORTED": 409,
+    "RESOURCE_EXHAUSTED": 429,
+    "CANCELLED": 499,
+    "DATA_LOSS": 500,
+    "INTERNAL": 500,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
+_REPEATABLE = frozenset({"SHUTTING_DOWN", "UNREACHABLE"})
+"""Reasons that waiting may mend, although nobody says how long. OpenAI's clients repeat others, too, unless told."""
+_FOREIGN = {"UNREACHABLE": 502}
+
+
+class HttpError(Exception):
+    """A request that HTTP itself refuses."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+
+
+def status_of_reason(reason: str) -> int:
+    """The HTTP status of a reason; 500 for one that is unknown."""
+    code = CODES.get(reason)
+    return _FOREIGN.get(reason) or (500 if code is None else _STATUSES[code.name])
+
+
+def failure(error: SparseKVError | HttpError) -> tuple[int, dict[str, Any]]:
+    """The HTTP status of an error, and its body."""
+    if isinstance(error, HttpError):
+        return error.status, _body(error.status, error.message, None, error.code)
+    status = status_of_reason(reason_of(error))
+    code = reason_of(error).lower()
+    if isinstance(error, PromptTooLongError):
+        code = "context_length_exceeded"
+    elif isinstance(error, UnauthenticatedError):
+        code = "invalid_api_key"
+    message, param = error.message, error.metadata.get("field")
+    if isinstance(error, ContextNotFoundError):
+        param = "context"
+    if isinstance(error, ServerUnreachableError):  # whose address is nobody's concern here
+        message = "the server behind this gateway does not answer; try again later"
+    return status, _body(status, message, param, code)
+
+
+def refusal(error: SparseKVError | HttpError) -> JSONResponse:
+    """The response that tells of an error."""
+    status, body = failure(error)
+    headers = {"x-should-retry": "false"}
+    if isinstance(error, SparseKVError):
+        delay = retry_after(error)
+        if delay is not None:
+            headers["retry-after"] = str(math.ceil(delay))
+            headers["retry-after-ms"] = str(math.ceil(delay * 1000))
+        if delay is not None or error.reason in _REPEATABLE:
+            headers["x-should-retry"] = "true"
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def unexpected(request_id: str) -> InternalError:
+    """What clients are told of a fault of the gateway."""
+    return InternalError(
+        f"the gateway failed on this request; its log has the details under request {request_id}",
+        request_id=request_id,
+    )
+
+
+def _body(status: int, message: str, param: str | None, code: str) -> dict[str, Mapping[str, Any]]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,145 @@
+"""What there is to ask: contexts and models, and whether anybody answers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any, cast
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from decode_engine.gateway.exchange import read_json
+from decode_engine.gateway.failures import HttpError
+from decode_engine.gateway.parameters import FLAG, LABELS, TEXT, Endpoint, Parameter
+from decode_engine.rpc.client import NEVER, AsyncClient, ContextChanges, ContextInfo, Never
+from index_store.errors import InvalidArgumentError
+
+_MOST_ON_A_PAGE = 1000
+
+UPDATE = Endpoint(
+    "/v1/contexts/{context}",
+    (
+        Parameter("display_name", TEXT, "What people call the context."),
+        Parameter("expire_time", TEXT, "When it expires, as 2030-01-31T12:00:00Z, or `never`."),
+        Parameter("labels", LABELS, "Labels to set; null takes one away. Others stay."),
+        Parameter("pinned", FLAG, "Whether it is kept from expiring and from being removed."),
+    ),
+)
+
+
+async def health(request: Request) -> Response:
+    """GET /health: whether the server takes requests. Needs no token."""
+    client: AsyncClient = request.state.client
+    serving = await client.is_serving()
+    return JSONResponse({"status": "ok" if serving else "unavailable"}, status_code=200 if serving else 503)
+
+
+async def list_models(request: Request) -> Response:
+    """GET /v1/models."""
+    return JSONResponse({"object": "list", "data": [await _model(request.state.client)]})
+
+
+async def get_model(request: Request) -> Response:
+    """GET /v1/models/{model}."""
+    model = await _model(request.state.client)
+    name = request.path_params["model"]
+    if name != model["id"]:
+        raise HttpError(404, f"model is {name[:100]!r}, but {model['id']!r} is served", "model_not_found")
+    return JSONResponse(model)
+
+
+async def _model(client: AsyncClient) -> dict[str, Any]:
+    status = await client.server_status()
+    return {"id": status.model, "object": "model", "created": 0, "owned_by": "sparsekv"}
+
+
+async def list_contexts(request: Request) -> Response:
+    """GET /v1/contexts: a page, newest first unless `order_by` says otherwise."""
+    _known(request, "page_size", "page_token", "filter", "order_by")
+    size = request.query_params.get("page_size", "0")
+    if not (size.isascii() and size.isdigit() and int(size) <= _MOST_ON_A_PAGE):
+        raise InvalidArgumentError(
+            f"page_size is {size[:100]!r}, expected an integer of 0 to {_MOST_ON_A_PAGE}", field="page_size"
+        )
+    client: AsyncClient = request.state.client
+    given = request.query_params
+    page = await client.list_page(
+        int(size),
+        given.get("page_token", ""),
+        filter=given.get("filter", ""),
+        order_by=given.get("order_by", ""),
+    )
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": [context_object(context) for context in page.contexts],
+            "has_more": bool(page.next_page_token),
+            "next_page_token": page.next_page_token or None,
+        }
+    )
+
+
+async def get_context(request: Request) -> Response:
+    """GET /v1/contexts/{context}: by display name, id, or the id's first digits."""
+    _known(request)
+    return JSONResponse(context_object(await _find(request)))
+
+
+async def update_context(request: Request) -> Response:
+    """PATCH /v1/contexts/{context}."""
+    given = UPDATE.read(await read_json(request))
+    changes = cast(ContextChanges, {name: value for name, value in given.items() if name != "expire_time"})
+    if "expire_time" in given:
+        changes["expire_time"] = _time(given["expire_time"])
+    context = await _find(request)
+    client: AsyncClient = request.state.client
+    return JSONResponse(context_object(await client.update_context(context.name, **changes)))
+
+
+def _time(text: str) -> datetime | Never:
+    if text == NEVER.value:
+        return NEVER
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        found = datetime.min
+    if found.tzinfo is None:
+        raise InvalidArgumentError(
+            f"expire_time is {text[:100]!r}, expected a time with its zone as 2030-01-31T12:00:00Z, or never",
+            field="expire_time",
+        )
+    return found
+
+
+async def delete_context(request: Request) -> Response:
+    """DELETE /v1/contexts/{context}."""
+    _known(request)
+    context = await _find(request)
+    await request.state.client.delete_context(context.name)
+    return JSONResponse({"id": _id(context), "object": "context", "deleted": True})
+
+
+async def _find(request: Request) -> ContextInfo:
+    client: AsyncClient = request.state.client
+    return await client.find_context(request.path_params["context"])
+
+
+def context_object(context: ContextInfo) -> dict[str, Any]:
+    """A context as JSON: the fields of the API's message, times as ISO 8601."""
+    fields = asdict(context)
+    times = {name: value.isoformat() for name, value in fields.items() if isinstance(value, datetime)}
+    return {"id": _id(context), "object": "context", **fields, **times}
+
+
+def _id(context: ContextInfo) -> str:
+    return context.name.removeprefix("contexts/")
+
+
+def _known(request: Request, *names: str) -> None:
+    for name in request.query_params:
+        if name not in names:
+            raise InvalidArgumentError(
+                f"{name[:100]!r} is no parameter of {request.url.path[:100]}; docs/api.md lists them",
+                field=name[:100],
+            )

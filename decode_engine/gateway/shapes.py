@@ -1,0 +1,334 @@
+"""What OpenAI's endpoints reply, as a whole and in pieces: one class per endpoint, the same steps for all."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from decode_engine.gateway.endpoints import Order
+from decode_engine.gateway.exchange import event
+from decode_engine.gateway.parameters import pick
+from decode_engine.rpc.client import Piece, Summary, TokenLogprob
+
+DONE = "[DONE]"
+_LOWEST = -9999.0
+"""Of a token that cannot come: JSON has no infinity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One of the answers to a request. logprobs: of its tokens, where they are wanted."""
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    summary: Summary
+
+
+class Shape(ABC):
+    """Makes the messages of one reply."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.created = int(time.time())
+        self.id = self._prefix() + secrets.token_hex(16)
+
+    @abstractmethod
+    def _prefix(self) -> str:
+        """Of the reply's id."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answered]) -> dict[str, Any]:
+        """The reply at once."""
+
+    @abstractmethod
+    def begin(self) -> Iterator[str]:
+        """Events before the first text."""
+
+    @abstractmethod
+    def piece(self, piece: Piece) -> Iterator[str]:
+        """Events of a piece of an answer."""
+
+    @abstractmethod
+    def end(self, summaries: Sequence[Summary]) -> Iterator[str]:
+        """Events after the last text. summaries: of all answers."""
+
+    @abstractmethod
+    def fail(self, error: dict[str, Any]) -> Iterator[str]:
+        """Events of an answer that breaks off. error: in OpenAI's shape."""
+
+
+class _Choices(Shape):
+    """Chat completions and completions: chunks with choices."""
+
+    kind: str
+    chunk_kind: str
+
+    def begin(self) -> Iterator[str]:
+        return iter(())
+
+    def whole(self, answers: Sequence[Answered]) -> dict[str, Any]:
+        summaries = [answer.summary for answer in answers]
+        choices = [self._whole_choice(index, answer) for index, answer in enumerate(answers)]
+        figures = {"usage": usage(summaries), "sparsekv": figures_of(summaries[0])}
+        return {**self._head(self.kind), "choices": choices, **figures}
+
+    def piece(self, piece: Piece) -> Iterator[str]:
+        if piece.text or piece.logprobs:
+            yield self._chunk([self._choice(piece, None)])
+
+    def end(self, summaries: Sequence[Summary]) -> Iterator[str]:
+        for index, summary in enumerate(summaries):
+            yield self._chunk([self._choice(Piece((), "", index), finish_reason(summary))])
+        if self.order.include_usage:
+            yield self._chunk([], summaries)
+        yield event(DONE)
+
+    def fail(self, error: dict[str, Any]) -> Iterator[str]:
+        yield event(error)
+
+    @abstractmethod
+    def _whole_choice(self, index: int, answer: Answered) -> dict[str, Any]:
+        """One of the choices of a whole reply."""
+
+    @abstractmethod
+    def _choice(self, piece: Piece, finished: str | None) -> dict[str, Any]:
+        """The one choice of a chunk."""
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.order.model}
+
+    def _chunk(self, choices: list[dict[str, Any]], summaries: Sequence[Summary] = ()) -> str:
+        chunk: dict[str, Any] = {**self._head(self.chunk_kind), "choices": choices}
+        if self.order.include_usage:
+            chunk["usage"] = usage(summaries) if summaries else None
+        if summaries:
+            chunk["sparsekv"] = figures_of(summaries[0])
+        return event(chunk)
+
+
+class ChatShape(_Choices):
+    """Chat completions."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def _prefix(self) -> str:
+        return "chatcmpl-"
+
+    def begin(self) -> Iterator[str]:
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        for index in range(self.order.options.get("n") or 1):
+            yield self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def _whole_choice(self, index: int, answer: Answered) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": chat_logprobs(answer.logprobs),
+            "finish_reason": finish_reason(answer.summary),
+        }
+
+    def _choice(self, piece: Piece, finished: str | None) -> dict[str, Any]:
+        delta = {"content": piece.text} if finished is None else {}
+        told = chat_logprobs(piece.logprobs)
+        return {"index": piece.index, "delta": delta, "logprobs": told, "finish_reason": finished}
+
+
+class CompletionShape(_Choices):
+    """Completions."""
+
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, order: Order) -> None:
+        super().__init__(order)
+        self._offsets: dict[int, int] = {}
+
+    def _prefix(self) -> str:
+        return "cmpl-"
+
+    def _whole_choice(self, index: int, answer: Answered) -> dict[str, Any]:
+        piece = Piece((), answer.text, index, answer.logprobs)
+        return self._choice(piece, finish_reason(answer.summary))
+
+    def _choice(self, piece: Piece, finished: str | None) -> dict[str, Any]:
+        told = completion_logprobs(piece.logprobs, self._offsets.get(piece.index, 0))
+        self._offsets[piece.index] = self._offsets.get(piece.index, 0) + len(piece.text)
+        return {"index": piece.index, "text": piece.text, "logprobs": told, "finish_reason": finished}
+
+
+class ResponseShape(Shape):
+    """Responses: events with numbers around one message of one text."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__(order)
+        self._message_id = "msg_" + secrets.token_hex(16)
+        self._number = 0
+        self._texts: list[str] = []
+
+    def _prefix(self) -> str:
+        return "resp_"
+
+    def whole(self, answers: Sequence[Answered]) -> dict[str, Any]:
+        (answer,) = answers
+        text, summary = answer.text, answer.summary
+        cut = summary.finish_reason == "length"
+        status = "incomplete" if cut else "completed"
+        return {
+            **self._response(status, [self._message(status, [_part(text)])]),
+            "completed_at": None if cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "usage": response_usage(summary),
+            "sparsekv": figures_of(summary),
+        }
+
+    def begin(self) -> Iterator[str]:
+        begun = self._response("in_progress", [])
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
+        yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", []))
+        yield self._event("response.content_part.added", **self._place(), part=_part(""))
+
+    def piece(self, piece: Piece) -> Iterator[str]:
+        if piece.text:
+            self._texts.append(piece.text)
+            yield self._event("response.output_text.delta", **self._place(), delta=piece.text, logprobs=[])
+
+    def end(self, summaries: Sequence[Summary]) -> Iterator[str]:
+        text = "".join(self._texts)
+        whole = self.whole([Answered(text, (), summaries[0])])
+        yield self._event("response.output_text.done", **self._place(), text=text, logprobs=[])
+        yield self._event("response.content_part.done", **self._place(), part=_part(text))
+        yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def fail(self, error: dict[str, Any]) -> Iterator[str]:
+        told = error["error"]
+        yield self._event("error", code=told["code"], message=told["message"], param=told["param"])
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        number, self._number = self._number, self._number + 1
+        return event({"type": kind, "sequence_number": number, **fields}, kind)
+
+    def _message(self, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self._message_id, "type": "message", "role": "assistant"}
+        return {**head, "status": status, "content": parts}
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        given = self.order.given
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": None,
+            "model": self.order.model,
+            "output": output,
+            "parallel_tool_calls": False,
+            "tool_choice": "none",
+            "tools": [],
+            "store": False,
+            "truncation": "disabled",
+            "metadata": {},
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "max_output_tokens": None,
+            **pick(given, ("temperature", "top_p", "max_output_tokens")),
+            "text": {"format": {"type": "text"}, **given.get("text", {})},
+        }
+
+
+def finish_reason(summary: Summary) -> str:
+    """Why an answer ended, in OpenAI's words."""
+    return "length" if summary.finish_reason == "length" else "stop"
+
+
+def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
+    """Tokens of all answers. Those of the context count as part of the prompt that was not computed."""
+    prompt = summaries[0].context_tokens + summaries[0].prompt_tokens
+    generated = sum(summary.completion_tokens for summary in summaries)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": summaries[0].context_tokens},
+    }
+
+
+def response_usage(summary: Summary) -> dict[str, Any]:
+    """The same under the names of responses."""
+    prompt = summary.context_tokens + summary.prompt_tokens
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": summary.context_tokens, "cache_write_tokens": 0},
+        "output_tokens": summary.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + summary.completion_tokens,
+    }
+
+
+def figures_of(summary: Summary) -> dict[str, Any]:
+    """What OpenAI's replies have no place for: how the answer was made, and the fraction of keys that was touched."""
+    return {
+        "method": summary.method,
+        "budget": summary.budget,
+        "remainder": summary.remainder,
+        "seed": summary.seed,
+        "fraction_of_keys": summary.selection.fraction_all,
+        "first_token_ms": summary.timings.first_token_ns / 1e6,
+        "total_ms": summary.timings.total_ns / 1e6,
+    }
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    """Of chat completions; None where there are none."""
+    if not tokens:
+        return None
+    content = [
+        {**_told(token), "top_logprobs": [_told(alternative) for alternative in token.alternatives]}
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+    """Of completions; None where there are none. offset: of the first token, in characters of the answer."""
+    if not tokens:
+        return None
+    offsets, decoded = [], b""
+    for token in tokens:
+        offsets.append(offset + len(decoded.decode("utf-8", "replace")))
+        decoded += token.text
+    return {
+        "tokens": [_text(token) for token in tokens],
+        "token_logprobs": [_finite(token.logprob) for token in tokens],
+        "top_logprobs": [
+            {_text(alternative): _finite(alternative.logprob) for alternative in token.alternatives}
+            for token in tokens
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _told(token: Any) -> dict[str, Any]:
+    return {"token": _text(token), "logprob": _finite(token.logprob), "bytes": list(token.text)}
+
+
+def _text(token: Any) -> str:
+    return bytes(token.text).decode("utf-8", "replace")
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)

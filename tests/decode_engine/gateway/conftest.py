@@ -1,0 +1,32 @@
+"""A gateway in front of the tests' server, and what is sent to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from decode_engine.gateway.serving import Gateway
+from decode_engine.rpc.server import DecodeServer
+
+MODEL = "model"
+
+
+@pytest.fixture(scope="session")
+def gateway(server: DecodeServer) -> Iterator[Gateway]:
+    with Gateway("127.0.0.1:0", server.address) as served:
+        yield served
+
+
+@pytest.fixture
+def web(gateway: Gateway) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def official(gateway: Gateway) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client

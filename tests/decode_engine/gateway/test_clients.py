@@ -1,0 +1,199 @@
+"""Clients that have no token, send too much, read nothing, or go; and encryption."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from decode_engine.config import MAX_REQUEST_BYTES
+from decode_engine.gateway.bounds import Bounds
+from decode_engine.gateway.serving import Gateway
+from decode_engine.rpc.client import Client
+from decode_engine.rpc.door.certificates import Certificates
+from decode_engine.rpc.door.rules import Door
+from decode_engine.rpc.door.tokens import TokenFile
+from decode_engine.rpc.server import DecodeServer
+from tests.support.service import wait_until
+
+CERTIFICATES = Path(__file__).parents[2] / "support" / "certificates"
+LONG: Any = {"model": "model", "prompt": " The", "context": "lamp", "max_tokens": 3000, "stream": True}
+
+
+@contextmanager
+def raw(gateway: Gateway) -> Iterator[socket.socket]:
+    host, port = gateway.address.rsplit(":", 1)
+    with socket.socket() as connection:
+        connection.settimeout(60)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+        connection.connect((host, int(port)))
+        yield connection
+
+
+def post(path: str, body: Any) -> bytes:
+    """A request as bytes."""
+    data = json.dumps(body).encode()
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def idle(client: Client) -> bool:
+    status = client.server_status()
+    return status.requests == 0
+
+
+def test_a_client_that_goes_ends_its_generation(gateway: Gateway, client: Client, lamp: str) -> None:
+    for stream in (True, False):
+        with raw(gateway) as connection:
+            connection.sendall(post("/v1/completions", {**LONG, "stream": stream}))
+            if stream:
+                assert connection.recv(100).startswith(b"HTTP/1.1 200")
+            wait_until(lambda: not idle(client), 60)
+        wait_until(lambda: idle(client), 60)
+
+
+def test_a_client_that_reads_nothing_is_ended(server: DecodeServer, client: Client, lamp: str) -> None:
+    bounds = Bounds(unread_s=0.2)
+    with Gateway("127.0.0.1:0", server.address, bounds=bounds) as gateway, raw(gateway) as connection:
+        ask = {**LONG, "n": 8, "temperature": 1, "logprobs": 20, "max_tokens": 2000}
+        connection.sendall(post("/v1/completions", ask))
+        wait_until(lambda: not idle(client), 60)
+        wait_until(lambda: idle(client), 60)
+
+
+def test_a_head_that_does_not_come_ends_the_connection(server: DecodeServer) -> None:
+    with Gateway("127.0.0.1:0", server.address, bounds=Bounds(head_s=0.2)) as gateway:
+        for sent in (b"", b"GET /health HTTP/1.1\r\nHost"):
+            with raw(gateway) as connection:
+                connection.sendall(sent)
+                assert _read(connection) == b""
+        with raw(gateway) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            connection.sendall(b"GET /hea")  # the next one, on the same connection
+            assert b"200" not in _read(connection)
+
+
+def _read(connection: socket.socket) -> bytes:
+    """All that comes until the other side ends."""
+    data = b""
+    try:
+        while piece := connection.recv(4096):
+            data += piece
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def test_connections_and_requests_are_bounded(server: DecodeServer, lamp: str, client: Client) -> None:
+    with (
+        Gateway("127.0.0.1:0", server.address, bounds=Bounds(connections=2)) as gateway,
+        raw(gateway),
+        raw(gateway),
+        raw(gateway) as third,
+    ):
+        assert _read(third) == b""
+    with Gateway("127.0.0.1:0", server.address, bounds=Bounds(requests=1)) as gateway, raw(gateway) as busy:
+        busy.sendall(post("/v1/completions", LONG))
+        assert busy.recv(100).startswith(b"HTTP/1.1 200")
+        refused = httpx.get(f"{gateway.url}/v1/models")
+        assert refused.status_code == 429
+        assert refused.headers["x-should-retry"] == "true"
+        assert int(refused.headers["retry-after"]) >= 1
+    wait_until(lambda: idle(client), 60)
+
+
+def test_bodies_are_bounded(web: httpx.Client, gateway: Gateway) -> None:
+    large = web.post("/v1/completions", content=b" " * (MAX_REQUEST_BYTES + 1))
+    assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(MAX_REQUEST_BYTES // 2**16 + 2):
+            yield b" " * 2**16
+
+    assert web.post("/v1/completions", content=pieces()).status_code == 413
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff", b'{"a": NaN}', b"[" * 100_000])
+def test_bodies_that_are_no_request(web: httpx.Client, body: bytes) -> None:
+    reply = web.post("/v1/chat/completions", content=body)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_unknown_paths_and_methods(web: httpx.Client) -> None:
+    assert web.get("/v1/nothing").json()["error"]["code"] == "not_found"
+    assert web.get("/v1/chat/completions").status_code == 405
+    assert web.get("/v1/contexts", params={"colour": 1}).status_code == 400
+    assert web.get("/v1/contexts", params={"page_size": "x"}).status_code == 400
+
+
+def test_contexts_come_in_pages(web: httpx.Client, lamp: str, shelf: str) -> None:
+    first = web.get("/v1/contexts", params={"page_size": 1}).json()
+    assert (len(first["data"]), first["has_more"]) == (1, True)
+    second = web.get("/v1/contexts", params={"page_size": 1, "page_token": first["next_page_token"]}).json()
+    assert second["data"][0]["id"] != first["data"][0]["id"]
+    assert web.get("/v1/contexts", params={"page_token": "made up"}).status_code == 400
+
+
+def test_pages_of_other_origins_may_ask_only_where_that_is_said(
+    server: DecodeServer, web: httpx.Client
+) -> None:
+    asking = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in web.options("/v1/models", headers=asking).headers
+    with Gateway("127.0.0.1:0", server.address, cors_origins=["https://example.org"]) as gateway:
+        allowed = httpx.options(f"{gateway.url}/v1/models", headers=asking)
+        assert allowed.headers["access-control-allow-origin"] == "https://example.org"
+        foreign = httpx.get(f"{gateway.url}/health", headers={"origin": "https://other.org"})
+        assert "access-control-allow-origin" not in foreign.headers
+
+
+def test_tokens_are_asked_for_here_and_shown_to_the_server(
+    tmp_path: Path, server: DecodeServer, lamp: str
+) -> None:
+    secret = TokenFile(tmp_path / "tokens").create("alice")
+    with Door(tmp_path / "tokens") as door, Gateway("127.0.0.1:0", server.address, door=door) as gateway:
+        assert httpx.get(f"{gateway.url}/health").status_code == 200
+        for headers in ({}, {"authorization": "Bearer x"}, {"authorization": f"Basic {secret}"}):
+            refused = httpx.get(f"{gateway.url}/v1/models", headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        asked = httpx.get(f"{gateway.url}/v1/models", headers={"authorization": f"Bearer {secret}"})
+        assert asked.status_code == 200
+
+
+def test_the_server_asks_for_tokens_behind_a_gateway_without_any(
+    tmp_path: Path, library: Any, lamp: str
+) -> None:
+    secret = TokenFile(tmp_path / "tokens").create("alice")
+    config = library.config(tokens=tmp_path / "tokens", warm_up=False)
+    with DecodeServer(config) as guarded, Gateway("127.0.0.1:0", guarded.address) as gateway:
+        guarded.load()
+        assert httpx.get(f"{gateway.url}/v1/contexts").status_code == 401
+        shown = {"authorization": f"Bearer {secret}"}
+        assert httpx.get(f"{gateway.url}/v1/contexts", headers=shown).status_code == 200
+
+
+def test_an_encrypted_gateway_asks_for_certificates(server: DecodeServer) -> None:
+    certificates = Certificates(
+        CERTIFICATES / "server.pem", CERTIFICATES / "server.key", CERTIFICATES / "authority.pem"
+    )
+    trusting = ssl.create_default_context(cafile=CERTIFICATES / "authority.pem")
+    with Gateway("127.0.0.1:0", server.address, certificates=certificates) as gateway:
+        assert gateway.url.startswith("https://")
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{gateway.url}/health", verify=trusting)
+        trusting.load_cert_chain(CERTIFICATES / "client.pem", CERTIFICATES / "client.key")
+        assert httpx.get(f"{gateway.url}/health", verify=trusting).status_code == 200
+
+
+def test_a_server_that_is_not_there_is_told(lamp: str) -> None:
+    with Gateway("127.0.0.1:0", "127.0.0.1:1") as gateway:
+        assert httpx.get(f"{gateway.url}/health").status_code == 503
+        reply = httpx.get(f"{gateway.url}/v1/models")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (502, "unreachable")
+        assert "127.0.0.1:1" not in reply.json()["error"]["message"]

@@ -1,0 +1,187 @@
+"""What a request may ask for: several answers, log probabilities, JSON; and that nothing is ignored."""
+
+from __future__ import annotations
+
+import json
+import typing
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import CompletionCreateParams
+from openai.types.chat import ChatCompletion
+from openai.types.chat import CompletionCreateParams as ChatParams
+from openai.types.responses import ResponseCreateParams
+
+from decode_engine.gateway.endpoints import CHAT, COMPLETIONS, RESPONSES
+from decode_engine.gateway.parameters import Endpoint
+from decode_engine.rpc.client import Client
+from index_store.models.conversation.messages import Message, Role
+from tests.decode_engine.gateway.test_replies import ASK, valid
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "official_parameters"),
+    [(CHAT, ChatParams), (COMPLETIONS, CompletionCreateParams), (RESPONSES, ResponseCreateParams)],
+    ids=lambda value: value.path if isinstance(value, Endpoint) else "",
+)
+def test_every_parameter_of_the_official_client_is_in_the_table(
+    endpoint: Endpoint, official_parameters: Any
+) -> None:
+    kinds = typing.get_args(official_parameters)
+    known = {name for kind in kinds for name in typing.get_type_hints(kind)}
+    assert known - {parameter.name for parameter in endpoint.parameters} == set()
+    assert len({parameter.name for parameter in endpoint.parameters}) == len(endpoint.parameters)
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, RESPONSES], ids=lambda endpoint: endpoint.path)
+def test_what_is_refused_is_refused_by_its_name(endpoint: Endpoint, web: httpx.Client, lamp: str) -> None:
+    body: dict[str, Any] = {"model": "model", "context": "lamp", "temperature": 0}
+    body |= {
+        CHAT.path: {"messages": ASK["messages"], "max_tokens": 1},
+        COMPLETIONS.path: {"prompt": "x", "max_tokens": 1},
+        RESPONSES.path: {"input": "Who?", "max_output_tokens": 1},
+    }[endpoint.path]
+    for parameter in endpoint.parameters:
+        if parameter.kind is not None:
+            continue
+        refused = web.post(endpoint.path, json={**body, parameter.name: {"what": "ever"}})
+        assert refused.status_code == 400, parameter.name
+        assert refused.json()["error"]["param"] == parameter.name
+        assert parameter.says in refused.json()["error"]["message"]
+    neutral = {parameter.name: parameter.neutral[0] for parameter in endpoint.parameters if parameter.neutral}
+    nothing = {parameter.name: None for parameter in endpoint.parameters if not parameter.required}
+    assert web.post(endpoint.path, json={**body, **neutral}).status_code == 200
+    assert web.post(endpoint.path, json={**nothing, **body}).status_code == 200
+
+
+def test_several_answers(official: openai.OpenAI, lamp: str) -> None:
+    ask = {**ASK, "temperature": 1, "seed": 5, "n": 3, "logprobs": True, "top_logprobs": 2}
+    reply = valid(ChatCompletion, official.chat.completions.create(**ask))
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in reply.choices}) > 1
+    assert reply.usage.completion_tokens == 18
+    texts: dict[int, str] = {}
+    told: dict[int, list[Any]] = {}
+    for chunk in official.chat.completions.create(**ask, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            told.setdefault(choice.index, []).extend(choice.logprobs.content if choice.logprobs else [])
+    assert texts == {choice.index: choice.message.content for choice in reply.choices}
+    for choice in reply.choices:
+        tokens = choice.logprobs.content
+        assert len(tokens) == len(told[choice.index]) == 6
+        told_bytes = bytes(byte for token in tokens for byte in token.bytes)
+        assert told_bytes.decode("utf-8", "ignore") == choice.message.content.replace("\ufffd", "")
+        assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in tokens)
+
+
+def test_log_probabilities_of_completions(official: openai.OpenAI, lamp: str) -> None:
+    ask: Any = {
+        "model": "model",
+        "prompt": " The",
+        "temperature": 0,
+        "logprobs": 2,
+        "extra_body": {"context": "lamp"},
+    }
+    (choice,) = official.completions.create(**ask).choices
+    told = choice.logprobs
+    assert len(told.tokens) == len(told.token_logprobs) == len(told.text_offset) == 16
+    assert told.text_offset[0] == 0
+    assert told.text_offset == sorted(told.text_offset)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"lit": {"type": "boolean"}},
+    "required": ["lit"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_what_its_schema_says(official: openai.OpenAI, lamp: str, stream: bool) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "lamp", "schema": SCHEMA, "strict": True}}
+    ask = {**ASK, "max_tokens": 200, "response_format": wanted}
+    reply = official.chat.completions.create(**ask, stream=stream)
+    if stream:
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in reply)
+    else:
+        assert reply.choices[0].finish_reason == "stop"
+        text = reply.choices[0].message.content
+    assert set(json.loads(text)) == {"lit"}
+
+
+def test_a_response_is_what_its_schema_says(official: openai.OpenAI, lamp: str) -> None:
+    reply = official.responses.create(
+        model="model",
+        input="Who?",
+        text={"format": {"type": "json_schema", "name": "lamp", "schema": SCHEMA}},
+        max_output_tokens=200,
+        temperature=0,
+        extra_body={"context": "lamp"},
+    )
+    assert reply.status == "completed"
+    assert set(json.loads(reply.output_text)) == {"lit"}
+
+
+def test_turns_are_sent_as_they_are(official: openai.OpenAI, client: Client, lamp: str) -> None:
+    said = [("user", "Who lit the lamp?"), ("assistant", "The keeper."), ("user", "Why?")]
+    turns = [Message(Role(role), text) for role, text in said]
+    with client.generate(lamp, messages=turns, max_tokens=6) as generation:
+        expected = generation.read()
+    messages: Any = [{"role": role, "content": text} for role, text in said]
+    reply = official.chat.completions.create(**{**ASK, "messages": messages})
+    assert reply.choices[0].message.content == expected
+    messages[1] |= {"refusal": None, "tool_calls": None, "annotations": []}  # as a reply has it
+    messages[2]["content"] = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]
+    assert official.chat.completions.create(**{**ASK, "messages": messages}).choices == reply.choices
+    answered = official.responses.create(
+        model="model", input=messages, max_output_tokens=6, temperature=0, extra_body={"context": "lamp"}
+    )
+    assert answered.output_text == expected
+
+
+def test_one_of_a_few_texts(official: openai.OpenAI, lamp: str) -> None:
+    ask = {**ASK, "extra_body": {"context": "lamp", "choices": ["the keeper", "the ships"]}, "max_tokens": 20}
+    assert official.chat.completions.create(**ask).choices[0].message.content in ("the keeper", "the ships")
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, None),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"n": 2}, "n"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"seed": -1}, "seed"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0]"),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
+            "messages[1].role",
+        ),
+        ({"messages": "x"}, "messages"),
+    ],
+)
+def test_wrong_values_are_named(web: httpx.Client, lamp: str, changes: Any, param: str | None) -> None:
+    body = {name: value for name, value in ASK.items() if name != "extra_body"}
+    reply = web.post("/v1/chat/completions", json={**body, "context": "lamp", **changes})
+    assert reply.status_code == 400, reply.text
+    told = reply.json()["error"]
+    assert (told["type"], told["param"]) == ("invalid_request_error", param) or param is None
+    assert told["message"]
