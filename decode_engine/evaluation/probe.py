@@ -29,17 +29,23 @@ class LayerSample:
     recall_HT: of the searched keys with the largest softmax over the searched range, summed over the group, as many as
         were selected: the share that was selected; nan where nothing was. mass_HTG: attention weight of all keys
         attended exactly: selection, sinks, recent window, tail. error_T: |o - o_full| / |o_full| over all heads, with
-        the remainder in o. vectors_T: vectors of the index compared, per KV head. bytes_T: read for all KV heads, of
-        keys, values, searched index and the remainder's clusters. full_bytes_T: of all keys and values.
-    """
+    @@"""
 
     layer: int
     recall_HT: Tensor
     mass_HTG: Tensor
     error_T: Tensor
     vectors_T: Tensor
-    bytes_T: Tensor
+    search_bytes_T: Tensor
+    exact_bytes_T: Tensor
+    remainder_bytes_T: Tensor
     full_bytes_T: Tensor
+    tokens_T: Tensor
+
+    @property
+    def bytes_T(self) -> Tensor:
+        """All that is read."""
+        return self.search_bytes_T + self.exact_bytes_T + self.remainder_bytes_T
 
     def on_host(self) -> LayerSample:
         """The same in host memory, so that samples of a GPU do not wait there to be summarised."""
@@ -49,8 +55,11 @@ class LayerSample:
             self.mass_HTG.cpu(),
             self.error_T.cpu(),
             self.vectors_T.cpu(),
-            self.bytes_T.cpu(),
+            self.search_bytes_T.cpu(),
+            self.exact_bytes_T.cpu(),
+            self.remainder_bytes_T.cpu(),
             self.full_bytes_T.cpu(),
+            self.tokens_T.cpu(),
         )
 
 
@@ -68,36 +77,16 @@ class Probe:
         """Observes every searching layer of the session from now on."""
         for number, layer in enumerate(session.layers):
             if isinstance(layer, SparseLayer):
-                layer.observer = partial(self._observe, number, _remainder_bytes(session, number))
+                layer.observer = partial(self._observe, number)
 
-    def _observe(self, layer: int, remainder_bytes: int, seen: Observation) -> None:
+    def _observe(self, layer: int, seen: Observation) -> None:
         count = seen.q_HTGD.shape[1]
         rows = [t for t in range(count) if seen.position + t in self._positions]
         if rows:
-            self.samples.append(sample_layer(layer, seen, torch.tensor(rows), remainder_bytes).on_host())
+            self.samples.append(sample_layer(layer, seen, torch.tensor(rows)).on_host())
 
 
-def _remainder_bytes(session: Session, layer: int) -> int:
-    """Bytes of the context's clusters that the remainder reads in a step, all KV heads, beyond those of the search.
-
-    Of a tree at most: what is not expanded is not read.
-    """
-    method = session.method
-    spec = method.index if method.partition is None else method.partition
-    if method.drops_remainder or spec is None:
-        return 0
-    names = {"counts", "value_sums", "coarse_counts", "coarse_value_sums"}
-    if method.partition is not None:
-        names |= {"means", "coarse_means"}
-    if method.remainder.moments != "none":
-        names.add("variances")
-    if method.remainder.moments == "full":
-        names.add("covariances")
-    arrays = session.context.index(spec.name, layer).arrays()
-    return sum(array.numel() * array.element_size() for name, array in arrays.items() if name in names)
-
-
-def sample_layer(layer: int, seen: Observation, rows_T: Tensor, remainder_bytes: int = 0) -> LayerSample:
+def sample_layer(layer: int, seen: Observation, rows_T: Tensor) -> LayerSample:
     """Compares an observation with exact attention at some of its rows, on the device of its queries."""
     device = seen.q_HTGD.device
     rows_T = rows_T.to(device)
@@ -114,14 +103,18 @@ def sample_layer(layer: int, seen: Observation, rows_T: Tensor, remainder_bytes:
     # An index that does not say how many bytes it read compares float32 vectors.
     index_bytes = seen.bytes_read or seen.vectors_read * head_dim * 4
     exact_T = heads * (seen.sinks + positions_T + 1 - seen.search_end)
+    everywhere = torch.ones(len(rows_T), dtype=torch.float64, device=device)
     return LayerSample(
         layer,
         _recall((searched_HTGR / searched_HTGR.sum(-1, keepdim=True)).nansum(2), kept_HTR, counts_HT),
         mass_HTG.clamp_(max=1.0),
         _norms(difference_HTGD) / _norms(full_HTGD).clamp_(min=torch.finfo(torch.float32).tiny),
-        torch.full((len(rows_T),), seen.vectors_read, dtype=torch.float64, device=device),
-        (counts_HT.sum(0) + exact_T).double() * row_bytes + heads * index_bytes + remainder_bytes,
+        everywhere * seen.vectors_read,
+        everywhere * heads * index_bytes,
+        (counts_HT.sum(0) + exact_T).double() * row_bytes,
+        everywhere * heads * seen.remainder_bytes,
         (heads * (positions_T + 1) * row_bytes).double(),
+        (positions_T + 1).double(),
     )
 
 

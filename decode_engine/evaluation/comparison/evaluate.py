@@ -6,8 +6,9 @@ Every question is scored under full attention first; the other methods are compa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,13 @@ from torch import Tensor
 from decode_engine.config import Prompts
 from decode_engine.evaluation.comparison.machine import describe_machine, return_free_memory
 from decode_engine.evaluation.comparison.results import Results, write_results
-from decode_engine.evaluation.comparison.summary import ALL_TASKS, MassMap, Score, Tally
+from decode_engine.evaluation.comparison.summary import (
+    ALL_TASKS,
+    MassMap,
+    Score,
+    StoredBytes,
+    Tally,
+)
 from decode_engine.evaluation.context_arena import arena_for
 from decode_engine.evaluation.prefill_command import PrefillCommand
 from decode_engine.evaluation.scoring import (
@@ -31,9 +38,12 @@ from decode_engine.evaluation.tasks import Document, Question, chat_question, ma
 from decode_engine.model.runner import ModelRunner
 from index_store.cli.progress import Advance, StartStage
 from index_store.errors import InvalidArgumentError
-from index_store.memory.devices import describe_device, pick_device
+from index_store.memory.context_loading import placed_bytes
+from index_store.memory.devices import context_device, describe_device, pick_device
+from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
+from index_store.models.conversation.messages import Message, Role
 from index_store.models.loading import Tokenizer, resolve_model
 from index_store.store.catalog import Store
 from index_store.store.manifest import Manifest
@@ -50,7 +60,7 @@ def evaluate(config: EvaluationConfig, start_stage: StartStage) -> Results:
     runner = ModelRunner(folder, device=pick_device(config.device), prompts=prompts)
     try:
         if config.chat:
-            runner.tokenizer.format_question("")  # raises before any long work when there is no template
+            runner.tokenizer.format_question("?")  # raises before any long work when there is no template
         text = source_text(config.text)
         evaluation = _Evaluation(config, runner, text, _setting(config, runner, text))
         for length in config.context_lengths:
@@ -121,10 +131,12 @@ class _Evaluation:
         for number, (manifest, texts) in enumerate(zip(contexts, segments, strict=True)):
             with arena.acquire(store, manifest.id) as context:
                 references = self._score_context(number, context, variants, texts, tallies, advance)
+                placement = context.placement
             if approximated:
                 with arena.acquire(store, twins[number].id) as context:
                     self._score_context(number, context, approximated, texts, later, advance, references)
-            self._summarise(length, [*variants, *approximated], [*tallies, *later], contexts)
+            every, found = [*variants, *approximated], [*tallies, *later]
+            self._summarise(length, every, found, partial(_stored_bytes, contexts, device, placement))
             self.write(complete=False)
 
     def _segments(self, document: Document, questions: Sequence[Question]) -> list[Segment]:
@@ -133,8 +145,9 @@ class _Evaluation:
         observed = set(_spread(len(questions), OBSERVED_QUESTIONS))
         segments = []
         for number, question in enumerate(questions):
-            asked = chat_question(question, tokenizer.format_question) if self.config.chat else question
-            segments.append(question_segment(tokenizer, asked, observed=number in observed))
+            segments.append(
+                question_segment(tokenizer, question, chat=self.config.chat, observed=number in observed)
+            )
         return [*segments, _text_segment(tokenizer, document, self.config.text_tokens)]
 
     def _score_context(
@@ -171,13 +184,11 @@ class _Evaluation:
         length: int,
         variants: Sequence[Variant],
         tallies: Sequence[Tally],
-        contexts: Sequence[Manifest],
+        stored: Callable[[Method], StoredBytes],
     ) -> None:
         tasks = tallies[0].tasks
         self.scores[length] = [
-            tally.summarise(
-                length, variant, tallies[0], _index_bytes_per_token(contexts, variant.method), task
-            )
+            tally.summarise(length, variant, tallies[0], stored(variant.method), task)
             for task in (ALL_TASKS, *(tasks if len(self.config.tasks) > 1 else ()))
             for variant, tally in zip(variants, tallies, strict=True)
         ]
@@ -256,13 +267,23 @@ def _prefill_all(
     return store, [store.manifest(context_id) for context_id in ids]
 
 
-def question_segment(tokenizer: Tokenizer, question: Question, *, observed: bool = False) -> Segment:
-    """Prompt and answer as token ids; the answer includes what ends it (`Question.ending`)."""
+def question_segment(
+    tokenizer: Tokenizer, question: Question, *, chat: bool = False, observed: bool = False
+) -> Segment:
+    """Prompt and answer as token ids; the answer includes what ends it (`Question.ending`).
+
+    chat: the question is a turn of the model's chat template. What comes behind it is tokenised by itself then, as the
+    model's own words are.
+    """
+    turn: list[int] = []
+    if chat:
+        turn = tokenizer.encode_turns((Message(Role.USER, question.question),))
+        question = chat_question(question, tokenizer.format_question(question.question))
     prompt = tokenizer.encode(question.prompt)
     whole = tokenizer.encode(f"{question.prompt} {question.answer}{question.ending}")
     if whole[: len(prompt)] != prompt:
         whole = prompt + tokenizer.encode(f" {question.answer}{question.ending}")
-    return Segment(tuple(whole), len(prompt), question.family, observed)
+    return Segment((*turn, *whole), len(turn) + len(prompt), question.family, observed)
 
 
 def _text_segment(tokenizer: Tokenizer, document: Document, tokens: int) -> Segment:
@@ -270,12 +291,19 @@ def _text_segment(tokenizer: Tokenizer, document: Document, tokens: int) -> Segm
     return Segment(tuple(ids), None, document.family, observed=True)
 
 
-def _index_bytes_per_token(contexts: Sequence[Manifest], method: Method) -> float:
-    """Stored bytes of the method's indexes, all layers and heads, per token."""
+def _stored_bytes(
+    contexts: Sequence[Manifest], device: torch.device, placement: Placement, method: Method
+) -> StoredBytes:
+    """What contexts take with the method's indexes and no others, placed as they are, per token on average."""
     names = {spec.name for spec in method.index_specs()}
-    sizes = [
-        sum(array.nbytes for entry in manifest.indexes if entry.name in names for array in entry.arrays)
-        / manifest.token_count
+    tokens = sum(manifest.token_count for manifest in contexts)
+    alone = [
+        replace(manifest, indexes=tuple(entry for entry in manifest.indexes if entry.name in names))
         for manifest in contexts
     ]
-    return sum(sizes) / len(sizes)
+    placed = [placed_bytes(manifest, context_device(device), placement) for manifest in alone]
+    return StoredBytes(
+        sum(manifest.index_bytes for manifest in alone) / tokens,
+        sum(each.device for each in placed) / tokens,
+        sum(each.host for each in placed) / tokens,
+    )

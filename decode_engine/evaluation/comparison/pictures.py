@@ -10,7 +10,8 @@ from typing import Any
 from decode_engine.evaluation.comparison.summary import ALL_TASKS, MassMap, Score
 from index_store.errors import SparseKVError
 
-QUALITY, MASS_MAP = "quality.png", "mass_map.png"
+QUALITY, COSTS, MASS_MAP = "quality.png", "costs.png", "mass_map.png"
+_LEAST = 1e-7  # what is exact within rounding has no place on a logarithmic axis
 _MARKERS = "osD^v<>PX*phd8"
 _MAP_KEEP, _MAP_MASS = 0.02, 0.9  # the map shows every method at the budget nearest to these
 _MAP_COLUMNS = 6
@@ -38,10 +39,14 @@ def draw_pictures(folder: Path, scores: Sequence[Score], maps: Sequence[MassMap]
     """Draws what there is to draw into the folder; returns the files' names."""
     check_pictures()
     draw_quality(folder / QUALITY, scores)
-    if not maps:
-        return [QUALITY]
-    draw_mass_maps(folder / MASS_MAP, maps)
-    return [QUALITY, MASS_MAP]
+    drawn = [QUALITY]
+    if any(_has_place(score) for score in scores):
+        draw_costs(folder / COSTS, scores)
+        drawn.append(COSTS)
+    if maps:
+        draw_mass_maps(folder / MASS_MAP, maps)
+        drawn.append(MASS_MAP)
+    return drawn
 
 
 _Value = Callable[[Score], float | None]
@@ -96,17 +101,85 @@ def draw_quality(path: Path, scores: Sequence[Score]) -> None:
     plt.close(figure)
 
 
-def _draw_method(axes: Sequence[Any], number: int, method: str, scores: Sequence[Score]) -> None:
+def draw_costs(path: Path, scores: Sequence[Score]) -> None:
+    """KL against the bytes that a step reads: a point per method and budget, and the Pareto front of them all."""
+    import matplotlib.pyplot as plt
+
+    placed = [score for score in scores if _has_place(score)]
+    lengths = sorted({score.context_length for score in placed})
+    methods = list(dict.fromkeys(score.method for score in placed))
+    figure, axes = plt.subplots(
+        1, len(lengths), figsize=(5.4 * len(lengths) + 2.4, 4.6), sharey=True, squeeze=False
+    )
+    handles: dict[str, Any] = {}
+    for axis, length in zip(axes[0], lengths, strict=True):
+        rows = [score for score in placed if score.context_length == length]
+        for number, method in enumerate(methods):
+            shown = [_place(score) for score in rows if score.method == method]
+            if shown:
+                axis.plot(*zip(*shown, strict=True), **_look(number), linestyle="none", label=method)
+        front = pareto_front([_place(score) for score in rows])
+        axis.step(
+            *zip(*front, strict=True),
+            where="post",
+            color="0.4",
+            linewidth=1.0,
+            zorder=0,
+            label="Pareto front",
+        )
+        axis.set(
+            xscale="log", yscale="log", xlabel="bytes read per step in searching layers, % of keys and values"
+        )
+        for set_formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
+            set_formatter(lambda value, _: f"{value:g}")
+        axis.set_title(f"{length:,} tokens of context")
+        axis.grid(alpha=0.3, which="both")
+        found, labels = axis.get_legend_handles_labels()
+        handles |= dict(zip(labels, found, strict=True))
+    axes[0][0].set_ylabel("KL(full || method), nats per token")
+    figure.tight_layout()
+    figure.legend(handles.values(), handles.keys(), loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those points (cost, loss) of which no other has both less cost and no more loss, by rising cost."""
+    front: list[tuple[float, float]] = []
+    for cost, loss in sorted(points):
+        if not front or loss < front[-1][1]:
+            front.append((cost, loss))
+    return front
+
+
+def _has_place(score: Score) -> bool:
+    """Whether a score is a point of a method over all tasks; what is exact has no place on a logarithmic axis."""
+    return score.task == ALL_TASKS and score.search_share is not None and score.kl > _LEAST
+
+
+def _place(score: Score) -> tuple[float, float]:
+    return 100.0 * (score.bytes_share or 0.0), score.kl
+
+
+def _look(number: int) -> dict[str, Any]:
+    """Marker and colour of a method."""
     import matplotlib.pyplot as plt
 
     colours = [colour for name in ("tab10", "Dark2") for colour in plt.get_cmap(name).colors]
+    return {
+        "marker": _MARKERS[number % len(_MARKERS)],
+        "color": colours[number % len(colours)],
+        "markersize": 5,
+    }
+
+
+def _draw_method(axes: Sequence[Any], number: int, method: str, scores: Sequence[Score]) -> None:
     line = sorted(scores, key=lambda score: score.touched_sparse or 0.0)
     for axis, (_, value, error, scale) in zip(axes, _ROWS, strict=True):
-        # What is exact within rounding has no place on a logarithmic axis.
         shown = [
             (100.0 * (score.touched_sparse or 0.0), found, error(score) or 0.0)
             for score in line
-            if (found := value(score)) is not None and (scale == "linear" or found > 1e-7)
+            if (found := value(score)) is not None and (scale == "linear" or found > _LEAST)
         ]
         if shown:
             x, y, bars = zip(*shown, strict=True)
@@ -114,10 +187,8 @@ def _draw_method(axes: Sequence[Any], number: int, method: str, scores: Sequence
                 x,
                 y,
                 bars,
-                marker=_MARKERS[number % len(_MARKERS)],
-                color=colours[number % len(colours)],
+                **_look(number),
                 linestyle=("-", "--", ":", "-.")[number // 10 % 4],
-                markersize=5,
                 linewidth=1.2,
                 capsize=2,
                 label=method,

@@ -32,7 +32,12 @@ class Score:
     kl: over question and answer tokens; kl_answer: answer tokens only; kl_text: plain text. In nats per token.
     recall, captured_mass, output_error, vectors_read, bytes_per_step, bytes_share: means over layers that search, see
     `LayerSample`; None when nothing searched. vectors_read: per KV head, layer and step. bytes_per_step: of keys,
-    values and index, per layer and step; bytes_share: the same relative to all keys and values.
+    values and index, per layer and step; bytes_per_token: the same per token of context and tail; bytes_share: the same
+    relative to all keys and values. search_share, exact_share, remainder_share: what of it the search reads, the keys
+    and values that are attended exactly, and the remainder.
+    device_bytes_per_token, host_bytes_per_token: what a context takes of both memories, as it is placed, with this
+    method's indexes alone; all layers. On a CPU all of it is the host's. index_bytes_per_token: of those indexes, as
+    they are stored. None of a run from before there were these figures.
     corrected: share of stale or predicted selections that were replaced; None for a method that replaces none.
     touched_sparse, touched_all: keys attended as a fraction of all keys, in the layers where the method selects
     and in all layers.
@@ -72,6 +77,21 @@ class Score:
     touched_all: float
     milliseconds_per_token: float
     index_bytes_per_token: float
+    bytes_per_token: float | None = None
+    search_share: float | None = None
+    exact_share: float | None = None
+    remainder_share: float | None = None
+    device_bytes_per_token: float | None = None
+    host_bytes_per_token: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """Bytes per token of a context with one method's indexes: of the indexes at rest, and of both memories."""
+
+    indexes: float
+    device: float
+    host: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +125,7 @@ class Tally:
         context_length: int,
         variant: Variant,
         full: Tally,
-        index_bytes_per_token: float,
+        stored: StoredBytes,
         task: str = ALL_TASKS,
     ) -> Score:
         """Means and standard errors. `full` is full attention's tally over the same segments in the same order."""
@@ -157,12 +177,20 @@ class Tally:
             output_error_se=error_se,
             vectors_read=_observed(observed, lambda sample: sample.vectors_T)[0],
             bytes_per_step=_observed(observed, lambda sample: sample.bytes_T)[0],
+            bytes_per_token=_observed(observed, lambda sample: sample.bytes_T / sample.tokens_T)[0],
             bytes_share=_observed(observed, lambda sample: sample.bytes_T / sample.full_bytes_T)[0],
+            search_share=_observed(observed, lambda sample: sample.search_bytes_T / sample.full_bytes_T)[0],
+            exact_share=_observed(observed, lambda sample: sample.exact_bytes_T / sample.full_bytes_T)[0],
+            remainder_share=_observed(
+                observed, lambda sample: sample.remainder_bytes_T / sample.full_bytes_T
+            )[0],
             corrected=_ratio((s.touched.corrected, s.touched.correctable) for s in scores),
             touched_sparse=_ratio((s.touched.sparse_kept, s.touched.sparse_total) for s in scores),
             touched_all=_ratio((s.touched.kept, s.touched.total) for s in scores) or 0.0,
             milliseconds_per_token=1e3 * statistics.median(self.seconds),
-            index_bytes_per_token=index_bytes_per_token,
+            index_bytes_per_token=stored.indexes,
+            device_bytes_per_token=stored.device,
+            host_bytes_per_token=stored.host,
         )
 
     def mass_map(self, context_length: int, variant: Variant) -> MassMap | None:

@@ -62,6 +62,52 @@ def results_table(scores: Sequence[Score], title: str, prompts: str) -> Table:
     return table
 
 
+def costs_table(scores: Sequence[Score]) -> Table | None:
+    """What every method reads and takes; None where nothing searched."""
+    rows = figures_of_costs(scores)
+    if rows is None:
+        return None
+    table = Table(title="what a step reads, and what a token takes")
+    for number, heading in enumerate(rows[0]):
+        table.add_column(heading, justify="left" if number == 1 else "right", no_wrap=number == 1)
+    for row in rows[1:]:
+        table.add_row(*row)
+    table.caption = _COSTS
+    return table
+
+
+_COSTS = (
+    "over the layers that search, per step: bytes per token of context, and their share of keys' and values';\n"
+    "of that the search of the index, what is attended exactly, and the remainder; memory per token: all layers,\n"
+    "with the method's indexes and no others"
+)
+
+
+def figures_of_costs(scores: Sequence[Score]) -> list[list[str]] | None:
+    """Heading and rows of the table of costs; None where nothing searched."""
+    measured = [score for score in scores if score.task == ALL_TASKS and score.search_share is not None]
+    if not measured:
+        return None
+    return [
+        ["context", "method", "budget", "bytes", "share", "search", "exact", "remainder", "device", "host"],
+        *(
+            [
+                f"{score.context_length:,}",
+                score.method,
+                score.budget,
+                _number(score.bytes_per_token, 1),
+                _percent(score.bytes_share),
+                _percent(score.search_share),
+                _percent(score.exact_share),
+                _percent(score.remainder_share),
+                _number(score.device_bytes_per_token, 0),
+                _number(score.host_bytes_per_token, 0),
+            ]
+            for score in measured
+        ),
+    ]
+
+
 def tasks_table(scores: Sequence[Score]) -> Table | None:
     """Exact match and KL by task, one column per task; None when a single task was asked."""
     rows = figures_by_task(scores)
@@ -129,11 +175,17 @@ def markdown_table(scores: Sequence[Score], prompts: str) -> str:
     ]
     said = _PROMPTS[prompts]
     text = f"± is the standard error with contexts as draws; {said}.\n\n" + _markdown([headings, *rows])
-    by_task = figures_by_task(scores)
-    if by_task is not None:
-        heading, *lines = by_task
-        text += "\nExact match / KL by task:\n\n"
-        text += _markdown([heading, *([line[0], f"`{line[1]}`", *line[2:]] for line in lines)])
+    for title, found in (
+        ("Exact match / KL by task:", figures_by_task(scores)),
+        (
+            f"What a step reads, and what a token takes; {_COSTS}:".replace("\n", " "),
+            figures_of_costs(scores),
+        ),
+    ):
+        if found is not None:
+            heading, *lines = found
+            text += f"\n{title}\n\n"
+            text += _markdown([heading, *([line[0], f"`{line[1]}`", *line[2:]] for line in lines)])
     return text
 
 

@@ -8,7 +8,7 @@ Names and values come from words that were never used for names when the embedde
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -167,15 +167,14 @@ def make_documents(
     ]
 
 
-def chat_question(question: Question, format_question: Callable[[str], str]) -> Question:
-    """The question in a model's chat template, with the opening as the beginning of the model's turn.
+def chat_question(question: Question, asked: str) -> Question:
+    """The question with the opening as the beginning of the model's turn, which is all that its prompt holds then.
 
-    format_question: the template; raises what it raises. The answer ends with its full stop: how a chat model goes
-    on after that is its template's business.
+    asked: the question in the model's chat template. The answer ends with its full stop: how a chat model goes on after
+    that is its template's business.
     """
-    asked = format_question(question.question)
     space = "" if asked[-1:].isspace() or asked.endswith(">") else " "
-    return replace(question, prompt=f"{asked}{space}{question.opening}", ending=".")
+    return replace(question, prompt=f"{space}{question.opening}", ending=".")
 
 
 def write_questions(path: Path, questions: Sequence[Question]) -> None:

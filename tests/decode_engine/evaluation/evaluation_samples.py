@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from decode_engine.evaluation.comparison.results import Results
-from decode_engine.evaluation.comparison.summary import MassMap, Score, Tally
+from decode_engine.evaluation.comparison.summary import MassMap, Score, StoredBytes, Tally
 from decode_engine.evaluation.probe import LayerSample
 from decode_engine.evaluation.scoring import (
     SegmentScore,
@@ -29,8 +29,11 @@ def layer_sample(layer: int, mass: float, recall: float = 0.5) -> LayerSample:
         torch.full((1, 3, 2), mass),
         0.1 * ones_T,
         7 * ones_T,
-        200 * ones_T,
+        20 * ones_T,
+        100 * ones_T,
+        80 * ones_T,
         1000 * ones_T,
+        50 * ones_T,
     )
 
 
@@ -82,11 +85,11 @@ SETTING: dict[str, Any] = {
 
 def some_scores(methods: Sequence[str] = ("csattention",)) -> list[Score]:
     full = make_tally([True, True])
-    base = full.summarise(8192, ALL, full, 0.0)
+    base = full.summarise(8192, ALL, full, StoredBytes(0.0, 0.0, 256.0))
     rows = [base]
     for method in methods:
         sparse = make_tally([True, False], mass=0.8).summarise(
-            8192, Variant(method, SPARSE, keep=0.02), full, 512.0
+            8192, Variant(method, SPARSE, keep=0.02), full, StoredBytes(512.0, 0.0, 768.0)
         )
         rows += [sparse, replace(sparse, keep=0.05, budget="5.00%", kl=0.01)]
     rows += [replace(row, task=task) for task in ("single", "keys") for row in rows]

@@ -224,6 +224,13 @@ def test_evaluate_command_end_to_end(run: Run, tmp_path: Path) -> None:
             assert (score.touched_sparse, score.touched_all, score.recall) == (None, 1.0, None)
             continue
         assert score.touched_sparse is not None
+        shares = [score.search_share or 0.0, score.exact_share or 0.0, score.remainder_share or 0.0]
+        assert sum(shares) == pytest.approx(score.bytes_share, rel=1e-6)
+        # The reader has two KV heads of 64 in each of its layers; what is left are token ids and padding.
+        layers = len(json.loads((tmp_path / "a" / "results.json").read_text())["mass_maps"][0]["layers"])
+        assert score.device_bytes_per_token == 0
+        least = 2 * 2 * 64 * 2 * layers + score.index_bytes_per_token
+        assert least < (score.host_bytes_per_token or 0.0)
         assert score.output_error is not None
         assert score.captured_mass is not None
         if score.keep == 1.0 and score.method != "csattention-paper":
@@ -235,6 +242,7 @@ def test_evaluate_command_end_to_end(run: Run, tmp_path: Path) -> None:
             assert 0.0 < score.captured_mass < 1.0
             assert score.method != "oracle" or score.recall == pytest.approx(1.0, abs=0.01)
     assert (tmp_path / "a" / "quality.png").exists()
+    assert (tmp_path / "a" / "costs.png").exists()
     assert (tmp_path / "a" / "mass_map.png").exists()
     stored = sorted(path.name for path in (tmp_path / "store" / "contexts").iterdir())
     assert len(stored) == 2

@@ -19,6 +19,7 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.selection.budgets import Selection
+from tests.support.layers import ALL_METHODS, build_layer, with_budget
 
 HEADS, GROUP, DIM, CONTEXT = 2, 3, 8, 300
 
@@ -123,20 +124,10 @@ def sparse_layer(method: Method) -> SparseLayer:
 
 
 class FakeSession:
-    """Layers without a model, and the clusters of a remainder."""
+    """Layers without a model."""
 
-    def __init__(self, layers: list[Any], method: Method, arrays: dict[str, Tensor] | None = None) -> None:
+    def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
-        self.method = method
-        self.context = self
-        self._arrays = arrays or {}
-
-    def index(self, name: str, layer: int) -> FakeSession:
-        assert (name, layer) == ("remainder_clusters", 0)
-        return self
-
-    def arrays(self) -> dict[str, Tensor]:
-        return self._arrays
 
 
 def probe_oracle(keep: float, steps: int, positions: set[int]) -> list[LayerSample]:
@@ -145,7 +136,7 @@ def probe_oracle(keep: float, steps: int, positions: set[int]) -> list[LayerSamp
     layer = sparse_layer(method)
     probe = Probe(positions)
     layers = [DenseLayer(make_keys(CONTEXT), Figures()), layer]
-    probe.attach(cast(Session, FakeSession(layers, method)))
+    probe.attach(cast(Session, FakeSession(layers)))
     queries, tail = make_queries(steps) * 2, make_keys(steps, seed=5)
     pieces = [slice(0, steps)] if steps % 2 == 0 else [slice(i, i + 1) for i in range(steps)]
     for piece in pieces:
@@ -177,20 +168,72 @@ def test_everything_kept_captures_everything() -> None:
 def test_bytes_of_the_remainder_and_of_silent_indexes_count() -> None:
     seen = make_observation(1, shared=False)
     plain = sample_layer(0, seen, torch.tensor([0]))
-    more = sample_layer(0, replace(seen, bytes_read=0.0), torch.tensor([0]), remainder_bytes=123)
-    assert float(more.bytes_T - plain.bytes_T) == 123 + HEADS * (50 * DIM * 4 - 1000)
+    more = sample_layer(0, replace(seen, bytes_read=0.0, remainder_bytes=123.0), torch.tensor([0]))
+    assert float(plain.search_bytes_T) == HEADS * 1000
+    assert float(more.search_bytes_T) == HEADS * 50 * DIM * 4
+    assert float(more.remainder_bytes_T) == HEADS * 123
+    assert float(more.exact_bytes_T) == float(plain.exact_bytes_T)
+    assert float(more.tokens_T) == CONTEXT + 21
 
-    layer = sparse_layer(get_method("oracle"))
-    arrays = {
-        name: torch.zeros(HEADS, 5, DIM) for name in ("means", "value_sums", "variances", "covariances")
-    }
-    arrays |= {"counts": torch.zeros(HEADS, 5), "assignment": torch.zeros(HEADS, 99, dtype=torch.int32)}
+
+ROW, KEY = 2 * DIM * 2, DIM * 2
+"""Bytes of a key with its value, and of a key, in float16."""
+
+BITS = {"refined": (4, 4), "refined-3": (3, 3)}
+
+
+def clusters_of(layer: SparseLayer) -> int:
+    index = layer._indexes[-1]
+    return int(index.arrays()["counts"].shape[1])
+
+
+@pytest.mark.parametrize("name", ALL_METHODS)
+def test_bytes_equal_a_count_by_hand(name: str) -> None:
+    """A first step after the context: nothing is appended, the search goes from the sinks to the recent window."""
+    method = with_budget(ALL_METHODS[name], 0.1)
+    method = replace(method, sinks=8, recent=32, append_block=1)
+    layer = build_layer(method, make_keys(CONTEXT), GROUP)
     probe = Probe({CONTEXT})
-    probe.attach(cast(Session, FakeSession([layer], get_method("oracle+centred"), arrays)))
-    layer.attend(make_queries(1), make_keys(1)[:, :, 0], make_keys(1)[:, :, 1], CONTEXT)
+    probe.attach(cast(Session, FakeSession([layer])))
+    new = make_keys(1, seed=9)
+    layer.attend(make_queries(1), new[:, :, 0], new[:, :, 1], CONTEXT)
     (sample,) = probe.samples
-    (without,) = probe_oracle(0.05, 2, {CONTEXT})
-    assert float(sample.bytes_T - without.bytes_T) == HEADS * 5 * (3 * DIM + 1) * 4
+    searched = CONTEXT - 32 - 8
+    kept = layer._figures.kept
+    assert float(sample.exact_bytes_T) == (kept + HEADS * (8 + 32 + 1)) * ROW
+    assert float(sample.full_bytes_T) == HEADS * (CONTEXT + 1) * ROW
+    assert float(sample.tokens_T) == CONTEXT + 1
+
+    assert method.index is not None
+    kind = method.index.kind
+    arrays = layer._index.arrays()
+    coarse_key = BITS.get(name, (4, 4))[0] * DIM / 8 + 4 * DIM / 128
+    coarse_value = BITS.get(name, (4, 4))[1] * DIM / 8 + 4
+    by_hand = {
+        "exact": lambda: searched * KEY,
+        "pages": lambda: 2 * -(-searched // 4) * DIM * 2,
+        "product_codes": lambda: searched * 4 + 4 * 256 * (DIM // 4) * 4,
+        "coarse_rows": lambda: searched * coarse_key,
+        "query_tables": lambda: 4 * GROUP * searched,
+        "key_clusters": lambda: arrays["counts"].shape[1] * DIM * 4,
+    }
+    product = kind == "coarse_rows" and "key_codebooks" in arrays
+    if product:
+        by_hand["coarse_rows"] = lambda: searched * DIM / 4 + 256 * DIM * 2
+        coarse_value = DIM / 4
+    if kind in by_hand and "ids" not in arrays:
+        assert float(sample.search_bytes_T) == pytest.approx(HEADS * by_hand[kind]())
+    moments = {"none": 0, "diagonal": DIM, "full": DIM + DIM * DIM}[method.remainder.moments]
+    if method.remainder.name == "dropped":
+        assert float(sample.remainder_bytes_T) == 0
+    elif method.remainder.name == "coarse":
+        own = method.partition is None
+        expected = searched * (coarse_value + (0 if own else coarse_key)) + (256 * DIM * 2 if product else 0)
+        assert float(sample.remainder_bytes_T) == pytest.approx(HEADS * expected)
+    elif "coarse_counts" not in layer._indexes[-1].arrays():
+        means = 0 if method.partition is None else DIM
+        each = 4 * (1 + DIM + means + moments)
+        assert float(sample.remainder_bytes_T) == HEADS * clusters_of(layer) * each
 
 
 def test_positions_that_nobody_asked_for_leave_nothing() -> None:

@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from decode_engine.evaluation.comparison.pictures import MASS_MAP, QUALITY, draw_pictures
+from decode_engine.evaluation.comparison.pictures import (
+    COSTS,
+    MASS_MAP,
+    QUALITY,
+    draw_pictures,
+    pareto_front,
+)
 from decode_engine.evaluation.comparison.results import Results, merge_results, read_results, write_results
-from decode_engine.evaluation.comparison.tables import results_table, tasks_table
+from decode_engine.evaluation.comparison.tables import costs_table, results_table, tasks_table
 from index_store.errors import InvalidArgumentError
 from tests.decode_engine.evaluation.evaluation_samples import SETTING, some_results, some_scores
 
@@ -30,7 +36,7 @@ def test_results_hold_every_score(tmp_path: Path) -> None:
     assert [float(row["kl"]) for row in rows] == [score.kl for score in results.scores]
     blocks = (tmp_path / "results.md").read_text().split("\n\n")
     tables = [block.splitlines() for block in blocks if block.startswith("|")]
-    assert [len(table) for table in tables] == [2 + 6, 2 + 6]
+    assert [len(table) for table in tables] == [2 + 6, 2 + 6, 2 + 4]
     assert all(len({line.count("|") for line in table}) == 1 for table in tables)
 
 
@@ -41,8 +47,12 @@ def test_tables_on_the_terminal(tmp_path: Path) -> None:
     by_task = tasks_table(scores)
     assert by_task is not None
     console.print(by_task)
+    costs = costs_table(scores)
+    assert costs is not None
+    console.print(costs)
     text = console.export_text()
-    assert text.count("csattention") == 8
+    assert text.count("csattention") == 12
+    assert "20.0% │   2.0% │ 10.0% │      8.0%" in text.replace("\u2502", "│")
     assert "n = 2 questions about 2 contexts" in text
     assert "prompts exact" in text
     assert "keys" in text
@@ -52,11 +62,31 @@ def test_tables_on_the_terminal(tmp_path: Path) -> None:
 def test_many_methods_are_drawn(tmp_path: Path) -> None:
     results = some_results([*(f"method-{number}" for number in range(13)), "csattention"])
     names = draw_pictures(tmp_path, results.scores, results.maps)
-    assert names == [QUALITY, MASS_MAP]
+    assert names == [QUALITY, COSTS, MASS_MAP]
     for name in names:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     only_full = [score for score in results.scores if score.method == "full"]
     assert draw_pictures(tmp_path, only_full, []) == [QUALITY]
+
+
+def test_the_front_holds_what_nothing_beats() -> None:
+    points = [(3.0, 0.1), (1.0, 0.5), (2.0, 0.6), (4.0, 0.1), (1.0, 0.7), (5.0, 0.01)]
+    assert pareto_front(points) == [(1.0, 0.5), (3.0, 0.1), (5.0, 0.01)]
+    assert pareto_front([]) == []
+
+
+def test_results_from_before_costs_were_told_are_read(tmp_path: Path) -> None:
+    write_results(tmp_path, some_results())
+    content = json.loads((tmp_path / "results.json").read_text())
+    for row in content["scores"]:
+        for name in ("search_share", "exact_share", "remainder_share", "bytes_per_token"):
+            del row[name]
+        del row["device_bytes_per_token"], row["host_bytes_per_token"]
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    old = read_results(tmp_path)
+    assert [score.kl for score in old.scores] == [score.kl for score in some_scores()]
+    assert costs_table(old.scores) is None
+    assert COSTS not in draw_pictures(tmp_path, old.scores, old.maps)
 
 
 def test_results_are_replaced_as_a_whole(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.config import Prompts
-from decode_engine.evaluation.comparison.summary import cluster_mean
+from decode_engine.evaluation.comparison.summary import StoredBytes, cluster_mean
 from decode_engine.evaluation.scoring import (
     Segment,
     reference_log_probs,
@@ -25,6 +25,8 @@ from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import get_method
 from tests.decode_engine.evaluation.evaluation_samples import ALL, FULL, SOME, SPARSE, make_tally
 from tests.index_store.methods.test_fitted import context as context_with_all_indexes
+
+NOTHING_STORED = StoredBytes(0.0, 0.0, 0.0)
 
 VOCABULARY = 5
 CONTEXT = cast(ResidentContext, SimpleNamespace(manifest=context_with_all_indexes()))
@@ -205,7 +207,7 @@ def test_decode_steps_are_timed_one_token_at_a_time() -> None:
 
 def test_summary() -> None:
     full, sparse = make_tally([True, True, True, False]), make_tally([True, False, True, False], mass=0.8)
-    score = sparse.summarise(8192, SOME, full, 512.0)
+    score = sparse.summarise(8192, SOME, full, StoredBytes(512.0, 300.0, 400.0))
     assert (score.task, score.method, score.budget, score.keep) == ("all", "csattention", "2.00%", 0.02)
     assert (score.questions, score.exact_match, score.exact_match_loss) == (4, 0.5, 0.25)
     # The first context's questions are answered, the second's are not: as uncertain as two questions, not four.
@@ -221,6 +223,10 @@ def test_summary() -> None:
     assert score.captured_mass_se == pytest.approx(0.75 * 0.1 / 2)
     assert (score.recall, score.output_error) == pytest.approx((0.5, 0.1))
     assert (score.vectors_read, score.bytes_per_step, score.bytes_share) == pytest.approx((7.0, 200.0, 0.2))
+    shares = (score.search_share, score.exact_share, score.remainder_share)
+    assert (*shares, score.bytes_per_token) == pytest.approx((0.02, 0.1, 0.08, 4.0))
+    stored = (score.index_bytes_per_token, score.device_bytes_per_token, score.host_bytes_per_token)
+    assert stored == (512.0, 300.0, 400.0)
     assert score.corrected == pytest.approx(0.25)
     mass_map = sparse.mass_map(8192, SOME)
     assert mass_map is not None
@@ -230,7 +236,7 @@ def test_summary() -> None:
 
 def test_what_was_not_observed_is_not_reported() -> None:
     full = make_tally([True, True])
-    score = full.summarise(8192, ALL, full, 0.0)
+    score = full.summarise(8192, ALL, full, NOTHING_STORED)
     assert (score.budget, score.keep, score.mass) == ("all", None, None)
     assert (score.recall, score.captured_mass, score.output_error, score.bytes_share) == (None,) * 4
     assert full.mass_map(8192, ALL) is None
@@ -245,7 +251,7 @@ def test_tasks_are_summarised_apart() -> None:
         tally.scores += more.scores
         tally.contexts += [context + 2 for context in more.contexts]
     assert full.tasks == ["single", "keys"]
-    scores = [sparse.summarise(8192, SOME, full, 0.0, task) for task in ("all", *full.tasks)]
+    scores = [sparse.summarise(8192, SOME, full, NOTHING_STORED, task) for task in ("all", *full.tasks)]
     assert [(score.questions, score.exact_match) for score in scores] == [(6, 1 / 6), (2, 0.5), (4, 0.0)]
 
 

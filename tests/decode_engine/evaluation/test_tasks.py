@@ -238,18 +238,18 @@ def test_several_families_share_the_text(novels: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "prompt"),
+    ("turn", "begun"),
     [
-        ("\nQuestion: {}\nAnswer:", "\nQuestion: Who?\nAnswer: It is"),
-        ("<|user|>{}<|end|>\n<|assistant|>\n", "<|user|>Who?<|end|>\n<|assistant|>\nIt is"),
-        ("<user>{}<model>", "<user>Who?<model>It is"),
-        ("[INST] {} [/INST]", "[INST] Who? [/INST] It is"),
+        ("\nQuestion: Who?\nAnswer:", " It is"),
+        ("<|user|>Who?<|end|>\n<|assistant|>\n", "It is"),
+        ("<user>Who?<model>", "It is"),
+        ("[INST] Who? [/INST]", " It is"),
     ],
 )
-def test_a_chat_question_is_worded_by_the_template_and_opens_the_answer(template: str, prompt: str) -> None:
+def test_a_chat_question_is_worded_by_the_template_and_opens_the_answer(turn: str, begun: str) -> None:
     question = Question("Who?", "Jude", "", token=3, depth=0.1, opening="It is", evidence=(3,))
-    asked = chat_question(question, template.format)
-    assert asked.prompt == prompt
+    asked = chat_question(question, turn)
+    assert asked.prompt == begun
     assert asked.ending == "."
     assert question.ending == ANSWER_END
     assert (asked.answer, asked.evidence) == (question.answer, question.evidence)
