@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -11,39 +10,48 @@ from typing import Annotated
 
 from typer import Option
 
-from index_store.cli.checks import AtLeast, Check, Filled, InputFile, OneOf
+from decode_engine.rpc.door.options import (
+    DEFAULT_LISTEN,
+    AllowRemoteOption,
+    TlsCertOption,
+    TlsClientCaOption,
+    TlsKeyOption,
+    TokensOption,
+    check_door,
+)
+from index_store.cli.checks import Address, AtLeast, Filled, InputFile, OneOf
 from index_store.cli.options import AUTO, SIZE, Spelled, StoreOption, check_bounds
 from index_store.errors import InvalidArgumentError
 from index_store.store.dtypes import KV_DTYPES
-
-DEFAULT_LISTEN = "127.0.0.1:50051"
 
 MAX_LANES = 4
 
 # What a request may ask for, as servers check it and commands check it before they ask.
 MAX_MAX_TOKENS = 32768
+MAX_NAME_CHARACTERS = 500
+MAX_TTL_S = 100 * 365 * 86400
 MAX_SEARCH_PERIOD = 64
 MAX_TEMPERATURE = 100.0
 MAX_INT32 = 2**31 - 1
 MAX_SEED = 2**64 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256  # characters
+MAX_STOP_TOKENS = 64
+MAX_ANSWERS = 16
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 4096  # tokens of a prompt
+MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+MAX_LOGIT_BIAS = 100.0
+MAX_BIASED_TOKENS = 300
+MAX_CONSTRAINT_BYTES = 2**16
+MAX_CHOICES = 1000
+MAX_BATCH = 1000  # requests
 
 LONGEST_WAIT_S = 7 * 86_400
 """Seconds that any program waits for anything."""
 MAX_REQUEST_BYTES = 8 * 2**20
 """Of one message of a client: a million tokens as text or ids, with room to spare."""
-
-_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):(\d{1,5})")
-
-
-class Address(Check):
-    """Of an option that is HOST:PORT with a port of 0 to 65535."""
-
-    def check(self, flag: str, value: object) -> None:
-        match = _ADDRESS.fullmatch(str(value))
-        if match is None or int(match[2]) > 65535:
-            raise InvalidArgumentError(f"{flag} is {value!r}, expected HOST:PORT, such as {DEFAULT_LISTEN}")
 
 
 def check_device(device: str) -> None:
@@ -78,23 +86,6 @@ def check_placement(placement: str, device: str, device_memory: int | None = Non
                 f"{flag}, but the CPU computes here and everything is in its memory; use {use}",
                 field="placement",
             )
-
-
-def check_exposure(address: str, allow_remote: bool) -> None:
-    """Raises InvalidArgumentError for an address that other machines reach, unless that is allowed."""
-    if not is_loopback(address) and not allow_remote:
-        raise InvalidArgumentError(
-            f"--listen is {address}, which other machines can reach, and this server has neither encryption nor "
-            "passwords: who reaches it may question and delete every context. Listen at 127.0.0.1, or add "
-            "--allow-remote where a network or a proxy keeps others out",
-            field="listen",
-        )
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach the address."""
-    host = address.rpartition(":")[0]
-    return host in ("localhost", "[::1]") or host.startswith("127.")
 
 
 def available_cores() -> int:
@@ -154,6 +145,20 @@ def check_prefetch(prefetch: bool, device: str, placement: str) -> None:
         )
 
 
+def check_prefill(prefill: bool, device: str) -> None:
+    """Raises InvalidArgumentError where contexts are to be made beside a server that computes on a GPU."""
+    if not prefill:
+        return
+    from index_store.memory.devices import pick_device
+
+    if pick_device(device).type != "cpu":
+        raise InvalidArgumentError(
+            "--prefill is given, but a GPU computes here, and a worker on it would make answers wait and hold the "
+            "model a second time; run `prefill-worker serve` on another device or machine that shares the store",
+            field="prefill",
+        )
+
+
 class Prompts(Enum):
     """What the tokens of a prompt attend to.
 
@@ -168,11 +173,6 @@ class Prompts(Enum):
     EACH = "each"
 
 
-ServerOption = Annotated[
-    str,
-    Option("--server", envvar="SPARSEKV_SERVER", metavar="HOST:PORT", help="The server to ask."),
-    Address(),
-]
 ModelOption = Annotated[
     str, Option("--model", help="'reader', or the path of a Hugging Face model folder."), Filled()
 ]
@@ -210,13 +210,6 @@ PromptsOption = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """Which server a command asks."""
-
-    server: ServerOption = DEFAULT_LISTEN
-
-
-@dataclass(frozen=True, slots=True)
 class ServeConfig:
     """`decode-engine serve`: what its flags say, sizes in bytes.
 
@@ -231,13 +224,20 @@ class ServeConfig:
         Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 picks a free one."),
         Address(),
     ] = DEFAULT_LISTEN
-    allow_remote: Annotated[
-        bool,
+    http_port: Annotated[
+        int | None,
         Option(
-            "--allow-remote",
-            help="Listen where other machines reach it, although there is neither encryption nor any password.",
+            "--http-port",
+            min=0,
+            help="Serve OpenAI's API over HTTP, too, at this port of the same host; 0 picks a free one.",
         ),
-    ] = False
+        AtLeast(0, 65_535),
+    ] = None
+    tls_cert: TlsCertOption = None
+    tls_key: TlsKeyOption = None
+    tls_client_ca: TlsClientCaOption = None
+    tokens: TokensOption = None
+    allow_remote: AllowRemoteOption = False
     memory: Annotated[
         int | None,
         Option(
@@ -365,17 +365,26 @@ class ServeConfig:
             "earlier, and the first requests wait for what is compiled then.",
         ),
     ] = True
+    prefill: Annotated[
+        bool,
+        Option(
+            "--prefill",
+            help="Make the contexts that are ordered here, too, in a process of the lowest priority beside the server, "
+            "on a CPU. Otherwise `prefill-worker serve` does that.",
+        ),
+    ] = False
     grace: Annotated[
         float, Option(help="Seconds for running requests when told to stop."), AtLeast(0, LONGEST_WAIT_S)
     ] = 10.0
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        check_exposure(self.listen, self.allow_remote)
+        check_door(self, {"--listen": self.listen})
         check_device(self.device)
         check_placement(self.placement, self.device, self.device_memory)
         check_compilation(self.compilation, self.device)
         check_prefetch(self.prefetch, self.device, self.placement)
+        check_prefill(self.prefill, self.device)
         cores = os.cpu_count() or 1
         for flag, threads in (("--threads", self.threads), ("--search-threads", self.search_threads)):
             if threads > cores:

@@ -28,9 +28,16 @@ PACKAGES = {
 # What a command needs besides the option that is looked at. {text}, {folder}: a file and a folder that are there.
 NEEDED = {
     "prefill-worker run": "--model reader --store {folder}/store --input {text}",
+    "prefill-worker serve": "--model reader --store {folder}/store",
     "prefill-worker add-index": "--store {folder} --context c",
+    "prefill-worker detach": "--store {folder} --context c",
     "decode-engine serve": "--model reader --store {folder}",
     "decode-engine ask": "--context c --server 127.0.0.1:1",
+    "decode-engine gateway": "",
+    "decode-engine token create": "c",
+    "decode-engine token list": "",
+    "decode-engine token revoke": "c",
+    "decode-engine chat": "c",
     "decode-engine status": "",
     "decode-engine methods": "",
     "decode-engine evaluate": "--out {folder}/out",
@@ -38,11 +45,21 @@ NEEDED = {
     "decode-engine make-document": "--out {folder}/d --questions {folder}/q",
     "decode-engine tune": "--store {folder} --context c",
     "decode-engine contexts ls": "",
+    "decode-engine contexts create": "c",
     "decode-engine contexts show": "c",
+    "decode-engine contexts extend": "",
     "decode-engine contexts warm": "c",
     "decode-engine contexts rm": "c",
+    "decode-engine contexts pin": "c",
+    "decode-engine contexts unpin": "c",
+    "decode-engine contexts label": "",
 }
-ARGUMENTS = {"decode-engine ask": ["Who?"], "decode-engine evaluate-merge": ["run"]}
+ARGUMENTS = {
+    "decode-engine ask": ["Who?"],
+    "decode-engine contexts label": ["c", "team=law"],
+    "decode-engine contexts extend": ["c", "text.txt"],
+    "decode-engine evaluate-merge": ["run"],
+}
 
 NO_NUMBERS = ("nan", "inf", "-inf", "1e400", "-1", "1e30", str(10**30), "", "x", "0x1")
 
@@ -145,6 +162,9 @@ def test_what_is_no_number_in_range_is_refused(
     for value in NO_NUMBERS:
         if value == "" and spelled is not None and not isinstance(spelled.default, int):
             continue  # an empty list, where a list is written
+        mark = option.mark(AtLeast)
+        if value == "-1" and isinstance(mark, AtLeast) and mark.least <= -1:
+            continue
         refuse(option, value)
 
 
@@ -227,7 +247,10 @@ QUICK = {
     "prefill_worker": ["--help", "run --help", "run --model reader --store . --input missing"],
     "decode_engine": [
         "--help",
-        *(f"{word} --help" for word in ("serve", "ask", "evaluate", "make-document", "tune", "contexts")),
+        *(
+            f"{word} --help"
+            for word in ("serve", "ask", "chat", "evaluate", "make-document", "tune", "contexts")
+        ),
         "ask --context c --server 127.0.0.1:1 Who?",
         "status --server 127.0.0.1:1",
         "serve --store missing --model reader",

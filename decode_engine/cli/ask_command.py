@@ -1,11 +1,9 @@
-"""The command `ask`: a question about a stored context, its answer streamed."""
+"""The command `ask`: questions about a stored context, and their answers."""
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,45 +11,22 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from decode_engine.config import (
-    DEFAULT_LISTEN,
-    LONGEST_WAIT_S,
-    MAX_INT32,
-    MAX_MAX_TOKENS,
-    MAX_SEARCH_PERIOD,
-    MAX_SEED,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    MAX_TEMPERATURE,
-    ServerOption,
-)
-from decode_engine.rpc.client import Client, Generation, Summary, Waiting
-from index_store.cli.checks import AtLeast, Characters, Filled, InputFile, MoreThan
+from decode_engine.cli.asking.answer_options import AnswerConfig, decoded, in_flags
+from decode_engine.cli.asking.many_questions import QuestionFile, ask_all
+from decode_engine.rpc.client import Client, Generation, Piece, Summary, TokenLogprob, Waiting
+from index_store.cli.checks import Filled, InputFile, OutputFile
 from index_store.cli.console import print_json
 from index_store.cli.entry import INTERRUPTED
-from index_store.cli.options import FormatOption, OutputFormat, check_bounds, configured
-from index_store.errors import InvalidArgumentError, SparseKVError
+from index_store.cli.options import FormatOption, OutputFormat, QuietOption, configured
+from index_store.cli.progress import reporter_for
+from index_store.errors import InvalidArgumentError
 
 _STANDARD_INPUT = Path("-")
 
-_FLAGS = {
-    "keep_ratio": "--keep",
-    "target_mass": "--mass",
-    "token_budget": "--tokens-kept",
-    "search_period": "--period",
-    "max_tokens": "--max-tokens",
-    "top_p": "--top-p",
-    "top_k": "--top-k",
-    "method is": "--method is",
-}
-"""What people write for fields that the server's errors name."""
 
-_FIELDS = re.compile("|".join(rf"(?<!-)\b{field}\b" for field in _FLAGS))
-
-
-@dataclass(frozen=True, slots=True)
-class AskConfig:
-    """`decode-engine ask`. What is None is left to the server; at most one of keep, mass and tokens_kept is given."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskConfig(AnswerConfig):
+    """`decode-engine ask`. Exactly one of prompt, file and questions is given; questions with out."""
 
     context: Annotated[
         str,
@@ -66,103 +41,49 @@ class AskConfig:
         Option("--file", help="Read the question from this file; - is standard input."),
         InputFile(dash=True),
     ] = None
-    server: ServerOption = DEFAULT_LISTEN
+    questions: Annotated[
+        Path | None,
+        Option(
+            "--questions",
+            help='Ask many questions at once: one a line, or JSON objects with a field "question", one a line.',
+        ),
+        InputFile(),
+    ] = None
+    out: Annotated[
+        Path | None,
+        Option(
+            "--out",
+            help="Where answers to --questions go, a JSON object a line, as they come; those that are there are kept.",
+        ),
+        OutputFile(),
+    ] = None
     raw: Annotated[
         bool, Option("--raw", help="Continue the context by the text as it is, without chat template.")
     ] = False
-    method: Annotated[
-        str | None,
-        Option(
-            "--method",  # some versions of typer would call it as the metavar is written
-            metavar="METHOD",
-            help="Method, as PRESET[+REMAINDER][@OPTION], for example 'pq', 'oracle+centred' or 'pq@period=4'; the "
-            "context's own by default.",
-        ),
-        Filled(),
-    ] = None
-    keep: Annotated[
-        float | None, Option("--keep", help="Fraction of the keys to keep, for example 0.02."), MoreThan(0, 1)
-    ] = None
-    mass: Annotated[
-        float | None,
-        Option("--mass", help="Share of the attention weight that the kept keys hold, for example 0.99."),
-        MoreThan(0, 1),
-    ] = None
-    tokens_kept: Annotated[
-        int | None,
-        Option("--tokens-kept", help="Number of keys to keep, whatever the context's length."),
-        AtLeast(1, MAX_INT32),
-    ] = None
-    period: Annotated[
-        int,
-        Option("--period", help="Decode steps that one search serves; 0 means what the method says, else 1."),
-        AtLeast(0, MAX_SEARCH_PERIOD),
-    ] = 0
-    max_tokens: Annotated[
-        int | None,
-        Option(help="Most tokens to generate; 256 by default."),
-        AtLeast(1, MAX_MAX_TOKENS),
-    ] = None
-    temperature: Annotated[
-        float, Option(help="0 takes the likeliest token."), AtLeast(0, MAX_TEMPERATURE)
-    ] = 0.0
-    top_p: Annotated[float | None, Option(help="Sample from this much probability."), MoreThan(0, 1)] = None
-    top_k: Annotated[
-        int, Option(help="Sample from this many tokens; 0 means all."), AtLeast(0, MAX_INT32)
-    ] = 0
-    seed: Annotated[int | None, Option(help="Same seed, same answer."), AtLeast(0, MAX_SEED)] = None
-    stop: Annotated[
-        tuple[str, ...] | None,
-        Option(
-            "--stop", help="End where this text would appear; repeatable. A question ends at a line break."
-        ),
-        Characters(1, MAX_STOP_LENGTH),
-    ] = None
-    timeout: Annotated[
-        float | None, Option(help="Seconds to wait for the whole answer."), MoreThan(0, LONGEST_WAIT_S)
-    ] = None
 
     def __post_init__(self) -> None:
-        check_bounds(self)
-        sizes = {"--keep": self.keep, "--mass": self.mass, "--tokens-kept": self.tokens_kept}
-        given = [flag for flag, size in sizes.items() if size is not None]
-        if len(given) > 1:
+        AnswerConfig.__post_init__(self)
+        if [self.prompt, self.file, self.questions].count(None) != 2:
             raise InvalidArgumentError(
-                f"{' and '.join(given)} are given, expected at most one of {', '.join(sizes)}"
+                "expected one of a question, - for a question on standard input, --file and --questions"
             )
-        if len(self.stop or ()) > MAX_STOP_STRINGS:
-            raise InvalidArgumentError(
-                f"--stop is given {len(self.stop or ())} times, expected at most {MAX_STOP_STRINGS}"
-            )
-        if (self.prompt is None) == (self.file is None):
-            raise InvalidArgumentError(
-                "expected one of a question, - for a question on standard input, and --file"
-            )
-        if self.file is None and self.prompt != "-":
-            _check_text(self.prompt or "", raw=self.raw)
+        if (self.questions is None) != (self.out is None):
+            raise InvalidArgumentError("expected --questions and --out together, or neither")
+        if self.prompt is not None and self.prompt != "-":
+            _check_text(self.prompt, raw=self.raw)
 
     def read_text(self) -> str:
         """The question, or with `raw` the text. Raises InvalidArgumentError for one that is not UTF-8 or is blank."""
         path = _STANDARD_INPUT if self.prompt == "-" else self.file
         if path is None:
             return self.prompt or ""
-        data = sys.stdin.buffer.read() if path == _STANDARD_INPUT else path.read_bytes()
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InvalidArgumentError(
-                f"{'standard input' if path == _STANDARD_INPUT else path} is not UTF-8 text: byte {error.start} "
-                "cannot be decoded"
-            ) from error
+        standard = path == _STANDARD_INPUT
+        text = decoded(
+            sys.stdin.buffer.read() if standard else path.read_bytes(),
+            "standard input" if standard else str(path),
+        )
         _check_text(text, raw=self.raw)
         return text if self.raw else text.strip()
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Those given, else the end of the line for a question: an answer is one line unless asked otherwise."""
-        if self.stop is not None:
-            return self.stop
-        return () if self.raw else ("\n",)
 
 
 def _check_text(text: str, *, raw: bool) -> None:
@@ -177,56 +98,66 @@ def ask(
     show_timings: Annotated[
         bool, Option("--show-timings", help="Tell on standard error what was touched and how long it took.")
     ] = False,
+    quiet: QuietOption = False,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
-    """Ask a stored context a question and stream the answer."""
-    text = config.read_text()
-    write = _stream_text if output is OutputFormat.TEXT else _collect
-    with _in_flags(), Client(config.server) as client:
+    """Ask a stored context one question, or many."""
+    with in_flags(), Client(config.server, credentials=config.credentials()) as client:
+        if config.questions is not None and config.out is not None:
+            _ask_many(client, config, QuestionFile(config.questions, config.out), quiet, output)
+            return
+        text = config.read_text()
         found = client.find_context(config.context)
-        with _generate(client, found.name, text, config) as generation:
+        with client.generate(
+            found.name,
+            timeout_s=config.timeout,
+            on_wait=_say_what_it_waits_for,
+            **config.generate_options(text, raw=config.raw),
+        ) as generation:
             try:
-                text, token_ids = write(generation)
+                stream = output is OutputFormat.TEXT and config.n == 1
+                pieces = list(_stream_text(generation) if stream else generation)
             except KeyboardInterrupt:
                 generation.cancel()
                 raise typer.Exit(INTERRUPTED) from None
-    summary = generation.summary
+    answers = [_answer(pieces, index) for index in range(config.n)]
     if output is OutputFormat.JSON:
-        print_json({"context": found.name, "text": text, "token_ids": token_ids, **asdict(summary)})
+        _print_json(found.name, generation, answers)
+    else:
+        _print_text(generation, answers, streamed=stream)
     if show_timings:
-        for line in summary_lines(summary):
-            typer.echo(line, err=True)
+        for summary in generation.summaries:
+            for line in summary_lines(summary):
+                typer.echo(line, err=True)
 
 
-@contextmanager
-def _in_flags() -> Iterator[None]:
-    """Lets errors of the server speak of flags where they name fields."""
-    try:
-        yield
-    except SparseKVError as error:
-        error.message = _FIELDS.sub(lambda field: _FLAGS[field[0]], error.message)
-        raise
-
-
-def _generate(client: Client, name: str, text: str, config: AskConfig) -> Generation:
-    return client.generate(
-        name,
-        text=text if config.raw else None,
-        question=None if config.raw else text,
-        max_tokens=config.max_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        seed=config.seed,
-        stop=config.stop_strings,
-        method=config.method,
-        keep_ratio=config.keep,
-        target_mass=config.mass,
-        token_budget=config.tokens_kept,
-        search_period=config.period,
-        timeout_s=config.timeout,
-        on_wait=_say_what_it_waits_for,
-    )
+def _ask_many(
+    client: Client, config: AskConfig, questions: QuestionFile, quiet: bool, output: OutputFormat
+) -> None:
+    """Has all questions answered. Ends the program with 1 where some were not."""
+    asked = questions.open_ones()
+    name = client.find_context(config.context).name
+    reporter = reporter_for(quiet=quiet)
+    requests = {place: config.generate_options(text, raw=config.raw) for place, text in asked.items()}
+    with reporter.phase("answers", "questions") as update:
+        failed = ask_all(client, name, requests, questions, update, config.timeout)
+    for place, message in sorted(failed.items()):
+        typer.echo(f"question {place + 1}: {message}", err=True)
+    told = {
+        "context": name,
+        "answered": len(asked) - len(failed),
+        "kept": questions.kept,
+        "failed": len(failed),
+    }
+    if output is OutputFormat.JSON:
+        print_json({**told, "out": str(questions.out)})
+    else:
+        typer.echo(
+            f"{told['answered']} questions answered, {told['kept']} were before, {told['failed']} failed: "
+            f"{questions.out}"
+        )
+    if failed:
+        raise typer.Exit(1)
 
 
 def _say_what_it_waits_for(waiting: Waiting) -> None:
@@ -238,11 +169,12 @@ def _say_what_it_waits_for(waiting: Waiting) -> None:
         )
 
 
-def _stream_text(generation: Generation) -> tuple[str, list[int]]:
-    """Writes the answer as it arrives, without the blanks that it begins with."""
+def _stream_text(generation: Generation) -> Iterable[Piece]:
+    """The answer's pieces, each written as it arrives, without the blanks that it begins with."""
     begun = False
     try:
         for piece in generation:
+            yield piece
             text = piece.text if begun else piece.text.lstrip()
             begun = begun or bool(text)
             sys.stdout.write(text)
@@ -251,12 +183,74 @@ def _stream_text(generation: Generation) -> tuple[str, list[int]]:
         if begun:
             sys.stdout.write("\n")
             sys.stdout.flush()
-    return "", []
 
 
-def _collect(generation: Generation) -> tuple[str, list[int]]:
-    pieces = list(generation)
-    return "".join(piece.text for piece in pieces), [id_ for piece in pieces for id_ in piece.token_ids]
+def _answer(pieces: Sequence[Piece], index: int) -> Piece:
+    """One answer as a whole."""
+    own = [piece for piece in pieces if piece.index == index]
+    return Piece(
+        tuple(id_ for piece in own for id_ in piece.token_ids),
+        "".join(piece.text for piece in own),
+        index,
+        tuple(each for piece in own for each in piece.logprobs),
+    )
+
+
+def _print_text(generation: Generation, answers: Sequence[Piece], *, streamed: bool) -> None:
+    """Answers, unless they were streamed, and log probabilities: those of the prompt first."""
+    for each in generation.prompt_logprobs:
+        typer.echo(f"prompt {_logprob_line(each)}")
+    for answer in answers:
+        if not streamed:
+            typer.echo(f"[{answer.index + 1}] {answer.text.strip()}")
+        for each in answer.logprobs:
+            typer.echo(_logprob_line(each))
+
+
+def _logprob_line(each: TokenLogprob) -> str:
+    others = "".join(f"  {_shown(other.text)!r} {other.logprob:.4f}" for other in each.alternatives)
+    return f"{each.logprob:9.4f} {_shown(each.text)!r}{':' if others else ''}{others}"
+
+
+def _print_json(name: str, generation: Generation, answers: Sequence[Piece]) -> None:
+    """One answer's fields at the top, several in a list."""
+    described = [
+        {
+            "text": answer.text,
+            "token_ids": list(answer.token_ids),
+            **({"logprobs": _described(answer.logprobs)} if answer.logprobs else {}),
+            **asdict(summary),
+        }
+        for answer, summary in zip(answers, generation.summaries, strict=True)
+    ]
+    prompt = generation.prompt_logprobs
+    print_json(
+        {
+            "context": name,
+            **({"prompt_logprobs": _described(prompt)} if prompt else {}),
+            **(described[0] if len(described) == 1 else {"answers": described}),
+        }
+    )
+
+
+def _described(logprobs: Iterable[TokenLogprob]) -> list[dict[str, object]]:
+    """As JSON, where bytes that are no text become U+FFFD."""
+    return [
+        {
+            "token_id": each.token_id,
+            "text": _shown(each.text),
+            "logprob": each.logprob,
+            "alternatives": [
+                {"token_id": other.token_id, "text": _shown(other.text), "logprob": other.logprob}
+                for other in each.alternatives
+            ],
+        }
+        for each in logprobs
+    ]
+
+
+def _shown(text: bytes) -> str:
+    return text.decode("utf-8", "replace")
 
 
 def summary_lines(summary: Summary) -> list[str]:

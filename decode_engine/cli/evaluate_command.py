@@ -51,7 +51,7 @@ def show_results(results: Results, out: Path, *, picture: bool, output: OutputFo
     """Draws the pictures and prints the tables, or the JSON."""
     from decode_engine.evaluation.comparison.pictures import draw_pictures
     from decode_engine.evaluation.comparison.results import FILES
-    from decode_engine.evaluation.comparison.tables import results_table, tasks_table
+    from decode_engine.evaluation.comparison.tables import costs_table, results_table, tasks_table
 
     files = [*FILES, *(draw_pictures(out, results.scores, results.maps) if picture else ())]
     if output is OutputFormat.JSON:
@@ -61,9 +61,9 @@ def show_results(results: Results, out: Path, *, picture: bool, output: OutputFo
     terminal = Console() if on_terminal() else Console(width=200)
     title = f"{settings['model']}, {settings['questions']} questions per context length"
     terminal.print(results_table(results.scores, title, results.prompts))
-    by_task = tasks_table(results.scores)
-    if by_task is not None:
-        terminal.print(by_task)
+    for table in (tasks_table(results.scores), costs_table(results.scores)):
+        if table is not None:
+            terminal.print(table)
     terminal.print(f"Written to {out}: {', '.join(files)}")
 
 

@@ -1,70 +1,13 @@
-"""Standard error: log lines as text for people or JSON for programs, and which device computes."""
+"""Standard error: which device computes."""
 
 from __future__ import annotations
 
-import json
-import logging
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import typer
 
 if TYPE_CHECKING:
     import torch
-
-_TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_OWN_PACKAGES = ("decode_engine", "index_store")
-_EXTRAS = (
-    *("rpc", "reason", "milliseconds", "request_id", "peer", "context", "method"),
-    *("prompt_tokens", "generated_tokens", "cached_tokens", "queue_ms", "first_token_ms", "total_ms"),
-)
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object per record, with the fields that calls log beside the message."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry: dict[str, object] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        entry.update({name: getattr(record, name) for name in _EXTRAS if hasattr(record, name)})
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry)
-
-
-class LogLevel(StrEnum):
-    """How much is logged."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-@contextmanager
-def logging_to_stderr(level: LogLevel, as_json: bool) -> Iterator[None]:
-    """Sends our own packages' records of that level and above to standard error, inside the block."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(_TEXT_FORMAT))
-    loggers = [logging.getLogger(package) for package in _OWN_PACKAGES]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(level.upper())
-        logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        for logger, before in zip(loggers, levels, strict=True):
-            logger.removeHandler(handler)
-            logger.setLevel(before)
 
 
 def say_device(name: str, *, quiet: bool) -> torch.device:

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from decode_engine.config import Address
 from decode_engine.rpc.client import Client, MethodInfo, MethodList
-from index_store.cli.checks import Filled
+from decode_engine.rpc.door.options import CredentialOptions
+from index_store.cli.checks import Address, Filled
 from index_store.cli.console import print_json, print_table
 from index_store.cli.options import FormatOption, OutputFormat, configured
 from index_store.errors import InvalidArgumentError
@@ -20,8 +20,8 @@ from index_store.errors import InvalidArgumentError
 _USUAL_HEAD_DIM, _USUAL_DTYPE = 128, "bfloat16"
 
 
-@dataclass(frozen=True, slots=True)
-class MethodsConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodsConfig(CredentialOptions):
     """`decode-engine methods`: whose sizes are shown; at most one of the two is given."""
 
     server: Annotated[
@@ -48,7 +48,7 @@ def methods(config: MethodsConfig, output: FormatOption = OutputFormat.TEXT) -> 
 
     Sizes are for the model that --model or --server name, otherwise for heads of 128 dimensions in bfloat16.
     """
-    listed = _local_methods(config.model) if config.server is None else _server_methods(config.server)
+    listed = _local_methods(config.model) if config.server is None else _server_methods(config)
     if output is OutputFormat.JSON:
         print_json(asdict(listed))
         return
@@ -101,6 +101,6 @@ def _local_methods(model: str | None) -> MethodList:
     return read_reply(MethodList, describe_methods(identify(folder).head_dim, checkpoint_dtype(folder)))
 
 
-def _server_methods(address: str) -> MethodList:
-    with Client(address) as client:
+def _server_methods(config: MethodsConfig) -> MethodList:
+    with Client(config.server or "", credentials=config.credentials()) as client:
         return client.list_methods()

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import typer
 
-from decode_engine.config import ServerConfig
 from decode_engine.rpc.client import Client, ServerStatus
+from decode_engine.rpc.door.options import ServerConfig
 from index_store.cli.console import print_json
 from index_store.cli.options import FormatOption, OutputFormat, configured
 
@@ -18,7 +18,7 @@ def status(config: ServerConfig, output: FormatOption = OutputFormat.TEXT) -> No
 
     Requests that wait and run, batches, memory, and counts since it started.
     """
-    with Client(config.server) as client:
+    with Client(config.server, credentials=config.credentials()) as client:
         found = client.server_status()
     if output is OutputFormat.JSON:
         print_json({**asdict(found), "mean_batch": found.mean_batch})

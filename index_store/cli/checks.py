@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from index_store.errors import InvalidArgumentError
 
 MOST = 2**63 - 1
 """The largest number that any option takes: what libraries below hold as int64."""
+
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):(\d{1,5})")
 
 
 class Check(ABC):
@@ -87,6 +90,15 @@ class Characters(Check):
             raise InvalidArgumentError(
                 f"{flag} is {_shown(value)} of {count} characters, expected {self.least} to {self.most}"
             )
+
+
+class Address(Check):
+    """HOST:PORT with a port of 0 to 65535."""
+
+    def check(self, flag: str, value: object) -> None:
+        match = _ADDRESS.fullmatch(str(value))
+        if match is None or int(match[2]) > 65535:
+            raise InvalidArgumentError(f"{flag} is {value!r}, expected HOST:PORT, such as 127.0.0.1:50051")
 
 
 class FileCheck(Check):

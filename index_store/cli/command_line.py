@@ -1,8 +1,11 @@
-"""`index-store`: look at a store of contexts, check it, clean it up."""
+"""`index-store`: look at a store of contexts, note things of them, check it, clean it up."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,8 +13,10 @@ import typer
 from index_store.cli import report
 from index_store.cli.app import new_app
 from index_store.cli.console import byte_progress, format_bytes, on_terminal, print_json, print_table
+from index_store.cli.labels import LabelArguments, labels_text, parse_labels, with_labels
 from index_store.cli.options import FormatOption, OutputFormat, StoreOption
-from index_store.errors import SparseKVError
+from index_store.errors import ParentMissingError, SparseKVError
+from index_store.family.parents import parent_of
 from index_store.store.catalog import BrokenContext, Leftover, Store
 from index_store.store.manifest import Manifest
 
@@ -28,6 +33,11 @@ RefArguments = Annotated[
 OptionalRefArguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="CONTEXT", help="Contexts to check; all of the store when none is given."),
+]
+
+
+RecursiveOption = Annotated[
+    bool, typer.Option("--recursive", help="Remove contexts that continue these, too.")
 ]
 
 
@@ -66,10 +76,11 @@ def show_context(ref: RefArgument, store: StoreOption, output: FormatOption = Ou
     opened = Store(store)
     manifest = opened.manifest(opened.resolve(ref))
     expired = opened.expired(manifest)
+    children = len(opened.children(manifest.id))
     if output is OutputFormat.JSON:
-        print_json(report.details(manifest, expired))
+        print_json(report.details(manifest, expired, children))
         return
-    rows = report.detail_rows(manifest, expired)
+    rows = report.detail_rows(manifest, expired, children)
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
         typer.echo(f"{label:<{width}}  {value}")
@@ -107,17 +118,77 @@ def verify_contexts(
 
 
 @app.command("rm")
-def remove_contexts(refs: RefArguments, store: StoreOption, output: FormatOption = OutputFormat.TEXT) -> None:
-    """Remove contexts; none unless every one is found."""
+def remove_contexts(
+    refs: RefArguments,
+    store: StoreOption,
+    recursive: RecursiveOption = False,
+    output: FormatOption = OutputFormat.TEXT,
+) -> None:
+    """Remove contexts; none unless every one is found.
+
+    A context that others continue, its children, stays unless they are removed with it.
+    """
+    opened = Store(store)
+    ids = _resolve_all(opened, refs)
+    removed: list[str] = []
+    for id_ in _children_first(opened, ids):
+        if id_ not in removed:
+            removed += opened.delete(id_, recursive=recursive)
+    if output is OutputFormat.JSON:
+        print_json({"removed": removed})
+        return
+    for id_ in removed:
+        typer.echo(f"removed {id_}")
+
+
+def _children_first(store: Store, ids: Sequence[str]) -> list[str]:
+    """The same ids: who removes a parent and its children need not say it in that order."""
+    children = {entry.id for entry in store.list() if entry.parent is not None}
+    return sorted(ids, key=lambda id_: id_ not in children)
+
+
+@app.command("pin")
+def pin_contexts(refs: RefArguments, store: StoreOption, output: FormatOption = OutputFormat.TEXT) -> None:
+    """Keep contexts from expiring.
+
+    Servers keep them in memory before others, too.
+    """
+    _set_pinned(store, refs, output, pinned=True)
+
+
+@app.command("unpin")
+def unpin_contexts(refs: RefArguments, store: StoreOption, output: FormatOption = OutputFormat.TEXT) -> None:
+    """Let contexts expire and leave memory like others."""
+    _set_pinned(store, refs, output, pinned=False)
+
+
+def _set_pinned(store: Path, refs: Sequence[str], output: OutputFormat, *, pinned: bool) -> None:
     opened = Store(store)
     ids = _resolve_all(opened, refs)
     for id_ in ids:
-        opened.delete(id_)
+        opened.update(id_, partial(replace, pinned=pinned))
     if output is OutputFormat.JSON:
-        print_json({"removed": ids})
+        print_json({"pinned" if pinned else "unpinned": ids})
         return
     for id_ in ids:
-        typer.echo(f"removed {id_}")
+        typer.echo(f"{'pinned' if pinned else 'unpinned'} {id_}")
+
+
+@app.command("label")
+def label_context(
+    ref: RefArgument, labels: LabelArguments, store: StoreOption, output: FormatOption = OutputFormat.TEXT
+) -> None:
+    """Set and remove labels of a context."""
+    changes = parse_labels(labels)
+    opened = Store(store)
+    id_ = opened.resolve(ref)
+    changed = opened.update(
+        id_, lambda present: replace(present, labels=with_labels(present.labels, changes))
+    )
+    if output is OutputFormat.JSON:
+        print_json({"id": id_, "labels": dict(changed.labels)})
+        return
+    typer.echo(f"{id_}: {labels_text(changed.labels)}")
 
 
 @app.command("gc")
@@ -160,6 +231,17 @@ def _verify(store: Store, id_: str) -> Sequence[SparseKVError]:
     try:
         total = sum(array.nbytes for array in store.manifest(id_).arrays)
         with byte_progress(f"verifying {id_[:12]}", total) as advance:
-            return store.verify(id_, advance)
+            return [*store.verify(id_, advance), *_parent_problems(store, id_)]
     except SparseKVError as error:
         return [error]
+
+
+def _parent_problems(store: Store, id_: str) -> Sequence[SparseKVError]:
+    """What is wrong with the context that a child continues."""
+    try:
+        parent_of(store, store.manifest(id_))
+    except ParentMissingError as error:
+        return [error]
+    except SparseKVError:  # told before
+        pass
+    return []

@@ -16,10 +16,12 @@ An option of type `tuple[X, ...]` may be repeated; one that is not given has the
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields
+from datetime import timedelta
 from enum import StrEnum
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -56,6 +58,16 @@ QuietOption = Annotated[
 ]
 
 
+TtlOption = Annotated[
+    str | None, Option("--ttl", help="Time to live, for example 30m, 1.5h, 7d; default: for ever.")
+]
+"""To be read by `parse_ttl`."""
+
+_TTL = re.compile(r"0+|([0-9]+(?:\.[0-9]+)?)([smhd])")
+_TTL_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_LONGEST_TTL = timedelta(days=36_500)
+
+
 @dataclass(frozen=True, slots=True)
 class Spelled:
     """Of an option that people write in another way than programs hold it.
@@ -81,7 +93,10 @@ def comma_separated(default: str, read: Callable[[str], object] = str) -> Spelle
 
 def options_of(config: type[Any]) -> tuple[tuple[Field[Any], Any, tuple[Any, ...]], ...]:
     """Every field of a configuration with its type and what it is annotated with."""
-    hints = get_type_hints(config, vars(sys.modules[config.__module__]), {}, include_extras=True)
+    names: dict[str, Any] = {}
+    for base in reversed(config.__mro__):  # a field's type is named where the field stands
+        names |= vars(sys.modules[base.__module__])
+    hints = get_type_hints(config, names, {}, include_extras=True)
     typed = [(field, get_args(hints[field.name])) for field in fields(config)]
     return tuple((field, kind, tuple(marks)) for field, (kind, *marks) in typed)
 
@@ -179,3 +194,21 @@ def _check(value: Any, flag: str, marks: tuple[Any, ...], *, files: bool) -> Non
             for one in value if isinstance(value, tuple) else (value,):
                 if one is not None:
                     mark.check(flag, one)
+
+
+def parse_ttl(text: str | None) -> timedelta | None:
+    """A time to live such as 30m, 1.5h or 7d. Raises InvalidArgumentError for anything else, and out of range."""
+    if text is None:
+        return None
+    match = _TTL.fullmatch(text)
+    if match is None:
+        raise InvalidArgumentError(
+            f"--ttl is {text[:80]!r}, expected a number and a unit, for example 30m, 1.5h or 7d"
+        )
+    seconds = float(match[1] or 0) * _TTL_SECONDS[match[2] or "s"]
+    if not 1 <= seconds <= _LONGEST_TTL.total_seconds():
+        raise InvalidArgumentError(
+            f"--ttl is {text[:80]!r}, out of range: expected 1s to {_LONGEST_TTL.days}d; "
+            "leave it out to keep the context for ever"
+        )
+    return timedelta(seconds=seconds)

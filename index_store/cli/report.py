@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime
 
 from index_store.attention.layer_shape import WindowLayers
 from index_store.cli.console import format_bytes, format_time
+from index_store.cli.labels import labels_text
 from index_store.errors import SparseKVError
 from index_store.selection.threshold_curve import KEEP_GRID
 from index_store.store.catalog import BrokenContext, Leftover
@@ -31,11 +33,16 @@ def summary(entry: Manifest | BrokenContext, expired: bool) -> dict[str, object]
         "dtype": entry.dtype,
         "methods": list(entry.methods),
         "tokens": entry.token_count,
+        "parent": None if entry.parent is None else entry.parent.id,
+        "parent_tokens": 0 if entry.parent is None else entry.parent.token_count,
         "kv_bytes": entry.kv_bytes,
         "index_bytes": entry.index_bytes,
         "bytes_per_token": entry.bytes_per_token(),
         "created_at": entry.created_at.isoformat(),
         "expires_at": entry.expires_at.isoformat() if entry.expires_at else None,
+        "pinned": entry.pinned,
+        "labels": dict(entry.labels),
+        "messages": entry.conversation is not None,
     }
 
 
@@ -58,11 +65,12 @@ def list_row(entry: Manifest | BrokenContext, expired: bool, id_length: int) -> 
     ]
 
 
-def details(manifest: Manifest, expired: bool) -> dict[str, object]:
-    """Everything about one context, as JSON."""
+def details(manifest: Manifest, expired: bool, children: int) -> dict[str, object]:
+    """Everything about one context, as JSON. children: how many contexts continue it."""
     model = manifest.model
     return {
         **summary(manifest, expired),
+        "children": children,
         "model": {
             "name": model.name,
             "architecture": model.architecture,
@@ -84,8 +92,8 @@ def details(manifest: Manifest, expired: bool) -> dict[str, object]:
     }
 
 
-def detail_rows(manifest: Manifest, expired: bool) -> list[tuple[str, str]]:
-    """Everything about one context, as (label, value)."""
+def detail_rows(manifest: Manifest, expired: bool, children: int) -> list[tuple[str, str]]:
+    """Everything about one context, as (label, value). children: as in `details`."""
     model = manifest.model
     rows = [
         ("id", manifest.id),
@@ -98,7 +106,8 @@ def detail_rows(manifest: Manifest, expired: bool) -> list[tuple[str, str]]:
         ),
         *([] if model.window is None else [("windows", _window(model.window))]),
         ("tokens", str(manifest.token_count)),
-        ("kv", f"{_size(manifest.kv_bytes, manifest.token_count)}, {manifest.dtype}"),
+        *_family(manifest, children),
+        ("kv", f"{_size(manifest.kv_bytes, manifest.own_tokens)}, {manifest.dtype}"),
     ]
     for index in manifest.indexes:
         rows.append((f"index {index.name}", f"{_size(index.nbytes, manifest.token_count)}, {index.kind}"))
@@ -117,7 +126,7 @@ def detail_rows(manifest: Manifest, expired: bool) -> list[tuple[str, str]]:
         count = len(manifest.query_positions)
         rows.append(("queries", f"{format_bytes(manifest.queries.nbytes)}, {count} positions of every layer"))
     rows += [
-        ("total", _size(manifest.kv_bytes + manifest.index_bytes, manifest.token_count)),
+        ("total", _size(manifest.kv_bytes + manifest.index_bytes, manifest.own_tokens)),
         ("methods", ", ".join(manifest.methods)),
         ("dense layers", layers_text(manifest.dense_layers, model.layers)),
         ("selection errors", ", ".join(f"{error:.4f}" for error in manifest.selection_errors) or "-"),
@@ -127,9 +136,22 @@ def detail_rows(manifest: Manifest, expired: bool) -> list[tuple[str, str]]:
             ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in manifest.seconds.items()) or "-",
         ),
         ("created", format_time(manifest.created_at)),
-        ("expires", format_time(manifest.expires_at)),
+        ("expires", expiry_text(manifest.expires_at, manifest.pinned)),
+        ("labels", labels_text(manifest.labels)),
+        ("made of", "text or tokens" if manifest.conversation is None else "messages"),
     ]
     return rows
+
+
+def _family(manifest: Manifest, children: int) -> list[tuple[str, str]]:
+    parent = manifest.parent
+    continues = [] if parent is None else [("continues", f"{parent.id}, {parent.token_count} tokens")]
+    return [*continues, *([("children", str(children))] if children else [])]
+
+
+def expiry_text(time: datetime | None, pinned: bool) -> str:
+    """When a context expires, for people."""
+    return f"pinned; otherwise {format_time(time)}" if pinned else format_time(time)
 
 
 def leftover_list(leftovers: Sequence[Leftover]) -> list[dict[str, object]]:

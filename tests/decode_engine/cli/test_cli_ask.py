@@ -73,7 +73,8 @@ def test_one_question_is_expected(run: Run, words: tuple[str, ...]) -> None:
     result = run(*ASK, *words)
     assert result.returncode == 2
     assert (
-        result.stderr == "error: expected one of a question, - for a question on standard input, and --file\n"
+        result.stderr
+        == "error: expected one of a question, - for a question on standard input, --file and --questions\n"
     )
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from decode_engine.cli.ask_command import summary_lines
-from decode_engine.cli.logs import LogLevel, logging_to_stderr
 from decode_engine.errors import ShuttingDownError
 from decode_engine.rpc import server as server_module
 from decode_engine.rpc.client import Client, SelectionFigures, Summary, Timings
 from decode_engine.rpc.server import DecodeServer
+from index_store.cli.logs import LogLevel, logging_to_stderr
 from tests.decode_engine.cli.conftest import Run
 from tests.decode_engine.conftest import Library
 
@@ -90,7 +90,7 @@ def test_a_request_that_the_grace_does_not_suffice_for_is_told_so(library: Libra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_loading(library: Library, number: signal.Signals) -> None:
+def test_a_signal_ends_the_loading(library: Library, lamp: str, number: signal.Signals) -> None:
     code = """
 import sys, time
 from decode_engine.rpc import server

@@ -11,8 +11,9 @@ import torch
 
 from decode_engine.cli.ask_command import AskConfig
 from decode_engine.cli.tune_command import TuneConfig
-from decode_engine.config import MAX_LANES, Address, Compilation, ServeConfig, is_loopback
+from decode_engine.config import MAX_LANES, Compilation, ServeConfig
 from decode_engine.evaluation.settings import EvaluationConfig
+from decode_engine.rpc.door.options import Address, is_loopback
 from index_store.cli.options import Spelled, options_of
 from index_store.errors import InvalidArgumentError
 from index_store.memory.devices import context_device, default_budget, memory_budget, pick_device
@@ -98,11 +99,22 @@ def test_unknown_settings_are_errors() -> None:
         ServeConfig(Path(), "reader", colour="blue")  # type: ignore[call-arg]
 
 
-def test_questions_end_at_the_line_break_by_default() -> None:
-    assert AskConfig("c", "q").stop_strings == ("\n",)
-    assert AskConfig("c", "q", raw=True).stop_strings == ()
-    assert AskConfig("c", "q", stop=("x",)).stop_strings == ("x",)
-    assert AskConfig("c", "q", stop=()).stop_strings == ()
+@pytest.mark.parametrize(
+    ("options", "stops"),
+    [
+        ({}, ("\n",)),
+        ({"raw": True}, ()),
+        ({"stop": ("x",)}, ("x",)),
+        ({"stop": ("x",), "raw": True}, ("x",)),
+        ({"regex": "a"}, ()),
+        ({"regex": "a", "stop": ("x",)}, ("x",)),
+    ],
+)
+def test_questions_end_at_the_line_break_unless_told_otherwise(
+    options: dict[str, Any], stops: tuple[str, ...]
+) -> None:
+    config = AskConfig(context="c", prompt="q", **options)
+    assert config.generate_options("q", raw=config.raw)["stop"] == stops
 
 
 def test_placement_and_budgets(monkeypatch: pytest.MonkeyPatch) -> None:

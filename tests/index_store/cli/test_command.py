@@ -121,11 +121,16 @@ def test_ls_json(command: Command, context: SyntheticContext, expired: Synthetic
         "dtype": "bfloat16",
         "methods": ["csattention"],
         "tokens": 37,
+        "parent": None,
+        "parent_tokens": 0,
         "kv_bytes": 7104,
         "index_bytes": 9768,
         "bytes_per_token": 456.0,
         "created_at": "2026-01-02T03:04:05.678901+00:00",
         "expires_at": None,
+        "pinned": False,
+        "labels": {},
+        "messages": False,
     }
     assert by_id[expired.id]["state"] == "EXPIRED"
     assert by_id[expired.id]["expires_at"] == "2026-01-02T04:04:05.678901+00:00"
@@ -415,3 +420,16 @@ def test_as_a_process(stored: Store, context: SyntheticContext) -> None:
 )
 def test_format_bytes(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+def test_contexts_are_pinned_and_labelled(command: Command, expired: SyntheticContext) -> None:
+    """A pinned context does not expire."""
+    id_ = expired.id
+    assert command.ok("pin", "old") == f"pinned {id_}\n"
+    assert command.ok("label", "old", "team=law", "year=2026") == f"{id_}: team=law, year=2026\n"
+    assert command.json("label", "old", "year-") == {"id": id_, "labels": {"team": "law"}}
+    shown = command.json("show", id_)
+    assert (shown["pinned"], shown["labels"], shown["state"]) == (True, {"team": "law"}, "READY")
+    assert command.json("gc")["removed"] == []
+    assert command.json("unpin", id_) == {"unpinned": [id_]}
+    assert command.json("show", id_)["state"] == "EXPIRED"

@@ -5,32 +5,30 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import typer
 
-from decode_engine.cli.logs import LogLevel, logging_to_stderr
+from decode_engine.cli.serving.stopping import stop_signals
 from decode_engine.config import ServeConfig
 from decode_engine.errors import AddressError
+from decode_engine.rpc.door.options import certificates_of
+from index_store.cli.logs import LogLevel, LogLevelOption, logging_to_stderr
 from index_store.cli.options import FormatOption, OutputFormat, configured
 from index_store.errors import SparseKVError
 from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store
 
-logger = logging.getLogger(__name__)
-
-LogLevelOption = Annotated[
-    LogLevel, typer.Option("--log-level", help="What is logged to standard error: this and what is worse.")
-]
-
 if TYPE_CHECKING:
+    from decode_engine.gateway.serving import Gateway
+    from decode_engine.rpc.door.rules import Door
     from decode_engine.rpc.server import DecodeServer
 
 _LOOK_S = 0.05
@@ -61,21 +59,55 @@ def serve(
 def _serve(config: ServeConfig, as_json: bool) -> None:
     """Loads, tells the address, and serves until a signal comes."""
     _check_served(config)
+    from decode_engine.rpc.door.rules import Door
     from decode_engine.rpc.server import DecodeServer
 
-    with _signals() as stopping, DecodeServer(config) as server:
+    with (
+        stop_signals() as stopping,
+        Door(config.tokens) as door,
+        _inside(config) as inside,
+        DecodeServer(config, door=door, inside=inside, log_json=as_json) as server,
+        _gateway(config, inside, door) as gateway,
+    ):
         _load(server, stopping)
-        _say_serving(config, server.address, as_json)
+        _say_serving(config, server.address, None if gateway is None else gateway.url, as_json)
         stopping.wait()
+        if gateway is not None:
+            gateway.begin_stop(config.grace)
         server.stop(config.grace)
 
 
-def _say_serving(config: ServeConfig, address: str, as_json: bool) -> None:
+@contextmanager
+def _inside(config: ServeConfig) -> Iterator[Path | None]:
+    """A place for the socket by which the gateway reaches the server, in a folder that nobody else may enter."""
+    if config.http_port is None:
+        yield None
+        return
+    with TemporaryDirectory(prefix="sparsekv-") as folder:
+        yield Path(folder, "inside")
+
+
+@contextmanager
+def _gateway(config: ServeConfig, inside: Path | None, door: Door) -> Iterator[Gateway | None]:
+    """The gateway of this process, None where none is wanted."""
+    if inside is None:
+        yield None
+        return
+    from decode_engine.gateway.serving import Gateway
+
+    listen = f"{config.listen.rpartition(':')[0]}:{config.http_port}"
+    certificates = certificates_of(config)
+    with Gateway(listen, f"unix:{inside}", door=door, certificates=certificates) as gateway:
+        yield gateway
+
+
+def _say_serving(config: ServeConfig, address: str, url: str | None, as_json: bool) -> None:
     if as_json:
         ready = {"address": address, "store": str(config.store), "model": config.model}
-        typer.echo(json.dumps({"event": "serving", **ready}))
+        typer.echo(json.dumps({"event": "serving", **ready, **({} if url is None else {"url": url})}))
     else:
-        typer.echo(f"Serving {config.store} with {config.model} at {address} (Ctrl-C stops)")
+        places = address if url is None else f"{address} and {url}"
+        typer.echo(f"Serving {config.store} with {config.model} at {places} (Ctrl-C stops)")
     sys.stdout.flush()
 
 
@@ -122,23 +154,3 @@ def _load(server: DecodeServer, stopping: threading.Event) -> None:
         os._exit(0)
     if errors:
         raise errors[0]
-
-
-@contextmanager
-def _signals() -> Iterator[threading.Event]:
-    """An event that the first SIGINT, SIGTERM or SIGHUP sets; a second one ends the process at once."""
-    stopping = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopping.set()
-        signal.signal(number, signal.SIG_DFL)
-
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield stopping
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
