@@ -71,7 +71,7 @@ TURNS = 25
 REST_BAR, SPEEDUP_BARS = 1.35, {1: 1.7, 4: 2.5}
 
 KINDS = {
-    "search": r"(pick|sample|sample_pooled|score|combine|select|tables|keep|join|lookup)_kernel",
+    "search": r"(pick|sample|sample_pooled|score|combine|select|tables|keep|join|lookup|pass)_kernel",
     "fetch": r"(find|bring|copy)_kernel",
     "host": r"(post|await)_kernel",
     "turns": r"(take|give)_kernel",
@@ -79,7 +79,7 @@ KINDS = {
     "attend": r"(attend|dense|tail_write|merge)_kernel",
 }
 """What kernels do, by their whole name; all others are the rest of the model. A lookup scores clusters, which
-is for the search or for the remainder."""
+is for the search or for the remainder; a pass over coarse rows is for both."""
 
 
 class NothingSteps(StepAttention):

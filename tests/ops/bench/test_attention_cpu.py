@@ -7,6 +7,9 @@ from types import ModuleType
 import pytest
 from harness.checks import CheckFailedError
 
+from index_store.indexes.coarse_rows.index import CoarseRows
+from index_store.indexes.coarse_rows.scored_codes import ScoredCodes
+from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.presets import get_method
 from index_store.selection.ranking import Ranking
 from tests.ops.bench.conftest import Run, load_bench
@@ -19,7 +22,7 @@ def bench() -> ModuleType:
 
 def test_one_line_per_result(bench: ModuleType, run: Run) -> None:
     rows, code, table = run(bench, lengths="1k", shapes="reader", keep="0.05", repeats=2)
-    sparse = ["csattention-dense", "csattention-lists", "csattention-remainder"]
+    sparse = ["csattention-dense", "csattention-lists", "csattention-remainder", "refined"]
     assert (code, [row["method"] for row in rows]) == (
         0,
         ["full", "full-products", "full-engine", "read", *sparse],
@@ -66,6 +69,18 @@ def test_a_spoiled_partition_fails_the_check(bench: ModuleType) -> None:
         bench.SparseBench(problem, index, method, partition).check()
 
 
+def test_a_spoiled_coarse_copy_fails_the_check(bench: ModuleType) -> None:
+    problem = bench.make_problem(bench.SHAPES["reader"], 1024, 2, 0)
+    index = CoarseRows.build(INDEX_SPECS["coarse_rows"].parameters, bench.layer_source(problem, 0), 0)
+    sparse = bench.SparseBench(problem, index, get_method("refined", 0.05))
+    sparse.check()
+    attend = ScoredCodes.attend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScoredCodes, "attend", lambda self, logits: attend(self, logits - 0.5))
+        with pytest.raises(CheckFailedError, match="coarse attention: relative error"):
+            sparse.check()
+
+
 def test_bars_bind(bench: ModuleType) -> None:
     row = {
         "method": "csattention-dense",
@@ -77,3 +92,6 @@ def test_bars_bind(bench: ModuleType) -> None:
     assert len(bench.missed(row)) == 1
     for other in ({"speedup": 3.0}, {"context": 8192}, {"method": "csattention-lists"}):
         assert bench.missed(row | other) == []
+    refined = {**row, "method": "refined", "keep": 0.01, "speedup": 2.4, "append_p99_us": 2500.0}
+    assert len(bench.missed(refined)) == 2
+    assert bench.missed(refined | {"speedup": 2.5, "append_p99_us": 2000.0}) == []

@@ -72,6 +72,15 @@ def test_wrong_attention_over_codes_is_not_timed(codes: ModuleType) -> None:
     check_that_wrong_results_are_refused(steps, "was not written")
 
 
+def test_wrong_attention_of_refined_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("refined_gpu", monkeypatch)
+    figure = bench.Figure("small", 1, 4, {0.05: 1.0})
+    steps = bench.Bench(bench.CoarseMemory(256, 1, clustered=True), figure, 0.05)
+    assert steps.shape not in steps.neighbours()
+    assert steps.bytes_floor(20) == 256 * (128 + 4 + 4) + (20 + 8 + 64 + 16) * layer.ROW
+    check_that_wrong_results_are_refused(steps, "was not written")
+
+
 def test_a_figure_says_how_it_misses_its_bar(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "graph_us", lambda steps, turns: 10.0)
     monkeypatch.setattr(layer, "eager_us", lambda steps: 20.0)
