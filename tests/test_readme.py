@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from tests.test_layers import FLOORS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-ADDRESS = "127.0.0.1:50051"
+ADDRESS, WEB = "127.0.0.1:50051", "127.0.0.1:8000"
 BLOCK = re.compile(
     r"<!-- test: (?P<how>\w+)(?:, prints (?P<prints>[^>]+?))? -->\n```\w+\n(?P<code>.*?)```", re.DOTALL
 )
@@ -67,7 +67,7 @@ def test_the_tree_is_the_repository() -> None:
 
 
 def test_the_readme_is_read_to_its_end() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) < 200
+    assert len((ROOT / "README.md").read_text().splitlines()) < 220
 
 
 def test_the_architecture_lists_the_floors() -> None:
@@ -109,18 +109,22 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
     paths = set(re.findall(r"\bops/[\w/.-]*\w", text)) | set(re.findall(r"`(\w+/[\w/]+\.\w+)`", text))
     assert sorted(path for path in paths if not (ROOT / path).exists()) == []
     known = {
-        "prefill-worker": {"run", "add-index"},
+        "prefill-worker": {"run", "add-index", "detach", "serve"},
         "decode-engine": {
+            "contexts",
             "serve",
             "ask",
+            "chat",
             "status",
             "methods",
             "evaluate",
             "evaluate-merge",
+            "gateway",
             "make-document",
+            "token",
             "tune",
         },
-        "index-store": {"ls", "show", "verify", "rm", "gc"},
+        "index-store": {"ls", "show", "label", "pin", "unpin", "verify", "rm", "gc"},
     }
     for command, subcommands in known.items():
         shown = set(re.findall(rf"^(?:\S*/)?{command} ([a-z-]+)", text, re.MULTILINE))
@@ -131,11 +135,13 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
 @pytest.mark.parametrize("document", ["README.md", "docs/methods.md"])
 def test_the_tables_of_methods_list_all_of_them(document: str) -> None:
     table = (ROOT / document).read_text().split("\n| method | ", 1)[1].split("\n\n")[0]
-    names = [name for row in table.splitlines()[2:] for name in re.findall(r"`([a-z-]+)`", row.split("|")[1])]
+    names = [
+        name for row in table.splitlines()[2:] for name in re.findall(r"`([a-z0-9-]+)`", row.split("|")[1])
+    ]
     assert sorted(names) == sorted(METHODS)
     for row in table.splitlines()[2:]:
         keeps = re.search(r"(\d+) % ?(of the attention weight)?", row)
-        for name in re.findall(r"`([a-z-]+)`", row.split("|")[1]):
+        for name in re.findall(r"`([a-z0-9-]+)`", row.split("|")[1]):
             budget = METHODS[name].budget
             stated = None if keeps is None else int(keeps[1]) / 100
             assert stated == (
@@ -152,6 +158,12 @@ def test_expressions_in_the_documents_mean_something(document: Path) -> None:
         assert get_method(expression).name == expression
 
 
+def test_the_page_of_the_api_is_what_the_code_says() -> None:
+    command = [sys.executable, str(ROOT / "ops/api_page.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -161,8 +173,13 @@ def free_address() -> str:
 @contextmanager
 def serving(code: str, folder: Path, environment: dict[str, str]) -> Iterator[None]:
     """The server of the README, from its first line of output on."""
+    *before, last = code.strip().splitlines()
     server = subprocess.Popen(
-        ["bash", "-c", f"exec {code}"], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+        ["bash", "-c", "\n".join(["set -e", *before, f"exec {last}"])],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert server.stdout is not None
@@ -175,17 +192,25 @@ def serving(code: str, folder: Path, environment: dict[str, str]) -> Iterator[No
 
 @pytest.mark.slow
 def test_the_readme_runs(tmp_path: Path) -> None:
+    """Its blocks one after another; a server runs until the next one begins, or all are done."""
     blocks = examples()
-    assert [block.how for block in blocks] == ["run", "serve", "run", "python"]
-    address = free_address()
+    assert [block.how for block in blocks] == ["run", "serve", "run", "python", "serve", "python"]
+    address, web = free_address(), free_address()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    # The port in the README may be taken on this machine; everything else runs as it stands there.
+    # The ports in the README may be taken on this machine; everything else runs as it stands there.
     environment = os.environ | {"PATH": path, "SPARSEKV_SERVER": address}
-    before, server, *after = [Example(b.how, b.prints, b.code.replace(ADDRESS, address)) for b in blocks]
-    check(before, tmp_path, environment)
-    with serving(server.code, tmp_path, environment):
-        for example in after:
-            check(example, tmp_path, environment)
+    port = web.rpartition(":")[2]
+    with ExitStack() as server:
+        for block in blocks:
+            code = (
+                block.code.replace(ADDRESS, address).replace(WEB, web).replace("-port 8000", f"-port {port}")
+            )
+            example = Example(block.how, block.prints, code)
+            if example.how == "serve":
+                server.close()
+                server.enter_context(serving(example.code, tmp_path, environment))
+            else:
+                check(example, tmp_path, environment)
 
 
 def check(example: Example, folder: Path, environment: dict[str, str]) -> None:
