@@ -34,6 +34,7 @@ from index_store.store.dtypes import STORED_DTYPES
 from index_store.store.stored_context import Context
 from index_store.store.zarr_io import chunk_path
 from tests.support.memory import load_context, resident_bytes
+from tests.support.service import wait_until
 from tests.support.store import KINDS, RecordedIndex, RecordingLocker, SyntheticContext, synthetic_context
 
 CPU = torch.device("cpu")
@@ -403,4 +404,4 @@ def test_many_threads_under_both_budgets(many: tuple[Store, list[SyntheticContex
             future.result(60)
     assert arena.stats().leases == 0
     arena.clear()
-    assert locker.locked == []
+    wait_until(lambda: locker.locked == [])  # loads that were given up end on their own threads
