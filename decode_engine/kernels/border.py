@@ -18,21 +18,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_KEY_STEP, _HEAD_STEP = -1640531527, 1332534557
+_KEY_STEP, HEAD_STEP = -1640531527, 1332534557
 """2^32 over the golden ratio, and an odd number at random; as int32."""
 _MOST = 1.0 - 2.0**-24
-_LEAST_CUT, _CUT_STEPS, _CUT_MARGIN, _INFINITE = (127 - 29) << 23, 10, 1 << 14, 0x7F800000
+_LEAST_CUT, _CUT_STEPS, _CUT_MARGIN, INFINITE = (127 - 29) << 23, 10, 1 << 14, 0x7F800000
 """Bits of 2^-29 (summed weights are at most 2^4, and less is nothing); halvings of 32 octaves, down to 1/32 of one;
 more than weights of a sample are rounded by, of 2^23 an octave."""
 
 DRAW_STEP = tl.constexpr(_KEY_STEP)
-_HEAD_STEP_C = tl.constexpr(_HEAD_STEP)
+_HEAD_STEP_C = tl.constexpr(HEAD_STEP)
 _MOST_C = tl.constexpr(_MOST)
 _LEAST_CUT_C = tl.constexpr(_LEAST_CUT)
 _CUT_STEPS_C = tl.constexpr(_CUT_STEPS)
 _CUT_WIDTH_C = tl.constexpr(1 << (28 - _CUT_STEPS))
 _CUT_MARGIN_C = tl.constexpr(_CUT_MARGIN)
-_INFINITE_C = tl.constexpr(_INFINITE)
+_INFINITE_C = tl.constexpr(INFINITE)
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def moved_reference(turn: Tensor, turns: int, runs: int, stretch: Tensor) -> Ten
 
 def draw_reference(place: Tensor, head: int) -> Tensor:
     """`draw` of int64 places, int32."""
-    drawn = place.long() * _KEY_STEP + head * _HEAD_STEP
+    drawn = place.long() * _KEY_STEP + head * HEAD_STEP
     return ((drawn + 2**31) % 2**32 - 2**31).to(torch.int32)
 
 
@@ -133,7 +133,7 @@ def cut_reference(weights: Tensor, keep: int, searched: int) -> tuple[int, int, 
     if keep >= searched:
         return -1, -1, torch.zeros((), dtype=torch.int32, device=weights.device)
     if keep <= 0:
-        return _INFINITE, _INFINITE, torch.zeros((), dtype=torch.int32, device=weights.device)
+        return INFINITE, INFINITE, torch.zeros((), dtype=torch.int32, device=weights.device)
     bits = weights.view(torch.int32)
     wanted = torch.tensor(keep / searched * len(bits), dtype=torch.float32)
     cut = _LEAST_CUT

@@ -17,7 +17,7 @@ the least that a step has to read: the coarse copy, and the keys and values atte
 of a plain copy's bandwidth that makes. Before a time is reported, the output is compared with attention to the listed
 keys as they are and to all others as they are coded, and the number of listed keys with the budget.
 
---sweep also times other launch shapes, among them products of 8-bit integers, to stderr.
+--sweep also times other launch shapes to stderr.
 
 One JSON line per figure; the exit code is 1 when a check fails, or when --bars is given and a figure misses its bar.
 """
@@ -177,23 +177,22 @@ class Bench(Steps):
     def neighbours(self) -> list[CoarseShape]:
         shape = self.shape
         tries = [
-            replace(shape, int8_keys=True),
-            replace(shape, int8_values=True),
-            replace(shape, int8_keys=True, int8_values=True),
-            *(replace(shape, warps=warps) for warps in (2, 8)),
-            *(replace(shape, stages=stages) for stages in (1, 2, 4)),
-            *(replace(shape, programs=shape.programs * part // 4) for part in (2, 3, 6, 8)),
-            replace(shape, samplers=shape.samplers // 2),
-            replace(shape, samplers=shape.samplers // 2, runs=shape.runs * 2),
-            replace(shape, samplers=shape.samplers * 2, runs=shape.runs // 2),
+            replace(shape, registers=not shape.registers),
+            *(replace(shape, registers=True, tile=tile) for tile in (16, 64)),
+            *(
+                replace(shape, registers=True, programs=shape.programs * part // 4)
+                for part in (2, 3, 5, 6, 8)
+            ),
+            replace(shape, registers=True, samplers=shape.samplers // 2),
         ]
         return [other for other in dict.fromkeys(tries) if other != shape]
 
     def check(self, layer: int = 0) -> None:
         """Of the first and the last sequence."""
-        memory, lists = self.memory, self.selection.lists
-        lists.counts_RP.fill_(-1)
+        memory = self.memory
+        self.selection.lists.counts_RP.fill_(-1)
         out_BHGD = self.attend(layer)
+        lists = self.selection.lists
         if not bool((lists.counts_RP >= 0).all()):
             raise CheckFailedError("a count was not written")
         listed = int(lists.counts_RP.sum()) / (self.keep * self.rows)

@@ -32,6 +32,7 @@ from decode_engine.kernels.coarse.coded_tiles import (
 )
 from decode_engine.kernels.coarse.search import key_pointers, product_options
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.warp_pass import pass_kernel as pass_alone
 from decode_engine.kernels.fields import (
     KEYS,
     VALUE_CODES,
@@ -232,6 +233,22 @@ def attend_others(
     _launch_pass(q_BHGD, records_BF, sizes, work, None, partials)
 
 
+def attend_all(
+    q_BHGD: Tensor,
+    records_BF: Tensor,
+    sizes: CoarseSizes,
+    work: CoarseWork,
+    lists: KeyLists,
+    partials: Partials,
+) -> None:
+    """A whole step's attention in one launch, into sizes.splits(B * H) slots of `partials`.
+
+    To the keys that the cuts keep, sinks, recent window and tail exactly, to all others by their codes; `lists` gets
+    those that are kept. For sizes in registers and queries, keys and values in bfloat16.
+    """
+    _launch_pass(q_BHGD, records_BF, sizes, work, lists, partials, exact=True)
+
+
 def _launch_pass(
     q_BHGD: Tensor,
     records_BF: Tensor,
@@ -239,10 +256,11 @@ def _launch_pass(
     work: CoarseWork,
     lists: KeyLists | None,
     partials: Partials | None,
+    *,
+    exact: bool = False,
 ) -> None:
     rows = q_BHGD.shape[0] * sizes.kv_heads
-    shape = sizes.shape
-    pass_kernel[(sizes.splits(rows), rows)](
+    arguments = (
         q_BHGD,
         records_BF,
         work.normalisers_RG,
@@ -257,11 +275,27 @@ def _launch_pass(
         sizes.width(rows),
         work.kept_RN.shape[1],
         0 if partials is None else partials.peaks_RSG.shape[1],
+    )
+    parts = {"LIST": lists is not None, "ATTEND": partials is not None}
+    grid = (sizes.splits(rows), rows)
+    if sizes.in_registers:
+        pass_alone[grid](
+            *arguments,
+            **parts,
+            VALUE_BITS=sizes.value_bits,
+            TILE=sizes.shape.tile,
+            EXACT=exact,
+            num_warps=1,
+            **sizes.key_constants_alone(),
+            **chained(q_BHGD.device),
+        )
+        return
+    pass_kernel[grid](
+        *arguments,
+        **parts,
         **sizes.value_constants(),
-        LIST=lists is not None,
-        ATTEND=partials is not None,
-        STAGES=tile_options(q_BHGD.dtype, 0, shape.stages)["STAGES"],
-        num_warps=shape.warps,
+        STAGES=tile_options(q_BHGD.dtype, 0, sizes.shape.stages)["STAGES"],
+        num_warps=sizes.shape.warps,
         **sizes.key_constants(),
         **product_options(q_BHGD),
         **chained(q_BHGD.device),

@@ -1,7 +1,7 @@
 """Kernel that scores a sample of coarse keys, and finds from which weight on keys are kept.
 
 Keys are ranked as `CoarseRows.rank` ranks them: by the sum over a group's heads of the softmax of the estimated
-logits. A row's last program finds the softmaxes' normalisers and the cut (`border`). The sample is scored as the pass
+logits. A second launch finds the softmaxes' normalisers and the cut (`border`). The sample is scored as the pass
 over all keys scores them (`coarse_pass`), so that logits which are tied are tied in both.
 
 Shape legend: as in `coarse.sizes`.
@@ -21,6 +21,7 @@ from decode_engine.kernels.border import moved, store_cut, stretch_of
 from decode_engine.kernels.coarse import sizes as coarse_sizes
 from decode_engine.kernels.coarse.coded_tiles import key_logits, load_queries
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.warp_pass import sample_kernel as sample_alone
 from decode_engine.kernels.fields import (
     KEEP,
     KEY_CODES,
@@ -31,13 +32,15 @@ from decode_engine.kernels.fields import (
     field,
     searched_keys,
 )
-from decode_engine.kernels.launches import arrives_last, chained, wait_for_launch
+from decode_engine.kernels.launches import chained, wait_for_launch
 from index_store.indexes.coarse_rows import scalar_rows
 
 BLOCK = tl.constexpr(scalar_rows.BLOCK)
 RUN = tl.constexpr(coarse_sizes.RUN)
 CHUNKS = 8
 """Parts of a sample whose largest weights stand for themselves alone."""
+_RUNS_ALONE = 2
+"""Runs that one warp scores."""
 
 
 @triton.jit
@@ -59,9 +62,6 @@ def sample_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
     sampled_ptr: tl.tensor,
-    normalisers_ptr: tl.tensor,
-    cuts_ptr: tl.tensor,
-    arrivals_ptr: tl.tensor,
     scale_log2: tl.tensor,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -72,7 +72,6 @@ def sample_kernel(
     INT8_KEYS: tl.constexpr,
     SAMPLERS: tl.constexpr,
     RUNS: tl.constexpr,
-    CHUNKS: tl.constexpr,
     PRECISION: tl.constexpr,
     PACKED: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -103,30 +102,33 @@ def sample_kernel(
             logits = tl.where(there[:, None], logits, float("-inf"))
             at = (row * GROUP + heads)[None, :] * (taken * RUN) + (turn * RUN + tl.arange(0, RUN))[:, None]
             tl.store(sampled_ptr + at, logits, mask=heads[None, :] < GROUP)
-        if arrives_last(arrivals_ptr, row):
-            keep = field(records_ptr, b, KEEP).to(tl.int32)
-            find_cut(
-                sampled_ptr, normalisers_ptr, cuts_ptr, row, end - first, keep, GROUP, CHUNKS, taken * RUN
-            )
 
 
 @triton.jit
-def find_cut(
+def cut_kernel(
+    records_ptr: tl.tensor,
     sampled_ptr: tl.tensor,
     normalisers_ptr: tl.tensor,
     cuts_ptr: tl.tensor,
-    row: tl.tensor,
-    searched: tl.tensor,
-    keep: tl.tensor,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNKS: tl.constexpr,
     SAMPLED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
-    """Estimates the normalisers from the sampled keys, and what a kept key's weight has to reach.
+    """Program row: estimates the normalisers from the sampled keys, and what a kept key's weight has to reach.
 
     A few keys may hold most of a softmax. So each chunk's largest weight stands for itself alone, and its others for
     the keys that were not sampled.
     """
+    wait_for_launch(CHAINED)
+    row = tl.program_id(0)
+    b = row // HEADS
+    first, end = searched_keys(records_ptr, b)
+    searched = end - first
+    if searched <= 0:
+        return
+    keep = field(records_ptr, b, KEEP).to(tl.int32)
     chunk = tl.arange(0, CHUNKS)
     at = chunk[:, None] * (SAMPLED // CHUNKS) + tl.arange(0, SAMPLED // CHUNKS)[None, :]
     total = tl.zeros([CHUNKS, SAMPLED // CHUNKS], tl.float32)
@@ -152,21 +154,43 @@ def find_cuts(q_BHGD: Tensor, records_BF: Tensor, sizes: CoarseSizes, work: Coar
 
     q_BHGD: [B, H, G, d] contiguous, unscaled, fp16, bf16 or float32. records_BF: [B, RECORD_FIELDS] int64.
     """
-    shape = sizes.shape
-    sample_kernel[(shape.samplers, q_BHGD.shape[0] * sizes.kv_heads)](
-        q_BHGD,
+    shape, rows = sizes.shape, q_BHGD.shape[0] * sizes.kv_heads
+    scale = sizes.head_dim**-0.5 * LOG2E
+    if sizes.in_registers:
+        sample_alone[(shape.samplers * shape.runs // _RUNS_ALONE, rows)](
+            q_BHGD,
+            records_BF,
+            work.sampled_RGM,
+            scale,
+            TAKEN=shape.samplers * shape.runs,
+            RUNS=_RUNS_ALONE,
+            num_warps=1,
+            **sizes.key_constants_alone(),
+            **chained(q_BHGD.device),
+        )
+    else:
+        sample_kernel[(shape.samplers, rows)](
+            q_BHGD,
+            records_BF,
+            work.sampled_RGM,
+            scale,
+            SAMPLERS=shape.samplers,
+            RUNS=shape.runs,
+            num_warps=4,
+            **sizes.key_constants(),
+            **product_options(q_BHGD),
+            **chained(q_BHGD.device),
+        )
+    cut_kernel[(rows,)](
         records_BF,
         work.sampled_RGM,
         work.normalisers_RG,
         work.cuts_RX,
-        work.arrivals_R,
-        sizes.head_dim**-0.5 * LOG2E,
-        SAMPLERS=shape.samplers,
-        RUNS=shape.runs,
+        HEADS=sizes.kv_heads,
+        GROUP=sizes.group,
         CHUNKS=CHUNKS,
-        num_warps=4,
-        **sizes.key_constants(),
-        **product_options(q_BHGD),
+        SAMPLED=shape.sampled,
+        num_warps=16,
         **chained(q_BHGD.device),
     )
 

@@ -20,7 +20,11 @@ RUN = 16
 """Consecutive keys of a sample, which share scales and offsets. Keys near each other are alike."""
 
 HEAD_DIMS, MAX_GROUP, MAX_KEYS = (64, 128, 256), HEAD_TILE.value, 2**21
+CHANNELS, MIN_KEYS = 128, 32
+"""Head dimension that kernels in registers take, and keys that a context has at least."""
 
+_COLUMNS = 8
+"""Query rows of a product in registers."""
 _LEAST_CHANNELS, _LEAST_INT8 = 16, 32
 """That a product takes at least, and one of 8-bit integers."""
 
@@ -29,14 +33,18 @@ _LEAST_CHANNELS, _LEAST_INT8 = 16, 32
 class CoarseShape:
     """How the work is cut. Results depend on it by their rounding, and by the sample that the cut comes from.
 
-    programs: that go over copies, of all rows together. warps, stages: of such a program, and blocks of which loads are
-    in flight. samplers, runs: programs per row that score a sample, and runs of keys of each; powers of two. At 1 % 82
-    of 8,192 keys decide how many are kept, which then strays by a ninth; at 0.25 % by a fifth.
+    programs: that go over copies, of all rows together. registers: whether twice as many programs of one warp do, with
+    all that they need in registers (`warp_tiles`), where sizes allow that; tile: keys that such a program holds. warps,
+    stages: of other programs, and blocks of which loads are in flight. samplers, runs: programs per row that score a
+    sample, and runs of keys of each; powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which then strays
+    by a ninth; at 0.25 % by a fifth.
     int8_keys, int8_values: products with the codes of keys, and with those of values, are of 8-bit integers instead of
     numbers of the queries' type.
     """
 
     programs: int = 528
+    registers: bool = False
+    tile: int = 32
     warps: int = 4
     stages: int = 3
     samplers: int = 64
@@ -86,9 +94,16 @@ class CoarseSizes:
         """Of the longest context."""
         return -(-self.max_keys // BLOCK)
 
+    @property
+    def in_registers(self) -> bool:
+        """Whether the kernels of `warp_pass` go over the copies."""
+        coded = {self.key_bits, self.value_bits} <= {2, 4} and self.value_groups == 1
+        return self.shape.registers and coded and self.head_dim == CHANNELS and self.group <= _COLUMNS
+
     def splits(self, rows: int) -> int:
         """S."""
-        return max(1, min(self.blocks, self.shape.programs // rows))
+        programs = self.shape.programs * (2 if self.in_registers else 1)
+        return max(1, min(self.blocks, programs // rows))
 
     def width(self, rows: int) -> int:
         """Keys that one of a row's programs goes over, at most."""
@@ -106,6 +121,10 @@ class CoarseSizes:
             "KEY_BYTES": 1 if int8 else _word_bytes(self.head_dim, self.key_bits, _LEAST_CHANNELS),
             "INT8_KEYS": int8,
         }
+
+    def key_constants_alone(self) -> dict[str, Any]:
+        """What kernels of `warp_pass` are compiled for."""
+        return {"HEADS": self.kv_heads, "GROUP": self.group, "X": _COLUMNS, "KEY_BITS": self.key_bits}
 
     def value_constants(self) -> dict[str, Any]:
         """What kernels that attend to values are compiled for besides."""
@@ -135,10 +154,10 @@ def _per_byte(bits: int) -> int:
 
 def refuse_sizes(group: int, head_dim: int, value_bits: int, value_groups: int, max_keys: int) -> str | None:
     """Why kernels cannot do such sizes; None when they can."""
-    if not 1 <= group <= MAX_GROUP or head_dim not in HEAD_DIMS or not 1 <= max_keys <= MAX_KEYS:
+    if not 1 <= group <= MAX_GROUP or head_dim not in HEAD_DIMS or not MIN_KEYS <= max_keys <= MAX_KEYS:
         return (
             f"group {group}, head dimension {head_dim}, {max_keys} keys; the kernels over coarse rows take groups of "
-            f"1 to {MAX_GROUP}, dimensions {', '.join(map(str, HEAD_DIMS))} and up to {MAX_KEYS} keys"
+            f"1 to {MAX_GROUP}, dimensions {', '.join(map(str, HEAD_DIMS))} and {MIN_KEYS} to {MAX_KEYS} keys"
         )
     if _per_byte(value_bits) % value_groups:
         return (
@@ -154,14 +173,13 @@ class CoarseWork:
 
     sampled_RGM: [R, G, M] float32, sampled keys' logits in units of log2, -inf where the sample has no key.
     normalisers_RG: [R, G] float32, log2 of the sum of all searched keys' weights, estimated. cuts_RX: [R, 3] int32, see
-    `border.store_cut`. arrivals_R: [R] int32: counters, zero between steps. kept_RN: [R, N] uint8, 1 for keys that were
+    `border.store_cut`. kept_RN: [R, N] uint8, 1 for keys that were
     listed; of blocks that hold searched keys.
     """
 
     sampled_RGM: Tensor
     normalisers_RG: Tensor
     cuts_RX: Tensor
-    arrivals_R: Tensor
     kept_RN: Tensor
 
     @classmethod
@@ -172,6 +190,5 @@ class CoarseWork:
             torch.empty(rows, sizes.group, sizes.shape.sampled, device=device),
             torch.empty(rows, sizes.group, device=device),
             torch.empty(rows, 3, dtype=torch.int32, device=device),
-            torch.zeros(rows, dtype=torch.int32, device=device),
             torch.empty(rows, sizes.blocks * BLOCK, dtype=torch.uint8, device=device),
         )

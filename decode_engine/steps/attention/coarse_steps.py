@@ -6,13 +6,15 @@ Shape legend: B rows (sessions) of a batch, H KV heads, G query heads per KV hea
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials
-from decode_engine.kernels.coarse.coarse_pass import attend_others, list_keys
+from decode_engine.kernels.coarse.coarse_pass import attend_all, attend_others, list_keys
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork, coarse_shape, refuse_sizes
 from decode_engine.steps.attention.step_attention import KeySelection, StepPlan, StepRemainder
@@ -55,6 +57,17 @@ class CoarseSelection(KeySelection):
             plan.rows, self.sizes.splits(plan.rows), self.sizes.width(plan.rows), plan.device
         )
         self._partials: Partials | None = None
+
+    @property
+    def attends_alone(self) -> bool:
+        """Whether `attend_all` can do a step's whole attention where keys and values are in device memory."""
+        return self.sizes.in_registers and self.plan.dtype == torch.bfloat16
+
+    def attend_all(self, q_BHGD: Tensor, records_BF: Tensor, counts_RP: Tensor, partials: Partials) -> None:
+        """Searches, and attends to everything that a row attends to; counts_RP gets how many keys each list has."""
+        self.lists = replace(self.lists, counts_RP=counts_RP)
+        find_cuts(q_BHGD, records_BF, self.sizes, self.work)
+        attend_all(q_BHGD, records_BF, self.sizes, self.work, self.lists, partials)
 
     def attend_too(self, partials: Partials) -> None:
         """From now on the launch that lists keys also attends to all others, into the first slots, one per list."""

@@ -59,7 +59,7 @@ class ListedSteps(StepAttention):
     taken out of the clusters afterwards. Where the search compares queries with these very means (Multipole Attention,
     sections 3.1-3.2), one launch does both. Else the remainder's runs beside the search, on a stream of its own.
     One over a coarse copy attends to the keys that were not listed: in the launch that lists the others, or beside what
-    follows it.
+    follows it. Where that launch can do everything else as well (`CoarseSelection.attends_alone`), it does.
     """
 
     selection_types: ClassVar[Mapping[str, type[KeySelection]]] = MappingProxyType(
@@ -80,8 +80,11 @@ class ListedSteps(StepAttention):
         self.selection = self._selection_type(plan.method)(plan)
         sharing = self._sharing_search()
         self._remainder = None if plan.method.drops_remainder else self._make_remainder(sharing is not None)
+        self._alone = sharing if isinstance(sharing, CoarseSelection) and sharing.attends_alone else None
         programs = list_programs(plan.rows, self.selection.lists)
         slots = programs + (0 if self._remainder is None else self._remainder.slots(programs))
+        if self._alone is not None:
+            programs = slots = self._alone.lists.counts_RP.shape[1]
         self._partials = Partials.allocate(plan.rows, slots, plan.group, plan.model.head_dim, plan.device)
         if sharing is not None:
             sharing.attend_too(self._partials)
@@ -122,6 +125,9 @@ class ListedSteps(StepAttention):
         return fields
 
     def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
+        if self._alone is not None:
+            self._alone.attend_all(q_BHGD, records_BF, self._kept_LRX[layer], self._partials)
+            return merge_partials(self._partials, q_BHGD.dtype, self.plan.sink_HG(layer))[0].view_as(q_BHGD)
         q_RGD, scale, remainder = q_BHGD.flatten(0, 1), q_BHGD.shape[3] ** -0.5, self._remainder
         beside = remainder is not None and not remainder.shared
         if remainder is not None and beside and not remainder.follows_search:

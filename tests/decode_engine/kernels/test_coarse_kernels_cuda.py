@@ -27,16 +27,22 @@ pytestmark = ON_GPU
 LONG, SHORT = (60001, 8, 59900, 600), (259, 3, 250, 20)
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("int8", "registers"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
     ("group", "head_dim", "bits", "value_groups"),
     [(4, 128, (4, 4), 1), (4, 128, (2, 2), 1), (8, 128, (3, 3), 1), (3, 64, (4, 4), 1), (16, 256, (4, 4), 2)],
 )
 def test_kernels_find_what_the_references_find(
-    group: int, head_dim: int, bits: tuple[int, int], value_groups: int, apart: bool, int8: bool
+    group: int,
+    head_dim: int,
+    bits: tuple[int, int],
+    value_groups: int,
+    apart: bool,
+    int8: bool,
+    registers: bool,
 ) -> None:
-    shape = coarse_shape(torch.device(DEVICE, 0), 65536)
+    shape = replace(coarse_shape(torch.device(DEVICE, 0), 65536), registers=registers)
     sizes = make_sizes(
         group, head_dim, *bits, value_groups, shape=shape, max_keys=65536, int8=int8, kv_heads=2
     )

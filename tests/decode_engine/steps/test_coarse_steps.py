@@ -203,7 +203,7 @@ def test_the_next_layers_search_has_buffers_of_its_own() -> None:
     ],
 )
 def test_methods_run_where_their_kernels_are(method: Method, expected: str) -> None:
-    manifest = made_up_context(IDENTITY, "float32", method, 20).manifest
+    manifest = made_up_context(IDENTITY, "float32", method, 40).manifest
     found = step_attention_for(method, manifest)
     assert expected in (found if isinstance(found, str) else found.__name__)
     if expected == "ListedSteps":

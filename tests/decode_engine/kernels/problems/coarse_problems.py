@@ -87,7 +87,6 @@ class Searched:
         list_keys(q_BHGD, records_BF, sizes, self.work, self.lists, None if apart else self.partials)
         if apart:
             attend_others(q_BHGD, records_BF, sizes, self.work, self.partials)
-        assert not self.work.arrivals_R.any()
         self.out_RGD, self.lse_RG = merge_partials(self.partials)
 
 

@@ -1,0 +1,403 @@
+"""The kernels of `search` and `coarse_pass` for one warp each, where tensor cores and registers suffice (`warp_tiles`).
+
+They do what those do, by the same sample and the same cut, with results that differ by rounding. A program is one warp:
+it waits for nobody, and what it reads next is on its way while it works.
+
+Shape legend: as in `coarse.sizes`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from decode_engine.kernels import border, records
+from decode_engine.kernels.coarse import sizes as coarse_sizes
+from decode_engine.kernels.coarse import warp_rows
+from decode_engine.kernels.coarse.warp_rows import attend_rows
+from decode_engine.kernels.coarse.warp_tiles import (
+    OF_KEYS,
+    OF_ROWS,
+    RESULT,
+    add_values,
+    as_right,
+    fold,
+    key_of,
+    list_keys,
+    load_key_numbers,
+    load_key_words,
+    load_queries,
+    load_value_words,
+    multiply_keys,
+    no_values_yet,
+    store_sums,
+    without_lifts,
+)
+from index_store.indexes.coarse_rows import scalar_rows
+
+_FIELDS = gl.constexpr(records.RECORD_FIELDS)
+_KEYS, _FIRST, _END, _TAIL_KEYS, _KV, _TAIL = (
+    gl.constexpr(field)
+    for field in (records.KEYS, records.FIRST, records.END, records.TAIL_KEYS, records.KV, records.TAIL)
+)
+_KEY_CODES, _KEY_SCALES, _KEY_OFFSETS = (
+    gl.constexpr(field) for field in (records.KEY_CODES, records.KEY_SCALES, records.KEY_OFFSETS)
+)
+_VALUE_CODES, _VALUE_SCALES, _VALUE_OFFSETS = (
+    gl.constexpr(field) for field in (records.VALUE_CODES, records.VALUE_SCALES, records.VALUE_OFFSETS)
+)
+_BLOCK = gl.constexpr(scalar_rows.BLOCK)
+_RUN = gl.constexpr(coarse_sizes.RUN)
+_DRAW_STEP = gl.constexpr(border.DRAW_STEP.value)
+_HEAD_STEP = gl.constexpr(border.HEAD_STEP)
+_INFINITE = gl.constexpr(border.INFINITE)
+_ROWS_TILE = gl.constexpr(warp_rows.TILE)
+
+
+@gluon.jit
+def wait_for_launch(CHAINED: gl.constexpr) -> None:
+    """As `launches.wait_for_launch`."""
+    if CHAINED:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def number(records_ptr: gl.tensor, b: gl.tensor, FIELD: gl.constexpr) -> gl.tensor:
+    return gl.load(records_ptr + b * _FIELDS + FIELD)
+
+
+@gluon.jit
+def pointer(
+    records_ptr: gl.tensor, b: gl.tensor, offset: gl.tensor, FIELD: gl.constexpr, ELEMENT: gl.constexpr
+) -> gl.tensor:
+    """To what lies `offset` elements behind an address of the record that is a multiple of 16."""
+    return gl.multiple_of(number(records_ptr, b, FIELD).to(gl.pointer_type(ELEMENT)), 16) + offset
+
+
+@gluon.jit
+def key_pointers(
+    records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor, W: gl.constexpr
+) -> gl.tensor:
+    """As `search.key_pointers`, codes in words."""
+    blocks = (keys + _BLOCK - 1) // _BLOCK
+    return (
+        pointer(records_ptr, b, head * keys * W, _KEY_CODES, gl.int32),
+        pointer(records_ptr, b, head * blocks * 128, _KEY_SCALES, gl.float16),
+        pointer(records_ptr, b, head * blocks * 128, _KEY_OFFSETS, gl.float16),
+    )
+
+
+@gluon.jit
+def sample_kernel(
+    q_ptr: gl.tensor,
+    records_ptr: gl.tensor,
+    sampled_ptr: gl.tensor,
+    scale_log2: gl.tensor,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    X: gl.constexpr,
+    KEY_BITS: gl.constexpr,
+    TAKEN: gl.constexpr,
+    RUNS: gl.constexpr,
+    CHAINED: gl.constexpr,
+) -> None:
+    """Program (s, row): RUNS of the TAKEN runs of keys that are sampled, as in `search.sample_kernel`."""
+    W: gl.constexpr = 4 * KEY_BITS
+    wait_for_launch(CHAINED)
+    row = gl.program_id(1)
+    b, head = row // HEADS, row % HEADS
+    first = number(records_ptr, b, _FIRST).to(gl.int32)
+    end = number(records_ptr, b, _END).to(gl.int32)
+    keys = number(records_ptr, b, _KEYS)
+    if end > first:
+        codes_ptr, scales_ptr, offsets_ptr = key_pointers(records_ptr, b, head, keys, W)
+        queries, units = load_queries(q_ptr, row, X, GROUP, KEY_BITS)
+        units = units * scale_log2
+        n = gl.arange(0, X, layout=OF_ROWS)
+        inner = key_of(gl.arange(0, _RUN, layout=OF_KEYS), _RUN)
+        base = first // _RUN * _RUN
+        runs = (end - base + _RUN - 1) // _RUN
+        for i in gl.static_range(RUNS):
+            turn = gl.program_id(0) * RUNS + i
+            stretch = (turn * 64 // TAKEN) * 27 % 64
+            moved = (turn.to(gl.int64) * runs // TAKEN).to(gl.int32) + (stretch * (runs // TAKEN) >> 6)
+            run = base + gl.where(runs > TAKEN, moved, turn) * _RUN
+            block = gl.minimum(run, end - 1) // _BLOCK
+            folded, added = fold(queries, scales_ptr + block * 128, offsets_ptr + block * 128, X, KEY_BITS)
+            # A context's last keys are loaded with some before them, of places that do not count.
+            begin = gl.minimum(run, keys.to(gl.int32) - _RUN)
+            words = load_key_words(codes_ptr, begin, _RUN, W)
+            products = multiply_keys(words, folded, _RUN, X, KEY_BITS)
+            key = begin + inner
+            there = (key >= gl.maximum(first, run)) & (key < end)
+            logits = gl.fma(products, gl.expand_dims(units, 0), gl.expand_dims(added * units, 0))
+            logits = gl.where(gl.expand_dims(there, 1), logits, float("-inf"))
+            place = turn * _RUN + ((key - run) & (_RUN - 1))
+            at = gl.expand_dims((row * GROUP + n) * (TAKEN * _RUN), 0) + gl.expand_dims(place, 1)
+            gl.store(
+                sampled_ptr + at, logits, mask=gl.expand_dims(n < GROUP, 0) & gl.expand_dims(key >= 0, 1)
+            )
+
+
+@gluon.jit
+def movable_cut(cuts_ptr: gl.tensor, row: gl.tensor) -> gl.tensor:
+    """A row's cut (`border.load_cut`) in units in which it is about an eighth, and log2 of how many these are of one.
+
+    Weights are multiplied as float16 numbers. A power of two: the bits of weights and cuts move alike.
+    """
+    least = gl.load(cuts_ptr + row * 3, cache_modifier=".cg")
+    above = gl.load(cuts_ptr + row * 3 + 1, cache_modifier=".cg")
+    draws = gl.load(cuts_ptr + row * 3 + 2, cache_modifier=".cg")
+    bounded = (above > 0) & (above < _INFINITE)
+    shift = gl.where(bounded, 124 - (above >> 23), 0)
+    least = gl.where(bounded & (least >= 0), least + (shift << 23), least)
+    return least, gl.where(bounded, above + (shift << 23), above), draws, shift.to(gl.float32)
+
+
+@gluon.jit
+def share_of_blocks(first: gl.tensor, end: gl.tensor) -> gl.tensor:
+    """As `coarse_pass.share_of_blocks`."""
+    base = first // _BLOCK
+    stop = gl.where(end > first, (end + _BLOCK - 1) // _BLOCK, base)
+    share = (stop - base + gl.num_programs(0) - 1) // gl.num_programs(0)
+    begin = base + gl.program_id(0) * share
+    return begin, gl.minimum(begin + share, stop)
+
+
+@gluon.jit
+def kept_keys(
+    weights: gl.tensor,
+    key: gl.tensor,
+    head: gl.tensor,
+    searched: gl.tensor,
+    least: gl.tensor,
+    above: gl.tensor,
+    draws: gl.tensor,
+) -> gl.tensor:
+    """Which keys a cut keeps, as `border.passes` decides, int32."""
+    together = gl.sum(weights, 1).to(gl.int32, bitcast=True)
+    drawn = key * _DRAW_STEP + head * _HEAD_STEP
+    return ((together >= gl.where(drawn < draws, least, above)) & searched).to(gl.int32)
+
+
+@gluon.jit
+def exact_share(
+    q_ptr: gl.tensor,
+    records_ptr: gl.tensor,
+    ids_ptr: gl.tensor,
+    row: gl.tensor,
+    b: gl.tensor,
+    head: gl.tensor,
+    listed: gl.tensor,
+    sums: gl.tensor,
+    total: gl.tensor,
+    peaks: gl.tensor,
+    scale_log2: gl.tensor,
+    X: gl.constexpr,
+    GROUP: gl.constexpr,
+    BITS: gl.constexpr,
+) -> gl.tensor:
+    """Adds exact attention to a program's listed keys, and to its share of what is always attended."""
+    element: gl.constexpr = q_ptr.dtype.element_ty
+    first = number(records_ptr, b, _FIRST).to(gl.int32)
+    end = number(records_ptr, b, _END).to(gl.int32)
+    in_context = first + gl.maximum(number(records_ptr, b, _KEYS).to(gl.int32) - end, 0)
+    entries = in_context + number(records_ptr, b, _TAIL_KEYS).to(gl.int32)
+    tiles = (entries + _ROWS_TILE - 1) // _ROWS_TILE
+    share = (tiles + gl.num_programs(0) - 1) // gl.num_programs(0) * _ROWS_TILE
+    always = gl.minimum(gl.program_id(0) * share, entries)
+    stop = gl.minimum(always + share, entries)
+    context = number(records_ptr, b, _KV) + head * number(records_ptr, b, _KV + 1)
+    tail = number(records_ptr, b, _TAIL) + head * number(records_ptr, b, _TAIL + 1)
+    # Found in units of 16 bytes, so that loads are known to be aligned.
+    to_tail = (tail - context) // 16 * (128 // element.primitive_bitwidth)
+    rows_ptr = gl.multiple_of(context.to(gl.pointer_type(element)), 16)
+    return attend_rows(
+        q_ptr, rows_ptr, ids_ptr, row, listed, first, end, always, stop, in_context, to_tail, sums, total, peaks,
+        scale_log2, X, GROUP, BITS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def see_stores() -> None:
+    """Lets all lanes of the warp see what each has stored."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def value_pointers(
+    records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor, W: gl.constexpr
+) -> gl.tensor:
+    """As `coarse_pass.value_pointers`, codes in words."""
+    return (
+        pointer(records_ptr, b, head * keys * W, _VALUE_CODES, gl.int32),
+        pointer(records_ptr, b, head * keys, _VALUE_SCALES, gl.float16),
+        pointer(records_ptr, b, head * keys, _VALUE_OFFSETS, gl.float16),
+    )
+
+
+@gluon.jit
+def load_values(ptrs: gl.tensor, base: gl.tensor, T: gl.constexpr, W: gl.constexpr) -> gl.tensor:
+    """Words, scales and offsets of T values."""
+    return (
+        load_value_words(ptrs[0], base, T, W),
+        load_key_numbers(ptrs[1], base, T),
+        load_key_numbers(ptrs[2], base, T),
+    )
+
+
+@gluon.jit
+def reference_weights(
+    normalisers_ptr: gl.tensor,
+    row: gl.tensor,
+    shift: gl.tensor,
+    searches: gl.tensor,
+    X: gl.constexpr,
+    GROUP: gl.constexpr,
+) -> gl.tensor:
+    """What weights are relative to, [X] in units of log2: no peak has to be found among coded keys.
+
+    -inf where nothing is searched, and inf for rows that only pad the tile, which weigh nothing.
+    """
+    n = gl.arange(0, X, layout=OF_ROWS)
+    at = normalisers_ptr + row * GROUP + n
+    # Past the first-level cache, as cuts are.
+    normalisers = gl.load(at, mask=n < GROUP, other=float("inf"), cache_modifier=".cg")
+    return gl.where(searches, normalisers - shift, float("-inf"))
+
+
+@gluon.jit
+def nothing_yet(T: gl.constexpr, X: gl.constexpr) -> gl.tensor:
+    """What `attend_tile` adds to: sums of planes and of weights that lift them; what adds to all channels, weights."""
+    sums, lifts = no_values_yet(X)
+    zero = gl.full([T, X], 0.0, gl.float32, layout=RESULT)
+    return sums, lifts, zero, zero
+
+
+@gluon.jit
+def attend_tile(
+    attended: gl.tensor,
+    weights: gl.tensor,
+    values: gl.tensor,
+    T: gl.constexpr,
+    X: gl.constexpr,
+    BITS: gl.constexpr,
+) -> gl.tensor:
+    """Adds a tile of values by weights [T, X], 0 for keys that do not count."""
+    sums, lifts, evens, totals = attended
+    words, steps, starts = values
+    evens = gl.fma(weights, gl.expand_dims(starts, 1), evens)
+    scaled = as_right((weights * gl.expand_dims(steps, 1)).to(gl.float16), T, X)
+    sums, lifts = add_values(sums, lifts, words, scaled, T, BITS)
+    return sums, lifts, evens, totals + weights
+
+
+@gluon.jit
+def attention_of(attended: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
+    """Sums of values by planes, and of weights [X]."""
+    sums, lifts, evens, totals = attended
+    return without_lifts(sums, lifts, gl.sum(evens, 0), BITS), gl.sum(totals, 0)
+
+
+@gluon.jit(do_not_specialize=["width", "room", "slots"])
+def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
+    q_ptr: gl.tensor,
+    records_ptr: gl.tensor,
+    normalisers_ptr: gl.tensor,
+    cuts_ptr: gl.tensor,
+    kept_ptr: gl.tensor,
+    ids_ptr: gl.tensor,
+    counts_ptr: gl.tensor,
+    sums_ptr: gl.tensor,
+    peaks_ptr: gl.tensor,
+    totals_ptr: gl.tensor,
+    scale_log2: gl.tensor,
+    width: gl.tensor,
+    room: gl.tensor,
+    slots: gl.tensor,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    X: gl.constexpr,
+    KEY_BITS: gl.constexpr,
+    VALUE_BITS: gl.constexpr,
+    TILE: gl.constexpr,
+    LIST: gl.constexpr,
+    ATTEND: gl.constexpr,
+    EXACT: gl.constexpr,
+    CHAINED: gl.constexpr,
+) -> None:
+    """Program (split, row): a share of the row's blocks, as in `coarse_pass.pass_kernel`.
+
+    EXACT, with LIST and ATTEND: attends to the listed keys, too, and to a share of sinks, recent window and tail.
+    """
+    wait_for_launch(CHAINED)
+    row = gl.program_id(1)
+    b, head = row // HEADS, row % HEADS
+    first = number(records_ptr, b, _FIRST).to(gl.int32)
+    end = number(records_ptr, b, _END).to(gl.int32)
+    keys = number(records_ptr, b, _KEYS)
+    codes_ptr, scales_ptr, offsets_ptr = key_pointers(records_ptr, b, head, keys, 4 * KEY_BITS)
+    values_ptrs = value_pointers(records_ptr, b, head, keys, 4 * VALUE_BITS)
+    queries, units = load_queries(q_ptr, row, X, GROUP, KEY_BITS)
+    units = units * scale_log2
+    least, above, draws, shift = movable_cut(cuts_ptr, row)
+    peaks = reference_weights(normalisers_ptr, row, shift, end > first, X, GROUP)
+    first_block, stop = share_of_blocks(first, end)
+    place = row.to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
+    kept_ptr += row.to(gl.int64) * room
+    inner = key_of(gl.arange(0, TILE, layout=OF_KEYS), TILE)
+    # A context's last keys are loaded with some before them, which do not count.
+    last = gl.minimum(stop * _BLOCK, keys.to(gl.int32)) - TILE
+    attended = nothing_yet(TILE, X)
+    count = gl.full([8], 0, gl.int32, layout=OF_KEYS)
+    if stop > first_block:
+        begin = gl.minimum(first_block * _BLOCK, last)
+        words = load_key_words(codes_ptr, begin, TILE, 4 * KEY_BITS)
+        if ATTEND:
+            values = load_values(values_ptrs, begin, TILE, 4 * VALUE_BITS)
+        for block in range(first_block, stop):
+            folded, added = fold(queries, scales_ptr + block * 128, offsets_ptr + block * 128, X, KEY_BITS)
+            bottom = gl.fma(added, units, 0.0 - peaks)
+            for part in range(0, _BLOCK, TILE):
+                tile = block * _BLOCK + part
+                key = gl.minimum(tile, last) + inner
+                ahead = gl.minimum(tile + TILE, last)
+                next_words = load_key_words(codes_ptr, ahead, TILE, 4 * KEY_BITS)
+                products = multiply_keys(words, folded, TILE, X, KEY_BITS)
+                words = next_words
+                weights = gl.exp2(gl.fma(products, gl.expand_dims(units, 0), gl.expand_dims(bottom, 0)))
+                searched = (key >= gl.maximum(first, tile)) & (key < end)
+                if LIST:
+                    kept = kept_keys(weights, key, head, searched, least, above, draws)
+                    if not ATTEND:
+                        gl.store(kept_ptr + key, kept.to(gl.uint8), mask=key >= tile)
+                    count = list_keys(ids_ptr + place * width, count, kept, key, TILE)
+                else:
+                    kept = gl.load(kept_ptr + key, cache_modifier=".cg").to(gl.int32)
+                if ATTEND:
+                    weights = gl.where(gl.expand_dims(searched & (kept == 0), 1), weights, 0.0)
+                    current = values
+                    values = load_values(values_ptrs, ahead, TILE, 4 * VALUE_BITS)
+                    attended = attend_tile(attended, weights, current, TILE, X, VALUE_BITS)
+    if LIST:
+        gl.store(counts_ptr + place, gl.max(count, 0))
+    if ATTEND:
+        sums, total = attention_of(attended, VALUE_BITS)
+        if EXACT:
+            see_stores()
+            sums, total, peaks = exact_share(
+                q_ptr, records_ptr, ids_ptr + place * width, row, b, head, gl.max(count, 0), sums, total, peaks,
+                scale_log2, X, GROUP, VALUE_BITS,
+            )  # fmt: skip
+        n = gl.arange(0, X, layout=OF_ROWS)
+        at = (row.to(gl.int64) * slots + gl.program_id(0)) * GROUP + n
+        gl.store(peaks_ptr + at, gl.where(total > 0, peaks, float("-inf")), mask=n < GROUP)
+        gl.store(totals_ptr + at, total, mask=n < GROUP)
+        store_sums(sums_ptr, sums, at, (n < GROUP) & (total > 0), VALUE_BITS)

@@ -1,0 +1,401 @@
+"""Tiles of coded keys and values in the registers of one warp, and products with them on tensor cores.
+
+Codes are loaded in the very layout in which the tensor cores take their operands, and unpacked there, two at a time: a
+shift and a mask each, joined with the bits of 1024, which makes float16 numbers 1024 + f * code with f a power of two.
+Nothing goes through shared memory, and a warp waits for nobody else. These functions know codes of 4 and 2 bits, in
+heads of 128 channels, as `index_store.indexes.coarse_rows.packing` packs them.
+
+A row of codes is W words of 32 bits. Operands take 16 columns (of keys) or rows (of values) at a time, the channels of
+one of 8 planes: which these are follows from the bits of a lane's words, and only `load_queries`, `load_channels` and
+`store_sums` say it.
+
+Scales and offsets of keys fold into the queries and into one number for each query row, those of values into the
+weights, as in `coded_tiles`. What 1024 adds is taken off by products with the very numbers that were rounded.
+
+Shape legend: T keys of a tile, X query rows, a multiple of 8; W words of a row of codes.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+CHANNELS = 128
+PLANES = 8
+LIFT = 1024.0
+_BLOCK = 128
+
+_PRODUCT = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
+RESULT = gl.constexpr(_PRODUCT)
+LEFT = gl.constexpr(gl.DotOperandLayout(0, _PRODUCT, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, _PRODUCT, 2))
+OF_KEYS = gl.constexpr(gl.SliceLayout(1, _PRODUCT))
+"""Of numbers of a tile's keys, [T], beside a result [T, X]."""
+OF_ROWS = gl.constexpr(gl.SliceLayout(0, _PRODUCT))
+"""Of numbers of query rows, [X], beside a result [T, X] or [16, X]."""
+
+_CHANNELS_4 = gl.constexpr(
+    gl.DistributedLinearLayout([[1], [2], [4], [8], [64]], [[16], [32], [0], [0], [0]], [], [], [CHANNELS])
+)
+_CHANNELS_2 = gl.constexpr(
+    gl.DistributedLinearLayout([[1], [2], [4], [32], [64]], [[8], [16], [0], [0], [0]], [], [], [CHANNELS])
+)
+_PLANES_C, _LIFT_C = gl.constexpr(PLANES), gl.constexpr(LIFT)
+
+
+def _lifted(bits: int, source: str, first: int) -> str:
+    """PTX that makes pairs of numbers of all codes in both halves of a register."""
+    shift, lines = 0, []
+    # Codes of 4 bits fit below the tenth bit from two places, those of 2 bits from five.
+    reach = 8 if bits == 4 else 10
+    for number, at in enumerate(range(0, 16, bits)):
+        if at >= reach and not shift:
+            shift = reach
+            lines.append(f"shr.b32 t, {source}, {shift};")
+        mask = ((1 << bits) - 1) << (at - shift)
+        taken = "t" if shift else source
+        lines.append(f"lop3.b32 ${first + number}, {taken}, 0x{mask * 0x00010001:08x}, 0x64006400, 0xea;")
+    return " ".join(lines)
+
+
+def _unpack_keys(bits: int) -> str:
+    """PTX over two words of a key."""
+    codes = 16 // bits
+    words = (_lifted(bits, f"${2 * codes + word}", word * codes) for word in range(2))
+    return "{ .reg .b32 t; " + " ".join(words) + " }"
+
+
+def _unpack_values(bits: int) -> str:
+    """PTX over the same word of two keys."""
+    codes = 16 // bits
+    first, second = f"${2 * codes}", f"${2 * codes + 1}"
+    halves = (
+        f"prmt.b32 x, {first}, {second}, 0x{selected}; {_lifted(bits, 'x', half * codes)}"
+        for half, selected in enumerate(("5410", "7632"))
+    )
+    return "{ .reg .b32 t; .reg .b32 x; " + " ".join(halves) + " }"
+
+
+_KEYS_4, _KEYS_2 = gl.constexpr(_unpack_keys(4)), gl.constexpr(_unpack_keys(2))
+_VALUES_4, _VALUES_2 = gl.constexpr(_unpack_values(4)), gl.constexpr(_unpack_values(2))
+_REGISTERS_8 = gl.constexpr("=r," * 8 + "r,r")
+_REGISTERS_16 = gl.constexpr("=r," * 16 + "r,r")
+
+
+@gluon.constexpr_function
+def exponent_of(plane: int, BITS: int) -> int:
+    """log2 of the f that codes of a plane are multiplied with."""
+    at = plane % (16 // BITS) * BITS
+    reach = 8 if BITS == 4 else 10
+    return at if at < reach else at - reach
+
+
+@gluon.constexpr_function
+def part_of_one(exponent: int) -> float:
+    return 2.0**-exponent
+
+
+@gluon.constexpr_function
+def scaling(exponent: int) -> str:
+    if exponent == 0:
+        return "mul.f16x2 $0, $1, $2;"
+    factor = ((15 - exponent) << 10) * 0x00010001
+    return (
+        f"{{ .reg .b32 t; .reg .b32 c; mov.b32 c, 0x{factor:08x}; mul.f16x2 t, $1, $2; mul.f16x2 $0, t, c; }}"
+    )
+
+
+@gluon.constexpr_function
+def key_registers(T: int) -> list[int]:
+    """Bases of the registers that tell the keys of one column apart: 8, 16, ... of a tile's rows."""
+    bases, base = [], 8
+    while base < T:
+        bases.append(base)
+        base *= 2
+    return bases
+
+
+@gluon.constexpr_function
+def value_layout(T: int, W: int, keys_first: bool) -> gl.DistributedLinearLayout:
+    """Of words of values [T, W]: a lane has the words of four keys that it needs, of each 8."""
+    words, lanes = ([[0, 1]], [[0, 2], [0, 4], [0, 8]]) if W == 16 else ([], [[0, 1], [0, 2], [0, 4]])
+    pair = [[1, 0]]
+    registers = (pair + words if keys_first else words + pair) + [[base, 0] for base in key_registers(T)]
+    return gl.DistributedLinearLayout(registers, [[2, 0], [4, 0], *lanes], [], [], [T, W])
+
+
+@gluon.constexpr_function
+def number_layout(T: int) -> gl.DistributedLinearLayout:
+    """Of numbers of keys as they lie, [T]: a lane has neighbours."""
+    registers, base = [], 1
+    while base < T // 8:
+        registers.append([base])
+        base *= 2
+    return gl.DistributedLinearLayout(registers, [[0], [0], [T // 8], [T // 4], [T // 2]], [], [], [T])
+
+
+@gluon.jit
+def key_of(row: gl.tensor, T: gl.constexpr) -> gl.tensor:
+    """Which of T consecutive keys a tile's row is: a lane's rows are neighbours, whose numbers it loads together."""
+    return row % 8 * (T // 8) + row // 8
+
+
+@gluon.jit
+def load_queries(
+    q_ptr: gl.tensor, row: gl.tensor, X: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr
+) -> gl.tensor:
+    """Queries [16, X] float16 of the planes of keys, up to 16, and what one is, [X] float32 as OF_ROWS."""
+    a = gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT))
+    n = gl.arange(0, X, layout=gl.SliceLayout(0, RIGHT))
+    a0, a1, a2, a3 = a & 1, (a >> 1) & 1, (a >> 2) & 1, a >> 3
+    loaded: gl.tensor = ()
+    peaks = gl.full([16, X], 1e-30, gl.float32, layout=RIGHT)
+    for plane in gl.static_range(_PLANES_C):
+        if BITS == 4:
+            channel = (
+                ((plane >> 1) & 1) + 2 * a0 + 4 * (plane >> 2) + 8 * a3 + 16 * a1 + 32 * a2 + 64 * (plane & 1)
+            )
+        else:
+            channel = (plane >> 2) + 2 * a0 + 4 * a3 + 8 * a1 + 16 * a2 + 32 * (plane & 3)
+        at = gl.expand_dims((row * GROUP + n) * 128, 0) + gl.expand_dims(channel, 1)
+        there = gl.expand_dims(n < GROUP, 0) & gl.expand_dims(channel >= 0, 1)
+        loaded += (gl.load(q_ptr + at, mask=there, other=0.0).to(gl.float32),)
+        peaks = gl.maximum(peaks, gl.abs(loaded[plane]))
+    units = gl.max(peaks, 0) * 0.0625
+    queries: gl.tensor = ()
+    for plane in gl.static_range(_PLANES_C):
+        queries += ((loaded[plane] / gl.expand_dims(units, 0)).to(gl.float16),)
+    return queries, gl.convert_layout(units, OF_ROWS)
+
+
+@gluon.jit
+def load_channels(ptr: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
+    """Float16 numbers of all channels, [16] for every plane of keys."""
+    if BITS == 4:
+        loaded = gl.load(ptr + gl.arange(0, 128, layout=_CHANNELS_4))
+        bits = gl.permute(gl.reshape(loaded, [2, 2, 2, 2, 2, 2, 2]), [3, 1, 2, 5, 4, 6, 0])
+    else:
+        loaded = gl.load(ptr + gl.arange(0, 128, layout=_CHANNELS_2))
+        bits = gl.permute(gl.reshape(loaded, [2, 2, 2, 2, 2, 2, 2]), [4, 2, 3, 5, 6, 0, 1])
+    all_planes = gl.reshape(bits, [16, 2, 2, 2])
+    planes: gl.tensor = ()
+    for plane in gl.static_range(_PLANES_C):
+        halves = gl.split(all_planes)
+        quarters = gl.split(halves[plane & 1])
+        planes += (gl.split(quarters[(plane >> 1) & 1])[plane >> 2],)
+    return planes
+
+
+@gluon.jit
+def scaled(query: gl.tensor, step: gl.tensor, ASM: gl.constexpr) -> gl.tensor:
+    return gl.inline_asm_elementwise(ASM, "=r,r,r", [query, step], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def fold(
+    queries: gl.tensor, scales_ptr: gl.tensor, offsets_ptr: gl.tensor, X: gl.constexpr, BITS: gl.constexpr
+) -> gl.tensor:
+    """Queries times a block's scales, by planes, and what offsets and lifts add to all logits of the block, [X]."""
+    scales = load_channels(scales_ptr, BITS)
+    offsets = load_channels(offsets_ptr, BITS)
+    lift = gl.full([16, 16], -_LIFT_C, gl.float16, layout=LEFT)
+    sixteen = gl.full([16, 16], 0.0, gl.float16, layout=LEFT)
+    added = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
+    lifted = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
+    folded: gl.tensor = ()
+    for plane in gl.static_range(_PLANES_C):
+        step = gl.convert_layout(scales[plane], gl.SliceLayout(1, RIGHT), assert_trivial=True)
+        query, step = gl.broadcast(queries[plane], gl.expand_dims(step, 1))
+        folded += (scaled(query, step, scaling(exponent_of(plane, BITS))),)
+        offset = gl.convert_layout(offsets[plane], gl.SliceLayout(0, LEFT), assert_trivial=True)
+        _, offset = gl.broadcast(
+            sixteen, gl.expand_dims(offset, 0)
+        )  # in all rows, so that all lanes get sums
+        added = mma_v2(offset, queries[plane], added)
+        lifted = mma_v2(lift, folded[plane], lifted)
+    return folded, gl.max(added + lifted, 0)
+
+
+@gluon.jit
+def load_key_words(ptr: gl.tensor, base: gl.tensor, T: gl.constexpr, W: gl.constexpr) -> gl.tensor:
+    """Words [T, W] of T keys from `base` on."""
+    LANES: gl.constexpr = gl.BlockedLayout([1, W // 4], [8, 4], [1, 1], [1, 0])
+    key = key_of(gl.arange(0, T, layout=gl.SliceLayout(1, LANES)), T)
+    word = gl.arange(0, W, layout=gl.SliceLayout(0, LANES))
+    ptr = gl.multiple_of(ptr + base.to(gl.int64) * W, 8)
+    return gl.load(ptr + (gl.expand_dims(key * W, 1) + gl.expand_dims(word, 0)))
+
+
+@gluon.jit
+def multiply_keys(
+    words: gl.tensor, folded: gl.tensor, T: gl.constexpr, X: gl.constexpr, BITS: gl.constexpr
+) -> gl.tensor:
+    """Products [T, X] of keys, as words, with folded queries."""
+    products = gl.full([T, X], 0.0, gl.float32, layout=RESULT)
+    if BITS == 4:
+        parts = gl.inline_asm_elementwise(
+            _KEYS_4, _REGISTERS_8, [words], dtype=(gl.float16,) * 8, is_pure=True, pack=2
+        )
+        for plane in gl.static_range(_PLANES_C):
+            bits = gl.permute(gl.reshape(parts[plane], [T, 2, 2, 2, 2]), [0, 3, 1, 2, 4])
+            keys = gl.convert_layout(gl.reshape(bits, [T, 16]), LEFT, assert_trivial=True)
+            products = mma_v2(keys, folded[plane], products)
+    else:
+        parts = gl.inline_asm_elementwise(
+            _KEYS_2, _REGISTERS_16, [words], dtype=(gl.float16,) * 16, is_pure=True, pack=2
+        )
+        for plane in gl.static_range(_PLANES_C):
+            both = gl.permute(gl.join(parts[plane], parts[plane + 8]), [0, 2, 1])
+            keys = gl.convert_layout(gl.reshape(both, [T, 16]), LEFT, assert_trivial=True)
+            products = mma_v2(keys, folded[plane], products)
+    return products
+
+
+@gluon.jit
+def load_key_numbers(ptr: gl.tensor, base: gl.tensor, T: gl.constexpr) -> gl.tensor:
+    """Float16 numbers of T keys from `base` on, [T] float32 as OF_KEYS."""
+    at = gl.arange(0, T, layout=number_layout(T))
+    numbers = gl.load(ptr + base.to(gl.int64) + at).to(gl.float32)
+    rows = gl.permute(gl.reshape(numbers, [8, T // 8]), [1, 0])
+    return gl.convert_layout(gl.reshape(rows, [T]), OF_KEYS, assert_trivial=True)
+
+
+@gluon.jit
+def load_value_words(ptr: gl.tensor, base: gl.tensor, T: gl.constexpr, W: gl.constexpr) -> gl.tensor:
+    """Words [T, W] of T values from `base` on."""
+    LANES: gl.constexpr = value_layout(T, W, False)
+    key = key_of(gl.arange(0, T, layout=gl.SliceLayout(1, LANES)), T)
+    word = gl.arange(0, W, layout=gl.SliceLayout(0, LANES))
+    ptr = gl.multiple_of(ptr + base.to(gl.int64) * W, 8)
+    return gl.load(ptr + (gl.expand_dims(key * W, 1) + gl.expand_dims(word, 0)))
+
+
+@gluon.jit
+def as_right(weights: gl.tensor, T: gl.constexpr, X: gl.constexpr) -> gl.tensor:
+    """Weights [T, X] of 16 bits in a result's layout, as the right operand."""
+    blocks = gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+        "=r,r",
+        [weights],
+        dtype=weights.dtype,
+        is_pure=True,
+        pack=2,
+    )
+    turned = gl.permute(gl.reshape(blocks, [T // 8, 8, X // 8, 8]), [0, 3, 2, 1])
+    return gl.convert_layout(gl.reshape(turned, [T, X]), RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def no_values_yet(X: gl.constexpr) -> gl.tensor:
+    """Sums of planes [16, X], before the first tile, and of what lifts them."""
+    zero = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
+    sums: gl.tensor = ()
+    for _ in gl.static_range(_PLANES_C):
+        sums += (zero,)
+    return sums, zero
+
+
+@gluon.jit
+def add_values(
+    sums: gl.tensor,
+    lifts: gl.tensor,
+    words: gl.tensor,
+    weights: gl.tensor,
+    T: gl.constexpr,
+    BITS: gl.constexpr,
+) -> gl.tensor:
+    """Adds values, as words, by weights, a right operand [T, X]; and the weights themselves."""
+    PAIRS: gl.constexpr = value_layout(T, 4 * BITS, True)
+    pairs = gl.convert_layout(words, PAIRS)
+    new: gl.tensor = ()
+    if BITS == 4:
+        parts = gl.inline_asm_elementwise(
+            _VALUES_4, _REGISTERS_8, [pairs], dtype=(gl.float16,) * 8, is_pure=True, pack=2
+        )
+        for plane in gl.static_range(_PLANES_C):
+            bits = gl.permute(gl.reshape(parts[plane], [T, 2, 2, 2, 2]), [4, 1, 2, 3, 0])
+            values = gl.convert_layout(gl.reshape(bits, [16, T]), LEFT, assert_trivial=True)
+            new += (mma_v2(values, weights, sums[plane]),)
+    else:
+        parts = gl.inline_asm_elementwise(
+            _VALUES_2, _REGISTERS_16, [pairs], dtype=(gl.float16,) * 16, is_pure=True, pack=2
+        )
+        for plane in gl.static_range(_PLANES_C):
+            both = gl.permute(gl.join(parts[plane], parts[plane + 8]), [2, 1, 0])
+            values = gl.convert_layout(gl.reshape(both, [16, T]), LEFT, assert_trivial=True)
+            new += (mma_v2(values, weights, sums[plane]),)
+    one = gl.full([16, T], 1.0, gl.float16, layout=LEFT)
+    return new, mma_v2(one, weights, lifts)
+
+
+@gluon.jit
+def without_lifts(sums: gl.tensor, lifts: gl.tensor, even: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
+    """Sums of values, by planes, of those of lifted codes; even: adds to all channels, [X]."""
+    plain: gl.tensor = ()
+    for plane in gl.static_range(_PLANES_C):
+        own = (sums[plane] - lifts * _LIFT_C) * part_of_one(exponent_of(plane, BITS))
+        plain += (own + gl.expand_dims(even, 0),)
+    return plain
+
+
+@gluon.jit
+def store_sums(
+    sums_ptr: gl.tensor, sums: gl.tensor, at: gl.tensor, there: gl.tensor, BITS: gl.constexpr
+) -> None:
+    """Writes sums of values, by planes, [X, 128] from places `at` [X] on, where they are there."""
+    row = gl.arange(0, 16, layout=OF_KEYS)
+    r3, low = row >> 3, row & 7
+    for plane in gl.static_range(_PLANES_C):
+        if BITS == 4:
+            channel = ((plane >> 1) & 1) + 2 * (plane >> 2) + 4 * r3 + 8 * low + 64 * (plane & 1)
+        else:
+            channel = (plane >> 2) + 2 * r3 + 4 * low + 32 * (plane & 3)
+        into = sums_ptr + (gl.expand_dims(at * 128, 0) + gl.expand_dims(channel, 1))
+        gl.store(into, sums[plane], mask=gl.expand_dims(there, 0) & gl.expand_dims(channel >= 0, 1))
+
+
+@gluon.jit
+def by_registers(numbers: gl.tensor, T: gl.constexpr) -> gl.tensor:
+    """Numbers of a tile's keys, [T], as [8] for each register of a lane."""
+    if T == 8:
+        return (gl.convert_layout(numbers, OF_KEYS),)
+    else:  # noqa: RET505 - the other branch is not compiled
+        low, high = gl.split(gl.permute(gl.reshape(numbers, [2, T // 2]), [1, 0]))
+        return by_registers(low, T // 2) + by_registers(high, T // 2)
+
+
+@gluon.jit
+def voted(kept: gl.tensor) -> gl.tensor:
+    """Which lanes' keys are kept, [8] int32: a bit for the first of the four lanes that have a key."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 t, p, 0xffffffff; "
+        "and.b32 $0, t, 0x11111111; }",
+        "=r,r", [kept], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def counted(votes: gl.tensor) -> gl.tensor:
+    """Set bits, [8] int32."""
+    return gl.inline_asm_elementwise(
+        "popc.b32 $0, $1;", "=r,r", [votes], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def list_keys(
+    ids_ptr: gl.tensor, count: gl.tensor, kept: gl.tensor, key: gl.tensor, T: gl.constexpr
+) -> gl.tensor:
+    """Appends those of a tile's keys that are kept (int32, 0 or 1) to a list, ascending; the new count, [8] of one."""
+    marks, ids = by_registers(kept, T), by_registers(key, T)
+    earlier_lanes = (gl.full([8], 1, gl.int32, layout=OF_KEYS) << (gl.arange(0, 8, layout=OF_KEYS) * 4)) - 1
+    place, total = count, count
+    for part in gl.static_range(T // 8):  # a lane's keys follow one another
+        votes = voted(marks[part])
+        place += counted(votes & earlier_lanes)
+        total += counted(votes)
+    for part in gl.static_range(T // 8):
+        gl.store(ids_ptr + place, ids[part], mask=marks[part] > 0)
+        place += marks[part]
+    return total

@@ -1,0 +1,65 @@
+"""Compiles the kernels of one warp for compute capability 9.0, where there is no GPU; a command of its own.
+
+Prints JSON, by kernel: bytes of shared and of local memory, and whether a processor has room for eight programs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from decode_engine.kernels.coarse import warp_pass
+
+_TYPES = {
+    "q_ptr": "*bf16", "records_ptr": "*i64", "cuts_ptr": "*i32", "kept_ptr": "*u8", "ids_ptr": "*i32",
+    "counts_ptr": "*i32", "normalisers_ptr": "*fp32", "sums_ptr": "*fp32", "peaks_ptr": "*fp32",
+    "totals_ptr": "*fp32", "sampled_ptr": "*fp32", "scale_log2": "fp32", "width": "i32", "room": "i32",
+    "slots": "i32",
+}  # fmt: skip
+_COMMON = {"HEADS": 8, "GROUP": 4, "X": 8, "CHAINED": True}
+_KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "everything": (
+        warp_pass.pass_kernel,
+        {"KEY_BITS": 4, "VALUE_BITS": 4, "TILE": 32, "LIST": True, "ATTEND": True, "EXACT": True},
+    ),
+    "list": (
+        warp_pass.pass_kernel,
+        {"KEY_BITS": 2, "VALUE_BITS": 2, "TILE": 32, "LIST": True, "ATTEND": False, "EXACT": False},
+    ),
+    "attend": (
+        warp_pass.pass_kernel,
+        {"KEY_BITS": 4, "VALUE_BITS": 2, "TILE": 32, "LIST": False, "ATTEND": True, "EXACT": False},
+    ),
+    "sample": (warp_pass.sample_kernel, {"KEY_BITS": 4, "TAKEN": 512, "RUNS": 2}),
+}
+_REGISTERS, _WARPS = 65536, 8
+
+
+def figures(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+    constants = _COMMON | constants
+    signature = {name: _TYPES.get(name, "constexpr") for name in kernel.arg_names}
+    source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.findall(f"{name}:([0-9]+)", usage)[-1]) for name in ("REG", "STACK"))
+    return {
+        "shared": compiled.metadata.shared,
+        "local": stack,
+        "programs": -(-registers // 8) * 8 * 32 * _WARPS <= _REGISTERS,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: figures(*given) for name, given in _KERNELS.items()}))  # noqa: T201

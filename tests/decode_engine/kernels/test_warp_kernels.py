@@ -1,0 +1,147 @@
+"""Kernels of one warp over coarse copies find what the references find; and they compile to code that needs no memory.
+
+They run program by program in numpy (`tests.support.warp_interpreter`), which knows what tensors hold and not which
+lane holds it; the compiler refuses layouts that are not what tensor cores take.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode_engine.kernels import records
+from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.partials import Partials, merge_partials
+from decode_engine.kernels.coarse import coarse_pass, search, warp_pass, warp_rows, warp_tiles
+from decode_engine.kernels.coarse.coarse_pass import attend_all
+from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
+from decode_engine.kernels.coarse.search import find_cuts
+from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
+from decode_engine.kernels.records import records_of
+from index_store.attention.attention_state import AttentionState
+from index_store.indexes.coarse_rows.scalar_rows import code_rows
+from tests.decode_engine.kernels.problems.coarse_problems import (
+    SMALL,
+    assert_equals_reference,
+    listed_keys,
+    make_queries,
+    make_sequence,
+    make_sizes,
+)
+from tests.support.warp_interpreter import interpreted
+
+ROOT = Path(__file__).resolve().parents[3]
+MODULES = (warp_pass, warp_tiles, warp_rows, search, coarse_pass)
+IN_REGISTERS = replace(SMALL, registers=True)
+
+
+@dataclass
+class Sequence:
+    """A coarse copy with the rows that it is of, and a tail."""
+
+    coarse: CoarseSequence
+    kv_HN2D: Tensor
+    tail_HN2D: Tensor
+    tail_keys: int
+
+    def fields(self) -> Mapping[int, int]:
+        kv, tail = self.kv_HN2D, self.tail_HN2D
+        return self.coarse.fields() | {
+            records.KV: kv.data_ptr(),
+            records.KV_HEAD: kv.stride(0) * kv.element_size(),
+            records.TAIL: tail.data_ptr(),
+            records.TAIL_HEAD: tail.stride(0) * tail.element_size(),
+            records.TAIL_KEYS: self.tail_keys,
+        }
+
+    def attended(self, q_GD: Tensor, head: int, listed: Tensor) -> AttentionState:
+        """To listed keys, and to those that are always attended."""
+        exact = torch.zeros(self.coarse.rows.count, dtype=torch.bool)
+        exact[listed] = True
+        exact[: self.coarse.first] = True
+        exact[self.coarse.end :] = True
+        rows = torch.cat([self.kv_HN2D[head, exact], self.tail_HN2D[head, : self.tail_keys]]).double()
+        logits = q_GD.double() @ rows[:, 0].t() * q_GD.shape[1] ** -0.5
+        return AttentionState(logits.softmax(-1) @ rows[:, 1], logits.logsumexp(-1))
+
+
+def with_rows(sizes: CoarseSizes, keys: int, first: int, end: int, keep: int, tail_keys: int) -> Sequence:
+    generator = torch.Generator().manual_seed(keys)
+    kv = torch.randn(sizes.kv_heads, keys, 2, 128, generator=generator)
+    tail = torch.randn(sizes.kv_heads, tail_keys + 3, 2, 128, generator=generator)
+    rows = code_rows(kv, 0, sizes.key_bits, sizes.value_bits, 1)
+    return Sequence(CoarseSequence(rows, first, end, keep), kv, tail, tail_keys)
+
+
+@pytest.mark.parametrize(
+    ("bits", "apart", "tile"), [((4, 4), False, 32), ((2, 2), True, 16), ((4, 2), False, 64)]
+)
+def test_kernels_find_what_the_references_find(bits: tuple[int, int], apart: bool, tile: int) -> None:
+    sizes = make_sizes(3, 128, *bits, shape=replace(IN_REGISTERS, tile=tile))
+    sequences = [make_sequence(sizes, 300, 3, 259, 20), None, make_sequence(sizes, 77, 8, 60, 10)]
+    with interpreted(*MODULES):
+        assert_equals_reference(sizes, torch.float32, sequences, apart=apart, tolerance=5e-3)
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_one_launch_attends_to_everything(bits: int) -> None:
+    """Also where all keys are kept, where nothing is searched, and to a tail longer than a tile."""
+    sizes = make_sizes(3, 128, bits, bits, shape=IN_REGISTERS)
+    sizes_of = ((300, 3, 259, 20, 37), (140, 0, 140, 140, 5), (90, 40, 40, 3, 1))
+    sequences = [with_rows(sizes, *each) for each in sizes_of]
+    batch: list[Sequence | None] = [sequences[0], None, *sequences[1:]]
+    q_BHGD, rows = make_queries(sizes, torch.float32, len(batch)), len(batch)
+    work = CoarseWork.make(sizes, rows, "cpu")
+    work.normalisers_RG.fill_(torch.nan)
+    lists = KeyLists.allocate(rows, sizes.splits(rows), sizes.width(rows), "cpu")
+    partials = Partials.allocate(rows, sizes.splits(rows), 3, 128, torch.device("cpu"))
+    with interpreted(*MODULES):
+        records_BF = records_of(batch, "cpu")
+        find_cuts(q_BHGD, records_BF, sizes, work)
+        attend_all(q_BHGD, records_BF, sizes, work, lists, partials)
+    out_RGD, lse_RG = merge_partials(partials)
+    others = attend_others_reference(q_BHGD, [each and each.coarse for each in batch], lists)
+    assert not out_RGD[1].any()
+    for row, sequence in enumerate(batch):
+        if sequence is not None:
+            listed = torch.tensor(listed_keys(lists, row), dtype=torch.long)
+            rest = AttentionState(others.out[row].double(), others.lse[row].double())
+            expected = sequence.attended(q_BHGD[row, 0], 0, listed).merge(rest)
+            torch.testing.assert_close(out_RGD[row].double(), expected.out, rtol=0, atol=3e-3)
+            torch.testing.assert_close(lse_RG[row].double(), expected.lse, rtol=0, atol=3e-3)
+
+
+def test_exact_weights_far_above_all_others_do_not_overflow() -> None:
+    sizes = make_sizes(1, 128, shape=IN_REGISTERS)
+    sequence = with_rows(sizes, 300, 3, 259, 5, 2)
+    q_BHGD = make_queries(sizes, torch.float32, 1)
+    sequence.kv_HN2D[:, 1, 0] = 40.0 * q_BHGD[0, 0, 0]  # a sink
+    work = CoarseWork.make(sizes, 1, "cpu")
+    lists = KeyLists.allocate(1, sizes.splits(1), sizes.width(1), "cpu")
+    partials = Partials.allocate(1, sizes.splits(1), 1, 128, torch.device("cpu"))
+    with interpreted(*MODULES):
+        records_BF = records_of([sequence], "cpu")
+        find_cuts(q_BHGD, records_BF, sizes, work)
+        attend_all(q_BHGD, records_BF, sizes, work, lists, partials)
+    out_RGD, _ = merge_partials(partials)
+    torch.testing.assert_close(out_RGD[0, 0], sequence.kv_HN2D[0, 1, 1], rtol=0, atol=1e-4)
+
+
+def test_kernels_stay_in_registers() -> None:
+    """For compute capability 9.0: no shared memory, no spills, and eight programs on a processor at least."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.decode_engine.kernels.problems.compile_warp_kernels"]
+    found = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True
+    ).stdout
+    for name, figures in json.loads(found).items():
+        assert figures == {"shared": 0, "local": 0, "programs": True}, name
