@@ -198,7 +198,7 @@ class Stepper:
         return self.graph([session]).logits_BV[:1].float().clone()
 
     def graph(self, sessions: Sequence[Session], part: int = 0, lane: int = 0) -> StepGraph:
-        """What steps of these sessions, which agree in kind, run in.
+        """What steps of these sessions, which agree in kind and draw without seeds, run in.
 
         part: of the sessions of a kind, where they are too many for one batch. Every part has its own, so that its
         sessions keep their rows. lane: that runs the step.

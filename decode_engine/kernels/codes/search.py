@@ -123,6 +123,8 @@ def sample_kernel(
         tl.store(counts_ptr + place * 2, tl.sum(there.to(tl.int32), 0))
         tl.store(counts_ptr + place * 2 + 1, tl.sum((there & (j < SAMPLE // 2)).to(tl.int32), 0))
         i = tl.arange(0, WORD_HEADS)
+        pair: tl.constexpr = min(2, WORD_HEADS)
+        pairs: tl.constexpr = WORD_HEADS // pair
         for n in tl.static_range(WORDS):
             g = n * WORD_HEADS + i
             unit = tl.load(units_ptr + row * GROUP + g, mask=g < GROUP, other=0.0, cache_modifier=".cg")
@@ -130,8 +132,6 @@ def sample_kernel(
             logits = tl.where(there[:, None], sums * unit[None, :], float("-inf"))
             peak = tl.max(logits, 0)
             weights = tl.exp2(logits - tl.where(peak == float("-inf"), 0.0, peak)[None, :])
-            pair: tl.constexpr = min(2, WORD_HEADS)
-            pairs: tl.constexpr = WORD_HEADS // pair
             halves = tl.reshape(to_half(weights), [SAMPLE, pairs, pair])
             halves = tl.sum(halves << (16 * tl.arange(0, pair))[None, None, :], 2)
             own = (row * WORDS + n) * pairs + tl.arange(0, pairs)

@@ -43,6 +43,12 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coarse copies are searched on the host as on a device: its own loops round queries and weights to 8 bits."""
+    monkeypatch.setattr("index_store.indexes.coarse_rows.kernels_numba.on_host", lambda _: False)
+
+
 def on_gpu(spec: IndexSpec, index: LayerIndex, kv_HN2D: Tensor) -> LayerIndex:
     """The same index over arrays in device memory."""
     parameters = small_spec(spec).parameters if spec.stored else spec.parameters

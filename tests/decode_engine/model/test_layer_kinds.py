@@ -14,6 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decode_engine.engine.session_memory import session_bytes
+from decode_engine.model.decode_attention import ATTENTION_NAME, register_attention
+from decode_engine.model.decode_check import check_decoding
 from decode_engine.model.runner import ModelRunner
 from index_store.cli.progress import LineReporter
 from index_store.errors import MethodUnsupportedError
@@ -23,7 +25,7 @@ from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
-from index_store.models.loading import resolve_model
+from index_store.models.loading import load_model, resolve_model
 from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
@@ -95,6 +97,17 @@ def test_tokens_are_those_of_generate(tmp_path: Path, kind: str) -> None:
         assert greedy(kept, METHODS["full"], [PROMPT]) == wanted
         assert greedy(kept, METHODS["full"], [PROMPT[:2], PROMPT[2:]]) == wanted
         assert greedy(kept, with_everything(METHODS["csattention"]), [PROMPT]) == wanted
+
+
+@pytest.mark.parametrize("kind", LAYER_KINDS)
+def test_rounding_to_16_bits_is_no_difference(tmp_path: Path, kind: str) -> None:
+    """To the check of a model that computes in them, as on a GPU."""
+    family, settings = LAYER_KINDS[kind]
+    folder = write_model_folder(tmp_path, family, layers=3, head_dim=64, dtype=torch.bfloat16, **settings)
+    register_attention()
+    loaded = load_model(resolve_model(str(folder)), ATTENTION_NAME, compute_dtype=torch.bfloat16)
+    assert next(loaded.model.parameters()).dtype == torch.bfloat16
+    check_decoding(loaded)
 
 
 @pytest.mark.slow

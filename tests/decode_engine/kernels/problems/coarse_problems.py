@@ -99,6 +99,32 @@ def listed_keys(lists: KeyLists, row: int) -> list[int]:
     return keys
 
 
+def assert_differs_at_the_edge(
+    q_BHGD: Tensor,
+    sequence: CoarseSequence,
+    row: int,
+    work: CoarseWork,
+    kept: set[int],
+    expected: set[int],
+    tolerance: float,
+) -> None:
+    """Rounding exchanges few keys, and only such as are about as good as the worst one that the reference keeps.
+
+    work: the reference's.
+    """
+    other = sorted(kept ^ expected)
+    # Two of them are one key in another one's place.
+    assert len(other) <= 2 + 0.05 * len(expected), (row, len(kept), len(expected), other)
+    if not other:
+        return
+    b, head = divmod(row, q_BHGD.shape[1])
+    logits = sequence.logits(q_BHGD[b, head], head)
+    weights_N = torch.exp2(logits - work.normalisers_RG[row][:, None]).sum(0).log2()
+    edge = weights_N[sorted(expected or kept)].min()
+    distances = (weights_N[other] - edge).abs()
+    assert float(distances.max()) < 20 * tolerance, (row, other, distances)
+
+
 def assert_equals_reference(
     sizes: CoarseSizes,
     dtype: torch.dtype,
@@ -124,8 +150,7 @@ def assert_equals_reference(
         torch.testing.assert_close(
             found.work.normalisers_RG[row], work.normalisers_RG[row], rtol=0, atol=20 * tolerance
         )
-        other = len(set(kept) ^ set(expected))
-        assert other <= 1 + 0.05 * len(expected), (row, len(kept), len(expected), other)
+        assert_differs_at_the_edge(q, sequence, row, work, set(kept), set(expected), tolerance)
         assert all(sequence.first <= key < sequence.end for key in kept)
         if sequence.keep >= sequence.end - sequence.first:
             assert kept == list(range(sequence.first, sequence.end))

@@ -1,0 +1,168 @@
+"""Compiles the kernels of captured steps for compute capability 9.0 where there is no GPU; a command of its own.
+
+Steps of every kind run on tensors in host memory that say they are on a GPU. Launches compile and do nothing else: what
+a kernel is compiled for is what a captured step passes, by the launch functions themselves. It ends with Triton's own
+IR, which is where Python that the interpreter runs and the compiler refuses is found; code for the machine would take
+minutes. Prints JSON: kernels by how often they were compiled, and what failed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton.compiler
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+TARGET = GPUTarget("cuda", 90, 32)
+GPU = torch.device("cuda", 0)
+CARD = SimpleNamespace(multi_processor_count=132, total_memory=80 * 2**30)
+HEADS, SIZE, KEYS = 8, 4, 65536
+METHODS = (
+    "full", "csattention", "csattention+dropped", "csattention+dropped@group=pooled", "csattention+centred",
+    "multipole", "pq", "refined", "refined+dropped",
+)  # fmt: skip
+LARGE_GROUPS = ("full", "csattention", "csattention+dropped@group=pooled", "multipole", "pq", "refined-3")
+SMALL_DIMENSIONS = ("full", "csattention+dropped", "multipole", "pq", "refined")
+IN_HOST_MEMORY = ("csattention+dropped", "refined")
+
+
+class _Card:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+
+class _Stream:
+    """A stream, or an event: nothing runs."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def record_event(self) -> _Stream:
+        return self
+
+
+class _InHostMemory(TorchFunctionMode):
+    """New tensors are made there, whatever device they are made for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if given.get("device") is not None:
+            given["device"] = "cpu"
+        given.pop("pin_memory", None)
+        return func(*args, **given)
+
+
+def pretend() -> tuple[Counter[str], list[str]]:
+    """Makes tensors say that they are on a GPU, and launches compile; returns what is filled meanwhile."""
+    compiled: Counter[str] = Counter()
+    failed: list[str] = []
+    driver.set_active(_Card())
+
+    def compile_for_gpu(src: Any, target: GPUTarget, options: dict[str, Any]) -> object:
+        backend = triton.compiler.make_backend(target)
+        parsed = backend.parse_options(dict(options, **src.parse_options()))
+        context, stages = ir.context(), {}
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        backend.add_stages(stages, parsed, src.language)
+        generators, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
+        compiled[f"{src.fn.__module__}.{src.fn.__name__}"] += 1
+        try:
+            stages["ttir"](src.make_ir(target, parsed, generators, modules, context), {})
+        except Exception as error:
+            failed.append(f"{src.fn.__module__}.{src.fn.__name__} with {src.constants}: {error}")
+        return object()
+
+    run = JITFunction.run
+    JITFunction.run = lambda self, *args, grid, warmup, **given: run(
+        self, *args, grid=grid, warmup=True, **given
+    )
+    triton.compiler.compile = compile_for_gpu
+    torch.cuda.get_device_properties = lambda device: CARD
+    torch.cuda.get_device_capability = lambda device=None: divmod(TARGET.arch, 10)
+    torch.cuda.Stream = torch.cuda.current_stream = _Stream
+    torch.cuda.stream = lambda stream: nullcontext()
+    Tensor.device = property(lambda self: GPU)
+    Tensor.is_cuda = property(lambda self: True)
+    return compiled, failed
+
+
+def take_steps(group: int, head_dim: int, methods: Sequence[str], where: str = "device") -> None:
+    """A layer's step of every method, over contexts in such a place (`Placement`)."""
+    from decode_engine.host_search.turns_triton import Lane
+    from decode_engine.host_search.workers import SearchThreads
+    from decode_engine.kernels import records
+    from decode_engine.kernels.attention.tail_write import write_tails
+    from decode_engine.model.unstored import unstored_manifest
+    from decode_engine.steps.attention.registry import step_attention_for
+    from decode_engine.steps.attention.step_attention import StepPlan
+    from index_store.attention.logit_form import LogitForm
+    from index_store.memory.placement import Placement
+    from index_store.methods.presets import get_method
+    from index_store.store.context_id import ModelIdentity
+
+    digest = "0" * 16
+    model = ModelIdentity("test", "test", digest, digest, 2, HEADS * group, HEADS, head_dim, 2, 2 * KEYS)
+    queries = torch.zeros(SIZE, HEADS, group, head_dim, dtype=torch.bfloat16)
+    new = torch.zeros(SIZE, HEADS, head_dim, dtype=torch.bfloat16)
+    records_BF = torch.zeros(SIZE, records.RECORD_FIELDS, dtype=torch.int64)
+    forms = [LogitForm(sink_HG=torch.zeros(HEADS, group))] * 2 if group == 8 else []
+    threads = SearchThreads(1)
+    for name in methods:
+        method = get_method(name)
+        manifest = unstored_manifest(model, "bfloat16", KEYS, method.name)
+        kind = step_attention_for(method, manifest, Placement(where))
+        if isinstance(kind, str):
+            raise ValueError(f"method {name} has no kernels: {kind}")
+        lane = Lane(0, torch.zeros(1, dtype=torch.int32))
+        plan = StepPlan(model, method, SIZE, KEYS, torch.bfloat16, GPU, threads, lane, forms)
+        with plan.lane.in_turn():
+            write_tails(new, new, records_BF)
+            kind(plan).attend(1, queries, records_BF)
+    threads.close()
+
+
+def copy_some() -> None:
+    from decode_engine.kernels.slots.gather_rows import RowCopies, copy_rows
+
+    addresses = torch.zeros(8, dtype=torch.int64)
+    copy_rows(RowCopies(addresses, addresses, torch.zeros(1, dtype=torch.int32)), 512)
+
+
+def main() -> None:
+    gc.disable()  # a compiler makes many objects and keeps most
+    compiled, failed = pretend()
+    with _InHostMemory():
+        take_steps(4, 128, METHODS)
+        take_steps(8, 128, LARGE_GROUPS)
+        take_steps(3, 64, SMALL_DIMENSIONS)
+        take_steps(4, 128, IN_HOST_MEMORY, "hybrid")
+        take_steps(4, 128, IN_HOST_MEMORY[:1], "host")
+        copy_some()
+    json.dump({"compiled": compiled, "failed": failed}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

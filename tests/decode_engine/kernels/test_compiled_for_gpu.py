@@ -1,0 +1,34 @@
+"""Kernels of captured steps compile for a GPU, where none is: the interpreter runs more than the compiler takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.decode_engine.kernels.problems import compile_for_gpu
+
+ROOT = Path(__file__).resolve().parents[3]
+KERNEL = re.compile(r"^@triton\.jit(?:\([^)]*\))?\ndef (\w+_kernel)\(", re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_kernels_of_captured_steps_compile() -> None:
+    """In a process of its own: this one may have told Triton to interpret."""
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", compile_for_gpu.__name__]
+    done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert not found["failed"], "\n".join(found["failed"])
+    kernels = {
+        f"{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}.{name}"
+        for path in (ROOT / "decode_engine").rglob("*.py")
+        for name in KERNEL.findall(path.read_text())
+    }
+    assert kernels == set(found["compiled"]), "add what launches a new kernel to compile_for_gpu.py"
