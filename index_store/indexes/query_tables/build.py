@@ -27,13 +27,13 @@ def build_tables(parameters: TableParameters, source: LayerSource, seed: int) ->
     centroids [H, m, C, B] float32 of unit length, scales [H, m] float32; scores [H, m, C, N] int8 in the dense layout,
     in the other scores [H, m, C, L] int16 and ids [H, m, C, L] int32, best first. Keys must be finite.
 
-    Raises InvalidArgumentError for queries that are not finite or all zero in a subspace.
+    Raises InvalidArgumentError for queries that are not finite, and for a KV head whose queries are all zero.
     """
     if source.kv_HN2D.is_cuda:
         return build_tables_on_device(parameters, source, seed)
     keys_HND = source.keys_HND
     dims_MB = parameters.dims(keys_HND.shape[2])
-    sample_HPD = source.queries.queries_HPGD.flatten(1, 2)
+    sample_HPD = _with_directions(source.queries.queries_HPGD.flatten(1, 2), dims_MB)
     starts_HXD = _starts(parameters, source)
     capacity = list_capacity(parameters, keys_HND.shape[1])
     collected: dict[str, list[list[Tensor]]] = {"centroids": [], "scales": [], "scores": [], "ids": []}
@@ -69,7 +69,7 @@ def build_tables_on_device(parameters: TableParameters, source: LayerSource, see
     keys_HND = source.keys_HND
     dims_MB = parameters.dims(keys_HND.shape[2])
     sample_HPD = source.queries.queries_HPGD.flatten(1, 2).to(keys_HND.device)
-    _check_sample(sample_HPD, dims_MB)
+    sample_HPD = _with_directions(sample_HPD, dims_MB)
     cosine = parameters.scores == "cosine"
     numbers: dict[str, Any] = {
         "centroids": parameters.centroids,
@@ -83,13 +83,24 @@ def build_tables_on_device(parameters: TableParameters, source: LayerSource, see
     return build_device_lists(keys_HND, sample_HPD, dims_MB, **numbers, capacity=capacity, cosine=cosine)
 
 
-def _check_sample(sample_HPD: Tensor, dims_MB: Tensor) -> None:
-    """What `spherical_kmeans` checks subspace by subspace."""
+def _with_directions(sample_HPD: Tensor, dims_MB: Tensor) -> Tensor:
+    """The sample, with ones where all of a KV head's queries are zero in a subspace, as in channels that only pad.
+
+    There any direction does: keys that are read through such queries are multiplied with zeros. Raises
+    InvalidArgumentError for queries that are not finite, or where a KV head has none but zeros.
+    """
     if not all_finite(sample_HPD):
         raise InvalidArgumentError("k-means got NaN or infinity; the model or its dtype overflowed")
-    largest_HMB = sample_HPD.abs().amax(1)[:, dims_MB.to(sample_HPD.device)]
-    if not bool((largest_HMB.amax(-1) > 0).all()):
+    largest_HD = sample_HPD.abs().amax(1)
+    empty_HM = largest_HD[:, dims_MB.to(sample_HPD.device)].amax(-1) == 0
+    if bool(empty_HM.all(1).any()):
         raise InvalidArgumentError("k-means got no point with a direction: all are zero")
+    if not bool(empty_HM.any()):
+        return sample_HPD
+    filled = sample_HPD.clone()
+    for head, subspace in empty_HM.nonzero().tolist():
+        filled[head][:, dims_MB[subspace].to(filled.device)] = 1.0
+    return filled
 
 
 def _starts(parameters: TableParameters, source: LayerSource) -> Tensor | None:

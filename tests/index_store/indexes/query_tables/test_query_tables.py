@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from index_store.errors import InvalidArgumentError
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.selection.budgets import Ratio
 from index_store.selection.ranking import Items, Ranking
@@ -230,3 +231,19 @@ def test_dense_tables_hold_every_score_at_one_scale_per_subspace(split: str, sco
     torch.testing.assert_close(index.arrays()["scales"].double(), scales, rtol=1e-5, atol=0)
     stored = index.arrays()["scores"].double() * scales[..., None, None]
     assert ((stored - exact).abs() <= 0.5001 * scales[..., None, None]).all()
+
+
+@pytest.mark.parametrize("layout", ["dense", "lists"])
+def test_channels_that_only_pad_do_no_harm(layout: str) -> None:
+    """A model whose keys are narrower than its values has some: queries and keys are zero there."""
+    generator = torch.Generator().manual_seed(1)
+    keys, queries = (
+        torch.randn(2, 150, 12, generator=generator),
+        torch.randn(2, 50, 2, 12, generator=generator),
+    )
+    keys[..., 8:], queries[..., 8:] = 0.0, 0.0
+    options = {**parameters(layout), "subspaces": 3, "centroids": 5, "split": "contiguous"}
+    index = QueryTables.build(options, source(keys, QuerySample(queries, torch.arange(50))), 0)
+    assert not index.arrays()["scores"][:, 2].any()
+    with pytest.raises(InvalidArgumentError, match="all are zero"):
+        QueryTables.build(options, source(keys, QuerySample(0.0 * queries, torch.arange(50))), 0)
