@@ -10,7 +10,7 @@ from decode_engine.layers.session import Session
 from decode_engine.steps.batch_kinds import BatchKind
 from decode_engine.steps.step_graph import Stepped
 
-MAX_ROWS = 32
+MAX_ROWS = 64
 FIXED_ROWS = 16
 """Rows of every graph that a session with a repeatable sampler steps in: products round otherwise with other numbers
 of rows, but alike in all rows of one number."""

@@ -163,7 +163,7 @@ class StepGraph:
 
     def launch(self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler]) -> None:
         """Starts a step on the current stream; `collect` must follow unless this raises."""
-        number = self.batch.begin(rows)
+        number = self.batch.begin(rows, any(sampler.repeatable for sampler in samplers))
         try:
             self._launch(rows, tokens, samplers, number)
         except Exception:

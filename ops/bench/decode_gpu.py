@@ -4,14 +4,16 @@ usage: python ops/bench/decode_gpu.py [--bars] [--methods full,pq:0.01] [--shape
 
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16. Contexts are random and
 lie in the GPU's memory; several layers' worth of keys, values and indexes take turns over the model's layers, and
-every sequence of a batch has a context of its own, so that nothing is found in the second-level cache. With
+every sequence of a batch has a context of its own, so that nothing is found in the second-level cache; with a shape
+such as `131072x16@1` there are fewer contexts, which the sequences take in turns. With
 `--placement hybrid` keys and values are in host memory that the GPU reads instead, those of as many layers as fit into
 `--host-gb`: all of them for one sequence of 128K tokens. All methods run through the same code: one operator for
 attention, the same compilation, one CUDA graph a step, greedy sampling.
 
 - `none`: a stand-in for attention that reads nothing: what is left is the rest of the model.
 - `full`: attention to every key by the engine's own kernel, which is checked against torch's fastest; see
-  `attention_gpu.py` for how they compare.
+  `attention_gpu.py` for how they compare. With `--shared` by the kernel that reads a context once for all sessions on
+  it (`shared_gpu.py`).
 - `streamed`: attention to every key by the general path, which streams them from host memory; no graph.
 - methods: as in `decode-engine methods`; `NAME:KEEP` gives the share of keys that is kept, `/m8` and `/pooled` variants
   of query tables. Those without kernels run on the general path, as they do when they are served (`captured` is false).
@@ -50,7 +52,7 @@ from harness.captured_steps import Lanes, tidy_up, time_captured, whole_differen
 from harness.checks import failure
 from harness.contexts import HOST_GB, PlacedContexts, make_ranges, release
 from harness.general_steps import full_logits, measure_general
-from harness.parsing import parse_method, parse_shapes
+from harness.parsing import parse_method, parse_shared_shapes
 from harness.random_model import make_model, read_bytes
 from harness.report import reporting
 from harness.timing import copy_bandwidth, event_ms
@@ -59,6 +61,7 @@ from torch import Tensor
 from decode_engine.config import Compilation, search_cores
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.steps import batch_kinds
+from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.attention.step_attention import StepAttention
 from decode_engine.steps.step_graph import StepGraph
 from decode_engine.steps.step_model import step_model
@@ -76,7 +79,7 @@ KINDS = {
     "host": r"(post|await)_kernel",
     "turns": r"(take|give)_kernel",
     "remainder": r"(correct|remainder)_kernel",
-    "attend": r"(attend|dense|tail_write|merge)_kernel",
+    "attend": r"(attend|dense|shared|tail_write|merge)_kernel",
 }
 """What kernels do, by their whole name; all others are the rest of the model. A lookup scores clusters, which
 is for the search or for the remainder; a pass over coarse rows is for both."""
@@ -205,13 +208,16 @@ def main(
         "multipole:0.05,pq+dropped:0.01,pq:0.01"
     ),
     shapes: Annotated[
-        str, typer.Option(help="LENGTHxBATCH, comma-separated.")
+        str, typer.Option(help="LENGTHxBATCH or LENGTHxBATCH@CONTEXTS, comma-separated.")
     ] = "131072x1,131072x4,32768x16",
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
     compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.DEFAULT,
     placement: Annotated[Placement, typer.Option(help="Of the contexts.")] = Placement.DEVICE,
     prefetch: Annotated[
         bool, typer.Option("--prefetch", help="Fetch rows a layer ahead, for queries foretold.")
+    ] = False,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="`full` reads a context once for all sessions on it.")
     ] = False,
     host_gb: Annotated[float, typer.Option(help="Page-locked for keys and values in host memory.")] = HOST_GB,
     turns: Annotated[int, typer.Option(help="Steps that are timed, of every method.")] = TURNS,
@@ -222,27 +228,29 @@ def main(
     """Times decode steps of a whole model."""
     if prefetch and placement is Placement.DEVICE:
         raise typer.BadParameter("--prefetch is for contexts in host memory, such as --placement hybrid")
-    labels, sizes = methods.split(","), parse_shapes(shapes)
+    labels, sizes = methods.split(","), parse_shared_shapes(shapes)
     listed = [as_method(label) for label in labels]
-    with reporting("decode_gpu", bars) as report:
+    with reporting("decode_gpu", bars) as report, patch.object(DenseSteps, "shares", shared):
         model, identity = make_model(layers)
         weights_ms = read_bytes(model) / copy_bandwidth() * 1e3
         tidy_up()
         searched = listed if placement is Placement.HOST else []
         ranges = make_ranges(host_gb, searched) if placement.kv_on_host else []
         run, threads = step_model(model, compilation, prefetch), SearchThreads(search_cores())
-        for length, batch in sizes:
-            placed = PlacedContexts(identity, listed, length, batch, model.device, ranges)
-            contexts = placed.make(placement)
+        for length, batch, count in sizes:
+            placed = PlacedContexts(identity, listed, length, count, model.device, ranges)
+            made = placed.make(placement)
             placed.release()
+            contexts = [made[session % count] for session in range(batch)]
             for row in shape_figures(Bench(model, run, contexts, threads, turns), labels, weights_ms):
                 line: dict[str, Any] = {
                     "figure": "decode", "method": row["method"], "placement": placement.value, "tokens": length,
-                    "batch": batch, "layers": layers, "compilation": compilation.value, "prefetch": prefetch,
+                    "batch": batch, "contexts": count, "shared": shared, "layers": layers,
+                    "compilation": compilation.value, "prefetch": prefetch,
                     "weights_ms": round(weights_ms, 3),
                 } | row  # fmt: skip
                 report.add(line, *missed(line))
-            release(contexts)
+            release(made)
             tidy_up()
         threads.close()
 

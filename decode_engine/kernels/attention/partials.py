@@ -49,12 +49,16 @@ class Partials:
 
 
 def merge_partials(
-    partials: Partials, dtype: torch.dtype = torch.float32, sink_HG: Tensor | None = None
+    partials: Partials,
+    dtype: torch.dtype = torch.float32,
+    sink_HG: Tensor | None = None,
+    slots_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention out [R, G, d] in `dtype` and lse [R, G] float32, natural; 0 and -inf for rows without any key.
 
     sink_HG: float32 logits of a learnt sink of every query head (`LogitForm`), contiguous, where row r is KV head r %
-    H; lse of rows without any key is the sink's then.
+    H; lse of rows without any key is the sink's then. slots_B: int32, how many slots of every sequence's rows hold
+    something, the first ones; all by default.
     """
     rows, slots, group, head_dim = partials.sums_RSGD.shape
     device = partials.sums_RSGD.device
@@ -70,7 +74,9 @@ def merge_partials(
         out,
         lse,
         lse if sink_HG is None else sink_HG,
+        lse if slots_B is None else slots_B,
         slots,
+        OWN_ROWS=0 if slots_B is None else rows // len(slots_B),
         HEADS=1 if sink_HG is None else len(sink_HG),
         SINKS=sink_HG is not None,
         GROUP=group,
@@ -86,10 +92,17 @@ def merge_partials(
 
 
 def merge_partials_reference(
-    partials: Partials, dtype: torch.dtype = torch.float32, sink_HG: Tensor | None = None
+    partials: Partials,
+    dtype: torch.dtype = torch.float32,
+    sink_HG: Tensor | None = None,
+    slots_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same, eagerly."""
     peaks = partials.peaks_RSG
+    if slots_B is not None:
+        used_R = slots_B.repeat_interleave(len(peaks) // len(slots_B))
+        unused_RS = torch.arange(peaks.shape[1], device=peaks.device) >= used_R[:, None]
+        peaks = peaks.masked_fill(unused_RS[..., None], -torch.inf)
     highest = peaks.amax(1)
     base = torch.where(torch.isneginf(highest), 0.0, highest)
     weights = torch.exp2(peaks - base[:, None])
@@ -155,7 +168,9 @@ def merge_kernel(
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     sink_ptr: tl.tensor,
+    used_ptr: tl.tensor,
     slots: tl.tensor,
+    OWN_ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     SINKS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -166,20 +181,26 @@ def merge_kernel(
     AT_ONCE: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """One program per (row, group head, WIDTH of the values' dimensions)."""
-    wait_for_launch(CHAINED)
+    """One program per (row, group head, WIDTH of the values' dimensions).
+
+    OWN_ROWS: of a sequence, which says how many of their slots are used; 0 where all are.
+    """
     row_head = tl.program_id(0)
     part = tl.program_id(1)
     row = (row_head // GROUP).to(tl.int64)
+    used = slots
+    if OWN_ROWS:  # by the host, so that it is there already
+        used = tl.load(used_ptr + row // OWN_ROWS)
+    wait_for_launch(CHAINED)
     head = row_head % GROUP
     first = row * slots * GROUP + head
     every = tl.arange(0, SLOTS)
     dims = part * WIDTH + tl.arange(0, WIDTH)
     early = tl.zeros([SLOTS, WIDTH], tl.float32)
     if AT_ONCE:  # on their way while the peaks are compared
-        early = load_sums(sums_ptr, first + every * GROUP, every < slots, dims, DIM)
-    peaks = tl.load(peaks_ptr + first + every * GROUP, mask=every < slots, other=float("-inf"))
-    totals = tl.load(totals_ptr + first + every * GROUP, mask=every < slots, other=0.0)
+        early = load_sums(sums_ptr, first + every * GROUP, every < used, dims, DIM)
+    peaks = tl.load(peaks_ptr + first + every * GROUP, mask=every < used, other=float("-inf"))
+    totals = tl.load(totals_ptr + first + every * GROUP, mask=every < used, other=0.0)
     highest = tl.max(peaks, 0)
     sink = 0.0
     if SINKS:
@@ -196,8 +217,8 @@ def merge_kernel(
         for tile in tl.static_range(SLOTS // TILE):
             slot = tile * TILE + tl.arange(0, TILE)
             at = first + slot * GROUP
-            peak = tl.load(peaks_ptr + at, mask=slot < slots, other=float("-inf"))
-            merged += weighted(load_sums(sums_ptr, at, slot < slots, dims, DIM), peak, base)
+            peak = tl.load(peaks_ptr + at, mask=slot < used, other=float("-inf"))
+            merged += weighted(load_sums(sums_ptr, at, slot < used, dims, DIM), peak, base)
     empty = total <= 0
     merged = tl.where(empty, 0.0, merged / tl.where(empty, 1.0, total))
     tl.store(out_ptr + row_head.to(tl.int64) * DIM + dims, merged.to(out_ptr.dtype.element_ty))

@@ -5,7 +5,8 @@ Shape legend: B rows of a batch, H KV heads, G query heads per KV head, d head d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from decode_engine.kernels import records
 from decode_engine.kernels.attention.dense_attention import attend_dense
 from decode_engine.kernels.attention.key_lists import HEAD_DIMS, MAX_GROUP
 from decode_engine.kernels.attention.partials import Partials, merge_partials
+from decode_engine.kernels.attention.row_groups import RowGroups, Seat
+from decode_engine.kernels.attention.shared_attention import SharedShape, attend_shared, shared_programs
 from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
 from index_store.attention.layer_shape import LayerShape
 from index_store.memory.resident import ResidentContext
@@ -27,11 +30,21 @@ _KEYS_PER_SPLIT = 64
 class DenseSteps(StepAttention):
     """Attends to every key of context and tail."""
 
+    shares: ClassVar[bool] = False
+    """Whether the keys of a context are read once for all sessions on it, by `attend_shared`, which has been compiled
+    for a GPU and not been timed on one yet; otherwise once for each session."""
+    shape: ClassVar[SharedShape] = SharedShape()
+
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
-        self._partials = Partials.allocate(
-            plan.rows, splits(plan.device), plan.group, plan.model.head_dim, plan.device
-        )
+        self._scale = plan.model.head_dim**-0.5
+        self._groups: RowGroups | None = None
+        slots = splits(plan.device)
+        if self.shares:
+            programs = shared_programs(self.shape, plan.model.kv_heads, plan.device)
+            self._groups = RowGroups.allocate(plan.size, programs, plan.group, self.shape.rows, plan.device)
+            slots = self._groups.slots
+        self._partials = Partials.allocate(plan.rows, slots, plan.group, plan.model.head_dim, plan.device)
         self._kept_B = torch.zeros(plan.size, dtype=torch.int64, device=plan.device)
 
     @classmethod
@@ -43,11 +56,21 @@ class DenseSteps(StepAttention):
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
         return {}
 
+    def arrange(self, seats: Sequence[Seat], steady: bool) -> None:
+        if self._groups is not None:
+            self._groups.arrange(seats, steady=steady)
+
     def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
+        groups = self._groups
         # Lanes that take turns have contexts in host memory: this reads all of one, and another lane may compute.
         with self.plan.lane.out_of_turn():
-            attend_dense(q_BHGD, records_BF, self._partials, self.plan.model.head_dim**-0.5)
-        return merge_partials(self._partials, q_BHGD.dtype, self.plan.sink_HG(layer))[0].view_as(q_BHGD)
+            if groups is None:
+                attend_dense(q_BHGD, records_BF, self._partials, self._scale)
+            else:
+                attend_shared(q_BHGD, records_BF, groups, self._partials, self._scale, self.shape)
+        slots_B = None if groups is None else groups.slots_B
+        out, _ = merge_partials(self._partials, q_BHGD.dtype, self.plan.sink_HG(layer), slots_B)
+        return out.view_as(q_BHGD)
 
     def kept_B(self) -> Tensor:
         return self._kept_B
@@ -104,5 +127,5 @@ def shape_refusal(shape: LayerShape) -> str | None:
 def splits(device: torch.device) -> int:
     """Programs per KV head: with 8 KV heads, or a multiple, whole rounds of two programs on every multiprocessor."""
     if device.type != "cuda":
-        return 4
+        return 2
     return min(64, max(4, torch.cuda.get_device_properties(device).multi_processor_count // 4))

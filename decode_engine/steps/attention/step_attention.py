@@ -18,6 +18,7 @@ from decode_engine.host_search.turns_triton import Lane
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials
+from decode_engine.kernels.attention.row_groups import Seat
 from decode_engine.kernels.attention.sparse_attention import TakeOut
 from index_store.attention.logit_form import LogitForm
 from index_store.memory.resident import ResidentContext
@@ -116,6 +117,12 @@ class StepAttention(ABC):
     @abstractmethod
     def kept_B(self) -> Tensor:
         """Selected keys that the last step attended exactly, all layers and KV heads together: [B] int64."""
+
+    def arrange(self, seats: Sequence[Seat], steady: bool) -> None:  # noqa: B027 - most work row by row
+        """Called before a step of other rows than those of the last one, on its stream: who shares a context.
+
+        steady: what a row's attention is must not depend on the others, bit for bit (`RowGroups.arrange`).
+        """
 
     def begin(self, sessions: Mapping[int, Session]) -> int:
         """Makes ready for a step of these sessions, by row, before it is launched: what their records get as STEP.

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_engine.kernels import records
+from decode_engine.kernels.attention.row_groups import Seat
 from decode_engine.kernels.attention.tail_write import write_tails
 from decode_engine.layers.session import Session
 from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
@@ -65,6 +66,7 @@ class StepBatch:
         """Changes whenever a row gets another session."""
         self._tails = [(0, 0)] * plan.size
         self._counts = [_NO_COUNTS] * plan.size
+        self._arranged: tuple[int, bool, Sequence[tuple[int, int]]] = (-1, False, ())
 
     @property
     def attentions(self) -> Sequence[StepAttention]:
@@ -164,14 +166,37 @@ class StepBatch:
             self._host_LBF[layer, row, records.TAIL_HEAD] = attention.tail.head_bytes
         self._changed = True
 
-    def begin(self, rows: Sequence[int]) -> int:
-        """Makes ready for a step of these rows, before it is launched; what their records get as STEP."""
+    def begin(self, rows: Sequence[int], steady: bool = False) -> int:
+        """Makes ready for a step of these rows, on its stream before it is launched; what their records get as STEP.
+
+        steady: see `StepAttention.arrange`.
+        """
         sessions = {row: session for row in rows if (session := self.sessions[row]) is not None}
+        self._arrange(sessions, steady)
         try:
             return max(attention.begin(sessions) for attention in self._attentions)
         except Exception:
             self.end()
             raise
+
+    def _arrange(self, sessions: Mapping[int, Session], steady: bool) -> None:
+        """Tells who shares a context where that, or the magnitude of a tail, has changed."""
+        tails = [(row, session.tail_keys.bit_length()) for row, session in sessions.items()]
+        arranged = (self.seatings, steady, tails)
+        if arranged == self._arranged:
+            return
+        seats = [
+            Seat(
+                row,
+                int(self._host_LBF[0, row, records.KV]),
+                session.context.manifest.token_count,
+                1 << session.tail_keys.bit_length(),
+            )
+            for row, session in sessions.items()
+        ]
+        for attention in self._attentions:
+            attention.arrange(seats, steady)
+        self._arranged = arranged
 
     def end(self) -> int:
         """Ends the step: see `StepAttention.end`."""

@@ -22,6 +22,22 @@ def parse_shapes(text: str) -> list[tuple[int, int]]:
     return shapes
 
 
+def parse_shared_shapes(text: str) -> list[tuple[int, int, int]]:
+    """LENGTHxBATCH or LENGTHxBATCH@CONTEXTS, comma-separated: also how many contexts there are, BATCH by default.
+
+    Raises typer.BadParameter for anything else.
+    """
+    shapes = []
+    for part in text.split(","):
+        shape, shared, count = part.partition("@")
+        ((length, batch),) = parse_shapes(shape)
+        contexts = parse_counts(count)[0] if shared else batch
+        if contexts > batch:
+            raise typer.BadParameter(f"shape is {part!r}, expected no more contexts than sessions")
+        shapes.append((length, batch, contexts))
+    return shapes
+
+
 def parse_counts(text: str, least: int = 1) -> list[int]:
     """Numbers, comma-separated. Raises typer.BadParameter for anything else."""
     try:

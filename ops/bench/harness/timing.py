@@ -105,8 +105,13 @@ def full_attention_us(q_LBHD: Tensor, kv_LBHN2D: Tensor) -> dict[str, float]:
 
     q_LBHD: [layers, batch, query heads, d]. kv_LBHN2D: [layers, batch, KV heads, N, 2, d].
     """
-    q = q_LBHD.unsqueeze(3)
+    return packed_attention_us(q_LBHD.unsqueeze(3), kv_LBHN2D)
+
+
+def packed_attention_us(q_LBHTD: Tensor, kv_LBHN2D: Tensor) -> dict[str, float]:
+    """The same of several queries, which all see all keys: [layers, batch, query heads, T, d]."""
     found: dict[str, float] = {}
+    grouped = q_LBHTD.shape[2] != kv_LBHN2D.shape[2]
     for layout in ("stored", "separate"):
         keys, values = kv_LBHN2D[..., 0, :], kv_LBHN2D[..., 1, :]
         if layout == "separate":
@@ -114,12 +119,14 @@ def full_attention_us(q_LBHD: Tensor, kv_LBHN2D: Tensor) -> dict[str, float]:
         for backend in BACKENDS:
 
             def step(layer: int, keys: Tensor = keys, values: Tensor = values) -> Tensor:
-                return scaled_dot_product_attention(q[layer], keys[layer], values[layer], enable_gqa=True)
+                return scaled_dot_product_attention(
+                    q_LBHTD[layer], keys[layer], values[layer], enable_gqa=grouped
+                )
 
             try:
                 with sdpa_kernel(backend):
                     found[f"{backend.name.lower()}, {layout}"] = graph_us(
-                        [lambda layer=layer: step(layer) for layer in range(len(q))]  # type: ignore[misc]
+                        [lambda layer=layer: step(layer) for layer in range(len(q_LBHTD))]  # type: ignore[misc]
                     )
             except RuntimeError:  # this backend cannot do it
                 torch.cuda.synchronize()

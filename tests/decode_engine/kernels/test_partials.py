@@ -34,6 +34,31 @@ def test_states_merge(rows: int, slots: int) -> None:
     torch.testing.assert_close(lse[0].double(), totals[0].log(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("slots", [2, 258])
+def test_slots_that_are_not_used_hold_anything(slots: int) -> None:
+    torch.manual_seed(slots)
+    partials = Partials.allocate(6, slots, 1, 64, DEVICE)
+    partials.sums_RSGD.normal_()
+    partials.peaks_RSG.normal_()
+    partials.totals_RSG.uniform_(0.5, 40.0)
+    used = [1, 0, slots]
+    for b, count in enumerate(used):
+        for buffer in (partials.sums_RSGD, partials.peaks_RSG, partials.totals_RSG):
+            buffer[2 * b : 2 * b + 2, count:] = torch.nan
+    slots_B = torch.tensor(used, dtype=torch.int32, device=DEVICE)
+    sink_HG = torch.randn(2, 1, device=DEVICE)
+    found = merge_partials(partials, sink_HG=sink_HG, slots_B=slots_B)
+    torch.testing.assert_close(found, merge_partials_reference(partials, sink_HG=sink_HG, slots_B=slots_B))
+    out, lse = merge_partials(partials, slots_B=slots_B)
+    expected_out, expected_lse = merge_partials_reference(partials, slots_B=slots_B)
+    torch.testing.assert_close(out, expected_out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    single = partials.sums_RSGD[:2, 0] / partials.totals_RSG[:2, 0, :, None]
+    torch.testing.assert_close(out[:2], single, rtol=1e-4, atol=1e-5)
+    assert not out[2:4].any()
+    assert torch.isneginf(lse[2:4]).all()
+
+
 @pytest.mark.parametrize("slots", [1, 66])
 def test_a_sink_takes_its_share(slots: int) -> None:
     torch.manual_seed(slots)

@@ -15,6 +15,7 @@ from decode_engine.kernels import records
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
+from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.attention.step_batch import step_counts
 from decode_engine.steps.step_graph import StepGraph
 from decode_engine.steps.step_model import step_model
@@ -115,6 +116,37 @@ def test_replay_equals_eager_and_a_batch_equals_one_by_one(runner: ModelRunner, 
     alone = [logits_of(stepper, [start(runner, name, row)], [3 + row])[1][0] for row in range(3)]
     difference = (torch.stack(alone) - replayed).abs().amax() / replayed.std()
     assert float(difference) < 0.1
+
+
+def test_sessions_that_share_a_context_equal_the_general_path(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph serves all groupings: sessions leave and come back between its replays."""
+    monkeypatch.setattr(DenseSteps, "shares", True)
+    stepper, method = make_stepper(runner), get_method("full")
+    contexts = [
+        made_up_context(runner.identity, runner.kv_dtype, method, length, device="cuda", seed=length)
+        for length in LENGTHS
+    ]
+    places = [0] * 20 + [1] * 7 + [2]
+
+    def begin(number: int) -> Session:
+        context = contexts[places[number]]
+        session = runner.start(context, method.on(context.manifest))
+        runner.forward([session], [[5 + number] * (1 + number % 4)])
+        return session
+
+    sessions, twins = ([begin(number) for number in range(len(places))] for _ in range(2))
+    everyone = range(len(places))
+    for rows in (everyone, [n for n in everyone if n % 5], everyone, [n for n in everyone if n % 3]):
+        tokens = [3 + row for row in rows]
+        graph, _ = logits_of(stepper, [sessions[row] for row in rows], tokens)
+        assert graph.captured
+        seats = [graph.batch.sessions.index(sessions[row]) for row in rows]
+        got = graph.logits_BV[seats].float()
+        found = runner.forward([twins[row] for row in rows], [[token] for token in tokens])
+        expected = torch.stack([logits[-1] for logits in found])
+        assert float((got - expected).abs().amax() / expected.std()) < 0.1
 
 
 def test_a_compiled_model_gives_the_same(runner: ModelRunner) -> None:

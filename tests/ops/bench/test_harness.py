@@ -14,7 +14,7 @@ import typer
 from harness import general_steps, report
 from harness.captured_steps import standing_still_ns
 from harness.checks import CheckFailedError, check_close, failure
-from harness.parsing import parse_counts, parse_method, parse_shapes
+from harness.parsing import parse_counts, parse_method, parse_shapes, parse_shared_shapes
 
 from decode_engine.model.warm_up import made_up_context
 from index_store.errors import InvalidArgumentError
@@ -114,7 +114,9 @@ def test_options_are_parsed() -> None:
     assert parse_method("full").index is None
     assert (parse_counts("1,2"), parse_counts("0,4", least=0)) == ([1, 2], [0, 4])
     assert parse_shapes("32768x4,8x1") == [(32768, 4), (8, 1)]
+    assert parse_shared_shapes("32768x16@1,8x2") == [(32768, 16, 1), (8, 2, 2)]
     for parse, wrongs in (
+        (parse_shared_shapes, ["8x2@3", "8x2@", "8@2"]),
         (parse_method, ["csattention:0.01/m9"]),
         (parse_counts, ["", "0", "1,x"]),
         (parse_shapes, ["32768", "0x1"]),

@@ -81,6 +81,29 @@ def test_wrong_attention_of_refined_is_not_timed(monkeypatch: pytest.MonkeyPatch
     check_that_wrong_results_are_refused(steps, "was not written")
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_wrong_attention_of_many_sessions_is_not_timed(monkeypatch: pytest.MonkeyPatch, shares: bool) -> None:
+    bench = load("shared_gpu", monkeypatch)
+    figure = bench.Figure("small", 128, (5, 1))
+    steps = bench.Bench(bench.SharedMemory(128, 2, 6), figure, bench.SharedShape() if shares else None)
+    steps.check()
+    right = steps.attention.attend
+    monkeypatch.setattr(steps.attention, "attend", lambda layer, q, records: 2 * right(layer, q, records))
+    with pytest.raises(CheckFailedError, match=r"session \d: relative error"):
+        steps.check()
+
+
+def test_bars_of_many_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("shared_gpu", monkeypatch)
+    one = {"figure": "one-128k", "sessions": 16, "ratio": 1.0, "over_bytes": 1.3, "over_one": 1.1}
+    mixed = one | {"figure": "mixed", "ratio": 2.0, "over_bytes": 1.05}
+    for row in (one, mixed, one | {"over_one": 1.3, "sessions": 64}):
+        assert bench.missed(row) == []
+    for row in (one | {"ratio": 1.1}, one | {"over_one": 1.2}, mixed | {"over_bytes": 1.2}):
+        assert len(bench.missed(row)) == 1
+    assert bench.SharedShape() not in bench.neighbours(bench.SharedShape())
+
+
 def test_a_figure_says_how_it_misses_its_bar(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "graph_us", lambda steps, turns: 10.0)
     monkeypatch.setattr(layer, "eager_us", lambda steps: 20.0)

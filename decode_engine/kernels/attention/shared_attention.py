@@ -1,0 +1,228 @@
+"""Attention to everything, where sessions share contexts: flash-decoding over contexts and tails.
+
+The query heads of a group's sessions share a tile of the tensor cores, so every key and value of a context is read once
+for all sessions on it; `row_groups` says who shares what, and which program reads what.
+
+Shape legend: B sequences, H KV heads, G group heads, S slots, d head dim, F fields of a record, X rows of a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from decode_engine.kernels.attention.online_softmax import LOG2E, attend_tile, tile_options
+from decode_engine.kernels.attention.partials import Partials
+from decode_engine.kernels.attention.row_groups import (
+    FEW_ROWS,
+    OF_CONTEXT,
+    OF_TAIL,
+    RowGroups,
+    load_task,
+    member_rows,
+    part_of,
+    task_count,
+)
+from decode_engine.kernels.fields import KEYS, KV, TAIL, TAIL_KEYS, field, head_rows
+from decode_engine.kernels.launches import chained, wait_for_launch
+
+_FEW_ROWS = tl.constexpr(FEW_ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedShape:
+    """Of launches.
+
+    rows: query heads of a large tile. tile, stages: keys of an iteration, and iterations in flight, with a small tile;
+    many_tile, many_stages: with a large one. warps: of a program. programs: of a multiprocessor.
+    """
+
+    rows: int = 64
+    tile: int = 64
+    stages: int = 3
+    many_tile: int = 64
+    many_stages: int = 3
+    warps: int = 4
+    programs: int = 2
+
+
+def shared_programs(shape: SharedShape, heads: int, device: torch.device) -> int:
+    """Programs for each KV head: all multiprocessors have as many as fit, of all heads together."""
+    if device.type != "cuda":
+        return 4
+    present = torch.cuda.get_device_properties(device).multi_processor_count * shape.programs
+    return max(1, min(128, present // heads))
+
+
+@triton.jit
+def attend_run(
+    q: tl.tensor,
+    rows_ptr: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    peaks: tl.tensor,
+    totals: tl.tensor,
+    sums: tl.tensor,
+    scale_log2: tl.tensor,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """Adds the rows begin .. end - 1 to a running softmax."""
+    d = tl.arange(0, DIM)
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        n = start + tl.arange(0, TILE)
+        there = n < end
+        at = rows_ptr + n.to(tl.int64)[:, None] * (2 * DIM) + d[None, :]
+        k = tl.load(at, mask=there[:, None], other=0.0)
+        v = tl.load(at + DIM, mask=there[:, None], other=0.0)
+        peaks, totals, sums = attend_tile(q, k, v, there, peaks, totals, sums, scale_log2, PRECISION)
+    return peaks, totals, sums
+
+
+@triton.jit
+def attend_task(
+    q_ptr: tl.tensor,
+    records_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    slots: tl.tensor,
+    scale_log2: tl.tensor,
+    first_place: tl.tensor,
+    members: tl.tensor,
+    leader: tl.tensor,
+    part: tl.tensor,
+    parts: tl.tensor,
+    what: tl.tensor,
+    slot: tl.tensor,
+    h: tl.tensor,
+    X: tl.constexpr,
+    ALONE: tl.constexpr,
+    SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One task of a KV head. ALONE: it may have a single member, and read that one's tail."""
+    element: tl.constexpr = q_ptr.dtype.element_ty
+    x = tl.arange(0, X)
+    d = tl.arange(0, DIM)
+    present = x // GROUP < members
+    b = member_rows(table_ptr, first_place + x // GROUP, present)
+    query = (b * HEADS + h) * GROUP + x % GROUP
+    q = tl.load(q_ptr + query[:, None] * DIM + d[None, :], mask=present[:, None], other=0.0)
+    peaks = tl.full([X], float("-inf"), tl.float32)
+    totals = tl.zeros([X], tl.float32)
+    sums = tl.zeros([X, DIM], tl.float32)
+    keys = field(records_ptr, leader, KEYS).to(tl.int32)
+    begin, end = part_of(keys, part, parts, TILE)
+    rows_ptr = head_rows(records_ptr, leader, h, KV, element)
+    end = tl.where(what & OF_CONTEXT != 0, end, begin)
+    peaks, totals, sums = attend_run(
+        q, rows_ptr, begin, end, peaks, totals, sums, scale_log2, DIM, TILE, STAGES, PRECISION
+    )
+    if ALONE:
+        tail_keys = field(records_ptr, leader, TAIL_KEYS).to(tl.int32)
+        begin, end = part_of(tail_keys, part, parts, TILE)
+        rows_ptr = head_rows(records_ptr, leader, h, TAIL, element)
+        end = tl.where(what & OF_TAIL != 0, end, begin)
+        peaks, totals, sums = attend_run(
+            q, rows_ptr, begin, end, peaks, totals, sums, scale_log2, DIM, TILE, 1, PRECISION
+        )
+    at = ((b * HEADS + h).to(tl.int64) * slots + slot) * GROUP + x % GROUP
+    tl.store(peaks_ptr + at, peaks, mask=present)
+    tl.store(totals_ptr + at, totals, mask=present)
+    found = present & (peaks != float("-inf"))
+    tl.store(sums_ptr + at[:, None] * DIM + d[None, :], sums, mask=found[:, None])
+
+
+@triton.jit(do_not_specialize=["slots"])
+def shared_kernel(
+    q_ptr: tl.tensor,
+    records_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    slots: tl.tensor,
+    scale_log2: tl.tensor,
+    SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    MANY_TILE: tl.constexpr,
+    MANY_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """Program (place, KV head): tasks in turns with the others of the head. ROWS: of the largest tile."""
+    h = tl.program_id(1)
+    count = task_count(table_ptr)
+    first, members, leader, part, parts, what, slot = load_task(table_ptr, tl.program_id(0), count, SIZE)
+    wait_for_launch(CHAINED)
+    for task in range(tl.program_id(0), count, tl.num_programs(0)):
+        many = members * GROUP > _FEW_ROWS
+        if ROWS > _FEW_ROWS:  # noqa: SIM102 - decided when the kernel is compiled
+            if many:
+                attend_task(
+                    q_ptr, records_ptr, table_ptr, sums_ptr, peaks_ptr, totals_ptr, slots, scale_log2,
+                    first, members, leader, part, parts, what, slot, h,
+                    ROWS, False, SIZE, HEADS, GROUP, DIM, MANY_TILE, MANY_STAGES, PRECISION,
+                )  # fmt: skip
+        if not many:
+            attend_task(
+                q_ptr, records_ptr, table_ptr, sums_ptr, peaks_ptr, totals_ptr, slots, scale_log2,
+                first, members, leader, part, parts, what, slot, h,
+                _FEW_ROWS, True, SIZE, HEADS, GROUP, DIM, TILE, STAGES, PRECISION,
+            )  # fmt: skip
+        following = task + tl.num_programs(0)
+        first, members, leader, part, parts, what, slot = load_task(table_ptr, following, count, SIZE)
+
+
+def attend_shared(
+    q_BHGD: Tensor,
+    records_BF: Tensor,
+    groups: RowGroups,
+    partials: Partials,
+    scale: float,
+    shape: SharedShape,
+) -> None:
+    """Fills the partial attention [B * H, S, G, d] of contexts and tails: each row's first `groups.slots_B` slots.
+
+    q_BHGD: contiguous, unscaled, in the dtype of keys and values; G 1..8, d 64 or 128. scale: of the logits.
+    """
+    size, heads, group, head_dim = q_BHGD.shape
+    options = tile_options(q_BHGD.dtype, shape.tile, shape.stages)
+    many = tile_options(q_BHGD.dtype, shape.many_tile, shape.many_stages)
+    shared_kernel[(groups.programs, heads)](
+        q_BHGD,
+        records_BF,
+        groups.table,
+        partials.sums_RSGD,
+        partials.peaks_RSG,
+        partials.totals_RSG,
+        partials.sums_RSGD.shape[1],
+        scale * LOG2E,
+        SIZE=size,
+        HEADS=heads,
+        GROUP=group,
+        DIM=head_dim,
+        ROWS=shape.rows if size > groups.few else FEW_ROWS,
+        MANY_TILE=many["TILE"],
+        MANY_STAGES=many["STAGES"],
+        **(options | {"num_warps": shape.warps}),
+        **chained(q_BHGD.device),
+    )
