@@ -370,7 +370,7 @@ class ServeConfig:
         Option(
             "--prefill",
             help="Make the contexts that are ordered here, too, in a process of the lowest priority beside the server, "
-            "on a CPU. Otherwise `prefill-worker serve` does that.",
+            "on a CPU, and make the store where there is none. Otherwise `prefill-worker serve` does that.",
         ),
     ] = False
     grace: Annotated[

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from decode_engine.gateway.creating import CREATE
-from decode_engine.gateway.endpoints import CHAT, COMPLETIONS, RESPONSES
 from decode_engine.gateway.failures import status_of_reason
 from decode_engine.gateway.library import UPDATE
-from decode_engine.gateway.parameters import describe
+from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
+from decode_engine.gateway.wire.parameters import describe
 from decode_engine.rpc.transport.status import CODES
 
 ROOT = Path(__file__).resolve().parent.parent

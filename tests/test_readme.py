@@ -28,15 +28,18 @@ BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Example:
-    """A fenced block that is marked for the test. how: run (bash), serve (bash, in the background), python."""
+    """A fenced block that is marked for the test.
+
+    how: run (bash), serve (bash, in the background), python, langchain (bash, where that is installed).
+    """
 
     how: str
     prints: str | None
     code: str
 
 
-def examples() -> list[Example]:
-    text = (ROOT / "README.md").read_text()
+def examples(document: str = "README.md") -> list[Example]:
+    text = (ROOT / document).read_text()
     return [Example(match["how"], match["prints"], match["code"]) for match in BLOCK.finditer(text)]
 
 
@@ -195,6 +198,11 @@ def test_the_readme_runs(tmp_path: Path) -> None:
     """Its blocks one after another; a server runs until the next one begins, or all are done."""
     blocks = examples()
     assert [block.how for block in blocks] == ["run", "serve", "run", "python", "serve", "python"]
+    run_blocks(blocks, tmp_path)
+
+
+def run_blocks(blocks: list[Example], tmp_path: Path) -> None:
+    """Runs them on free ports, with the repository's examples where they are."""
     address, web = free_address(), free_address()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     # The ports in the README may be taken on this machine; everything else runs as it stands there.
@@ -203,7 +211,10 @@ def test_the_readme_runs(tmp_path: Path) -> None:
     with ExitStack() as server:
         for block in blocks:
             code = (
-                block.code.replace(ADDRESS, address).replace(WEB, web).replace("-port 8000", f"-port {port}")
+                block.code.replace(ADDRESS, address)
+                .replace(WEB, web)
+                .replace("-port 8000", f"-port {port}")
+                .replace("docs/examples", str(ROOT / "docs" / "examples"))
             )
             example = Example(block.how, block.prints, code)
             if example.how == "serve":
@@ -214,7 +225,7 @@ def test_the_readme_runs(tmp_path: Path) -> None:
 
 
 def check(example: Example, folder: Path, environment: dict[str, str]) -> None:
-    shell = ["bash", "-euo", "pipefail", "-c"] if example.how == "run" else [sys.executable, "-c"]
+    shell = [sys.executable, "-c"] if example.how == "python" else ["bash", "-euo", "pipefail", "-c"]
     done = subprocess.run(
         [*shell, example.code], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )

@@ -392,6 +392,7 @@ def _detail_rows(context: ContextInfo) -> list[tuple[str, str]]:
         ("created", format_time(context.create_time)),
         ("expires", expiry_text(context.expire_time, context.pinned)),
         ("labels", labels_text(context.labels)),
+        *([("owner", context.owner)] if context.owner else []),
         ("made of", "messages" if context.is_conversation else "text or tokens"),
     ]
 

@@ -90,8 +90,8 @@ def _parameter_lines(method: MethodInfo) -> Iterator[str]:
 
 
 def _local_methods(model: str | None) -> MethodList:
+    from decode_engine.rpc.client.replies import read_reply
     from decode_engine.rpc.describe import describe_methods
-    from decode_engine.rpc.replies import read_reply
 
     if model is None:
         return read_reply(MethodList, describe_methods(_USUAL_HEAD_DIM, _USUAL_DTYPE))

@@ -9,11 +9,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from decode_engine.gateway.endpoints import Order, chat_order, completion_order, response_order
 from decode_engine.gateway.exchange import CLIENT_GONE, EventStream, read_json, while_connected
 from decode_engine.gateway.failures import HttpError, failure
-from decode_engine.gateway.shapes import Answered, ChatShape, CompletionShape, ResponseShape, Shape
-from decode_engine.rpc.client import AsyncClient, AsyncGeneration, Piece
+from decode_engine.gateway.wire.bodies import Order, chat_order, completion_order, response_order
+from decode_engine.gateway.wire.shapes import Answered, ChatShape, CompletionShape, ResponseShape, Shape
+from decode_engine.rpc.client import AsyncClient, AsyncGeneration, Piece, calls_of
 from decode_engine.rpc.transport.stalled import forget_error
 from index_store.errors import SparseKVError
 
@@ -47,15 +47,19 @@ async def _answer(
 
 async def _generate(client: AsyncClient, order: Order) -> AsyncGeneration:
     """Raises ContextNotFoundError, HttpError for another model's name."""
-    context = await client.find_context(order.context)
-    if context.model and order.model != context.model:
+    name, what = "", "this server"
+    if order.context:
+        context = await client.find_context(order.context)
+        name, model, what = context.name, context.model, f"context {order.context[:100]!r}"
+    else:
+        model = (await client.server_status()).model
+    if model and order.model != model:
         raise HttpError(
             404,
-            f"model is {order.model[:100]!r}, but context {order.context[:100]!r} was read by model {context.model!r}; "
-            "name that",
+            f"model is {order.model[:100]!r}, but the one of {what} is {model!r}; name that",
             "model_not_found",
         )
-    return client.generate(context.name, **order.options)
+    return client.generate(name, **order.options)
 
 
 async def _whole(client: AsyncClient, order: Order, shape: Shape) -> Response:
@@ -66,6 +70,7 @@ async def _whole(client: AsyncClient, order: Order, shape: Shape) -> Response:
                 text="".join(piece.text for piece in pieces if piece.index == index),
                 logprobs=tuple(told for piece in pieces if piece.index == index for told in piece.logprobs),
                 summary=summary,
+                calls=calls_of(piece for piece in pieces if piece.index == index),
             )
             for index, summary in enumerate(generation.summaries)
         ]

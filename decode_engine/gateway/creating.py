@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any, cast
@@ -14,11 +14,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from decode_engine.errors import TooManyRequestsError
-from decode_engine.gateway.exchange import EventStream, bounded_receive, event, read_json
+from decode_engine.gateway.exchange import EventStream, bounded_receive, read_json
 from decode_engine.gateway.failures import HttpError, failure
 from decode_engine.gateway.library import context_object
-from decode_engine.gateway.parameters import (
+from decode_engine.gateway.wire.events import event
+from decode_engine.gateway.wire.messages_shape import turns_of
+from decode_engine.gateway.wire.parameters import (
     FLAG,
+    LABELS_ONLY,
+    MESSAGES,
     TEXT,
     TEXTS_ONLY,
     TOKENS,
@@ -27,17 +31,30 @@ from decode_engine.gateway.parameters import (
     integer,
     number,
 )
-from decode_engine.gateway.shapes import DONE
+from decode_engine.gateway.wire.shapes import DONE
+from decode_engine.gateway.wire.tool_shapes import tools_of
 from decode_engine.rpc.client import AsyncClient, OperationInfo
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.jobs.uploads import MOST_DOCUMENT_BYTES
+from index_store.models.conversation.messages import Conversation, Message
 
 CREATE = Endpoint(
     "/v1/contexts",
     (
-        Parameter("text", TEXT, "The document. Exactly one of `text`, `token_ids` and `file_id`."),
+        Parameter(
+            "text", TEXT, "The document. Exactly one of `text`, `token_ids`, `messages` and `file_id`."
+        ),
         Parameter("token_ids", TOKENS, "The document as tokens."),
+        Parameter("messages", MESSAGES, "The document as messages, which those of requests follow."),
+        Parameter("tools", MESSAGES, "With `messages`: functions that the model may call."),
         Parameter("file_id", TEXT, "The document as a file that /v1/files took, by its id."),
+        Parameter(
+            "parent",
+            TEXT,
+            "A context that the new one continues, by display name, id, or the id's first digits. A child has the "
+            "parent's indexes, and stores what follows alone.",
+        ),
+        Parameter("labels", LABELS_ONLY, "Labels of the context."),
         Parameter(
             "display_name", TEXT, "What people call the context; the document's first words by default."
         ),
@@ -61,9 +78,11 @@ async def create_context(request: Request) -> Response:
     """POST /v1/contexts: an operation, or with `stream` its progress. What was begun goes on when the client goes."""
     given = CREATE.read(await read_json(request))
     client: AsyncClient = request.state.client
+    parent = given.get("parent")
     operation = await client.create_context(
         given.get("text"),
         token_ids=given.get("token_ids"),
+        messages=_messages_of(given),
         upload=_upload_of(given.get("file_id")),
         wait=False,
         display_name=given.get("display_name"),
@@ -71,10 +90,22 @@ async def create_context(request: Request) -> Response:
         methods=given.get("methods"),
         request_id=given.get("request_id"),
         priority=given.get("priority"),
+        labels=given.get("labels"),
+        parent=None if parent is None else (await client.find_context(parent)).name,
     )
     if given.get("stream"):
         return EventStream(_progress(client, operation), release=lambda: None)
     return JSONResponse(operation_object(operation), status_code=202)
+
+
+def _messages_of(given: dict[str, Any]) -> Sequence[Message] | Conversation | None:
+    tools = tools_of(given.get("tools") or [])
+    if "messages" not in given:
+        if tools:
+            raise InvalidArgumentError("tools are given without messages, expected both", field="tools")
+        return None
+    turns = turns_of(given["messages"])
+    return turns if "parent" in given and not tools else Conversation(turns, tools)
 
 
 async def list_operations(request: Request) -> Response:

@@ -131,12 +131,6 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def event(data: Any, name: str | None = None) -> str:
-    """One event: its data as JSON, or a text as it is."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, allow_nan=False)
-    return f"data: {text}\n\n" if name is None else f"event: {name}\ndata: {text}\n\n"
-
-
 async def with_comments(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
     """The same events, and comments where there is none for a while."""
     while True:

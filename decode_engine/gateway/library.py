@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from decode_engine.gateway.exchange import read_json
 from decode_engine.gateway.failures import HttpError
-from decode_engine.gateway.parameters import FLAG, LABELS, TEXT, Endpoint, Parameter
+from decode_engine.gateway.wire.parameters import FLAG, LABELS, TEXT, Endpoint, Parameter
 from decode_engine.rpc.client import NEVER, AsyncClient, ContextChanges, ContextInfo, Never
 from index_store.errors import InvalidArgumentError
 

@@ -65,12 +65,16 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class KeepOptions:
-    """What is to become of a session. name: "" for the context's. ttl: None for good. turns: they are its prompt."""
+    """What is to become of a session. name: "" for the context's. ttl: None for good. turns: they are its prompt.
+
+    owner: who asked for it.
+    """
 
     name: str = ""
     ttl: timedelta | None = None
     prompt_only: bool = False
     turns: bool = False
+    owner: str = ""
 
 
 def document_tokens(
@@ -81,15 +85,19 @@ def document_tokens(
     check: called now and then while a long text is cut; what it raises ends that. Raises PromptTooLongError, before it
     has cost more than the model's positions are worth, for what they do not hold.
     """
-    most = identity.max_positions
-    least = tokenizer.at_least(text, most, check)
-    if least > most:
-        raise PromptTooLongError(
-            f"the text has at least {least} tokens, model {identity.name!r} has {most} positions; shorten it",
-            prompt_tokens=least,
-            max_positions=most,
-        )
+    check_document(tokenizer.at_least(text, identity.max_positions, check), identity)
     return [*tokenizer.prefix_ids, *tokenizer.encode(text)]
+
+
+def check_document(least: int, identity: ModelIdentity) -> None:
+    """Raises PromptTooLongError for what has at least so many tokens, where the model has no positions for them."""
+    if least > identity.max_positions:
+        raise PromptTooLongError(
+            f"the text has at least {least} tokens, model {identity.name!r} has {identity.max_positions} positions; "
+            "shorten it",
+            prompt_tokens=least,
+            max_positions=identity.max_positions,
+        )
 
 
 def stored_tokens(runner: ModelRunner, fitted: FittedMethod, own: OwnRows) -> StoredTokens[Session]:
@@ -135,6 +143,7 @@ class SessionKeeper:
             attention=joined(attention_of(named), self._attention()),
             name=options.name or named.name,
             expires_at=None if options.ttl is None else utc_now() + options.ttl,
+            owner=options.owner,
         )
         return publish_child(self.store, made).id
 

@@ -19,7 +19,6 @@ from decode_engine.rpc.transport.status import Paths
 from index_store.errors import ContextNotFoundError, SparseKVError
 from index_store.family.prefixes import longest_prefix
 from index_store.memory.arena import Arena
-from index_store.models.conversation.turns import StoredConversation
 from index_store.store.catalog import BrokenContext, Store
 from index_store.store.context_id import first_digest
 from index_store.store.manifest import Manifest
@@ -71,8 +70,8 @@ class ServiceBackend:
         found = longest_prefix(self.store, first, token_ids)
         if found is None:
             raise ContextNotFoundError(
-                f"no stored context is the beginning of the text's {len(token_ids)} tokens; name a context, or prefill "
-                "the text first"
+                f"no stored context is the beginning of these {len(token_ids)} tokens; name a context, or prefill "
+                "them first"
             )
         return found
 
@@ -114,28 +113,6 @@ class ServiceBackend:
     def tuned_default(self, id_: str) -> TunedDefault | None:
         """What the context was tuned to, if it was. Raises TunedDefaultError where that cannot be known any more."""
         return self.store.default_method(id_)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredMessages:
-    """What a stored context was made of, read from the store when it is asked for."""
-
-    store: Store
-    manifest: Manifest
-
-    def conversation(self) -> StoredConversation | None:
-        """Its messages; None where it was made of a text or of tokens. Raises what reading a context raises."""
-        if self.manifest.conversation is None:
-            return None
-        with self.store.arrays(self.manifest) as context:
-            data = context.conversation()
-        return StoredConversation.from_bytes(data or b"", f"context {self.manifest.id}")
-
-    def tokens(self) -> Sequence[int]:
-        """Its token ids."""
-        with self.store.arrays(self.manifest) as context:
-            ids: list[int] = context.tokens().tolist()
-        return ids
 
 
 class BackendSlot:

@@ -85,6 +85,7 @@ def describe_context(
         parent="" if child is None else COLLECTION + manifest.id,
         parent_token_count=0 if child is None else manifest.token_count,
         children=children,
+        owner=own.owner,
     )
 
 

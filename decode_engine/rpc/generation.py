@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from decode_engine.engine.places import Place
-from decode_engine.engine.requests import Event, Finished, PromptRead, Request, Stream, Token
+from decode_engine.engine.requests import Event, Finished, FinishReason, PromptRead, Request, Stream, Token
 from decode_engine.engine.sampler import SamplingParameters
 from decode_engine.engine.session_memory import session_bytes
 from decode_engine.engine.text import TextStream
-from decode_engine.errors import TooManyRequestsError
-from decode_engine.model.continuing import Ground, SessionKeeper, document_tokens, stored_tokens
-from decode_engine.rpc.backend import ServiceBackend, StoredMessages
+from decode_engine.model.continuing import (
+    Ground,
+    SessionKeeper,
+    check_document,
+    document_tokens,
+    stored_tokens,
+)
+from decode_engine.rpc.backend import ServiceBackend
 from decode_engine.rpc.describe import logprob_messages, summarise, token_messages
+from decode_engine.rpc.prompts.stored_messages import StoredMessages
+from decode_engine.rpc.prompts.tool_fields import CallMode, CallPlan, plan_calls
+from decode_engine.rpc.prompts.turn_tokens import conversation_tokens
+from decode_engine.rpc.transport.appointments import Appointments, Bell
 from decode_engine.rpc.transport.calls import Call
 from decode_engine.rpc.transport.stalled import forget_error
 from decode_engine.rpc.validation import (
@@ -35,92 +43,13 @@ from decode_engine.rpc.validation import (
     prompt_tokens,
 )
 from index_store.methods.method import FittedMethod
-from sparsekv.v1 import generation_pb2
+from index_store.models.loading import Tokenizer
+from index_store.store.context_id import ModelIdentity
+from sparsekv.v1 import conversation_pb2, generation_pb2
 
 _FIRST_NOTICE_S = 0.25
 _NOTICE_S = 1.0
 _LONGEST_SILENCE_S = 10.0
-_LONGEST_DELAY_S = 60.0
-
-
-class Clients:
-    """How many requests each client address has here, at most `limit`. To be used on one thread."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._requests: Counter[str] = Counter()
-
-    @contextmanager
-    def place(self, host: str) -> Iterator[None]:
-        """One request of a client, while the block runs. Raises TooManyRequestsError."""
-        own = self._requests[host]
-        if own >= self._limit:
-            raise TooManyRequestsError(
-                f"{own} requests of this client are running or waiting, which is the limit for one client; try again "
-                "later",
-                limit=self._limit,
-            )
-        self._requests[host] += 1
-        try:
-            yield
-        finally:
-            self._requests[host] -= 1
-            if not self._requests[host]:
-                del self._requests[host]
-
-
-class Appointments:
-    """When to come again, for those who are refused: one after the other, as fast as places have become free lately."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._interval_s = 1.0
-        self._freed = clock()
-        self._given = 0.0
-
-    def place_freed(self) -> None:
-        """A request has ended."""
-        now = self._clock()
-        between = min(max(now - self._freed, 0.01), 10.0)
-        self._freed = now
-        self._interval_s += 0.2 * (between - self._interval_s)
-
-    def next_s(self) -> float:
-        """Seconds until the next free appointment, which is taken by this."""
-        now = self._clock()
-        self._given = min(max(now, self._given) + self._interval_s, now + _LONGEST_DELAY_S)
-        return self._given - now
-
-
-class Bell:
-    """Wakes a coroutine from any thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._event = asyncio.Event()
-        self._rung = False
-
-    def ring(self) -> None:
-        """Wakes who waits, or will; from any thread. Ringing twice costs no more than once."""
-        if not self._rung:
-            self._rung = True
-            try:
-                self._loop.call_soon_threadsafe(self._event.set)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                return
-
-    def clear(self) -> None:
-        """To be called before looking at what the bell is rung for."""
-        self._event.clear()
-        self._rung = False
-
-    async def wait(self, timeout_s: float | None) -> bool:
-        """Whether it rang in time."""
-        try:
-            await asyncio.wait_for(self._event.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +58,8 @@ class CheckedOrder:
 
     ground: the context, and what is searched of it. fitted: the method on that. memory: bytes that the session of each
     answer may come to hold. arrived_ns: when the call came, on the engine's clock. sampling: the order's, with the
-    constraint compiled. token_bytes: what tokens stand for; empty where no log probabilities are wanted.
+    constraint compiled. token_bytes: what tokens stand for; empty where no log probabilities are wanted. calls: how
+    tools are called, where they may be.
     """
 
     order: Order
@@ -141,6 +71,7 @@ class CheckedOrder:
     arrived_ns: int
     sampling: SamplingParameters
     token_bytes: Sequence[bytes]
+    calls: CallPlan | None = None
 
     def usage(self, completion_tokens: int = 0) -> generation_pb2.Usage:
         """The tokens involved."""
@@ -164,23 +95,49 @@ def check_request(
     backend.engine.check_answers(order.answers)
     check_named_tokens(order, backend.runner.identity)
     identity, tokenizer = backend.runner.identity, backend.runner.tokenizer
-    whole = None if order.context_id else document_tokens(order.text or "", tokenizer, identity, check)
+    whole = None if order.context_id else _whole_tokens(order, tokenizer, identity, check)
     ground = backend.ground(order.context_id if whole is None else backend.longest_prefix(whole).id)
     named, base = ground.named, ground.base
     method = choose_method(order, base, None if order.method else backend.tuned_default(base.id))
     fitted = method.on(base)
+    stored = StoredMessages(backend.store, named)
     if whole is None:
-        stored = StoredMessages(backend.store, named)
         prompt = prompt_tokens(order, tokenizer, named, identity, stored, check)
     else:
         prompt = whole[named.token_count :]
     max_tokens = fit_max_tokens(order, named, identity, len(prompt))
     memory = session_bytes(fitted, ground.own_tokens + len(prompt) + max_tokens) + ground.own_bytes
     vocabulary, sampling = backend.runner.vocabulary, order.sampling
-    if order.constraint is not None:
-        sampling = replace(sampling, grammar=vocabulary.compile(order.constraint))
+    calls = _plan_calls(order, tokenizer, identity, stored)
+    constraint = order.constraint if calls is None else calls.constraint
+    if constraint is not None:
+        sampling = replace(sampling, grammar=vocabulary.compile(constraint))
     token_bytes = vocabulary.token_bytes if order.tells_logprobs else ()
-    return CheckedOrder(order, ground, fitted, prompt, max_tokens, memory, arrived_ns, sampling, token_bytes)
+    return CheckedOrder(
+        order, ground, fitted, prompt, max_tokens, memory, arrived_ns, sampling, token_bytes, calls
+    )
+
+
+def _whole_tokens(
+    order: Order, tokenizer: Tokenizer, identity: ModelIdentity, check: Callable[[], None]
+) -> list[int]:
+    """All tokens of a request that names no context. Raises PromptTooLongError, InvalidArgumentError."""
+    if order.text is not None:
+        return document_tokens(order.text, tokenizer, identity, check)
+    said = "\n".join(turn.content for turn in order.turns)
+    check_document(tokenizer.at_least(said, identity.max_positions, check), identity)
+    return conversation_tokens(order.turns, order.tools, tokenizer)
+
+
+def _plan_calls(
+    order: Order, tokenizer: Tokenizer, identity: ModelIdentity, stored: StoredMessages
+) -> CallPlan | None:
+    """How tools are called: those of the request, or else of the context."""
+    tools = order.tools
+    if order.choice.mode is not CallMode.NONE and not tools and order.context_id:
+        before = stored.conversation()
+        tools = () if before is None else before.conversation.tools
+    return plan_calls(order.choice, tools, tokenizer, identity.name)
 
 
 async def stream_answer(
@@ -231,13 +188,16 @@ async def stream_answer(
             left -= sum(isinstance(event, Finished) for event in events)
 
 
-@dataclass(frozen=True, slots=True)
 class _Told:
-    """What clients are told of what happened to a request. before_ns: see `summarise`."""
+    """What clients are told of what happened to a request."""
 
-    checked: CheckedOrder
-    load_ns: int
-    before_ns: int
+    def __init__(self, checked: CheckedOrder, load_ns: int, before_ns: int) -> None:
+        """before_ns: see `summarise`."""
+        self.checked = checked
+        self.load_ns = load_ns
+        self.before_ns = before_ns
+        plan, answers = checked.calls, range(checked.order.answers)
+        self._readers = {} if plan is None else {answer: plan.reader() for answer in answers}
 
     async def messages(
         self, events: Sequence[Event | Exception], call: Call, note: Callable[..., None]
@@ -249,20 +209,41 @@ class _Told:
             if isinstance(event, PromptRead):
                 logprobs = await call.run(partial(logprob_messages, event.logprobs, bytes_of))
                 messages.append(generation_pb2.GenerateResponse(prompt_logprobs=logprobs))
-        messages += token_messages([event for event in events if isinstance(event, Token)], bytes_of)
+        said = token_messages([event for event in events if isinstance(event, Token)], bytes_of)
+        for message in said:
+            self._tell_calls(message)
+        messages += said
         messages += [self._ending(event, note) for event in events if isinstance(event, Finished)]
         return messages
 
     def _ending(self, end: Finished, note: Callable[..., None]) -> generation_pb2.GenerateResponse:
         usage, method = self.checked.usage(end.completion_tokens), self.checked.fitted.method
         summary = summarise(end, method, usage, self.load_ns, self.before_ns)
+        message = generation_pb2.GenerateResponse(text=end.text, summary=summary, index=end.answer)
+        self._tell_calls(message)
+        if (reader := self._readers.get(end.answer)) is not None:
+            message.text += reader.flush()
+            if reader.finished and end.reason is not FinishReason.LENGTH:
+                message.summary.finish_reason = generation_pb2.GenerationSummary.TOOL_CALLS
         times = summary.timings
         note(
             queue_ms=times.queue_ns / 1e6,
             first_token_ms=times.first_token_ns / 1e6,
             total_ms=times.total_ns / 1e6,
         )
-        return generation_pb2.GenerateResponse(text=end.text, summary=summary, index=end.answer)
+        return message
+
+    def _tell_calls(self, message: generation_pb2.GenerateResponse) -> None:
+        """Tells calls in the message's text from what else is said."""
+        reader = self._readers.get(message.index)
+        if reader is not None:
+            message.text, parts = reader.push(message.text)
+            message.tool_calls.extend(
+                conversation_pb2.ToolCallPart(
+                    index=part.index, id=part.id, name=part.name, arguments_json=part.arguments
+                )
+                for part in parts
+            )
 
 
 class _Notices:
@@ -324,18 +305,19 @@ def _submit(
         keeping = None
         if checked.order.keep is not None:
             base = (ground, checked.fitted, resident, own)
-            keeping = SessionKeeper(store, runner, *base, checked.prompt, checked.order.keep).keeping()
+            options = replace(checked.order.keep, owner=call.caller)
+            keeping = SessionKeeper(store, runner, *base, checked.prompt, options).keeping()
         submitted_ns = clock_ns()
-        tokenizer = runner.tokenizer
+        decode, plan = runner.tokenizer.decode, checked.calls
+        if plan is not None and plan.shown:
+            decode = partial(decode, shown=plan.shown)
         request: Request[Any] = Request(
             start=lambda: runner.start(resident, checked.fitted, backend.engine.give_way),
             prompt=checked.prompt,
             max_tokens=checked.max_tokens,
             sampling=checked.sampling,
-            sink=TextStream(
-                tokenizer.decode, checked.prompt, checked.order.stops, checked.sampling.rules.min_tokens
-            ),
-            end_ids=frozenset(tokenizer.eos_ids),
+            sink=TextStream(decode, checked.prompt, checked.order.stops, checked.sampling.rules.min_tokens),
+            end_ids=frozenset(runner.tokenizer.eos_ids),
             deadline_ns=_deadline_ns(call, submitted_ns),
             on_close=stack.pop_all().close,
             on_event=ring,

@@ -77,7 +77,7 @@ class DecodeServer:
         self._config = config
         self._log_json = log_json
         self._worker: OwnWorker | None = None
-        self._store = Store(config.store)
+        self._store = Store(config.store, create=config.prefill)
         self._folder = resolve_model(config.model)
         self._slot = BackendSlot()
         self._backend: ServiceBackend | None = None

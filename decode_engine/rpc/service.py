@@ -25,13 +25,14 @@ from decode_engine.rpc.contexts.pages import Pager, find_context
 from decode_engine.rpc.contexts.updates import parse_update
 from decode_engine.rpc.creation.operations import parse_operation
 from decode_engine.rpc.describe import describe_methods, describe_status, describe_upload
-from decode_engine.rpc.generation import Appointments, Clients, check_request, stream_answer
+from decode_engine.rpc.generation import check_request, stream_answer
+from decode_engine.rpc.transport.appointments import Appointments, Clients
 from decode_engine.rpc.transport.bound import Bound
 from decode_engine.rpc.transport.calls import Call
 from decode_engine.rpc.transport.merged import merged
 from decode_engine.rpc.transport.stalled import forget_error
 from decode_engine.rpc.transport.status import public_error, to_status
-from decode_engine.rpc.validation import check_tokens, content_text, parse_batch
+from decode_engine.rpc.validation import check_tokens, content_tokens, parse_batch
 from index_store.errors import ContextNotFoundError, InvalidArgumentError, SparseKVError
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
@@ -84,7 +85,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
     def _create(
         self, backend: ServiceBackend, request: context_pb2.CreateContextRequest, call: Call
     ) -> operations_pb2.Operation:
-        return backend.operations().show(backend.workshop.order(request, call.check))
+        return backend.operations().show(backend.workshop.order(request, call.check, call.caller))
 
     async def UploadDocument(
         self, requests: AsyncIterator[context_pb2.UploadDocumentRequest], call: Call
@@ -275,10 +276,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, call: Call
     ) -> generation_pb2.TokenizeResponse:
-        runner, text = self._slot.get().runner, content_text(request)
+        runner = self._slot.get().runner
 
         def cut() -> generation_pb2.TokenizeResponse:
-            ids, token_bytes = runner.tokenizer.encode(text), runner.vocabulary.token_bytes
+            ids, token_bytes = content_tokens(request, runner.tokenizer), runner.vocabulary.token_bytes
             return generation_pb2.TokenizeResponse(ids=ids, texts=[token_bytes[token] for token in ids])
 
         return await self._long(call, cut)
@@ -294,10 +295,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def CountTokens(
         self, request: generation_pb2.CountTokensRequest, call: Call
     ) -> generation_pb2.CountTokensResponse:
-        tokenizer, text = self._slot.get().runner.tokenizer, content_text(request)
-        return generation_pb2.CountTokensResponse(
-            tokens=await self._long(call, lambda: len(tokenizer.encode(text)))
-        )
+        tokenizer = self._slot.get().runner.tokenizer
+        counted = await self._long(call, lambda: len(content_tokens(request, tokenizer)))
+        return generation_pb2.CountTokensResponse(tokens=counted)
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, call: Call
@@ -320,7 +320,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         """The messages of one request. note: is told what happened to it."""
         with self._clients.place(call.host):
             check = partial(check_request, backend, request, call.check)
-            compiled = request.HasField("constraint")
+            compiled = request.HasField("constraint") or request.messages.tools or request.tool_choice.mode
             checked = await (self._long(call, check) if compiled else call.run(check))
             note(
                 context=checked.ground.named.id,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from decode_engine.config import (
     MAX_ANSWERS,
@@ -24,14 +23,16 @@ from decode_engine.engine.text import StopStrings
 from decode_engine.errors import PromptTooLongError
 from decode_engine.model.continuing import KeepOptions
 from decode_engine.rpc.contexts.defaults import default_method
-from decode_engine.rpc.contexts.keep_field import parse_keep
 from decode_engine.rpc.contexts.names import parse_name
-from decode_engine.rpc.contexts.wire_messages import parse_messages
+from decode_engine.rpc.prompts.keep_field import parse_keep
+from decode_engine.rpc.prompts.stored_messages import StoredMessages
+from decode_engine.rpc.prompts.tool_fields import ToolChoice, parse_tool_choice
+from decode_engine.rpc.prompts.turn_tokens import conversation_tokens, turn_tokens
+from decode_engine.rpc.prompts.wire_messages import parse_messages
 from index_store.errors import InvalidArgumentError
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
-from index_store.models.conversation.messages import MAX_MESSAGES, Message, Role, Tool, refused
-from index_store.models.conversation.turns import StoredConversation
+from index_store.models.conversation.messages import MAX_MESSAGES, Message, Role, Tool, check_tools, refused
 from index_store.models.loading import Tokenizer
 from index_store.store.context_id import ModelIdentity
 from index_store.store.manifest import Manifest
@@ -43,22 +44,12 @@ MAX_METHOD_CHARACTERS = 128
 MIN_APPEND_BLOCK = 16  # every move of the window costs a search and an append, however short
 
 
-class StoredTurns(Protocol):
-    """What a context was made of, read where it is needed."""
-
-    def conversation(self) -> StoredConversation | None:
-        """Its messages; None where it was made of a text or of tokens."""
-
-    def tokens(self) -> Sequence[int]:
-        """Its token ids."""
-
-
 @dataclass(frozen=True, slots=True)
 class Order:
     """A checked Generate request. None: as is usual (max_tokens: as many as fit). method "": the context's own.
 
-    The prompt is a text, turns of a conversation (a question is one) or token ids. tools: what the request says that
-    the context was made with; none where it says nothing. context_id: "" for the longest that the text begins with.
+    The prompt is a text, turns of a conversation (a question is one) or token ids. tools: that the
+    request names. choice: whether they are called. context_id: "" for the longest that text or turns begin with.
     """
 
     context_id: str
@@ -78,6 +69,7 @@ class Order:
     stop_token_ids: frozenset[int]
     prompt_logprobs: bool
     constraint: Constraint | None
+    choice: ToolChoice
     keep: KeepOptions | None = None
 
     @property
@@ -144,12 +136,13 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
         stop_token_ids=frozenset(request.stop_token_ids),
         prompt_logprobs=request.prompt_logprobs,
         constraint=_parse_constraint(request),
+        choice=parse_tool_choice(request),
         keep=parse_keep(request) if request.HasField("keep") else None,
     )
 
 
 def _parse_context(request: generation_pb2.GenerateRequest, given: str) -> str:
-    if request.context or given != "text":
+    if request.context or given not in ("text", "messages"):
         return parse_name(request.context, "context")
     return ""
 
@@ -240,6 +233,7 @@ def _parse_turns(request: generation_pb2.GenerateRequest) -> tuple[tuple[Message
     if not 1 <= count <= MAX_MESSAGES:
         raise refused("messages", f"{count} messages", f"1 to {MAX_MESSAGES}")
     turns, tools = parse_messages(request.messages)
+    check_tools(tools)
     if turns[-1].role not in (Role.USER, Role.TOOL):
         raise refused(f"messages[{count - 1}].role", turns[-1].role, "user or tool, which the model answers")
     return turns, tools
@@ -288,7 +282,7 @@ def prompt_tokens(
     tokenizer: Tokenizer,
     manifest: Manifest,
     identity: ModelIdentity,
-    stored: StoredTurns,
+    stored: StoredMessages,
     check: Callable[[], None] = lambda: None,
 ) -> list[int]:
     """The prompt in tokens. check: called now and then while a long text is cut; what it raises ends that.
@@ -309,7 +303,7 @@ def prompt_tokens(
             max_positions=identity.max_positions,
         )
     if order.turns:
-        ids = _turn_tokens(order, tokenizer, stored)
+        ids = turn_tokens(order.turns, order.tools, tokenizer, stored)
     else:
         ids = list(order.token_ids) if order.text is None else tokenizer.encode(order.text)
     if not ids:
@@ -348,24 +342,16 @@ def parse_batch(request: generation_pb2.BatchGenerateRequest) -> str:
     return parse_name(request.context, "context")
 
 
-def content_text(request: generation_pb2.TokenizeRequest | generation_pb2.CountTokensRequest) -> str:
-    """The text that a request is about. Raises InvalidArgumentError where there is none."""
-    if request.WhichOneof("content") is None:
-        raise InvalidArgumentError("the content is missing, expected text", field="content")
-    return request.text
-
-
-def _turn_tokens(order: Order, tokenizer: Tokenizer, stored: StoredTurns) -> list[int]:
-    before = stored.conversation()
-    known = () if before is None else before.conversation.tools
-    if order.tools and order.tools != known:
-        made = "other tools" if known else "no tools"
-        raise refused(
-            "tools", f"tools, and the context was made with {made}", "them among the messages of the context"
-        )
-    if before is None:
-        return tokenizer.encode_turns(order.turns)
-    return tokenizer.continue_conversation(before, order.turns, stored.tokens)
+def content_tokens(
+    request: generation_pb2.TokenizeRequest | generation_pb2.CountTokensRequest, tokenizer: Tokenizer
+) -> list[int]:
+    """The tokens of what a request is about. Raises InvalidArgumentError where there is nothing."""
+    content = request.WhichOneof("content")
+    if content is None:
+        raise InvalidArgumentError("the content is missing, expected text or messages", field="content")
+    if content == "text":
+        return tokenizer.encode(request.text)
+    return conversation_tokens(*parse_messages(request.messages), tokenizer)
 
 
 def fit_max_tokens(order: Order, manifest: Manifest, identity: ModelIdentity, prompt: int) -> int:

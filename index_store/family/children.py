@@ -12,8 +12,8 @@ Shape legend: H KV heads, N tokens of the parent, D tokens of the child's own, d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 import torch
@@ -53,7 +53,10 @@ class OwnRows:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What becomes a child. before: the tokens of the parent, [N]. attention: how its tokens attended (`joined`)."""
+    """What becomes a child. before: the tokens of the parent, [N]. attention: how its tokens attended (`joined`).
+
+    conversation: what is kept of the messages that all of its tokens are, as of a context of its own.
+    """
 
     parent: Manifest
     before: Tensor
@@ -61,6 +64,9 @@ class Continuation:
     attention: str
     name: str
     expires_at: datetime | None = None
+    owner: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    conversation: bytes | None = None
 
     @property
     def token_ids(self) -> Tensor:
@@ -69,9 +75,17 @@ class Continuation:
 
     def id(self) -> str:
         """The child's."""
-        parent = self.parent
-        reading = {"parent": parent.id, ATTENTION: self.attention}
-        return context_id(parent.model, parent.dtype, reading, "", self.token_ids)
+        return child_id(self.parent, self.attention, self.token_ids, messages=self.conversation is not None)
+
+
+def child_id(
+    parent: Manifest, attention: str, token_ids: Tensor | Sequence[int], *, messages: bool = False
+) -> str:
+    """Id of a child. token_ids: all of them, the parent's first. messages: whether it is known which they are."""
+    reading: dict[str, object] = {"parent": parent.id, ATTENTION: attention}
+    if messages:
+        reading["messages"] = True
+    return context_id(parent.model, parent.dtype, reading, "", token_ids)
 
 
 def joined(before: str, added: str) -> str:
@@ -87,7 +101,7 @@ def attention_of(manifest: Manifest) -> str:
 def publish_child(store: Store, made: Continuation) -> Manifest:
     """Stores a child, durably and all at once; returns its manifest.
 
-    Where the store has it already, it stays; it gets the name, and the later of both expiries. Raises
+    Where the store has it already, it stays; it gets the name, the labels, and the later of both expiries. Raises
     ContextNotFoundError when the parent was removed meanwhile, and what `ContextWriter.publish` raises.
     """
     id_ = made.id()
@@ -96,7 +110,8 @@ def publish_child(store: Store, made: Continuation) -> Manifest:
         if present is not None:
             ends = (present.expires_at, made.expires_at)
             latest = None if None in ends else max(end for end in ends if end is not None)
-            wanted = replace(present, name=made.name, expires_at=latest)
+            labels = {**present.labels, **made.labels}
+            wanted = replace(present, name=made.name, expires_at=latest, labels=labels)
             if wanted == present:
                 return present
             with store.writer(id_) as writer:
@@ -130,6 +145,7 @@ def _write(store: Store, id_: str, made: Continuation) -> Manifest:
         for layer, (path, place) in enumerate(_places(made.parent)):
             for head, rows in enumerate(own.rows[layer]):
                 writer.write_chunk(path, (place, head), rows)
+        messages = None if made.conversation is None else writer.write_conversation(made.conversation)
         writer.verify()
         manifest = Manifest(
             id=id_,
@@ -150,6 +166,9 @@ def _write(store: Store, id_: str, made: Continuation) -> Manifest:
             seconds={},
             parent=Parent(made.parent.id, made.parent.token_count),
             prefix_digests=_digests(made),
+            conversation=messages,
+            owner=made.owner,
+            labels=made.labels,
         )
         with store.family_lock(made.parent.id):
             store.manifest(made.parent.id)  # raises when it was removed meanwhile

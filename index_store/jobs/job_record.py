@@ -24,6 +24,7 @@ from index_store.store.context_id import is_context_id
 from index_store.store.dtypes import KV_DTYPES
 from index_store.store.json_fields import (
     JsonFields,
+    check_labels,
     check_name,
     check_names,
     check_positive,
@@ -77,7 +78,9 @@ class JobOrder:
     name: of the context; "" leaves that of a context that is there. title: its name where it is new. methods: whose
     indexes to build. dtype: of the stored keys and values. ttl: seconds from its publication; None for ever.
     tokens: of the document. conversation: SHA-256 of what is kept
-    of the messages that the tokens are; "" for a text.
+    of the messages that the tokens are; "" for a text. parent: id of the context that is continued, whose tokens the
+    document follows; "" for one that stands alone. owner: who asked, "" where nobody was asked for a name. labels:
+    to be set.
     """
 
     context: str
@@ -90,8 +93,16 @@ class JobOrder:
     ttl: float | None
     tokens: int
     conversation: str = ""
+    parent: str = ""
+    owner: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.parent and not is_context_id(self.parent):
+            raise field_error("order.parent", self.parent, "64 lower-case hex digits, or nothing")
+        if self.owner:
+            check_name("order.owner", self.owner)
+        check_labels("order.labels", self.labels)
         if self.conversation and not _DIGEST.fullmatch(self.conversation):
             raise field_error("order.conversation", self.conversation, "64 lower-case hex digits, or nothing")
         if not is_context_id(self.context):
@@ -238,6 +249,9 @@ def render_job(record: JobRecord) -> bytes:
     document = asdict(record)
     document["created_at"] = record.created_at.isoformat()
     document["ended_at"] = None if record.ended_at is None else record.ended_at.isoformat()
+    for name in ("parent", "owner", "labels"):  # said where there is something to say
+        if not document["order"][name]:
+            del document["order"][name]
     return render_document(document)
 
 
@@ -300,6 +314,9 @@ def _parse_order(fields: JsonFields) -> JobOrder:
         ttl=fields.optional_number("ttl"),
         tokens=fields.integer("tokens"),
         conversation=fields.text("conversation"),
+        parent=fields.text("parent") if fields.has("parent") else "",
+        owner=fields.text("owner") if fields.has("owner") else "",
+        labels=fields.texts_by_name("labels") if fields.has("labels") else {},
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
@@ -12,10 +12,17 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from index_store.errors import InvalidArgumentError
+from index_store.models.conversation.call_syntax import CallSyntax
 from index_store.models.conversation.chat_template import ChatTemplate
 from index_store.models.conversation.messages import Conversation, Message, Role
 from index_store.models.conversation.ordinary_text import OrdinaryText
-from index_store.models.conversation.turns import StoredConversation, begin, go_on, turns_after_text
+from index_store.models.conversation.turns import (
+    StoredConversation,
+    begin,
+    extend,
+    go_on,
+    turns_after_text,
+)
 from index_store.models.folder import ModelFolder, first_line, hash_file
 
 # Files that decide which ids a text becomes. tokenizer_config.json counts without its chat template, which decides
@@ -47,7 +54,8 @@ class Tokenizer:
         self._name = name
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self._ordinary = OrdinaryText(backend, self.eos_ids)
-        self._template = ChatTemplate(backend, name, self._ordinary.letterless, self._ordinary.spoken)
+        ends = [token.text for token in self._ordinary.special if token.id in self.eos_ids]
+        self._template = ChatTemplate(backend, name, self._ordinary.letterless, self._ordinary.spoken, ends)
         self.prefix_ids: tuple[int, ...] = self._leading_special_ids()
 
     def encode(self, text: str) -> list[int]:
@@ -89,6 +97,15 @@ class Tokenizer:
         """
         return go_on(self._template, self._ordinary, stored, new, stored_ids)
 
+    def extend_conversation(
+        self, stored: StoredConversation, new: Sequence[Message], stored_ids: Callable[[], Sequence[int]]
+    ) -> tuple[list[int], StoredConversation]:
+        """Token ids of messages that continue a context of messages, and what is kept of all of them.
+
+        Raises InvalidArgumentError as `continue_conversation` and `begin_conversation` do.
+        """
+        return extend(self._template, self._ordinary, stored, new, stored_ids)
+
     def encode_turns(self, new: Sequence[Message]) -> list[int]:
         """Token ids of turns after a context of plain text, up to where the model's answer begins.
 
@@ -126,10 +143,27 @@ class Tokenizer:
             (len(token.encode("utf-8", "surrogatepass")) for token in self._backend.get_vocab()), default=1
         )
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens are left out, bytes that are no text become U+FFFD."""
+    @property
+    def call_syntax(self) -> CallSyntax | None:
+        """How the model words calls of tools; None in a way that is not understood.
+
+        Raises InvalidArgumentError when the model has no chat template.
+        """
+        return self._template.calls
+
+    @cached_property
+    def hidden(self) -> Mapping[str, int]:
+        """Special tokens that `decode` leaves out, by their texts."""
+        known = self._backend.added_tokens_decoder
+        return {token.text: token.id for token in self._ordinary.special if known[token.id].special}
+
+    def decode(self, ids: Sequence[int], shown: Collection[int] = ()) -> str:
+        """Text of token ids; special tokens are left out but for those shown, bytes that are no text become U+FFFD."""
+        if shown:
+            left_out = set(self.hidden.values()).difference(shown)
+            ids = [id_ for id_ in ids if id_ not in left_out]
         return str(
-            self._backend.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            self._backend.decode(list(ids), skip_special_tokens=not shown, clean_up_tokenization_spaces=False)
         )
 
     def definition(self) -> str:

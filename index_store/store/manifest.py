@@ -183,7 +183,8 @@ class Manifest:
     prefix_digests: of the context's beginnings (`context_id.continued_digests`); empty before format 4.
     conversation: the messages that the context was made of, as UTF-8 of JSON
         (index_store/models/conversation/turns.py); None for a context of plain text or of tokens.
-    labels: what its owner notes of it. pinned: whether it is kept: it does not expire then.
+    labels: what its owner notes of it. pinned: whether it is kept: it does not expire then. owner: who asked for it
+        first, by the name of a token; "" where nobody was asked for one.
     format_version: the one that it was read in.
     """
 
@@ -210,6 +211,7 @@ class Manifest:
     conversation: ArrayEntry | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     pinned: bool = False
+    owner: str = ""
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -230,6 +232,8 @@ class Manifest:
             )
         check_names("methods", self.methods)
         check_labels("labels", self.labels)
+        if self.owner:
+            check_name("owner", self.owner)
         self._check_layers("dense_layers", self.dense_layers)
         if not are_scalars(self.prefill):
             raise field_error("prefill", self.prefill, "scalars by name")

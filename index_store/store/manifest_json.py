@@ -43,6 +43,7 @@ def render_manifest(manifest: Manifest) -> bytes:
         "conversation",
         "labels",
         "pinned",
+        "owner",
         "parent",
         "prefix_digests",
     ):  # said where there is something to say
@@ -163,6 +164,7 @@ def _parse_document(document: dict[str, object], where: str) -> Manifest:
         conversation=fields.item("conversation", _parse_array) if fields.has("conversation") else None,
         labels=fields.texts_by_name("labels") if fields.has("labels") else {},
         pinned=fields.has("pinned") and fields.flag("pinned"),
+        owner=fields.text("owner") if fields.has("owner") else "",
     )
     fields.finish()
     return manifest

@@ -42,7 +42,14 @@ from index_store.store.files.durable import (
 )
 from index_store.store.files.locks import locked_file
 from index_store.store.files.reading import Readers
-from index_store.store.manifest import FORMAT_VERSION, ArrayEntry, Manifest, join_checksums, tokens_entry
+from index_store.store.manifest import (
+    FORMAT_VERSION,
+    ArrayEntry,
+    Manifest,
+    conversation_entry,
+    join_checksums,
+    tokens_entry,
+)
 from index_store.store.manifest_json import MANIFEST_NAME, render_manifest
 from index_store.store.zarr_io import (
     METADATA_NAME,
@@ -223,6 +230,13 @@ class ContextWriter:
         self.write_chunk(entry.path, (0,), ids)
         return entry
 
+    def write_conversation(self, data: bytes) -> ArrayEntry:
+        """Writes what is kept of messages, as one array of bytes, and returns its entry."""
+        entry = conversation_entry(len(data))
+        self.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+        self.write_chunk(entry.path, (0,), np.frombuffer(bytearray(data), dtype=np.uint8))
+        return entry
+
     def verify(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
         """Reads back every chunk of every array, several at a time; raises a ContextCorruptError that it came upon.
 
@@ -266,9 +280,10 @@ class ContextWriter:
     def publish_into(self, present: Manifest, manifest: Manifest) -> Manifest:
         """Has the published context `present` become `manifest`, all at once and durably; returns it with checksums.
 
-        `manifest` is `present` with what may change (name, expiry, methods) and with the indexes that were written here
-        behind its own, without checksums. No file of the context but its manifest is replaced, so that who has it open
-        keeps a valid view. The caller holds the context's lock. Whatever happens, readers see one or the other.
+        `manifest` is `present` with what may change (name, expiry, labels, methods) and with the indexes that were
+        written here behind its own, without checksums. No file of the context but its manifest is replaced, so that who
+        has it open keeps a valid view. The caller holds the context's lock. Whatever happens, readers see one or the
+        other.
         Raises InvalidArgumentError for any other difference, ContextNotFoundError when the context was deleted
         meanwhile, and what `publish` raises.
         """
@@ -276,12 +291,14 @@ class ContextWriter:
             present,
             name=manifest.name,
             expires_at=manifest.expires_at,
+            labels=manifest.labels,
             methods=manifest.methods,
             indexes=(*present.indexes, *manifest.indexes[len(present.indexes) :]),
         )
         if manifest != allowed:
             raise InvalidArgumentError(
-                f"context {present.id[:12]} can get another name, expiry, methods and further indexes; nothing else"
+                f"context {present.id[:12]} can get another name, expiry, labels, methods and further indexes; nothing "
+                "else"
             )
         sealed = self._seal(manifest, {entry.path: entry for entry in present.arrays})
         target = self._contexts / self._id

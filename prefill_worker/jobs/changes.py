@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from types import MappingProxyType
 
 from index_store.cli.options import parse_ttl
 from index_store.errors import InvalidArgumentError
@@ -37,16 +38,21 @@ class Changes:
         added = {"indexes": f"added {', '.join(spec.name for spec in self.missing)}"} if self.missing else {}
         methods = {"methods": f"now {', '.join(after.methods)}"} if after.methods != before.methods else {}
         name = {"name": f"{before.name!r} is now {after.name!r}"} if after.name != before.name else {}
+        labels = {"labels": f"now {', '.join(after.labels)}"} if after.labels != before.labels else {}
         if after.expires_at == before.expires_at:
-            return {**added, **methods, **name}
+            return {**added, **methods, **name, **labels}
         expiry = f"expires {_moment(after.expires_at)} instead of {_moment(before.expires_at)}"
-        return {**added, **methods, **name, "ttl": expiry}
+        return {**added, **methods, **name, **labels, "ttl": expiry}
 
 
 def plan_changes(
-    present: Manifest, chosen: ChosenIndexes, name: str | None = None, ttl: str | None = None
+    present: Manifest,
+    chosen: ChosenIndexes,
+    name: str | None = None,
+    ttl: str | None = None,
+    labels: Mapping[str, str] = MappingProxyType({}),
 ) -> Changes:
-    """What is to be done so that the context has these indexes, name and time to live, counted from now.
+    """What is to be done so that the context has these indexes, name, labels and time to live, counted from now.
 
     What is None stays. A method takes an index that is there as it was built. Raises InvalidArgumentError for an index
     that was asked for in another form than the context has it in, and MethodUnsupportedError for a method that cannot
@@ -74,6 +80,7 @@ def plan_changes(
         name=name or present.name,
         expires_at=present.expires_at if lifetime is None else utc_now() + lifetime,
         methods=tuple(dict.fromkeys((*present.methods, *chosen.method_names))),
+        labels={**present.labels, **labels},
     )
     missing = tuple(spec for spec, entry in pairs if entry is None)
     return Changes(present, wanted, missing, tuple(notes))

@@ -49,9 +49,16 @@ def run_detach(config: DetachConfig, reporter: Reporter) -> PrefillReport:
     if parent is None:
         raise InvalidArgumentError(f"context {child.id} continues no other one: it stands alone already")
     with store.open(parent.id, parent, expired=True) as context:
-        rows = _JoinedRows(context, read_own_rows(store, child), config.torch_device)
+        with store.open(child.id, child, expired=True) as own:
+            said = own.conversation()
+        rows = _JoinedRows(context, read_own_rows(store, child), said, config.torch_device)
         token_ids = torch.cat([context.tokens(), rows.own.token_ids])
-        reading = {"parent": parent.id, ATTENTION: attention_of(child), "whole": True}
+        reading: dict[str, object] = {
+            "parent": parent.id,
+            ATTENTION: attention_of(child),
+            "whole": True,
+            **({} if said is None else {"messages": True}),
+        }
         id_ = context_id(child.model, child.dtype, reading, "", token_ids)
         with store.lock(id_):
             present = _present(store, id_)
@@ -76,9 +83,12 @@ def _present(store: Store, id_: str) -> Manifest | None:
 class _JoinedRows(StoredRows):
     """Those of a child's parent, and behind them the child's own."""
 
-    def __init__(self, context: Context, own: OwnRows, device: torch.device) -> None:
+    def __init__(
+        self, context: Context, own: OwnRows, conversation: bytes | None, device: torch.device
+    ) -> None:
         super().__init__(context, device)
         self.own = own
+        self.conversation = conversation
 
     def kv_on_device(self, layer: int) -> Tensor:
         return torch.cat([super().kv_on_device(layer), self.own.rows[layer].to(self.device)], dim=1)
@@ -114,6 +124,7 @@ def _write_arrays(
     made = (child.model, child.token_count, child.dtype)
     kv, window = kv_entry(*made), window_entry(*made)
     tokens = writer.write_tokens(token_ids)
+    said = None if rows.conversation is None else writer.write_conversation(rows.conversation)
     with clock("write"):
         for entry in (kv,) if window is None else (kv, window):
             _copy_rows(writer, rows, entry, child)
@@ -136,6 +147,7 @@ def _write_arrays(
         window=window,
         queries=None if parent.queries is None else parent.queries.layout,
         query_positions=parent.query_positions,
+        conversation=said,
         indexes=tuple(indexes),
         prefill={ATTENTION: attention_of(child), "detached_from": parent.id, **notes},
         seconds={phase: round(spent, 6) for phase, spent in clock.seconds.items()},

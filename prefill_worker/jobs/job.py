@@ -7,20 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import BinaryIO
 
-import torch
-
 from index_store.cli.options import parse_ttl
 from index_store.cli.progress import Reporter
 from index_store.cli.report import layers_text
 from index_store.errors import ContextCorruptError, ContextExpiredError, ContextNotFoundError
 from index_store.models.attention_reading import logit_cap
-from index_store.models.conversation.turns import StoredConversation
 from index_store.models.identity import attention_of
 from index_store.store.catalog import Store, utc_now
 from index_store.store.context_id import continued_digests, first_digest
 from index_store.store.json_fields import Scalar
-from index_store.store.manifest import ArrayEntry, Manifest, conversation_entry, kv_entry, window_entry
-from index_store.store.writer import ContextWriter
+from index_store.store.manifest import ArrayEntry, Manifest, kv_entry, window_entry
 from prefill_worker.build.kv_placement import UsedMemory
 from prefill_worker.build.layer_writing import WrittenLayers
 from prefill_worker.build.stages import Clock
@@ -85,7 +81,7 @@ def _planned(job: PreparedJob, present: Manifest | None) -> Changes | None:
     """What is to be changed of the context in the store; None when there is none."""
     if present is None:
         return None
-    return plan_changes(present, job.chosen, job.config.name, job.config.ttl)
+    return plan_changes(present, job.chosen, job.config.name, job.config.ttl, job.labels)
 
 
 def _find(store: Store, id_: str, note: Callable[[str], None]) -> Manifest | None:
@@ -113,21 +109,13 @@ def _write(
         dense = job.dense_layers(written.selectivity)
         reporter.note(f"dense layers: {layers_text(dense, job.identity.layers)}")
         tokens = writer.write_tokens(job.token_ids)
-        messages = None if job.conversation is None else _write_messages(job.conversation, writer)
+        said = job.conversation
+        messages = None if said is None else writer.write_conversation(said.to_bytes())
         made = _manifest(job, id_, clock, compute_dtype, tokens, written, taken)
         manifest = replace(made, conversation=messages)
         verify_written(writer, sum(entry.nbytes for entry in manifest.arrays), clock, reporter)
         with clock("publish"):
             return writer.publish(replace(manifest, seconds=_seconds(clock))), memory
-
-
-def _write_messages(conversation: StoredConversation, writer: ContextWriter) -> ArrayEntry:
-    """Writes what is kept of the messages, as one array of bytes."""
-    data = torch.frombuffer(bytearray(conversation.to_bytes()), dtype=torch.uint8)
-    entry = conversation_entry(len(data))
-    writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
-    writer.write_chunk(entry.path, (0,), data)
-    return entry
 
 
 def _manifest(
@@ -179,6 +167,8 @@ def _manifest(
         prefix_digests=continued_digests(
             first_digest(job.identity, job.dtype, config.salt), list(job.token_ids)
         ),
+        labels=job.labels,
+        owner=job.owner,
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 import torch
@@ -47,7 +47,8 @@ from prefill_worker.reading.query_sample import SampledPositions, plan_sample
 class PreparedJob:
     """A document and what to make of it, checked as far as that goes before the model is loaded.
 
-    title: name of the context where it is new and the configuration gives none.
+    title: name of the context where it is new and the configuration gives none. labels: that it gets. owner: who asked
+    for it, "" where nobody was asked for a name.
     """
 
     config: PrefillConfig
@@ -59,6 +60,8 @@ class PreparedJob:
     chosen: ChosenIndexes
     title: str
     conversation: StoredConversation | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    owner: str = ""
 
     def reading(self) -> dict[str, object]:
         """What, besides model, dtype, salt and tokens, decides what a context is before any index is built."""

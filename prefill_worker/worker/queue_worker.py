@@ -12,7 +12,7 @@ from dataclasses import replace
 from index_store.cli.documents import STANDARD_INPUT
 from index_store.errors import JobCorruptError, JobLostError, SparseKVError, StoreError
 from index_store.jobs.job_queue import Claim, JobQueue
-from index_store.jobs.job_record import JobFailure, JobProgress, JobRecord, JobState
+from index_store.jobs.job_record import JobFailure, JobOrder, JobProgress, JobRecord, JobState
 from index_store.jobs.uploads import Uploads
 from index_store.models.conversation.turns import StoredConversation
 from index_store.models.loading import identify, resolve_model
@@ -20,6 +20,7 @@ from index_store.store.catalog import Store
 from prefill_worker.build.stages import Clock
 from prefill_worker.config import PrefillConfig, WorkerConfig
 from prefill_worker.jobs.checkpoint import Checkpoint
+from prefill_worker.jobs.continued import ChildJob, carry_out_child
 from prefill_worker.jobs.job import carry_out
 from prefill_worker.jobs.means import KeptModel, Means
 from prefill_worker.jobs.prepared_job import PreparedJob, job_over_tokens
@@ -124,7 +125,8 @@ class QueueWorker:
         order, clock = claim.record.order, Clock()
         with clock("tokenize"):
             job = self._prepare(claim)
-        found = job.id()
+        child = self._child(claim, job) if order.parent else None
+        found = job.id() if child is None else child.id()
         if found != order.context:
             raise JobCorruptError(
                 f"the tokens of job {claim.record.id} are those of context {found[:12]}, expected "
@@ -133,18 +135,22 @@ class QueueWorker:
                 operation=claim.record.id,
             )
         writing = claim.folder / "context"
+        if child is not None:
+            means = Means(self._model.load, stays=True)
+            return carry_out_child(child, JobProgressWriter(claim, writing), clock, means)
         checkpoint = Checkpoint(claim.folder / "reading", order.context)
         means = Means(self._model.load, stays=True, checkpoint=checkpoint, writing=writing)
         return carry_out(job, JobProgressWriter(claim, writing), clock, means)
 
     def _prepare(self, claim: Claim) -> PreparedJob:
         worker, order = self._config, claim.record.order
+        standing = order.parent == ""
         config = PrefillConfig(
             model=worker.model,
             input=(STANDARD_INPUT,),
             store=worker.store,
             name=order.name or None,
-            method=order.methods,
+            method=order.methods if standing else ("full",),
             dtype=order.dtype,
             chunk=worker.chunk,
             ttl=None if order.ttl is None else f"{order.ttl:.6f}s",
@@ -153,14 +159,26 @@ class QueueWorker:
         )
         kept = claim.conversation()
         conversation = None if kept is None else StoredConversation.from_bytes(kept, str(claim.folder))
-        return job_over_tokens(config, self._folder, claim.tokens().tolist(), order.title, conversation)
+        tokens = [*self._parent_tokens(order), *claim.tokens().tolist()]
+        job = job_over_tokens(config, self._folder, tokens, order.title, conversation)
+        return replace(job, labels=order.labels, owner=order.owner)
+
+    def _parent_tokens(self, order: JobOrder) -> list[int]:
+        if not order.parent:
+            return []
+        with self._store.open(order.parent, expired=True) as context:
+            ids: list[int] = context.tokens().tolist()
+        return ids
+
+    def _child(self, claim: Claim, job: PreparedJob) -> ChildJob:
+        return ChildJob(job, self._store.manifest(claim.record.order.parent))
 
     def _end_done(self, claim: Claim, report: PrefillReport) -> None:
         manifest, before = report.manifest, claim.record.progress
         layers = manifest.model.layers
         progress = replace(
             before,
-            tokens_done=manifest.token_count,
+            tokens_done=manifest.own_tokens,
             layers_done=layers,
             layers_total=layers,
             bytes_written=manifest.kv_bytes + manifest.index_bytes,

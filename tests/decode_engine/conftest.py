@@ -16,9 +16,11 @@ from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
 from index_store.cli.progress import LineReporter
 from index_store.methods.presets import METHODS
+from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
 from sparsekv.v1 import context_pb2_grpc, generation_pb2_grpc
+from tests.support.chat import WITH_TOOLS
 from tests.support.models import write_model_folder
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 8
@@ -122,6 +124,29 @@ def server(library: Library, lamp: str) -> Iterator[DecodeServer]:
 def client(server: DecodeServer) -> Iterator[Client]:
     with Client(server.address) as connected:
         yield connected
+
+
+CALLING = WITH_TOOLS.replace("<tool_call>", "~~~").replace("</tool_call>", "~~~")
+"""A template with tools, whose calls begin with a mark that a bias has the toy model say."""
+
+
+@pytest.fixture(scope="session")
+def tool_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """An empty store, and a toy model whose chat template has tools."""
+    library = make_library(tmp_path_factory.mktemp("tools"))
+    settings = json.loads((library.model / "tokenizer_config.json").read_text())
+    settings["chat_template"] = CALLING
+    (library.model / "tokenizer_config.json").write_text(json.dumps(settings))
+    Store(library.store, create=True)
+    return library
+
+
+@pytest.fixture(scope="session")
+def tool_server(tool_library: Library) -> Iterator[DecodeServer]:
+    """A server that makes contexts itself."""
+    with DecodeServer(tool_library.config(warm_up=False, prefill=True)) as started:
+        started.load()
+        yield started
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def _check_served(config: ServeConfig) -> None:
 
     Raises StoreError, ModelUnsupportedError or AddressError, as the server itself does later.
     """
-    Store(config.store)
+    Store(config.store, create=config.prefill)
     resolve_model(config.model)
     host, _, port = config.listen.rpartition(":")
     try:

@@ -13,16 +13,20 @@ from typing import Literal
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-Kind = Literal["json_schema", "regex", "choices"]
+Kind = Literal["json_schema", "regex", "choices", "calls"]
 
 _LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # about 2 kB a state
-_BETWEEN = {"whitespace_pattern": r"[ \n]{0,4}"}
+BETWEEN = {"whitespace_pattern": r"[ \n]{0,4}"}
 """What may stand between the parts of a JSON value: some models never end it where it may go on for ever."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer has to be. text: a JSON schema, a regular expression, or a JSON list of texts to choose from."""
+    """What an answer has to be.
+
+    text: a JSON schema, a regular expression, a JSON list of texts to choose from, or calls of tools as a grammar of
+    llguidance (`call_grammar`).
+    """
 
     kind: Kind
     text: str
@@ -36,9 +40,11 @@ def make_matcher(vocabulary: LLTokenizer, constraint: Constraint) -> LLMatcher:
     """A matcher at the beginning of an answer. Raises UnfitConstraintError; runs without the interpreter's lock."""
     if constraint.kind == "json_schema":
         try:
-            grammar = LLMatcher.grammar_from_json_schema(constraint.text, overrides=_BETWEEN)  # type: ignore[arg-type]
+            grammar = LLMatcher.grammar_from_json_schema(constraint.text, overrides=BETWEEN)  # type: ignore[arg-type]
         except ValueError as error:
             raise UnfitConstraintError(f"it is not a JSON object ({error})") from error
+    elif constraint.kind == "calls":
+        grammar = LLMatcher.grammar_from_lark(constraint.text)
     else:
         regex = constraint.text
         if constraint.kind == "choices":

@@ -64,9 +64,11 @@ class Vocabulary:
             self._trial.check(constraint)
             grammar = Grammar(make_matcher(made, constraint), self._threads)
         except UnfitConstraintError as error:
+            calls = constraint.kind == "calls"
             raise InvalidArgumentError(
-                f"{constraint.kind} cannot be obeyed: {error}; expected one that this server supports",
-                field="constraint",
+                f"{constraint.kind} cannot be obeyed: {error}; expected {'schemas' if calls else 'one'} that this "
+                "server supports",
+                field="tools" if calls else "constraint",
             ) from error
         with self._lock:
             self._grammars[constraint] = grammar

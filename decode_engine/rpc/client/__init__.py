@@ -15,9 +15,7 @@ from decode_engine.rpc.client.asynchronous import AsyncClient
 from decode_engine.rpc.client.batch_results import AsyncBatch, Batch
 from decode_engine.rpc.client.blocking import Client
 from decode_engine.rpc.client.create_verbs import CreateOptions, OperationInfo, OperationPage, UploadInfo
-from decode_engine.rpc.client.verbs import NEVER, ContextChanges, GenerateOptions, Keep, Never
-from decode_engine.rpc.door.options import Credentials
-from decode_engine.rpc.replies import (
+from decode_engine.rpc.client.replies import (
     Alternative,
     BatchItem,
     ContextInfo,
@@ -32,10 +30,14 @@ from decode_engine.rpc.replies import (
     Timings,
     TokenizedText,
     TokenLogprob,
+    ToolCallPart,
     Usage,
     Waiting,
     WarmResult,
+    calls_of,
 )
+from decode_engine.rpc.client.verbs import NEVER, ContextChanges, GenerateOptions, Keep, Never
+from decode_engine.rpc.door.options import Credentials
 
 __all__ = [
     "NEVER",
@@ -67,8 +69,10 @@ __all__ = [
     "Timings",
     "TokenLogprob",
     "TokenizedText",
+    "ToolCallPart",
     "UploadInfo",
     "Usage",
     "Waiting",
     "WarmResult",
+    "calls_of",
 ]

@@ -13,12 +13,13 @@ from typing import Any, Self
 import grpc
 
 from decode_engine.errors import ServerUnreachableError
-from decode_engine.rpc.replies import (
+from decode_engine.rpc.client.replies import (
     Piece,
     Summary,
     TokenLogprob,
     Usage,
     Waiting,
+    calls_of,
     read_logprobs,
     read_piece,
     read_reply,
@@ -26,6 +27,7 @@ from decode_engine.rpc.replies import (
     texts_of,
 )
 from index_store.errors import InvalidArgumentError, SparseKVError
+from index_store.models.conversation.messages import ToolCall
 from sparsekv.v1 import generation_pb2
 
 
@@ -59,6 +61,7 @@ class Answer:
         self._usage: Usage | None = None
         self._generated = 0
         self._summaries: dict[int, Summary] = {}
+        self._called: list[Piece] = []
         self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
         """Of the prompt's tokens but the first, where they are wanted, from the first piece on."""
 
@@ -79,6 +82,11 @@ class Answer:
         """Tokens used so far, also where it was cancelled or failed; None before the server's first word."""
         return None if self._usage is None else replace(self._usage, completion_tokens=self._generated)
 
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Calls that the first answer has made, as far as it has been read."""
+        return calls_of(self._called)
+
     def _take(self, response: generation_pb2.GenerateResponse) -> Piece | None:
         """What a message brought; None where that is no part of the answer."""
         self._begun = True
@@ -91,7 +99,12 @@ class Answer:
         if response.prompt_logprobs:
             self.prompt_logprobs = read_logprobs(response.prompt_logprobs)
         self._generated += len(response.token_ids)
-        return read_piece(response) if response.token_ids or response.text else None
+        if not (response.token_ids or response.text or response.tool_calls):
+            return None
+        piece = read_piece(response)
+        if piece.tool_calls and not piece.index:
+            self._called.append(piece)
+        return piece
 
     def _appointment_s(self, error: SparseKVError) -> float:
         """Seconds until a refused request may be sent again. Raises the error where that is not to be."""

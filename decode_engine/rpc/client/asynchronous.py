@@ -25,9 +25,7 @@ from decode_engine.rpc.client.connection import (
     translate,
 )
 from decode_engine.rpc.client.create_verbs import CreateOptions, OperationInfo, UploadInfo
-from decode_engine.rpc.client.verbs import Call, ContextChanges, GenerateOptions
-from decode_engine.rpc.door.options import DEFAULT_LISTEN, Credentials
-from decode_engine.rpc.replies import (
+from decode_engine.rpc.client.replies import (
     ContextInfo,
     ContextPage,
     MethodList,
@@ -36,6 +34,8 @@ from decode_engine.rpc.replies import (
     Waiting,
     WarmResult,
 )
+from decode_engine.rpc.client.verbs import Call, ContextChanges, GenerateOptions
+from decode_engine.rpc.door.options import DEFAULT_LISTEN, Credentials
 from index_store.errors import SparseKVError
 from index_store.models.conversation.messages import Conversation
 from index_store.models.conversation.messages import Message as ChatMessage
@@ -244,17 +244,17 @@ class AsyncClient:
         )
         return AsyncBatch(call, request, self._translate)
 
-    async def tokenize(self, text: str) -> TokenizedText:
+    async def tokenize(self, content: str | Sequence[ChatMessage] | Conversation) -> TokenizedText:
         """As `Client.tokenize`."""
-        return await self._run(verbs.tokenize(text))
+        return await self._run(verbs.tokenize(content))
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """As `Client.detokenize`."""
         return await self._run(verbs.detokenize(ids))
 
-    async def count_tokens(self, text: str) -> int:
+    async def count_tokens(self, content: str | Sequence[ChatMessage] | Conversation) -> int:
         """As `Client.count_tokens`."""
-        return await self._run(verbs.count_tokens(text))
+        return await self._run(verbs.count_tokens(content))
 
     async def _run(self, call: Call[ReplyT]) -> ReplyT:
         send: Any = self._channel.unary_unary(

@@ -9,7 +9,7 @@ from typing import Any, Self
 import grpc
 from google.rpc.status_pb2 import Status
 
-from decode_engine.rpc.replies import BatchItem, Piece, Summary, read_piece, read_summary, texts_of
+from decode_engine.rpc.client.replies import BatchItem, Piece, Summary, read_piece, read_summary, texts_of
 from decode_engine.rpc.transport.status import error_of
 from index_store.errors import SparseKVError
 from sparsekv.v1 import generation_pb2

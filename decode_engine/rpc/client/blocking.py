@@ -22,9 +22,7 @@ from decode_engine.rpc.client.connection import (
     translate,
 )
 from decode_engine.rpc.client.create_verbs import CreateOptions, OperationInfo, UploadInfo
-from decode_engine.rpc.client.verbs import Call, ContextChanges, GenerateOptions
-from decode_engine.rpc.door.options import DEFAULT_LISTEN, Credentials
-from decode_engine.rpc.replies import (
+from decode_engine.rpc.client.replies import (
     ContextInfo,
     ContextPage,
     MethodList,
@@ -33,6 +31,8 @@ from decode_engine.rpc.replies import (
     Waiting,
     WarmResult,
 )
+from decode_engine.rpc.client.verbs import Call, ContextChanges, GenerateOptions
+from decode_engine.rpc.door.options import DEFAULT_LISTEN, Credentials
 from index_store.errors import SparseKVError
 from index_store.models.conversation.messages import Conversation
 from index_store.models.conversation.messages import Message as ChatMessage
@@ -255,17 +255,17 @@ class Client:
         )
         return Batch(call, request, self._translate)
 
-    def tokenize(self, text: str) -> TokenizedText:
-        """The text as the model's tokens."""
-        return self._run(verbs.tokenize(text))
+    def tokenize(self, content: str | Sequence[ChatMessage] | Conversation) -> TokenizedText:
+        """A text, or a conversation from its beginning, as the model's tokens."""
+        return self._run(verbs.tokenize(content))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of tokens."""
         return self._run(verbs.detokenize(ids))
 
-    def count_tokens(self, text: str) -> int:
-        """How many tokens the text has."""
-        return self._run(verbs.count_tokens(text))
+    def count_tokens(self, content: str | Sequence[ChatMessage] | Conversation) -> int:
+        """How many tokens these would be."""
+        return self._run(verbs.count_tokens(content))
 
     def _run(self, call: Call[ReplyT]) -> ReplyT:
         send: Any = self._channel.unary_unary(

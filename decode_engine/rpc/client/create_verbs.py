@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TypedDict
@@ -14,9 +14,9 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.empty_pb2 import Empty
 
 from decode_engine.config import MAX_REQUEST_BYTES
+from decode_engine.rpc.client.replies import ContextInfo, read_context
 from decode_engine.rpc.client.verbs import CONTEXTS, Call, message
-from decode_engine.rpc.contexts.wire_messages import write_conversation
-from decode_engine.rpc.replies import ContextInfo, read_context
+from decode_engine.rpc.prompts.wire_messages import write_conversation
 from decode_engine.rpc.transport.status import error_of
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.models.conversation.messages import Conversation
@@ -42,7 +42,7 @@ class OperationInfo:
     phase: "queued", "preparing", "reading", "indexing", "verifying" or "ended"; "" where the operation cannot be read.
     remaining_s: seconds that the phase takes yet, None where nobody knows. context: the finished context, None before
     and after an error. error: what it ended with, None otherwise. context_name: `contexts/<id>`, known from the
-    beginning.
+    beginning. owner: whose token it was created by.
     """
 
     name: str
@@ -60,6 +60,7 @@ class OperationInfo:
     notes: tuple[str, ...]
     context: ContextInfo | None
     error: SparseKVError | None
+    owner: str = ""
 
     def result(self) -> ContextInfo:
         """The context. Raises the operation's error, and InvalidArgumentError before the operation is done."""
@@ -91,7 +92,8 @@ class UploadInfo:
 class CreateOptions(TypedDict, total=False):
     """What `create_context` takes beside the document; sparsekv/v1/context.proto has the ranges.
 
-    ttl_s: seconds. request_id: by default a random one, so that the client may repeat the call.
+    ttl_s: seconds. parent: name of a context that the new one continues. request_id: by default a random one, so that
+    the client may repeat the call.
     """
 
     display_name: str | None
@@ -99,6 +101,8 @@ class CreateOptions(TypedDict, total=False):
     methods: Sequence[str] | None
     request_id: str | None
     priority: int | None
+    parent: str | None
+    labels: Mapping[str, str] | None
 
 
 def create_context(
@@ -124,6 +128,8 @@ def create_context(
         methods=options.get("methods"),
         request_id=options.get("request_id") or str(uuid4()),
         priority=options.get("priority"),
+        parent=options.get("parent"),
+        labels=options.get("labels"),
     )
     if request.ByteSize() > MAX_REQUEST_BYTES:
         raise InvalidArgumentError(
@@ -200,6 +206,7 @@ def read_operation(operation: operations_pb2.Operation) -> OperationInfo:
         notes=tuple(known.notes),
         context=read_context(made) if result == "response" and operation.response.Unpack(made) else None,
         error=error_of(operation.error) if result == "error" else None,
+        owner=known.owner,
     )
 
 

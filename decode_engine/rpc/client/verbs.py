@@ -7,15 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, Literal, TypedDict, TypeVar
 
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
 from decode_engine.config import MAX_REQUEST_BYTES
-from decode_engine.rpc.contexts.wire_messages import write_messages
-from decode_engine.rpc.replies import (
+from decode_engine.rpc.client.replies import (
     ContextInfo,
     ContextPage,
     MethodList,
@@ -26,9 +25,11 @@ from decode_engine.rpc.replies import (
     read_page,
     read_reply,
 )
+from decode_engine.rpc.prompts.wire_messages import write_conversation, write_messages
 from index_store.errors import InvalidArgumentError
+from index_store.models.conversation.messages import Conversation, Tool
 from index_store.models.conversation.messages import Message as ChatMessage
-from sparsekv.v1 import context_pb2, generation_pb2
+from sparsekv.v1 import context_pb2, conversation_pb2, generation_pb2
 
 ReplyT = TypeVar("ReplyT")
 MessageT = TypeVar("MessageT", bound=Message)
@@ -73,7 +74,9 @@ class GenerateOptions(TypedDict, total=False):
     Exactly one of question, text, token_ids and messages, at most one of keep_ratio, target_mass and token_budget,
     which say how much is kept, and at most one of json_schema (text, or what json.dumps makes it of), regex and
     choices, which say what the answer has to be. keep: makes a context of the session when it ends, the summary's
-    `kept_context`. With a text and no context, the text is everything from the beginning.
+    `kept_context`. With a text or messages and no context, these are everything from the beginning. tools go with
+    messages; tool_choice says whether the model may or has to call some ("auto" where there are tools), tool_name which
+    one it has to, single_call that it makes one call at most.
     sparsekv/v1/generation.proto has the ranges.
     """
 
@@ -81,6 +84,10 @@ class GenerateOptions(TypedDict, total=False):
     text: str | None
     token_ids: Sequence[int] | None
     messages: Sequence[ChatMessage] | None
+    tools: Sequence[Tool] | None
+    tool_choice: Literal["none", "auto", "required"] | None
+    tool_name: str | None
+    single_call: bool | None
     max_tokens: int | None
     temperature: float | None
     top_p: float | None
@@ -108,6 +115,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 _CONSTRAINTS = ("json_schema", "regex", "choices")
+_CALLS = ("tools", "tool_choice", "tool_name", "single_call")
 _PROMPTS = ("question", "text", "token_ids", "messages")
 _BUDGETS = ("keep_ratio", "target_mass", "token_budget")
 
@@ -215,9 +223,12 @@ def generate_request(context: str, options: GenerateOptions) -> generation_pb2.G
         raise InvalidArgumentError(f"give at most one of {', '.join(_BUDGETS)}", field="budget")
     if len(given.intersection(_CONSTRAINTS)) > 1:
         raise InvalidArgumentError(f"give at most one of {', '.join(_CONSTRAINTS)}", field="constraint")
-    fields = {name: value for name, value in options.items() if name not in _CONSTRAINTS}
+    fields = {name: value for name, value in options.items() if name not in (*_CONSTRAINTS, *_CALLS)}
     if (messages := options.get("messages")) is not None:
-        fields["messages"] = write_messages(messages)
+        fields["messages"] = write_messages(messages, options.get("tools") or ())
+    elif options.get("tools"):
+        raise InvalidArgumentError("tools are given without messages, expected both", field="tools")
+    fields["tool_choice"] = _tool_choice(options)
     if (keep := options.get("keep")) is not None:
         fields["keep"] = keep.message()
     request = message(
@@ -243,6 +254,19 @@ def _constraint(options: GenerateOptions) -> generation_pb2.Constraint | None:
     return None
 
 
+def _tool_choice(options: GenerateOptions) -> conversation_pb2.ToolChoice | None:
+    mode, name = options.get("tool_choice"), options.get("tool_name")
+    if mode is None and name is not None:
+        mode = "required"
+    made = message(
+        conversation_pb2.ToolChoice,
+        mode=None if mode is None else mode.upper(),
+        name=name,
+        single=options.get("single_call"),
+    )
+    return made if made.ByteSize() else None
+
+
 def batch_request(context: str, requests: Sequence[GenerateOptions]) -> generation_pb2.BatchGenerateRequest:
     """Raises InvalidArgumentError as `generate_request` does, and says of which request."""
     batch = generation_pb2.BatchGenerateRequest(context=context)
@@ -260,10 +284,10 @@ def batch_request(context: str, requests: Sequence[GenerateOptions]) -> generati
     return batch
 
 
-def tokenize(text: str) -> Call[TokenizedText]:
+def tokenize(content: str | Sequence[ChatMessage] | Conversation) -> Call[TokenizedText]:
     return Call(
         f"/{GENERATIONS}/Tokenize",
-        message(generation_pb2.TokenizeRequest, text=text),
+        _content(generation_pb2.TokenizeRequest, content),
         generation_pb2.TokenizeResponse,
         lambda response: read_reply(TokenizedText, response),
     )
@@ -278,13 +302,19 @@ def detokenize(ids: Sequence[int]) -> Call[str]:
     )
 
 
-def count_tokens(text: str) -> Call[int]:
+def count_tokens(content: str | Sequence[ChatMessage] | Conversation) -> Call[int]:
     return Call(
         f"/{GENERATIONS}/CountTokens",
-        message(generation_pb2.CountTokensRequest, text=text),
+        _content(generation_pb2.CountTokensRequest, content),
         generation_pb2.CountTokensResponse,
         lambda response: int(response.tokens),
     )
+
+
+def _content(kind: type[MessageT], content: str | Sequence[ChatMessage] | Conversation) -> MessageT:
+    if isinstance(content, str):
+        return message(kind, text=content)
+    return message(kind, messages=write_conversation(content))
 
 
 def message(kind: type[MessageT], **fields: Any) -> MessageT:

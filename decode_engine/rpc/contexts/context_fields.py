@@ -34,6 +34,7 @@ FIELDS: Mapping[str, Kind] = {
     "token_count": Kind.NUMBER,
     "pinned": Kind.FLAG,
     "is_conversation": Kind.FLAG,
+    "owner": Kind.TEXT,
 }
 
 STATES = ("READY", "EXPIRED", "CORRUPT", "UNSUPPORTED", "UNAVAILABLE")
@@ -67,6 +68,8 @@ def row_of(entry: Entry, *, expired: bool) -> Row:
         "pinned": entry.pinned,
         "is_conversation": entry.conversation is not None,
     }
+    if entry.owner:
+        values["owner"] = entry.owner
     if entry.expires_at is not None:
         values["expire_time"] = entry.expires_at
     return Row(entry, values, entry.labels)

@@ -126,6 +126,7 @@ class Operations:
             context=f"contexts/{order.context}",
             layers_done=progress.layers_done,
             layers_total=progress.layers_total,
+            owner=order.owner,
             notes=[self._paths.hide(note) for note in record.notes],
         )
 

@@ -6,13 +6,17 @@ import hashlib
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from decode_engine.errors import PromptTooLongError
-from decode_engine.rpc.contexts.wire_messages import parse_conversation
-from index_store.errors import InvalidArgumentError, SparseKVError
+from decode_engine.rpc.contexts.names import parse_name
+from decode_engine.rpc.prompts.stored_messages import StoredMessages
+from decode_engine.rpc.prompts.wire_messages import parse_conversation, parse_messages
+from index_store.errors import InvalidArgumentError, ManifestError, SparseKVError
+from index_store.family.children import EXACT, child_id
+from index_store.family.parents import parent_of
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import (
     MOST_METHODS,
@@ -29,9 +33,12 @@ from index_store.jobs.reading_options import ReadingOptions
 from index_store.jobs.uploads import Uploads
 from index_store.methods.presets import DEFAULT_METHOD, get_method
 from index_store.models.conversation.messages import Conversation
+from index_store.models.identity import require_dtype, require_model
 from index_store.models.loading import Tokenizer
 from index_store.store.catalog import Store
 from index_store.store.context_id import ModelIdentity, context_id
+from index_store.store.json_fields import check_labels
+from index_store.store.manifest import Manifest
 from sparsekv.v1 import context_pb2
 
 MOST_NAME_CHARACTERS = 500
@@ -48,11 +55,16 @@ def _no_check() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a model is to read. text: to call it by. conversation: what is kept of messages, None for a text."""
+    """What a model is to read. text: to call it by. conversation: what is kept of messages, None for a text.
+
+    parent: what it continues, with all of its tokens in `before`; None where it stands alone. ids: those that follow.
+    """
 
     ids: Sequence[int]
     text: str
     conversation: bytes | None = None
+    parent: Manifest | None = None
+    before: Sequence[int] = ()
 
     def reading(self) -> dict[str, object]:
         """How it is read, as far as that counts for the context's id."""
@@ -72,15 +84,20 @@ class Workshop:
     dtype: str
 
     def order(
-        self, request: context_pb2.CreateContextRequest, check: Callable[[], None] = _no_check
+        self,
+        request: context_pb2.CreateContextRequest,
+        check: Callable[[], None] = _no_check,
+        owner: str = "",
     ) -> JobRecord:
         """Queues a job for a request, or finds the one that there is already. Takes as long as tokenising takes.
 
-        check: called now and then meanwhile; what it raises ends it. Raises InvalidArgumentError that names the field,
-        PromptTooLongError, MethodUnsupportedError, UploadNotFoundError, QueueFullError, and what the store raises.
+        check: called now and then meanwhile; what it raises ends it. owner: who asks. Raises InvalidArgumentError that
+        names the field, PromptTooLongError, MethodUnsupportedError, UploadNotFoundError, QueueFullError, and what the
+        store raises.
         """
         methods = _methods(request.methods)
         _check_texts(request)
+        labels = _labels(request)
         ttl = _ttl(request)
         digest = hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
         job_id = _job_id(request.request_id)
@@ -88,18 +105,21 @@ class Workshop:
         if there is not None:
             return there
         document = self._document(request, check)
-        kept = document.conversation
+        kept, parent = document.conversation, document.parent
         order = JobOrder(
-            context=context_id(self.identity, self.dtype, document.reading(), "", document.ids),
+            context=self._context_id(document),
             model=self.identity.fingerprint,
             model_name=self.identity.name,
             name=request.display_name,
             title=_title(document.text),
-            methods=methods,
+            methods=methods if parent is None else parent.methods or (DEFAULT_METHOD,),
             dtype=self.dtype,
             ttl=ttl,
             tokens=len(document.ids),
             conversation="" if kept is None else hashlib.sha256(kept).hexdigest(),
+            parent="" if parent is None else parent.id,
+            owner=owner,
+            labels=labels,
         )
         record = JobRecord(
             id=job_id,
@@ -116,6 +136,12 @@ class Workshop:
             self.uploads.remove(request.upload.removeprefix(_UPLOADS))
         return added
 
+    def _context_id(self, document: Document) -> str:
+        if document.parent is None:
+            return context_id(self.identity, self.dtype, document.reading(), "", document.ids)
+        ids = [*document.before[: document.parent.token_count], *document.ids]
+        return child_id(document.parent, EXACT, ids, messages=document.conversation is not None)
+
     def _document(self, request: context_pb2.CreateContextRequest, check: Callable[[], None]) -> Document:
         """What the model is to read."""
         source = request.WhichOneof("source")
@@ -123,20 +149,62 @@ class Workshop:
             raise InvalidArgumentError(
                 "the document is missing, expected one of text, token_ids, messages, upload", field="source"
             )
-        if source == "token_ids":
+        if request.parent:
+            document = self._continuation(request, source, check)
+        elif source == "token_ids":
             document = self._from_tokens(request.token_ids.ids)
         elif source == "messages":
             document = self._from_messages(parse_conversation(request.messages), check)
         else:
-            text = request.text if source == "text" else self._uploaded(request.upload)
-            if not text.strip():
-                raise InvalidArgumentError(f"{source} is blank, expected words", field=source)
-            self._check_fits(self.tokenizer.at_least(text, self.identity.max_positions, check))
+            text = self._text(request, source, check)
             document = Document([*self.tokenizer.prefix_ids, *self.tokenizer.encode(text)], text)
-        self._check_fits(len(document.ids))
+        parent = document.parent
+        self._check_fits(len(document.ids) + (0 if parent is None else parent.token_count))
         if not document.ids:
             raise InvalidArgumentError(f"{source} has no tokens, expected at least one", field=source)
         return document
+
+    def _text(self, request: context_pb2.CreateContextRequest, source: str, check: Callable[[], None]) -> str:
+        text: str = request.text if source == "text" else self._uploaded(request.upload)
+        if not text.strip():
+            raise InvalidArgumentError(f"{source} is blank, expected words", field=source)
+        self._check_fits(self.tokenizer.at_least(text, self.identity.max_positions, check))
+        return text
+
+    def _continuation(
+        self, request: context_pb2.CreateContextRequest, source: str, check: Callable[[], None]
+    ) -> Document:
+        """What follows a stored context; of one that continues another itself, with its own tokens before."""
+        if request.methods:
+            raise InvalidArgumentError(
+                "methods are given beside a parent, whose indexes the context has; leave them out",
+                field="methods",
+            )
+        named = self.store.manifest(parse_name(request.parent, "parent"))
+        self.store.check_expiry(named)
+        require_model(named, self.identity)
+        require_dtype(named, self.dtype)
+        base = parent_of(self.store, named) or named
+        stored = StoredMessages(self.store, named)
+        before = stored.tokens()
+        if source == "messages":
+            new, tools = parse_messages(request.messages)
+            known = stored.conversation()
+            if known is None or tools:
+                raise InvalidArgumentError(
+                    "messages follow a parent that was made of messages, and have its tools; continue others by text",
+                    field="parent" if known is None else "messages.tools",
+                )
+            ids, kept = self.tokenizer.extend_conversation(known, new, lambda: before)
+            document = Document(ids, "\n".join(message.content for message in new), kept.to_bytes())
+        elif source == "token_ids":
+            document = self._from_tokens(request.token_ids.ids)
+        else:
+            text = self._text(request, source, check)
+            document = Document(self.tokenizer.encode(text), text)
+        if not document.ids:
+            raise InvalidArgumentError(f"{source} has no tokens, expected at least one", field=source)
+        return replace(document, ids=[*before[base.token_count :], *document.ids], parent=base, before=before)
 
     def _from_tokens(self, ids: Sequence[int]) -> Document:
         self._check_fits(len(ids))
@@ -186,7 +254,11 @@ class Workshop:
                 manifest = context.manifest
         except SparseKVError:  # not there, or to be made again
             return False
-        return order.name in ("", manifest.name) and set(order.methods) <= set(manifest.methods)
+        return (
+            order.name in ("", manifest.name)
+            and set(order.methods) <= set(manifest.methods)
+            and order.labels.items() <= manifest.labels.items()
+        )
 
     def _done(self, record: JobRecord) -> JobRecord:
         progress = JobProgress(
@@ -233,6 +305,15 @@ def _check_texts(request: context_pb2.CreateContextRequest) -> None:
         raise InvalidArgumentError(
             f"priority is {request.priority}, expected -{MOST_PRIORITY} to {MOST_PRIORITY}", field="priority"
         )
+
+
+def _labels(request: context_pb2.CreateContextRequest) -> dict[str, str]:
+    labels = dict(request.labels)
+    try:
+        check_labels("labels", labels)
+    except ManifestError as error:
+        raise InvalidArgumentError(error.message, field="labels") from None
+    return labels
 
 
 def _ttl(request: context_pb2.CreateContextRequest) -> float | None:

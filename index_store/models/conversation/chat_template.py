@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
 
 from index_store.errors import InvalidArgumentError
+from index_store.models.conversation.call_syntax import CallSyntax, find_syntax, plainly
 from index_store.models.conversation.messages import Conversation, Message, Role, parse_object
 
 _FIRST_MARK = 0xF0000
@@ -130,16 +132,47 @@ class _Marker:
 class ChatTemplate:
     """The chat template of a tokenizer of transformers."""
 
-    def __init__(self, backend: Any, name: str, letterless: str = "", spoken: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        name: str,
+        letterless: str = "",
+        spoken: Sequence[str] = (),
+        ends: Sequence[str] = (),
+    ) -> None:
         """name: of the model, for errors. letterless: characters of special tokens without letters and digits.
 
         spoken: special tokens that a model writes into its own answers, such as the marks around its thoughts, by which
-        templates tell what of an answer to repeat.
+        templates tell what of an answer to repeat. ends: special tokens that end an answer.
         """
         self._backend = backend
         self.name = name
         self._letterless = letterless
         self._spoken = tuple(spoken)
+        self._ends = tuple(ends)
+
+    @cached_property
+    def calls(self) -> CallSyntax | None:
+        """How the model words calls of tools; None in a way that is not understood.
+
+        Raises InvalidArgumentError when the model has no chat template.
+        """
+        self._check_known()
+
+        def writes(conversation: Conversation, answer_follows: bool) -> str | None:
+            try:
+                return self._write(conversation, datetime.now(UTC), answer_follows, None, 0)
+            except InvalidArgumentError:
+                return None
+
+        return find_syntax(writes, self._ends)
+
+    def _check_known(self) -> None:
+        if not self._backend.chat_template:
+            raise InvalidArgumentError(
+                f"model {self.name!r} has no chat template, so it is not known how to ask it; "
+                "pass the prompt word for word instead"
+            )
 
     def render(
         self, conversation: Conversation, moment: datetime, *, answer_follows: bool, new: int = 0
@@ -148,14 +181,13 @@ class ChatTemplate:
 
         moment: what the template takes for the present, where it writes a date. new: the first message that is marked;
         those before it are known to be wholly before what is used of the rendering, and errors count from it.
-        Raises InvalidArgumentError when the model has no chat template, or its template fails, leaves a text out, or
-        rewrites one.
+        Calls of tools and their answers are worded as `call_syntax.plainly` does for a template that has no words for
+        them. Raises InvalidArgumentError when the model has no chat template, or its template fails, leaves a text out,
+        or rewrites one.
         """
-        if not self._backend.chat_template:
-            raise InvalidArgumentError(
-                f"model {self.name!r} has no chat template, so it is not known how to ask it; "
-                "pass the prompt word for word instead"
-            )
+        self._check_known()
+        if any(message.tool_calls for message in conversation.messages) and self.calls and self.calls.plain:
+            conversation = plainly(conversation, self.calls)
         text = self._write(conversation, moment, answer_follows, None, 0)
         marker = _Marker(self._letterless, self._spoken)
         marks = self._write(conversation, moment, answer_follows, marker, new)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -54,11 +54,16 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool that the model may call. parameters: JSON schema of its arguments, an object, or "" for no arguments."""
+    """A tool that the model may call. parameters: JSON schema of its arguments, an object, or "" for no arguments.
+
+    strict: whether a call has to keep to it even where the model is free to call or not. It is no part of what the
+    model is told, and of what is stored.
+    """
 
     name: str
     description: str = ""
     parameters: str = ""
+    strict: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +76,10 @@ class Conversation:
     def __post_init__(self) -> None:
         if not 1 <= len(self.messages) <= MAX_MESSAGES:
             raise refused("messages", f"{len(self.messages)} messages", f"1 to {MAX_MESSAGES}")
-        if len(self.tools) > MAX_TOOLS:
-            raise refused("tools", f"{len(self.tools)} tools", f"at most {MAX_TOOLS}")
         for number, message in enumerate(self.messages):
             _check_message(f"messages[{number}]", message)
             _check_place(f"messages[{number}].role", message, self.messages[:number])
-        for number, tool in enumerate(self.tools):
-            _check_name(f"tools[{number}].name", tool.name, least=1)
-            _check_text(f"tools[{number}].description", tool.description)
-            parse_object(f"tools[{number}].parameters", tool.parameters)
-        names = [tool.name for tool in self.tools]
-        if len(set(names)) != len(names):
-            raise refused("tools", f"the names {', '.join(names)[:200]}", "different ones")
+        check_tools(self.tools)
 
     def followed_by(self, new: Sequence[Message]) -> Conversation:
         """The conversation with further messages. Raises InvalidArgumentError where they cannot follow.
@@ -132,11 +129,26 @@ def read_conversation(document: object) -> Conversation:
     _check_members("the conversation", document, {"messages", "tools"})
     return Conversation(
         read_turns(document.get("messages")),
-        tuple(
-            _read_tool(f"tools[{number}]", item)
-            for number, item in enumerate(_list("tools", document.get("tools") or []))
-        ),
+        read_tools(document.get("tools") or []),
     )
+
+
+def read_tools(items: object) -> tuple[Tool, ...]:
+    """Tools from parsed JSON. Whether they can be called is checked with `check_tools`."""
+    return tuple(_read_tool(f"tools[{number}]", item) for number, item in enumerate(_list("tools", items)))
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raises InvalidArgumentError for tools that no model can be told of."""
+    if len(tools) > MAX_TOOLS:
+        raise refused("tools", f"{len(tools)} tools", f"at most {MAX_TOOLS}")
+    for number, tool in enumerate(tools):
+        _check_name(f"tools[{number}].name", tool.name, least=1)
+        _check_text(f"tools[{number}].description", tool.description)
+        parse_object(f"tools[{number}].parameters", tool.parameters)
+    names = [tool.name for tool in tools]
+    if len(set(names)) != len(names):
+        raise refused("tools", f"the names {', '.join(names)[:200]}", "different ones")
 
 
 def read_turns(items: object) -> tuple[Message, ...]:
@@ -248,11 +260,15 @@ def _read_call(where: str, item: object) -> ToolCall:
 
 def _read_tool(where: str, item: object) -> Tool:
     members = _function(where, item, set())
-    _check_members(where, members, {"name", "description", "parameters"})
+    _check_members(where, members, {"name", "description", "parameters", "strict"})
+    strict = members.get("strict") or False
+    if not isinstance(strict, bool):
+        raise refused(f"{where}.strict", _kind(strict), "true or false")
     return Tool(
         _text(f"{where}.name", members.get("name")),
         _text(f"{where}.description", members.get("description") or ""),
         _json_text(f"{where}.parameters", members.get("parameters")),
+        strict,
     )
 
 

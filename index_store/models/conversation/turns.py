@@ -83,18 +83,41 @@ def begin(
     Raises InvalidArgumentError where the template words a message otherwise once another follows it, or takes no turn
     after the last one.
     """
+    return _stored(template, ordinary, conversation, moment, 0)
+
+
+def extend(
+    template: ChatTemplate,
+    ordinary: OrdinaryText,
+    stored: StoredConversation,
+    new: Sequence[Message],
+    stored_ids: Callable[[], Sequence[int]],
+) -> tuple[list[int], StoredConversation]:
+    """Token ids of further messages after a stored conversation, that others shall follow, and what is kept of all.
+
+    Raises InvalidArgumentError as `begin` and `go_on` do.
+    """
+    _check_begins(template, ordinary, stored, new, stored_ids, answer_follows=False)
+    conversation = stored.conversation.followed_by(new)
+    return _stored(template, ordinary, conversation, stored.moment, stored.characters)
+
+
+def _stored(
+    template: ChatTemplate, ordinary: OrdinaryText, conversation: Conversation, moment: datetime, start: int
+) -> tuple[list[int], StoredConversation]:
+    """Token ids of a conversation from a character of its wording on, as far as a further turn leaves them."""
     whole = template.render(conversation, moment, answer_follows=False)
     longer = template.render(conversation.followed_by(_next_turns(conversation)), moment, answer_follows=True)
-    end, needed = _common(whole.text, longer.text), whole.last_mark()
+    end, needed = _common(whole.text, longer.text), max(whole.last_mark(), start)
     if end < needed:
         raise InvalidArgumentError(
             f"the chat template of model {template.name!r} words these messages otherwise once another one follows, "
             f"near {whole.text[max(end - 30, 0) : end + 30]!r}; add the message that it words them with, or store the "
             "text without messages"
         )
-    longer_ids = ordinary.encode_rendering(longer)
+    longer_ids = ordinary.encode_rendering(longer.after(start), first=not start)
     for border in range(end, max(end - _MOST_BORDERS, needed - 1), -1):
-        ids = ordinary.encode_rendering(whole.before(border))
+        ids = ordinary.encode_rendering(whole.before(border).after(start), first=not start)
         if ids and ids == longer_ids[: len(ids)]:
             return ids, StoredConversation(conversation, moment, border, _digest(whole.text[:border]))
     raise InvalidArgumentError(
@@ -115,15 +138,25 @@ def go_on(
     stored_ids: tells the context's tokens, which are asked for only where they are not the beginning. Raises
     InvalidArgumentError where the whole conversation does not begin with them, and tells the first that differs.
     """
-    whole = template.render(
-        stored.conversation.followed_by(new),
-        stored.moment,
-        answer_follows=True,
-        new=len(stored.conversation.messages),
-    )
+    whole = _check_begins(template, ordinary, stored, new, stored_ids, answer_follows=True)
+    return ordinary.encode_rendering(whole.after(stored.characters), first=False)
+
+
+def _check_begins(
+    template: ChatTemplate,
+    ordinary: OrdinaryText,
+    stored: StoredConversation,
+    new: Sequence[Message],
+    stored_ids: Callable[[], Sequence[int]],
+    *,
+    answer_follows: bool,
+) -> Rendering:
+    """The wording of both, in which the new messages are marked. Raises InvalidArgumentError as `go_on` does."""
+    conversation, known = stored.conversation.followed_by(new), len(stored.conversation.messages)
+    whole = template.render(conversation, stored.moment, answer_follows=answer_follows, new=known)
     if _digest(whole.text[: stored.characters]) != stored.digest:
         raise _first_difference(template, ordinary, stored, new, stored_ids())
-    return ordinary.encode_rendering(whole.after(stored.characters), first=False)
+    return whole
 
 
 def turns_after_text(template: ChatTemplate, new: Sequence[Message]) -> Rendering:

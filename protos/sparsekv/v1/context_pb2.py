@@ -34,7 +34,7 @@ from sparsekv.v1 import conversation_pb2 as sparsekv_dot_v1_dot_conversation__pb
 from sparsekv.v1 import generation_pb2 as sparsekv_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19sparsekv/v1/context.proto\x12\x0bsparsekv.v1\x1a\x17google/api/client.proto\x1a\x1fgoogle/api/field_behavior.proto\x1a\x19google/api/resource.proto\x1a#google/longrunning/operations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bgoogle/protobuf/empty.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1esparsekv/v1/conversation.proto\x1a\x1csparsekv/v1/generation.proto\"\xc9\t\n\x07\x43ontext\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08\x12\x14\n\x0c\x64isplay_name\x18\x02 \x01(\t\x12\x13\n\x05model\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12\x1a\n\x0c\x61rchitecture\x18\x04 \x01(\tB\x04\xe2\x41\x01\x03\x12\x19\n\x0btoken_count\x18\x05 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x13\n\x05\x64type\x18\x06 \x01(\tB\x04\xe2\x41\x01\x03\x12\x16\n\x08kv_bytes\x18\x07 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x19\n\x0bindex_bytes\x18\x08 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12/\n\x05state\x18\t \x01(\x0e\x32\x1a.sparsekv.v1.Context.StateB\x04\xe2\x41\x01\x03\x12\x1b\n\rstate_message\x18\n \x01(\tB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x63reate_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12/\n\x0b\x65xpire_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x08resident\x18\r \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x15\n\x07methods\x18\x0e \x03(\tB\x04\xe2\x41\x01\x03\x12\x1c\n\x0e\x64\x65\x66\x61ult_method\x18\x0f \x01(\tB\x04\xe2\x41\x01\x03\x12\x31\n\x07indexes\x18\x10 \x03(\x0b\x32\x1a.sparsekv.v1.Context.IndexB\x04\xe2\x41\x01\x03\x12\x1a\n\x0c\x64\x65nse_layers\x18\x11 \x03(\x05\x42\x04\xe2\x41\x01\x03\x12\x1c\n\x0e\x64\x65\x66\x61ult_budget\x18\x12 \x01(\tB\x04\xe2\x41\x01\x03\x12\x13\n\x05tuned\x18\x13 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x17\n\tplacement\x18\x14 \x01(\tB\x04\xe2\x41\x01\x03\x12\x30\n\x06labels\x18\x15 \x03(\x0b\x32 .sparsekv.v1.Context.LabelsEntry\x12\x0e\n\x06pinned\x18\x16 \x01(\x08\x12\x1d\n\x0fis_conversation\x18\x17 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12-\n\x06parent\x18\x18 \x01(\tB\x1d\xe2\x41\x01\x03\xfa\x41\x16\n\x14sparsekv.dev/Context\x12 \n\x12parent_token_count\x18\x19 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x16\n\x08\x63hildren\x18\x1a \x01(\x05\x42\x04\xe2\x41\x01\x03\x1a\xbf\x01\n\x05Index\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12>\n\nparameters\x18\x03 \x03(\x0b\x32*.sparsekv.v1.Context.Index.ParametersEntry\x12\x17\n\x0f\x62ytes_per_token\x18\x04 \x01(\x01\x12\x0e\n\x06layers\x18\x05 \x03(\x05\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"e\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\t\n\x05READY\x10\x01\x12\x0b\n\x07\x45XPIRED\x10\x02\x12\x0b\n\x07\x43ORRUPT\x10\x03\x12\x0f\n\x0bUNSUPPORTED\x10\x04\x12\x0f\n\x0bUNAVAILABLE\x10\x05:@\xea\x41=\n\x14sparsekv.dev/Context\x12\x12\x63ontexts/{context}*\x08\x63ontexts2\x07\x63ontext\"Y\n\x11GetContextRequest\x12+\n\x04name\x18\x01 \x01(\tB\x1d\xe2\x41\x01\x01\xfa\x41\x16\n\x14sparsekv.dev/Context\x12\x17\n\treference\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"v\n\x13ListContextsRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x14\n\x06\x66ilter\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x16\n\x08order_by\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\"z\n\x14UpdateContextRequest\x12+\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x14.sparsekv.v1.ContextB\x04\xe2\x41\x01\x02\x12\x35\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMaskB\x04\xe2\x41\x01\x01\"W\n\x14ListContextsResponse\x12&\n\x08\x63ontexts\x18\x01 \x03(\x0b\x32\x14.sparsekv.v1.Context\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"u\n\x14\x44\x65leteContextRequest\x12+\n\x04name\x18\x01 \x01(\tB\x1d\xe2\x41\x01\x02\xfa\x41\x16\n\x14sparsekv.dev/Context\x12\x1b\n\rallow_missing\x18\x02 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x13\n\x05\x66orce\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x01\"A\n\x12WarmContextRequest\x12+\n\x04name\x18\x01 \x01(\tB\x1d\xe2\x41\x01\x02\xfa\x41\x16\n\x14sparsekv.dev/Context\"\x96\x01\n\x13WarmContextResponse\x12%\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x14.sparsekv.v1.Context\x12\x18\n\x10\x61lready_resident\x18\x02 \x01(\x08\x12\x0f\n\x07load_ns\x18\x03 \x01(\x03\x12\x16\n\x0e\x66irst_layer_ns\x18\x04 \x01(\x03\x12\x15\n\rall_layers_ns\x18\x05 \x01(\x03\"\xb0\x02\n\x14\x43reateContextRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.sparsekv.v1.TokenIdsH\x00\x12-\n\x08messages\x18\x03 \x01(\x0b\x32\x19.sparsekv.v1.ConversationH\x00\x12\x10\n\x06upload\x18\x04 \x01(\tH\x00\x12\x1a\n\x0c\x64isplay_name\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\x12,\n\x03ttl\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x15\n\x07methods\x18\x08 \x03(\tB\x04\xe2\x41\x01\x01\x12\x18\n\nrequest_id\x18\t \x01(\tB\x04\xe2\x41\x01\x01\x12\x16\n\x08priority\x18\n \x01(\x05\x42\x04\xe2\x41\x01\x01\x42\x08\n\x06source\"\xdb\x03\n\x15\x43reateContextMetadata\x12\x37\n\x05phase\x18\x01 \x01(\x0e\x32(.sparsekv.v1.CreateContextMetadata.Phase\x12\x13\n\x0btokens_done\x18\x02 \x01(\x03\x12\x14\n\x0ctokens_total\x18\x03 \x01(\x03\x12\x15\n\rbytes_written\x18\x04 \x01(\x03\x12,\n\tremaining\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\njobs_ahead\x18\x07 \x01(\x05\x12*\n\x07\x63ontext\x18\x08 \x01(\tB\x19\xfa\x41\x16\n\x14sparsekv.dev/Context\x12\x13\n\x0blayers_done\x18\t \x01(\x05\x12\x14\n\x0clayers_total\x18\n \x01(\x05\x12\r\n\x05notes\x18\x0b \x03(\t\"n\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\n\n\x06QUEUED\x10\x01\x12\r\n\tPREPARING\x10\x02\x12\x0b\n\x07READING\x10\x03\x12\x0c\n\x08INDEXING\x10\x04\x12\r\n\tVERIFYING\x10\x05\x12\t\n\x05\x45NDED\x10\x06\";\n\x15UploadDocumentRequest\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x14\n\x06sha256\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"\x83\x01\n\x06Upload\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08\x12\x18\n\nsize_bytes\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x14\n\x06sha256\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x32\x89\x05\n\x0e\x43ontextService\x12v\n\rCreateContext\x12!.sparsekv.v1.CreateContextRequest\x1a\x1d.google.longrunning.Operation\"#\xca\x41 \n\x07\x43ontext\x12\x15\x43reateContextMetadata\x12K\n\x0eUploadDocument\x12\".sparsekv.v1.UploadDocumentRequest\x1a\x13.sparsekv.v1.Upload(\x01\x12K\n\nGetContext\x12\x1e.sparsekv.v1.GetContextRequest\x1a\x14.sparsekv.v1.Context\"\x07\xda\x41\x04name\x12S\n\x0cListContexts\x12 .sparsekv.v1.ListContextsRequest\x1a!.sparsekv.v1.ListContextsResponse\x12`\n\rUpdateContext\x12!.sparsekv.v1.UpdateContextRequest\x1a\x14.sparsekv.v1.Context\"\x16\xda\x41\x13\x63ontext,update_mask\x12S\n\rDeleteContext\x12!.sparsekv.v1.DeleteContextRequest\x1a\x16.google.protobuf.Empty\"\x07\xda\x41\x04name\x12Y\n\x0bWarmContext\x12\x1f.sparsekv.v1.WarmContextRequest\x1a .sparsekv.v1.WarmContextResponse\"\x07\xda\x41\x04nameb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19sparsekv/v1/context.proto\x12\x0bsparsekv.v1\x1a\x17google/api/client.proto\x1a\x1fgoogle/api/field_behavior.proto\x1a\x19google/api/resource.proto\x1a#google/longrunning/operations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bgoogle/protobuf/empty.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1esparsekv/v1/conversation.proto\x1a\x1csparsekv/v1/generation.proto\"\xde\t\n\x07\x43ontext\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08\x12\x14\n\x0c\x64isplay_name\x18\x02 \x01(\t\x12\x13\n\x05model\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12\x1a\n\x0c\x61rchitecture\x18\x04 \x01(\tB\x04\xe2\x41\x01\x03\x12\x19\n\x0btoken_count\x18\x05 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x13\n\x05\x64type\x18\x06 \x01(\tB\x04\xe2\x41\x01\x03\x12\x16\n\x08kv_bytes\x18\x07 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x19\n\x0bindex_bytes\x18\x08 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12/\n\x05state\x18\t \x01(\x0e\x32\x1a.sparsekv.v1.Context.StateB\x04\xe2\x41\x01\x03\x12\x1b\n\rstate_message\x18\n \x01(\tB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x63reate_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12/\n\x0b\x65xpire_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x08resident\x18\r \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x15\n\x07methods\x18\x0e \x03(\tB\x04\xe2\x41\x01\x03\x12\x1c\n\x0e\x64\x65\x66\x61ult_method\x18\x0f \x01(\tB\x04\xe2\x41\x01\x03\x12\x31\n\x07indexes\x18\x10 \x03(\x0b\x32\x1a.sparsekv.v1.Context.IndexB\x04\xe2\x41\x01\x03\x12\x1a\n\x0c\x64\x65nse_layers\x18\x11 \x03(\x05\x42\x04\xe2\x41\x01\x03\x12\x1c\n\x0e\x64\x65\x66\x61ult_budget\x18\x12 \x01(\tB\x04\xe2\x41\x01\x03\x12\x13\n\x05tuned\x18\x13 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x17\n\tplacement\x18\x14 \x01(\tB\x04\xe2\x41\x01\x03\x12\x30\n\x06labels\x18\x15 \x03(\x0b\x32 .sparsekv.v1.Context.LabelsEntry\x12\x0e\n\x06pinned\x18\x16 \x01(\x08\x12\x1d\n\x0fis_conversation\x18\x17 \x01(\x08\x42\x04\xe2\x41\x01\x03\x12-\n\x06parent\x18\x18 \x01(\tB\x1d\xe2\x41\x01\x03\xfa\x41\x16\n\x14sparsekv.dev/Context\x12 \n\x12parent_token_count\x18\x19 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x16\n\x08\x63hildren\x18\x1a \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x13\n\x05owner\x18\x1b \x01(\tB\x04\xe2\x41\x01\x03\x1a\xbf\x01\n\x05Index\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12>\n\nparameters\x18\x03 \x03(\x0b\x32*.sparsekv.v1.Context.Index.ParametersEntry\x12\x17\n\x0f\x62ytes_per_token\x18\x04 \x01(\x01\x12\x0e\n\x06layers\x18\x05 \x03(\x05\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"e\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\t\n\x05READY\x10\x01\x12\x0b\n\x07\x45XPIRED\x10\x02\x12\x0b\n\x07\x43ORRUPT\x10\x03\x12\x0f\n\x0bUNSUPPORTED\x10\x04\x12\x0f\n\x0bUNAVAILABLE\x10\x05:@\xea\x41=\n\x14sparsekv.dev/Context\x12\x12\x63ontexts/{context}*\x08\x63ontexts2\x07\x63ontext\"Y\n\x11GetContextRequest\x12+\n\x04name\x18\x01 \x01(\tB\x1d\xe2\x41\x01\x01\xfa\x41\x16\n\x14sparsekv.dev/Context\x12\x17\n\treference\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"v\n\x13ListContextsRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x14\n\x06\x66ilter\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x16\n\x08order_by\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\"z\n\x14UpdateContextRequest\x12+\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x14.sparsekv.v1.ContextB\x04\xe2\x41\x01\x02\x12\x35\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMaskB\x04\xe2\x41\x01\x01\"W\n\x14ListContextsResponse\x12&\n\x08\x63ontexts\x18\x01 \x03(\x0b\x32\x14.sparsekv.v1.Context\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"u\n\x14\x44\x65leteContextRequest\x12+\n\x04name\x18\x01 \x01(\tB\x1d\xe2\x41\x01\x02\xfa\x41\x16\n\x14sparsekv.dev/Context\x12\x1b\n\rallow_missing\x18\x02 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x13\n\x05\x66orce\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x01\"A\n\x12WarmContextRequest\x12+\n\x04name\x18\x01 \x01(\tB\x1d\xe2\x41\x01\x02\xfa\x41\x16\n\x14sparsekv.dev/Context\"\x96\x01\n\x13WarmContextResponse\x12%\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x14.sparsekv.v1.Context\x12\x18\n\x10\x61lready_resident\x18\x02 \x01(\x08\x12\x0f\n\x07load_ns\x18\x03 \x01(\x03\x12\x16\n\x0e\x66irst_layer_ns\x18\x04 \x01(\x03\x12\x15\n\rall_layers_ns\x18\x05 \x01(\x03\"\xd3\x03\n\x14\x43reateContextRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.sparsekv.v1.TokenIdsH\x00\x12-\n\x08messages\x18\x03 \x01(\x0b\x32\x19.sparsekv.v1.ConversationH\x00\x12\x10\n\x06upload\x18\x04 \x01(\tH\x00\x12\x1a\n\x0c\x64isplay_name\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\x12,\n\x03ttl\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x15\n\x07methods\x18\x08 \x03(\tB\x04\xe2\x41\x01\x01\x12\x18\n\nrequest_id\x18\t \x01(\tB\x04\xe2\x41\x01\x01\x12\x16\n\x08priority\x18\n \x01(\x05\x42\x04\xe2\x41\x01\x01\x12-\n\x06parent\x18\x0b \x01(\tB\x1d\xe2\x41\x01\x01\xfa\x41\x16\n\x14sparsekv.dev/Context\x12\x43\n\x06labels\x18\x0c \x03(\x0b\x32-.sparsekv.v1.CreateContextRequest.LabelsEntryB\x04\xe2\x41\x01\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x08\n\x06source\"\xea\x03\n\x15\x43reateContextMetadata\x12\x37\n\x05phase\x18\x01 \x01(\x0e\x32(.sparsekv.v1.CreateContextMetadata.Phase\x12\x13\n\x0btokens_done\x18\x02 \x01(\x03\x12\x14\n\x0ctokens_total\x18\x03 \x01(\x03\x12\x15\n\rbytes_written\x18\x04 \x01(\x03\x12,\n\tremaining\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\njobs_ahead\x18\x07 \x01(\x05\x12*\n\x07\x63ontext\x18\x08 \x01(\tB\x19\xfa\x41\x16\n\x14sparsekv.dev/Context\x12\x13\n\x0blayers_done\x18\t \x01(\x05\x12\x14\n\x0clayers_total\x18\n \x01(\x05\x12\r\n\x05notes\x18\x0b \x03(\t\x12\r\n\x05owner\x18\x0c \x01(\t\"n\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\n\n\x06QUEUED\x10\x01\x12\r\n\tPREPARING\x10\x02\x12\x0b\n\x07READING\x10\x03\x12\x0c\n\x08INDEXING\x10\x04\x12\r\n\tVERIFYING\x10\x05\x12\t\n\x05\x45NDED\x10\x06\";\n\x15UploadDocumentRequest\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x14\n\x06sha256\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"\x83\x01\n\x06Upload\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08\x12\x18\n\nsize_bytes\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x03\x12\x14\n\x06sha256\x18\x03 \x01(\tB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x32\x89\x05\n\x0e\x43ontextService\x12v\n\rCreateContext\x12!.sparsekv.v1.CreateContextRequest\x1a\x1d.google.longrunning.Operation\"#\xca\x41 \n\x07\x43ontext\x12\x15\x43reateContextMetadata\x12K\n\x0eUploadDocument\x12\".sparsekv.v1.UploadDocumentRequest\x1a\x13.sparsekv.v1.Upload(\x01\x12K\n\nGetContext\x12\x1e.sparsekv.v1.GetContextRequest\x1a\x14.sparsekv.v1.Context\"\x07\xda\x41\x04name\x12S\n\x0cListContexts\x12 .sparsekv.v1.ListContextsRequest\x1a!.sparsekv.v1.ListContextsResponse\x12`\n\rUpdateContext\x12!.sparsekv.v1.UpdateContextRequest\x1a\x14.sparsekv.v1.Context\"\x16\xda\x41\x13\x63ontext,update_mask\x12S\n\rDeleteContext\x12!.sparsekv.v1.DeleteContextRequest\x1a\x16.google.protobuf.Empty\"\x07\xda\x41\x04name\x12Y\n\x0bWarmContext\x12\x1f.sparsekv.v1.WarmContextRequest\x1a .sparsekv.v1.WarmContextResponse\"\x07\xda\x41\x04nameb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -89,6 +89,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTEXT'].fields_by_name['parent_token_count']._serialized_options = b'\342A\001\003'
   _globals['_CONTEXT'].fields_by_name['children']._loaded_options = None
   _globals['_CONTEXT'].fields_by_name['children']._serialized_options = b'\342A\001\003'
+  _globals['_CONTEXT'].fields_by_name['owner']._loaded_options = None
+  _globals['_CONTEXT'].fields_by_name['owner']._serialized_options = b'\342A\001\003'
   _globals['_CONTEXT']._loaded_options = None
   _globals['_CONTEXT']._serialized_options = b'\352A=\n\024sparsekv.dev/Context\022\022contexts/{context}*\010contexts2\007context'
   _globals['_GETCONTEXTREQUEST'].fields_by_name['name']._loaded_options = None
@@ -115,6 +117,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DELETECONTEXTREQUEST'].fields_by_name['force']._serialized_options = b'\342A\001\001'
   _globals['_WARMCONTEXTREQUEST'].fields_by_name['name']._loaded_options = None
   _globals['_WARMCONTEXTREQUEST'].fields_by_name['name']._serialized_options = b'\342A\001\002\372A\026\n\024sparsekv.dev/Context'
+  _globals['_CREATECONTEXTREQUEST_LABELSENTRY']._loaded_options = None
+  _globals['_CREATECONTEXTREQUEST_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_CREATECONTEXTREQUEST'].fields_by_name['display_name']._loaded_options = None
   _globals['_CREATECONTEXTREQUEST'].fields_by_name['display_name']._serialized_options = b'\342A\001\001'
   _globals['_CREATECONTEXTREQUEST'].fields_by_name['ttl']._loaded_options = None
@@ -125,6 +129,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREATECONTEXTREQUEST'].fields_by_name['request_id']._serialized_options = b'\342A\001\001'
   _globals['_CREATECONTEXTREQUEST'].fields_by_name['priority']._loaded_options = None
   _globals['_CREATECONTEXTREQUEST'].fields_by_name['priority']._serialized_options = b'\342A\001\001'
+  _globals['_CREATECONTEXTREQUEST'].fields_by_name['parent']._loaded_options = None
+  _globals['_CREATECONTEXTREQUEST'].fields_by_name['parent']._serialized_options = b'\342A\001\001\372A\026\n\024sparsekv.dev/Context'
+  _globals['_CREATECONTEXTREQUEST'].fields_by_name['labels']._loaded_options = None
+  _globals['_CREATECONTEXTREQUEST'].fields_by_name['labels']._serialized_options = b'\342A\001\001'
   _globals['_CREATECONTEXTMETADATA'].fields_by_name['context']._loaded_options = None
   _globals['_CREATECONTEXTMETADATA'].fields_by_name['context']._serialized_options = b'\372A\026\n\024sparsekv.dev/Context'
   _globals['_UPLOADDOCUMENTREQUEST'].fields_by_name['sha256']._loaded_options = None
@@ -148,39 +156,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTEXTSERVICE'].methods_by_name['WarmContext']._loaded_options = None
   _globals['_CONTEXTSERVICE'].methods_by_name['WarmContext']._serialized_options = b'\332A\004name'
   _globals['_CONTEXT']._serialized_start=355
-  _globals['_CONTEXT']._serialized_end=1580
-  _globals['_CONTEXT_INDEX']._serialized_start=1173
-  _globals['_CONTEXT_INDEX']._serialized_end=1364
-  _globals['_CONTEXT_INDEX_PARAMETERSENTRY']._serialized_start=1315
-  _globals['_CONTEXT_INDEX_PARAMETERSENTRY']._serialized_end=1364
-  _globals['_CONTEXT_LABELSENTRY']._serialized_start=1366
-  _globals['_CONTEXT_LABELSENTRY']._serialized_end=1411
-  _globals['_CONTEXT_STATE']._serialized_start=1413
-  _globals['_CONTEXT_STATE']._serialized_end=1514
-  _globals['_GETCONTEXTREQUEST']._serialized_start=1582
-  _globals['_GETCONTEXTREQUEST']._serialized_end=1671
-  _globals['_LISTCONTEXTSREQUEST']._serialized_start=1673
-  _globals['_LISTCONTEXTSREQUEST']._serialized_end=1791
-  _globals['_UPDATECONTEXTREQUEST']._serialized_start=1793
-  _globals['_UPDATECONTEXTREQUEST']._serialized_end=1915
-  _globals['_LISTCONTEXTSRESPONSE']._serialized_start=1917
-  _globals['_LISTCONTEXTSRESPONSE']._serialized_end=2004
-  _globals['_DELETECONTEXTREQUEST']._serialized_start=2006
-  _globals['_DELETECONTEXTREQUEST']._serialized_end=2123
-  _globals['_WARMCONTEXTREQUEST']._serialized_start=2125
-  _globals['_WARMCONTEXTREQUEST']._serialized_end=2190
-  _globals['_WARMCONTEXTRESPONSE']._serialized_start=2193
-  _globals['_WARMCONTEXTRESPONSE']._serialized_end=2343
-  _globals['_CREATECONTEXTREQUEST']._serialized_start=2346
-  _globals['_CREATECONTEXTREQUEST']._serialized_end=2650
-  _globals['_CREATECONTEXTMETADATA']._serialized_start=2653
-  _globals['_CREATECONTEXTMETADATA']._serialized_end=3128
-  _globals['_CREATECONTEXTMETADATA_PHASE']._serialized_start=3018
-  _globals['_CREATECONTEXTMETADATA_PHASE']._serialized_end=3128
-  _globals['_UPLOADDOCUMENTREQUEST']._serialized_start=3130
-  _globals['_UPLOADDOCUMENTREQUEST']._serialized_end=3189
-  _globals['_UPLOAD']._serialized_start=3192
-  _globals['_UPLOAD']._serialized_end=3323
-  _globals['_CONTEXTSERVICE']._serialized_start=3326
-  _globals['_CONTEXTSERVICE']._serialized_end=3975
+  _globals['_CONTEXT']._serialized_end=1601
+  _globals['_CONTEXT_INDEX']._serialized_start=1194
+  _globals['_CONTEXT_INDEX']._serialized_end=1385
+  _globals['_CONTEXT_INDEX_PARAMETERSENTRY']._serialized_start=1336
+  _globals['_CONTEXT_INDEX_PARAMETERSENTRY']._serialized_end=1385
+  _globals['_CONTEXT_LABELSENTRY']._serialized_start=1387
+  _globals['_CONTEXT_LABELSENTRY']._serialized_end=1432
+  _globals['_CONTEXT_STATE']._serialized_start=1434
+  _globals['_CONTEXT_STATE']._serialized_end=1535
+  _globals['_GETCONTEXTREQUEST']._serialized_start=1603
+  _globals['_GETCONTEXTREQUEST']._serialized_end=1692
+  _globals['_LISTCONTEXTSREQUEST']._serialized_start=1694
+  _globals['_LISTCONTEXTSREQUEST']._serialized_end=1812
+  _globals['_UPDATECONTEXTREQUEST']._serialized_start=1814
+  _globals['_UPDATECONTEXTREQUEST']._serialized_end=1936
+  _globals['_LISTCONTEXTSRESPONSE']._serialized_start=1938
+  _globals['_LISTCONTEXTSRESPONSE']._serialized_end=2025
+  _globals['_DELETECONTEXTREQUEST']._serialized_start=2027
+  _globals['_DELETECONTEXTREQUEST']._serialized_end=2144
+  _globals['_WARMCONTEXTREQUEST']._serialized_start=2146
+  _globals['_WARMCONTEXTREQUEST']._serialized_end=2211
+  _globals['_WARMCONTEXTRESPONSE']._serialized_start=2214
+  _globals['_WARMCONTEXTRESPONSE']._serialized_end=2364
+  _globals['_CREATECONTEXTREQUEST']._serialized_start=2367
+  _globals['_CREATECONTEXTREQUEST']._serialized_end=2834
+  _globals['_CREATECONTEXTREQUEST_LABELSENTRY']._serialized_start=1387
+  _globals['_CREATECONTEXTREQUEST_LABELSENTRY']._serialized_end=1432
+  _globals['_CREATECONTEXTMETADATA']._serialized_start=2837
+  _globals['_CREATECONTEXTMETADATA']._serialized_end=3327
+  _globals['_CREATECONTEXTMETADATA_PHASE']._serialized_start=3217
+  _globals['_CREATECONTEXTMETADATA_PHASE']._serialized_end=3327
+  _globals['_UPLOADDOCUMENTREQUEST']._serialized_start=3329
+  _globals['_UPLOADDOCUMENTREQUEST']._serialized_end=3388
+  _globals['_UPLOAD']._serialized_start=3391
+  _globals['_UPLOAD']._serialized_end=3522
+  _globals['_CONTEXTSERVICE']._serialized_start=3525
+  _globals['_CONTEXTSERVICE']._serialized_end=4174
 # @@protoc_insertion_point(module_scope)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1esparsekv/v1/conversation.proto\x12\x0bsparsekv.v1\x1a\x1fgoogle/api/field_behavior.proto\"N\n\x08ToolCall\x12\x10\n\x02id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x12\n\x04name\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1c\n\x0e\x61rguments_json\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"\xfd\x01\n\x07Message\x12-\n\x04role\x18\x01 \x01(\x0e\x32\x19.sparsekv.v1.Message.RoleB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x63ontent\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x12\n\x04name\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12/\n\ntool_calls\x18\x04 \x03(\x0b\x32\x15.sparsekv.v1.ToolCallB\x04\xe2\x41\x01\x01\x12\x1a\n\x0ctool_call_id\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\"K\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\n\n\x06SYSTEM\x10\x01\x12\x08\n\x04USER\x10\x02\x12\r\n\tASSISTANT\x10\x03\x12\x08\n\x04TOOL\x10\x04\"T\n\x04Tool\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x64\x65scription\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1d\n\x0fparameters_json\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"d\n\x0c\x43onversation\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x14.sparsekv.v1.MessageB\x04\xe2\x41\x01\x02\x12&\n\x05tools\x18\x02 \x03(\x0b\x32\x11.sparsekv.v1.ToolB\x04\xe2\x41\x01\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1esparsekv/v1/conversation.proto\x12\x0bsparsekv.v1\x1a\x1fgoogle/api/field_behavior.proto\"N\n\x08ToolCall\x12\x10\n\x02id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x12\n\x04name\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1c\n\x0e\x61rguments_json\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"\xfd\x01\n\x07Message\x12-\n\x04role\x18\x01 \x01(\x0e\x32\x19.sparsekv.v1.Message.RoleB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x63ontent\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x12\n\x04name\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12/\n\ntool_calls\x18\x04 \x03(\x0b\x32\x15.sparsekv.v1.ToolCallB\x04\xe2\x41\x01\x01\x12\x1a\n\x0ctool_call_id\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\"K\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\n\n\x06SYSTEM\x10\x01\x12\x08\n\x04USER\x10\x02\x12\r\n\tASSISTANT\x10\x03\x12\x08\n\x04TOOL\x10\x04\"j\n\x04Tool\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x64\x65scription\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1d\n\x0fparameters_json\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x14\n\x06strict\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\"\xa8\x01\n\nToolChoice\x12\x30\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.sparsekv.v1.ToolChoice.ModeB\x04\xe2\x41\x01\x01\x12\x12\n\x04name\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\x12\x14\n\x06single\x18\x03 \x01(\x08\x42\x04\xe2\x41\x01\x01\">\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x08\n\x04NONE\x10\x01\x12\x08\n\x04\x41UTO\x10\x02\x12\x0c\n\x08REQUIRED\x10\x03\"O\n\x0cToolCallPart\x12\r\n\x05index\x18\x01 \x01(\x05\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\"d\n\x0c\x43onversation\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x14.sparsekv.v1.MessageB\x04\xe2\x41\x01\x02\x12&\n\x05tools\x18\x02 \x03(\x0b\x32\x11.sparsekv.v1.ToolB\x04\xe2\x41\x01\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -54,6 +54,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOOL'].fields_by_name['description']._serialized_options = b'\342A\001\001'
   _globals['_TOOL'].fields_by_name['parameters_json']._loaded_options = None
   _globals['_TOOL'].fields_by_name['parameters_json']._serialized_options = b'\342A\001\001'
+  _globals['_TOOL'].fields_by_name['strict']._loaded_options = None
+  _globals['_TOOL'].fields_by_name['strict']._serialized_options = b'\342A\001\001'
+  _globals['_TOOLCHOICE'].fields_by_name['mode']._loaded_options = None
+  _globals['_TOOLCHOICE'].fields_by_name['mode']._serialized_options = b'\342A\001\001'
+  _globals['_TOOLCHOICE'].fields_by_name['name']._loaded_options = None
+  _globals['_TOOLCHOICE'].fields_by_name['name']._serialized_options = b'\342A\001\001'
+  _globals['_TOOLCHOICE'].fields_by_name['single']._loaded_options = None
+  _globals['_TOOLCHOICE'].fields_by_name['single']._serialized_options = b'\342A\001\001'
   _globals['_CONVERSATION'].fields_by_name['messages']._loaded_options = None
   _globals['_CONVERSATION'].fields_by_name['messages']._serialized_options = b'\342A\001\002'
   _globals['_CONVERSATION'].fields_by_name['tools']._loaded_options = None
@@ -65,7 +73,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MESSAGE_ROLE']._serialized_start=339
   _globals['_MESSAGE_ROLE']._serialized_end=414
   _globals['_TOOL']._serialized_start=416
-  _globals['_TOOL']._serialized_end=500
-  _globals['_CONVERSATION']._serialized_start=502
-  _globals['_CONVERSATION']._serialized_end=602
+  _globals['_TOOL']._serialized_end=522
+  _globals['_TOOLCHOICE']._serialized_start=525
+  _globals['_TOOLCHOICE']._serialized_end=693
+  _globals['_TOOLCHOICE_MODE']._serialized_start=631
+  _globals['_TOOLCHOICE_MODE']._serialized_end=693
+  _globals['_TOOLCALLPART']._serialized_start=695
+  _globals['_TOOLCALLPART']._serialized_end=774
+  _globals['_CONVERSATION']._serialized_start=776
+  _globals['_CONVERSATION']._serialized_end=876
 # @@protoc_insertion_point(module_scope)

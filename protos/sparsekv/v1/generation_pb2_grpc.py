@@ -101,7 +101,7 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Cuts text into the model's tokens, as a prompt's text is. Errors: INVALID_ARGUMENT, TOO_MANY_REQUESTS, NOT_READY.
+        """Cuts text, or a conversation, into the model's tokens, as a prompt is. Errors: INVALID_ARGUMENT, TOO_MANY_REQUESTS, NOT_READY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

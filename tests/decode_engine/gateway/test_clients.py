@@ -176,6 +176,19 @@ def test_the_server_asks_for_tokens_behind_a_gateway_without_any(
         assert httpx.get(f"{gateway.url}/v1/contexts").status_code == 401
         shown = {"authorization": f"Bearer {secret}"}
         assert httpx.get(f"{gateway.url}/v1/contexts", headers=shown).status_code == 200
+        _check_owner(httpx.Client(base_url=f"{gateway.url}/v1", headers=shown, timeout=60))
+
+
+def _check_owner(web: httpx.Client) -> None:
+    """What is made is noted under the name of the token that was shown."""
+    body = {"model": "model", "prompt": " alice", "context": "lamp", "max_tokens": 1, "keep": {}}
+    kept = web.post("/completions", json=body).json()["sparsekv"]["context"]
+    (found,) = web.get("/contexts", params={"filter": "owner = alice"}).json()["data"]
+    assert (found["id"], found["owner"]) == (kept, "alice")
+    assert web.delete(f"/contexts/{kept}").status_code == 200
+    ordered = web.post("/contexts", json={"text": "A text that nobody is there to read."}).json()
+    assert ordered["owner"] == "alice"
+    assert web.post(f"/operations/{ordered['id']}/cancel").status_code == 200
 
 
 def test_an_encrypted_gateway_asks_for_certificates(server: DecodeServer) -> None:

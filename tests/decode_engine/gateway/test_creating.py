@@ -14,7 +14,6 @@ from openai.types import FileObject
 
 from decode_engine.gateway.serving import Gateway
 from decode_engine.rpc.server import DecodeServer
-from tests.decode_engine.conftest import Library, make_library
 from tests.decode_engine.gateway.test_replies import valid
 
 
@@ -24,21 +23,9 @@ def document(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """A store of this module alone, with a toy model."""
-    library = make_library(tmp_path_factory.mktemp("shop"))
-    library.prefill("first")
-    return library
-
-
-@pytest.fixture(scope="module")
-def gateway(shop: Library) -> Iterator[Gateway]:
+def gateway(tool_server: DecodeServer) -> Iterator[Gateway]:
     """In front of a server that makes contexts itself."""
-    with (
-        DecodeServer(shop.config(warm_up=False, prefill=True)) as server,
-        Gateway("127.0.0.1:0", server.address) as served,
-    ):
-        server.load()
+    with Gateway("127.0.0.1:0", tool_server.address) as served:
         yield served
 
 

@@ -143,7 +143,7 @@ def test_an_answer_ends_before_a_stop_text(official: openai.OpenAI, answer: str)
 @pytest.mark.parametrize(
     ("changes", "kind", "param", "code"),
     [
-        ({"extra_body": {}}, openai.BadRequestError, "context", "invalid_argument"),
+        ({"extra_body": {}}, openai.NotFoundError, "context", "context_not_found"),
         ({"extra_body": {"context": "nowhere"}}, openai.NotFoundError, "context", "context_not_found"),
         ({"model": "gpt"}, openai.NotFoundError, None, "model_not_found"),
         ({"temperature": -1}, openai.BadRequestError, "temperature", "invalid_argument"),

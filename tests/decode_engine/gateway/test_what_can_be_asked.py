@@ -14,8 +14,8 @@ from openai.types.chat import ChatCompletion
 from openai.types.chat import CompletionCreateParams as ChatParams
 from openai.types.responses import ResponseCreateParams
 
-from decode_engine.gateway.endpoints import CHAT, COMPLETIONS, RESPONSES
-from decode_engine.gateway.parameters import Endpoint
+from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
+from decode_engine.gateway.wire.parameters import Endpoint
 from decode_engine.rpc.client import Client
 from index_store.models.conversation.messages import Message, Role
 from tests.decode_engine.gateway.test_replies import ASK, valid

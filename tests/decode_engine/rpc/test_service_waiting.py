@@ -13,8 +13,8 @@ import pytest
 from decode_engine.errors import CancelledError, TooManyRequestsError
 from decode_engine.rpc import generation as generation_module
 from decode_engine.rpc.client import Client, Usage, Waiting
-from decode_engine.rpc.generation import Appointments, Clients
 from decode_engine.rpc.server import DecodeServer
+from decode_engine.rpc.transport.appointments import Appointments, Clients
 from index_store.errors import ContextCorruptError
 from sparsekv.v1 import generation_pb2
 from tests.decode_engine.conftest import Library, Stubs

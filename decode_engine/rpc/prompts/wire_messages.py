@@ -19,7 +19,7 @@ def parse_messages(
     """Its messages and tools. Whether they can be said is checked with what they follow."""
     return (
         tuple(_parse_message(number, item) for number, item in enumerate(message.messages)),
-        tuple(Tool(tool.name, tool.description, tool.parameters_json) for tool in message.tools),
+        tuple(Tool(tool.name, tool.description, tool.parameters_json, tool.strict) for tool in message.tools),
     )
 
 
@@ -27,15 +27,21 @@ def write_conversation(said: Sequence[Message] | Conversation) -> conversation_p
     """Messages, and tools where there are some, as the API has them."""
     if not isinstance(said, Conversation):
         return write_messages(said)
-    written = write_messages(said.messages)
-    for tool in said.tools:
-        written.tools.add(name=tool.name, description=tool.description, parameters_json=tool.parameters)
-    return written
+    return write_messages(said.messages, said.tools)
 
 
-def write_messages(messages: Sequence[Message]) -> conversation_pb2.Conversation:
-    """Messages as the API has them."""
+def write_messages(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> conversation_pb2.Conversation:
+    """Messages and tools as the API has them."""
     return conversation_pb2.Conversation(
+        tools=[
+            conversation_pb2.Tool(
+                name=tool.name,
+                description=tool.description,
+                parameters_json=tool.parameters,
+                strict=tool.strict,
+            )
+            for tool in tools
+        ],
         messages=[
             conversation_pb2.Message(
                 role=message.role.name,
@@ -48,7 +54,7 @@ def write_messages(messages: Sequence[Message]) -> conversation_pb2.Conversation
                 tool_call_id=message.tool_call_id,
             )
             for message in messages
-        ]
+        ],
     )
 
 

@@ -1,9 +1,6 @@
-"""The tables of parameters of OpenAI's endpoints, and what they mean for a generation."""
+"""The tables of parameters of OpenAI's endpoints."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 from decode_engine.config import (
     MAX_ANSWERS,
@@ -17,11 +14,11 @@ from decode_engine.config import (
     MAX_TEMPERATURE,
     MAX_TOP_LOGPROBS,
 )
-from decode_engine.gateway.messages_shape import turns_of
-from decode_engine.gateway.parameters import (
+from decode_engine.gateway.wire.parameters import (
     BIAS,
     FLAG,
     INPUT,
+    KEEP,
     MESSAGES,
     OBJECT,
     PROMPT,
@@ -30,29 +27,35 @@ from decode_engine.gateway.parameters import (
     TEXTS_ONLY,
     TOKENS,
     Endpoint,
+    Kind,
     Parameter,
     integer,
     number,
-    pick,
     refused,
-    shown,
 )
-from decode_engine.rpc.client import GenerateOptions
-from index_store.errors import InvalidArgumentError
+from decode_engine.gateway.wire.tool_shapes import TOOL_CHOICE
 
 _KEEPS_NOTHING = "nothing about requests is kept here"
 _NO_BEST = "all answers are sent; `n` says how many"
 _ONLY_TEXT = "models here read and write text"
-_NO_TOOLS = "tools stand among the messages of a context, and calls of them come as the model's text"
+_TOOLS_ELSEWHERE = "chat completions take tools"
+_OLD_TOOLS = "`tools` and `tool_choice` take its place"
 _CACHE = "what is kept is a context, which `context` names"
 _NO_MODERATION = "no moderation is done here"
 
+_TOOLS = Kind("a list of tools", MESSAGES.fits)
 _OWN = (
     Parameter(
         "context",
         TEXT,
-        "The stored context to continue: its display name, id, or the id's first 6 or more digits.",
-        required=True,
+        "The stored context to continue: its display name, id, or the id's first 6 or more digits. By default the "
+        "longest that the request begins with, word for word.",
+    ),
+    Parameter(
+        "keep",
+        KEEP,
+        "Keep the session as a context that continues this one: `display_name`, `ttl_seconds`, both optional. Its id "
+        "is `sparsekv.context` of the reply. Not with tools, `n`, `regex`, `choices` and formats.",
     ),
     Parameter("method", TEXT, "How keys are found; the context's own by default."),
     Parameter("keep_ratio", number(0, 1, above=True), "Fraction of the keys to keep."),
@@ -126,7 +129,7 @@ CHAT = Endpoint(
         Parameter(
             "messages",
             MESSAGES,
-            "The new turns after the context, the last of the user or a tool.",
+            "The new turns after the context, or all from the beginning; the last is of the user or a tool.",
             required=True,
         ),
         _MODEL,
@@ -152,11 +155,18 @@ CHAT = Endpoint(
             OBJECT,
             "`json_schema`: the answer is JSON that the schema describes; `json_object`: any object; `text`: anything.",
         ),
-        refused("tools", _NO_TOOLS, []),
-        refused("tool_choice", _NO_TOOLS, "none", "auto"),
-        refused("parallel_tool_calls", _NO_TOOLS, True, False),
-        refused("functions", _NO_TOOLS, []),
-        refused("function_call", _NO_TOOLS, "none", "auto"),
+        Parameter(
+            "tools", _TOOLS, "Functions that the model may call, by names and schemas of their arguments."
+        ),
+        Parameter(
+            "tool_choice",
+            TOOL_CHOICE,
+            "Whether it calls some: `auto` where there are tools; of `required` and a named one arguments satisfy the "
+            "schema, as those of functions that are `strict` always do.",
+        ),
+        Parameter("parallel_tool_calls", FLAG, "Whether it may make several calls at once; true by default."),
+        refused("functions", _OLD_TOOLS, []),
+        refused("function_call", _OLD_TOOLS, "none", "auto"),
         refused("modalities", _ONLY_TEXT, ["text"]),
         refused("audio", _ONLY_TEXT),
         refused("prediction", "answers are not predicted by the client"),
@@ -174,7 +184,12 @@ CHAT = Endpoint(
 COMPLETIONS = Endpoint(
     "/v1/completions",
     (
-        Parameter("prompt", PROMPT, "What follows the context, word for word.", required=True),
+        Parameter(
+            "prompt",
+            PROMPT,
+            "What follows the context, word for word, or a text from its beginning.",
+            required=True,
+        ),
         _MODEL,
         *_OWN,
         Parameter("max_tokens", integer(1, MAX_MAX_TOKENS), "Most tokens to generate, 16 by default."),
@@ -200,7 +215,10 @@ RESPONSES = Endpoint(
     "/v1/responses",
     (
         Parameter(
-            "input", INPUT, "The new turns after the context: messages, or a text of the user.", required=True
+            "input",
+            INPUT,
+            "The new turns after the context, or all from the beginning: messages, or a text of the user.",
+            required=True,
         ),
         _MODEL,
         *_OWN,
@@ -214,10 +232,10 @@ RESPONSES = Endpoint(
             OBJECT,
             "`format`: `json_schema`, `json_object` or `text`, as `response_format` of chat completions.",
         ),
-        refused("tools", _NO_TOOLS, []),
-        refused("tool_choice", _NO_TOOLS, "none", "auto"),
-        refused("parallel_tool_calls", _NO_TOOLS, True, False),
-        refused("max_tool_calls", _NO_TOOLS),
+        refused("tools", _TOOLS_ELSEWHERE, []),
+        refused("tool_choice", _TOOLS_ELSEWHERE, "none", "auto"),
+        refused("parallel_tool_calls", _TOOLS_ELSEWHERE, True, False),
+        refused("max_tool_calls", _TOOLS_ELSEWHERE),
         refused("top_logprobs", "log probabilities are sent by chat completions", 0),
         refused("include", "all there is to tell is in the response", []),
         refused("store", _KEEPS_NOTHING, False),
@@ -237,145 +255,3 @@ RESPONSES = Endpoint(
         *_END_USERS,
     ),
 )
-
-_SAME_NAMES = (
-    *("method", "keep_ratio", "target_mass", "token_budget", "search_period"),
-    *("top_k", "top_p", "seed", "n", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("min_tokens", "stop_token_ids", "regex", "choices"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What a request asks for. options: of the generation. given: all that was sent and counts."""
-
-    model: str
-    context: str
-    options: GenerateOptions
-    stream: bool
-    include_usage: bool
-    given: dict[str, Any]
-
-
-def chat_order(body: Any) -> Order:
-    """A body of chat completions. Raises InvalidArgumentError."""
-    given = CHAT.read(body)
-    if "max_tokens" in given and "max_completion_tokens" in given:
-        raise InvalidArgumentError(
-            "max_tokens and max_completion_tokens are given, expected at most one of them", field="max_tokens"
-        )
-    options: GenerateOptions = {
-        "messages": turns_of(given["messages"]),
-        "max_tokens": given.get("max_completion_tokens", given.get("max_tokens")),
-        "json_schema": schema_of(given.get("response_format"), "response_format"),
-    }
-    if given.get("logprobs"):
-        options["top_logprobs"] = given.get("top_logprobs", 0)
-    elif "top_logprobs" in given:
-        raise InvalidArgumentError("top_logprobs is given, but logprobs is not true", field="top_logprobs")
-    return _order(given, options)
-
-
-def completion_order(body: Any) -> Order:
-    """A body of completions. Raises InvalidArgumentError."""
-    given = COMPLETIONS.read(body)
-    prompt = given["prompt"]
-    options: GenerateOptions = {"text": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
-    options["max_tokens"] = given.get("max_tokens", 16)
-    options["top_logprobs"] = given.get("logprobs")
-    return _order(given, options)
-
-
-def response_order(body: Any) -> Order:
-    """A body of responses. Raises InvalidArgumentError."""
-    given = RESPONSES.read(body)
-    asked = given["input"]
-    options: GenerateOptions = {
-        "messages": turns_of([{"role": "user", "content": asked}] if isinstance(asked, str) else asked),
-        "max_tokens": given.get("max_output_tokens"),
-        "json_schema": _schema_of_text(given.get("text")),
-    }
-    return _order(given, options)
-
-
-def _order(given: dict[str, Any], options: GenerateOptions) -> Order:
-    stop = given.get("stop", [])
-    options["stop"] = [stop] if isinstance(stop, str) else stop
-    options["temperature"] = float(given.get("temperature", 1.0))
-    options.update(pick(given, _SAME_NAMES))  # type: ignore[typeddict-item]
-    options["logit_bias"] = _biases(given.get("logit_bias"))
-    stream = bool(given.get("stream", False))
-    return Order(
-        model=given["model"],
-        context=given["context"],
-        options=options,
-        stream=stream,
-        include_usage=_include_usage(given.get("stream_options"), stream),
-        given=given,
-    )
-
-
-def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
-    """Biases by token. Raises InvalidArgumentError for a name that is none."""
-    if given is None:
-        return None
-    for name in given:
-        if not (name.isascii() and name.isdigit() and len(name) < 10):
-            raise InvalidArgumentError(
-                f"logit_bias has {name[:20]!r}, expected the id of a token", field="logit_bias"
-            )
-    return {int(name): bias for name, bias in given.items()}
-
-
-def _schema_of_text(text: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What the `text` of a request for a response wants."""
-    if text is None:
-        return None
-    unknown = set(text) - {"format", "verbosity"}
-    if unknown or text.get("verbosity") not in (None, "medium"):
-        raise InvalidArgumentError(
-            f"text has {sorted(unknown) or ['verbosity']}, expected only format", field="text"
-        )
-    format_ = text.get("format")
-    if isinstance(format_, dict) and format_.get("type") == "json_schema":  # flat, unlike in chat completions
-        inner = {name: value for name, value in format_.items() if name != "type"}
-        return schema_of({"type": "json_schema", "json_schema": inner}, "text")
-    return schema_of(format_, "text")
-
-
-def schema_of(format_: Any, field: str) -> dict[str, Any] | None:
-    """The JSON schema that a response format means, None for free text. Raises InvalidArgumentError."""
-    if format_ is None or format_ == {"type": "text"}:
-        return None
-    if format_ == {"type": "json_object"}:
-        return {"type": "object"}
-    inner = format_.get("json_schema") if isinstance(format_, dict) else None
-    if (
-        isinstance(inner, dict)
-        and set(format_) == {"type", "json_schema"}
-        and format_["type"] == "json_schema"
-    ):
-        schema = inner.get("schema")
-        if isinstance(schema, dict) and not set(inner) - {"name", "description", "schema", "strict"}:
-            return schema
-    raise InvalidArgumentError(
-        f"{field} is {shown(format_)}, expected the type text, json_object, or json_schema with a name and a schema",
-        field=field,
-    )
-
-
-def _include_usage(options: dict[str, Any] | None, stream: bool) -> bool:
-    if options is None:
-        return False
-    if not stream:
-        raise InvalidArgumentError("stream_options is given, but stream is not", field="stream_options")
-    unknown = set(options) - {"include_usage", "include_obfuscation"}
-    if unknown or options.get("include_obfuscation"):
-        raise InvalidArgumentError(
-            f"stream_options has {sorted(unknown) or ['include_obfuscation']}, expected only include_usage",
-            field="stream_options",
-        )
-    wanted = options.get("include_usage", False)
-    if not isinstance(wanted, bool):
-        raise InvalidArgumentError("stream_options.include_usage is no true or false", field="stream_options")
-    return wanted

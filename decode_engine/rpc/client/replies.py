@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from index_store.errors import SparseKVError
+from index_store.models.conversation.messages import ToolCall
 from sparsekv.v1 import context_pb2, generation_pb2
 
 ReplyT = TypeVar("ReplyT")
@@ -36,6 +37,7 @@ class ContextInfo:
     tuned: whether they were chosen by tuning. placement: where it is in memory or would be, "device", "hybrid" or
     "host"; "" where a server does not say. is_conversation: whether it was made of messages. parent: name of the
     context that it continues, whose tokens count in parent_token_count; "" without one. children: how many continue it.
+    owner: name of the token by which it was made; "" where none was asked for.
     """
 
     name: str
@@ -64,6 +66,7 @@ class ContextInfo:
     parent: str = ""
     parent_token_count: int = 0
     children: int = 0
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,17 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallPart:
+    """A part of a call of a tool. index: which of the answer's. id, name: in the first part. arguments_json: the next
+    characters of a JSON object."""
+
+    index: int
+    id: str
+    name: str
+    arguments_json: str
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What one message of a generation brought. index: of which answer. logprobs: of token_ids, where wanted."""
 
@@ -150,6 +164,7 @@ class Piece:
     text: str
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
+    tool_calls: tuple[ToolCallPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +219,7 @@ class SelectionFigures:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a finished generation was and took. finish_reason: "stop", "length" or "end_of_sequence".
+    """What a finished generation was and took. finish_reason: "stop", "length", "end_of_sequence" or "tool_calls".
 
     budget, remainder: those that were really used, "" where every key was attended. kept_context: name of the context
     that the session was kept as; "" where it was not.
@@ -314,7 +329,20 @@ def read_logprobs(messages: Iterable[generation_pb2.TokenLogprob]) -> tuple[Toke
 
 def read_piece(message: generation_pb2.GenerateResponse) -> Piece:
     """The part of an answer that a message brought."""
-    return Piece(tuple(message.token_ids), message.text, message.index, read_logprobs(message.logprobs))
+    calls = tuple(read_reply(ToolCallPart, part) for part in message.tool_calls)
+    told = read_logprobs(message.logprobs)
+    return Piece(tuple(message.token_ids), message.text, message.index, told, calls)
+
+
+def calls_of(pieces: Iterable[Piece]) -> tuple[ToolCall, ...]:
+    """The calls that pieces of one answer make together."""
+    calls: list[ToolCall] = []
+    for part in (part for piece in pieces for part in piece.tool_calls):
+        if part.index == len(calls):
+            calls.append(ToolCall(part.name, "", part.id))
+        before = calls[part.index]
+        calls[part.index] = replace(before, arguments=before.arguments + part.arguments_json)
+    return tuple(calls)
 
 
 def texts_of(pieces: Sequence[Piece]) -> list[str]:

@@ -48,6 +48,9 @@ LABELS = Kind(
         isinstance(value, dict) and all(label is None or TEXT.fits(label) for label in value.values())
     ),
 )
+LABELS_ONLY = Kind(
+    "texts by name", lambda value: isinstance(value, dict) and all(map(TEXT.fits, value.values()))
+)
 BIAS = Kind(
     "numbers by token id", lambda value: isinstance(value, dict) and all(map(_is_number, value.values()))
 )
@@ -71,6 +74,20 @@ def integer(least: int, most: int) -> Kind:
     """An integer of least to most."""
     shown = f"an integer from {least}" if most >= 2**31 - 1 else f"an integer of {least} to {most}"
     return Kind(shown, lambda value: _is_integer(value) and least <= value <= most)
+
+
+_LONGEST_S = 36_500 * 86_400
+TTL = number(1, _LONGEST_S)
+
+
+def _is_keep(value: Any) -> bool:
+    members = {"display_name": TEXT, "ttl_seconds": TTL}
+    return isinstance(value, dict) and all(
+        name in members and members[name].fits(given) for name, given in value.items()
+    )
+
+
+KEEP = Kind("an object", _is_keep)
 
 
 @dataclass(frozen=True, slots=True)

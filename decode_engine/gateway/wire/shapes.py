@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decode_engine.gateway.endpoints import Order
-from decode_engine.gateway.exchange import event
-from decode_engine.gateway.parameters import pick
+from decode_engine.gateway.wire.bodies import Order
+from decode_engine.gateway.wire.events import event
+from decode_engine.gateway.wire.parameters import pick
+from decode_engine.gateway.wire.tool_shapes import call_deltas, whole_calls
 from decode_engine.rpc.client import Piece, Summary, TokenLogprob
+from index_store.models.conversation.messages import ToolCall
 
 DONE = "[DONE]"
 _LOWEST = -9999.0
@@ -21,11 +23,12 @@ _LOWEST = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One of the answers to a request. logprobs: of its tokens, where they are wanted."""
+    """One of the answers to a request. logprobs: of its tokens, where they are wanted. calls: that it makes."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...]
     summary: Summary
+    calls: tuple[ToolCall, ...] = ()
 
 
 class Shape(ABC):
@@ -77,12 +80,13 @@ class _Choices(Shape):
         return {**self._head(self.kind), "choices": choices, **figures}
 
     def piece(self, piece: Piece) -> Iterator[str]:
-        if piece.text or piece.logprobs:
+        if piece.text or piece.logprobs or piece.tool_calls:
             yield self._chunk([self._choice(piece, None)])
 
     def end(self, summaries: Sequence[Summary]) -> Iterator[str]:
         for index, summary in enumerate(summaries):
-            yield self._chunk([self._choice(Piece((), "", index), finish_reason(summary))])
+            ending = self._choice(Piece((), "", index), finish_reason(summary))
+            yield self._chunk([ending], kept=summary if summary.kept_context else None)
         if self.order.include_usage:
             yield self._chunk([], summaries)
         yield event(DONE)
@@ -101,12 +105,18 @@ class _Choices(Shape):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.order.model}
 
-    def _chunk(self, choices: list[dict[str, Any]], summaries: Sequence[Summary] = ()) -> str:
+    def _chunk(
+        self,
+        choices: list[dict[str, Any]],
+        summaries: Sequence[Summary] = (),
+        kept: Summary | None = None,
+    ) -> str:
         chunk: dict[str, Any] = {**self._head(self.chunk_kind), "choices": choices}
         if self.order.include_usage:
             chunk["usage"] = usage(summaries) if summaries else None
-        if summaries:
-            chunk["sparsekv"] = figures_of(summaries[0])
+        told = kept or next(iter(summaries), None)
+        if told is not None:
+            chunk["sparsekv"] = figures_of(told)
         return event(chunk)
 
 
@@ -125,15 +135,22 @@ class ChatShape(_Choices):
             yield self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def _whole_choice(self, index: int, answer: Answered) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.calls:
+            message |= {"content": answer.text or None, "tool_calls": whole_calls(answer.calls)}
         return {
             "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": message,
             "logprobs": chat_logprobs(answer.logprobs),
             "finish_reason": finish_reason(answer.summary),
         }
 
     def _choice(self, piece: Piece, finished: str | None) -> dict[str, Any]:
-        delta = {"content": piece.text} if finished is None else {}
+        delta: dict[str, Any] = {}
+        if piece.tool_calls:
+            delta["tool_calls"] = call_deltas(piece.tool_calls)
+        if piece.text or not (piece.tool_calls or finished):
+            delta["content"] = piece.text
         told = chat_logprobs(piece.logprobs)
         return {"index": piece.index, "delta": delta, "logprobs": told, "finish_reason": finished}
 
@@ -248,7 +265,7 @@ class ResponseShape(Shape):
 
 def finish_reason(summary: Summary) -> str:
     """Why an answer ended, in OpenAI's words."""
-    return "length" if summary.finish_reason == "length" else "stop"
+    return summary.finish_reason if summary.finish_reason in ("length", "tool_calls") else "stop"
 
 
 def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
@@ -285,6 +302,7 @@ def figures_of(summary: Summary) -> dict[str, Any]:
         "fraction_of_keys": summary.selection.fraction_all,
         "first_token_ms": summary.timings.first_token_ns / 1e6,
         "total_ms": summary.timings.total_ns / 1e6,
+        "context": summary.kept_context.removeprefix("contexts/") or None,
     }
 
 

@@ -1,0 +1,1 @@
+"""OpenAI's words: the parameters of its endpoints, and the shapes of its replies."""

@@ -1,0 +1,1 @@
+"""What a request says to a model: messages, tools, and what is to become of them."""

@@ -1,0 +1,130 @@
+"""Which tools a model may call, and how: what a request says of it, on the model that is served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from decode_engine.config import MAX_CONSTRAINT_BYTES
+from decode_engine.engine.sampling.call_grammar import call_constraint
+from decode_engine.engine.sampling.matching import Constraint
+from index_store.models.conversation.call_syntax import CallReader, CallSyntax
+from index_store.models.conversation.messages import MAX_NAME, Tool, refused
+from index_store.models.loading import Tokenizer
+from sparsekv.v1 import conversation_pb2, generation_pb2
+
+_FIELD = "tool_choice"
+
+
+class CallMode(Enum):
+    """Whether tools are called."""
+
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """What a request says of calls. name: of the tool that is called; "" for any. single: at most one call."""
+
+    mode: CallMode
+    name: str = ""
+    single: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """How an answer of calls is made and read. constraint: that it obeys. shown: special tokens that its text has."""
+
+    syntax: CallSyntax
+    constraint: Constraint
+    forced: bool
+    shown: frozenset[int]
+
+    def reader(self) -> CallReader:
+        """For one answer."""
+        return CallReader(self.syntax, forced=self.forced)
+
+
+def parse_tool_choice(request: generation_pb2.GenerateRequest) -> ToolChoice:
+    """The checked field `tool_choice`. Raises InvalidArgumentError and names the field."""
+    choice, modes = request.tool_choice, conversation_pb2.ToolChoice.Mode
+    if choice.mode not in modes.values():
+        raise refused(f"{_FIELD}.mode", str(choice.mode), "one of NONE, AUTO, REQUIRED")
+    if choice.mode == conversation_pb2.ToolChoice.MODE_UNSPECIFIED:
+        mode = CallMode.AUTO if request.messages.tools else CallMode.NONE
+    else:
+        mode = CallMode[modes.Name(choice.mode)]
+    if len(choice.name) > MAX_NAME or (choice.name and mode is not CallMode.REQUIRED):
+        raise refused(f"{_FIELD}.name", ascii(choice.name[:60]), "the name of a tool, and the mode REQUIRED")
+    if mode is CallMode.NONE:
+        return ToolChoice(mode)
+    for field, given in (
+        ("constraint", request.HasField("constraint")),
+        ("min_tokens", bool(request.min_tokens)),
+        ("keep", request.HasField("keep")),
+    ):
+        if given:
+            raise refused(
+                field,
+                f"it beside the tool choice {mode.name}",
+                "one of them; NONE has the model say text alone",
+            )
+    return ToolChoice(mode, choice.name, choice.single)
+
+
+def check_told(choice: ToolChoice, tokenizer: Tokenizer, name: str) -> CallSyntax:
+    """How the model words the calls that are wanted. name: the model's.
+
+    Raises InvalidArgumentError where it cannot be told of tools, or words calls in a way that is not understood.
+    """
+    syntax = tokenizer.call_syntax
+    if syntax is None:
+        raise refused(
+            _FIELD,
+            choice.mode.name,
+            f"NONE: the chat template of model {name!r} words calls in a way that is not understood here, so that they "
+            "are text",
+        )
+    if not syntax.told and choice.mode is CallMode.AUTO:
+        raise refused(
+            _FIELD,
+            choice.mode.name,
+            f"REQUIRED or NONE: the chat template of model {name!r} knows no tools, so that it would not know when to "
+            "call one",
+        )
+    return syntax
+
+
+def plan_calls(choice: ToolChoice, tools: Sequence[Tool], tokenizer: Tokenizer, name: str) -> CallPlan | None:
+    """How the calls that a request wants are made; None where it wants none. tools: that there are.
+
+    Raises InvalidArgumentError as `check_told` does, and for tools that cannot be called.
+    """
+    if choice.mode is CallMode.NONE:
+        return None
+    syntax = check_told(choice, tokenizer, name)
+    named = tuple(tool for tool in tools if choice.name in ("", tool.name))
+    if not named:
+        known = f"one of {', '.join(tool.name for tool in tools)}"[:300] if tools else "tools in the request"
+        raise refused(_FIELD, ascii(choice.name) if choice.name else choice.mode.name, known)
+    forced = choice.mode is CallMode.REQUIRED
+    constraint = call_constraint(
+        syntax,
+        named,
+        forced=forced,
+        several=not (choice.single or choice.name),
+        hidden=tokenizer.hidden,
+        ends=tokenizer.eos_ids,
+    )
+    if len(constraint.text.encode()) > MAX_CONSTRAINT_BYTES:
+        raise refused(
+            "tools",
+            f"schemas and names of {len(constraint.text.encode())} bytes",
+            f"at most {MAX_CONSTRAINT_BYTES}; send fewer tools, or ones that are not strict",
+        )
+    written = "".join((syntax.open, syntax.middle, syntax.close, syntax.between or ""))
+    shown = frozenset(id_ for text, id_ in tokenizer.hidden.items() if text in written)
+    return CallPlan(syntax, constraint, forced, shown)

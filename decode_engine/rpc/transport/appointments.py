@@ -1,0 +1,93 @@
+"""Places and waits of clients: how many requests each may have, when those who are refused come again, who is woken."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from decode_engine.errors import TooManyRequestsError
+
+_LONGEST_DELAY_S = 60.0
+
+
+class Clients:
+    """How many requests each client address has here, at most `limit`. To be used on one thread."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._requests: Counter[str] = Counter()
+
+    @contextmanager
+    def place(self, host: str) -> Iterator[None]:
+        """One request of a client, while the block runs. Raises TooManyRequestsError."""
+        own = self._requests[host]
+        if own >= self._limit:
+            raise TooManyRequestsError(
+                f"{own} requests of this client are running or waiting, which is the limit for one client; try again "
+                "later",
+                limit=self._limit,
+            )
+        self._requests[host] += 1
+        try:
+            yield
+        finally:
+            self._requests[host] -= 1
+            if not self._requests[host]:
+                del self._requests[host]
+
+
+class Appointments:
+    """When to come again, for those who are refused: one after the other, as fast as places have become free lately."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._interval_s = 1.0
+        self._freed = clock()
+        self._given = 0.0
+
+    def place_freed(self) -> None:
+        """A request has ended."""
+        now = self._clock()
+        between = min(max(now - self._freed, 0.01), 10.0)
+        self._freed = now
+        self._interval_s += 0.2 * (between - self._interval_s)
+
+    def next_s(self) -> float:
+        """Seconds until the next free appointment, which is taken by this."""
+        now = self._clock()
+        self._given = min(max(now, self._given) + self._interval_s, now + _LONGEST_DELAY_S)
+        return self._given - now
+
+
+class Bell:
+    """Wakes a coroutine from any thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._event = asyncio.Event()
+        self._rung = False
+
+    def ring(self) -> None:
+        """Wakes who waits, or will; from any thread. Ringing twice costs no more than once."""
+        if not self._rung:
+            self._rung = True
+            try:
+                self._loop.call_soon_threadsafe(self._event.set)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                return
+
+    def clear(self) -> None:
+        """To be called before looking at what the bell is rung for."""
+        self._event.clear()
+        self._rung = False
+
+    async def wait(self, timeout_s: float | None) -> bool:
+        """Whether it rang in time."""
+        try:
+            await asyncio.wait_for(self._event.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
