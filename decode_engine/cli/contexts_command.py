@@ -227,6 +227,8 @@ def extend_context(
     typer.echo(
         f"{_id(child)}: {child.token_count} tokens, {added} of them new, {format_bytes(child.kv_bytes)}"
     )
+    if child.state_message:
+        typer.echo(child.state_message, err=True)
 
 
 @contexts.command("warm")

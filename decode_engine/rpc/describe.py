@@ -14,6 +14,7 @@ from decode_engine.rpc.contexts.defaults import default_method, supported_method
 from decode_engine.rpc.contexts.names import COLLECTION
 from decode_engine.rpc.transport.calls import Traffic
 from index_store.errors import FormatVersionError, StoreUnavailableError
+from index_store.family.parents import outgrown
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.jobs.uploads import Upload
 from index_store.memory.arena import ArenaStats
@@ -68,7 +69,7 @@ def describe_context(
         kv_bytes=own.kv_bytes,
         index_bytes=own.index_bytes,
         state=states.EXPIRED if expired else states.READY,
-        state_message=problem,
+        state_message=problem or ("" if child is None else _advice(child, manifest)),
         create_time=_timestamp(own.created_at),
         expire_time=None if own.expires_at is None else _timestamp(own.expires_at),
         resident=resident,
@@ -86,6 +87,17 @@ def describe_context(
         parent_token_count=0 if child is None else manifest.token_count,
         children=children,
         owner=own.owner,
+    )
+
+
+def _advice(child: Manifest, parent: Manifest) -> str:
+    """What to do about a child that has outgrown its parent; "" about others."""
+    if not outgrown(child):
+        return ""
+    added = child.token_count - parent.token_count
+    return (
+        f"it adds {added} tokens to the {parent.token_count} of its parent, and every session on it indexes and holds "
+        f"them anew; `prefill-worker detach {child.id[:12]}` makes a context with indexes of its own of it"
     )
 
 

@@ -1,4 +1,4 @@
-"""Whom a child continues. Imports nothing that takes seconds: who only looks at manifests asks here."""
+"""Whom a child continues, and how much it adds. Imports nothing slow: who only looks at manifests asks here."""
 
 from __future__ import annotations
 
@@ -23,3 +23,18 @@ def parent_of(store: Store, child: Manifest) -> Manifest | None:
     if (found.token_count, found.model.fingerprint, found.dtype, found.parent) != made_from:
         raise ParentMissingError.of(child.id, found.id, "is not the one that it was made from")
     return found
+
+
+GROWN_TOKENS, GROWN_SHARE = 4096, 0.25
+
+
+def outgrown(child: Manifest) -> bool:
+    """Whether what a child adds is no longer short: at least so many tokens, and such a share of its parent's.
+
+    Every session reads and indexes them anew and holds them for itself; a copy of the parent with indexes of its own
+    takes five times what the child stores at most.
+    """
+    if child.parent is None:
+        return False
+    added = child.token_count - child.parent.token_count
+    return added >= max(GROWN_TOKENS, GROWN_SHARE * child.parent.token_count)

@@ -13,6 +13,7 @@ from typing import Any, Self
 import grpc
 
 from decode_engine.errors import ServerUnreachableError
+from decode_engine.rpc.client.attempts import Attempts
 from decode_engine.rpc.client.replies import (
     Piece,
     Summary,
@@ -47,7 +48,8 @@ class Answer:
         patience_s: float = 0.0,
         on_wait: Callable[[Waiting], None] = ignore_waiting,
     ) -> None:
-        """start: makes the call, with `timeout` in seconds, once more after every refusal while patience lasts.
+        """start: makes the call, with `timeout` in seconds; once more after every refusal while patience lasts, and a
+        few times where no server takes it.
 
         The rest is as in `Client.generate`.
         """
@@ -58,6 +60,7 @@ class Answer:
         self._on_wait = on_wait
         self._patient_until = time.monotonic() + patience_s
         self._begun = False
+        self._attempts = Attempts()
         self._usage: Usage | None = None
         self._generated = 0
         self._summaries: dict[int, Summary] = {}
@@ -112,8 +115,12 @@ class Answer:
             raise ServerUnreachableError(
                 "the server stopped before the answer was complete", **error.metadata
             ) from None
-        delay = error.retry_after_s
-        if self._begun or delay is None or time.monotonic() + delay >= self._patient_until:
+        if self._begun:
+            raise error from None
+        wait_s, delay = self._attempts.wait_s(error), error.retry_after_s
+        if wait_s is not None:
+            return wait_s
+        if delay is None or time.monotonic() + delay >= self._patient_until:
             raise error from None
         return delay
 

@@ -239,10 +239,10 @@ class AsyncClient:
     ) -> AsyncBatch:
         """As `Client.batch_generate`; not awaited itself."""
         request = verbs.batch_request(context, requests)
-        call = self._generations.BatchGenerate(
-            request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+        options = {"timeout": timeout_s or self._timeout_s, "metadata": self._metadata}
+        return AsyncBatch(
+            partial(self._generations.BatchGenerate, request, **options), request, self._translate
         )
-        return AsyncBatch(call, request, self._translate)
 
     async def tokenize(self, content: str | Sequence[ChatMessage] | Conversation) -> TokenizedText:
         """As `Client.tokenize`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -9,6 +11,7 @@ from typing import Any, Self
 import grpc
 from google.rpc.status_pb2 import Status
 
+from decode_engine.rpc.client.attempts import Attempts
 from decode_engine.rpc.client.replies import BatchItem, Piece, Summary, read_piece, read_summary, texts_of
 from decode_engine.rpc.transport.status import error_of
 from index_store.errors import SparseKVError
@@ -20,12 +23,16 @@ class Results:
 
     def __init__(
         self,
-        call: Any,
+        start: Callable[[], Any],
         request: generation_pb2.BatchGenerateRequest,
         translate: Callable[[grpc.RpcError], SparseKVError],
     ) -> None:
-        self._call = call
+        """start: makes the call, and again where no server takes it."""
+        self._start = start
+        self._call = start()
         self._translate = translate
+        self._begun = False
+        self._attempts = Attempts()
         self._answers = [each.n or 1 for each in request.requests]
         self._pieces: dict[int, list[Piece]] = {}
         self._summaries: dict[int, dict[int, Summary]] = {}
@@ -36,6 +43,7 @@ class Results:
 
     def _take(self, response: generation_pb2.BatchGenerateResponse) -> BatchItem | None:
         """What became of a request with this message; None while it goes on."""
+        self._begun = True
         index = response.index
         if response.HasField("error"):
             return self._item(index, response.error)
@@ -48,6 +56,14 @@ class Results:
             if len(summaries) == self._answers[index]:
                 return self._item(index, None)
         return None
+
+    def _wait_s(self, error: grpc.RpcError) -> float:
+        """Seconds until the call may be made again. Raises the error where that is not to be."""
+        translated = self._translate(error)
+        wait_s = None if self._begun else self._attempts.wait_s(translated)
+        if wait_s is None:
+            raise translated from None
+        return wait_s
 
     def _item(self, index: int, error: Status | None) -> BatchItem:
         pieces, summaries = self._pieces.pop(index, []), self._summaries.pop(index, {})
@@ -72,6 +88,15 @@ class Batch(Results):
     Leaving it as a context manager, or `cancel`, ends the work on the server.
     """
 
+    def __init__(self, *arguments: Any) -> None:
+        self._cancelled = threading.Event()
+        super().__init__(*arguments)
+
+    def cancel(self) -> None:
+        """Ends the work on the server. Harmless when it has ended."""
+        self._cancelled.set()
+        super().cancel()
+
     def __enter__(self) -> Self:
         return self
 
@@ -81,12 +106,17 @@ class Batch(Results):
         self.cancel()
 
     def __iter__(self) -> Iterator[BatchItem]:
-        try:
-            for response in self._call:
-                if (item := self._take(response)) is not None:
-                    yield item
-        except grpc.RpcError as error:
-            raise self._translate(error) from None
+        while True:
+            try:
+                for response in self._call:
+                    if (item := self._take(response)) is not None:
+                        yield item
+                return
+            except grpc.RpcError as error:
+                failed, wait_s = error, self._wait_s(error)
+            if self._cancelled.wait(wait_s):
+                raise self._translate(failed) from None
+            self._call = self._start()
 
 
 class AsyncBatch(Results):
@@ -101,9 +131,13 @@ class AsyncBatch(Results):
         self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[BatchItem]:
-        try:
-            async for response in self._call:
-                if (item := self._take(response)) is not None:
-                    yield item
-        except grpc.RpcError as error:
-            raise self._translate(error) from None
+        while True:
+            try:
+                async for response in self._call:
+                    if (item := self._take(response)) is not None:
+                        yield item
+                return
+            except grpc.RpcError as error:
+                wait_s = self._wait_s(error)
+            await asyncio.sleep(wait_s)
+            self._call = self._start()

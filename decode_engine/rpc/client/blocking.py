@@ -124,7 +124,8 @@ class Client:
     def update_context(self, name: str, **changes: Unpack[ContextChanges]) -> ContextInfo:
         """Changes what a context is called, when it expires, single labels, and whether it is pinned.
 
-        Returns the context as it is then. Raises ContextNotFoundError, or ContextBusyError while a job changes it.
+        Returns the context as it is then. Raises ContextNotFoundError, or ContextBusyError where a job writes it for
+        longer than two seconds; nothing is repeated then, `retry_after_s` says when to.
         """
         return self._run(verbs.update_context(name, changes))
 
@@ -250,10 +251,8 @@ class Client:
     ) -> Batch:
         """Continues one context by many prompts, 1 to 1,000; as many run at once as the server has sessions."""
         request = verbs.batch_request(context, requests)
-        call = self._generations.BatchGenerate(
-            request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
-        )
-        return Batch(call, request, self._translate)
+        options = {"timeout": timeout_s or self._timeout_s, "metadata": self._metadata}
+        return Batch(partial(self._generations.BatchGenerate, request, **options), request, self._translate)
 
     def tokenize(self, content: str | Sequence[ChatMessage] | Conversation) -> TokenizedText:
         """A text, or a conversation from its beginning, as the model's tokens."""

@@ -16,8 +16,8 @@ from index_store.errors import InvalidArgumentError, SparseKVError
 
 HEALTH_TIMEOUT_S = 5.0
 
-# Only what may be done twice is repeated, and only when no server took it: UNAVAILABLE before the first message, after
-# waits that grow and are drawn at random.
+# Only what may be done twice is repeated, and only when no server took it: UNAVAILABLE, after waits that grow and are
+# drawn at random. Of streams `attempts` takes care.
 SERVICE_CONFIG = {
     "methodConfig": [
         {
@@ -29,8 +29,6 @@ SERVICE_CONFIG = {
                 {"service": CONTEXTS, "method": "UpdateContext"},
                 {"service": GENERATIONS, "method": "ListMethods"},
                 {"service": GENERATIONS, "method": "GetServerStatus"},
-                {"service": GENERATIONS, "method": "Generate"},
-                {"service": GENERATIONS, "method": "BatchGenerate"},
                 {"service": GENERATIONS, "method": "Tokenize"},
                 {"service": GENERATIONS, "method": "Detokenize"},
                 {"service": GENERATIONS, "method": "CountTokens"},

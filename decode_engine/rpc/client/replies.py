@@ -32,7 +32,7 @@ class IndexInfo:
 class ContextInfo:
     """A stored context.
 
-    state: "ready", "expired", "corrupt", "unsupported" or "unavailable" (now); state_message says why.
+    state: "ready", "expired", "corrupt", "unsupported" or "unavailable" (now); state_message says why, or what to do.
     default_method, default_budget: of a request that says neither; the budget is text for people, "" for everything.
     tuned: whether they were chosen by tuning. placement: where it is in memory or would be, "device", "hybrid" or
     "host"; "" where a server does not say. is_conversation: whether it was made of messages. parent: name of the

@@ -17,7 +17,8 @@
 | ENGINE_CRASHED, INTERNAL | INTERNAL |
 
 RetryInfo comes with TOO_MANY_REQUESTS, TOO_MANY_ATTEMPTS, QUEUE_FULL, NOT_READY, CONTEXT_BUSY and STORE_UNUSABLE, and
-once more as the trailer that gRPC's own retries honour. The other reasons are not mended by waiting.
+once more as the trailer that gRPC's own retries honour. With CONTEXT_BUSY that trailer forbids them: a job may hold the
+context for minutes, and the caller, not its library, has to know. The other reasons are not mended by waiting.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ from index_store.errors import ContextCorruptError, SparseKVError
 DOMAIN = "sparsekv"
 
 _RETRY_PUSHBACK = "grpc-retry-pushback-ms"
+_NEVER = "-1"
+_CALLERS_OWN = frozenset({"CONTEXT_BUSY"})
+"""Reasons that gRPC's own retries, which nobody sees, are not to wait for."""
 
 CODES = {
     "INVALID_ARGUMENT": grpc.StatusCode.INVALID_ARGUMENT,
@@ -181,7 +185,10 @@ def to_trailers(error: SparseKVError) -> tuple[tuple[str, str | bytes], ...]:
     """The trailing metadata that carries the status of an error."""
     trailers: tuple[tuple[str, str | bytes], ...] = rpc_status.to_status(to_status(error)).trailing_metadata
     delay_s = retry_after(error)
-    return trailers if delay_s is None else (*trailers, (_RETRY_PUSHBACK, str(_milliseconds(delay_s))))
+    if delay_s is None:
+        return trailers
+    pushback = _NEVER if error.reason in _CALLERS_OWN else str(_milliseconds(delay_s))
+    return (*trailers, (_RETRY_PUSHBACK, pushback))
 
 
 def error_info(error: grpc.RpcError) -> ErrorInfo | None:

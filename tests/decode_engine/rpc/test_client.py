@@ -78,6 +78,15 @@ class Scripted(context_pb2_grpc.ContextServiceServicer, generation_pb2_grpc.Gene
         )
         yield generation_pb2.GenerateResponse(text="lo", summary=summary)
 
+    def BatchGenerate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        self.calls.append("BatchGenerate")
+        if self.refusals:
+            self.refusals -= 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
+        summary = generation_pb2.GenerationSummary(finish_reason=generation_pb2.GenerationSummary.STOP)
+        response = generation_pb2.GenerateResponse(text="hello", summary=summary)
+        yield generation_pb2.BatchGenerateResponse(response=response)
+
 
 @pytest.fixture
 def scripted() -> Iterator[tuple[Scripted, Client]]:
@@ -195,6 +204,21 @@ def test_an_answer_begins_again_where_no_server_took_it(scripted: tuple[Scripted
     with pytest.raises(ServerUnreachableError, match="stopped before the answer was complete"):
         client.generate("contexts/x", text="breaks off").read()
     assert servicer.calls == ["Generate"] * 4
+    servicer.refusals = 9
+    with pytest.raises(ServerUnreachableError, match="starting"):
+        client.generate("contexts/x", text="a").read()
+    assert servicer.calls == ["Generate"] * 8
+
+
+def test_a_batch_begins_again_where_no_server_took_it(scripted: tuple[Scripted, Client]) -> None:
+    servicer, client = scripted
+    servicer.refusals = 2
+    items = list(client.batch_generate("contexts/x", [{"text": "a"}]))
+    assert [(item.index, item.texts) for item in items] == [(0, ("hello",))]
+    servicer.refusals = 9
+    with pytest.raises(ServerUnreachableError, match="starting"):
+        list(client.batch_generate("contexts/x", [{"text": "a"}]))
+    assert servicer.calls == ["BatchGenerate"] * 7
 
 
 def test_the_asynchronous_client_reads_cancels_and_fails_like_the_other(

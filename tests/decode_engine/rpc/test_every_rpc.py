@@ -32,12 +32,13 @@ def test_every_rpc_has_a_handler() -> None:
 
 
 def test_every_rpc_is_repeated_or_known_to_change_something() -> None:
+    """Streams are not left to gRPC's retries: with a server that dies meanwhile they may never end."""
     config = SERVICE_CONFIG["methodConfig"][0]["name"]
     repeated = {(entry["service"], entry["method"]) for entry in config}
     expected = {
         (descriptor.full_name, method.name)
         for descriptor in SERVICES
         for method in descriptor.methods
-        if method.name not in CHANGING
+        if method.name not in CHANGING and not method.server_streaming
     }
     assert repeated == expected

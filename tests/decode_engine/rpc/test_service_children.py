@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import httpx
 import pytest
 
 from decode_engine.errors import PromptTooLongError
+from decode_engine.gateway.serving import Gateway
 from decode_engine.rpc.client import Client, Keep, Summary
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import (
@@ -181,7 +183,24 @@ def test_a_child_without_its_parent_says_so(shelf: Shelf, tmp_path: Path) -> Non
         assert (info.state, shelf.root.removeprefix("contexts/") in info.state_message) == ("corrupt", True)
 
 
-def test_a_damaged_child_is_refused_and_its_parent_is_not(shelf: Shelf, client: Client) -> None:
+def test_a_child_that_has_outgrown_its_parent_says_what_to_do(
+    shelf: Shelf, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = extend(client, shelf.root, MORE * 6)
+    assert client.get_context(child).state_message == ""  # too few tokens to be worth a copy
+    monkeypatch.setattr("index_store.family.parents.GROWN_TOKENS", 100)
+    info = client.get_context(child)
+    assert info.state == "ready"
+    assert f"adds {6 * len(MORE)} tokens to the {info.parent_token_count} of its parent" in info.state_message
+    assert f"prefill-worker detach {child.removeprefix('contexts/')[:12]}" in info.state_message
+    short = extend(client, shelf.root, MORE + "\n" * 20)  # a fifth of its parent
+    for name in (short, shelf.root):
+        assert client.get_context(name).state_message == ""
+
+
+def test_a_damaged_child_is_refused_and_its_parent_is_not(
+    shelf: Shelf, client: Client, running: DecodeServer
+) -> None:
     child = extend(client, shelf.root, MORE * 5)
     chunk = shelf.library.chunk(child.removeprefix("contexts/"))
     data = bytearray(chunk.read_bytes())
@@ -189,6 +208,15 @@ def test_a_damaged_child_is_refused_and_its_parent_is_not(shelf: Shelf, client: 
     chunk.write_bytes(data)
     with pytest.raises(ContextCorruptError, match="crc32c"):
         ask(client, child)
+    with Gateway("127.0.0.1:0", running.address) as gateway:
+        asked = {"model": "model", "prompt": "The lamp", "max_tokens": 2}
+        for stream in (False, True):
+            body = {**asked, "context": child, "stream": stream}
+            reply = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=60)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (500, "context_corrupt")
+            assert str(shelf.library.store) not in reply.text
+        whole = httpx.post(f"{gateway.url}/v1/completions", json={**asked, "context": shelf.root}, timeout=60)
+        assert whole.status_code == 200
     assert ask(client, shelf.root)[0]
     assert extend(client, shelf.root, MORE * 5) == child  # made anew
     assert ask(client, child)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
@@ -71,14 +72,21 @@ def test_updates_at_once_all_take_effect(library: Library, client: Client, lamp:
     assert not list(library.store.glob("contexts/.tmp-*"))
 
 
-def test_an_update_waits_for_no_job(library: Library, stubs: Stubs, lamp: str) -> None:
-    request = context_pb2.UpdateContextRequest(
-        context=context_pb2.Context(name=lamp, pinned=True), update_mask=FieldMask(paths=["pinned"])
-    )
-    with Store(library.store).lock(lamp.removeprefix("contexts/")):
-        code, info, details = fails(lambda: [stubs.contexts.UpdateContext(request)])
-    assert (code, info.reason) == (grpc.StatusCode.UNAVAILABLE, ContextBusyError.reason)
-    assert re.search("a job changes context .*; try again when it is done", details)
+def test_an_update_waits_for_no_job(
+    library: Library, client: Client, lamp: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the client's library repeat it, three times after ten seconds each."""
+    monkeypatch.setattr("decode_engine.rpc.service._BUSY_S", 0.1)
+    began = time.monotonic()
+    with (
+        Store(library.store).lock(lamp.removeprefix("contexts/")),
+        pytest.raises(
+            ContextBusyError, match=r"a job changes context .*; try again when it is done"
+        ) as caught,
+    ):
+        client.update_context(lamp, pinned=True)
+    assert time.monotonic() - began < 5
+    assert caught.value.retry_after_s == 10
 
 
 @pytest.mark.parametrize(
