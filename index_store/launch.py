@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
-from numba import njit, prange, threading_layer
-from numba.core import codegen, config
+import numpy as np
+from numba import carray, njit, prange, threading_layer, types
+from numba.core import cgutils, codegen, config
+from numba.extending import intrinsic
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -26,7 +30,7 @@ def _prefer_wide_vectors() -> None:
 
 _prefer_wide_vectors()
 
-__all__ = ["launch", "njit", "on_host", "prange"]
+__all__ = ["int16_table", "launch", "njit", "on_host", "prange"]
 
 _workqueue_guard = threading.Lock()
 
@@ -54,3 +58,17 @@ def _is_thread_safe() -> bool:
         return bool(threading_layer() != "workqueue")
     except ValueError:  # no parallel kernel has run yet
         return False
+
+
+@intrinsic
+def _pointer(typing: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@njit(cache=True, nogil=True)
+def int16_table(address: int, rows: int, width: int) -> NDArray[np.int16]:  # pragma: no cover - compiled
+    """[rows, width] int16 at an address, for loops over tables of many sessions; whoever calls keeps them alive."""
+    return carray(_pointer(address), (rows, width), np.int16)  # type: ignore[no-any-return]

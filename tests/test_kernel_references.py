@@ -46,6 +46,14 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
     ("decode_engine.kernels.clusters.lookup", "look_up"): _CLUSTERS,
     ("decode_engine.kernels.clusters.remainder", "correct_clusters"): _CLUSTERS,
     (f"{_COARSE}.coarse_pass", "_launch_pass"): (f"{_COARSE}.reference", "list_keys_reference"),
+    ("index_store.attention.pooled_weights_numba", "pooled_weights_together"): (
+        "index_store.attention.pooled_weights_numba",
+        "pooled_weights_reference",
+    ),
+    ("index_store.selection.top_k_numba", "top_k_together"): (
+        "index_store.selection.top_k_numba",
+        "top_k_reference",
+    ),
     ("decode_engine.kernels.slots.gather_rows", "copy_rows"): "rows are those that the test copied from",
     ("decode_engine.kernels.slots.slot_fetch", "fetch_rows"): "a cache of dictionaries in slot_problems.py",
     ("decode_engine.kernels.tables.search", "pick"): _TABLES,

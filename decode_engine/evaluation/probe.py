@@ -16,8 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
-from decode_engine.layers.sparse_layer import Observation, SparseLayer
+from decode_engine.layers.sparse_layer import SparseLayer
 
 _BLOCK_BYTES = 4 * 2**20  # keys and values in float32 at a time
 

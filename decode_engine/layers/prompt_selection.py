@@ -108,3 +108,11 @@ def _average_logits(
     if summed is None:
         raise ValueError("no position was given")
     return summed - math.log(positions)
+
+
+def passes(q_HTGD: Tensor, scored: int, score_bytes: int) -> list[slice]:
+    """Positions that are searched at a time, where every one has so many items scored, in about so many bytes."""
+    heads, positions, group, _ = q_HTGD.shape
+    count = -(-positions // max(1, score_bytes // (heads * max(1, scored) * 4 * (group + 1))))
+    step = -(-positions // count)  # about as many in each
+    return [slice(first, min(first + step, positions)) for first in range(0, positions, step)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,16 +17,23 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.host_rows import pick_rows
 from decode_engine.layers.partial_attention import attend_logits
 from index_store.attention.attention_state import AttentionState
+from index_store.attention.listed_keys_numba import Listed, attend_listed
 from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.selection.budgets import Selection
+from index_store.indexes.interface.layer_index import Asked, LayerIndex
+from index_store.methods.method import Method
+from index_store.selection.budgets import Budget, Selection, Step, cut_together
 from index_store.selection.pieces import Piece
-from index_store.selection.remainders import ExactKeys, Remainder
+from index_store.selection.ranking import Ranking
+from index_store.selection.remainders import COARSE, ExactKeys, Remainder
 
 GATHER_BYTES = 16 * 2**20
 """Gathered rows in float32 at a time; larger blocks gain nothing and cost page faults."""
 
+GROUP_SCORE_BYTES = 128 * 2**20
+"""Scores of sessions that search together; of more of them one part after another does."""
+
 DEVICE_GATHER_BYTES = 256 * 2**20
-"""The same in device memory, where every block costs launches and a wait."""
+"""Gathered rows in device memory, where every block costs launches and a wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +108,113 @@ class LeftOut:
     pieces: Sequence[Piece]
     elsewhere: ExactKeys | None
     form: LogitForm = PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One search and what came of it, for whoever measures (`SparseLayer.observer`).
+
+    q_HTGD: queries, float32 scaled by 1/sqrt(d), the first at `position`. search_end: end of the range that the
+    selection was chosen from, beginning at `sinks`. out_HTGD: the layer's attention output. vectors_read, bytes_read:
+    of the index, per KV head and position, over all searches made meanwhile; 0 when there was none. remainder_bytes:
+    read for the remainder besides, likewise. form: what the layer does to logits.
+    """
+
+    q_HTGD: Tensor
+    position: int
+    sinks: int
+    search_end: int
+    selection: Selection
+    rows: KeyRows
+    out_HTGD: Tensor
+    vectors_read: float
+    bytes_read: float
+    remainder_bytes: float = 0.0
+    form: LogitForm = PLAIN
+
+
+def attends_together(
+    method: Method, index: LayerIndex, partition: LayerIndex | None, form: LogitForm
+) -> bool:
+    """Whether decode steps of sessions in such a layer can go through `attend_sparse_together`."""
+    return (
+        index.shares
+        and partition is None
+        and method.remainder is COARSE
+        and method.budget is not None
+        and not method.budget.needs_exact
+        and not (method.schedule.ahead or method.schedule.by_step)
+        and form.cap is None
+    )
+
+
+class SharingLayer(Protocol):
+    """A searching layer whose decode steps can be taken with those of other sessions (`SparseLayer`).
+
+    sharing: the index, one for all of them; None where the layer cannot.
+    """
+
+    sharing: LayerIndex | None
+    budget: Budget
+    context_HN2D: Tensor
+
+    def ask(self, q_H1GD: Tensor, keys_H1D: Tensor, values_H1D: Tensor, position: int) -> Asked:
+        """Adds a new key, and says what its query wants of the index."""
+
+    def step(self, asked: Asked) -> Step:
+        """What the budget may know besides the ranking."""
+
+    def list_keys(self, asked: Asked, selection: Selection, others: AttentionState | None) -> Listed:
+        """What is attended exactly, besides others."""
+
+    def finish(
+        self, asked: Asked, selection: Selection, ranking: Ranking, position: int, state: AttentionState
+    ) -> Tensor:
+        """Attention out [H, 1, G, d] from the state over all keys."""
+
+    def count_time(self, search_ns: int, attend_ns: int) -> None:
+        """Notes time spent on this session's attention."""
+
+
+def attend_sparse_together(
+    calls: Sequence[tuple[SharingLayer, Tensor, Tensor, Tensor, int]],
+) -> list[Tensor]:
+    """`SparseLayer.attend` of decode steps of sessions that share an index: each gets the bits that it gets alone.
+
+    The index is read once for all of them, and so are the values that stand for what nobody selected. Time counts in
+    full for every session, as that of any batched work.
+    """
+    begin = perf_counter_ns()
+    layers = [layer for layer, *_ in calls]
+    index = layers[0].sharing
+    if index is None:
+        raise ValueError("layers of this method do not attend together")
+    asked = [layer.ask(q, keys, values, position) for layer, q, keys, values, position in calls]
+    outs: list[Tensor] = []
+    score_bytes = max(4 * each.queries_HTGD[..., 0].numel() * each.end_key for each in asked)
+    step = max(1, GROUP_SCORE_BYTES // score_bytes)
+    search_ns = perf_counter_ns() - begin
+    for first in range(0, len(calls), step):
+        some, own = asked[first : first + step], layers[first : first + step]
+        searched_at = perf_counter_ns()
+        rankings = index.rank_together(some)
+        steps = [layer.step(each) for layer, each in zip(own, some, strict=True)]
+        selections = cut_together([layer.budget for layer in own], rankings, steps)
+        search_ns += perf_counter_ns() - searched_at
+        others = COARSE.states(
+            [(ranking.pieces, chosen) for ranking, chosen in zip(rankings, selections, strict=True)]
+        )
+        found = zip(own, some, selections, others, strict=True)
+        listed = [layer.list_keys(each, chosen, rest) for layer, each, chosen, rest in found]
+        states = attend_listed(own[0].context_HN2D, listed)
+        for number, layer in enumerate(own):
+            position = calls[first + number][4]
+            made = (some[number], selections[number], rankings[number], position, states[number])
+            outs.append(layer.finish(*made))
+    attend_ns = perf_counter_ns() - begin - search_ns
+    for layer in layers:
+        layer.count_time(search_ns, attend_ns)
+    return outs
 
 
 def attend_selection(

@@ -27,15 +27,23 @@ from torch import Tensor
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.exact_part import ExactPart
 from decode_engine.layers.figures import Figures
-from decode_engine.layers.prompt_selection import PromptWeights
+from decode_engine.layers.prompt_selection import PromptWeights, passes
 from decode_engine.layers.searchers import EachPosition, MadeSelection, Searcher, Searchers
-from decode_engine.layers.selected_attention import KeyRows, LeftOut, attend_selection
+from decode_engine.layers.selected_attention import (
+    KeyRows,
+    LeftOut,
+    Observation,
+    attend_selection,
+    attend_sparse_together,
+    attends_together,
+)
 from decode_engine.layers.tail import Tail
 from decode_engine.layers.window_layer import WindowLayer
 from index_store.attention.attention_state import AttentionState
+from index_store.attention.listed_keys_numba import Listed
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.errors import MethodUnsupportedError
-from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex
+from index_store.indexes.interface.layer_index import AppendedKeys, Asked, LayerIndex
 from index_store.methods.method import Method
 from index_store.selection.budgets import Selection, Step
 from index_store.selection.pieces import Piece
@@ -60,34 +68,12 @@ class LayerSearch:
     thresholds: Callable[[float], float] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """One search and what came of it, for whoever measures (`SparseLayer.observer`).
-
-    q_HTGD: queries, float32 scaled by 1/sqrt(d), the first at `position`. search_end: end of the range that the
-    selection was chosen from, beginning at `sinks`. out_HTGD: the layer's attention output. vectors_read, bytes_read:
-    of the index, per KV head and position, over all searches made meanwhile; 0 when there was none. remainder_bytes:
-    read for the remainder besides, likewise. form: what the layer does to logits.
-    """
-
-    q_HTGD: Tensor
-    position: int
-    sinks: int
-    search_end: int
-    selection: Selection
-    rows: KeyRows
-    out_HTGD: Tensor
-    vectors_read: float
-    bytes_read: float
-    remainder_bytes: float = 0.0
-    form: LogitForm = PLAIN
-
-
 class SparseLayer:
     """Attends to a selection, the sinks, the recent window and the tail, and approximately to the rest.
 
     device: of queries, indexes and tail where keys and values of the context are in host memory; None where all are in
-    one place.
+    one place. sharing: the index of a layer whose decode steps can be taken together with those of other sessions on
+    the context, which have the same one; None elsewhere.
     """
 
     def __init__(
@@ -104,12 +90,12 @@ class SparseLayer:
                 f"method {method.name!r} has no budget, a searching layer needs one", method=method.name
             )
         heads, count, _, head_dim = kv_HN2D.shape
-        self._kv_HN2D = kv_HN2D
+        self.context_HN2D = kv_HN2D
         self._sinks = min(method.sinks, count)
         self._index, self._partition, self._thresholds = search.index, search.partition, search.thresholds
         self._indexes = [self._index] if self._partition is None else [self._index, self._partition]
         self._method = method
-        self._budget = method.budget
+        self.budget = method.budget
         self._figures = figures
         self._form = form
         self._appended: dict[LayerIndex, AppendedKeys] = {}
@@ -117,12 +103,14 @@ class SparseLayer:
         self._vectors_read, self._bytes_read = 0.0, 0.0
         place = kv_HN2D.device if device is None else device
         on_cpu = place.type == "cpu"
-        self._score_bytes = _SCORE_BYTES if on_cpu or self._budget.per_prompt else _DEVICE_SCORE_BYTES
+        self._score_bytes = _SCORE_BYTES if on_cpu or self.budget.per_prompt else _DEVICE_SCORE_BYTES
         self._prompt_score_bytes = _SCORE_BYTES if on_cpu else 4 * _DEVICE_SCORE_BYTES
         self.tail = Tail(heads, head_dim, kv_HN2D.dtype, place)
         self._exact = DenseLayer(kv_HN2D, figures, device, self.tail, form)
         self._always = ExactPart(kv_HN2D, self.tail, self._sinks, figures, device is not None, form)
         self.observer: Callable[[Observation], None] | None = None
+        together = on_cpu and attends_together(method, search.index, search.partition, form)
+        self.sharing = search.index if together else None
 
     @property
     def nbytes(self) -> int:
@@ -147,11 +135,50 @@ class SparseLayer:
         Queries are float32 and scaled by 1/sqrt(d). predicted_HTGD: the same queries as the layer before foretold them,
         if it did. shared: of a prompt, whose positions share one selection.
         """
-        self.tail.write(position - self._kv_HN2D.shape[1], keys_HTD, values_HTD)
+        if self.sharing is not None and q_HTGD.shape[1] == 1:
+            return attend_sparse_together([(self, q_HTGD, keys_HTD, values_HTD, position)])[0]
+        self.tail.write(position - self.context_HN2D.shape[1], keys_HTD, values_HTD)
         if shared and q_HTGD.shape[1] > 1:
             return self._attend_shared(q_HTGD, position)
         searcher = self._searchers.choose(position, q_HTGD.shape[1], predicted_HTGD)
         return self._attend_all(q_HTGD, position, searcher)
+
+    def ask(self, q_H1GD: Tensor, keys_H1D: Tensor, values_H1D: Tensor, position: int) -> Asked:
+        """Adds a new key, and says what its query wants of the index."""
+        self.tail.write(position - self.context_HN2D.shape[1], keys_H1D, values_H1D)
+        search_end = self._search_end(position)
+        self._append_until(search_end)
+        appended = self._appended.get(self._index)
+        return Asked(q_H1GD, self._sinks, search_end, appended, self._method.search, position)
+
+    def step(self, asked: Asked) -> Step:
+        """What the budget may know besides the ranking; budgets of such layers ask for no more."""
+        return self._step(asked.queries_HTGD, asked.end_key, asked.queries_HTGD.new_empty(0))
+
+    def list_keys(self, asked: Asked, selection: Selection, others: AttentionState | None) -> Listed:
+        """What is attended exactly: the selection, sinks, recent window and tail."""
+        rest = None if others is None else AttentionState(others.out[:, 0], others.lse[:, 0])
+        ids, counts = selection.ids_HTK[:, 0], selection.counts_HT[:, 0]
+        queries, tail = asked.queries_HTGD[:, 0], self.tail.rows
+        return Listed(queries, tail, ids, counts, self._sinks, asked.end_key, rest)
+
+    def finish(
+        self, asked: Asked, selection: Selection, ranking: Ranking, position: int, state: AttentionState
+    ) -> Tensor:
+        """Attention out [H, 1, G, d] from the state over all keys; counts what was done."""
+        out = self._form.add_sink(AttentionState(state.out[:, None], state.lse[:, None])).out
+        self._vectors_read, self._bytes_read = ranking.vectors_read, ranking.bytes_read
+        self._figures.searches += 1
+        self._figures.count_kept(int(selection.counts_HT.sum()))
+        self._always.count(position, 1, asked.end_key)
+        pieces = ranking.pieces
+        self._observe(asked.queries_HTGD, position, asked.end_key, selection, pieces, pieces, out)
+        return out
+
+    def count_time(self, search_ns: int, attend_ns: int) -> None:
+        """Notes time spent on this session's attention."""
+        self._figures.search_ns += search_ns
+        self._figures.attend_ns += attend_ns
 
     def adopt(self, other: SparseLayer) -> None:
         """As `DenseLayer.adopt`; what was appended to the index, and selections that serve later steps, go along."""
@@ -186,7 +213,7 @@ class SparseLayer:
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def _search_end(self, position: int) -> int:
-        return self._method.searched_range(position, self._kv_HN2D.shape[1])[1]
+        return self._method.searched_range(position, self.context_HN2D.shape[1])[1]
 
     def _next_move(self, position: int) -> int:
         """The first later position whose search_end may be another one."""
@@ -201,16 +228,9 @@ class SparseLayer:
             return self._always.attend(q_HTGD, position, search_end).out
         self._append_until(search_end)
         outs: list[Tensor] = []
-        for part in self._passes(q_HTGD, search_end - self._sinks, self._score_bytes):
+        for part in passes(q_HTGD, search_end - self._sinks, self._score_bytes):
             outs.append(self._attend_some(q_HTGD[:, part], position + part.start, searcher))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-
-    def _passes(self, q_HTGD: Tensor, scored: int, score_bytes: int) -> list[slice]:
-        """Positions that are searched at a time, where every one has so many items scored."""
-        heads, positions, group, _ = q_HTGD.shape
-        passes = -(-positions // max(1, score_bytes // (heads * max(1, scored) * 4 * (group + 1))))
-        step = -(-positions // passes)  # about as many in each
-        return [slice(first, min(first + step, positions)) for first in range(0, positions, step)]
 
     def _attend_shared(self, q_HTGD: Tensor, position: int) -> Tensor:
         """Attention of positions that share one selection, made from the keys that the first of them searches."""
@@ -221,23 +241,21 @@ class SparseLayer:
             return exact.out
         self._append_until(search_end)
         self._vectors_read = self._bytes_read = 0.0
-        rows = KeyRows(self._kv_HN2D, self.tail.rows)
+        rows = KeyRows(self.context_HN2D, self.tail.rows)
         selection = self._select_together(q_HTGD, position, search_end, exact.lse, rows)
         held = rows.hold(selection)
         # Without pieces there is nothing to score but the rows themselves.
         made_of = self._method.remainder.piece_type
         scored = 0 if made_of is None else (search_end - self._sinks) // made_of.keys_each
         outs: list[Tensor] = []
-        for part in self._passes(q_HTGD, scored, self._prompt_score_bytes):
+        for part in passes(q_HTGD, scored, self._prompt_score_bytes):
             queries, first = q_HTGD[:, part], position + part.start
             pieces = self._pieces(queries, first, search_end, None)
             elsewhere = self._elsewhere(queries, search_end, pieces)
             left = LeftOut(self._method.remainder, pieces, elsewhere, self._form)
             state = attend_selection(queries, held, selection, left, self._figures)
             outs.append(state.merge(AttentionState(exact.out[:, part], exact.lse[:, part])).out)
-            self._observe(
-                queries, first, search_end, selection, rows, outs[-1], self._read_bytes(pieces, None)
-            )
+            self._observe(queries, first, search_end, selection, pieces, None, outs[-1])
         return torch.cat(outs, dim=1)
 
     def _select_together(
@@ -248,11 +266,11 @@ class SparseLayer:
         weights = PromptWeights()
         weights.add(self._rank(q_HTGD[:, :1], position, search_end))
         # Now it is known how many items are scored.
-        for part in self._passes(q_HTGD[:, 1:], weights.items, self._prompt_score_bytes):
+        for part in passes(q_HTGD[:, 1:], weights.items, self._prompt_score_bytes):
             weights.add(self._rank(q_HTGD[:, 1:][:, part], position + 1 + part.start, search_end))
         length = search_end + self._method.recent
         thresholds, form = self._thresholds, self._form
-        selection = weights.cut(self._budget, q_HTGD, exact_lse_HTG, rows, length, thresholds, form)
+        selection = weights.cut(self.budget, q_HTGD, exact_lse_HTG, rows, length, thresholds, form)
         self._vectors_read, self._bytes_read = weights.read
         self._figures.searches += 1
         self._figures.search_ns += perf_counter_ns() - begin
@@ -262,24 +280,16 @@ class SparseLayer:
         usual = self._search_end(position)
         self._vectors_read = self._bytes_read = 0.0
         exact = self._always.attend(q_HTGD, position, searcher.search_end(position, usual))
-        rows = KeyRows(self._kv_HN2D, self.tail.rows)
-        choice = searcher.choose(q_HTGD, position, usual, partial(self._search, position, exact.lse, rows))
+        rows = KeyRows(self.context_HN2D, self.tail.rows)
+        choice = searcher.choose(q_HTGD, position, usual, partial(self._search, position, exact.lse))
         pieces = self._pieces(q_HTGD, position, choice.search_end, choice.pieces)
         elsewhere = self._elsewhere(q_HTGD, choice.search_end, pieces)
         left = LeftOut(self._method.remainder, pieces, elsewhere, self._form)
         state = attend_selection(q_HTGD, rows, choice.selection, left, self._figures)
         out = state.merge(exact).out
         self._always.count(position, q_HTGD.shape[1], choice.search_end)
-        remainder_bytes = self._read_bytes(pieces, choice.pieces)
-        self._observe(q_HTGD, position, choice.search_end, choice.selection, rows, out, remainder_bytes)
+        self._observe(q_HTGD, position, choice.search_end, choice.selection, pieces, choice.pieces, out)
         return out
-
-    def _read_bytes(self, pieces: Sequence[Piece], searched: Sequence[Piece] | None) -> float:
-        """What the remainder reads of the pieces per KV head, where somebody measures."""
-        if self.observer is None:
-            return 0.0
-        moments = self._method.remainder.moments
-        return sum(piece.remainder_bytes(moments, pieces is searched) for piece in pieces)
 
     def _observe(
         self,
@@ -287,17 +297,17 @@ class SparseLayer:
         position: int,
         search_end: int,
         selection: Selection,
-        rows: KeyRows,
+        pieces: Sequence[Piece],
+        searched: Sequence[Piece] | None,
         out_HTGD: Tensor,
-        remainder_bytes: float,
     ) -> None:
+        """Tells who measures. pieces: of the remainder; `searched` where a search has scored them."""
         if self.observer is not None:
-            read = (self._vectors_read, self._bytes_read, remainder_bytes)
-            self.observer(
-                Observation(
-                    q_HTGD, position, self._sinks, search_end, selection, rows, out_HTGD, *read, self._form
-                )
-            )
+            rows, moments = KeyRows(self.context_HN2D, self.tail.rows), self._method.remainder.moments
+            rest = sum(piece.remainder_bytes(moments, pieces is searched) for piece in pieces)
+            read = (self._vectors_read, self._bytes_read, rest)
+            found = (selection, rows, out_HTGD, *read, self._form)
+            self.observer(Observation(q_HTGD, position, self._sinks, search_end, *found))
 
     def _append_until(self, search_end: int) -> None:
         """Makes the tail keys before search_end searchable, and no others, block by block.
@@ -305,7 +315,7 @@ class SparseLayer:
         A failed step may have appended more, and be repeated with other keys: then the extension is made anew.
         """
         begin = perf_counter_ns()
-        count, block = self._kv_HN2D.shape[1], self._method.append_block
+        count, block = self.context_HN2D.shape[1], self._method.append_block
         for index in self._indexes:
             appended = self._appended.get(index)
             indexed = count + (appended.count if appended else 0)
@@ -327,18 +337,19 @@ class SparseLayer:
             self._form
         )
 
-    def _search(
-        self, position: int, exact_lse_HTG: Tensor, rows: KeyRows, q_HTGD: Tensor, search_end: int
-    ) -> MadeSelection:
-        begin = perf_counter_ns()
-        ranking = self._rank(q_HTGD, position, search_end)
-        step = Step(
+    def _step(self, q_HTGD: Tensor, search_end: int, exact_lse_HTG: Tensor) -> Step:
+        rows = KeyRows(self.context_HN2D, self.tail.rows)
+        return Step(
             search_end + self._method.recent,
             self._thresholds,
             lambda ids_HTGK: self._form.capped(rows.read_logits(q_HTGD, ids_HTGK)),
             exact_lse_HTG,
         )
-        selection = self._budget.cut(ranking, step)
+
+    def _search(self, position: int, exact_lse_HTG: Tensor, q_HTGD: Tensor, search_end: int) -> MadeSelection:
+        begin = perf_counter_ns()
+        ranking = self._rank(q_HTGD, position, search_end)
+        selection = self.budget.cut(ranking, self._step(q_HTGD, search_end, exact_lse_HTG))
         self._vectors_read += ranking.vectors_read
         self._bytes_read += ranking.bytes_read
         self._figures.searches += q_HTGD.shape[1]
@@ -347,7 +358,7 @@ class SparseLayer:
 
     def _elsewhere(self, q_HTGD: Tensor, search_end: int, pieces: Sequence[Piece]) -> ExactKeys | None:
         appended = self._appended.get(self._indexes[-1])
-        held = self._kv_HN2D.shape[1] + (appended.count if appended else 0)
+        held = self.context_HN2D.shape[1] + (appended.count if appended else 0)
         return self._always.elsewhere(q_HTGD, search_end, held, pieces)
 
     def _pieces(

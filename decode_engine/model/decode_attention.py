@@ -18,6 +18,8 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from decode_engine.layers.dense_layer import DenseLayer, attend_dense_together
+from decode_engine.layers.selected_attention import attend_sparse_together
+from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.steps.operator import attend_step
 from index_store.attention.widths import narrow, widen
 from index_store.errors import InvalidArgumentError
@@ -105,22 +107,29 @@ def _attend_sessions(
         predicted = _by_group(pad(predicted, (0, head_dim - predicted.shape[-1])), heads, scale)
     out = torch.empty(batch, positions, query_heads, head_dim, dtype=query.dtype, device=query.device)
     outs: dict[int, Tensor] = {}
-    sharing: dict[int, list[tuple[int, DenseLayer]]] = {}
+    dense: dict[int, list[tuple[int, DenseLayer]]] = {}
+    sparse: dict[int, list[tuple[int, SparseLayer]]] = {}
     for row, session in enumerate(step.sessions):
         own = session.layers[layer]
         attention = own.exact if step.exact else own
         if isinstance(attention, DenseLayer):
-            sharing.setdefault(attention.context, []).append((row, attention))
+            dense.setdefault(attention.context, []).append((row, attention))
+        elif isinstance(attention, SparseLayer) and attention.sharing is not None and positions == 1:
+            sparse.setdefault(id(attention.sharing), []).append((row, attention))
         else:
             foretold = None if predicted is None else predicted[row]
             new = (q_BHTGD[row], key[row], value[row])
             outs[row] = attention.attend(*new, session.position, foretold, shared=step.shared)
-    for members in sharing.values():
-        calls = [
-            (attention, q_BHTGD[row], key[row], value[row], step.sessions[row].position)
-            for row, attention in members
-        ]
-        outs |= zip((row for row, _ in members), attend_dense_together(calls), strict=True)
+
+    def call(row: int) -> tuple[Tensor, Tensor, Tensor, int]:
+        return q_BHTGD[row], key[row], value[row], step.sessions[row].position
+
+    for members in dense.values():
+        found = attend_dense_together([(attention, *call(row)) for row, attention in members])
+        outs |= zip((row for row, _ in members), found, strict=True)
+    for searching in sparse.values():
+        found = attend_sparse_together([(attention, *call(row)) for row, attention in searching])
+        outs |= zip((row for row, _ in searching), found, strict=True)
     for row, attended in outs.items():
         out[row] = attended.permute(1, 0, 2, 3).reshape(positions, query_heads, head_dim)
     return out

@@ -20,6 +20,7 @@ from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.decode_attention import ATTENTION_NAME, DecodeStep, register_attention
 from decode_engine.model.decode_check import check_decoding
+from decode_engine.model.row_products_numba import keep_rows_apart
 from decode_engine.steps.layer_ahead import predicted_queries
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
@@ -62,6 +63,8 @@ class ModelRunner:
         self.prompts = default if prompts is Prompts.AUTO else prompts
         loaded = load_model(folder, ATTENTION_NAME, device=self.device)
         self.model = loaded.model
+        if self.device.type == "cpu":
+            keep_rows_apart(self.model)
         self.identity = loaded.identity
         self.forms = loaded.forms
         self.kv_dtype = loaded.kv_dtype if dtype == "auto" else dtype

@@ -5,12 +5,16 @@ Shape legend: H KV heads, T query positions, G group heads, M keys, Q = H*T.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.attention.exponentials_numba import exponentiate, largest
+from index_store.attention.rows_in_line import RowsInLine, new_in_line
 from index_store.launch import launch, njit, on_host, prange
 
 _TILE = 8192
@@ -24,18 +28,31 @@ def pooled_weights(logits_HTGM: Tensor) -> Tensor:
     """
     if not on_host(logits_HTGM):
         return pooled_weights_reference(logits_HTGM)
-    heads, positions, group, count = logits_HTGM.shape
-    out = torch.empty(heads, positions, count, device="cpu")
-    if logits_HTGM.numel() > 0:
-        queries, tiles = heads * positions, -(-count // _TILE)
+    return pooled_weights_together([logits_HTGM])[0]
+
+
+def pooled_weights_together(logits: Sequence[Tensor]) -> list[Tensor]:
+    """`pooled_weights` of logits on the host, [H, T, G, M] each with a T and an M of its own, in one piece of memory.
+
+    So are the results. They have the bits that they have alone.
+    """
+    shapes = [(*each.shape[:2], each.shape[3]) for each in logits]
+    outs = new_in_line(shapes)
+    if any(map(math.prod, shapes)):
+        heads, _, group, _ = logits[0].shape
+        rows, own = RowsInLine.of([each.flatten(1, 2) for each in logits]), RowsInLine.of(outs)
+        queries, tiles = own.places_HR.size, -(-int(own.counts_R.max()) // _TILE)
         launch(
             _pooled_weights,
-            logits_HTGM.reshape(queries, group, count).numpy(),
-            out.new_empty(queries, group, tiles).numpy(),
-            out.new_empty(queries, group, tiles).numpy(),
-            out.view(queries, count).numpy(),
+            rows.numbers.reshape(1, -1),
+            rows.places_HR.reshape(queries, group),
+            np.tile(own.counts_R, heads),
+            np.empty((queries, group, tiles), np.float32),
+            np.empty((queries, group, tiles), np.float32),
+            own.numbers,
+            own.places_HR.reshape(queries),
         )
-    return out
+    return outs
 
 
 def pooled_weights_reference(logits_HTGM: Tensor) -> Tensor:
@@ -49,32 +66,41 @@ def pooled_weights_reference(logits_HTGM: Tensor) -> Tensor:
 @njit(cache=True, nogil=True, parallel=True)
 def _pooled_weights(
     logits: NDArray[np.float32],
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
     peaks: NDArray[np.float32],
     totals: NDArray[np.float32],
     out: NDArray[np.float32],
+    out_places: NDArray[np.int64],
 ) -> None:  # pragma: no cover - compiled
+    """logits: [1, .], where a query's rows of so many numbers have their places; its weights have one in the out."""
     queries, group, tiles = peaks.shape
     for task in prange(queries * tiles):
         query, tile = task // tiles, task % tiles
-        low, high = tile * _TILE, min((tile + 1) * _TILE, out.shape[1])
-        _sum_tile(logits[query], low, high, tile, peaks[query], totals[query])
+        low, high = tile * _TILE, min((tile + 1) * _TILE, counts[query])
+        _sum_tile(logits, places[query], low, high, tile, peaks[query], totals[query])
     for row in prange(queries * group):
         query, g = row // group, row % group
-        peak, total = peaks[query, g].max(), np.float32(0)
-        for tile in range(tiles):
+        used = (counts[query] + _TILE - 1) // _TILE
+        peak, total = np.float32(-np.inf), np.float32(0)
+        for tile in range(used):
+            peak = max(peak, peaks[query, g, tile])
+        for tile in range(used):
             if peak > -np.inf:
                 total += totals[query, g, tile] * np.exp(peaks[query, g, tile] - peak)
         # From here on the first peak of a row is its log-sum-exp.
         peaks[query, g, 0] = peak + np.log(total) if peak > -np.inf else np.float32(0)
     for task in prange(queries * tiles):
         query, tile = task // tiles, task % tiles
-        low, high = tile * _TILE, min((tile + 1) * _TILE, out.shape[1])
-        _pool_tile(logits[query], low, high, peaks[query], out[query])
+        low, high = tile * _TILE, min((tile + 1) * _TILE, counts[query])
+        line = out[out_places[query] : out_places[query] + counts[query]]
+        _pool_tile(logits, places[query], low, high, peaks[query], line)
 
 
 @njit(cache=True, nogil=True)
 def _sum_tile(
     logits: NDArray[np.float32],
+    places: NDArray[np.int64],
     low: int,
     high: int,
     tile: int,
@@ -83,18 +109,25 @@ def _sum_tile(
 ) -> None:  # pragma: no cover - compiled
     """Peaks of a tile's logits for every head, and the sums of their exponentials."""
     exponents, exponentials = np.empty(_PIECE, np.int32), np.empty((1, _PIECE), np.float32)
-    for g in range(logits.shape[0]):
-        peak, total = largest(logits, g, low, high), np.float32(0)
+    if low >= high:
+        return
+    for g in range(places.shape[0]):
+        peak, total = largest(logits, 0, places[g] + low, places[g] + high), np.float32(0)
         if peak > -np.inf:
             for begin in range(low, high, _PIECE):
                 count = min(_PIECE, high - begin)
-                total += exponentiate(logits, g, begin, count, peak, exponents, exponentials)
+                total += exponentiate(logits, 0, places[g] + begin, count, peak, exponents, exponentials)
         peaks[g, tile], totals[g, tile] = peak, total
 
 
 @njit(cache=True, nogil=True)
 def _pool_tile(
-    logits: NDArray[np.float32], low: int, high: int, lse: NDArray[np.float32], out: NDArray[np.float32]
+    logits: NDArray[np.float32],
+    places: NDArray[np.int64],
+    low: int,
+    high: int,
+    lse: NDArray[np.float32],
+    out: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
     """Weights of a tile's keys; lse: [G, .], the first column counts."""
     exponents, exponentials = np.empty(_PIECE, np.int32), np.empty((1, _PIECE), np.float32)
@@ -102,14 +135,14 @@ def _pool_tile(
         count = min(_PIECE, high - begin)
         line = out[begin : begin + count]
         line[:] = 0
-        for g in range(logits.shape[0]):
-            exponentiate(logits, g, begin, count, lse[g, 0], exponents, exponentials)
+        for g in range(places.shape[0]):
+            exponentiate(logits, 0, places[g] + begin, count, lse[g, 0], exponents, exponentials)
             for i in range(count):
                 line[i] += exponentials[0, i]
         for i in range(count):
             if line[i] == 0:  # too small for a float, or of a key without logits
-                highest = logits[0, begin + i]
-                for g in range(1, logits.shape[0]):
-                    highest = max(highest, logits[g, begin + i])
+                highest = logits[0, places[0] + begin + i]
+                for g in range(1, places.shape[0]):
+                    highest = max(highest, logits[0, places[g] + begin + i])
                 if highest == -np.inf:
                     line[i] = -np.inf

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from index_store.attention.pooled_weights_numba import pooled_weights_together
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.selection.collect_numba import collect
 from index_store.selection.ranking import GROUP_RULES, Ranking
-from index_store.selection.top_k_numba import top_k
+from index_store.selection.top_k_numba import top_k, top_k_together
 
 _MOST_KEYS = 2**31 - 1
 """Keys that any context may have; more of them are as many."""
@@ -60,6 +61,9 @@ class Budget(ABC):
     """
 
     needs_logits: ClassVar[bool] = False
+    needs_exact: ClassVar[bool] = False
+    """Whether it asks for `Step.exact_lse_HTG`; otherwise those may be anything."""
+
     per_prompt: ClassVar[bool] = False
     """Whether all positions of a prompt share one selection, so that decoding token by token differs."""
 
@@ -67,10 +71,35 @@ class Budget(ABC):
     def cut(self, ranking: Ranking, step: Step) -> Selection:
         """The selection of every KV head and position."""
 
+    def best(self, step: Step) -> int | None:
+        """How many of the keys with the best average are kept, where that is all there is to it; otherwise None."""
+        return None
+
     @property
     @abstractmethod
     def label(self) -> str:
         """A short text for tables: what is kept."""
+
+
+def cut_together(
+    budgets: Sequence[Budget], rankings: Sequence[Ranking], steps: Sequence[Step]
+) -> list[Selection]:
+    """Each budget's cut of a ranking. Those of the best keys of many single ones are found in one pass.
+
+    Logits of the rankings are on the host, in one piece of memory. Each gets what it gets alone.
+    """
+    keeps = [budget.best(step) for budget, step in zip(budgets, steps, strict=True)]
+    logits = [ranking.logits_HTGM for ranking in rankings]
+    known = [min(keep, _MOST_KEYS) for keep in keeps if keep is not None]
+    if len(known) < len(keeps) or any(ranking.items.groups for ranking in rankings):
+        cuts = zip(budgets, rankings, steps, strict=True)
+        return [budget.cut(ranking, step) for budget, ranking, step in cuts]
+    # With one head in a group its logits have the order of its weights.
+    scores = pooled_weights_together(logits) if logits[0].shape[2] > 1 else [each[:, :, 0] for each in logits]
+    return [
+        Selection(ids + ranking.items.first_key, counts)
+        for ranking, (ids, counts) in zip(rankings, top_k_together(scores, known), strict=True)
+    ]
 
 
 def best_keys(ranking: Ranking, keep: int, group: str) -> Selection:
@@ -132,7 +161,13 @@ class Ratio(Budget):
 
     def cut(self, ranking: Ranking, step: Step) -> Selection:
         """Cuts to the budget for a sequence of `step.length` tokens."""
-        return best_keys(ranking, math.ceil(self.keep * step.length), self.group)
+        return best_keys(ranking, self._count(step), self.group)
+
+    def best(self, step: Step) -> int | None:
+        return self._count(step) if self.group == "average" else None
+
+    def _count(self, step: Step) -> int:
+        return math.ceil(self.keep * step.length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +194,9 @@ class TokenCount(Budget):
     def cut(self, ranking: Ranking, step: Step) -> Selection:
         """Cuts to the number of tokens."""
         return best_keys(ranking, self.tokens, self.group)
+
+    def best(self, step: Step) -> int | None:
+        return self.tokens if self.group == "average" else None
 
 
 @dataclass(frozen=True, slots=True)

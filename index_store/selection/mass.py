@@ -6,7 +6,7 @@ Shape legend: H KV heads, T query positions, G group heads, M ranked items, R sa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class Mass(Budget):
     group: str = "union"
     head: float = 0.02
     window: int = 64
+
+    needs_exact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fraction("attention mass", self.mass, mass=self.mass)

@@ -8,6 +8,7 @@ Shape legend: H KV heads, T query positions, G group heads, X keys, K key ids, d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -57,3 +58,8 @@ class ScoredRows(Piece):
 
         Returns out [H, T, G, d] and lse [H, T, G].
         """
+
+    @classmethod
+    def attend_together(cls, pieces: Sequence[Self], logits: Sequence[Tensor]) -> list[AttentionState]:
+        """`attend` of several sessions' pieces, each of which gets the bits that it gets alone."""
+        return [piece.attend(own) for piece, own in zip(pieces, logits, strict=True)]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from types import MappingProxyType
 from typing import ClassVar, Generic, TypeVar, cast
 
@@ -24,7 +25,10 @@ import torch
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
+from index_store.attention.listed_keys_numba import leave_out, leave_out_reference
 from index_store.attention.logit_form import PLAIN, LogitForm
+from index_store.launch import on_host
+from index_store.selection.budgets import Selection
 from index_store.selection.cluster_sums_numba import cluster_sums
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.selection.pieces import Piece, ScoredRows
@@ -106,14 +110,19 @@ class PieceRemainder(Remainder, Generic[P]):
         self, pieces: Sequence[Piece], exact: Sequence[ExactKeys], form: LogitForm = PLAIN
     ) -> AttentionState | None:
         state: AttentionState | None = None
+        for piece in self._checked(pieces):
+            part = self._piece_state(piece, exact, form)
+            state = part if state is None else state.merge(part)
+        return state
+
+    def _checked(self, pieces: Sequence[Piece]) -> list[P]:
+        """The pieces. Raises TypeError for those of another type."""
         for piece in pieces:
             if not isinstance(piece, self.piece_type):
                 raise TypeError(
                     f"the {self.name} remainder is computed over {self.piece_type.made_of}, got {piece.made_of}"
                 )
-            part = self._piece_state(cast(P, piece), exact, form)
-            state = part if state is None else state.merge(part)
-        return state
+        return [cast(P, piece) for piece in pieces]
 
     @abstractmethod
     def _piece_state(self, piece: P, exact: Sequence[ExactKeys], form: LogitForm) -> AttentionState:
@@ -130,8 +139,25 @@ class Coarse(PieceRemainder[ScoredRows]):
     def _piece_state(self, piece: ScoredRows, exact: Sequence[ExactKeys], form: LogitForm) -> AttentionState:
         logits = form.capped(piece.logits_HTGX)
         for keys in exact:
-            _leave_out(logits, keys, piece.first_id)
+            _leave_out(logits, keys.ids_HTK, keys.valid_HTK, piece.first_id)
         return piece.attend(logits)
+
+    def states(self, asked: Sequence[tuple[Sequence[Piece], Selection]]) -> list[AttentionState | None]:
+        """`state` of several sessions, each without its own selection; pieces that they share are read once.
+
+        None where there are no pieces. Each gets the bits that it gets alone. Logits are without a cap.
+        """
+        for pieces, selection in asked:
+            width = torch.arange(selection.ids_HTK.shape[2], device=selection.ids_HTK.device)
+            valid = width < selection.counts_HT[..., None]
+            for piece in self._checked(pieces):
+                _leave_out(piece.logits_HTGX, selection.ids_HTK, valid, piece.first_id)
+        every = [piece for pieces, _ in asked for piece in self._checked(pieces)]
+        if not every:
+            return [None] * len(asked)
+        found = iter(type(every[0]).attend_together(every, [piece.logits_HTGX for piece in every]))
+        parts = [[next(found) for _ in pieces] for pieces, _ in asked]
+        return [reduce(AttentionState.merge, own) if own else None for own in parts]
 
 
 class ClusterRemainder(PieceRemainder[ScoredClusters]):
@@ -234,8 +260,9 @@ class Dipole(Centred):
         return torch.matmul(matrices, piece.queries_HTGD.unsqueeze(-1)).squeeze(-1)
 
 
+COARSE = Coarse()
 REMAINDERS: Mapping[str, Remainder] = MappingProxyType(
-    {remainder.name: remainder for remainder in (Dropped(), Monopole(), Centred(), Dipole(), Coarse())}
+    {remainder.name: remainder for remainder in (Dropped(), Monopole(), Centred(), Dipole(), COARSE)}
 )
 MOMENTS = ("none", "diagonal", "full")
 """Moments that clusters may hold besides means and sums, each including those before it."""
@@ -262,14 +289,14 @@ def _take_out(piece: ScoredClusters, exact: Sequence[ExactKeys]) -> _Left:
     return _Left(places, clusters.counts_HC[:, None] - removed, logit_sums)
 
 
-def _leave_out(logits_HTGX: Tensor, keys: ExactKeys, first_id: int) -> None:
-    """Writes -inf to the logits of those exact keys that are among first_id, first_id + 1, ..."""
-    places = keys.ids_HTK.long() - first_id
-    inside = keys.valid_HTK & (places >= 0) & (places < logits_HTGX.shape[-1])
-    head, position, entry = inside.nonzero(as_tuple=True)
-    columns = places[head, position, entry]
-    by_column = logits_HTGX.transpose(2, 3)  # rows of a key's logits for the heads of the group
-    if inside.shape[1] == logits_HTGX.shape[1]:
-        by_column[head, position, columns] = -torch.inf
-    else:  # the same for all positions
-        by_column.transpose(1, 2)[head, columns] = -torch.inf
+def _leave_out(logits_HTGX: Tensor, ids_HTK: Tensor, valid_HTK: Tensor, first_id: int) -> None:
+    """Writes -inf to the logits of those keys that are among first_id, first_id + 1, ...
+
+    Of lists for all positions, or of one [H, 1, K] that is the same for all of them.
+    """
+    shape = (-1, logits_HTGX.shape[1], -1)
+    columns, valid = (ids_HTK - first_id).expand(shape), valid_HTK.expand(shape)
+    if on_host(logits_HTGX):
+        leave_out(logits_HTGX, columns, valid)
+    else:
+        leave_out_reference(logits_HTGX, columns, valid)

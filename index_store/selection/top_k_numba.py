@@ -9,11 +9,14 @@ bound are read again. Ids come out ascending, so later gathers walk memory forwa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from index_store.attention.rows_in_line import RowsInLine
 from index_store.launch import launch, njit, on_host, prange
 
 _BLOCKS_PER_KEPT = 4
@@ -28,14 +31,25 @@ def top_k(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """
     if not on_host(scores_HTM):
         return top_k_reference(scores_HTM, keep)
-    heads, positions, columns = scores_HTM.shape
-    keep = min(keep, columns)
-    ids = torch.zeros(heads, positions, keep, dtype=torch.int32, device="cpu")
+    return top_k_together([scores_HTM], [keep])[0]
+
+
+def top_k_together(scores: Sequence[Tensor], keeps: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """`top_k` of scores on the host, in one piece of memory, with a number of columns and of kept ones for each."""
+    keeps = [min(keep, each.shape[2]) for each, keep in zip(scores, keeps, strict=True)]
+    heads, positions = scores[0].shape[0], sum(each.shape[1] for each in scores)
+    ids = torch.zeros(heads, positions, max(keeps), dtype=torch.int32, device="cpu")
     counts = torch.zeros(heads, positions, dtype=torch.int32, device="cpu")
-    if keep > 0 and heads * positions > 0:
-        rows = scores_HTM.reshape(heads * positions, columns).numpy()
-        launch(_top_k_rows, rows, ids.view(-1, keep).numpy(), counts.view(-1).numpy())
-    return ids, counts
+    if ids.numel() > 0:
+        rows = RowsInLine.of(list(scores))
+        kept = np.repeat(keeps, [each.shape[1] for each in scores])
+        launch(_top_k_rows, rows.numbers, rows.places_HR, rows.counts_R, kept, ids.numpy(), counts.numpy())
+    found, first = [], 0
+    for each, keep in zip(scores, keeps, strict=True):
+        own = slice(first, first + each.shape[1])
+        found.append((ids[:, own, :keep], counts[:, own]))
+        first = own.stop
+    return found
 
 
 def top_k_reference(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
@@ -152,7 +166,16 @@ def _top_k_row(row: NDArray[np.float32], ids: NDArray[np.int32]) -> int:  # prag
 
 @njit(cache=True, nogil=True, parallel=True)
 def _top_k_rows(
-    rows: NDArray[np.float32], ids: NDArray[np.int32], counts: NDArray[np.int32]
+    numbers: NDArray[np.float32],
+    places: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    keeps: NDArray[np.int64],
+    ids: NDArray[np.int32],
+    counts: NDArray[np.int32],
 ) -> None:  # pragma: no cover - compiled
-    for r in prange(rows.shape[0]):
-        counts[r] = _top_k_row(rows[r], ids[r])
+    heads, rows = places.shape
+    for task in prange(heads * rows):
+        head, r = task // rows, task % rows
+        row = numbers[places[head, r] : places[head, r] + lengths[r]]
+        if keeps[r] > 0:
+            counts[head, r] = _top_k_row(row, ids[head, r, : keeps[r]])

@@ -54,7 +54,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from decode_engine.evaluation.tasks import parse_length
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
-from decode_engine.layers.sparse_layer import LayerSearch, Observation, SparseLayer
+from decode_engine.layers.selected_attention import Observation
+from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_clusters.index import KeyClusters

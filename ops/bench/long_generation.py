@@ -38,8 +38,9 @@ from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.evaluation.comparison.pictures import check_pictures
 from decode_engine.evaluation.prefill_command import PrefillCommand
 from decode_engine.evaluation.tasks import parse_length, source_text
+from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
-from decode_engine.layers.sparse_layer import Observation, SparseLayer
+from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.runner import ModelRunner
 from index_store.memory.arena import Arena
 from index_store.memory.context_loading import placed_bytes

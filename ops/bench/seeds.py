@@ -1,6 +1,7 @@
 """What it costs that a request with a seed gets the same tokens beside others as alone, and whether it does.
 
 usage: python ops/bench/seeds.py [--device cuda] [--methods full,csattention] [--length 32k] [--prompts 30]
+       python ops/bench/seeds.py --sharing [--methods full,refined,csattention] [--keep 0.01] [--sessions 2,8,16]
 
 Regime: sessions that share one made-up context, with a few random tokens of their own, sampled at temperature 1. On a
 CPU the packaged reader by the general path; on a GPU a model of Llama-3.1-8B's shape with random weights, by captured
@@ -9,10 +10,16 @@ steps. First every prompt is decoded alone, and then beside 15 others, half of t
 the same draws but without it (`none`). Then the time of a step: `seeded` of the `sessions` have seeds. Kinds of steps
 take turns, so that a disturbance meets all of them alike: medians, and the least time of the process's own cores
 (`cpu_ms`), which neighbours disturb less.
+
+With --sharing no session has a seed. The time of a step of sessions that share a context stands beside that of as many
+on copies of it, which take turns, too (`times_as_fast`, `cpu_times_as_fast`; `layer_ms` is the attention of one layer).
+And `same_greedy` counts the sessions, of so many prompts, with the same most likely tokens alone and in random groups;
+on a CPU all have to be the same.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections import defaultdict
@@ -37,6 +44,7 @@ from decode_engine.engine.stepping import decode_by_forward
 from decode_engine.evaluation.tasks import parse_length
 from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import ATTENTION_NAME, register_attention
+from decode_engine.model.row_products_numba import keep_rows_apart
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
@@ -63,6 +71,7 @@ class Model:
             register_attention()
             loaded = load_model(resolve_model("reader"), ATTENTION_NAME, device=torch.device("cpu"))
             self.model, self.identity = loaded.model, loaded.identity
+            keep_rows_apart(self.model)
             return
         self.model, self.identity = make_model(layers, device)
         run = step_model(self.model, Compilation.OFF)
@@ -104,6 +113,53 @@ class Bench:
         while len(said) <= tokens:
             said += self.model.step([session], said[-1:], [sampler])
         return said
+
+    def time_sharing(self, count: int, turns: int) -> dict[str, float]:
+        """Figures of steps of so many sessions on the context, and on copies of it."""
+        copies = [copy_context(self.context) for _ in range(count)]
+        cases = {"shared": self.sessions(count), "copies": start_sessions(copies, self.method)}
+        tokens, samplers = first_tokens(range(count)), [make_sampler(0, False) for _ in range(count)]
+        times: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+        for _ in range(WARM_UP + turns):
+            for case, sessions in cases.items():
+                before = attention_ns(sessions[0])
+                begin, cpu = time.perf_counter(), time.process_time()
+                self.model.step(sessions, tokens, samplers)
+                spent = (time.perf_counter() - begin, time.process_time() - cpu)
+                times[case].append((*spent, attention_ns(sessions[0]) - before))
+        for copied in copies:
+            copied.release()
+        figures: dict[str, float] = {"sessions": count}
+        for case, found in times.items():
+            steps, cpu_s, layers = zip(*found[WARM_UP:], strict=True)
+            figures[f"{case}_ms"] = statistics.median(steps) * 1e3
+            figures[f"{case}_cpu_ms"] = min(cpu_s) * 1e3
+            figures[f"{case}_tokens_per_s"] = count / statistics.median(steps)
+            if case == "shared":
+                figures["layer_ms"] = statistics.median(layers) / self.model.identity.layers / 1e6
+        figures["times_as_fast"] = figures["copies_ms"] / figures["shared_ms"]
+        figures["cpu_times_as_fast"] = figures["copies_cpu_ms"] / figures["shared_cpu_ms"]
+        return figures
+
+    def count_same_greedy(self, count: int, tokens: int) -> int:
+        """Of so many sessions, those with the same most likely tokens alone and in groups that change at every step."""
+        tasks, sampler = range(count), make_sampler(0, False, greedy=True)
+        sessions, said = self.sessions(count), [[token] for token in first_tokens(range(count))]
+        generator = random.Random(0)
+        while left := [each for each in tasks if len(said[each]) <= tokens]:
+            here = generator.sample(left, generator.randint(1, len(left)))
+            last = [said[each][-1] for each in here]
+            found = self.model.step([sessions[each] for each in here], last, [sampler] * len(here))
+            for each, token in zip(here, found, strict=True):
+                said[each].append(token)
+        alone, firsts = self.sessions(count), first_tokens(range(count))
+        same = 0
+        for session, token, beside in zip(alone, firsts, said, strict=True):
+            own = [token]
+            while len(own) <= tokens:
+                own += self.model.step([session], own[-1:], [sampler])
+            same += own == beside
+        return same
 
     def decode_beside(self, number: int, prompts: int, tokens: int, repeatable: bool) -> list[int]:
         """The same beside others, which are sessions of other prompts."""
@@ -153,11 +209,43 @@ class Bench:
         ]
 
 
-def make_sampler(seed: int, repeatable: bool) -> Sampler:
-    """One that draws by the seed, with the promise or without."""
-    sampler = Sampler(SamplingParameters(temperature=1.0, seed=seed))
+def make_sampler(seed: int, repeatable: bool, greedy: bool = False) -> Sampler:
+    """One that draws by the seed, or takes the most likely token, with the promise or without."""
+    sampler = Sampler(SamplingParameters(temperature=0.0 if greedy else 1.0, seed=seed))
     sampler.repeatable = repeatable
     return sampler
+
+
+def attention_ns(session: Session) -> int:
+    """Time that the session's attention has taken so far, in all layers."""
+    figures = session.figures
+    return figures.search_ns + figures.gather_ns + figures.attend_ns + figures.append_ns
+
+
+def copy_context(context: ResidentContext) -> ResidentContext:
+    """The same context in memory of its own."""
+    layers, specs = range(context.manifest.model.layers), context.manifest.indexes
+    copied: dict[int, Tensor] = {}
+
+    def copy_of(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in copied:
+            copied[tensor.data_ptr()] = tensor.clone()
+        return copied[tensor.data_ptr()]
+
+    return ResidentContext(
+        context.manifest,
+        context.tokens(),
+        {layer: copy_of(context.kv(layer)) for layer in layers},
+        {
+            (spec.name, layer): {
+                name: copy_of(array) for name, array in context.index(spec.name, layer).arrays().items()
+            }
+            for spec in specs
+            for layer in spec.layers
+        },
+        placement=context.placement,
+        device=context.device,
+    )
 
 
 def main(
@@ -170,6 +258,9 @@ def main(
     sessions: Annotated[str, typer.Option(help="Numbers of sessions whose steps are timed.")] = "1,16",
     turns: Annotated[int, typer.Option(help="Timed steps of every kind.")] = 30,
     layers: Annotated[int, typer.Option(help="Layers of the model, on a GPU.")] = 32,
+    sharing: Annotated[
+        bool, typer.Option("--sharing", help="Time sessions on one context and on copies.")
+    ] = False,
 ) -> None:
     """Checks that seeds give the same tokens beside others, and times what that costs."""
     with reporting("seeds", gpu=device != "cpu") as report:
@@ -181,6 +272,15 @@ def main(
             )
             bench = Bench(model, context, method)
             line = {"method": method.name, "context": parse_length(length), "device": device}
+            if sharing:
+                for count in map(int, sessions.split(",")):
+                    report.add({**line, **bench.time_sharing(count, turns)})
+                greedy = bench.count_same_greedy(prompts, tokens)
+                report.add({**line, "prompts": prompts, "tokens": tokens, "same_greedy": greedy})
+                if device == "cpu" and greedy < prompts:
+                    raise CheckFailedError(f"{method.name}: {greedy} of {prompts} sessions said the same")
+                context.release()
+                continue
             same = bench.count_same(prompts, tokens)
             if same["seeds"] < prompts:
                 raise CheckFailedError(

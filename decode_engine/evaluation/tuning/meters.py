@@ -15,8 +15,9 @@ from torch import Tensor
 from decode_engine.evaluation.probe import sample_layer
 from decode_engine.evaluation.scoring import Segment, reference_log_probs, score_segment
 from decode_engine.evaluation.settings import CONTINUATION_TOKENS, TUNED_QUERIES
+from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
-from decode_engine.layers.sparse_layer import LayerAttention, Observation, SparseLayer
+from decode_engine.layers.sparse_layer import LayerAttention, SparseLayer
 from decode_engine.model.runner import ModelRunner
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.memory.resident import ResidentContext

@@ -8,9 +8,11 @@ Shape legend: H KV heads, T positions, G group heads, N keys, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from index_store.indexes.coarse_rows.appended import (
@@ -21,14 +23,16 @@ from index_store.indexes.coarse_rows.appended import (
 from index_store.indexes.coarse_rows.parameters import CoarseParameters
 from index_store.indexes.coarse_rows.product_rows import ProductRows, find_codebooks, find_codes
 from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows, code_rows, value_groups
-from index_store.indexes.coarse_rows.scored_codes import CodedRows, ScoredCodes, score_rows
+from index_store.indexes.coarse_rows.scored_codes import CodedRows, ScoredCodes, Wanted, score_rows
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
+    Asked,
     Growth,
     LayerIndex,
     LayerSource,
     check_keys,
 )
+from index_store.launch import on_host
 from index_store.selection.pieces import ScoredRows
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.json_fields import Scalar
@@ -79,6 +83,19 @@ class CoarseRows(LayerIndex):
             AppendedScalars(self.rows) if isinstance(self.rows, ScalarRows) else AppendedProducts(self.rows)
         )
 
+    @property
+    def shares(self) -> bool:
+        """Loops over scalar codes on a host do: no row of theirs depends on those beside it."""
+        return isinstance(self.rows, ScalarRows) and on_host(self.rows.key_codes_HNC)
+
+    def rank_together(self, asked: Sequence[Asked]) -> list[Ranking]:
+        for each in asked:
+            self._check_held(each.end_key, each.appended)
+            self.parse_search(each.search)
+        return [
+            self._ranking(each, *found) for each, found in zip(asked, self._score_all(asked), strict=True)
+        ]
+
     def _score(
         self,
         queries_HTGD: Tensor,
@@ -89,10 +106,13 @@ class CoarseRows(LayerIndex):
         position: int | None,
     ) -> Ranking:
         self.parse_search(search)
-        logits, pieces = self._score_range(queries_HTGD, first_key, end_key, appended)
-        searched = float(end_key - first_key)
-        read = self.rows.key_bytes(max(0, end_key - first_key))
-        return Ranking(logits, Items(first_key, end_key), pieces, searched, read)
+        asked = Asked(queries_HTGD, first_key, end_key, appended, search, position)
+        return self._ranking(asked, *self._score_all([asked])[0])
+
+    def _ranking(self, asked: Asked, logits_HTGM: Tensor, pieces: tuple[ScoredCodes, ...]) -> Ranking:
+        count = max(0, asked.end_key - asked.first_key)
+        items = Items(asked.first_key, asked.end_key)
+        return Ranking(logits_HTGM, items, pieces, float(count), self.rows.key_bytes(count))
 
     def pieces(
         self,
@@ -102,22 +122,43 @@ class CoarseRows(LayerIndex):
         appended: AppendedKeys | None,
         position: int | None = None,
     ) -> tuple[ScoredCodes, ...]:
-        return self._score_range(queries_HTGD, first_key, end_key, appended)[1]
+        return self._score_all([Asked(queries_HTGD, first_key, end_key, appended, {}, position)])[0][1]
 
-    def _score_range(
-        self, queries_HTGD: Tensor, first_key: int, end_key: int, appended: AppendedKeys | None
-    ) -> tuple[Tensor, tuple[ScoredCodes, ...]]:
-        """Logits [H, T, G, M] of keys first_key..end_key-1, and the pieces whose logits are views of them."""
-        logits = queries_HTGD.new_empty(*queries_HTGD.shape[:3], max(0, end_key - first_key))
-        pieces = []
-        for rows in (self.rows, self._own_rows(appended)):
-            first = max(0, first_key - rows.first_id)
-            end = min(rows.count, end_key - rows.first_id)
-            if first < end:
-                begin = rows.first_id + first - first_key
-                part = logits[..., begin : begin + end - first]
-                pieces.append(score_rows(rows, queries_HTGD, first, end, part))
-        return logits, tuple(pieces)
+    def _score_all(self, asked: Sequence[Asked]) -> list[tuple[Tensor, tuple[ScoredCodes, ...]]]:
+        """Logits [H, T, G, M] of the keys that each asks for, and the pieces whose logits are views of them.
+
+        All lie in one piece of memory.
+        """
+        shapes = [(*each.queries_HTGD.shape[:3], max(0, each.end_key - each.first_key)) for each in asked]
+        line = asked[0].queries_HTGD.new_empty(sum(map(math.prod, shapes)))
+        logits = [
+            part.view(shape)
+            for part, shape in zip(
+                torch.split(line, [math.prod(shape) for shape in shapes]), shapes, strict=True
+            )
+        ]
+        shared = [self._wanted(each, self.rows, own) for each, own in zip(asked, logits, strict=True)]
+        found = score_rows(self.rows, [wanted for wanted in shared if wanted is not None])
+        of_context = iter(found)
+        scored = []
+        for each, own, wanted in zip(asked, logits, shared, strict=True):
+            pieces = [] if wanted is None else [next(of_context)]
+            rows = self._own_rows(each.appended)
+            appended = self._wanted(each, rows, own)
+            if appended is not None:
+                pieces += score_rows(rows, [appended])
+            scored.append((own, tuple(pieces)))
+        return scored
+
+    @staticmethod
+    def _wanted(asked: Asked, rows: CodedRows, logits_HTGM: Tensor) -> Wanted | None:
+        """Which of the rows are asked for; None where none is."""
+        first = max(0, asked.first_key - rows.first_id)
+        end = min(rows.count, asked.end_key - rows.first_id)
+        if first >= end:
+            return None
+        begin = rows.first_id + first - asked.first_key
+        return Wanted(asked.queries_HTGD, first, end, logits_HTGM[..., begin : begin + end - first])
 
     def _own_rows(self, appended: AppendedKeys | None) -> CodedRows:
         if isinstance(self.rows, ScalarRows):

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.exponentials_numba import exponentiate, largest
+from index_store.attention.rows_in_line import RowsInLine
 from index_store.indexes.coarse_rows.packed_codes_numba import ROWS, ask_for, multiply, pack_keys, pack_values
-from index_store.indexes.coarse_rows.reference import attend_values_reference, score_keys_reference
 from index_store.indexes.coarse_rows.rounding_numba import fold, read_halves, round_to_unit
 from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows
 from index_store.indexes.coarse_rows.vectors_numba import LANES
-from index_store.launch import launch, njit, on_host, prange
+from index_store.launch import launch, njit, prange
 
 _SCORED_AT_ONCE = 64  # keys, so that what is unpacked stays in the first-level cache
 _BLOCKS_PER_TASK = 16
@@ -33,15 +33,9 @@ _MOST_PARTS = 16
 _MOST_ROWS = 256  # of one launch of the attention, whose parts' outputs are all in memory
 
 
-def score_keys(rows: ScalarRows, queries_HRD: Tensor, first: int, end: int, out_HRX: Tensor) -> None:
-    """Writes the products of queries [H, R, d] float32 with the keys of rows first..end-1, [H, R, end - first] float32.
-
-    out_HRX may be columns of a larger contiguous tensor.
-    """
-    if not on_host(rows.key_codes_HNC):
-        score_keys_reference(rows, queries_HRD, first, end, out_HRX)
-        return
-    if out_HRX.numel() == 0:
+def score_keys(rows: ScalarRows, queries_HRD: Tensor, first: int, out: RowsInLine) -> None:
+    """Writes the products of queries [H, R, d] float32 with keys: of rows `first`.., as many as a row of out has."""
+    if not out.counts_R.any():
         return
     launch(
         _score_keys,
@@ -52,41 +46,41 @@ def score_keys(rows: ScalarRows, queries_HRD: Tensor, first: int, end: int, out_
         rows.lead,
         queries_HRD.contiguous().numpy(),
         first,
-        end,
-        *_lines(out_HRX),
+        first + int(out.counts_R.max()),
+        out.numbers,
+        out.places_HR,
+        out.counts_R,
     )
 
 
-def attend_values(rows: ScalarRows, logits_HRX: Tensor, first: int) -> AttentionState:
-    """Attention by logits [H, R, X] float32 to the values of rows first..first+X-1; -inf marks what does not count.
+def attend_values(rows: ScalarRows, logits: RowsInLine, first: int) -> AttentionState:
+    """Attention by logits to the values of rows `first`.., as many as a row of logits has; -inf marks what counts not.
 
-    Returns out [H, R, d] and lse [H, R], float32; 0 and -inf where nothing counts.
+    How keys are divided into parts depends on the coded rows alone. Returns out [H, R, d] and lse [H, R], float32; 0
+    and -inf where nothing counts.
     """
-    if not on_host(rows.value_codes_HNC):
-        return attend_values_reference(rows, logits_HRX, first)
-    heads, queries, count = logits_HRX.shape
-    state = AttentionState.empty((heads, queries), rows.head_dim)
-    if logits_HRX.numel() == 0:
-        return state
+    heads, queries = logits.places_HR.shape
+    count = rows.count - first
     span = BLOCK * max(_BLOCKS_PER_TASK, -(-count // (BLOCK * _MOST_PARTS)))
+    parts = -(-int(logits.counts_R.max(initial=0)) // span)
     values = (
         *_table(rows.value_codes_HNC),
         *_halves(rows.value_scales_HNV),
         *_halves(rows.value_offsets_HNV),
         rows.value_bits,
     )
+    state = AttentionState.empty((heads, queries), rows.head_dim)
+    if parts == 0:
+        return state
     for begin in range(0, queries, _MOST_ROWS):
-        logits = logits_HRX[:, begin : begin + _MOST_ROWS].contiguous()
-        shape = (heads, -(-count // span), logits.shape[1])
-        outs = logits.new_empty(*shape, rows.head_dim)
-        peaks, totals = (logits.new_empty(shape) for _ in range(2))
+        some = slice(begin, begin + _MOST_ROWS)
+        places, counts = np.ascontiguousarray(logits.places_HR[:, some]), logits.counts_R[some]
+        shape = (heads, parts, len(counts))
+        outs = torch.empty(*shape, rows.head_dim, device="cpu")
+        peaks, totals = (torch.empty(shape, device="cpu") for _ in range(2))
         partial = (outs.numpy(), peaks.numpy(), totals.numpy())
-        out = logits.new_zeros(heads, shape[2], rows.head_dim)
-        lse = logits.new_full((heads, shape[2]), -torch.inf)
-        launch(_attend_parts, *values, logits.numpy(), first, span, *partial)
-        launch(_merge_parts, *partial, out.numpy(), lse.numpy())
-        state.out[:, begin : begin + _MOST_ROWS] = out
-        state.lse[:, begin : begin + _MOST_ROWS] = lse
+        launch(_attend_parts, *values, logits.numbers, places, counts, first, span, *partial)
+        launch(_merge_parts, *partial, state.out.numpy(), state.lse.numpy(), begin)
     return state
 
 
@@ -108,19 +102,6 @@ def _halves(rows_HNC: Tensor) -> tuple[NDArray[np.generic], int]:
     return _table(rows_HNC.view(torch.int16))
 
 
-def _lines(out_HRX: Tensor) -> tuple[NDArray[np.float32], int]:
-    """All heads' rows in one line of numbers, and how many of them lie between the first ones of two rows.
-
-    Raises ValueError for rows that are not evenly spaced.
-    """
-    heads, rows, count = out_HRX.shape
-    stride = out_HRX.stride(1) if rows > 1 else (out_HRX.stride(0) if heads > 1 else count)
-    if out_HRX.stride(2) != 1 or (heads > 1 and out_HRX.stride(0) != rows * stride):
-        raise ValueError(f"rows are {out_HRX.stride()} apart, expected columns of a contiguous tensor")
-    size = (heads * rows - 1) * stride + count
-    return out_HRX.as_strided((size,), (1,), out_HRX.storage_offset()).numpy(), stride
-
-
 @njit(cache=True, nogil=True, parallel=True)
 def _score_keys(
     codes: NDArray[np.uint8],
@@ -135,9 +116,10 @@ def _score_keys(
     first: int,
     end: int,
     out: NDArray[np.float32],
-    out_stride: int,
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
 ) -> None:  # pragma: no cover - compiled
-    heads, rows, _ = queries.shape
+    heads = queries.shape[0]
     keys = _BLOCKS_PER_TASK * BLOCK
     skipped = (lead + first) // keys
     tasks = (lead + end - 1) // keys + 1 - skipped
@@ -153,8 +135,10 @@ def _score_keys(
             queries[head],
             begin,
             stop,
-            out[head * rows * out_stride + begin - first :],
-            out_stride,
+            out,
+            places[head],
+            counts,
+            first,
         )
 
 
@@ -169,9 +153,11 @@ def _score_span(
     first: int,
     end: int,
     out: NDArray[np.float32],
-    out_stride: int,
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    origin: int,
 ) -> None:  # pragma: no cover - compiled
-    """Logits of one head's keys first..end-1, a row of queries every `out_stride` numbers."""
+    """Logits of one head's keys first..end-1; those of a row of queries have the place of key `origin`."""
     rows, dim = queries.shape
     weights = np.zeros((rows + ROWS, dim), np.int8)
     units, shifts = np.empty(rows, np.float32), np.empty(rows, np.float32)
@@ -199,13 +185,11 @@ def _score_span(
                 some = min(_ROWS_AT_ONCE, rows - begin)
                 multiply(packed, 0, count, weights, begin, some, dim // 4, sums)
                 for r in range(some):
-                    place, unit, shift = (
-                        (begin + r) * out_stride + part - first,
-                        units[begin + r],
-                        shifts[begin + r],
-                    )
-                    line = out[place : place + count]
-                    for x in range(count):
+                    unit, shift = units[begin + r], shifts[begin + r]
+                    wanted = min(count, counts[begin + r] - (part - origin))
+                    place = places[begin + r] + part - origin
+                    line = out[place : place + max(0, wanted)]
+                    for x in range(line.shape[0]):
                         line[x] = unit * np.float32(sums[r, x]) + shift
         low = high
 
@@ -220,6 +204,8 @@ def _attend_parts(
     offsets_stride: int,
     bits: int,
     logits: NDArray[np.float32],
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
     first: int,
     span: int,
     outs: NDArray[np.float32],
@@ -235,9 +221,11 @@ def _attend_parts(
             scales[head * scales_stride + begin :],
             offsets[head * offsets_stride + begin :],
             bits,
-            logits[head],
+            logits,
+            places[head],
+            counts,
             part * span,
-            min((part + 1) * span, logits.shape[2]),
+            min((part + 1) * span, counts.max()),
             outs[head, part],
             peaks[head, part],
             totals[head, part],
@@ -251,6 +239,8 @@ def _attend_part(
     offsets: NDArray[np.int16],
     bits: int,
     logits: NDArray[np.float32],
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
     first: int,
     end: int,
     out: NDArray[np.float32],
@@ -259,14 +249,15 @@ def _attend_part(
 ) -> None:  # pragma: no cover - compiled
     """Sums of weighted values [R, d] of one head's first keys, the weights' peaks and their totals.
 
-    logits: [R, .], those of the keys in columns first..end-1.
+    logits: of a row those of the keys in columns first..end-1 behind its place, as far as it has any.
     """
-    rows, dim, groups = logits.shape[0], out.shape[1], scales.shape[1]
+    rows, dim, groups = places.shape[0], out.shape[1], scales.shape[1]
     width = dim // groups
     raw = np.empty((1, codes.shape[1]), np.uint32)
     packed = np.empty((BLOCK // 4, dim + LANES), np.uint32)
     words = np.empty(BLOCK * groups, np.uint32)
     scale, offset = np.empty((groups, BLOCK), np.float32), np.empty((groups, BLOCK), np.float32)
+    line_of = logits.reshape(1, logits.size)
     exponentials, exponents = np.empty((1, BLOCK), np.float32), np.empty(BLOCK, np.int32)
     folded = np.empty(BLOCK, np.float32)
     weights = np.zeros((groups * _ROWS_AT_ONCE, BLOCK), np.int8)
@@ -276,22 +267,25 @@ def _attend_part(
     out[:] = 0
     totals[:] = 0
     for r in range(rows):
-        peaks[r] = largest(logits, r, first, end)
+        stop = min(end, counts[r])
+        peaks[r] = largest(line_of, 0, places[r] + first, places[r] + stop) if stop > first else -np.inf
     for low in range(first, end, BLOCK):
         keys = min(BLOCK, end - low)
         read_halves(scales[low - first : low - first + keys], words, scale)
         read_halves(offsets[low - first : low - first + keys], words, offset)
         pack_values(codes, low - first, keys, bits, raw, packed)
         ask_for(codes, low - first + keys, BLOCK)
-        folded[keys:] = 0
         for begin in range(0, rows, _ROWS_AT_ONCE):
             some = min(_ROWS_AT_ONCE, rows - begin)
             for r in range(some):
                 base = peaks[begin + r] if peaks[begin + r] > -np.inf else np.float32(0)
-                totals[begin + r] += exponentiate(logits, begin + r, low, keys, base, exponents, exponentials)
+                own = max(0, min(keys, counts[begin + r] - low))
+                place = places[begin + r] + low
+                totals[begin + r] += exponentiate(line_of, 0, place, own, base, exponents, exponentials)
+                folded[own:] = 0
                 for g in range(groups):
                     place = g * _ROWS_AT_ONCE + r
-                    shift = fold(exponentials, 0, keys, scale, offset, g, middle, folded)
+                    shift = fold(exponentials, 0, own, scale, offset, g, middle, folded)
                     unit, total = round_to_unit(folded, weights, place)
                     units[place], shifts[place] = unit, shift - unit * middle * np.float32(total)
             for g in range(groups):
@@ -310,7 +304,9 @@ def _merge_parts(
     totals: NDArray[np.float32],
     out: NDArray[np.float32],
     lse: NDArray[np.float32],
+    first: int,
 ) -> None:  # pragma: no cover - compiled
+    """Merges the parts of all rows; the first is row `first` of the out."""
     heads, parts, rows, _ = outs.shape
     for task in prange(heads * rows):
         head, r = task // rows, task % rows
@@ -319,7 +315,7 @@ def _merge_parts(
             peak = max(peak, peaks[head, part, r])
         if peak == -np.inf:
             continue  # nothing was attended: the state is that already
-        line, total = out[head, r], np.float32(0)
+        line, total = out[head, first + r], np.float32(0)
         for part in range(parts):
             share = np.exp(peaks[head, part, r] - peak)
             total += share * totals[head, part, r]
@@ -327,4 +323,4 @@ def _merge_parts(
                 line[i] += share * outs[head, part, r, i]
         for i in range(line.shape[0]):
             line[i] /= total
-        lse[head, r] = peak + np.log(total)
+        lse[head, first + r] = peak + np.log(total)

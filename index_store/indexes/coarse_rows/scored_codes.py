@@ -5,15 +5,19 @@ Shape legend: H KV heads, T query positions, G group heads, R = T*G rows of quer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
+from index_store.attention.rows_in_line import RowsInLine
 from index_store.indexes.coarse_rows.kernels_numba import attend_values, score_keys
 from index_store.indexes.coarse_rows.product_rows import ProductRows
 from index_store.indexes.coarse_rows.reference import attend_values_reference, score_keys_reference
 from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
+from index_store.launch import on_host
 from index_store.selection.pieces import ScoredRows
 
 CodedRows = ScalarRows | ProductRows
@@ -36,24 +40,64 @@ class ScoredCodes(ScoredRows):
         return self.rows.value_bytes(count) + (0.0 if searched else self.rows.key_bytes(count))
 
     def attend(self, logits_HTGX: Tensor) -> AttentionState:
-        heads, positions, group, count = logits_HTGX.shape
-        logits_HRX = logits_HTGX.reshape(heads, positions * group, count)
-        if isinstance(self.rows, ScalarRows):
-            state = attend_values(self.rows, logits_HRX, self.first)
+        return self.attend_together([self], [logits_HTGX])[0]
+
+    @classmethod
+    def attend_together(cls, pieces: Sequence[ScoredCodes], logits: Sequence[Tensor]) -> list[AttentionState]:
+        """Those over the same coded rows are attended in one pass, if their logits are in one piece of memory."""
+        together: dict[tuple[int, int, int], list[int]] = {}
+        for number, (piece, own) in enumerate(zip(pieces, logits, strict=True)):
+            memory = own.untyped_storage().data_ptr()
+            together.setdefault((id(piece.rows), piece.first, memory), []).append(number)
+        states: dict[int, AttentionState] = {}
+        for numbers in together.values():
+            some = [logits[number] for number in numbers]
+            states |= zip(numbers, _attend(pieces[numbers[0]], some), strict=True)
+        return [states[number] for number in range(len(pieces))]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Rows first..end-1 for queries [H, T, G, d]; out: [H, T, G, end - first], columns of a contiguous tensor."""
+
+    queries_HTGD: Tensor
+    first: int
+    end: int
+    out_HTGX: Tensor
+
+
+def score_rows(rows: CodedRows, wanted: Sequence[Wanted]) -> list[ScoredCodes]:
+    """Scores what each wants into its out.
+
+    Those that begin at the same row are scored in one pass, and have to be in one piece of memory.
+    """
+    together: dict[int, list[Wanted]] = {}
+    for each in wanted:
+        together.setdefault(each.first, []).append(each)
+    for first, some in together.items():
+        queries = [each.queries_HTGD.flatten(1, 2) for each in some]
+        outs = [
+            each.out_HTGX.view(len(own), own.shape[1], -1) for each, own in zip(some, queries, strict=True)
+        ]
+        if isinstance(rows, ScalarRows) and on_host(rows.key_codes_HNC):
+            score_keys(rows, torch.cat(queries, dim=1), first, RowsInLine.of(outs))
         else:
-            state = attend_values_reference(self.rows, logits_HRX, self.first)
-        return AttentionState(
-            state.out.view(heads, positions, group, -1), state.lse.view(heads, positions, group)
-        )
+            for each, own, out in zip(some, queries, outs, strict=True):
+                score_keys_reference(rows, own, first, each.end, out)
+    return [ScoredCodes(each.out_HTGX, rows.first_id + each.first, rows, each.first) for each in wanted]
 
 
-def score_rows(rows: CodedRows, queries_HTGD: Tensor, first: int, end: int, out_HTGX: Tensor) -> ScoredCodes:
-    """Rows first..end-1, scored into `out`, which may be columns of a larger tensor [H, T, G, M]."""
-    heads, positions, group, head_dim = queries_HTGD.shape
-    queries_HRD = queries_HTGD.reshape(heads, positions * group, head_dim)
-    out_HRX = out_HTGX.view(heads, positions * group, -1)
-    if isinstance(rows, ScalarRows):
-        score_keys(rows, queries_HRD, first, end, out_HRX)
+def _attend(piece: ScoredCodes, logits: Sequence[Tensor]) -> list[AttentionState]:
+    """Attention to the values of a piece's rows by several sessions' logits [H, T, G, X], X as many as each has."""
+    flat = [each.flatten(1, 2) for each in logits]
+    if isinstance(piece.rows, ScalarRows) and on_host(piece.rows.key_codes_HNC):
+        state = attend_values(piece.rows, RowsInLine.of(flat), piece.first)
+        counts = [each.shape[1] for each in flat]
+        outs, lses = state.out.split_with_sizes(counts, 1), state.lse.split_with_sizes(counts, 1)
+        states = [AttentionState(out, lse) for out, lse in zip(outs, lses, strict=True)]
     else:
-        score_keys_reference(rows, queries_HRD, first, end, out_HRX)
-    return ScoredCodes(out_HTGX, rows.first_id + first, rows, first)
+        states = [attend_values_reference(piece.rows, each, piece.first) for each in flat]
+    return [
+        AttentionState(state.out.reshape(*each.shape[:3], -1), state.lse.reshape(each.shape[:3]))
+        for state, each in zip(states, logits, strict=True)
+    ]

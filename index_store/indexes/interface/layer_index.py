@@ -7,7 +7,7 @@ N keys of the context, P sampled query positions, d head dim.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,6 +74,18 @@ class Growth:
     keys: int
     appended: int
     block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one session asks of `LayerIndex.rank_together`: the arguments of `LayerIndex.rank`."""
+
+    queries_HTGD: Tensor
+    first_key: int
+    end_key: int
+    appended: AppendedKeys | None
+    search: Mapping[str, Scalar]
+    position: int | None = None
 
 
 class AppendedKeys(ABC):
@@ -221,10 +233,28 @@ class LayerIndex(ABC):
         Raises InvalidArgumentError for keys that the index does not hold, for an extension of another kind of index,
         for search options that do not fit, and without a position that is needed.
         """
+        self._check_held(end_key, appended)
+        return self._score(queries_HTGD, first_key, end_key, appended, search, position)
+
+    def _check_held(self, end_key: int, appended: AppendedKeys | None) -> None:
+        """Raises InvalidArgumentError for keys that the index does not hold."""
         held = self.key_count + (0 if appended is None else appended.count)
         if end_key > held:
             raise InvalidArgumentError(f"keys up to {end_key} were asked for, the index holds {held}")
-        return self._score(queries_HTGD, first_key, end_key, appended, search, position)
+
+    @property
+    def shares(self) -> bool:
+        """Whether `rank_together` reads the index once for several sessions."""
+        return False
+
+    def rank_together(self, asked: Sequence[Asked]) -> list[Ranking]:
+        """`rank` for several sessions, each of which gets the bits that it gets alone."""
+        return [
+            self.rank(
+                each.queries_HTGD, each.first_key, each.end_key, each.appended, each.search, each.position
+            )
+            for each in asked
+        ]
 
     @abstractmethod
     def _score(

@@ -12,9 +12,9 @@ from torch import Tensor
 from decode_engine.evaluation.probe import LayerSample, Probe, sample_layer
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
-from decode_engine.layers.selected_attention import KeyRows
+from decode_engine.layers.selected_attention import KeyRows, Observation
 from decode_engine.layers.session import Session
-from decode_engine.layers.sparse_layer import LayerSearch, Observation, SparseLayer
+from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method

@@ -16,7 +16,8 @@ from decode_engine.cli.command_line import app
 from decode_engine.evaluation.tuning.candidates import KEEPS, MASSES, BudgetSweep, Candidate, find_sweeps
 from decode_engine.evaluation.tuning.meters import KlMeter, MassMeter, Measurement, continuation
 from decode_engine.evaluation.tuning.trials import tune
-from decode_engine.layers.sparse_layer import Observation, SparseLayer
+from decode_engine.layers.selected_attention import Observation
+from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.runner import ModelRunner
 from index_store.cli.app import run_app
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError

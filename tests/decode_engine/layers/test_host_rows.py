@@ -20,8 +20,9 @@ from decode_engine.layers.dense_layer import DenseLayer, attend_dense_together
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.host_rows import copy_rows, pick_rows, stream_blocks
 from decode_engine.layers.partial_attention import attend_shared, attend_streamed
+from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
-from decode_engine.layers.sparse_layer import LayerAttention, LayerSearch, Observation, SparseLayer
+from decode_engine.layers.sparse_layer import LayerAttention, LayerSearch, SparseLayer
 from index_store.attention.attention_state import AttentionState
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes, Placement

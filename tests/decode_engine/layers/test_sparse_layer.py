@@ -13,7 +13,7 @@ from torch import Tensor
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.partial_attention import BLOCK_BYTES, attend_logits, attend_shared
-from decode_engine.layers.sparse_layer import Observation
+from decode_engine.layers.selected_attention import Observation
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.fused import attend_fused
 from index_store.methods.method import Method

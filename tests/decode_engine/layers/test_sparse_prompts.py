@@ -10,8 +10,8 @@ from torch import Tensor
 
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.prompt_selection import PromptWeights
-from decode_engine.layers.selected_attention import KeyRows
-from decode_engine.layers.sparse_layer import LayerSearch, Observation, SparseLayer
+from decode_engine.layers.selected_attention import KeyRows, Observation
+from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.presets import get_method

@@ -15,7 +15,8 @@ from torch import Tensor
 from decode_engine.evaluation.probe import sample_layer
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
-from decode_engine.layers.sparse_layer import LayerAttention, Observation, SparseLayer
+from decode_engine.layers.selected_attention import Observation
+from decode_engine.layers.sparse_layer import LayerAttention, SparseLayer
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.selection.budgets import Budget, Ratio, Threshold, TokenCount

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from decode_engine.layers.figures import Figures
-from decode_engine.layers.sparse_layer import LayerSearch, Observation, SparseLayer
+from decode_engine.layers.selected_attention import Observation
+from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context, warm_up
 from index_store.indexes.interface.layer_index import LayerIndex

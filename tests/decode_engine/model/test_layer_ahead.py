@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
-from decode_engine.layers.sparse_layer import Observation, SparseLayer
+from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.steps.layer_ahead import predicted_queries
 from index_store.errors import MethodUnsupportedError
 from index_store.methods.presets import get_method

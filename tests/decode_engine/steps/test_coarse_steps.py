@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
+from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
-from decode_engine.layers.sparse_layer import Observation, SparseLayer
+from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.coarse_steps import CoarseSelection
 from decode_engine.steps.attention.hybrid_steps import HybridSteps

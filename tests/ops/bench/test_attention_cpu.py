@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import pytest
 from harness.checks import CheckFailedError
+from torch import Tensor
 
+from index_store.attention.attention_state import AttentionState
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.scored_codes import ScoredCodes
 from index_store.methods.index_specs import INDEX_SPECS
@@ -74,9 +77,13 @@ def test_a_spoiled_coarse_copy_fails_the_check(bench: ModuleType) -> None:
     index = CoarseRows.build(INDEX_SPECS["coarse_rows"].parameters, bench.layer_source(problem, 0), 0)
     sparse = bench.SparseBench(problem, index, get_method("refined", 0.05))
     sparse.check()
-    attend = ScoredCodes.attend
+    attend = ScoredCodes.attend_together
+
+    def spoiled(pieces: Sequence[ScoredCodes], logits: Sequence[Tensor]) -> list[AttentionState]:
+        return attend(pieces, [each - 0.5 for each in logits])
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ScoredCodes, "attend", lambda self, logits: attend(self, logits - 0.5))
+        patch.setattr(ScoredCodes, "attend_together", spoiled)
         with pytest.raises(CheckFailedError, match="coarse attention: relative error"):
             sparse.check()
 

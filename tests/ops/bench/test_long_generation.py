@@ -8,8 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from decode_engine.layers.selected_attention import KeyRows
-from decode_engine.layers.sparse_layer import Observation
+from decode_engine.layers.selected_attention import KeyRows, Observation
 from index_store.selection.budgets import Selection
 from tests.ops.bench.conftest import Run, load_bench
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from index_store.attention.attention_state import AttentionState
+from index_store.attention.rows_in_line import RowsInLine
 from index_store.indexes.coarse_rows.kernels_numba import attend_values, score_keys
 from index_store.indexes.coarse_rows.reference import attend_values_reference, score_keys_reference
 from index_store.indexes.coarse_rows.scalar_rows import ScalarRows, code_rows
@@ -28,6 +30,14 @@ def queries(rows: int, head_dim: int) -> Tensor:
     return torch.randn(HEADS, rows, head_dim, generator=generator) * head_dim**-0.5
 
 
+def score(rows: ScalarRows, q_HRD: Tensor, first: int, out_HRX: Tensor) -> None:
+    score_keys(rows, q_HRD, first, RowsInLine.of([out_HRX]))
+
+
+def attend(rows: ScalarRows, logits_HRX: Tensor, first: int) -> AttentionState:
+    return attend_values(rows, RowsInLine.of([logits_HRX]), first)
+
+
 def score_bound(rows: ScalarRows, q_HRD: Tensor) -> Tensor:
     """[H, R, 1]: what rounding queries to 127 units may do to a logit."""
     units = (q_HRD[:, :, None].abs() * rows.key_scales_HBD[:, None].float()).amax(dim=(2, 3)) / 127
@@ -46,7 +56,7 @@ def test_scores_equal_the_reference(
     rows, q = coded(count, head_dim, (bits, 4), first_id=lead), queries(row_count, head_dim)
     out = torch.full((HEADS, row_count, end - first + 3), torch.nan)
     expected = torch.empty(HEADS, row_count, end - first)
-    score_keys(rows, q, first, end, out[..., 2:-1])
+    score(rows, q, first, out[..., 2:-1])
     score_keys_reference(rows, q, first, end, expected)
     assert out[..., [0, 1, -1]].isnan().all()
     error = (out[..., 2:-1] - expected).abs()
@@ -66,7 +76,7 @@ def test_attention_equals_the_reference(
     logits = 2 * count**0.5 * queries(row_count, count)
     logits[:, :, 5::7] = -torch.inf
     logits[:, 0] = -torch.inf  # nothing counts
-    found, expected = attend_values(rows, logits, first), attend_values_reference(rows, logits, first)
+    found, expected = attend(rows, logits, first), attend_values_reference(rows, logits, first)
     assert (found.out[:, 0] == 0).all()
     assert (found.lse[:, 0] == -torch.inf).all()
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-5, atol=1e-5)
@@ -84,15 +94,15 @@ def test_a_row_does_not_depend_on_those_beside_it() -> None:
     """So sessions that share a context get what they get alone."""
     rows, q = coded(2500, 64, (4, 4)), queries(37, 64)
     logits = torch.empty(HEADS, 37, 2500)
-    score_keys(rows, q, 0, 2500, logits)
+    score(rows, q, 0, logits)
     logits[:, ::3, 9::11] = -torch.inf
-    state = attend_values(rows, logits, 0)
+    state = attend(rows, logits, 0)
     for row in (0, 3, 17, 36):
         alone = torch.empty(HEADS, 1, 2500)
-        score_keys(rows, q[:, row : row + 1], 0, 2500, alone)
+        score(rows, q[:, row : row + 1], 0, alone)
         alone[logits[:, row : row + 1] == -torch.inf] = -torch.inf
         assert torch.equal(alone, logits[:, row : row + 1])
-        own = attend_values(rows, alone, 0)
+        own = attend(rows, alone, 0)
         assert torch.equal(own.out, state.out[:, row : row + 1])
         assert torch.equal(own.lse, state.lse[:, row : row + 1])
 
@@ -101,23 +111,49 @@ def test_many_rows_are_attended_in_several_launches() -> None:
     rows = coded(200, 32, (4, 4))
     logits = queries(300, 200)
     torch.testing.assert_close(
-        attend_values(rows, logits, 0).out, attend_values_reference(rows, logits, 0).out, atol=0.02, rtol=0
+        attend(rows, logits, 0).out, attend_values_reference(rows, logits, 0).out, atol=0.02, rtol=0
     )
 
 
 def test_no_keys_and_no_rows_are_an_empty_state() -> None:
     rows = coded(5, 32, (4, 4))
-    score_keys(rows, queries(2, 32), 3, 3, torch.empty(HEADS, 2, 0))
+    score(rows, queries(2, 32), 3, torch.empty(HEADS, 2, 0))
     for shape in ((HEADS, 2, 0), (HEADS, 0, 4)):
-        state = attend_values(rows, torch.empty(shape), 0)
+        state = attend(rows, torch.empty(shape), 0)
         assert state.out.shape == (*shape[:2], 32)
         assert (state.lse == -torch.inf).all()
 
 
-def test_rows_of_another_layout_are_refused() -> None:
-    rows = coded(5, 32, (4, 4))
-    with pytest.raises(ValueError, match="columns of a contiguous tensor"):
-        score_keys(rows, queries(2, 32), 0, 5, torch.empty(2, HEADS, 5).transpose(0, 1))
+def test_rows_of_several_tensors_are_scored_and_attended_as_alone() -> None:
+    """Sessions search up to where each of them is, and their logits are columns of what each has."""
+    rows, q = coded(2500, 64, (4, 4)), queries(7, 64)
+    line = torch.full((40_000,), torch.nan)
+    shapes = ((HEADS, 4, 2300), (HEADS, 1, 2496), (HEADS, 2, 64))
+    parts, place = [], 5
+    for heads, count, columns in shapes:
+        whole = line[place : place + heads * count * (columns + 3)].view(heads, count, columns + 3)
+        parts.append(whole[..., 2:-1])
+        place += whole.numel() + 1
+    score_keys(rows, q, 4, RowsInLine.of(parts))
+    assert int((~line.isnan()).sum()) == sum(part.numel() for part in parts)
+    state = attend_values(rows, RowsInLine.of(parts), 4)
+    first = 0
+    for part in parts:
+        own = slice(first, first + part.shape[1])
+        alone = torch.empty(part.shape)
+        score(rows, q[:, own], 4, alone)
+        assert torch.equal(alone, part)
+        by_itself = attend(rows, alone, 4)
+        assert torch.equal(by_itself.out, state.out[:, own])
+        assert torch.equal(by_itself.lse, state.lse[:, own])
+        first = own.stop
+
+
+def test_rows_that_no_line_holds_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected rows in one"):
+        RowsInLine.of([torch.empty(2, 5, HEADS).transpose(1, 2)])
+    with pytest.raises(ValueError, match="2 pieces of memory"):
+        RowsInLine.of([torch.empty(HEADS, 2, 5), torch.empty(HEADS, 2, 5)])
 
 
 @pytest.mark.parametrize("sets", [frozenset(), frozenset({"avx2"}), instruction_sets()])
