@@ -304,6 +304,14 @@ class ServeConfig:
         AtLeast(1, 2**20),
     ] = None
     prompts: PromptsOption = Prompts.AUTO
+    method: Annotated[
+        str,
+        Option(
+            help="What a request gets that names no method: what takes less time, full attention or its context's own "
+            "method, by steps that are timed when the server warms up (auto); always the context's own (context)."
+        ),
+        OneOf(AUTO, "context"),
+    ] = AUTO
     threads: Annotated[
         int,
         Option(help="Threads of searches and matrix products; 0 means all cores."),

@@ -282,6 +282,7 @@ def summary_lines(summary: Summary) -> list[str]:
     listed = ", ".join(f"{name} {spent / 1e6:.1f}" for name, spent in parts.items())
     return [
         f"method {summary.method}{budget}: {sparse}, {keys.fraction_all:.2%} over all layers",
+        *([f"chosen: {summary.method_reason}"] if summary.method_reason else []),
         f"tokens: {summary.context_tokens} context, {summary.prompt_tokens} prompt, "
         f"{summary.completion_tokens} answer ({summary.finish_reason})",
         f"time: {times.total_ns / 1e6:.1f} ms, first token after {times.first_token_ns / 1e6:.1f} ms, "

@@ -47,7 +47,7 @@ class ChatConfig(ServerConfig):
     ]
     method: Annotated[
         str | None,
-        Option("--method", metavar="METHOD", help="Method, as for `ask`; the context's own by default."),
+        Option("--method", metavar="METHOD", help="Method, as for `ask`."),
         Filled(),
     ] = None
     keep: Annotated[

@@ -55,6 +55,7 @@ def status_lines(found: ServerStatus) -> list[str]:
         f"{found.mean_batch:.1f} (latest {found.decode_batch}), {found.steps} steps",
         f"contexts since the start: {found.context_loads} loaded, {found.context_hits} found in memory, "
         f"{found.context_evictions} dropped for others",
+        *(f"methods: {line}" for line in found.method_choices),
         *moved,
     ]
 

@@ -24,7 +24,8 @@ from torch import Tensor
 from decode_engine.engine.job import Job, call_all, new_job
 from decode_engine.engine.keeping import Keepers
 from decode_engine.engine.places import Place, Places
-from decode_engine.engine.queues import Queues
+from decode_engine.engine.prompt_pieces import Piece
+from decode_engine.engine.queues import Pass, Queues
 from decode_engine.engine.requests import (
     EngineStats,
     Finished,
@@ -35,6 +36,7 @@ from decode_engine.engine.requests import (
     SessionT,
     Stream,
 )
+from decode_engine.engine.stepping import forward_each
 from decode_engine.errors import (
     EngineCrashedError,
     SessionMemoryError,
@@ -44,7 +46,8 @@ from index_store.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
 
-_ADMISSIONS = 4  # per step: making a session takes a little time, which streams wait for
+_ADMISSIONS = 16
+"""Requests admitted in one turn: making a session takes a little time, which streams wait for."""
 
 
 class Engine(Generic[SessionT]):
@@ -158,6 +161,11 @@ class Engine(Generic[SessionT]):
             call_all(request.on_close, place.release)
             raise
         return job.stream
+
+    def on_context(self, context: str) -> int:
+        """Sessions of requests on a context that wait or run, as many as they want answers."""
+        with self._changed:
+            return sum(job.sessions for job in self._queues.all() if job.request.context == context)
 
     def check_answers(self, answers: int) -> None:
         """Raises InvalidArgumentError unless there are sessions for so many answers to one request."""
@@ -280,24 +288,41 @@ class Engine(Generic[SessionT]):
     def _advance_prompts(self) -> int:
         """Feeds pieces of prompts; returns how many tokens these were."""
         with self._changed:
-            pieces = self._queues.take_pieces(self._prompt_chunk)
-        fed = 0
-        for job, piece in pieces:
-            if job.session is None:  # it ended with the piece before
-                continue
+            passes = self._queues.take_passes(self._prompt_chunk)
+        return sum(map(self._read_pass, passes))
+
+    def _read_pass(self, pieces: Pass[SessionT]) -> int:
+        """Feeds pieces of different prompts at once; returns how many tokens these were."""
+        here = [
+            (job, piece) for job, piece in pieces if job.session is not None
+        ]  # the piece before ended others
+        read = [(job, piece) for job, piece in here if not piece.stored]
+        told = any(job.request.prompt_logprobs for job, _ in read)
+        found = forward_each(
+            partial(self._runner.read, all_logits=told),
+            [job.running() for job, _ in read],
+            [job.piece_ids(piece) for job, piece in read],
+        )
+        results = {job: result for (job, _), result in zip(read, found, strict=True)}
+        for job, piece in here:
             try:
-                if piece.stored:
-                    job.restore(piece.tokens)
-                    continue
-                logits = job.read_piece(self._runner, piece)
-                fed += piece.tokens
-                if not job.unread:
-                    self._start_answers(job, logits[-1])
+                self._take_piece(job, piece, results.get(job))
             except GiveWayError:
                 self._put_back(job)
             except Exception as error:
                 self._fail(job, error)
-        return fed
+        return sum(piece.tokens for job, piece in read if isinstance(results[job], Tensor))
+
+    def _take_piece(self, job: Job[SessionT], piece: Piece, result: Tensor | Exception | None) -> None:
+        """Goes on behind a piece of a prompt. result: logits after it, or what went wrong; None of stored tokens."""
+        if isinstance(result, Exception):
+            raise result
+        if result is None:
+            job.restore(piece.tokens)
+            return
+        job.note_read(piece, result)
+        if not job.unread:
+            self._start_answers(job, result[-1])
 
     def _start_answers(self, job: Job[SessionT], logits_V: Tensor) -> None:
         """From the end of the prompt on, every answer has a session of its own."""

@@ -15,7 +15,6 @@ from decode_engine.engine.requests import (
     Finished,
     FinishReason,
     Request,
-    Runner,
     SessionT,
     Stream,
     Times,
@@ -92,16 +91,25 @@ class Job(Generic[SessionT]):
             )
         return jobs
 
-    def read_piece(self, runner: Runner[SessionT], piece: Piece) -> Tensor:
-        """Feeds the next piece of the prompt; logits [1, V] after it, [T, V] where the prompt's are told."""
-        request, first, end = self.request, self.fed, self.fed + piece.tokens
-        told = request.prompt_logprobs
-        [logits] = runner.read([self.running()], [request.prompt[first:end]], all_logits=told)
-        if told:
-            following = request.prompt[first + 1 : end + 1]
-            self.prompt_logprobs += token_logprobs(logits, following, request.sampling.top_logprobs or 0)
+    @property
+    def reads_alone(self) -> bool:
+        """Whether no other prompt is read in one pass with this one.
+
+        It has to get the same bits as alone, or its logits are all held, or it waits for its context while it is read.
+        """
+        return self.sampler.repeatable or self.request.prompt_logprobs or self.request.loading()
+
+    def piece_ids(self, piece: Piece) -> Sequence[int]:
+        """The tokens of the next piece, one of the prompt."""
+        return self.request.prompt[self.fed : self.fed + piece.tokens]
+
+    def note_read(self, piece: Piece, logits: Tensor) -> None:
+        """The next piece was read. logits: [1, V] after it, [T, V] where the prompt's are told."""
+        if self.request.prompt_logprobs:
+            first, top = self.fed, self.request.sampling.top_logprobs or 0
+            following = self.request.prompt[first + 1 : first + piece.tokens + 1]
+            self.prompt_logprobs += token_logprobs(logits, following, top)
         self.read += 1
-        return logits
 
     def take(self, token_id: int, now_ns: int) -> Finished | None:
         """Emits a token of the answer; the answer's last event, which the caller emits, where that was its last."""

@@ -11,11 +11,15 @@ until somebody can.
 Prompts. Every prompt is cut beforehand into pieces that cost at most half a chunk (`prompt_pieces`). A step feeds
 pieces that cost at most `chunk` in all, and then every stream gets its decode step: no stream waits longer between two
 tokens than one chunk takes, however many prompts there are, and whatever their methods. The chunk does not shrink as
-streams become more: their gap has the same bound, and a prompt that takes longer holds its session longer.
+streams become more: their gap has the same bound, and a prompt that takes longer holds its session longer. While nobody
+decodes, prompts that are read together may cost more (IDLE_CHUNKS).
 Up to half of the chunk goes to the last pieces of prompts, in order of turn: short ones, of one piece, need not wait
-for the turns of long ones, and leave at least half a chunk for them. What is left is the turn of one more prompt, one
-with more than a last piece if there is one, which then goes to the end of the line. There are at most MAX_PIECES pieces
-a step, because each costs a pass over the model's weights, however short it is.
+for the turns of long ones, and leave at least half a chunk for them. Then it is the turn of one more prompt, one with
+more than a last piece if there is one, which goes to the end of the line. What is left goes to a piece of each other
+prompt that fits and is read with others, and then to further pieces of the one whose turn it is.
+Pieces of different prompts are read together, in one pass over the model and over each context. Pieces of one prompt
+follow each other, and some prompts are read by themselves (`Job.reads_alone`). There are at most MAX_PASSES passes a
+step, because each reads the model's weights, however short it is.
 """
 
 from __future__ import annotations
@@ -30,8 +34,15 @@ from decode_engine.engine.prompt_pieces import Piece
 from decode_engine.engine.requests import SessionT, Stream
 from index_store.memory.patience import note_passed
 
-MAX_PIECES = 4
-"""Pieces of prompts that one step feeds."""
+MAX_PASSES = 4
+"""Passes over the model in which one step feeds pieces of prompts."""
+
+IDLE_CHUNKS = 2
+"""Chunks that prompts which are read together may cost while nobody decodes, and so no stream waits for them."""
+
+
+Pass = list[tuple[Job[SessionT], Piece]]
+"""Pieces of different prompts that are read together."""
 
 
 class Waiting(Generic[SessionT]):
@@ -160,17 +171,18 @@ class Queues(Generic[SessionT]):
         others = (other for other in self.all() if other is not job)
         return any(other.session is not None or not other.request.loading() for other in others)
 
-    def take_pieces(self, chunk: int) -> list[tuple[Job[SessionT], Piece]]:
-        """The pieces of prompts that the next step feeds, in this order, of a cost of at most `chunk` in all.
+    def take_passes(self, chunk: int) -> list[Pass[SessionT]]:
+        """The pieces of prompts that the next step feeds, pass by pass.
 
-        Several may be of one job. A piece of a single token is fed whatever it costs. The job whose turn it was goes to
-        the end of the line.
+        They cost `chunk` at most in all, or while nobody decodes IDLE_CHUNKS as much; but a piece of a single token is
+        fed whatever it costs. The job whose turn it was goes to the end of the line.
         """
-        pieces, turn = choose_pieces(self.prompting, chunk)
+        most = chunk if self.decoding else IDLE_CHUNKS * chunk
+        passes, turn = choose_passes(self.prompting, chunk, most)
         if turn is not None:
             self.prompting.remove(turn)
             self.prompting.append(turn)
-        return pieces
+        return passes
 
     def start_decoding(self, job: Job[SessionT], answers: Sequence[Job[SessionT]]) -> None:
         """Moves a job on whose prompt was read, as the jobs of its answers."""
@@ -183,25 +195,59 @@ class Queues(Generic[SessionT]):
         self.keeping.append(job)
 
 
-def choose_pieces(
-    jobs: Sequence[Job[SessionT]], chunk: int
-) -> tuple[list[tuple[Job[SessionT], Piece]], Job[SessionT] | None]:
-    """What `Queues.take_pieces` gives, of the prompts of jobs in order of turn; and the job whose turn it is."""
-    chosen: list[tuple[Job[SessionT], Piece]] = []
-    room = chunk / 2
+def choose_passes(
+    jobs: Sequence[Job[SessionT]], chunk: int, most: int
+) -> tuple[list[Pass[SessionT]], Job[SessionT] | None]:
+    """What `Queues.take_passes` gives, of the prompts of jobs in order of turn; and the job whose turn it is.
+
+    chunk: as there. most: cost of all, if it is not of one prompt.
+    """
+    passes: _Passes[SessionT] = _Passes()
+    others: list[Job[SessionT]] = []
     for job in jobs:
-        last = job.pieces[-1]
-        if job.unread == 1 and last.cost <= room and len(chosen) < MAX_PIECES - 1:
-            chosen.append((job, last))
-            room -= last.cost
-    ending = {job for job, _ in chosen}
-    others = [job for job in jobs if job not in ending]
+        if job.unread == 1 and passes.fit(job, job.pieces[-1], chunk / 2, MAX_PASSES - 1):
+            passes.add(job, job.pieces[-1])
+        else:
+            others.append(job)
     turn = next((job for job in others if job.unread > 1), others[0] if others else None)
-    if turn is not None:
-        spent = sum(piece.cost for _, piece in chosen)
-        for number, piece in enumerate(turn.pieces[turn.read : turn.read + MAX_PIECES - len(chosen)]):
-            if number and spent + piece.cost > chunk:
-                break
-            chosen.append((turn, piece))
-            spent += piece.cost
-    return chosen, turn
+    if turn is None:
+        return passes.all, None
+    first, *further = turn.pieces[turn.read :]
+    passes.add(turn, first)
+    for job in others:
+        piece = job.pieces[job.read]
+        if job is not turn and not job.reads_alone and passes.fit(job, piece, most, MAX_PASSES):
+            passes.add(job, piece)
+    for piece in further:
+        if passes.cost + piece.cost > chunk or len(passes.all) == MAX_PASSES:
+            break
+        passes.alone.append([(turn, piece)])
+        passes.cost += piece.cost
+    return passes.all, turn
+
+
+class _Passes(Generic[SessionT]):
+    """Pieces by the pass that reads them. together: of several prompts. alone: passes of one piece. cost: of all."""
+
+    def __init__(self) -> None:
+        self.together: Pass[SessionT] = []
+        self.alone: list[Pass[SessionT]] = []
+        self.cost = 0.0
+
+    @property
+    def all(self) -> list[Pass[SessionT]]:
+        """In the order in which they are read."""
+        return [self.together, *self.alone] if self.together else self.alone
+
+    def fit(self, job: Job[SessionT], piece: Piece, cost: float, passes: int) -> bool:
+        """Whether with the job's next piece there are so much cost and so many passes at most."""
+        more = job.reads_alone or not self.together
+        return self.cost + piece.cost <= cost and len(self.all) + more <= passes
+
+    def add(self, job: Job[SessionT], piece: Piece) -> None:
+        """Adds the job's next piece, its first one here."""
+        if job.reads_alone:
+            self.alone.append([(job, piece)])
+        else:
+            self.together.append((job, piece))
+        self.cost += piece.cost

@@ -45,9 +45,9 @@ class Runner(Protocol[SessionT_contra]):
         *,
         all_logits: bool = False,
     ) -> list[Tensor]:
-        """Feeds each session a piece of its prompt, T tokens for each: the last one's logits [1, V] per session.
+        """Feeds each session a piece of its prompt, any number T of tokens: logits [1, V] after the last one of each.
 
-        all_logits: those of all, [T, V].
+        all_logits: after all of them, [T, V].
 
         When it raises, the same call may be made again with the same result: no session has advanced. Their figures
         may count what the failed attempt did.

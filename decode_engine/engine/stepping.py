@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 SessionT = TypeVar("SessionT")
 
 Forward = Callable[[Sequence[SessionT], Sequence[Sequence[int]]], Sequence[Tensor]]
-"""Feeds each session its tokens, as many to each; returns the last one's logits [1, V] per session.
+"""Feeds each session its tokens; returns logits [1, V] after the last one per session, or [T, V] after all.
 
 When it raises, no session has advanced, and the same call may be made again.
 """
@@ -30,10 +30,12 @@ When it raises, no session has advanced, and the same call may be made again.
 def forward_each(
     forward: Forward[SessionT], sessions: Sequence[SessionT], token_ids: Sequence[Sequence[int]]
 ) -> list[Tensor | Exception]:
-    """Logits [1, V] or the error of each session.
+    """What `forward` returns of each session, or the session's error.
 
     A batch that fails is repeated one by one, to find whose fault it is; only sessions with an error do not advance.
     """
+    if not sessions:
+        return []
     try:
         return list(forward(sessions, token_ids))
     except Exception as error:
@@ -64,7 +66,7 @@ def decode_by_forward(
     alone = [[row] for row, sampler in enumerate(samplers) if sampler.repeatable]
     results: dict[int, int | Exception] = {}
     logits: dict[int, Tensor] = {}
-    for batch in [together, *alone] if together else alone:
+    for batch in [together, *alone]:
         found = forward_each(forward, [sessions[row] for row in batch], [[last_tokens[row]] for row in batch])
         for row, result in zip(batch, found, strict=True):
             if isinstance(result, Tensor):

@@ -10,6 +10,7 @@ from time import perf_counter_ns
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.partial_attention import attend_shared, attend_streamed
@@ -66,14 +67,18 @@ class DenseLayer:
             return attend_streamed(q_HTGD, self._kv_HN2D, self._form.cap)
         return attend_shared(q_HTGD, self._kv_HN2D, causal=False, cap=self._form.cap)
 
-    def read_tail(
-        self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int
-    ) -> AttentionState:
-        """Adds the new keys and attends to the session's tail, and to the layer's sink."""
+    def add(self, keys_HTD: Tensor, values_HTD: Tensor, position: int) -> None:
+        """Adds the session's new keys to its tail, and counts what their queries see."""
         heads, count = self._kv_HN2D.shape[:2]
         self.tail.write(position - count, keys_HTD, values_HTD)
-        self._figures.count_dense(heads * visible_keys(position, q_HTGD.shape[1]))
-        state = attend_shared(q_HTGD, self.tail.rows, causal=True, cap=self._form.cap)
+        self._figures.count_dense(heads * visible_keys(position, keys_HTD.shape[1]))
+
+    def read_tails(self, tails_HT2D: Tensor, q_HTGD: Tensor) -> AttentionState:
+        """Causal attention to tails alone, for the last tokens of any sessions, whose heads stand beside each other."""
+        return attend_shared(q_HTGD, tails_HT2D, causal=True, cap=self._form.cap)
+
+    def add_sink(self, state: AttentionState) -> AttentionState:
+        """Adds the layer's sink, if it has one."""
         return self._form.add_sink(state)
 
     def adopt(self, other: DenseLayer) -> None:
@@ -94,18 +99,50 @@ def attend_dense_together(
     """
     begin = perf_counter_ns()
     queries = [q_HTGD for _, q_HTGD, _, _, _ in calls]
-    context = calls[0][0].read_context(queries[0] if len(calls) == 1 else torch.cat(queries, dim=1))
-    outs: list[Tensor] = []
-    first = 0
-    for layer, q_HTGD, keys_HTD, values_HTD, position in calls:
-        part = slice(first, first + q_HTGD.shape[1])
-        own = AttentionState(context.out[:, part], context.lse[:, part])
-        outs.append(own.merge(layer.read_tail(q_HTGD, keys_HTD, values_HTD, position)).out)
-        first = part.stop
+    layers = [layer for layer, *_ in calls]
+    first = layers[0]
+    for layer, _, keys_HTD, values_HTD, position in calls:
+        layer.add(keys_HTD, values_HTD, position)
+    context = first.read_context(_joined(queries))
+    tails = first.add_sink(_read_tails(layers, queries))
+    out_HTGD = context.merge(tails).out
     spent = perf_counter_ns() - begin
-    for layer, *_ in calls:
+    for layer in layers:
         layer.count_time(spent)
-    return outs
+    return list(out_HTGD.split_with_sizes([q_HTGD.shape[1] for q_HTGD in queries], dim=1))
+
+
+def _read_tails(layers: Sequence[DenseLayer], queries: Sequence[Tensor]) -> AttentionState:
+    """Attention of each session's last tokens to its own tail, one session behind the other.
+
+    Prompts at their beginning go in one call, padded at the end, where no query of the shorter ones looks: on a GPU a
+    call for each takes longer than the attention. Single tokens stay apart, and so keep their bits on a CPU.
+    """
+    states: dict[int, AttentionState] = {}
+    counts = [q_HTGD.shape[1] for q_HTGD in queries]
+    fresh = [row for row, count in enumerate(counts) if 1 < count == layers[row].tail.count]
+    for rows in [fresh, *([row] for row in range(len(layers)) if row not in fresh)]:
+        if len(rows) == 1:
+            states[rows[0]] = layers[rows[0]].read_tails(layers[rows[0]].tail.rows, queries[rows[0]])
+        elif rows:
+            longest = max(counts[row] for row in rows)
+            padded_q = torch.cat([_padded(queries[row], longest) for row in rows])
+            tails = torch.cat([_padded(layers[row].tail.rows, longest) for row in rows])
+            state = layers[rows[0]].read_tails(tails, padded_q)
+            outs, lses = state.out.chunk(len(rows)), state.lse.chunk(len(rows))
+            for row, out, lse in zip(rows, outs, lses, strict=True):
+                states[row] = AttentionState(out[:, : counts[row]], lse[:, : counts[row]])
+    own = [states[row] for row in range(len(layers))]
+    return AttentionState(_joined([state.out for state in own]), _joined([state.lse for state in own]))
+
+
+def _padded(rows_HTXD: Tensor, length: int) -> Tensor:
+    return pad(rows_HTXD, (0, 0, 0, 0, 0, length - rows_HTXD.shape[1]))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """[H, T, ...] of several sessions, along T."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
 
 def visible_keys(position: int, positions: int) -> int:

@@ -32,17 +32,46 @@ ATTENTION_NAME = "sparsekv_decode"
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """The sessions of one batched forward, one per batch row.
+    """The sessions of one forward: their tokens are one sequence, one behind the other, or a row each (`packed`).
 
-    exact: every layer attends to everything, whatever the sessions' methods. shared: the positions of a session share
-    one selection in every layer. predicted: queries by layer, filled while the forward runs
-    (`layer_ahead.predicted_queries`); empty when no session asks for them.
+    counts: how many tokens each has. exact: every layer attends to everything, whatever the sessions' methods. shared:
+    the positions of a session share one selection in every layer. predicted: queries by layer, filled while the forward
+    runs (`layer_ahead.predicted_queries`); empty when no session asks for them.
     """
 
     sessions: Sequence[Session]
+    counts: Sequence[int]
     exact: bool = False
     shared: bool = False
     predicted: dict[int, Tensor] = field(default_factory=dict)
+
+
+def packed(
+    sessions: Sequence[Session],
+    token_ids: Sequence[Sequence[int]],
+    device: torch.device,
+    *,
+    exact: bool = False,
+    shared: bool = False,
+) -> dict[str, Any]:
+    """What the model is called with to read new tokens of each session, any number of each, in one forward.
+
+    exact, shared: see `DecodeStep`. The caller advances the sessions' positions.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    for session, own in zip(sessions, token_ids, strict=True):
+        ids += own
+        positions += range(session.position, session.position + len(own))
+    both = torch.tensor([ids, positions], dtype=torch.long, device="cpu").to(device)
+    # A decode step is a row for each session: `row_products_numba` multiplies these each by itself.
+    shape = (-1, 1) if len(ids) == len(sessions) else (1, -1)
+    return {
+        "input_ids": both[0].view(shape),
+        "position_ids": both[1].view(shape),
+        "use_cache": False,
+        "decode_step": DecodeStep(sessions, [len(own) for own in token_ids], exact, shared),
+    }
 
 
 def register_attention() -> None:
@@ -63,12 +92,12 @@ def decode_attention(
     foretold: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of all batch rows: query [B, Hq, T, d], key and value [B, H, T, d] -> out [B, T, Hq, d].
+    """Attention of all tokens: query [B, Hq, T, d], key and value [B, H, T, d] -> out [B, T, Hq, d].
 
-    decode_step: the sessions of the rows. step_batch: instead of them the number of a live batch
-    (`operator.register_batch`), T is 1 then. foretold: with it, the next layer's queries, about, shaped like query
-    (`layer_ahead.foretell_queries`). Raises InvalidArgumentError without either or with a mask (rows are never
-    padded).
+    decode_step: the sessions of the tokens, B is 1 then, or T where each has one token. step_batch: instead of it
+    the number of a live batch (`operator.register_batch`) of B sessions, T is 1 then. foretold: with it, the next
+    layer's queries, about, shaped like query (`layer_ahead.foretell_queries`). Raises InvalidArgumentError without
+    either or with a mask (tokens are never padded).
     """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -88,24 +117,35 @@ def decode_attention(
             f"attention {ATTENTION_NAME!r} needs decode_step= or step_batch= in the model's forward and no "
             "attention mask"
         )
+    if query.shape[0] == 1:
+        return narrow(
+            _attend_sessions(decode_step, layer, query, key, value, scale), width
+        ).contiguous(), None
+    query, key, value = (each.transpose(0, 2) for each in (query, key, value))  # a token of each session
     out = _attend_sessions(decode_step, layer, query, key, value, scale)
-    return narrow(out, width).contiguous(), None
+    return narrow(out.transpose(0, 1), width).contiguous(), None
 
 
 def _attend_sessions(
     step: DecodeStep, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
-    """Attention of every row by its session's layer: query [B, Hq, T, d], key and value [B, H, T, d], all of one width.
+    """Attention of every session's tokens by its layer: query [1, Hq, T, d], key and value [1, H, T, d], of one width.
 
-    Returns out [B, T, Hq, d].
+    Returns out [1, T, Hq, d].
     """
-    batch, query_heads, positions, head_dim = query.shape
+    _, query_heads, positions, head_dim = query.shape
     heads = key.shape[1]
-    q_BHTGD = _by_group(query, heads, scale)
-    predicted = step.predicted.pop(layer, None)
-    if predicted is not None:
-        predicted = _by_group(pad(predicted, (0, head_dim - predicted.shape[-1])), heads, scale)
-    out = torch.empty(batch, positions, query_heads, head_dim, dtype=query.dtype, device=query.device)
+    queries = _by_group(query, heads, scale).split_with_sizes(list(step.counts), dim=1)
+    keys, values = (
+        key[0].split_with_sizes(list(step.counts), dim=1),
+        value[0].split_with_sizes(list(step.counts), dim=1),
+    )
+    found = step.predicted.pop(layer, None)
+    predicted: Sequence[Tensor | None] = [None] * len(queries)
+    if found is not None:
+        found = found if len(found) == 1 else found.transpose(0, 2)
+        found = pad(found, (0, head_dim - found.shape[-1]))
+        predicted = _by_group(found, heads, scale).split_with_sizes(list(step.counts), dim=1)
     outs: dict[int, Tensor] = {}
     dense: dict[int, list[tuple[int, DenseLayer]]] = {}
     sparse: dict[int, list[tuple[int, SparseLayer]]] = {}
@@ -114,29 +154,27 @@ def _attend_sessions(
         attention = own.exact if step.exact else own
         if isinstance(attention, DenseLayer):
             dense.setdefault(attention.context, []).append((row, attention))
-        elif isinstance(attention, SparseLayer) and attention.sharing is not None and positions == 1:
+        elif isinstance(attention, SparseLayer) and attention.sharing is not None and max(step.counts) == 1:
             sparse.setdefault(id(attention.sharing), []).append((row, attention))
         else:
-            foretold = None if predicted is None else predicted[row]
-            new = (q_BHTGD[row], key[row], value[row])
-            outs[row] = attention.attend(*new, session.position, foretold, shared=step.shared)
+            new = (queries[row], keys[row], values[row])
+            outs[row] = attention.attend(*new, session.position, predicted[row], shared=step.shared)
 
     def call(row: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        return q_BHTGD[row], key[row], value[row], step.sessions[row].position
+        return queries[row], keys[row], values[row], step.sessions[row].position
 
     for members in dense.values():
-        found = attend_dense_together([(attention, *call(row)) for row, attention in members])
-        outs |= zip((row for row, _ in members), found, strict=True)
+        attended = attend_dense_together([(attention, *call(row)) for row, attention in members])
+        outs |= zip((row for row, _ in members), attended, strict=True)
     for searching in sparse.values():
-        found = attend_sparse_together([(attention, *call(row)) for row, attention in searching])
-        outs |= zip((row for row, _ in searching), found, strict=True)
-    for row, attended in outs.items():
-        out[row] = attended.permute(1, 0, 2, 3).reshape(positions, query_heads, head_dim)
-    return out
+        attended = attend_sparse_together([(attention, *call(row)) for row, attention in searching])
+        outs |= zip((row for row, _ in searching), attended, strict=True)
+    out_HTGD = torch.cat([outs[row] for row in range(len(outs))], dim=1)
+    return out_HTGD.transpose(0, 1).reshape(1, positions, query_heads, head_dim).to(query.dtype)
 
 
-def _by_group(query_BQTD: Tensor, heads: int, scale: float) -> Tensor:
-    """[B, Hq, T, d] -> [B, H, T, G, d] float32, scaled."""
-    batch, query_heads, positions, head_dim = query_BQTD.shape
-    grouped = (query_BQTD.float() * scale).view(batch, heads, query_heads // heads, positions, head_dim)
-    return grouped.transpose(2, 3)
+def _by_group(query_1QTD: Tensor, heads: int, scale: float) -> Tensor:
+    """[1, Hq, T, d] -> [H, T, G, d] float32, scaled."""
+    _, query_heads, positions, head_dim = query_1QTD.shape
+    grouped = (query_1QTD[0].float() * scale).view(heads, query_heads // heads, positions, head_dim)
+    return grouped.transpose(1, 2)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.layers.session import Session
-from decode_engine.model.decode_attention import ATTENTION_NAME, DecodeStep
+from decode_engine.model.decode_attention import ATTENTION_NAME, packed
 from decode_engine.model.unstored import unstored_manifest
 from decode_engine.steps.layer_ahead import foreseen_difference
 from index_store.memory.resident import ResidentContext
@@ -64,13 +64,6 @@ def _context(seen: Examination, tokens: int) -> ResidentContext:
 
 def _feed(model: Any, session: Session, ids_T: Tensor) -> Tensor:
     """Logits [T, V] float32 after each of the tokens."""
-    count = len(ids_T)
-    positions = torch.arange(session.position, session.position + count, device=ids_T.device)
-    out = model(
-        input_ids=ids_T[None],
-        position_ids=positions[None],
-        use_cache=False,
-        decode_step=DecodeStep([session], exact=True),
-    )
-    session.position += count
+    out = model(**packed([session], [ids_T.tolist()], ids_T.device, exact=True))
+    session.position += len(ids_T)
     return out.logits[0].float()  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ from decode_engine.engine.stepping import decode_by_forward
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import SparseLayer
-from decode_engine.model.decode_attention import ATTENTION_NAME, DecodeStep, register_attention
+from decode_engine.model.decode_attention import ATTENTION_NAME, packed, register_attention
 from decode_engine.model.decode_check import check_decoding
 from decode_engine.model.row_products_numba import keep_rows_apart
 from decode_engine.steps.layer_ahead import predicted_queries
@@ -166,42 +166,42 @@ class ModelRunner:
         exact: bool = False,
         shared: bool = False,
     ) -> list[Tensor]:
-        """Feeds each session its new tokens in one batched call.
+        """Feeds each session its new tokens, any number of each, in one pass over the model.
 
         exact: they attend to everything. shared: a session's new tokens share one selection in every layer.
 
-        All sessions get the same number T >= 1 of tokens. Returns per session float32 logits [1, vocab] after the
-        last token, or [T, vocab] with `all_logits`, on the runner's device. Session positions advance only when the
-        call succeeds. Raises InvalidArgumentError for ragged or empty input, or tokens outside the vocabulary.
+        What several sessions attend to of one context exactly is read once for all of them. Returns per session float32
+        logits [1, vocab] after the last of its T >= 1 tokens, or [T, vocab] with `all_logits`, on the runner's device.
+        Session positions advance only when the call succeeds. Raises InvalidArgumentError for empty input, or tokens
+        outside the vocabulary.
         """
-        lengths = {len(ids) for ids in token_ids}
-        if len(sessions) != len(token_ids) or len(lengths) != 1 or 0 in lengths:
-            raise InvalidArgumentError(
-                f"{len(sessions)} sessions got {len(token_ids)} token lists of lengths {sorted(lengths)}; "
-                "expected one list a session, all of one length of at least 1"
-            )
-        tokens = torch.tensor(token_ids, dtype=torch.long, device="cpu")
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self.identity.vocab_size:
-            raise InvalidArgumentError(
-                f"token ids span {int(tokens.min())}..{int(tokens.max())}, "
-                f"the model has 0..{self.identity.vocab_size - 1}"
-            )
-        count = tokens.shape[1]
-        starts = torch.tensor([session.position for session in sessions], device=self.device)
-        step = DecodeStep(sessions, exact, shared)
+        self._check_tokens(sessions, token_ids)
+        inputs = packed(sessions, token_ids, self.device, exact=exact, shared=shared)
+        counts = [len(ids) for ids in token_ids]
+        ends = torch.tensor(counts, device="cpu").cumsum(0)
+        steps = max(counts) == 1
+        keep = 0 if all_logits or steps else 1 if len(counts) == 1 else (ends - 1).to(self.device)
         ahead = not exact and any(session.method.schedule.ahead for session in sessions)
-        predicting = predicted_queries(self.model, step.predicted) if ahead else nullcontext()
+        predicted = inputs["decode_step"].predicted
+        predicting = predicted_queries(self.model, predicted) if ahead else nullcontext()
         with torch.inference_mode(), predicting:
-            logits = self.model(
-                input_ids=tokens.to(self.device),
-                position_ids=starts[:, None] + torch.arange(count, device=self.device),
-                use_cache=False,
-                logits_to_keep=0 if all_logits else 1,
-                decode_step=step,
-            ).logits.float()
-        for session in sessions:
+            logits_TV = self.model(**inputs, logits_to_keep=keep).logits.flatten(0, 1).float()
+        for session, count in zip(sessions, counts, strict=True):
             session.position += count
-        return list(logits)
+        return list(logits_TV.split(counts if all_logits else 1))
+
+    def _check_tokens(self, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]]) -> None:
+        if len(sessions) != len(token_ids) or not token_ids or not all(token_ids):
+            lengths = [len(ids) for ids in token_ids]
+            raise InvalidArgumentError(
+                f"{len(sessions)} sessions got token lists of lengths {lengths}; expected one list a session, of at "
+                "least one token each"
+            )
+        least, most = min(map(min, token_ids)), max(map(max, token_ids))
+        if least < 0 or most >= self.identity.vocab_size:
+            raise InvalidArgumentError(
+                f"token ids span {least}..{most}, the model has 0..{self.identity.vocab_size - 1}"
+            )
 
     def decode(
         self, sessions: Sequence[Session], last_tokens: Sequence[int], samplers: Sequence[Sampler]

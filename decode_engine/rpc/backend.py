@@ -10,6 +10,7 @@ from decode_engine.engine.engine import Engine
 from decode_engine.errors import NotReadyError
 from decode_engine.layers.session import Session
 from decode_engine.model.continuing import Ground
+from decode_engine.model.method_choice import StepCosts
 from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc.contexts.names import COLLECTION
 from decode_engine.rpc.creation.operations import Operations
@@ -28,7 +29,11 @@ from sparsekv.v1 import context_pb2
 
 @dataclass(frozen=True, slots=True)
 class ServiceBackend:
-    """What the services serve from. workshop: where contexts are ordered. paths: what no client is told."""
+    """What the services serve from.
+
+    workshop: where contexts are ordered. paths: what no client is told. costs: of decode steps, by which a method is
+    chosen where requests leave that to the server; auto: whether those do that name none.
+    """
 
     store: Store
     arena: Arena
@@ -36,6 +41,8 @@ class ServiceBackend:
     engine: Engine[Session]
     workshop: Workshop
     paths: Paths = field(default_factory=Paths)
+    costs: StepCosts = field(default_factory=StepCosts)
+    auto: bool = True
 
     def operations(self) -> Operations:
         """The operations that follow orders."""

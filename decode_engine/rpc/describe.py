@@ -127,11 +127,12 @@ def describe_methods(head_dim: int, dtype: str) -> generation_pb2.ListMethodsRes
 
 
 def describe_status(
-    model: str, engine: EngineStats, arena: ArenaStats, traffic: Traffic
+    model: str, engine: EngineStats, arena: ArenaStats, traffic: Traffic, choices: Sequence[str] = ()
 ) -> generation_pb2.ServerStatus:
     """What scheduler, memory and calls do, as the API shows it: the scheduler's figures under their own names."""
     return generation_pb2.ServerStatus(
         model=model,
+        method_choices=choices,
         **asdict(engine),
         context_bytes=arena.used_bytes,
         context_used_bytes=arena.leased_bytes,
@@ -262,9 +263,17 @@ def logprob_messages(
 
 
 def summarise(
-    end: Finished, method: Method, usage: generation_pb2.Usage, load_ns: int, before_ns: int
+    end: Finished,
+    method: Method,
+    usage: generation_pb2.Usage,
+    load_ns: int,
+    before_ns: int,
+    reason: str = "",
 ) -> generation_pb2.GenerationSummary:
-    """An answer's summary. before_ns: from the arrival of the call to the submission to the engine."""
+    """An answer's summary.
+
+    before_ns: from the arrival of the call to the submission to the engine. reason: why it is this method.
+    """
     times, figures = end.times, end.figures
     searched = figures.sparse_available > 0
     return generation_pb2.GenerationSummary(
@@ -295,6 +304,7 @@ def summarise(
             fraction_all=figures.fraction,
         ),
         method=method.name,
+        method_reason=reason,
         seed=end.seed,
         budget="" if method.budget is None else method.budget.label,
         remainder=describe_remainder(method),

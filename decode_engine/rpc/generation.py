@@ -26,6 +26,7 @@ from decode_engine.model.continuing import (
     document_tokens,
     stored_tokens,
 )
+from decode_engine.model.method_choice import AUTO
 from decode_engine.rpc.backend import ServiceBackend
 from decode_engine.rpc.describe import logprob_messages, summarise, token_messages
 from decode_engine.rpc.prompts.stored_messages import StoredMessages
@@ -42,9 +43,10 @@ from decode_engine.rpc.validation import (
     parse_order,
     prompt_tokens,
 )
-from index_store.methods.method import FittedMethod
+from index_store.methods.method import FittedMethod, Method
 from index_store.models.loading import Tokenizer
 from index_store.store.context_id import ModelIdentity
+from index_store.store.manifest import Manifest
 from sparsekv.v1 import conversation_pb2, generation_pb2
 
 _FIRST_NOTICE_S = 0.25
@@ -58,8 +60,8 @@ class CheckedOrder:
 
     ground: the context, and what is searched of it. fitted: the method on that. memory: bytes that the session of each
     answer may come to hold. arrived_ns: when the call came, on the engine's clock. sampling: the order's, with the
-    constraint compiled. token_bytes: what tokens stand for; empty where no log probabilities are wanted. calls: how
-    tools are called, where they may be.
+    constraint compiled. token_bytes: what tokens stand for; empty where no log probabilities are wanted. reason: why it
+    is this method, where the server chose it. calls: how tools are called, where they may be.
     """
 
     order: Order
@@ -71,6 +73,7 @@ class CheckedOrder:
     arrived_ns: int
     sampling: SamplingParameters
     token_bytes: Sequence[bytes]
+    reason: str
     calls: CallPlan | None = None
 
     def usage(self, completion_tokens: int = 0) -> generation_pb2.Usage:
@@ -98,7 +101,7 @@ def check_request(
     whole = None if order.context_id else _whole_tokens(order, tokenizer, identity, check)
     ground = backend.ground(order.context_id if whole is None else backend.longest_prefix(whole).id)
     named, base = ground.named, ground.base
-    method = choose_method(order, base, None if order.method else backend.tuned_default(base.id))
+    method, reason = _choose(backend, order, base)
     fitted = method.on(base)
     stored = StoredMessages(backend.store, named)
     if whole is None:
@@ -114,7 +117,7 @@ def check_request(
         sampling = replace(sampling, grammar=vocabulary.compile(constraint))
     token_bytes = vocabulary.token_bytes if order.tells_logprobs else ()
     return CheckedOrder(
-        order, ground, fitted, prompt, max_tokens, memory, arrived_ns, sampling, token_bytes, calls
+        order, ground, fitted, prompt, max_tokens, memory, arrived_ns, sampling, token_bytes, reason, calls
     )
 
 
@@ -138,6 +141,20 @@ def _plan_calls(
         before = stored.conversation()
         tools = () if before is None else before.conversation.tools
     return plan_calls(order.choice, tools, tokenizer, identity.name)
+
+
+def _choose(backend: ServiceBackend, order: Order, base: Manifest) -> tuple[Method, str]:
+    """The method of an order, and why where the server chose it; "" where the client or the context did."""
+    left_open = order.method in ("", AUTO)
+    own = choose_method(order, base, backend.tuned_default(base.id) if left_open else None)
+    if not left_open or not (order.method or backend.auto):
+        return own, ""
+    if order.has_budget or order.search_period is not None:
+        return own, "the context's own, as the request sets its budget or search period"
+    if order.keep is not None or (order.sampling.seed is not None and not order.sampling.greedy):
+        return own, "the context's own, as a seed, or what is kept, may depend on no times"
+    sessions = backend.engine.on_context(base.id) + order.answers
+    return backend.costs.choose(own, base, backend.arena.placement(base), sessions)
 
 
 async def stream_answer(
@@ -218,7 +235,7 @@ class _Told:
 
     def _ending(self, end: Finished, note: Callable[..., None]) -> generation_pb2.GenerateResponse:
         usage, method = self.checked.usage(end.completion_tokens), self.checked.fitted.method
-        summary = summarise(end, method, usage, self.load_ns, self.before_ns)
+        summary = summarise(end, method, usage, self.load_ns, self.before_ns, self.checked.reason)
         message = generation_pb2.GenerateResponse(text=end.text, summary=summary, index=end.answer)
         self._tell_calls(message)
         if (reader := self._readers.get(end.answer)) is not None:

@@ -21,9 +21,11 @@ from decode_engine.engine.engine import Engine
 from decode_engine.engine.session_memory import SHARE
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session
+from decode_engine.model.method_choice import AUTO, StepCosts, measure_steps
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import prepare_for, warm_up
 from decode_engine.rpc.backend import BackendSlot, ServiceBackend
+from decode_engine.rpc.contexts.defaults import own_methods
 from decode_engine.rpc.creation.orders import Workshop
 from decode_engine.rpc.creation.own_worker import OwnWorker, worker_command
 from decode_engine.rpc.door.options import certificates_of, warn_of_exposure
@@ -146,11 +148,14 @@ class DecodeServer:
         arena = Arena(budget, device=context_device(device), placement=placement, lanes=config.lanes)
         session_memory = config.session_memory or free_memory(device) // SHARE
         methods: Sequence[str] = ()
+        costs = StepCosts()
         if config.warm_up:
             methods = warm_up(runner, config.max_sessions, possible)
             default = get_method(DEFAULT_METHOD)
             alone = [manifest for manifest in self._store.list() if manifest.parent is None]
             prepare_for(runner, alone, default, config.max_sessions, arena.placement)
+            if config.method == AUTO:
+                costs = measure_steps(runner, [default, *own_methods(self._store, alone)], possible)
         logger.info(
             "model %s loaded on %s in %.1f s, %d bytes of host and %d of device memory for contexts, %d for sessions, "
             "%s warmed up in %.1f s",
@@ -180,7 +185,9 @@ class DecodeServer:
             runner.tokenizer,
             runner.kv_dtype,
         )
-        self._backend = ServiceBackend(self._store, arena, runner, engine, workshop, self._paths)
+        self._backend = ServiceBackend(
+            self._store, arena, runner, engine, workshop, self._paths, costs, config.method == AUTO
+        )
         engine.start()
         if config.prefill:
             level = logging.getLevelName(logger.getEffectiveLevel()).lower()

@@ -270,8 +270,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GetServerStatusRequest, call: Call
     ) -> generation_pb2.ServerStatus:
         backend = self._slot.get()
-        model = backend.runner.identity.name
-        return describe_status(model, backend.engine.stats(), backend.arena.stats(), call.traffic())
+        model, choices = backend.runner.identity.name, backend.costs.told()
+        engine, arena = backend.engine.stats(), backend.arena.stats()
+        return describe_status(model, engine, arena, call.traffic(), choices)
 
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, call: Call

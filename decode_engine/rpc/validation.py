@@ -22,6 +22,7 @@ from decode_engine.engine.sampling.matching import Constraint
 from decode_engine.engine.text import StopStrings
 from decode_engine.errors import PromptTooLongError
 from decode_engine.model.continuing import KeepOptions
+from decode_engine.model.method_choice import AUTO
 from decode_engine.rpc.contexts.defaults import default_method
 from decode_engine.rpc.contexts.names import parse_name
 from decode_engine.rpc.prompts.keep_field import parse_keep
@@ -250,13 +251,15 @@ def _check_budget(field: str, size: float) -> None:
 
 
 def choose_method(order: Order, manifest: Manifest, tuned: TunedDefault | None = None) -> Method:
-    """The method that an order means on a context. tuned: the default that the context was tuned to, if it was.
+    """The method that an order means on a context: its own where the order leaves that open, or to the server.
+
+    tuned: the default that the context was tuned to, if it was.
 
     Raises MethodUnsupportedError for an unknown one, for parts that do not go together, and for a budget or search
     period where nothing is cut; InvalidArgumentError for a value out of range.
     """
     name, sizes = order.method, (order.keep_ratio, order.target_mass, order.token_budget)
-    if not name:
+    if name in ("", AUTO):
         default = default_method(manifest, tuned)
         name = default.expression
         if not order.has_budget:

@@ -231,6 +231,7 @@ def resources(pid: int) -> tuple[int, int]:
 def serving(store: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server on a free port, and its address."""
     command = [sys.executable, "-m", "decode_engine", "serve", "--store", str(store), "--model", "reader"]
+    command += ["--method", "context"]  # the same one in every run
     with subprocess.Popen(
         [*command, "--listen", "127.0.0.1:0", "--format", "json"],
         stdout=subprocess.PIPE,

@@ -72,7 +72,16 @@ def main(
     """Mixed streams over both ports."""
     with reporting("mixed_load", bars, gpu=False) as report, tempfile.TemporaryDirectory() as folder:
         questions = _make_context(Path(folder))
-        arguments = ["--store", f"{folder}/store", "--model", "reader", "--device", "cpu"]
+        arguments = [
+            "--store",
+            f"{folder}/store",
+            "--model",
+            "reader",
+            "--device",
+            "cpu",
+            "--method",
+            "context",
+        ]
         waiting = [
             "--max-sessions",
             "32",

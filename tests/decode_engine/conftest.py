@@ -81,6 +81,7 @@ class Library:
             "prompt_chunk": 64,
             "threads": 2,
             "device": "cpu",
+            "method": "context",
         }
         return ServeConfig(**{**settings, **changes})  # type: ignore[arg-type]
 

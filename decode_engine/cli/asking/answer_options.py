@@ -77,8 +77,8 @@ class AnswerConfig(ServerConfig):
         Option(
             "--method",  # some versions of typer would call it as the metavar is written
             metavar="METHOD",
-            help="Method, as PRESET[+REMAINDER][@OPTION], for example 'pq', 'oracle+centred' or 'pq@period=4'; the "
-            "context's own by default.",
+            help="Method, as PRESET[+REMAINDER][@OPTION], for example 'pq', 'oracle+centred' or 'pq@period=4'. auto: "
+            "full attention or the context's own, whichever takes less time; by default what the server is set to.",
         ),
         Filled(),
     ] = None

@@ -57,7 +57,9 @@ _OWN = (
         "Keep the session as a context that continues this one: `display_name`, `ttl_seconds`, both optional. Its id "
         "is `sparsekv.context` of the reply. Not with tools, `n`, `regex`, `choices` and formats.",
     ),
-    Parameter("method", TEXT, "How keys are found; the context's own by default."),
+    Parameter(
+        "method", TEXT, "How keys are found; `auto`, and by default what the server has it, chooses by time."
+    ),
     Parameter("keep_ratio", number(0, 1, above=True), "Fraction of the keys to keep."),
     Parameter(
         "target_mass", number(0, 1, above=True), "Share of the attention weight that the kept keys hold."

@@ -296,6 +296,7 @@ def figures_of(summary: Summary) -> dict[str, Any]:
     """What OpenAI's replies have no place for: how the answer was made, and the fraction of keys that was touched."""
     return {
         "method": summary.method,
+        "method_reason": summary.method_reason,
         "budget": summary.budget,
         "remainder": summary.remainder,
         "seed": summary.seed,

@@ -222,7 +222,8 @@ class Summary:
     """What a finished generation was and took. finish_reason: "stop", "length", "end_of_sequence" or "tool_calls".
 
     budget, remainder: those that were really used, "" where every key was attended. kept_context: name of the context
-    that the session was kept as; "" where it was not.
+    that the session was kept as; "" where it was not. method_reason: why the server chose the method; "" where it did
+    not.
     """
 
     finish_reason: str
@@ -237,6 +238,7 @@ class Summary:
     seed: int
     cached_tokens: int = 0
     kept_context: str = ""
+    method_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +295,7 @@ class ServerStatus:
     unfinished_calls: int = 0
     unread_answers: int = 0
     model: str = ""
+    method_choices: tuple[str, ...] = ()
 
     @property
     def mean_batch(self) -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from index_store.errors import SparseKVError
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
+from index_store.store.catalog import Store
 from index_store.store.manifest import Manifest
 from index_store.store.tuned_defaults import TunedDefault
 
@@ -49,6 +51,17 @@ def default_method(manifest: Manifest, tuned: TunedDefault | None = None) -> Def
     return next(
         (choice for choice in prefilled if _unusable(manifest, choice) is None), DefaultMethod("full")
     )
+
+
+def own_methods(store: Store, manifests: Iterable[Manifest]) -> list[Method]:
+    """The methods of these contexts' requests that name none."""
+    found = []
+    for manifest in manifests:
+        try:
+            found.append(default_method(manifest, store.default_method(manifest.id)).method())
+        except SparseKVError as error:
+            logger.info("the default of context %s is not known: %s", manifest.id[:12], error)
+    return found
 
 
 def _unusable(manifest: Manifest, chosen: DefaultMethod) -> SparseKVError | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.layers.session import Session
-from decode_engine.model.decode_attention import DecodeStep
+from decode_engine.model.decode_attention import packed
 from harness.checks import compare
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
@@ -27,16 +27,9 @@ LEAST_TURNS, GENERAL_SECONDS = 10, 10.0
 
 def forward(model: Any, sessions: Sequence[Session], tokens: Sequence[int]) -> Tensor:
     """Logits [B, V] by the general path, which advances the sessions."""
-    device = sessions[0].device
-    positions = torch.tensor([[session.position] for session in sessions], device=device)
+    inputs = packed(sessions, [[token] for token in tokens], sessions[0].device)
     with torch.inference_mode():
-        logits: Tensor = model(
-            input_ids=torch.tensor(tokens, device=device)[:, None],
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=1,
-            decode_step=DecodeStep(list(sessions)),
-        ).logits[:, -1]
+        logits: Tensor = model(**inputs).logits[0]
     for session in sessions:
         session.position += 1
     return logits.float()

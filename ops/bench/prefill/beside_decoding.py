@@ -115,6 +115,8 @@ def serving(store: Path) -> Iterator[str]:
         "--device",
         "cpu",
         "--prefill",
+        "--method",
+        "context",
     ]
     server = subprocess.Popen(
         [

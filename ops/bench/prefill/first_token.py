@@ -1,17 +1,21 @@
-"""Time to first token on a GPU: from a cold store, from a warm arena, and for a second request on the same context.
+"""Time to first token: from a cold store, from a warm arena, for a second request on the same context, for 16 at once.
 
 usage: python ops/bench/prefill/first_token.py [--tokens 32768,131072] [--no-cold]
 
-The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16; contexts are random,
-written as files by the store's own writer, with the indexes of all methods. A request is what the engine makes of one:
-a lease on the context, a session, the prompt in pieces, the likeliest token on the host. Everything has run once
-before, on another context, so that no kernel is compiled while it is timed.
+On a GPU the model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16; where there is
+none, the packaged reader. Contexts are random, written as files by the store's own writer, with the indexes of all
+methods. A request is what the engine makes of one: a lease on the context, a session, the prompt in pieces, the
+likeliest token on the host. Everything has run once before, on another context, so that no kernel is compiled while it
+is timed.
 
 - `cold`: the store's files are not in the page cache, the arena is empty; the prompt runs behind the loading, as in
   `serve` when nobody else is served. `cached` is the same with the files in the page cache. `page_cache` is the share
   of the files that was in it before, as the system tells: 0 where dropping them is allowed.
 - `load_s`: all layers into an empty arena, files in the page cache; then `warm`, the first request after that, and
   `second`, the median of further ones.
+- `together`: requests with prompts of their own that come at once, through the engine: the first and the last of their
+  first tokens, and the mean. `alone_s` is one by itself, `apart_s` the last one where each prompt is read by itself, as
+  those with seeds are.
 - `stream`: decode steps of full attention with keys and values in host memory, which every step reads all.
 
 `exact` prompts attend to everything, `sparse` ones to what one search selects for each piece of the prompt. Before a
@@ -42,6 +46,7 @@ import typer
 from harness.checks import compare
 from harness.page_cache import cached_share, drop_from_page_cache, files_below, read_into_page_cache
 from harness.parsing import parse_counts, parse_method
+from harness.prompts_at_once import PromptRunner, first_tokens, read_prompts
 from harness.random_model import DTYPE, QUERY_STD, make_model
 from harness.report import reporting
 from harness.timing import seconds
@@ -49,24 +54,27 @@ from torch import Tensor
 
 from decode_engine.config import Prompts
 from decode_engine.layers.session import Session
-from decode_engine.model.decode_attention import DecodeStep
+from decode_engine.model.decode_attention import ATTENTION_NAME, register_attention
 from decode_engine.model.warm_up import made_up_context
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
+from index_store.models.loading import load_model, resolve_model
 from index_store.selection.budgets import Ratio
 from index_store.store.catalog import Store
 from index_store.store.context_id import ModelIdentity
 from index_store.store.manifest import Manifest
 
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PLACEMENTS = (Placement.DEVICE, Placement.HYBRID)
 DISTINCT = 2
 """Layers with contents of their own; the others repeat them, which no cache is large enough to profit from."""
 PIECE = 512
 """Prompt tokens of one pass, as `serve` has them on a GPU."""
+CHUNKS = {"cpu": 256, "cuda": 512}
+"""Prompt tokens of one turn, likewise."""
 WRITERS = 8
 TURNS = 4
 STEPS = 6
@@ -143,24 +151,22 @@ class Requests:
             session.close()
         return statistics.median(times[1:])
 
-    @torch.inference_mode()
     def read(self, session: Session, ids: Sequence[int], prompts: Prompts) -> Tensor:
         """Logits [V] float32 after the tokens, which are fed in pieces like the engine's."""
         logits = torch.empty(0)
         for start in range(0, len(ids), PIECE):
-            part = torch.tensor([ids[start : start + PIECE]], device=DEVICE)
-            positions = session.position + torch.arange(part.shape[1], device=DEVICE)
-            step = DecodeStep([session], prompts is Prompts.EXACT, prompts is Prompts.SPARSE)
-            out = self._model(
-                input_ids=part,
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=1,
-                decode_step=step,
+            (logits,) = read_prompts(self._model, [session], [ids[start : start + PIECE]], prompts)
+        return logits[-1]
+
+    def together(
+        self, method: Method, token_ids: Sequence[Sequence[int]], prompts: Prompts, *, apart: bool = False
+    ) -> list[float]:
+        """Seconds until each of the requests that come at once has its first token, by the engine's turns."""
+        runner = PromptRunner(self._model, prompts)
+        with self.arena.acquire(self._store, self._id) as context:
+            return first_tokens(
+                runner, context, method.on(context.manifest), token_ids, CHUNKS[DEVICE.type], apart
             )
-            session.position += part.shape[1]
-            logits = out.logits[0, -1].float()
-        return logits
 
 
 def check(
@@ -181,9 +187,16 @@ def check(
     return found, wanted
 
 
+def load_reader() -> tuple[Any, ModelIdentity]:
+    """The packaged reader, on the CPU."""
+    register_attention()
+    loaded = load_model(resolve_model("reader"), ATTENTION_NAME, device=torch.device("cpu"))
+    return loaded.model, loaded.identity
+
+
 def prompt_of(count: int) -> list[int]:
     generator = torch.Generator().manual_seed(count)
-    ids: list[int] = torch.randint(0, 128_000, (count,), generator=generator).tolist()
+    ids: list[int] = torch.randint(0, 4096, (count,), generator=generator).tolist()
     return ids
 
 
@@ -222,6 +235,35 @@ def warm_figures(
                 }
 
 
+def together_figures(
+    requests: Requests, methods: Sequence[Method], length: int, count: int
+) -> Iterator[dict[str, Any]]:
+    """So many requests that come at once, with prompts of one length; exact prompts, and those of the methods."""
+    prompts_of = [[max(0, token - number) for token in prompt_of(length)] for number in range(count)]
+    kinds = [(get_method("full"), Prompts.EXACT)]
+    kinds += [(method, prompts) for method in methods for prompts in (Prompts.SPARSE, Prompts.EACH)]
+    for method, prompts in kinds:
+        turns = [requests.together(method, prompts_of, prompts) for _ in range(max(1, TURNS // 2))]
+        alone = [requests.together(method, prompts_of[:1], prompts)[0] for _ in range(TURNS)]
+        apart = requests.together(method, prompts_of, prompts, apart=True)
+        best = min(turns, key=max)
+        yield {
+            "figure": "together",
+            "method": method.name,
+            "budget": "" if method.budget is None else method.budget.label,
+            "prompts": prompts.value,
+            "prompt_tokens": length,
+            "requests": count,
+            "alone_s": min(alone),
+            "first_s": min(best),
+            "mean_s": statistics.mean(best),
+            "last_s": max(best),
+            "apart_mean_s": statistics.mean(apart),
+            "apart_s": max(apart),
+            "times_alone": max(best) / min(alone),
+        }
+
+
 def figures(
     model: Any,
     identity: ModelIdentity,
@@ -230,6 +272,8 @@ def figures(
     lengths: Sequence[int],
     folder: Path | None,
     cold: bool = True,
+    together: int = 16,
+    placements: Sequence[Placement] = PLACEMENTS,
 ) -> Iterator[dict[str, Any]]:
     """All figures of one length."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
@@ -248,7 +292,7 @@ def figures(
         nbytes = sum(path.stat().st_size for path in files_below(store.path / "contexts"))
         yield {"figure": "written", "written_s": written_s, "gb": nbytes / 1e9}
         files, expected = files_below(store.path / "contexts"), None
-        for placement in PLACEMENTS:
+        for placement in placements:
             where = {"placement": placement.value}
             requests = Requests(model, store, manifest, placement)
             load_s = seconds(partial(load, requests, store, manifest), DEVICE)
@@ -264,6 +308,8 @@ def figures(
                 "page_locked_gb": stats.page_locked_bytes / 1e9,
             }
             for row in warm_figures(requests, methods, lengths):
+                yield {**where, **row}
+            for row in together_figures(requests, methods, lengths[0], together):
                 yield {**where, **row}
             if placement is Placement.HYBRID:
                 yield {**where, **stream_figure(requests, manifest, lengths[0])}
@@ -297,16 +343,21 @@ def main(
     layers: Annotated[int, typer.Option(help="Of the model.")] = 32,
     folder: Annotated[Path | None, typer.Option(help="Where contexts are written.")] = None,
     cold: Annotated[bool, typer.Option(help="Also time requests that wait for files to be read.")] = True,
+    together: Annotated[int, typer.Option(help="Requests that come at once.")] = 16,
 ) -> None:
     """Times first tokens; one JSON line per figure."""
     parsed, lengths = [parse_method(text) for text in methods.split(",")], parse_counts(prompt_tokens)
-    with reporting("first_token") as report:
-        model, identity = make_model(layers)
+    on_gpu = DEVICE.type == "cuda"
+    places = PLACEMENTS if on_gpu else PLACEMENTS[:1]
+    with reporting("first_token", gpu=False) as report:
+        model, identity = make_model(layers) if on_gpu else load_reader()
         # The first one compiles kernels and is not reported.
         for number, length in enumerate((4096, *parse_counts(tokens))):
-            for row in figures(model, identity, length, parsed, lengths, folder, cold and number > 0):
+            for row in figures(
+                model, identity, length, parsed, lengths, folder, cold and number > 0, together, places
+            ):
                 if number:
-                    report.add({"tokens": length, "layers": layers, **row})
+                    report.add({"tokens": length, "layers": identity.layers, **row})
 
 
 if __name__ == "__main__":

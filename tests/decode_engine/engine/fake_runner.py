@@ -42,9 +42,13 @@ FakeEngine = Engine[FakeSession]
 
 @dataclass
 class FakeRunner:
-    """calls: one (names of the sessions, tokens each) per forward. gate: waited for before every forward."""
+    """calls: one (names of the sessions, tokens of the longest) per forward. gate: waited for before every forward.
+
+    prompts: of the forwards that read prompts the tokens of each session.
+    """
 
     calls: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
+    prompts: list[dict[str, int]] = field(default_factory=list)
     gate: threading.Semaphore | None = None
 
     def read(
@@ -54,6 +58,7 @@ class FakeRunner:
         *,
         all_logits: bool = False,
     ) -> list[Tensor]:
+        self.prompts.append({s.name: len(ids) for s, ids in zip(sessions, token_ids, strict=True)})
         return self.forward(sessions, token_ids, all_logits=all_logits)
 
     def forward(
@@ -63,12 +68,13 @@ class FakeRunner:
         *,
         all_logits: bool = False,
     ) -> list[Tensor]:
-        lengths = {len(ids) for ids in token_ids}
-        if len(lengths) != 1 or len(sessions) != len(token_ids):
-            raise AssertionError("every session of a batch is fed as many tokens")
+        if not sessions or len(sessions) != len(token_ids) or not all(token_ids):
+            raise AssertionError("every session of a batch is fed tokens")
+        if len(set(map(id, sessions))) < len(sessions):
+            raise AssertionError("a session is in a batch once")
         if self.gate is not None:
             self.gate.acquire()
-        self.calls.append((tuple(session.name for session in sessions), lengths.pop()))
+        self.calls.append((tuple(session.name for session in sessions), max(map(len, token_ids))))
         for session, ids in zip(sessions, token_ids, strict=True):
             if session.closed:
                 raise AssertionError(f"{session.name} is used after it was closed")

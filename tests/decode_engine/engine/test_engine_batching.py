@@ -8,7 +8,7 @@ import pytest
 
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.prompt_pieces import PromptCost, cut_prompt
-from decode_engine.engine.queues import MAX_PIECES
+from decode_engine.engine.queues import MAX_PASSES
 from decode_engine.engine.sampler import SamplingParameters
 from decode_engine.errors import CancelledError, SessionMemoryError, TooManyRequestsError
 from index_store.errors import InvalidArgumentError
@@ -17,6 +17,7 @@ from tests.decode_engine.engine.fake_runner import (
     Client,
     FakeEngine,
     FakeRunner,
+    FakeSession,
     failure,
     make_client,
     results,
@@ -68,6 +69,37 @@ def test_prompts_of_requests_with_seeds_are_cut_alike_whoever_is_there(
         submit(engine, make_client(f"other {number}", prompt=range(3 + number)))
     run(engine, 12)
     assert [count for names, count in runner.calls if names == ("seeded",)][:5] == [2, 2, 2, 1, 1]
+    assert all(len(fed) == 1 for fed in runner.prompts if "seeded" in fed)
+
+
+def test_prompts_are_read_together_as_far_as_the_chunk_goes(runner: FakeRunner) -> None:
+    engine = Engine(runner, max_sessions=16, max_waiting=100, prompt_chunk=16)
+    clients = [submit(engine, make_client(f"{n}", prompt=range(5), max_tokens=2)) for n in range(8)]
+    seeded = SamplingParameters(temperature=0.1, seed=1)
+    alone = submit(engine, make_client("alone", prompt=range(5), max_tokens=2, sampling=seeded))
+    told = submit(engine, make_client("told", prompt=range(3), max_tokens=2, prompt_logprobs=True))
+    run(engine, 5)
+    first, *others = runner.prompts
+    assert first == dict.fromkeys("01234", 5), "two chunks while nobody decodes"
+    assert others == [{"told": 3}, dict.fromkeys("567", 5), {"alone": 5}]
+    assert all(results(client)[0] == [5, 6] for client in [*clients, alone])
+    assert results(told)[0] == [3, 4]
+
+
+def test_a_prompt_that_fails_harms_nobody_with_whom_it_is_read(runner: FakeRunner) -> None:
+    engine = Engine(runner, max_sessions=16, prompt_chunk=64)
+    broken = FakeSession("broken", fails_at=2)
+    clients = [
+        make_client("a", range(5)),
+        make_client("broken", range(5), session=broken),
+        make_client("b", [7]),
+    ]
+    for client in clients:
+        submit(engine, client)
+    run(engine, 5)
+    assert set(runner.prompts[0]) == {"a", "broken", "b"}
+    assert [results(client)[0] for client in clients[::2]] == [[5, 6, 7, 8], [8, 9, 10, 11]]
+    assert isinstance(failure(clients[1])[1], ValueError)
 
 
 def test_a_second_request_streams_before_a_long_first_prompt_is_read(engine: FakeEngine) -> None:
@@ -79,11 +111,23 @@ def test_a_second_request_streams_before_a_long_first_prompt_is_read(engine: Fak
     assert len(first.session.fed) < 40
 
 
-def test_prompts_take_turns(engine: FakeEngine, runner: FakeRunner) -> None:
+def test_prompts_on_which_no_stream_waits_are_all_read_at_once(
+    engine: FakeEngine, runner: FakeRunner
+) -> None:
     for name in "abc":
         submit(engine, make_client(name, prompt=range(16), max_tokens=1))
     run(engine, 9)
-    assert "".join(names[0] for names, _ in runner.calls) == "aabbccaabbccaabbcc"
+    everybody = {"a": 2, "b": 2, "c": 2}
+    assert runner.prompts == [everybody] * 8
+
+
+def test_prompts_take_turns_beside_a_stream(engine: FakeEngine, runner: FakeRunner) -> None:
+    submit(engine, make_client("stream", max_tokens=100))
+    engine.step()
+    for name in "abc":
+        submit(engine, make_client(name, prompt=range(16), max_tokens=1))
+    run(engine, 9)
+    assert runner.prompts[1:] == [{"a": 2, "b": 2}, {"b": 2, "c": 2}, {"c": 2, "a": 2}] * 3
 
 
 def test_decoding_sessions_share_one_batch(engine: FakeEngine, runner: FakeRunner) -> None:
@@ -109,7 +153,7 @@ def test_a_short_prompt_need_not_wait_for_the_turns_of_long_ones(runner: FakeRun
     short = submit(engine, make_client("short", prompt=[1] * 8, max_tokens=2))
     engine.step()
     assert results(short)[0] == [2, 3]
-    assert runner.calls == [(("short",), 8), (("c",), 8), (("short",), 1)]
+    assert runner.prompts[-1] == {"short": 8, "c": 8, "d": 8, "e": 8}
 
 
 def test_many_short_prompts_leave_half_of_the_chunk_to_a_long_one(runner: FakeRunner) -> None:
@@ -127,7 +171,7 @@ def test_where_a_prompt_is_cut_does_not_depend_on_others(runner: FakeRunner) -> 
     cost = PromptCost(token=1.5, move=3.0, block=5, begin=2)
 
     def pieces(others: int) -> list[int]:
-        runner.calls.clear()
+        runner.prompts.clear()
         engine = Engine(runner, max_sessions=8, max_waiting=100, prompt_chunk=20)
         for number in range(others):
             submit(engine, make_client(f"{number}", [0] * (1 + 7 * number % 40), 9))
@@ -137,7 +181,7 @@ def test_where_a_prompt_is_cut_does_not_depend_on_others(runner: FakeRunner) -> 
             submit(engine, make_client(f"{number} more", [0] * (1 + 11 * number % 60), 3))
             run(engine, number % 2)
         run(engine, 100)
-        return [count for names, count in runner.calls if names == ("a",)]
+        return [fed["a"] for fed in runner.prompts if "a" in fed]
 
     alone = pieces(0)
     assert alone == pieces(3) == pieces(20)
@@ -146,27 +190,36 @@ def test_where_a_prompt_is_cut_does_not_depend_on_others(runner: FakeRunner) -> 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_stream_waits_longer_than_one_chunk(runner: FakeRunner, seed: int) -> None:
-    """Between two of its tokens a stream sees prompts of the cost of a chunk at most, in at most MAX_PIECES pieces."""
+    """Beside a stream a turn reads prompts of the cost of a chunk at most, in at most MAX_PASSES passes."""
     engine = Engine(runner, max_sessions=8, max_waiting=100, prompt_chunk=20)
     generator = random.Random(seed)
-    submit(engine, make_client("stream", prompt=[0], max_tokens=700))
-    clients = []
+    seeded = SamplingParameters(temperature=0.1, seed=1)
+    costs: dict[str, float] = {}
+    turns: list[tuple[float, int]] = []
+
+    def turn() -> None:
+        before = len(runner.prompts)
+        engine.step()
+        read = runner.prompts[before:]
+        spent = sum(count * costs[name] for fed in read for name, count in fed.items())
+        turns.append((spent, len(read)))
+
+    clients = [submit(engine, make_client("stream", max_tokens=420))]
+    costs["stream"] = 1.0
     for number in range(60):
         length, token = generator.choice([1, 3, 9, 19, 20, 21, 150]), generator.choice([1.0, 1.0, 3.0])
-        prompt, cost = [0] * length, PromptCost(token)
-        clients.append(submit(engine, make_client(f"{number}", prompt, generator.randint(1, 9), cost=cost)))
-        run(engine, generator.randint(0, 3))
-    run(engine, 350)
-    costs = {client.session.name: client.request.cost.token for client in clients}
-    spent, pieces, gaps = 0.0, 0, []
-    for names, count in runner.calls[1:]:  # after the stream's own prompt
-        if "stream" in names:
-            gaps.append((spent, pieces))
-            spent, pieces = 0.0, 0
-        else:  # everybody who decodes does so together with the stream
-            spent, pieces = spent + count * costs[names[0]], pieces + 1
-    assert max(spent for spent, _ in gaps) == 20, "a chunk is used where there is enough to read"
-    assert max(pieces for _, pieces in gaps) <= MAX_PIECES
+        most, sampling = generator.randint(1, 9), generator.choice([SamplingParameters(), seeded])
+        costs[f"{number}"] = token
+        cost = PromptCost(token)
+        client = make_client(f"{number}", [0] * length, most, cost=cost, sampling=sampling)
+        clients.append(submit(engine, client))
+        for _ in range(generator.randint(0, 3)):
+            turn()
+    for _ in range(400):
+        turn()
+    assert max(spent for spent, _ in turns) == 20, "a chunk is used where there is enough to read"
+    assert max(passes for _, passes in turns) <= MAX_PASSES
+    assert any(len(fed) > 1 for fed in runner.prompts)
     assert all(len(results(client)[0]) == client.request.max_tokens for client in clients)
 
 
@@ -249,8 +302,8 @@ def test_a_large_request_is_passed_a_bounded_number_of_times(runner: FakeRunner)
     run(engine, 15)
     assert results(running)[0] == list(range(1, 41))
     assert results(large)[0] == [1]
-    calls = [names[0] for names, _ in runner.calls]
-    assert calls.index("large") < calls.index("behind")
+    turns = [turn for turn, fed in enumerate(runner.prompts) for name in ("large", "behind") if name in fed]
+    assert turns == sorted(turns)
     run(engine, 60)
     assert len(_admitted(small)) == 50
 
@@ -287,8 +340,10 @@ def test_a_flood_on_one_context_leaves_places_for_others(runner: FakeRunner) -> 
 
 def test_figures_tell_what_runs_and_what_was_fed(runner: FakeRunner) -> None:
     engine = Engine(runner, max_sessions=2, max_waiting=4, prompt_chunk=8, session_memory=50)
-    for name, length in (("a", 4), ("b", 20), ("c", 1)):
+    clients = [
         submit(engine, make_client(name, prompt=range(length), max_tokens=6, context=name, memory=20))
+        for name, length in (("a", 4), ("b", 20), ("c", 1))
+    ]
     assert (engine.stats().waiting, engine.stats().requests) == (3, 3)
     engine.step()
     stats = engine.stats()
@@ -299,7 +354,7 @@ def test_figures_tell_what_runs_and_what_was_fed(runner: FakeRunner) -> None:
     run(engine, 30)
     stats = engine.stats()
     assert (stats.waiting, stats.prompting, stats.decoding, stats.requests, stats.session_bytes) == (0,) * 5
-    fed = sum(count * len(names) for names, count in runner.calls)
+    fed = sum(len(client.session.fed) for client in clients)
     assert stats.prompt_tokens + stats.decode_tokens == fed == 25 + 3 * 5
     batches = [names for names, count in runner.calls if count == 1 and len(names) > 1]
     assert batches, "some decoded together"

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decode_engine.config import Prompts
 from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
+from index_store.attention.attention_state import AttentionState
 from index_store.errors import (
     DtypeMismatchError,
     InvalidArgumentError,
@@ -205,9 +207,51 @@ def test_bad_tokens_are_refused_and_change_nothing(llama: Served) -> None:
     for tokens in wrong:
         with pytest.raises(InvalidArgumentError):
             llama.runner.forward([session], tokens)
-    with pytest.raises(InvalidArgumentError):
-        llama.runner.forward([session, session], [[1], [2, 3]])
-    assert session.position == position
+    other = llama.start(METHODS["full"])
+    with pytest.raises(InvalidArgumentError, match=r"lengths \[1, 0\]"):
+        llama.runner.forward([session, other], [[1], []])
+    assert session.position == other.position == position
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts"),
+    [
+        ("full", Prompts.EACH),
+        ("csattention", Prompts.EXACT),
+        ("csattention", Prompts.SPARSE),
+        ("csattention", Prompts.EACH),
+    ],
+)
+def test_prompts_of_any_lengths_are_read_together_as_alone(
+    llama: Served, name: str, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = llama.runner
+    monkeypatch.setattr(runner, "prompts", prompts)
+    method = METHODS[name] if name == "full" else get_method(name, 0.1)
+    together, apart = ([llama.start(method) for _ in range(5)] for _ in range(2))
+    for session in (together[0], apart[0]):  # it is behind the others
+        runner.read([session], [[9, 8, 7]])
+    fed = [list(range(3, 3 + length)) for length in (11, 1, 5, 11, 7)]
+    expected = [runner.read([session], [ids])[0] for session, ids in zip(apart, fed, strict=True)]
+    torch.testing.assert_close(runner.read(together, fed), expected, rtol=1e-4, atol=1e-4)
+    assert [session.tail_keys for session in together] == [14, 1, 5, 11, 7]
+    told = runner.forward(together[:2], [[1, 2, 3], [4]], all_logits=True)
+    assert [len(logits) for logits in told] == [3, 1]
+
+
+def test_prompts_on_one_context_read_it_once(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    reads = DenseLayer.read_context
+
+    def noting(layer: DenseLayer, q_HTGD: torch.Tensor) -> AttentionState:
+        read.append(q_HTGD.shape[1])
+        return reads(layer, q_HTGD)
+
+    monkeypatch.setattr(DenseLayer, "read_context", noting)
+    monkeypatch.setattr(llama.runner, "prompts", Prompts.EXACT)
+    sessions = [llama.start(get_method("csattention", 0.1)) for _ in range(3)]
+    llama.runner.read(sessions, [[1] * 9, [2] * 4, [3] * 20])
+    assert read == [33] * llama.runner.identity.layers
 
 
 @contextmanager

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from decode_engine.model.method_choice import StepCosts, StepTime
 from decode_engine.rpc.client import Client, Summary
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import ContextCorruptError, InvalidArgumentError, MethodUnsupportedError
+from index_store.memory.placement import Placement
 from index_store.methods.presets import METHODS
 from index_store.store.tuned_defaults import TunedDefault
 from tests.decode_engine.conftest import Library
@@ -28,6 +31,8 @@ REMAINDERS = {
 }
 
 Tune = Callable[..., None]
+
+HERE = Placement.DEVICE
 
 
 def summary_of(client: Client, context: str, **arguments: Any) -> Summary:
@@ -48,6 +53,54 @@ def test_every_method_answers_and_says_what_it_did(client: Client, shelf: str, n
     layers = 0 if name == "full" else 2 if name in REMAINDERS else 1
     assert summary.selection.searches == 7 * layers
     assert summary.selection.fraction_all == 1.0 if name == "full" else summary.selection.fraction_all < 1.0
+
+
+@pytest.fixture
+def timed(server: DecodeServer, lamp: str) -> Iterator[Callable[[float], None]]:
+    """Has the server choose by time: a step of the context's own method takes so much, one of full attention 1."""
+    untimed = server.backend
+
+    def fill(own: float) -> None:
+        costs = StepCosts({("full", HERE): _always(1.0), ("csattention 5.00%", HERE): _always(own)})
+        server._slot.fill(replace(untimed, auto=True, costs=costs))
+
+    yield fill
+    server._slot.fill(untimed)
+
+
+def _always(seconds: float) -> StepTime:
+    return StepTime(seconds, 0.0, 0.0, 0.0)
+
+
+def test_requests_that_leave_the_method_open_get_what_takes_less_time(
+    client: Client, lamp: str, timed: Callable[[float], None]
+) -> None:
+    timed(2.0)
+    chosen = summary_of(client, lamp)
+    assert (chosen.method, chosen.budget) == ("full", "")
+    tokens = client.get_context(lamp).token_count
+    assert chosen.method_reason == (
+        f"a step takes about 1000.0 ms, by csattention 5.00% 2000.0 ms ({tokens} tokens, sessions on the context: 1)"
+    )
+    named = summary_of(client, lamp, method="csattention")
+    assert (named.method, named.method_reason) == ("csattention", "")
+    for wish in ({"keep_ratio": 0.1}, {"search_period": 2}, {"seed": 1, "temperature": 1.0}):
+        own = summary_of(client, lamp, **wish)
+        assert own.method.startswith("csattention")
+        assert own.method_reason.startswith("the context's own, as ")
+    timed(0.5)
+    assert summary_of(client, lamp, method="auto").method == "csattention"
+    assert client.server_status().method_choices == (
+        "csattention 5.00% instead of full (device), by sessions: always for 1, always for 16",
+        "chosen so far: csattention 1",
+    )
+
+
+def test_auto_can_be_asked_for_where_it_is_not_what_is_served(client: Client, lamp: str) -> None:
+    assert summary_of(client, lamp).method_reason == ""
+    asked = summary_of(client, lamp, method="auto")
+    assert asked.method == "csattention"
+    assert asked.method_reason == "the context's own: steps of csattention 5.00% were not timed"
 
 
 def test_a_context_names_the_methods_that_it_supports(library: Library, client: Client, shelf: str) -> None:

@@ -35,6 +35,7 @@ def test_every_figure_is_there(bench: ModuleType, tmp_path: Path) -> None:
         "check": 2,
         "cold": 2,
         "load": 2,
+        "together": 6,
         "warm": 8,
         "stream": 1,
     }

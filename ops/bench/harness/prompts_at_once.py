@@ -1,0 +1,90 @@
+"""Prompts of several requests on one context that come at once, read by the engine's turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode_engine.config import Prompts
+from decode_engine.engine.engine import Engine
+from decode_engine.engine.prompt_pieces import prompt_cost
+from decode_engine.engine.requests import Finished, Request
+from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.engine.text import TextStream
+from decode_engine.layers.session import Session
+from decode_engine.model.decode_attention import packed
+from harness.checks import CheckFailedError
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import FittedMethod
+
+
+@torch.inference_mode()
+def read_prompts(
+    model: Any, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]], prompts: Prompts
+) -> list[Tensor]:
+    """Logits [1, V] float32 after each session's tokens, which are read in one pass."""
+    device = sessions[0].device
+    inputs = packed(
+        sessions, token_ids, device, exact=prompts is Prompts.EXACT, shared=prompts is Prompts.SPARSE
+    )
+    ends_T = torch.tensor([len(ids) for ids in token_ids]).cumsum(0) - 1
+    logits_TV = model(**inputs, logits_to_keep=ends_T.to(device)).logits[0].float()
+    for session, ids in zip(sessions, token_ids, strict=True):
+        session.position += len(ids)
+    return list(logits_TV.split_with_sizes([1] * len(sessions)))
+
+
+@dataclass(frozen=True)
+class PromptRunner:
+    """What the engine needs of a model to read prompts of one kind, and to decode nothing."""
+
+    model: Any
+    prompts: Prompts
+
+    def read(
+        self, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]], *, all_logits: bool = False
+    ) -> list[Tensor]:
+        """As `Runner.read`."""
+        return read_prompts(self.model, sessions, token_ids, self.prompts)
+
+    def decode(
+        self, sessions: Sequence[Session], last_tokens: Sequence[int], samplers: Sequence[Sampler]
+    ) -> list[int | Exception]:
+        """Raises CheckFailedError: requests of one token are not decoded."""
+        raise CheckFailedError(f"{len(sessions)} requests of one token were decoded")
+
+
+def first_tokens(
+    runner: PromptRunner,
+    context: ResidentContext,
+    fitted: FittedMethod,
+    token_ids: Sequence[Sequence[int]],
+    chunk: int,
+    apart: bool,
+) -> list[float]:
+    """Seconds until each request has its first token. apart: each prompt is read by itself, as those with seeds are."""
+    engine: Engine[Session] = Engine(runner, max_sessions=len(token_ids), prompt_chunk=chunk)
+    sampling = SamplingParameters(temperature=1.0, seed=0) if apart else SamplingParameters()
+    cost = prompt_cost(fitted, runner.prompts, context.device)
+    begin, taken = time.perf_counter(), list[float]()
+    streams = [
+        engine.submit(
+            engine.reserve(),
+            Request(lambda: Session(context, fitted), ids, 1, sampling, TextStream(str, ids, ()), cost=cost),
+        )
+        for ids in token_ids
+    ]
+    while len(taken) < len(streams):
+        engine.step()
+        now = time.perf_counter() - begin
+        for event in (event for stream in streams for event in stream.take()):
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Finished):
+                taken.append(now)
+    return taken

@@ -1,0 +1,102 @@
+"""What is chosen by times of steps: made-up ones, and that steps are timed at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode_engine.model import method_choice
+from decode_engine.model.method_choice import StepCosts, StepTime, label, measure_steps
+from decode_engine.model.runner import ModelRunner
+from decode_engine.model.unstored import unstored_manifest
+from index_store.memory.placement import Placement
+from index_store.methods.presets import METHODS, get_method
+from index_store.models.loading import resolve_model
+from index_store.store.manifest import Manifest
+from tests.support.models import write_model_folder
+from tests.support.tiny_model import IDENTITY
+
+OWN = get_method("csattention", 0.05)
+HERE = Placement.DEVICE
+FULL_TIME = StepTime(base=1e-3, token=1e-6, session=1e-4, row=1e-8)
+OWN_TIME = StepTime(base=2e-3, token=0.0, session=2e-3, row=1e-7)
+COSTS = {("full", HERE): FULL_TIME, (label(OWN), HERE): OWN_TIME}
+
+
+def context(tokens: int) -> Manifest:
+    return unstored_manifest(replace(IDENTITY, max_positions=2**20), "bfloat16", tokens)
+
+
+parts = st.floats(0, 1e-3)
+
+
+@given(parts, parts, parts, parts)
+def test_four_shapes_give_the_times_of_all_others(
+    base: float, token: float, session: float, row: float
+) -> None:
+    true = StepTime(base, token, session, row)
+    found = StepTime.of({(n, s): true.seconds(n, s) for n in (2048, 8192) for s in (1, 4)})
+    for tokens, sessions in ((100, 1), (131_072, 16), (8192, 2)):
+        assert found.seconds(tokens, sessions) == pytest.approx(
+            true.seconds(tokens, sessions), rel=1e-6, abs=1e-9
+        )
+
+
+@given(st.lists(st.floats(0, 1), min_size=4, max_size=4))
+def test_no_time_is_negative_however_measurements_scatter(times: list[float]) -> None:
+    shapes = [(n, s) for n in (2048, 8192) for s in (1, 4)]
+    found = StepTime.of(dict(zip(shapes, times, strict=True)))
+    assert min(found.base, found.token, found.session, found.row) >= 0
+    assert found.seconds(10, 1) <= found.seconds(10**6, 1) <= found.seconds(10**6, 64)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sessions", "name"),
+    [
+        (1000, 1, "full"),
+        (3186, 1, "full"),
+        (3187, 1, "csattention"),
+        (100_000, 8, "csattention"),
+        (100_000, 16, "full"),
+    ],
+)
+def test_the_cheaper_one_is_chosen_and_it_is_told_why(tokens: int, sessions: int, name: str) -> None:
+    costs = StepCosts(COSTS)
+    method, why = costs.choose(OWN, context(tokens), HERE, sessions)
+    assert method.name == name
+    other = label(OWN) if name == "full" else "full"
+    assert f", by {other} " in why
+    assert f"({tokens} tokens, sessions on the context: {sessions})" in why
+    assert costs.told() == [
+        "csattention 5.00% instead of full (device), by sessions: from 3187 tokens for 1, never for 16",
+        f"chosen so far: {name} 1",
+    ]
+
+
+def test_what_was_not_timed_is_the_context_s_own() -> None:
+    for costs, method, placement in (
+        (StepCosts(), OWN, HERE),
+        (StepCosts(COSTS), get_method("csattention", 0.1), HERE),
+        (StepCosts(COSTS), OWN, Placement.HYBRID),
+    ):
+        chosen, why = costs.choose(method, context(100), placement, 1)
+        assert chosen is method
+        assert why == f"the context's own: steps of {label(method)} were not timed"
+    assert StepCosts(COSTS).choose(METHODS["full"], context(10**6), HERE, 1)[0].name == "full"
+
+
+def test_steps_are_timed_at_every_shape(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(method_choice, "_TOKENS", {"cpu": (256, 512)})
+    folder = write_model_folder(tmp_path_factory.mktemp("model"), "llama", layers=2, head_dim=32)
+    runner = ModelRunner(resolve_model(str(folder)))
+    costs = measure_steps(
+        runner, [get_method("quest", 0.1), METHODS["full"], get_method("oracle", 0.1)], [HERE]
+    )
+    assert set(costs.times) == {(name, HERE) for name in ("full", "quest 10.00%", "oracle 10.00%")}
+    assert all(time.seconds(512, 4) > 0 for time in costs.times.values())
+    runner.close()
