@@ -27,7 +27,7 @@ class RowLinear(nn.Linear):
         self.weight, self.bias = other.weight, other.bias
 
     def forward(self, rows: Tensor) -> Tensor:
-        if rows.dim() == 3 and rows.shape[1] == 1 and rows.shape[0] > 0:
+        if rows.dim() == 3 and rows.shape[1] == 1 and rows.shape[0] > 0 and not torch.compiler.is_compiling():
             product = multiply_rows(rows[:, 0], self.weight)[:, None]
             return product if self.bias is None else product + self.bias
         return super().forward(rows)

@@ -47,7 +47,8 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Coarse copies are searched on the host as on a device: its own loops round queries and weights to 8 bits."""
-    monkeypatch.setattr("index_store.indexes.coarse_rows.kernels_numba.on_host", lambda _: False)
+    for file in ("scored_codes", "index"):
+        monkeypatch.setattr(f"index_store.indexes.coarse_rows.{file}.on_host", lambda _: False)
 
 
 def on_gpu(spec: IndexSpec, index: LayerIndex, kv_HN2D: Tensor) -> LayerIndex:

@@ -224,10 +224,11 @@ def test_a_compiler_takes_the_hooks(tmp_path: Path, family: str) -> None:
             expected = run(False)
         assert foreseer.told == {}
         whole = torch.compile(run, backend="eager", fullgraph=True)
-        assert torch.equal(whole(True), expected)
+        # A compiled model does not multiply rows one by one.
+        torch.testing.assert_close(whole(True), expected, rtol=1e-4, atol=1e-4)
     assert foreseer.told.keys() == predicted.keys() == set(range(1, LAYERS))
     for layer, told in foreseer.told.items():
-        assert torch.equal(told.flatten(1, 2), predicted[layer][:, :, 0])
+        torch.testing.assert_close(told.flatten(1, 2), predicted[layer][:, :, 0], rtol=1e-4, atol=1e-4)
 
 
 def test_unknown_models_are_refused() -> None:

@@ -23,7 +23,7 @@ from index_store.methods.presets import METHODS
 from tests.ops.bench.conftest import FOLDER, Run, load_bench
 from tests.support.tiny_model import IDENTITY, make_model
 
-BENCHES = [path for path in sorted(FOLDER.rglob("*.py")) if path.parent.name != "harness"]
+BENCHES = [path for path in sorted(FOLDER.rglob("*.py")) if path.parent.name not in ("harness", "kills")]
 NEED_GPU = [path for path in BENCHES if not re.search(r"gpu=(False|device)", path.read_text())]
 
 
