@@ -19,7 +19,9 @@ from decode_engine.layers.partial_attention import attend_logits
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.listed_keys_numba import Listed, attend_listed
 from index_store.attention.logit_form import PLAIN, LogitForm
+from index_store.attention.row_lists_numba import attend_row_lists
 from index_store.indexes.interface.layer_index import Asked, LayerIndex
+from index_store.launch import on_host
 from index_store.methods.method import Method
 from index_store.selection.budgets import Budget, Selection, Step, cut_together
 from index_store.selection.pieces import Piece
@@ -40,12 +42,13 @@ DEVICE_GATHER_BYTES = 256 * 2**20
 class KeyRows:
     """Keys and values of the context and, from id N on, of the session's tail.
 
-    context_HN2D: [H, N, 2, d], on the tail's device or in host memory. tail_Ht2D: [H, t, 2, d], same dtype, on the
-    device of the ids that are asked for.
+    context_HN2D: [H, N, 2, d], on the tail's device or, with `on_host`, in host memory beside it. tail_Ht2D:
+    [H, t, 2, d], same dtype, on the device of the ids that are asked for.
     """
 
     context_HN2D: Tensor
     tail_Ht2D: Tensor
+    on_host: bool = False
 
     def gather(self, ids_HTK: Tensor) -> Tensor:
         """Rows [H, T, K, 2, d] float32 at key ids."""
@@ -74,7 +77,7 @@ class KeyRows:
 
     def heads(self, part: slice) -> KeyRows:
         """The same for some KV heads."""
-        return KeyRows(self.context_HN2D[part], self.tail_Ht2D[part])
+        return KeyRows(self.context_HN2D[part], self.tail_Ht2D[part], self.on_host)
 
     def hold(self, selection: Selection) -> HeldRows:
         """The rows of a selection that serves several calls."""
@@ -288,33 +291,64 @@ def _attend_block(
     left: LeftOut,
     figures: Figures,
 ) -> AttentionState:
-    begin = perf_counter_ns()
     queries = block.of(q_HTGD)
     counts = block.of(selection.counts_HT.unsqueeze(-1)).squeeze(-1)
-    kept = int(counts.max())
-    ids = block.of(selection.ids_HTK)[..., :kept]
-    gathered = rows.heads(block.heads).gather(ids)
+    ids = block.of(selection.ids_HTK)[..., : int(counts.max())]
     figures.count_kept(int(counts.sum()) * (queries.shape[1] // counts.shape[1]))
+    rows = rows.heads(block.heads)
+    plain = left.form.cap is None and not left.remainder.takes_out_rows
+    if plain and isinstance(rows, KeyRows) and not rows.on_host and on_host(queries):
+        state, exact = _attend_in_place(queries, rows, ids, counts, figures)
+    else:
+        state, exact = _attend_gathered(queries, rows, ids, counts, left.form, figures)
+    begin = perf_counter_ns()
+    taken_out = [exact]
+    if left.elsewhere is not None:
+        taken_out.append(block.of_keys(left.elsewhere))
+    pieces = [piece.part(block.heads, block.positions) for piece in left.pieces]
+    approximate = left.remainder.state(pieces, taken_out, left.form)
+    if approximate is not None:
+        state = state.merge(approximate)
+    figures.attend_ns += perf_counter_ns() - begin
+    return state
+
+
+def _attend_gathered(
+    queries: Tensor, rows: KeyRows | HeldRows, ids: Tensor, counts: Tensor, form: LogitForm, figures: Figures
+) -> tuple[AttentionState, ExactKeys]:
+    """Attention to the listed rows, which are gathered; and these keys, to be taken out of a remainder."""
+    begin = perf_counter_ns()
+    gathered = rows.gather(ids)
     gathered_at = perf_counter_ns()
     figures.gather_ns += gathered_at - begin
     keys, values = gathered[:, :, :, 0], gathered[:, :, :, 1]
     # Positions that share their rows are as good as more heads of the group.
     together = queries if gathered.shape[1] > 1 else queries.flatten(1, 2).unsqueeze(1)
     logits = together @ keys.transpose(-1, -2)
-    valid = torch.arange(kept, device=counts.device) < counts.unsqueeze(-1)
-    seen = left.form.capped(logits).masked_fill(~valid[:, :, None], -torch.inf)
+    valid = _counted(ids, counts)
+    seen = form.capped(logits).masked_fill(~valid[:, :, None], -torch.inf)
     state = attend_logits(seen, values)
     state = AttentionState(state.out.view(queries.shape), state.lse.view(queries.shape[:-1]))
-    logits = logits.view(*queries.shape[:-1], kept)
-    exact = [ExactKeys(ids, valid, logits, values)]
-    if left.elsewhere is not None:
-        exact.append(block.of_keys(left.elsewhere))
-    pieces = [piece.part(block.heads, block.positions) for piece in left.pieces]
-    approximate = left.remainder.state(pieces, exact, left.form)
-    if approximate is not None:
-        state = state.merge(approximate)
     figures.attend_ns += perf_counter_ns() - gathered_at
-    return state
+    return state, ExactKeys(ids, valid, logits.view(*queries.shape[:-1], ids.shape[2]), values)
+
+
+def _attend_in_place(
+    queries: Tensor, rows: KeyRows, ids: Tensor, counts: Tensor, figures: Figures
+) -> tuple[AttentionState, ExactKeys]:
+    """The same without a copy of the rows, on a CPU; the keys have ids alone."""
+    begin = perf_counter_ns()
+    positions = queries.shape[1]
+    each_ids, each_counts = ids.expand(-1, positions, -1), counts.expand(-1, positions)
+    state = attend_row_lists(queries, rows.context_HN2D, rows.tail_Ht2D, each_ids, each_counts)
+    nothing = queries.new_empty(0)
+    figures.attend_ns += perf_counter_ns() - begin
+    return state, ExactKeys(ids, _counted(ids, counts), nothing, nothing)
+
+
+def _counted(ids: Tensor, counts: Tensor) -> Tensor:
+    """[H, T, K] bool: which of the ids count."""
+    return torch.arange(ids.shape[2], device=counts.device) < counts.unsqueeze(-1)
 
 
 def _gather_bytes(beside: Tensor) -> int:

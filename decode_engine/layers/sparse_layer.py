@@ -90,7 +90,7 @@ class SparseLayer:
                 f"method {method.name!r} has no budget, a searching layer needs one", method=method.name
             )
         heads, count, _, head_dim = kv_HN2D.shape
-        self.context_HN2D = kv_HN2D
+        self.context_HN2D, self._on_host = kv_HN2D, device is not None
         self._sinks = min(method.sinks, count)
         self._index, self._partition, self._thresholds = search.index, search.partition, search.thresholds
         self._indexes = [self._index] if self._partition is None else [self._index, self._partition]
@@ -107,7 +107,7 @@ class SparseLayer:
         self._prompt_score_bytes = _SCORE_BYTES if on_cpu else 4 * _DEVICE_SCORE_BYTES
         self.tail = Tail(heads, head_dim, kv_HN2D.dtype, place)
         self._exact = DenseLayer(kv_HN2D, figures, device, self.tail, form)
-        self._always = ExactPart(kv_HN2D, self.tail, self._sinks, figures, device is not None, form)
+        self._always = ExactPart(kv_HN2D, self.tail, self._sinks, figures, self._on_host, form)
         self.observer: Callable[[Observation], None] | None = None
         together = on_cpu and attends_together(method, search.index, search.partition, form)
         self.sharing = search.index if together else None
@@ -119,6 +119,10 @@ class SparseLayer:
     @property
     def exact(self) -> DenseLayer:
         return self._exact
+
+    @property
+    def _rows(self) -> KeyRows:
+        return KeyRows(self.context_HN2D, self.tail.rows, self._on_host)
 
     def attend(
         self,
@@ -241,7 +245,7 @@ class SparseLayer:
             return exact.out
         self._append_until(search_end)
         self._vectors_read = self._bytes_read = 0.0
-        rows = KeyRows(self.context_HN2D, self.tail.rows)
+        rows = self._rows
         selection = self._select_together(q_HTGD, position, search_end, exact.lse, rows)
         held = rows.hold(selection)
         # Without pieces there is nothing to score but the rows themselves.
@@ -280,12 +284,11 @@ class SparseLayer:
         usual = self._search_end(position)
         self._vectors_read = self._bytes_read = 0.0
         exact = self._always.attend(q_HTGD, position, searcher.search_end(position, usual))
-        rows = KeyRows(self.context_HN2D, self.tail.rows)
         choice = searcher.choose(q_HTGD, position, usual, partial(self._search, position, exact.lse))
         pieces = self._pieces(q_HTGD, position, choice.search_end, choice.pieces)
         elsewhere = self._elsewhere(q_HTGD, choice.search_end, pieces)
         left = LeftOut(self._method.remainder, pieces, elsewhere, self._form)
-        state = attend_selection(q_HTGD, rows, choice.selection, left, self._figures)
+        state = attend_selection(q_HTGD, self._rows, choice.selection, left, self._figures)
         out = state.merge(exact).out
         self._always.count(position, q_HTGD.shape[1], choice.search_end)
         self._observe(q_HTGD, position, choice.search_end, choice.selection, pieces, choice.pieces, out)
@@ -303,7 +306,7 @@ class SparseLayer:
     ) -> None:
         """Tells who measures. pieces: of the remainder; `searched` where a search has scored them."""
         if self.observer is not None:
-            rows, moments = KeyRows(self.context_HN2D, self.tail.rows), self._method.remainder.moments
+            rows, moments = self._rows, self._method.remainder.moments
             rest = sum(piece.remainder_bytes(moments, pieces is searched) for piece in pieces)
             read = (self._vectors_read, self._bytes_read, rest)
             found = (selection, rows, out_HTGD, *read, self._form)
@@ -338,7 +341,7 @@ class SparseLayer:
         )
 
     def _step(self, q_HTGD: Tensor, search_end: int, exact_lse_HTG: Tensor) -> Step:
-        rows = KeyRows(self.context_HN2D, self.tail.rows)
+        rows = self._rows
         return Step(
             search_end + self._method.recent,
             self._thresholds,

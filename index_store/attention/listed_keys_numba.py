@@ -20,9 +20,12 @@ from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.exponentials_numba import exponentiate, largest
+from index_store.attention.vectors.code import LANES
+from index_store.attention.vectors.floats_numba import add_weighted, dot, make_widening
 from index_store.launch import int16_table, launch, njit, prange
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_widen_bfloats, _widen_halves = make_widening("bfloat16"), make_widening("float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +181,13 @@ def _attend_rows(
     count = rows.shape[0]
     words, logits = np.empty((1, dim), np.uint32), np.empty((group, count), np.float32)
     row = words.view(np.float32)
-    exponents, weights = np.empty(count, np.int32), np.empty((1, count), np.float32)
+    padded = (count + LANES - 1) // LANES * LANES
+    weights, scratch = np.empty((1, padded), np.float32), np.empty((1, LANES), np.float32)
     _multiply(queries, context, rows, 0, late, kind, words, row, logits)
     _multiply(queries, tail, rows, late, count, kind, words, row, logits)
     for g in range(group):
         peak = max(largest(logits, g, 0, count), lse[g])
-        total = exponentiate(logits, g, 0, count, peak, exponents, weights)
+        total = exponentiate(logits, g, 0, count, peak, scratch, weights)
         others = np.exp(lse[g] - peak)
         lse[g] = peak + np.log(total + others)
         for n in range(count):
@@ -194,7 +198,7 @@ def _attend_rows(
     _add_up(logits, tail, rows, late, count, kind, words, row, out)
 
 
-@njit(cache=True, nogil=True, _nrt=False, fastmath={"reassoc", "contract"})
+@njit(cache=True, nogil=True, _nrt=False)
 def _multiply(
     queries: NDArray[np.float32],
     table: NDArray[np.int16],
@@ -207,16 +211,17 @@ def _multiply(
     logits: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
     """Logits of entries first..end-1: products of queries with keys. words: scratch, and row the same as float32."""
+    vectors = row.shape[1] // LANES
     for n in range(first, end):
         _read_row(table, rows[n], kind, 0, words, row)
         for g in range(queries.shape[0]):
-            query, total = queries[g], np.float32(0)
-            for i in range(row.shape[1]):
-                total += query[i] * row[0, i]
+            total = dot(queries, g, 0, row, 0, 0, vectors)
+            for i in range(vectors * LANES, row.shape[1]):
+                total += queries[g, i] * row[0, i]
             logits[g, n] = total
 
 
-@njit(cache=True, nogil=True, _nrt=False, fastmath={"contract"})
+@njit(cache=True, nogil=True, _nrt=False)
 def _add_up(
     weights: NDArray[np.float32],
     table: NDArray[np.int16],
@@ -229,12 +234,13 @@ def _add_up(
     out: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
     """Adds the weighted values of entries first..end-1."""
+    vectors = row.shape[1] // LANES
     for n in range(first, end):
         _read_row(table, rows[n], kind, row.shape[1], words, row)
         for g in range(out.shape[0]):
-            line, weight = out[g], weights[g, n]
-            for i in range(row.shape[1]):
-                line[i] += weight * row[0, i]
+            add_weighted(weights[g, n], row, 0, 0, out, g, vectors)
+            for i in range(vectors * LANES, row.shape[1]):
+                out[g, i] += weights[g, n] * row[0, i]
 
 
 @njit(cache=True, nogil=True, _nrt=False)
@@ -253,12 +259,15 @@ def _read_row(
         for i in range(count):
             words[0, i] = (np.uint32(numbers[2 * i + 1]) << 16) | (np.uint32(numbers[2 * i]) & 0xFFFF)
         return
-    numbers = table[number, first : first + count]
+    vectors = count // LANES
     if kind == 1:
-        for i in range(count):
-            words[0, i] = np.uint32(numbers[i]) << 16
-        return
-    for i in range(count):
-        words[0, i] = ((np.uint32(numbers[i]) & 0x7FFF) << 13) | ((np.uint32(numbers[i]) & 0x8000) << 16)
-    for i in range(count):
-        row[0, i] *= np.float32(2.0**112)  # the exponents' biases are 127 and 15
+        _widen_bfloats(table, number, first, row, 0, 0, vectors)
+    else:
+        _widen_halves(table, number, first, row, 0, 0, vectors)
+    for i in range(vectors * LANES, count):
+        bits = np.uint32(table[number, first + i])
+        if kind == 1:
+            words[0, i] = bits << 16
+        else:
+            words[0, i] = ((bits & 0x7FFF) << 13) | ((bits & 0x8000) << 16)
+            row[0, i] *= np.float32(2.0**112)  # the exponents' biases are 127 and 15

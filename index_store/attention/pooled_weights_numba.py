@@ -15,6 +15,8 @@ from torch import Tensor
 
 from index_store.attention.exponentials_numba import exponentiate, largest
 from index_store.attention.rows_in_line import RowsInLine, new_in_line
+from index_store.attention.vectors.code import LANES
+from index_store.attention.vectors.floats_numba import add_weighted
 from index_store.launch import launch, njit, on_host, prange
 
 _TILE = 8192
@@ -93,8 +95,7 @@ def _pooled_weights(
     for task in prange(queries * tiles):
         query, tile = task // tiles, task % tiles
         low, high = tile * _TILE, min((tile + 1) * _TILE, counts[query])
-        line = out[out_places[query] : out_places[query] + counts[query]]
-        _pool_tile(logits, places[query], low, high, peaks[query], line)
+        _pool_tile(logits, places[query], low, high, peaks[query], out, out_places[query])
 
 
 @njit(cache=True, nogil=True)
@@ -108,15 +109,15 @@ def _sum_tile(
     totals: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
     """Peaks of a tile's logits for every head, and the sums of their exponentials."""
-    exponents, exponentials = np.empty(_PIECE, np.int32), np.empty((1, _PIECE), np.float32)
     if low >= high:
         return
+    scratch, exponentials = np.empty((1, LANES), np.float32), np.empty((1, _PIECE), np.float32)
     for g in range(places.shape[0]):
         peak, total = largest(logits, 0, places[g] + low, places[g] + high), np.float32(0)
         if peak > -np.inf:
             for begin in range(low, high, _PIECE):
                 count = min(_PIECE, high - begin)
-                total += exponentiate(logits, 0, places[g] + begin, count, peak, exponents, exponentials)
+                total += exponentiate(logits, 0, places[g] + begin, count, peak, scratch, exponentials)
         peaks[g, tile], totals[g, tile] = peak, total
 
 
@@ -128,21 +129,43 @@ def _pool_tile(
     high: int,
     lse: NDArray[np.float32],
     out: NDArray[np.float32],
+    place: int,
 ) -> None:  # pragma: no cover - compiled
-    """Weights of a tile's keys; lse: [G, .], the first column counts."""
-    exponents, exponentials = np.empty(_PIECE, np.int32), np.empty((1, _PIECE), np.float32)
+    """Weights of a tile's keys, from out[place] on those of all; lse: [G, .], the first column counts."""
+    scratch, exponentials = np.empty((1, LANES), np.float32), np.empty((1, _PIECE), np.float32)
+    sums = np.empty((1, _PIECE), np.float32)
     for begin in range(low, high, _PIECE):
         count = min(_PIECE, high - begin)
-        line = out[begin : begin + count]
-        line[:] = 0
-        for g in range(places.shape[0]):
-            exponentiate(logits, 0, places[g] + begin, count, lse[g, 0], exponents, exponentials)
-            for i in range(count):
-                line[i] += exponentials[0, i]
-        for i in range(count):
-            if line[i] == 0:  # too small for a float, or of a key without logits
-                highest = logits[0, places[0] + begin + i]
-                for g in range(1, places.shape[0]):
-                    highest = max(highest, logits[0, places[g] + begin + i])
-                if highest == -np.inf:
-                    line[i] = -np.inf
+        vectors = (count + LANES - 1) // LANES
+        exponentiate(logits, 0, places[0] + begin, count, lse[0, 0], scratch, sums)
+        for g in range(1, places.shape[0]):
+            exponentiate(logits, 0, places[g] + begin, count, lse[g, 0], scratch, exponentials)
+            add_weighted(np.float32(1), exponentials, 0, 0, sums, 0, vectors)
+        _put(sums, count, logits, places, begin, out, place + begin)
+
+
+@njit(cache=True, nogil=True, _nrt=False)
+def _put(
+    sums: NDArray[np.float32],
+    count: int,
+    logits: NDArray[np.float32],
+    places: NDArray[np.int64],
+    begin: int,
+    out: NDArray[np.float32],
+    place: int,
+) -> None:  # pragma: no cover - compiled
+    """Writes sums of weights to out[place..]; -inf where all logits, from `begin` behind their places on, are."""
+    line, source = out[place : place + count], sums[0, :count]
+    empty = 0
+    for i in range(count):
+        line[i] = source[i]
+        empty += source[i] == np.float32(0)  # too small for a float, or of a key without logits
+    if empty == 0:
+        return
+    for i in range(count):
+        if line[i] == 0:
+            highest = logits[0, places[0] + begin + i]
+            for g in range(1, places.shape[0]):
+                highest = max(highest, logits[0, places[g] + begin + i])
+            if highest == -np.inf:
+                line[i] = -np.inf

@@ -39,7 +39,7 @@ class ExactKeys:
     """Keys that are attended exactly and must leave the pieces.
 
     ids_HTK: [H, T, K] int32 key ids. valid_HTK: [H, T, K] bool, which entries count. logits_HTGK: [H, T, G, K] float32,
-    finite also where not valid. values_HTKD: [H, T, K, d] float32.
+    finite also where not valid. values_HTKD: [H, T, K, d] float32. The last two are empty where ids suffice.
     """
 
     ids_HTK: Tensor
@@ -71,6 +71,9 @@ class Remainder(ABC):
     piece_type: ClassVar[type[Piece] | None] = None
     """What it is computed over; None where nothing is."""
 
+    takes_out_rows: ClassVar[bool] = False
+    """Whether logits and values of exact keys are taken out, and not only their ids."""
+
     moments: ClassVar[str] = "none"
     """What the clusters must hold: `none`, `diagonal` (variances) or `full` (covariances of values and keys)."""
 
@@ -80,9 +83,10 @@ class Remainder(ABC):
     ) -> AttentionState | None:
         """Approximate attention to every key of the pieces that is not among the exact ones.
 
-        pieces: of `piece_type`; their logits may be overwritten. form: its cap is applied to the logits of pieces; all
-        that are given are without it. Returns out [H, T, G, d], lse [H, T, G]; None when nothing is approximated at
-        all. Raises TypeError for pieces of another type.
+        pieces: of `piece_type`; their logits may be overwritten. exact: with logits and values where
+        `takes_out_rows`. form: its cap is applied to the logits of pieces; all that are given are without it. Returns
+        out [H, T, G, d], lse [H, T, G]; None when nothing is approximated at all. Raises TypeError for pieces of
+        another type.
         """
 
 
@@ -164,6 +168,7 @@ class ClusterRemainder(PieceRemainder[ScoredClusters]):
     """Every key that is left in a cluster gets the same weight."""
 
     piece_type = ScoredClusters
+    takes_out_rows = True
 
     def _piece_state(
         self, piece: ScoredClusters, exact: Sequence[ExactKeys], form: LogitForm

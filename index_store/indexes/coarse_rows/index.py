@@ -20,9 +20,10 @@ from index_store.indexes.coarse_rows.appended import (
     AppendedScalars,
     appended_row_bytes,
 )
+from index_store.indexes.coarse_rows.coding_numba import code_rows
 from index_store.indexes.coarse_rows.parameters import CoarseParameters
 from index_store.indexes.coarse_rows.product_rows import ProductRows, find_codebooks, find_codes
-from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows, code_rows, value_groups
+from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows, value_groups
 from index_store.indexes.coarse_rows.scored_codes import CodedRows, ScoredCodes, Wanted, score_rows
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,

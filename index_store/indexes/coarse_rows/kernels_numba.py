@@ -20,16 +20,18 @@ from torch import Tensor
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.exponentials_numba import exponentiate, largest
 from index_store.attention.rows_in_line import RowsInLine
-from index_store.indexes.coarse_rows.packed_codes_numba import ROWS, ask_for, multiply, pack_keys, pack_values
-from index_store.indexes.coarse_rows.rounding_numba import fold, read_halves, round_to_unit
+from index_store.attention.vectors.code import LANES
+from index_store.attention.vectors.floats_numba import fold, make_scaling, make_widening, round_row
+from index_store.indexes.coarse_rows.packed_codes_numba import ROWS, multiply, pack_keys, pack_values
 from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows
-from index_store.indexes.coarse_rows.vectors_numba import LANES
 from index_store.launch import launch, njit, prange
 
 _SCORED_AT_ONCE = 64  # keys, so that what is unpacked stays in the first-level cache
 _BLOCKS_PER_TASK = 16
 _ROWS_AT_ONCE = 16
 _MOST_PARTS = 16
+_widen_halves = make_widening("float16")
+_write_scaled, _add_scaled = make_scaling(add=False), make_scaling(add=True)
 _MOST_ROWS = 256  # of one launch of the attention, whose parts' outputs are all in memory
 
 
@@ -159,39 +161,110 @@ def _score_span(
 ) -> None:  # pragma: no cover - compiled
     """Logits of one head's keys first..end-1; those of a row of queries have the place of key `origin`."""
     rows, dim = queries.shape
-    weights = np.zeros((rows + ROWS, dim), np.int8)
+    width = (dim + LANES - 1) // LANES * LANES
+    padded = np.zeros((rows, width), np.float32)
+    padded[:, :dim] = queries
+    weights = np.zeros((rows + ROWS, width), np.int8)
     units, shifts = np.empty(rows, np.float32), np.empty(rows, np.float32)
-    words, folded = np.empty(dim, np.uint32), np.empty(dim, np.float32)
-    scale, offset = np.empty((1, dim), np.float32), np.empty((1, dim), np.float32)
+    scratch, halves = np.zeros((1, width), np.float32), np.zeros((1, LANES), np.int16)
+    scale, offset = np.zeros((1, width), np.float32), np.zeros((1, width), np.float32)
     raw = np.empty((max(1, codes.shape[1] // 4), _SCORED_AT_ONCE), np.uint32)
     packed = np.empty((dim // 4, _SCORED_AT_ONCE), np.uint32)
     sums = np.empty((_ROWS_AT_ONCE, _SCORED_AT_ONCE), np.int32)
     middle = np.float32((1 << bits) - 1) / np.float32(2)
+    line = out.reshape(1, out.size)
     low = first
     while low < end:
         block = (lead + low) // BLOCK
         high = min(end, (block + 1) * BLOCK - lead)
-        read_halves(scales[block].reshape(dim, 1), words, scale)
-        read_halves(offsets[block].reshape(dim, 1), words, offset)
+        _widen(scales, block, dim, halves, scale)
+        _widen(offsets, block, dim, halves, offset)
         for r in range(rows):
-            shift = fold(queries, r, dim, scale, offset, 0, middle, folded)
-            unit, total = round_to_unit(folded, weights, r)
-            units[r], shifts[r] = unit, shift - unit * middle * np.float32(total)
+            units[r], shifts[r] = _fold_and_round(
+                padded, r, scale, offset, 0, middle, scratch, weights, r, width // LANES
+            )
         for part in range(low, high, _SCORED_AT_ONCE):
             count = min(_SCORED_AT_ONCE, high - part)
             pack_keys(codes, part, count, bits, raw, packed)
-            ask_for(codes, part + count, _SCORED_AT_ONCE)
             for begin in range(0, rows, _ROWS_AT_ONCE):
                 some = min(_ROWS_AT_ONCE, rows - begin)
                 multiply(packed, 0, count, weights, begin, some, dim // 4, sums)
                 for r in range(some):
                     unit, shift = units[begin + r], shifts[begin + r]
-                    wanted = min(count, counts[begin + r] - (part - origin))
+                    wanted = max(0, min(count, counts[begin + r] - (part - origin)))
                     place = places[begin + r] + part - origin
-                    line = out[place : place + max(0, wanted)]
-                    for x in range(line.shape[0]):
-                        line[x] = unit * np.float32(sums[r, x]) + shift
+                    whole = wanted // LANES
+                    _write_scaled(sums, r, 0, unit, shift, line, 0, place, whole)
+                    if whole * LANES < wanted:
+                        _write_scaled(sums, r, whole * LANES, unit, shift, scratch, 0, 0, 1)
+                        for x in range(whole * LANES, wanted):
+                            line[0, place + x] = scratch[0, x - whole * LANES]
         low = high
+
+
+@njit(cache=True, nogil=True, _nrt=False)
+def _widen(
+    halves: NDArray[np.int16],
+    row: int,
+    count: int,
+    scratch: NDArray[np.int16],
+    floats: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """floats[0, :count] = the finite float16 numbers from halves[row, 0] on, which may go on in the rows that follow.
+
+    scratch: [1, LANES]. Beyond count, up to a multiple of LANES, floats are undefined, but finite.
+    """
+    vectors, width = count // LANES, halves.shape[1]
+    _widen_halves(halves, row, 0, floats, 0, 0, vectors)
+    if vectors * LANES < count:
+        for i in range(vectors * LANES, count):
+            scratch[0, i - vectors * LANES] = halves[row + i // width, i % width]
+        _widen_halves(scratch, 0, 0, floats, 0, vectors * LANES, 1)
+
+
+@njit(cache=True, nogil=True, _nrt=False)
+def _widen_groups(
+    halves: NDArray[np.int16],
+    row: int,
+    count: int,
+    scratch: NDArray[np.int16],
+    line: NDArray[np.float32],
+    floats: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """floats[g, n] = the finite float16 number halves[row + n, g]. line: scratch, [1, as many in all]."""
+    groups = halves.shape[1]
+    if groups == 1:
+        _widen(halves, row, count, scratch, floats)
+        return
+    _widen(halves, row, count * groups, scratch, line)
+    for n in range(count):
+        for g in range(groups):
+            floats[g, n] = line[0, n * groups + g]
+
+
+@njit(cache=True, nogil=True, _nrt=False)
+def _fold_and_round(
+    numbers: NDArray[np.float32],
+    row: int,
+    scale: NDArray[np.float32],
+    offset: NDArray[np.float32],
+    group: int,
+    middle: np.float32,
+    scratch: NDArray[np.float32],
+    rounded: NDArray[np.int8],
+    to_row: int,
+    vectors: int,
+) -> tuple[np.float32, np.float32]:  # pragma: no cover - compiled
+    """Rounds a row of numbers * scale to multiples of the 127th part of its largest magnitude.
+
+    Returns that unit and a shift: unit * (multiples . codes) + shift is the product of the numbers and what the codes
+    stand for. scratch: [1, as many numbers].
+    """
+    shift, peak = fold(numbers, row, scale, offset, group, middle, scratch, vectors)
+    factor = np.float32(127) / peak if peak > np.float32(1e-30) else np.float32(0)
+    total = round_row(scratch, factor, rounded, to_row, vectors)
+    unit = peak / np.float32(127)
+    return unit, shift - unit * middle * np.float32(total)
 
 
 @njit(cache=True, nogil=True, parallel=True)
@@ -253,48 +326,49 @@ def _attend_part(
     """
     rows, dim, groups = places.shape[0], out.shape[1], scales.shape[1]
     width = dim // groups
+    vectors = (width + LANES - 1) // LANES
     raw = np.empty((1, codes.shape[1]), np.uint32)
     packed = np.empty((BLOCK // 4, dim + LANES), np.uint32)
-    words = np.empty(BLOCK * groups, np.uint32)
-    scale, offset = np.empty((groups, BLOCK), np.float32), np.empty((groups, BLOCK), np.float32)
     line_of = logits.reshape(1, logits.size)
-    exponentials, exponents = np.empty((1, BLOCK), np.float32), np.empty(BLOCK, np.int32)
-    folded = np.empty(BLOCK, np.float32)
+    halves, line = np.zeros((1, LANES), np.int16), np.zeros((1, BLOCK * groups), np.float32)
+    scale, offset = np.zeros((groups, BLOCK), np.float32), np.zeros((groups, BLOCK), np.float32)
+    exponentials, scratch = np.zeros((1, BLOCK), np.float32), np.empty((1, LANES), np.float32)
+    folded = np.empty((1, BLOCK), np.float32)
     weights = np.zeros((groups * _ROWS_AT_ONCE, BLOCK), np.int8)
     units, shifts = np.empty(groups * _ROWS_AT_ONCE, np.float32), np.empty(groups * _ROWS_AT_ONCE, np.float32)
     sums = np.empty((_ROWS_AT_ONCE, width + LANES), np.int32)
+    gathered = np.zeros((rows * groups, vectors * LANES), np.float32)
     middle = np.float32((1 << bits) - 1) / np.float32(2)
-    out[:] = 0
     totals[:] = 0
     for r in range(rows):
         stop = min(end, counts[r])
         peaks[r] = largest(line_of, 0, places[r] + first, places[r] + stop) if stop > first else -np.inf
     for low in range(first, end, BLOCK):
         keys = min(BLOCK, end - low)
-        read_halves(scales[low - first : low - first + keys], words, scale)
-        read_halves(offsets[low - first : low - first + keys], words, offset)
+        _widen_groups(scales, low - first, keys, halves, line, scale)
+        _widen_groups(offsets, low - first, keys, halves, line, offset)
         pack_values(codes, low - first, keys, bits, raw, packed)
-        ask_for(codes, low - first + keys, BLOCK)
         for begin in range(0, rows, _ROWS_AT_ONCE):
             some = min(_ROWS_AT_ONCE, rows - begin)
             for r in range(some):
                 base = peaks[begin + r] if peaks[begin + r] > -np.inf else np.float32(0)
                 own = max(0, min(keys, counts[begin + r] - low))
                 place = places[begin + r] + low
-                totals[begin + r] += exponentiate(line_of, 0, place, own, base, exponents, exponentials)
-                folded[own:] = 0
+                totals[begin + r] += exponentiate(line_of, 0, place, own, base, scratch, exponentials)
+                exponentials[0, own:] = 0
                 for g in range(groups):
                     place = g * _ROWS_AT_ONCE + r
-                    shift = fold(exponentials, 0, own, scale, offset, g, middle, folded)
-                    unit, total = round_to_unit(folded, weights, place)
-                    units[place], shifts[place] = unit, shift - unit * middle * np.float32(total)
+                    units[place], shifts[place] = _fold_and_round(
+                        exponentials, 0, scale, offset, g, middle, folded, weights, place, BLOCK // LANES
+                    )
             for g in range(groups):
                 multiply(packed, g * width, width, weights, g * _ROWS_AT_ONCE, some, (keys + 3) // 4, sums)
                 for r in range(some):
                     unit, shift = units[g * _ROWS_AT_ONCE + r], shifts[g * _ROWS_AT_ONCE + r]
-                    line = out[begin + r, g * width : (g + 1) * width]
-                    for c in range(width):
-                        line[c] += unit * np.float32(sums[r, c]) + shift
+                    _add_scaled(sums, r, 0, unit, shift, gathered, (begin + r) * groups + g, 0, vectors)
+    for r in range(rows):
+        for g in range(groups):
+            out[r, g * width : (g + 1) * width] = gathered[r * groups + g, :width]
 
 
 @njit(cache=True, nogil=True, parallel=True)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from index_store.indexes.coarse_rows.vectors_numba import (
-    LANES,
+from index_store.attention.vectors.bytes_numba import (
     instruction_sets,
     make_block_product,
     make_interleaving,
     make_transposition,
     prefetch,
 )
+from index_store.attention.vectors.code import LANES
 from index_store.launch import njit
 
 ROWS = 4
@@ -33,7 +33,7 @@ _interleave_2, _interleave_4, _interleave_8 = (make_interleaving(bits, _CHUNK) f
 _interleave_4_64 = make_interleaving(4, 4 * _CHUNK)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def multiply(
     codes: NDArray[np.uint32],
     column: int,
@@ -58,7 +58,7 @@ def multiply(
             n += LANES
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def pack_keys(
     codes: NDArray[np.uint8],
     first: int,
@@ -68,6 +68,8 @@ def pack_keys(
     packed: NDArray[np.uint32],
 ) -> None:  # pragma: no cover - compiled
     """packed[k, n] = codes of channels 4k..4k+3 of key first + n, for n < count; columns beyond are undefined.
+
+    Asks for as many rows behind them meanwhile.
 
     codes: [N, row bytes] as stored. packed: [d/4, K], K a multiple of LANES. raw: scratch, [row bytes / 4, K].
     """
@@ -79,6 +81,7 @@ def pack_keys(
         for chunk in range(0, row_bytes, _CHUNK):
             byte = min(chunk, row_bytes - _CHUNK)  # the last chunk may reach back over the one before
             for n in range(0, whole, LANES):
+                _ask_for(codes, first + count + n, chunk * LANES, _CHUNK * LANES)
                 if bits == 4:
                     _transpose_4(codes, first + n, byte, packed, byte // 4, n, row_bytes // 4)
                 elif bits == 2:
@@ -92,7 +95,7 @@ def pack_keys(
             packed[k, n] = _word_of(codes[first + n], 4 * k, channels, bits)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def pack_values(
     codes: NDArray[np.uint8],
     first: int,
@@ -103,6 +106,8 @@ def pack_values(
 ) -> None:  # pragma: no cover - compiled
     """packed[k, c] = codes of channel c of keys first + 4k .. first + 4k + 3, for the `count` keys.
 
+    Asks for as many rows behind them meanwhile.
+
     Keys beyond those, and columns beyond d, are undefined; the caller's weights for such keys are 0. codes:
     [N, row bytes] as stored. packed: [count / 4 or more, d or more]. raw: scratch, [1, row bytes].
     """
@@ -110,6 +115,7 @@ def pack_values(
     channels = row_bytes * 8 // bits
     whole = count - count % 4 if row_bytes >= _CHUNK else 0
     for n in range(0, whole, 4):
+        _ask_for(codes, first + count + n, 0, 4 * row_bytes)
         chunk = 0
         while chunk < row_bytes:
             byte = min(chunk, row_bytes - _CHUNK)
@@ -132,15 +138,16 @@ def pack_values(
             packed[n // 4, c] = kept | (np.uint32(_code_of(codes[first + n], c, channels, bits)) << shift)
 
 
-@njit(cache=True, nogil=True)
-def ask_for(codes: NDArray[np.uint8], first: int, count: int) -> None:  # pragma: no cover - compiled
-    """Has rows brought into the caches while other work is done."""
-    row_bytes = codes.shape[1]
-    for byte in range(0, count * row_bytes, _LINE):
-        prefetch(codes, first, byte)
+@njit(cache=True, nogil=True, _nrt=False)
+def _ask_for(
+    codes: NDArray[np.uint8], first: int, byte: int, count: int
+) -> None:  # pragma: no cover - compiled
+    """Has bytes from a row on brought into the caches while other work is done: a few at a time, or they wait."""
+    for at in range(byte, byte + count, _LINE):
+        prefetch(codes, first, at)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def _fits_words(channels: int, bits: int) -> bool:  # pragma: no cover - compiled
     """Whether every plane of a row begins at a word of its own."""
     if bits == 4:
@@ -150,7 +157,7 @@ def _fits_words(channels: int, bits: int) -> bool:  # pragma: no cover - compile
     return channels % 32 == 0
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def _code_of(
     row: NDArray[np.uint8], channel: int, channels: int, bits: int
 ) -> int:  # pragma: no cover - compiled
@@ -165,7 +172,7 @@ def _code_of(
     return low | (((row[fourth + channel % eighth] >> (channel // eighth)) & 1) << 2)  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def _word_of(
     row: NDArray[np.uint8], channel: int, channels: int, bits: int
 ) -> int:  # pragma: no cover - compiled
@@ -176,7 +183,7 @@ def _word_of(
     return word
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def _join_planes(
     raw: NDArray[np.uint32], packed: NDArray[np.uint32], count: int
 ) -> None:  # pragma: no cover - compiled

@@ -16,6 +16,7 @@ Shape legend: H KV heads, N keys, B blocks of keys, d head dim, C bytes of a row
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -106,16 +107,34 @@ def value_groups(head_dim: int, widest: int) -> int:
     return next(count for count in range(-(-head_dim // widest), head_dim + 1) if head_dim % count == 0)
 
 
-def code_rows(kv_HN2D: Tensor, first_id: int, key_bits: int, value_bits: int, groups: int) -> ScalarRows:
-    """Codes keys and values [H, N, 2, d] of tokens first_id.. where they are, N at least 1.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows that are coded at a time, and their blocks."""
 
-    groups: of the channels of a value. Blocks that are there only in part are coded as they are. Raises
-    InvalidArgumentError for numbers that float16 cannot hold, and for a head dimension whose codes do not fill bytes.
-    """
+    rows: slice
+    blocks: slice
+
+
+def parts_of(kv_HN2D: Tensor, first_id: int) -> list[Part]:
+    """All rows of keys and values from token first_id on, so that few of them are in float32 at a time."""
     heads, count, _, head_dim = kv_HN2D.shape
-    device, lead = kv_HN2D.device, first_id % BLOCK
+    lead = first_id % BLOCK
     blocks = -(-(lead + count) // BLOCK)
-    rows = ScalarRows(
+    at_once = _CODED_BYTES if kv_HN2D.device.type == "cpu" else _DEVICE_CODED_BYTES
+    step = max(1, at_once // (heads * BLOCK * 2 * head_dim * 4))
+    parts = []
+    for block in range(0, blocks, step):
+        last = min(block + step, blocks)
+        rows = slice(max(0, block * BLOCK - lead), min(count, last * BLOCK - lead))
+        parts.append(Part(rows, slice(block, last)))
+    return parts
+
+
+def empty_rows(kv_HN2D: Tensor, first_id: int, key_bits: int, value_bits: int, groups: int) -> ScalarRows:
+    """Room for the codes of these keys and values, where they are."""
+    heads, count, _, head_dim = kv_HN2D.shape
+    device, blocks = kv_HN2D.device, -(-(first_id % BLOCK + count) // BLOCK)
+    return ScalarRows(
         torch.empty(heads, count, row_bytes(head_dim, key_bits), dtype=torch.uint8, device=device),
         torch.empty(heads, blocks, head_dim, dtype=torch.float16, device=device),
         torch.empty(heads, blocks, head_dim, dtype=torch.float16, device=device),
@@ -126,20 +145,27 @@ def code_rows(kv_HN2D: Tensor, first_id: int, key_bits: int, value_bits: int, gr
         value_bits,
         first_id,
     )
-    at_once = _CODED_BYTES if device.type == "cpu" else _DEVICE_CODED_BYTES
-    step = max(1, at_once // (heads * BLOCK * 2 * head_dim * 4))
-    for block in range(0, blocks, step):
-        last = min(block + step, blocks)
-        first, end = max(0, block * BLOCK - lead), min(count, last * BLOCK - lead)
-        keys, values = kv_HN2D[:, first:end].float().unbind(2)
-        codes, scales, offsets = _code_keys(keys, first_id + first, key_bits)
-        rows.key_codes_HNC[:, first:end] = codes
-        rows.key_scales_HBD[:, block:last] = scales
-        rows.key_offsets_HBD[:, block:last] = offsets
+
+
+def code_rows_reference(
+    kv_HN2D: Tensor, first_id: int, key_bits: int, value_bits: int, groups: int
+) -> ScalarRows:
+    """Codes keys and values [H, N, 2, d] of tokens first_id.. where they are, N at least 1.
+
+    groups: of the channels of a value. Blocks that are there only in part are coded as they are. Raises
+    InvalidArgumentError for numbers that float16 cannot hold, and for a head dimension whose codes do not fill bytes.
+    """
+    rows = empty_rows(kv_HN2D, first_id, key_bits, value_bits, groups)
+    for part in parts_of(kv_HN2D, first_id):
+        keys, values = kv_HN2D[:, part.rows].float().unbind(2)
+        codes, scales, offsets = _code_keys(keys, first_id + part.rows.start, key_bits)
+        rows.key_codes_HNC[:, part.rows] = codes
+        rows.key_scales_HBD[:, part.blocks] = scales
+        rows.key_offsets_HBD[:, part.blocks] = offsets
         codes, scales, offsets = _code_values(values, groups, value_bits)
-        rows.value_codes_HNC[:, first:end] = codes
-        rows.value_scales_HNV[:, first:end] = scales
-        rows.value_offsets_HNV[:, first:end] = offsets
+        rows.value_codes_HNC[:, part.rows] = codes
+        rows.value_scales_HNV[:, part.rows] = scales
+        rows.value_offsets_HNV[:, part.rows] = offsets
     return rows
 
 
@@ -170,19 +196,44 @@ def _quantise(numbers: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Ten
     """Codes uint8 of float32 numbers, and scale and offset float16 of each range along a dimension, which is kept."""
     # Each by itself: together they take ten times as long on a CPU.
     low, high = numbers.amin(dim, keepdim=True), numbers.amax(dim, keepdim=True)
+    levels = ranges_to_levels(low, high, bits)
+    places = (numbers - levels.starts) / levels.steps
+    codes = places.add_(0.5).floor_().clamp_(0, 2**bits - 1).to(torch.uint8)
+    return codes, levels.scales, levels.offsets
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Scales and offsets as they are stored, float16, and the steps and starts in float32 that numbers are coded with.
+
+    A step is 1 where the scale is 0.
+    """
+
+    scales: Tensor
+    offsets: Tensor
+    steps: Tensor
+    starts: Tensor
+
+
+def ranges_to_levels(low: Tensor, high: Tensor, bits: int) -> Levels:
+    """Levels of 2^bits codes for ranges of numbers. Raises InvalidArgumentError for what float16 cannot hold."""
     if not bool((low.amin() >= -_LARGEST) & (high.amax() <= _LARGEST)):  # NaN is no comparison's
-        raise InvalidArgumentError(
-            f"keys or values beyond {_LARGEST:.0f} or not finite cannot be coded, since scales and offsets are "
-            "float16; use a method without a coarse copy, such as --method csattention"
-        )
-    levels = 2**bits
+        refuse()
     offsets = low.half()
-    rounded = offsets.float()
+    starts = offsets.float()
     # Wide enough for an offset that was rounded, too.
-    scales = _half_upwards(torch.maximum((rounded - low) * 2, (high - rounded) / (levels - 1)).clamp_(min=0))
+    widths = torch.maximum((starts - low) * 2, (high - starts) / (2**bits - 1))
+    scales = _half_upwards(widths.clamp_(min=0))
     steps = scales.float()
-    places = (numbers - rounded) / torch.where(steps > 0, steps, 1.0)
-    return places.add_(0.5).floor_().clamp_(0, levels - 1).to(torch.uint8), scales, offsets
+    return Levels(scales, offsets, torch.where(steps > 0, steps, 1.0), starts)
+
+
+def refuse() -> NoReturn:
+    """Raises InvalidArgumentError for numbers that cannot be coded."""
+    raise InvalidArgumentError(
+        f"keys or values beyond {_LARGEST:.0f} or not finite cannot be coded, since scales and offsets are "
+        "float16; use a method without a coarse copy, such as --method csattention"
+    )
 
 
 def _half_upwards(numbers: Tensor) -> Tensor:

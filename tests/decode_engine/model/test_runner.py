@@ -179,7 +179,9 @@ def test_sparse_methods_touch_less_and_say_how_much(llama: Served) -> None:
             assert figures.fraction == figures.sparse_fraction
         else:
             assert figures.sparse_fraction < figures.fraction < 1.0
-        assert min(figures.search_ns, figures.gather_ns, figures.attend_ns) > 0
+        assert min(figures.search_ns, figures.attend_ns) > 0
+        # A CPU attends to rows where they are, unless clusters need them, too.
+        assert (figures.gather_ns > 0) == (name == "csattention")
         assert session.nbytes > 0
 
 

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.rows_in_line import RowsInLine
+from index_store.attention.vectors.bytes_numba import instruction_sets, make_block_product
+from index_store.attention.vectors.code import LANES
+from index_store.indexes.coarse_rows.coding_numba import code_rows
 from index_store.indexes.coarse_rows.kernels_numba import attend_values, score_keys
 from index_store.indexes.coarse_rows.reference import attend_values_reference, score_keys_reference
-from index_store.indexes.coarse_rows.scalar_rows import ScalarRows, code_rows
-from index_store.indexes.coarse_rows.vectors_numba import LANES, instruction_sets, make_block_product
+from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
 from index_store.launch import njit
 
 HEADS = 2

@@ -1,12 +1,16 @@
 """Scalar codes: packing, how far decoded numbers are off, blocks, and the eager scores and sums over them."""
 
+from collections.abc import Callable
+from dataclasses import fields
+
 import pytest
 import torch
 
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.coarse_rows.coding_numba import code_rows
 from index_store.indexes.coarse_rows.packing import BITS, pack, row_bytes, unpack
 from index_store.indexes.coarse_rows.reference import attend_values_reference, score_keys_reference
-from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows, code_rows, value_groups
+from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows, code_rows_reference, value_groups
 
 HEADS = 2
 
@@ -71,12 +75,33 @@ def test_steps_are_as_fine_as_the_range_allows(bits: int) -> None:
     assert (rows.key_scales_HBD.float() <= wanted * 1.002 + 2**-5).all()
 
 
-def test_numbers_that_float16_cannot_hold_are_refused() -> None:
+@pytest.mark.parametrize("code", [code_rows, code_rows_reference])
+def test_numbers_that_float16_cannot_hold_are_refused(code: Callable[..., ScalarRows]) -> None:
     for bad in (70_000.0, float("inf"), float("nan")):
-        kv = random_rows(3, 16)
-        kv[1, 2, 1, 3] = bad
-        with pytest.raises(InvalidArgumentError, match="float16"):
-            code_rows(kv, 0, 4, 4, 1)
+        for place in (0, 1):
+            kv = random_rows(3, 16)
+            kv[1, 2, place, 3] = bad
+            with pytest.raises(InvalidArgumentError, match="float16"):
+                code(kv, 0, 4, 4, 1)
+
+
+@pytest.mark.parametrize("bits", [(4, 4), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("head_dim", "groups"), [(8, 1), (40, 5), (96, 3), (128, 1)])
+@pytest.mark.parametrize(("count", "first_id"), [(1, 127), (63, 100), (500, 0), (300, 77)])
+def test_compiled_codes_equal_the_reference(
+    bits: tuple[int, int], head_dim: int, groups: int, count: int, first_id: int
+) -> None:
+    kv = random_rows(count, head_dim, dtype=torch.bfloat16)
+    kv[:, ::3] = kv[:, :1].clone()  # ties
+    kv[0, :, :, 1] = 7.0  # no range
+    kv[:, :, :, 2] = 0.0
+    if count > 5:
+        kv[:, 5] = -3.0
+    found = code_rows(kv, first_id, *bits, groups)
+    expected = code_rows_reference(kv, first_id, *bits, groups)
+    for field in fields(ScalarRows):
+        one, other = getattr(found, field.name), getattr(expected, field.name)
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.mark.parametrize("first_id", [0, 100, 128, 333])

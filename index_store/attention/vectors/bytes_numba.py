@@ -1,4 +1,4 @@
-"""Three loops' innermost parts, written in vectors: products of bytes, and two transpositions that make ready for them.
+"""Products of bytes, and two transpositions that make ready for them.
 
 Compilers do not find them in plain loops. What they emit is right on any processor; products of bytes take the
 instructions that AVX-512 VNNI or AVX2 have for them. All of them are exact, so all ways agree bit for bit.
@@ -8,7 +8,6 @@ For functions that numba compiles. Arrays' rows are contiguous, and bounds are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from llvmlite import ir
@@ -16,13 +15,21 @@ from numba import types
 from numba.core import cgutils, codegen, config
 from numba.extending import intrinsic
 
-LANES = 16
-"""uint32 words of a vector."""
-
-_BYTE, _HALF, _WORD, _SIZE = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_VECTOR = ir.VectorType(_WORD, LANES)
-
-_Generated = tuple[Any, Callable[..., Any]]
+from index_store.attention.vectors.code import (
+    BYTE,
+    HALF,
+    LANES,
+    SIZE,
+    WORD,
+    WORDS,
+    Generated,
+    Rows,
+    call,
+    joined,
+    plus,
+    repeated,
+    shuffled,
+)
 
 
 def instruction_sets() -> frozenset[str]:
@@ -45,7 +52,7 @@ def make_block_product(rows: int, vectors: int, sets: frozenset[str]) -> Any:
         sums: Any,
         to_row: Any,
         to_column: Any,
-    ) -> _Generated:
+    ) -> Generated:
         """block_product(codes, column, weights, row, words, sums, to_row, to_column)
 
         sums[to_row + r, to_column + n] = sum over k < words of the four products in codes[k, column + n] and
@@ -55,28 +62,27 @@ def make_block_product(rows: int, vectors: int, sets: frozenset[str]) -> Any:
 
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             codes_at, weights_at, sums_at = (
-                _Rows(context, builder, signature.args[number], values[number]) for number in (0, 2, 5)
+                Rows(context, builder, signature.args[number], values[number]) for number in (0, 2, 5)
             )
             _, column, _, row, words, _, to_row, to_column = values
-            totals = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(vectors)] for _ in range(rows)]
+            totals = [[cgutils.alloca_once(builder, WORDS) for _ in range(vectors)] for _ in range(rows)]
             for total in (total for line in totals for total in line):
-                builder.store(ir.Constant(_VECTOR, [0] * LANES), total)
+                builder.store(ir.Constant(WORDS, [0] * LANES), total)
             with cgutils.for_range(builder, words) as loop:
                 taken = [
-                    codes_at.load(loop.index, _plus(builder, column, LANES * v), _VECTOR)
-                    for v in range(vectors)
+                    codes_at.load(loop.index, plus(builder, column, LANES * v), WORDS) for v in range(vectors)
                 ]
-                four = builder.mul(loop.index, _SIZE(4))
+                four = builder.mul(loop.index, SIZE(4))
                 for r in range(rows):
-                    weight = weights_at.load(_plus(builder, row, r), four, _WORD)
-                    everywhere = _repeated(builder, weight)
+                    weight = weights_at.load(plus(builder, row, r), four, WORD)
+                    everywhere = repeated(builder, weight)
                     for v in range(vectors):
                         total = builder.load(totals[r][v])
                         builder.store(_add_products(builder, total, taken[v], everywhere, sets), totals[r][v])
             for r in range(rows):
                 for v in range(vectors):
-                    place = _plus(builder, to_column, LANES * v)
-                    sums_at.store(builder.load(totals[r][v]), _plus(builder, to_row, r), place)
+                    place = plus(builder, to_column, LANES * v)
+                    sums_at.store(builder.load(totals[r][v]), plus(builder, to_row, r), place)
             return context.get_dummy_value()
 
         places = (types.intp, types.intp)
@@ -91,7 +97,7 @@ def make_transposition(bits: int) -> Any:
     @intrinsic
     def transpose_rows(
         typing: Any, source: Any, row: Any, byte: Any, words: Any, to_row: Any, to_column: Any, apart: Any
-    ) -> _Generated:
+    ) -> Generated:
         """transpose_rows(source, row, byte, words, to_row, to_column, apart)
 
         words[to_row + p * apart + k, to_column + i] = numbers p of the four bytes from byte + 4k on of source[row + i],
@@ -100,18 +106,18 @@ def make_transposition(bits: int) -> Any:
 
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             source, row, byte, words, to_row, to_column, apart = values
-            source_at = _Rows(context, builder, signature.args[0], source)
-            words_at = _Rows(context, builder, signature.args[3], words)
-            four = ir.VectorType(_WORD, 4)
-            lines = [source_at.load(_plus(builder, row, i), byte, four) for i in range(16)]
+            source_at = Rows(context, builder, signature.args[0], source)
+            words_at = Rows(context, builder, signature.args[3], words)
+            four = ir.VectorType(WORD, 4)
+            lines = [source_at.load(plus(builder, row, i), byte, four) for i in range(16)]
             # Lane by lane of 128 bits, which is how processors shuffle: rows k, k + 4, k + 8, k + 12 side by side.
-            wide = [_joined(builder, [lines[k + 4 * lane] for lane in range(4)]) for k in range(4)]
+            wide = [joined(builder, [lines[k + 4 * lane] for lane in range(4)]) for k in range(4)]
             pairs = [
                 _in_lanes(builder, wide[2 * p], wide[2 * p + 1], order) for p in (0, 1) for order in _ONES
             ]
             made = [_in_lanes(builder, pairs[k // 2], pairs[2 + k // 2], _TWOS[k % 2]) for k in range(4)]
             for k, vector in enumerate(made):
-                place = _plus(builder, to_row, k)
+                place = plus(builder, to_row, k)
                 for plane in _planes(builder, vector, bits):
                     words_at.store(plane, place, to_column)
                     place = builder.add(place, apart)
@@ -134,7 +140,7 @@ def make_interleaving(bits: int, count: int) -> Any:
     @intrinsic
     def interleave_rows(
         typing: Any, source: Any, row: Any, byte: Any, words: Any, to_row: Any, to_column: Any, apart: Any
-    ) -> _Generated:
+    ) -> Generated:
         """interleave_rows(source, row, byte, words, to_row, to_column, apart)
 
         words[to_row, to_column + p * apart + i] = numbers p of byte `byte + i` of source[row], source[row + 1] and the
@@ -143,13 +149,13 @@ def make_interleaving(bits: int, count: int) -> Any:
 
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             source, row, byte, words, to_row, to_column, apart = values
-            source_at = _Rows(context, builder, signature.args[0], source)
-            words_at = _Rows(context, builder, signature.args[3], words)
-            line = ir.VectorType(_BYTE, count)
-            lines = [source_at.load(_plus(builder, row, i), byte, line) for i in range(4)]
+            source_at = Rows(context, builder, signature.args[0], source)
+            words_at = Rows(context, builder, signature.args[3], words)
+            line = ir.VectorType(BYTE, count)
+            lines = [source_at.load(plus(builder, row, i), byte, line) for i in range(4)]
             for first, vector in enumerate(_interleaved(builder, lines)):
-                place = _plus(builder, to_column, LANES * first)
-                for plane in _planes(builder, builder.bitcast(vector, _VECTOR), bits):
+                place = plus(builder, to_column, LANES * first)
+                for plane in _planes(builder, builder.bitcast(vector, WORDS), bits):
                     words_at.store(plane, to_row, place)
                     place = builder.add(place, apart)
             return context.get_dummy_value()
@@ -161,7 +167,7 @@ def make_interleaving(bits: int, count: int) -> Any:
 
 
 @intrinsic
-def prefetch(typing: Any, rows: Any, row: Any, byte: Any) -> _Generated:
+def prefetch(typing: Any, rows: Any, row: Any, byte: Any) -> Generated:
     """prefetch(rows, row, byte): asks for the cache line there, which may also be beyond the array's end.
 
     rows: [., .] uint8.
@@ -169,69 +175,46 @@ def prefetch(typing: Any, rows: Any, row: Any, byte: Any) -> _Generated:
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         rows, row, byte = values
-        pointer = _Rows(context, builder, signature.args[0], rows).address(row, byte, _BYTE)
-        to_read, second_level, data = _WORD(0), _WORD(2), _WORD(1)
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, to_read, second_level, data)
+        pointer = Rows(context, builder, signature.args[0], rows).address(row, byte, BYTE)
+        to_read, second_level, data = WORD(0), WORD(2), WORD(1)
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, to_read, second_level, data)
         return context.get_dummy_value()
 
     return types.void(rows, types.intp, types.intp), generate
 
 
-class _Rows:
-    """Loads and stores at rows and elements of a two-dimensional array whose rows are contiguous."""
-
-    def __init__(self, context: Any, builder: Any, array_type: Any, value: Any) -> None:
-        array = context.make_array(array_type)(context, builder, value)
-        self._builder = builder
-        self._data = builder.ptrtoint(array.data, _SIZE)
-        self._row_bytes = cgutils.unpack_tuple(builder, array.strides)[0]
-        self._item_bytes = _SIZE(array_type.dtype.bitwidth // 8)
-
-    def load(self, row: Any, element: Any, kind: Any) -> Any:
-        return self._builder.load(self.address(row, element, kind), align=1)
-
-    def store(self, value: Any, row: Any, element: Any) -> None:
-        self._builder.store(value, self.address(row, element, value.type), align=1)
-
-    def address(self, row: Any, element: Any, kind: Any) -> Any:
-        builder = self._builder
-        begin = builder.add(self._data, builder.mul(row, self._row_bytes))
-        address = builder.add(begin, builder.mul(element, self._item_bytes))
-        return builder.inttoptr(address, kind.as_pointer())
-
-
 def _add_products(builder: Any, total: Any, codes: Any, weights: Any, sets: frozenset[str]) -> Any:
     """total + the sum of the four products in every word; codes up to 15, so that four products fit into 16 bits."""
     if "avx512vnni" in sets:
-        return _call(builder, "llvm.x86.avx512.vpdpbusd.512", _VECTOR, total, codes, weights)
+        return call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, codes, weights)
     if "avx2" in sets:
-        parts = [[_shuffled(builder, x, x, range(low, low + 8)) for x in (codes, weights)] for low in (0, 8)]
-        return builder.add(total, _joined(builder, [_products_avx2(builder, *part) for part in parts]))
-    bytes_type, halves_type = ir.VectorType(_BYTE, 64), ir.VectorType(_HALF, 64)
+        parts = [[shuffled(builder, x, x, range(low, low + 8)) for x in (codes, weights)] for low in (0, 8)]
+        return builder.add(total, joined(builder, [_products_avx2(builder, *part) for part in parts]))
+    bytes_type, halves_type = ir.VectorType(BYTE, 64), ir.VectorType(HALF, 64)
     sums = builder.mul(
         builder.zext(builder.bitcast(codes, bytes_type), halves_type),
         builder.sext(builder.bitcast(weights, bytes_type), halves_type),
     )
     for count in (32, 16):
-        even, odd = (_shuffled(builder, sums, sums, range(first, 2 * count, 2)) for first in (0, 1))
+        even, odd = (shuffled(builder, sums, sums, range(first, 2 * count, 2)) for first in (0, 1))
         sums = builder.add(even, odd)
-    return builder.add(total, builder.sext(sums, _VECTOR))
+    return builder.add(total, builder.sext(sums, WORDS))
 
 
 def _products_avx2(builder: Any, codes: Any, weights: Any) -> Any:
-    bytes_type, pairs_type = ir.VectorType(_BYTE, 32), ir.VectorType(_HALF, 16)
+    bytes_type, pairs_type = ir.VectorType(BYTE, 32), ir.VectorType(HALF, 16)
     taken = [builder.bitcast(x, bytes_type) for x in (codes, weights)]
-    pairs = _call(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs_type, *taken)
+    pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs_type, *taken)
     ones = ir.Constant(pairs_type, [1] * 16)
-    return _call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(_WORD, 8), pairs, ones)
+    return call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(WORD, 8), pairs, ones)
 
 
 def _interleaved(builder: Any, lines: list[Any]) -> list[Any]:
     """Vectors of 64 bytes: bytes 0 of all four lines, then bytes 1, and so on."""
     count = lines[0].type.count
     if count == 16:
-        joined = _joined(builder, lines)
-        return [_shuffled(builder, joined, joined, [16 * line + i for i in range(16) for line in range(4)])]
+        line = joined(builder, lines)
+        return [shuffled(builder, line, line, [16 * row + i for i in range(16) for row in range(4)])]
     pairs = [_merged(builder, lines[i], lines[i + 1], part, 1) for i in (0, 2) for part in (0, 1)]
     return [_merged(builder, pairs[part], pairs[2 + part], half, 2) for part in (0, 1) for half in (0, 1)]
 
@@ -245,48 +228,19 @@ def _merged(builder: Any, low: Any, high: Any, half: int, run: int) -> Any:
         for other in (0, count)
         for i in range(run)
     ]
-    return _shuffled(builder, low, high, places)
+    return shuffled(builder, low, high, places)
 
 
 def _planes(builder: Any, words: Any, bits: int) -> list[Any]:
     """The first, second, ... number of every byte, each in a byte of its own."""
     if bits == 8:
         return [words]
-    mask = ir.Constant(_VECTOR, [((1 << bits) - 1) * 0x01010101] * LANES)
-    shifts = [ir.Constant(_VECTOR, [shift] * LANES) for shift in range(0, 8, bits)]
+    mask = ir.Constant(WORDS, [((1 << bits) - 1) * 0x01010101] * LANES)
+    shifts = [ir.Constant(WORDS, [shift] * LANES) for shift in range(0, 8, bits)]
     return [builder.and_(builder.lshr(words, shift), mask) for shift in shifts]
-
-
-def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    function = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, function, name), arguments)
-
-
-def _plus(builder: Any, number: Any, constant: int) -> Any:
-    return builder.add(number, _SIZE(constant)) if constant else number
-
-
-def _repeated(builder: Any, word: Any) -> Any:
-    """The word in every lane."""
-    undefined = ir.Constant(_VECTOR, ir.Undefined)
-    first = builder.insert_element(undefined, word, _WORD(0))
-    return _shuffled(builder, first, undefined, [0] * LANES)
-
-
-def _joined(builder: Any, parts: list[Any]) -> Any:
-    """Vectors of one type, one after the other; 2 or 4 of them."""
-    while len(parts) > 1:
-        count = 2 * parts[0].type.count
-        parts = [_shuffled(builder, parts[i], parts[i + 1], range(count)) for i in range(0, len(parts), 2)]
-    return parts[0]
 
 
 def _in_lanes(builder: Any, low: Any, high: Any, order: tuple[int, ...]) -> Any:
     """Shuffles every lane of four words with the other vector's, whose words are 4 to 7 in `order`."""
     places = [i % 4 + 4 * lane + (LANES if i > 3 else 0) for lane in range(LANES // 4) for i in order]
-    return _shuffled(builder, low, high, places)
-
-
-def _shuffled(builder: Any, low: Any, high: Any, order: Iterable[int]) -> Any:
-    places = list(order)
-    return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_WORD, len(places)), places))
+    return shuffled(builder, low, high, places)

@@ -1,0 +1,106 @@
+"""How vector code is written for functions that numba compiles: rows of arrays, loops, and rearranged vectors.
+
+Arrays' rows are contiguous, and bounds are the caller's care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+LANES = 16
+"""Numbers of 32 bits in a vector."""
+
+BYTE, HALF, WORD, SIZE = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+FLOAT = ir.FloatType()
+WORDS, FLOATS = ir.VectorType(WORD, LANES), ir.VectorType(FLOAT, LANES)
+
+Generated = tuple[Any, Callable[..., Any]]
+"""What an intrinsic returns: its signature and what emits its code."""
+
+
+class Rows:
+    """Loads and stores at rows and elements of a two-dimensional array whose rows are contiguous."""
+
+    def __init__(self, context: Any, builder: Any, array_type: Any, value: Any) -> None:
+        array = context.make_array(array_type)(context, builder, value)
+        self._builder = builder
+        self._data = builder.ptrtoint(array.data, SIZE)
+        self._row_bytes = cgutils.unpack_tuple(builder, array.strides)[0]
+        self._item_bytes = SIZE(array_type.dtype.bitwidth // 8)
+
+    def load(self, row: Any, element: Any, kind: Any) -> Any:
+        return self._builder.load(self.address(row, element, kind), align=1)
+
+    def store(self, value: Any, row: Any, element: Any) -> None:
+        self._builder.store(value, self.address(row, element, value.type), align=1)
+
+    def address(self, row: Any, element: Any, kind: Any) -> Any:
+        builder = self._builder
+        begin = builder.add(self._data, builder.mul(row, self._row_bytes))
+        address = builder.add(begin, builder.mul(element, self._item_bytes))
+        return builder.inttoptr(address, kind.as_pointer())
+
+
+@contextmanager
+def each_vector(builder: Any, vectors: Any) -> Iterator[Any]:
+    """A loop over so many vectors, with the number of elements before each."""
+    with cgutils.for_range(builder, vectors) as loop:
+        yield builder.mul(loop.index, SIZE(LANES))
+
+
+def variable(builder: Any, first: Any) -> Any:
+    """Memory for what a loop changes, which compilers keep in a register."""
+    place = cgutils.alloca_once(builder, first.type)
+    builder.store(first, place)
+    return place
+
+
+def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    function = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, name), arguments)
+
+
+def plus(builder: Any, number: Any, constant: int) -> Any:
+    return builder.add(number, SIZE(constant)) if constant else number
+
+
+def constants(kind: Any, number: float) -> Any:
+    """A vector of one number."""
+    return ir.Constant(kind, [number] * kind.count)
+
+
+def repeated(builder: Any, number: Any) -> Any:
+    """The number in every lane."""
+    undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+    first = builder.insert_element(undefined, number, WORD(0))
+    return shuffled(builder, first, undefined, [0] * LANES)
+
+
+def joined(builder: Any, parts: list[Any]) -> Any:
+    """Vectors of one type, one after the other; 2 or 4 of them."""
+    while len(parts) > 1:
+        count = 2 * parts[0].type.count
+        parts = [shuffled(builder, parts[i], parts[i + 1], range(count)) for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def shuffled(builder: Any, low: Any, high: Any, order: Iterable[int]) -> Any:
+    places = list(order)
+    return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(WORD, len(places)), places))
+
+
+def reduced(builder: Any, vector: Any, join: Callable[[Any, Any], Any]) -> Any:
+    """One number of all lanes, joined half with half."""
+    count = vector.type.count
+    while count > 1:
+        count //= 2
+        lower, upper = (
+            shuffled(builder, vector, vector, range(first, first + count)) for first in (0, count)
+        )
+        vector = join(lower, upper)
+    return builder.extract_element(vector, WORD(0))

@@ -1,0 +1,355 @@
+"""Maxima, exponentials, products and roundings of rows of float32 numbers, 16 at a time.
+
+For functions that numba compiles. All work on whole vectors: rows are filled up to a multiple of LANES. Arrays have two
+dimensions, their rows are contiguous, and bounds are the caller's care.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from index_store.attention.vectors.bytes_numba import instruction_sets
+from index_store.attention.vectors.code import (
+    FLOATS,
+    LANES,
+    SIZE,
+    WORDS,
+    Generated,
+    Rows,
+    call,
+    constants,
+    each_vector,
+    reduced,
+    repeated,
+    variable,
+)
+
+_FUSED = ("contract",)
+_HALVES, _BYTES = (ir.VectorType(ir.IntType(bits), LANES) for bits in (16, 8))
+_SIZES2, _SIZES3 = ((types.intp,) * count for count in (2, 3))
+_LOG2E = 1.4426950408889634
+_EXPONENTIAL = (
+    1.535336188319500e-4,
+    1.339887440266574e-3,
+    9.618437357674640e-3,
+    5.550332471162809e-2,
+    2.402264791363012e-1,
+    6.931472028550421e-1,
+    1.0,
+)
+"""2^x on [-0.5, 0.5], from the Cephes library."""
+
+
+@intrinsic
+def highest(typing: Any, source: Any, row: Any, column: Any, vectors: Any) -> Generated:
+    """highest(source, row, column, vectors): the largest of so many vectors of source[row, column..]."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        source, row, column, vectors = values
+        source_at = Rows(context, builder, signature.args[0], source)
+        most = variable(builder, constants(FLOATS, float("-inf")))
+        with each_vector(builder, vectors) as first:
+            numbers = source_at.load(row, builder.add(column, first), FLOATS)
+            builder.store(_larger(builder, numbers, builder.load(most)), most)
+        return reduced(builder, builder.load(most), lambda a, b: _larger(builder, a, b))
+
+    return types.float32(source, *_SIZES3), generate
+
+
+@intrinsic
+def extremes(typing: Any, source: Any, row: Any, column: Any, vectors: Any) -> Generated:
+    """extremes(source, row, column, vectors): the least and the largest of so many vectors of source[row, column..]."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        source, row, column, vectors = values
+        source_at = Rows(context, builder, signature.args[0], source)
+        least, most = (variable(builder, constants(FLOATS, float(end))) for end in ("inf", "-inf"))
+        with each_vector(builder, vectors) as first:
+            numbers = source_at.load(row, builder.add(column, first), FLOATS)
+            builder.store(_smaller(builder, numbers, builder.load(least)), least)
+            builder.store(_larger(builder, numbers, builder.load(most)), most)
+        found = (
+            reduced(builder, builder.load(least), lambda a, b: _smaller(builder, a, b)),
+            reduced(builder, builder.load(most), lambda a, b: _larger(builder, a, b)),
+        )
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return types.UniTuple(types.float32, 2)(source, *_SIZES3), generate
+
+
+@intrinsic
+def exponentials(
+    typing: Any,
+    source: Any,
+    row: Any,
+    column: Any,
+    base: Any,
+    out: Any,
+    to_row: Any,
+    to_column: Any,
+    vectors: Any,
+) -> Generated:
+    """exponentials(source, row, column, base, out, to_row, to_column, vectors): the sum of what is written.
+
+    out[to_row, to_column..] = exp(source[row, column..] - base) for numbers up to base, and 0 where that is below
+    2^-126. Relative error 1e-6.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        source, row, column, base, out, to_row, to_column, vectors = values
+        source_at, out_at = (
+            Rows(context, builder, signature.args[number], value) for number, value in ((0, source), (4, out))
+        )
+        bases = repeated(builder, base)
+        total = variable(builder, constants(FLOATS, 0.0))
+        with each_vector(builder, vectors) as first:
+            numbers = source_at.load(row, builder.add(column, first), FLOATS)
+            made = _exponential(builder, builder.fsub(numbers, bases))
+            out_at.store(made, to_row, builder.add(to_column, first))
+            builder.store(builder.fadd(builder.load(total), made), total)
+        return _sum(builder, builder.load(total))
+
+    floats = types.float32
+    return floats(source, *_SIZES2, floats, out, *_SIZES3), generate
+
+
+@intrinsic
+def fold(
+    typing: Any,
+    numbers: Any,
+    row: Any,
+    factors: Any,
+    addends: Any,
+    group: Any,
+    middle: Any,
+    folded: Any,
+    vectors: Any,
+) -> Generated:
+    """fold(numbers, row, factors, addends, group, middle, folded, vectors): a total and a magnitude.
+
+    folded[0] = numbers[row] * factors[group]; the total is the sum of numbers[row] * (addends[group] + middle *
+    factors[group]), the magnitude the largest of what was folded.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        numbers, row, factors, addends, group, middle, folded, vectors = values
+        numbers_at, factors_at, addends_at, folded_at = (
+            Rows(context, builder, signature.args[place], value)
+            for place, value in ((0, numbers), (2, factors), (3, addends), (6, folded))
+        )
+        middles = repeated(builder, middle)
+        total, most = (variable(builder, constants(FLOATS, 0.0)) for _ in range(2))
+        with each_vector(builder, vectors) as first:
+            taken = numbers_at.load(row, first, FLOATS)
+            product = builder.fmul(taken, factors_at.load(group, first, FLOATS))
+            folded_at.store(product, SIZE(0), first)
+            part = _add_product(builder, taken, addends_at.load(group, first, FLOATS), builder.load(total))
+            builder.store(_add_product(builder, product, middles, part), total)
+            builder.store(_larger(builder, _magnitude(builder, product), builder.load(most)), most)
+        largest = reduced(builder, builder.load(most), lambda a, b: _larger(builder, a, b))
+        return context.make_tuple(
+            builder, signature.return_type, (_sum(builder, builder.load(total)), largest)
+        )
+
+    floats = types.float32
+    pair = types.UniTuple(floats, 2)
+    return pair(numbers, types.intp, factors, addends, types.intp, floats, folded, types.intp), generate
+
+
+@intrinsic
+def round_row(typing: Any, numbers: Any, factor: Any, rounded: Any, row: Any, vectors: Any) -> Generated:
+    """round_row(numbers, factor, rounded, row, vectors): the sum of rounded[row] = numbers[0] * factor, as int8."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        numbers, factor, rounded, row, vectors = values
+        numbers_at, rounded_at = (
+            Rows(context, builder, signature.args[place], value)
+            for place, value in ((0, numbers), (2, rounded))
+        )
+        factors = repeated(builder, factor)
+        total = variable(builder, constants(WORDS, 0))
+        with each_vector(builder, vectors) as first:
+            wanted = _add_product(
+                builder, numbers_at.load(SIZE(0), first, FLOATS), factors, constants(FLOATS, 0.5)
+            )
+            whole = builder.fptosi(_floor(builder, wanted), WORDS)
+            rounded_at.store(builder.trunc(whole, _BYTES), row, first)
+            builder.store(builder.add(builder.load(total), whole), total)
+        return reduced(builder, builder.load(total), builder.add)
+
+    return types.int32(numbers, types.float32, rounded, types.intp, types.intp), generate
+
+
+def make_widening(kind: str) -> Any:
+    """Numbers of another kind to floats: `float16` (finite ones) and `bfloat16`, both as int16, and `float32`."""
+
+    @intrinsic
+    def widen_row(
+        typing: Any, source: Any, row: Any, column: Any, out: Any, to_row: Any, to_column: Any, vectors: Any
+    ) -> Generated:
+        """widen_row(source, row, column, out, to_row, to_column, vectors)
+
+        out[to_row, to_column..] = source[row, column..]
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            source, row, column, out, to_row, to_column, vectors = values
+            source_at, out_at = (
+                Rows(context, builder, signature.args[place], value)
+                for place, value in ((0, source), (3, out))
+            )
+            with each_vector(builder, vectors) as first:
+                place = builder.add(column, first)
+                taken = source_at.load(row, place, FLOATS if kind == "float32" else _HALVES)
+                out_at.store(_widened(builder, taken, kind), to_row, builder.add(to_column, first))
+            return context.get_dummy_value()
+
+        return types.void(source, *_SIZES2, out, *_SIZES3), generate
+
+    return widen_row
+
+
+@intrinsic
+def dot(
+    typing: Any, one: Any, row: Any, column: Any, other: Any, other_row: Any, other_column: Any, vectors: Any
+) -> Generated:
+    """dot(one, row, column, other, other_row, other_column, vectors): the product of two rows' parts."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        one, row, column, other, other_row, other_column, vectors = values
+        one_at, other_at = (
+            Rows(context, builder, signature.args[place], value) for place, value in ((0, one), (3, other))
+        )
+        total = variable(builder, constants(FLOATS, 0.0))
+        with each_vector(builder, vectors) as first:
+            taken = one_at.load(row, builder.add(column, first), FLOATS)
+            beside = other_at.load(other_row, builder.add(other_column, first), FLOATS)
+            builder.store(_add_product(builder, taken, beside, builder.load(total)), total)
+        return _sum(builder, builder.load(total))
+
+    return types.float32(one, *_SIZES2, other, *_SIZES3), generate
+
+
+@intrinsic
+def add_weighted(
+    typing: Any, weight: Any, source: Any, row: Any, column: Any, out: Any, to_row: Any, vectors: Any
+) -> Generated:
+    """add_weighted(weight, source, row, column, out, to_row, vectors): out[to_row] += weight * source[row, column..]"""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        weight, source, row, column, out, to_row, vectors = values
+        source_at, out_at = (
+            Rows(context, builder, signature.args[place], value) for place, value in ((1, source), (4, out))
+        )
+        weights = repeated(builder, weight)
+        with each_vector(builder, vectors) as first:
+            taken = source_at.load(row, builder.add(column, first), FLOATS)
+            sums = out_at.load(to_row, first, FLOATS)
+            out_at.store(_add_product(builder, taken, weights, sums), to_row, first)
+        return context.get_dummy_value()
+
+    return types.void(types.float32, source, *_SIZES2, out, *_SIZES2), generate
+
+
+def make_scaling(add: bool) -> Any:
+    """Whole numbers to floats that replace what stands there, or are added to it."""
+
+    @intrinsic
+    def scale_row(
+        typing: Any,
+        whole: Any,
+        row: Any,
+        column: Any,
+        unit: Any,
+        shift: Any,
+        out: Any,
+        to_row: Any,
+        to_column: Any,
+        vectors: Any,
+    ) -> Generated:
+        """scale_row(whole, row, column, unit, shift, out, to_row, to_column, vectors)
+
+        out[to_row, to_column..] is, or gets besides, unit * whole[row, column..] + shift. whole: [., .] int32.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            whole, row, column, unit, shift, out, to_row, to_column, vectors = values
+            whole_at, out_at = (
+                Rows(context, builder, signature.args[place], value)
+                for place, value in ((0, whole), (5, out))
+            )
+            units, shifts = repeated(builder, unit), repeated(builder, shift)
+            with each_vector(builder, vectors) as first:
+                place = builder.add(to_column, first)
+                floats = builder.sitofp(whole_at.load(row, builder.add(column, first), WORDS), FLOATS)
+                made = _add_product(builder, floats, units, shifts)
+                if add:
+                    made = builder.fadd(out_at.load(to_row, place, FLOATS), made)
+                out_at.store(made, to_row, place)
+            return context.get_dummy_value()
+
+        floats = types.float32
+        return types.void(whole, *_SIZES2, floats, floats, out, *_SIZES3), generate
+
+    return scale_row
+
+
+def _exponential(builder: Any, numbers: Any) -> Any:
+    """exp of numbers up to 0."""
+    least = constants(FLOATS, -126.0)
+    power = builder.fmul(numbers, constants(FLOATS, _LOG2E))
+    counts = builder.fcmp_ordered(">", power, least)
+    power = builder.select(counts, power, least)
+    whole = _floor(builder, builder.fadd(power, constants(FLOATS, 0.5)))
+    rest = builder.fsub(power, whole)
+    made = constants(FLOATS, _EXPONENTIAL[0])
+    for coefficient in _EXPONENTIAL[1:]:
+        made = _add_product(builder, made, rest, constants(FLOATS, coefficient))
+    exponents = builder.add(builder.fptosi(whole, WORDS), constants(WORDS, 127))
+    scales = builder.bitcast(builder.shl(exponents, constants(WORDS, 23)), FLOATS)
+    return builder.select(counts, builder.fmul(made, scales), constants(FLOATS, 0.0))
+
+
+def _widened(builder: Any, halves: Any, kind: str) -> Any:
+    """Floats of numbers of this kind."""
+    if kind == "float32":
+        return halves
+    if kind == "bfloat16":
+        return builder.bitcast(builder.shl(builder.zext(halves, WORDS), constants(WORDS, 16)), FLOATS)
+    if "f16c" in instruction_sets():
+        return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
+    words = builder.zext(halves, WORDS)
+    numbers = builder.shl(builder.and_(words, constants(WORDS, 0x7FFF)), constants(WORDS, 13))
+    signs = builder.shl(builder.and_(words, constants(WORDS, 0x8000)), constants(WORDS, 16))
+    # The exponents' biases are 127 and 15.
+    floats = builder.bitcast(builder.or_(numbers, signs), FLOATS)
+    return builder.fmul(floats, constants(FLOATS, 2.0**112))
+
+
+def _add_product(builder: Any, one: Any, other: Any, addend: Any) -> Any:
+    return builder.fadd(builder.fmul(one, other, flags=_FUSED), addend, flags=_FUSED)
+
+
+def _floor(builder: Any, numbers: Any) -> Any:
+    return call(builder, f"llvm.floor.v{LANES}f32", FLOATS, numbers)
+
+
+def _larger(builder: Any, one: Any, other: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+
+def _smaller(builder: Any, one: Any, other: Any) -> Any:
+    return builder.select(builder.fcmp_ordered("<", one, other), one, other)
+
+
+def _magnitude(builder: Any, numbers: Any) -> Any:
+    words = builder.and_(builder.bitcast(numbers, WORDS), constants(WORDS, 0x7FFFFFFF))
+    return builder.bitcast(words, FLOATS)
+
+
+def _sum(builder: Any, numbers: Any) -> Any:
+    return reduced(builder, numbers, builder.fadd)
