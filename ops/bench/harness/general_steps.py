@@ -29,7 +29,7 @@ def forward(model: Any, sessions: Sequence[Session], tokens: Sequence[int]) -> T
     """Logits [B, V] by the general path, which advances the sessions."""
     inputs = packed(sessions, [[token] for token in tokens], sessions[0].device)
     with torch.inference_mode():
-        logits: Tensor = model(**inputs).logits[0]
+        logits: Tensor = model(**inputs).logits.flatten(0, 1)
     for session in sessions:
         session.position += 1
     return logits.float()

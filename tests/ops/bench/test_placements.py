@@ -82,7 +82,7 @@ def figures(
 def test_every_case_has_its_figures(bench: ModuleType, cases: str, batch: int) -> None:
     small = get_method("pq+dropped", 0.05)
     rows = figures(bench, cases, batch)
-    assert [row for row in rows if "error" in row] == []
+    assert [row["error"] for row in rows if "error" in row] == []
     wheres = [row["placement"] + "2" * (row["lanes"] == 2) + "+prefetch" * row["prefetch"] for row in rows]
     assert wheres == [text.rpartition("@")[2] for text in cases.split(",")]
     kv_mb = batch * WIDE.layers * WIDE.kv_heads * LENGTH * 2 * 64 * 4 * 1e-6

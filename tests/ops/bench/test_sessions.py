@@ -53,7 +53,7 @@ def test_sessions_take_what_the_engine_counts(bench: ModuleType) -> None:
         rows = 8 * 8 * 131072 * 13  # eight rows for five sessions
         assert needed.device == 2 * context.device + 5 * session_bytes(method.on(manifest), 512) + rows
         assert needed.host == 2 * context.host
-    assert served.batches(33).device == 33 * 8 * 131072 * 13
+    assert served.batches(33).device == 64 * 8 * 131072 * 13
 
 
 def test_buffers_of_a_search_on_the_host_count_there(bench: ModuleType) -> None:
