@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decode_engine.kernels.attention.online_softmax import (
     LOG2E,
-    attend_tile,
+    attend_run,
     load_group,
     no_keys_yet,
     tile_options,
@@ -26,7 +26,7 @@ from index_store.attention.attention_state import AttentionState
 
 
 @triton.jit
-def attend_run(
+def attend_share(
     q: tl.tensor,
     rows_ptr: tl.tensor,
     first: tl.tensor,
@@ -44,15 +44,7 @@ def attend_run(
     share = tl.cdiv(tl.cdiv(count - first, TILE), tl.num_programs(0)) * TILE
     begin = first + tl.program_id(0) * share
     end = tl.minimum(begin + share, count)
-    d = tl.arange(0, DIM)
-    for start in tl.range(begin, end, TILE, num_stages=STAGES):
-        n = start + tl.arange(0, TILE)
-        there = n < end
-        at = rows_ptr + n.to(tl.int64)[:, None] * (2 * DIM) + d[None, :]
-        k = tl.load(at, mask=there[:, None], other=0.0)
-        v = tl.load(at + DIM, mask=there[:, None], other=0.0)
-        peaks, totals, sums = attend_tile(q, k, v, there, peaks, totals, sums, scale_log2, PRECISION)
-    return peaks, totals, sums
+    return attend_run(q, rows_ptr, begin, end, peaks, totals, sums, scale_log2, DIM, TILE, STAGES, PRECISION)
 
 
 @triton.jit
@@ -89,7 +81,7 @@ def dense_kernel(
     if WINDOWED:
         first = tl.maximum(keys + tail_keys - field(records_ptr, b, WINDOW).to(tl.int32), 0)
     context_ptr = head_rows(records_ptr, b, h, KV, element)
-    peaks, totals, sums = attend_run(
+    peaks, totals, sums = attend_share(
         q,
         context_ptr,
         tl.minimum(first, keys),
@@ -104,7 +96,7 @@ def dense_kernel(
         PRECISION,
     )
     tail_ptr = head_rows(records_ptr, b, h, TAIL, element)
-    peaks, totals, sums = attend_run(
+    peaks, totals, sums = attend_share(
         q,
         tail_ptr,
         tl.maximum(first - keys, 0),

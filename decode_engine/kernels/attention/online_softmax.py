@@ -120,3 +120,30 @@ def attend_tile(
     logits = tile_logits(q, keys, there, scale_log2, PRECISION)
     peaks, totals, shrink, weights = grow(peaks, totals, logits, 1.0, logits, False)
     return peaks, totals, add_weighted(sums * shrink[:, None], weights, values, False, PRECISION)
+
+
+@triton.jit
+def attend_run(
+    q: tl.tensor,
+    rows_ptr: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    peaks: tl.tensor,
+    totals: tl.tensor,
+    sums: tl.tensor,
+    scale_log2: tl.tensor,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """Adds the rows begin .. end - 1 of a KV head, key and value side by side, to a running softmax."""
+    d = tl.arange(0, DIM)
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        n = start + tl.arange(0, TILE)
+        there = n < end
+        at = rows_ptr + n.to(tl.int64)[:, None] * (2 * DIM) + d[None, :]
+        k = tl.load(at, mask=there[:, None], other=0.0)
+        v = tl.load(at + DIM, mask=there[:, None], other=0.0)
+        peaks, totals, sums = attend_tile(q, k, v, there, peaks, totals, sums, scale_log2, PRECISION)
+    return peaks, totals, sums

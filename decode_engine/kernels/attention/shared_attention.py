@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.online_softmax import LOG2E, attend_tile, tile_options
+from decode_engine.kernels.attention.online_softmax import LOG2E, attend_run, tile_options
 from decode_engine.kernels.attention.partials import Partials
 from decode_engine.kernels.attention.row_groups import (
     FEW_ROWS,
@@ -56,33 +56,6 @@ def shared_programs(shape: SharedShape, heads: int, device: torch.device) -> int
         return 4
     present = torch.cuda.get_device_properties(device).multi_processor_count * shape.programs
     return max(1, min(128, present // heads))
-
-
-@triton.jit
-def attend_run(
-    q: tl.tensor,
-    rows_ptr: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    peaks: tl.tensor,
-    totals: tl.tensor,
-    sums: tl.tensor,
-    scale_log2: tl.tensor,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tl.tensor:
-    """Adds the rows begin .. end - 1 to a running softmax."""
-    d = tl.arange(0, DIM)
-    for start in tl.range(begin, end, TILE, num_stages=STAGES):
-        n = start + tl.arange(0, TILE)
-        there = n < end
-        at = rows_ptr + n.to(tl.int64)[:, None] * (2 * DIM) + d[None, :]
-        k = tl.load(at, mask=there[:, None], other=0.0)
-        v = tl.load(at + DIM, mask=there[:, None], other=0.0)
-        peaks, totals, sums = attend_tile(q, k, v, there, peaks, totals, sums, scale_log2, PRECISION)
-    return peaks, totals, sums
 
 
 @triton.jit
