@@ -287,9 +287,8 @@ def _unpacked(asm: str, words: Numbers, count: int) -> tuple[Numbers, ...]:
         a, *others = (registers.get(each, each) for each in operands)
         if name == "shr.b32":
             registers[target] = a >> np.uint32(others[0])
-        elif name == "lop3.b32":
-            assert others[2] == "0xea"
-            registers[target] = (a & np.uint32(int(others[0], 16))) | np.uint32(int(others[1], 16))
+        elif name == "and.b32":
+            registers[target] = a & np.uint32(int(others[0], 16))
         else:
             assert name == "prmt.b32", name
             halves = {"5": others[0], "7": others[0], "1": a, "3": a}
@@ -306,7 +305,14 @@ def _unpacked(asm: str, words: Numbers, count: int) -> tuple[Numbers, ...]:
 
 
 def _multiply(a: Numbers, b: Numbers, acc: Numbers) -> Numbers:
-    return Numbers(acc.array + a.array.astype(np.float32) @ b.array.astype(np.float32))
+    """As tensor cores do: 16 products at a time, exact, are added, and what float32 cannot hold is dropped."""
+    found = acc.array
+    left, right = a.array.astype(np.float64), b.array.astype(np.float64)
+    for at in range(0, left.shape[1], 16):
+        exact = found + left[:, at : at + 16] @ right[at : at + 16]
+        rounded = exact.astype(np.float32)
+        found = np.where(np.abs(rounded) > np.abs(exact), np.nextafter(rounded, np.float32(0)), rounded)
+    return Numbers(found)
 
 
 class _Launched:

@@ -19,6 +19,9 @@ import triton
 import triton.language as tl
 
 _LIFT = tl.constexpr(16.0)
+_TINY = tl.constexpr(1e-30)
+"""What sums of a tile's values begin with: from zero the compiler would go on from those of the tiles before, and
+tensor cores drop what is below a sum's last bit. Over thousands of tiles that adds up."""
 
 
 def _unpacking(bits: int, shift: int, word: int) -> str:
@@ -296,7 +299,8 @@ def add_values(
             new_sums += (sums[plane] + products * units[plane % PER_BYTE // PER_GROUP][:, None],)
         else:
             codes = lifted_codes(low, top, plane, DIM, BITS, BYTES, ELEMENT, PACKED)
-            new_sums += (tl.dot(of_group, codes, sums[plane], input_precision=PRECISION),)
+            products = tl.dot(of_group, codes, tl.full(sums[plane].shape, _TINY, tl.float32), PRECISION)
+            new_sums += (sums[plane] + products,)
     return new_sums, new_evens
 
 

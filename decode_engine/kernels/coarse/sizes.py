@@ -64,7 +64,7 @@ def coarse_shape(device: torch.device, max_keys: int) -> CoarseShape:
         return CoarseShape(programs=8, samplers=2, runs=4)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     # A sample of a short context would cost what all of its keys do.
-    return CoarseShape(programs=4 * processors, samplers=64 if max_keys > 2**15 else 16)
+    return CoarseShape(programs=4 * processors, registers=True, samplers=64 if max_keys > 2**15 else 16)
 
 
 @dataclass(frozen=True, slots=True)

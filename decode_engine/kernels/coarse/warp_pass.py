@@ -31,7 +31,7 @@ from decode_engine.kernels.coarse.warp_tiles import (
     multiply_keys,
     no_values_yet,
     store_sums,
-    without_lifts,
+    values_of,
 )
 from index_store.indexes.coarse_rows import scalar_rows
 
@@ -275,10 +275,9 @@ def reference_weights(
 
 @gluon.jit
 def nothing_yet(T: gl.constexpr, X: gl.constexpr) -> gl.tensor:
-    """What `attend_tile` adds to: sums of planes and of weights that lift them; what adds to all channels, weights."""
-    sums, lifts = no_values_yet(X)
+    """What `attend_tile` adds to: sums of planes; what adds to all channels, weights."""
     zero = gl.full([T, X], 0.0, gl.float32, layout=RESULT)
-    return sums, lifts, zero, zero
+    return no_values_yet(X), zero, zero
 
 
 @gluon.jit
@@ -291,19 +290,18 @@ def attend_tile(
     BITS: gl.constexpr,
 ) -> gl.tensor:
     """Adds a tile of values by weights [T, X], 0 for keys that do not count."""
-    sums, lifts, evens, totals = attended
+    sums, evens, totals = attended
     words, steps, starts = values
     evens = gl.fma(weights, gl.expand_dims(starts, 1), evens)
     scaled = as_right((weights * gl.expand_dims(steps, 1)).to(gl.float16), T, X)
-    sums, lifts = add_values(sums, lifts, words, scaled, T, BITS)
-    return sums, lifts, evens, totals + weights
+    return add_values(sums, words, scaled, T, BITS), evens, totals + weights
 
 
 @gluon.jit
 def attention_of(attended: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
     """Sums of values by planes, and of weights [X]."""
-    sums, lifts, evens, totals = attended
-    return without_lifts(sums, lifts, gl.sum(evens, 0), BITS), gl.sum(totals, 0)
+    sums, evens, totals = attended
+    return values_of(sums, gl.sum(evens, 0), BITS), gl.sum(totals, 0)
 
 
 @gluon.jit(do_not_specialize=["width", "room", "slots"])

@@ -1,8 +1,9 @@
 """Tiles of coded keys and values in the registers of one warp, and products with them on tensor cores.
 
 Codes are loaded in the very layout in which the tensor cores take their operands, and unpacked there, two at a time: a
-shift and a mask each, joined with the bits of 1024, which makes float16 numbers 1024 + f * code with f a power of two.
-Nothing goes through shared memory, and a warp waits for nobody else. These functions know codes of 4 and 2 bits, in
+shift and a mask each: what is left are the lowest bits of float16 numbers, f * code * 2**-24 with f a power of two.
+Tensor cores take these as they are. Their sums drop what is below the last bit instead of rounding it, which adds up:
+nothing larger than the codes may be in them. Nothing goes through shared memory, and a warp waits for nobody else. These functions know codes of 4 and 2 bits, in
 heads of 128 channels, as `index_store.indexes.coarse_rows.packing` packs them.
 
 A row of codes is W words of 32 bits. Operands take 16 columns (of keys) or rows (of values) at a time, the channels of
@@ -10,7 +11,7 @@ one of 8 planes: which these are follows from the bits of a lane's words, and on
 `store_sums` say it.
 
 Scales and offsets of keys fold into the queries and into one number for each query row, those of values into the
-weights, as in `coded_tiles`. What 1024 adds is taken off by products with the very numbers that were rounded.
+weights, as in `coded_tiles`.
 
 Shape legend: T keys of a tile, X query rows, a multiple of 8; W words of a row of codes.
 """
@@ -23,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 CHANNELS = 128
 PLANES = 8
-LIFT = 1024.0
+LEAST = 2.0**-24
+"""What the lowest bit of a float16 number stands for where all higher ones are 0."""
 _BLOCK = 128
 
 _PRODUCT = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
@@ -41,13 +43,13 @@ _CHANNELS_4 = gl.constexpr(
 _CHANNELS_2 = gl.constexpr(
     gl.DistributedLinearLayout([[1], [2], [4], [32], [64]], [[8], [16], [0], [0], [0]], [], [], [CHANNELS])
 )
-_PLANES_C, _LIFT_C = gl.constexpr(PLANES), gl.constexpr(LIFT)
+_PLANES_C, _LEAST_C = gl.constexpr(PLANES), gl.constexpr(LEAST)
 
 
-def _lifted(bits: int, source: str, first: int) -> str:
+def _masked(bits: int, source: str, first: int) -> str:
     """PTX that makes pairs of numbers of all codes in both halves of a register."""
     shift, lines = 0, []
-    # Codes of 4 bits fit below the tenth bit from two places, those of 2 bits from five.
+    # Two codes of 4 bits are below the tenth bit, or five of 2 bits.
     reach = 8 if bits == 4 else 10
     for number, at in enumerate(range(0, 16, bits)):
         if at >= reach and not shift:
@@ -55,14 +57,14 @@ def _lifted(bits: int, source: str, first: int) -> str:
             lines.append(f"shr.b32 t, {source}, {shift};")
         mask = ((1 << bits) - 1) << (at - shift)
         taken = "t" if shift else source
-        lines.append(f"lop3.b32 ${first + number}, {taken}, 0x{mask * 0x00010001:08x}, 0x64006400, 0xea;")
+        lines.append(f"and.b32 ${first + number}, {taken}, 0x{mask * 0x00010001:08x};")
     return " ".join(lines)
 
 
 def _unpack_keys(bits: int) -> str:
     """PTX over two words of a key."""
     codes = 16 // bits
-    words = (_lifted(bits, f"${2 * codes + word}", word * codes) for word in range(2))
+    words = (_masked(bits, f"${2 * codes + word}", word * codes) for word in range(2))
     return "{ .reg .b32 t; " + " ".join(words) + " }"
 
 
@@ -71,7 +73,7 @@ def _unpack_values(bits: int) -> str:
     codes = 16 // bits
     first, second = f"${2 * codes}", f"${2 * codes + 1}"
     halves = (
-        f"prmt.b32 x, {first}, {second}, 0x{selected}; {_lifted(bits, 'x', half * codes)}"
+        f"prmt.b32 x, {first}, {second}, 0x{selected}; {_masked(bits, 'x', half * codes)}"
         for half, selected in enumerate(("5410", "7632"))
     )
     return "{ .reg .b32 t; .reg .b32 x; " + " ".join(halves) + " }"
@@ -92,8 +94,9 @@ def exponent_of(plane: int, BITS: int) -> int:
 
 
 @gluon.constexpr_function
-def part_of_one(exponent: int) -> float:
-    return 2.0**-exponent
+def unit_of(plane: int, BITS: int) -> float:
+    """What sums of a plane's codes are multiplied with."""
+    return 2.0**-exponent_of(plane, BITS) / LEAST
 
 
 @gluon.constexpr_function
@@ -145,7 +148,7 @@ def key_of(row: gl.tensor, T: gl.constexpr) -> gl.tensor:
 def load_queries(
     q_ptr: gl.tensor, row: gl.tensor, X: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr
 ) -> gl.tensor:
-    """Queries [16, X] float16 of the planes of keys, up to 16, and what one is, [X] float32 as OF_ROWS."""
+    """Queries [16, X] float16 of the planes of keys, up to 16, and what one is in products, [X] float32 as OF_ROWS."""
     a = gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT))
     n = gl.arange(0, X, layout=gl.SliceLayout(0, RIGHT))
     a0, a1, a2, a3 = a & 1, (a >> 1) & 1, (a >> 2) & 1, a >> 3
@@ -166,7 +169,7 @@ def load_queries(
     queries: gl.tensor = ()
     for plane in gl.static_range(_PLANES_C):
         queries += ((loaded[plane] / gl.expand_dims(units, 0)).to(gl.float16),)
-    return queries, gl.convert_layout(units, OF_ROWS)
+    return queries, gl.convert_layout(units / _LEAST_C, OF_ROWS)
 
 
 @gluon.jit
@@ -196,13 +199,11 @@ def scaled(query: gl.tensor, step: gl.tensor, ASM: gl.constexpr) -> gl.tensor:
 def fold(
     queries: gl.tensor, scales_ptr: gl.tensor, offsets_ptr: gl.tensor, X: gl.constexpr, BITS: gl.constexpr
 ) -> gl.tensor:
-    """Queries times a block's scales, by planes, and what offsets and lifts add to all logits of the block, [X]."""
+    """Queries times a block's scales, by planes, and what offsets add to all products of the block, [X]."""
     scales = load_channels(scales_ptr, BITS)
     offsets = load_channels(offsets_ptr, BITS)
-    lift = gl.full([16, 16], -_LIFT_C, gl.float16, layout=LEFT)
     sixteen = gl.full([16, 16], 0.0, gl.float16, layout=LEFT)
     added = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
-    lifted = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
     folded: gl.tensor = ()
     for plane in gl.static_range(_PLANES_C):
         step = gl.convert_layout(scales[plane], gl.SliceLayout(1, RIGHT), assert_trivial=True)
@@ -213,8 +214,7 @@ def fold(
             sixteen, gl.expand_dims(offset, 0)
         )  # in all rows, so that all lanes get sums
         added = mma_v2(offset, queries[plane], added)
-        lifted = mma_v2(lift, folded[plane], lifted)
-    return folded, gl.max(added + lifted, 0)
+    return folded, gl.max(added, 0) * _LEAST_C
 
 
 @gluon.jit
@@ -288,24 +288,19 @@ def as_right(weights: gl.tensor, T: gl.constexpr, X: gl.constexpr) -> gl.tensor:
 
 @gluon.jit
 def no_values_yet(X: gl.constexpr) -> gl.tensor:
-    """Sums of planes [16, X], before the first tile, and of what lifts them."""
+    """Sums of planes [16, X], before the first tile."""
     zero = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
     sums: gl.tensor = ()
     for _ in gl.static_range(_PLANES_C):
         sums += (zero,)
-    return sums, zero
+    return sums
 
 
 @gluon.jit
 def add_values(
-    sums: gl.tensor,
-    lifts: gl.tensor,
-    words: gl.tensor,
-    weights: gl.tensor,
-    T: gl.constexpr,
-    BITS: gl.constexpr,
+    sums: gl.tensor, words: gl.tensor, weights: gl.tensor, T: gl.constexpr, BITS: gl.constexpr
 ) -> gl.tensor:
-    """Adds values, as words, by weights, a right operand [T, X]; and the weights themselves."""
+    """Adds values, as words, by weights, a right operand [T, X]."""
     PAIRS: gl.constexpr = value_layout(T, 4 * BITS, True)
     pairs = gl.convert_layout(words, PAIRS)
     new: gl.tensor = ()
@@ -325,17 +320,15 @@ def add_values(
             both = gl.permute(gl.join(parts[plane], parts[plane + 8]), [2, 1, 0])
             values = gl.convert_layout(gl.reshape(both, [16, T]), LEFT, assert_trivial=True)
             new += (mma_v2(values, weights, sums[plane]),)
-    one = gl.full([16, T], 1.0, gl.float16, layout=LEFT)
-    return new, mma_v2(one, weights, lifts)
+    return new
 
 
 @gluon.jit
-def without_lifts(sums: gl.tensor, lifts: gl.tensor, even: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
-    """Sums of values, by planes, of those of lifted codes; even: adds to all channels, [X]."""
+def values_of(sums: gl.tensor, even: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
+    """Sums of values, by planes, of those of codes; even: adds to all channels, [X]."""
     plain: gl.tensor = ()
     for plane in gl.static_range(_PLANES_C):
-        own = (sums[plane] - lifts * _LIFT_C) * part_of_one(exponent_of(plane, BITS))
-        plain += (own + gl.expand_dims(even, 0),)
+        plain += (sums[plane] * unit_of(plane, BITS) + gl.expand_dims(even, 0),)
     return plain
 
 
