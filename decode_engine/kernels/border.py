@@ -20,18 +20,18 @@ from torch import Tensor
 
 _KEY_STEP, HEAD_STEP = -1640531527, 1332534557
 """2^32 over the golden ratio, and an odd number at random; as int32."""
-_MOST = 1.0 - 2.0**-24
-_LEAST_CUT, _CUT_STEPS, _CUT_MARGIN, INFINITE = (127 - 29) << 23, 10, 1 << 14, 0x7F800000
+MOST_DRAWS = 1.0 - 2.0**-24
+LEAST_CUT, CUT_STEPS, CUT_MARGIN, INFINITE = (127 - 29) << 23, 10, 1 << 14, 0x7F800000
 """Bits of 2^-29 (summed weights are at most 2^4, and less is nothing); halvings of 32 octaves, down to 1/32 of one;
 more than weights of a sample are rounded by, of 2^23 an octave."""
 
 DRAW_STEP = tl.constexpr(_KEY_STEP)
 _HEAD_STEP_C = tl.constexpr(HEAD_STEP)
-_MOST_C = tl.constexpr(_MOST)
-_LEAST_CUT_C = tl.constexpr(_LEAST_CUT)
-_CUT_STEPS_C = tl.constexpr(_CUT_STEPS)
-_CUT_WIDTH_C = tl.constexpr(1 << (28 - _CUT_STEPS))
-_CUT_MARGIN_C = tl.constexpr(_CUT_MARGIN)
+_MOST_C = tl.constexpr(MOST_DRAWS)
+_LEAST_CUT_C = tl.constexpr(LEAST_CUT)
+_CUT_STEPS_C = tl.constexpr(CUT_STEPS)
+_CUT_WIDTH_C = tl.constexpr(1 << (28 - CUT_STEPS))
+_CUT_MARGIN_C = tl.constexpr(CUT_MARGIN)
 _INFINITE_C = tl.constexpr(INFINITE)
 
 
@@ -125,7 +125,7 @@ def draw_reference(place: Tensor, head: int) -> Tensor:
 
 def draws_below_reference(share: Tensor) -> Tensor:
     """`draws_below` of float32 shares, int32."""
-    return (share.clamp(0.0, _MOST) * 4294967296.0 - 2147483648.0).to(torch.int32)
+    return (share.clamp(0.0, MOST_DRAWS) * 4294967296.0 - 2147483648.0).to(torch.int32)
 
 
 def cut_reference(weights: Tensor, keep: int, searched: int) -> tuple[int, int, Tensor]:
@@ -136,13 +136,13 @@ def cut_reference(weights: Tensor, keep: int, searched: int) -> tuple[int, int, 
         return INFINITE, INFINITE, torch.zeros((), dtype=torch.int32, device=weights.device)
     bits = weights.view(torch.int32)
     wanted = torch.tensor(keep / searched * len(bits), dtype=torch.float32)
-    cut = _LEAST_CUT
-    for step in range(_CUT_STEPS):
+    cut = LEAST_CUT
+    for step in range(CUT_STEPS):
         higher = cut + (1 << (27 - step))
         if int((bits >= higher).sum()) >= wanted:
             cut = higher
-    least = -1 if cut == _LEAST_CUT else cut - _CUT_MARGIN
-    above = cut + (1 << (28 - _CUT_STEPS)) + _CUT_MARGIN
+    least = -1 if cut == LEAST_CUT else cut - CUT_MARGIN
+    above = cut + (1 << (28 - CUT_STEPS)) + CUT_MARGIN
     over = (bits >= above).sum()
     inside = (bits >= least).sum() - over
     return least, above, draws_below_reference((wanted - over) / inside.clamp(min=1)).to(weights.device)

@@ -179,12 +179,9 @@ class Bench(Steps):
         shape = self.shape
         tries = [
             replace(shape, registers=not shape.registers),
-            *(replace(shape, registers=True, tile=tile) for tile in (16, 64)),
-            *(
-                replace(shape, registers=True, programs=shape.programs * part // 4)
-                for part in (2, 3, 5, 6, 8)
-            ),
-            replace(shape, registers=True, samplers=shape.samplers // 2),
+            *(replace(shape, tile=tile) for tile in (16, 64)),
+            *(replace(shape, ahead=ahead) for ahead in (1, 2, 4, 6)),
+            *(replace(shape, programs=shape.programs * part // 8) for part in (6, 7, 9)),
         ]
         return [other for other in dict.fromkeys(tries) if other != shape]
 

@@ -209,6 +209,10 @@ class Language:
             return Numbers(np.exp2(x.array))
 
     @staticmethod
+    def log2(x: Numbers) -> Numbers:
+        return Numbers(np.log2(x.array))
+
+    @staticmethod
     def abs(x: Numbers) -> Numbers:
         return Numbers(np.abs(x.array))
 
@@ -260,7 +264,7 @@ class Language:
     def inline_asm_elementwise(
         asm: str, constraints: str, args: list[Numbers], dtype: Any, is_pure: bool, pack: int
     ) -> Any:
-        if "griddepcontrol" in asm or "bar.warp.sync" in asm:
+        if any(each in asm for each in ("griddepcontrol", "bar.warp.sync", "prefetch")):
             return None
         if "vote" in asm:
             bits = sum(int(mark != 0) << (4 * lane) for lane, mark in enumerate(args[0].array))

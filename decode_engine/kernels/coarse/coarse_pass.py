@@ -284,6 +284,7 @@ def _launch_pass(
             **parts,
             VALUE_BITS=sizes.value_bits,
             TILE=sizes.shape.tile,
+            AHEAD=sizes.shape.ahead,
             EXACT=exact,
             num_warps=1,
             **sizes.key_constants_alone(),

@@ -20,8 +20,7 @@ from decode_engine.kernels.border import (
     passes_reference,
     stretch_of_reference,
 )
-from decode_engine.kernels.coarse.search import CHUNKS
-from decode_engine.kernels.coarse.sizes import RUN, CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.sizes import CHUNKS, RUN, CoarseSizes, CoarseWork
 from index_store.attention.attention_state import AttentionState
 from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows
 

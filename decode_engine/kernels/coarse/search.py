@@ -20,7 +20,8 @@ from decode_engine.kernels.attention.online_softmax import LOG2E, tile_options
 from decode_engine.kernels.border import moved, store_cut, stretch_of
 from decode_engine.kernels.coarse import sizes as coarse_sizes
 from decode_engine.kernels.coarse.coded_tiles import key_logits, load_queries
-from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.sizes import CHUNKS, CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.warp_cut import cut_kernel as cut_in_registers
 from decode_engine.kernels.coarse.warp_pass import sample_kernel as sample_alone
 from decode_engine.kernels.fields import (
     KEEP,
@@ -37,10 +38,8 @@ from index_store.indexes.coarse_rows import scalar_rows
 
 BLOCK = tl.constexpr(scalar_rows.BLOCK)
 RUN = tl.constexpr(coarse_sizes.RUN)
-CHUNKS = 8
-"""Parts of a sample whose largest weights stand for themselves alone."""
-_RUNS_ALONE = 2
-"""Runs that one warp scores."""
+_RUNS_ALONE = 4
+"""Runs that one warp scores: what it loads for them is on its way together."""
 
 
 @triton.jit
@@ -181,18 +180,10 @@ def find_cuts(q_BHGD: Tensor, records_BF: Tensor, sizes: CoarseSizes, work: Coar
             **product_options(q_BHGD),
             **chained(q_BHGD.device),
         )
-    cut_kernel[(rows,)](
-        records_BF,
-        work.sampled_RGM,
-        work.normalisers_RG,
-        work.cuts_RX,
-        HEADS=sizes.kv_heads,
-        GROUP=sizes.group,
-        CHUNKS=CHUNKS,
-        SAMPLED=shape.sampled,
-        num_warps=16,
-        **chained(q_BHGD.device),
-    )
+    arguments = (records_BF, work.sampled_RGM, work.normalisers_RG, work.cuts_RX)
+    constants = {"HEADS": sizes.kv_heads, "GROUP": sizes.group, "CHUNKS": CHUNKS, "SAMPLED": shape.sampled}
+    kernel = cut_in_registers if sizes.in_registers else cut_kernel
+    kernel[(rows,)](*arguments, **constants, num_warps=CHUNKS, **chained(q_BHGD.device))
 
 
 def product_options(q_BHGD: Tensor) -> dict[str, Any]:

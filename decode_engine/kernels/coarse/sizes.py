@@ -22,6 +22,8 @@ RUN = 16
 HEAD_DIMS, MAX_GROUP, MAX_KEYS = (64, 128, 256), HEAD_TILE.value, 2**21
 CHANNELS, MIN_KEYS = 128, 32
 """Head dimension that kernels in registers take, and keys that a context has at least."""
+CHUNKS, LANES = 16, 32
+"""Parts of a sample whose largest weights stand for themselves alone; lanes of a warp, which has a part."""
 
 _COLUMNS = 8
 """Query rows of a product in registers."""
@@ -34,8 +36,8 @@ class CoarseShape:
     """How the work is cut. Results depend on it by their rounding, and by the sample that the cut comes from.
 
     programs: that go over copies, of all rows together. registers: whether twice as many programs of one warp do, with
-    all that they need in registers (`warp_tiles`), where sizes allow that; tile: keys that such a program holds. warps,
-    stages: of other programs, and blocks of which loads are in flight. samplers, runs: programs per row that score a
+    all that they need in registers (`warp_tiles`), where sizes allow that; tile: keys that such a program holds; ahead: tiles
+    that it has brought into the second-level cache before it loads them. warps, stages: of other programs, and blocks of which loads are in flight. samplers, runs: programs per row that score a
     sample, and runs of keys of each; powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which then strays
     by a ninth; at 0.25 % by a fifth.
     int8_keys, int8_values: products with the codes of keys, and with those of values, are of 8-bit integers instead of
@@ -45,6 +47,7 @@ class CoarseShape:
     programs: int = 528
     registers: bool = False
     tile: int = 32
+    ahead: int = 2
     warps: int = 4
     stages: int = 3
     samplers: int = 64
@@ -96,9 +99,10 @@ class CoarseSizes:
 
     @property
     def in_registers(self) -> bool:
-        """Whether the kernels of `warp_pass` go over the copies."""
+        """Whether the kernels of `warp_pass` go over the copies, and that of `warp_cut` over the sample."""
         coded = {self.key_bits, self.value_bits} <= {2, 4} and self.value_groups == 1
-        return self.shape.registers and coded and self.head_dim == CHANNELS and self.group <= _COLUMNS
+        enough = self.shape.sampled % (LANES * CHUNKS) == 0
+        return self.shape.registers and enough and coded and self.head_dim == CHANNELS and self.group <= _COLUMNS
 
     def splits(self, rows: int) -> int:
         """S."""

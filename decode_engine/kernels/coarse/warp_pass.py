@@ -27,6 +27,7 @@ from decode_engine.kernels.coarse.warp_tiles import (
     load_key_numbers,
     load_key_words,
     load_queries,
+    load_steps,
     load_value_words,
     multiply_keys,
     no_values_yet,
@@ -55,15 +56,36 @@ _ROWS_TILE = gl.constexpr(warp_rows.TILE)
 
 
 @gluon.jit
-def wait_for_launch(CHAINED: gl.constexpr) -> None:
-    """As `launches.wait_for_launch`."""
+def wait_alone(CHAINED: gl.constexpr) -> None:
+    """As `launches.wait_alone`."""
     if CHAINED:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
+
+
+@gluon.jit
+def let_next_begin(CHAINED: gl.constexpr) -> None:
+    """As `launches.let_next_begin`."""
+    if CHAINED:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
+
+
+@gluon.jit
+def prefetch(ptr: gl.tensor, count: gl.tensor, BYTES: gl.constexpr) -> None:
+    """Has `count` elements of so many bytes brought into the second-level cache; nothing waits for that.
+
+    Whole sixteens of bytes: some of the first may be before ptr, and the last ones may be left out.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b64 a; .reg .b32 n; .reg .b32 l; mov.u32 l, %laneid; cvt.u32.u64 n, $1; "
+        "and.b32 n, n, 15; add.u32 n, n, $2; and.b32 n, n, 0xfffffff0; and.b64 a, $1, 0xfffffffffffffff0; "
+        "setp.eq.u32 p, l, 0; setp.gt.and.s32 p, n, 0, p; @p cp.async.bulk.prefetch.L2.global [a], n; "
+        "mov.b32 $0, 0; }",
+        "=r,l,r", [ptr.to(gl.int64), (count * BYTES).to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -108,7 +130,8 @@ def sample_kernel(
 ) -> None:
     """Program (s, row): RUNS of the TAKEN runs of keys that are sampled, as in `search.sample_kernel`."""
     W: gl.constexpr = 4 * KEY_BITS
-    wait_for_launch(CHAINED)
+    wait_alone(CHAINED)
+    let_next_begin(CHAINED)
     row = gl.program_id(1)
     b, head = row // HEADS, row % HEADS
     first = number(records_ptr, b, _FIRST).to(gl.int32)
@@ -116,22 +139,28 @@ def sample_kernel(
     keys = number(records_ptr, b, _KEYS)
     if end > first:
         codes_ptr, scales_ptr, offsets_ptr = key_pointers(records_ptr, b, head, keys, W)
-        queries, units = load_queries(q_ptr, row, X, GROUP, KEY_BITS)
-        units = units * scale_log2
-        n = gl.arange(0, X, layout=OF_ROWS)
         inner = key_of(gl.arange(0, _RUN, layout=OF_KEYS), _RUN)
         base = first // _RUN * _RUN
         runs = (end - base + _RUN - 1) // _RUN
+        # All loads come before the first store, or they would wait for it.
+        loaded: gl.tensor = ()
         for i in gl.static_range(RUNS):
             turn = gl.program_id(0) * RUNS + i
             stretch = (turn * 64 // TAKEN) * 27 % 64
             moved = (turn.to(gl.int64) * runs // TAKEN).to(gl.int32) + (stretch * (runs // TAKEN) >> 6)
             run = base + gl.where(runs > TAKEN, moved, turn) * _RUN
             block = gl.minimum(run, end - 1) // _BLOCK
-            folded, added = fold(queries, scales_ptr + block * 128, offsets_ptr + block * 128, X, KEY_BITS)
             # A context's last keys are loaded with some before them, of places that do not count.
             begin = gl.minimum(run, keys.to(gl.int32) - _RUN)
             words = load_key_words(codes_ptr, begin, _RUN, W)
+            steps = load_steps(scales_ptr + block * 128, offsets_ptr + block * 128, KEY_BITS)
+            loaded += ((turn, run, begin, words, steps),)
+        queries, units = load_queries(q_ptr, row, X, GROUP, KEY_BITS)
+        units = units * scale_log2
+        n = gl.arange(0, X, layout=OF_ROWS)
+        for i in gl.static_range(RUNS):
+            turn, run, begin, words, steps = loaded[i]
+            folded, added = fold(queries, steps, X, KEY_BITS)
             products = multiply_keys(words, folded, _RUN, X, KEY_BITS)
             key = begin + inner
             there = (key >= gl.maximum(first, run)) & (key < end)
@@ -254,6 +283,38 @@ def load_values(ptrs: gl.tensor, base: gl.tensor, T: gl.constexpr, W: gl.constex
 
 
 @gluon.jit
+def prefetch_codes(
+    keys_ptrs: gl.tensor,
+    values_ptrs: gl.tensor,
+    start: gl.tensor,
+    stop: gl.tensor,
+    T: gl.constexpr,
+    KEY_BITS: gl.constexpr,
+    VALUE_BITS: gl.constexpr,
+    ATTEND: gl.constexpr,
+) -> None:
+    """Has codes of T keys brought into the second-level cache, of those before `stop`."""
+    count = gl.minimum(gl.maximum(stop - start, 0), T)
+    prefetch(keys_ptrs[0] + start.to(gl.int64) * (4 * KEY_BITS), count, 16 * KEY_BITS)
+    if ATTEND:
+        prefetch(values_ptrs[0] + start.to(gl.int64) * (4 * VALUE_BITS), count, 16 * VALUE_BITS)
+
+
+@gluon.jit
+def prefetch_steps(
+    keys_ptrs: gl.tensor, values_ptrs: gl.tensor, start: gl.tensor, stop: gl.tensor, ATTEND: gl.constexpr
+) -> None:
+    """Has the scales and offsets of a block of keys, and of their values, brought into the second-level cache."""
+    channels = gl.where(start < stop, 128, 0)
+    prefetch(keys_ptrs[1] + start // _BLOCK * 128, channels, 2)
+    prefetch(keys_ptrs[2] + start // _BLOCK * 128, channels, 2)
+    if ATTEND:
+        count = gl.minimum(gl.maximum(stop - start, 0), _BLOCK)
+        prefetch(values_ptrs[1] + start, count, 2)
+        prefetch(values_ptrs[2] + start, count, 2)
+
+
+@gluon.jit
 def reference_weights(
     normalisers_ptr: gl.tensor,
     row: gl.tensor,
@@ -329,25 +390,35 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     LIST: gl.constexpr,
     ATTEND: gl.constexpr,
     EXACT: gl.constexpr,
+    AHEAD: gl.constexpr,
     CHAINED: gl.constexpr,
 ) -> None:
     """Program (split, row): a share of the row's blocks, as in `coarse_pass.pass_kernel`.
 
     EXACT, with LIST and ATTEND: attends to the listed keys, too, and to a share of sinks, recent window and tail.
+    AHEAD: tiles that are on their way to the second-level cache before they are loaded. Much more than that is driven
+    out before it is needed. The first block is brought there while the launch before still works: what that does not
+    write, and what was there before it began, may be read.
     """
-    wait_for_launch(CHAINED)
     row = gl.program_id(1)
     b, head = row // HEADS, row % HEADS
     first = number(records_ptr, b, _FIRST).to(gl.int32)
     end = number(records_ptr, b, _END).to(gl.int32)
     keys = number(records_ptr, b, _KEYS)
-    codes_ptr, scales_ptr, offsets_ptr = key_pointers(records_ptr, b, head, keys, 4 * KEY_BITS)
+    keys_ptrs = key_pointers(records_ptr, b, head, keys, 4 * KEY_BITS)
+    codes_ptr, scales_ptr, offsets_ptr = keys_ptrs
     values_ptrs = value_pointers(records_ptr, b, head, keys, 4 * VALUE_BITS)
+    first_block, stop = share_of_blocks(first, end)
+    if CHAINED:
+        start, beyond = first_block * _BLOCK, gl.minimum(stop * _BLOCK, keys.to(gl.int32))
+        prefetch_steps(keys_ptrs, values_ptrs, start, beyond, ATTEND)
+        prefetch_codes(keys_ptrs, values_ptrs, start, beyond, _BLOCK, KEY_BITS, VALUE_BITS, ATTEND)
     queries, units = load_queries(q_ptr, row, X, GROUP, KEY_BITS)
     units = units * scale_log2
+    wait_alone(CHAINED)
+    let_next_begin(CHAINED)
     least, above, draws, shift = movable_cut(cuts_ptr, row)
     peaks = reference_weights(normalisers_ptr, row, shift, end > first, X, GROUP)
-    first_block, stop = share_of_blocks(first, end)
     place = row.to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
     kept_ptr += row.to(gl.int64) * room
     inner = key_of(gl.arange(0, TILE, layout=OF_KEYS), TILE)
@@ -361,11 +432,19 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
         if ATTEND:
             values = load_values(values_ptrs, begin, TILE, 4 * VALUE_BITS)
         for block in range(first_block, stop):
-            folded, added = fold(queries, scales_ptr + block * 128, offsets_ptr + block * 128, X, KEY_BITS)
+            if CHAINED:
+                prefetch_steps(keys_ptrs, values_ptrs, (block + 1) * _BLOCK, beyond, ATTEND)
+            steps = load_steps(scales_ptr + block * 128, offsets_ptr + block * 128, KEY_BITS)
+            folded, added = fold(queries, steps, X, KEY_BITS)
             bottom = gl.fma(added, units, 0.0 - peaks)
             for part in range(0, _BLOCK, TILE):
                 tile = block * _BLOCK + part
                 key = gl.minimum(tile, last) + inner
+                if CHAINED:
+                    later = tile + (1 + AHEAD) * TILE
+                    prefetch_codes(
+                        keys_ptrs, values_ptrs, later, beyond, TILE, KEY_BITS, VALUE_BITS, ATTEND
+                    )
                 ahead = gl.minimum(tile + TILE, last)
                 next_words = load_key_words(codes_ptr, ahead, TILE, 4 * KEY_BITS)
                 products = multiply_keys(words, folded, TILE, X, KEY_BITS)

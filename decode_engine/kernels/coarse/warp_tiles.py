@@ -196,12 +196,15 @@ def scaled(query: gl.tensor, step: gl.tensor, ASM: gl.constexpr) -> gl.tensor:
 
 
 @gluon.jit
-def fold(
-    queries: gl.tensor, scales_ptr: gl.tensor, offsets_ptr: gl.tensor, X: gl.constexpr, BITS: gl.constexpr
-) -> gl.tensor:
+def load_steps(scales_ptr: gl.tensor, offsets_ptr: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
+    """Scales and offsets of a block of keys, by planes."""
+    return load_channels(scales_ptr, BITS), load_channels(offsets_ptr, BITS)
+
+
+@gluon.jit
+def fold(queries: gl.tensor, steps: gl.tensor, X: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
     """Queries times a block's scales, by planes, and what offsets add to all products of the block, [X]."""
-    scales = load_channels(scales_ptr, BITS)
-    offsets = load_channels(offsets_ptr, BITS)
+    scales, offsets = steps
     sixteen = gl.full([16, 16], 0.0, gl.float16, layout=LEFT)
     added = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
     folded: gl.tensor = ()

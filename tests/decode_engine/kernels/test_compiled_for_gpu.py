@@ -14,7 +14,7 @@ import pytest
 from tests.decode_engine.kernels.problems import compile_for_gpu
 
 ROOT = Path(__file__).resolve().parents[3]
-KERNEL = re.compile(r"^@triton\.jit(?:\([^)]*\))?\ndef (\w+_kernel)\(", re.MULTILINE)
+KERNEL = re.compile(r"^@(?:triton|gluon)\.jit(?:\([^)]*\))?\ndef (\w+_kernel)\(", re.MULTILINE)
 
 
 @pytest.mark.slow

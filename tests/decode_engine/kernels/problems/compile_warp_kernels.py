@@ -17,7 +17,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from decode_engine.kernels.coarse import warp_pass
+from decode_engine.kernels.coarse import warp_cut, warp_pass
 
 _TYPES = {
     "q_ptr": "*bf16", "records_ptr": "*i64", "cuts_ptr": "*i32", "kept_ptr": "*u8", "ids_ptr": "*i32",
@@ -25,7 +25,7 @@ _TYPES = {
     "totals_ptr": "*fp32", "sampled_ptr": "*fp32", "scale_log2": "fp32", "width": "i32", "room": "i32",
     "slots": "i32",
 }  # fmt: skip
-_COMMON = {"HEADS": 8, "GROUP": 4, "X": 8, "CHAINED": True}
+_COMMON = {"HEADS": 8, "GROUP": 4, "X": 8, "AHEAD": 2, "CHAINED": True}
 _KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "everything": (
         warp_pass.pass_kernel,
@@ -39,16 +39,17 @@ _KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
         warp_pass.pass_kernel,
         {"KEY_BITS": 4, "VALUE_BITS": 2, "TILE": 32, "LIST": False, "ATTEND": True, "EXACT": False},
     ),
-    "sample": (warp_pass.sample_kernel, {"KEY_BITS": 4, "TAKEN": 512, "RUNS": 2}),
+    "cut": (warp_cut.cut_kernel, {"CHUNKS": 16, "SAMPLED": 8192}),
+    "sample": (warp_pass.sample_kernel, {"KEY_BITS": 4, "TAKEN": 512, "RUNS": 4}),
 }
 _REGISTERS, _WARPS = 65536, 8
 
 
 def figures(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
-    constants = _COMMON | constants
+    constants = {name: value for name, value in (_COMMON | constants).items() if name in kernel.arg_names}
     signature = {name: _TYPES.get(name, "constexpr") for name in kernel.arg_names}
     source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": constants.get("CHUNKS", 1)})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
