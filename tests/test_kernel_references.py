@@ -36,7 +36,7 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
     ): "queries are those that the test asked with",
     ("decode_engine.host_search.turns_triton", "Lane"): "nothing is computed",
     ("decode_engine.kernels.attention.shared_attention", "attend_shared"): (
-        "decode_engine.kernels.attention.dense_attention",
+        "decode_engine.kernels.attention.shared_attention",
         "attend_dense_reference",
     ),
     ("decode_engine.kernels.attention.sparse_attention", "attend_lists"): (

@@ -11,9 +11,8 @@ such as `131072x16@1` there are fewer contexts, which the sequences take in turn
 attention, the same compilation, one CUDA graph a step, greedy sampling.
 
 - `none`: a stand-in for attention that reads nothing: what is left is the rest of the model.
-- `full`: attention to every key by the engine's own kernel, which is checked against torch's fastest; see
-  `attention_gpu.py` for how they compare. With `--shared` by the kernel that reads a context once for all sessions on
-  it (`shared_gpu.py`).
+- `full`: attention to every key by the engine's own kernel, which reads a context once for all sessions on it; see
+  `shared_gpu.py` for how it compares with torch's fastest.
 - `streamed`: attention to every key by the general path, which streams them from host memory; no graph.
 - methods: as in `decode-engine methods`; `NAME:KEEP` gives the share of keys that is kept, `/m8` and `/pooled` variants
   of query tables. Those without kernels run on the general path, as they do when they are served (`captured` is false).
@@ -61,7 +60,6 @@ from torch import Tensor
 from decode_engine.config import Compilation, search_cores
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.steps import batch_kinds
-from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.attention.step_attention import StepAttention
 from decode_engine.steps.step_graph import StepGraph
 from decode_engine.steps.step_model import step_model
@@ -79,7 +77,7 @@ KINDS = {
     "host": r"(post|await)_kernel",
     "turns": r"(take|give)_kernel",
     "remainder": r"(correct|remainder)_kernel",
-    "attend": r"(attend|dense|shared|tail_write|merge)_kernel",
+    "attend": r"(attend|window|shared|tail_write|merge)_kernel",
 }
 """What kernels do, by their whole name; all others are the rest of the model. A lookup scores clusters, which
 is for the search or for the remainder; a pass over coarse rows is for both."""
@@ -216,9 +214,6 @@ def main(
     prefetch: Annotated[
         bool, typer.Option("--prefetch", help="Fetch rows a layer ahead, for queries foretold.")
     ] = False,
-    shared: Annotated[
-        bool, typer.Option("--shared", help="`full` reads a context once for all sessions on it.")
-    ] = False,
     host_gb: Annotated[float, typer.Option(help="Page-locked for keys and values in host memory.")] = HOST_GB,
     turns: Annotated[int, typer.Option(help="Steps that are timed, of every method.")] = TURNS,
     bars: Annotated[
@@ -230,7 +225,7 @@ def main(
         raise typer.BadParameter("--prefetch is for contexts in host memory, such as --placement hybrid")
     labels, sizes = methods.split(","), parse_shared_shapes(shapes)
     listed = [as_method(label) for label in labels]
-    with reporting("decode_gpu", bars) as report, patch.object(DenseSteps, "shares", shared):
+    with reporting("decode_gpu", bars) as report:
         model, identity = make_model(layers)
         weights_ms = read_bytes(model) / copy_bandwidth() * 1e3
         tidy_up()
@@ -245,7 +240,7 @@ def main(
             for row in shape_figures(Bench(model, run, contexts, threads, turns), labels, weights_ms):
                 line: dict[str, Any] = {
                     "figure": "decode", "method": row["method"], "placement": placement.value, "tokens": length,
-                    "batch": batch, "contexts": count, "shared": shared, "layers": layers,
+                    "batch": batch, "contexts": count, "layers": layers,
                     "compilation": compilation.value, "prefetch": prefetch,
                     "weights_ms": round(weights_ms, 3),
                 } | row  # fmt: skip

@@ -8,15 +8,14 @@ data in the second-level cache. Numbers are random: time does not depend on what
 
 `one-LENGTH`: 1, 4, 16 and 64 sessions on one context. `mixed`: 8, 4, 2, 1 and 1 sessions on five contexts of 128K keys.
 
-`graph_us` is one layer inside a CUDA graph of all of them, with tails and the merge: contexts are read once for all
-sessions on them. `apart_us` is the same by the kernel that reads them once for each session. `torch_us` is the fastest
-of torch's cuDNN, flash and memory-efficient attention, over keys and values as they are stored and over separate
-copies, with the queries of a context's sessions packed as one sequence, [1, KV heads, sessions x group, d], and no
-mask; of a mixed batch, the sum over its contexts. It leaves out tails, and merging them: these are in our times alone.
-`ratio` is our time over torch's, 1.05 at most is asked for; `over_one` is our time over the best of one session, by
-either (1.15 for 16 sessions). `byte_us` is the time of reading contexts and tails once at a plain copy's bandwidth, and
-`over_bytes` our time over it (1.1 for the mixed batch). Before a time is reported, the output of the first, a middle
-and the last session is compared with float64 attention to context and tail.
+`graph_us` is one layer inside a CUDA graph of all of them, with tails and the merge. `torch_us` is the fastest of
+torch's cuDNN, flash and memory-efficient attention, over keys and values as they are stored and over separate copies,
+with the queries of a context's sessions packed as one sequence, [1, KV heads, sessions x group, d], and no mask; of a
+mixed batch, the sum over its contexts. It leaves out tails, and merging them: these are in our times alone. `ratio` is
+our time over torch's, 1.05 at most is asked for; `over_one` is our time over the best of one session, by either (1.15
+for 16 sessions). `byte_us` is the time of reading contexts and tails once at a plain copy's bandwidth, and `over_bytes`
+our time over it (1.1 for the mixed batch). Before a time is reported, the output of the first, a middle and the last
+session is compared with float64 attention to context and tail.
 
 --sweep also times other launch shapes, to stderr.
 
@@ -104,14 +103,13 @@ class SharedMemory:
 
 
 class Bench:
-    """The steps of a figure, by the kernel that shares reads, or by the other one (no shape)."""
+    """The steps of a figure."""
 
-    def __init__(self, memory: SharedMemory, figure: Figure, shape: SharedShape | None) -> None:
+    def __init__(self, memory: SharedMemory, figure: Figure, shape: SharedShape) -> None:
         class Chosen(DenseSteps):
-            shares = shape is not None
+            pass
 
-        if shape is not None:
-            Chosen.shape = shape
+        Chosen.shape = shape
         self.memory, self.figure = memory, figure
         self.contexts = figure.contexts()
         plan = step_plan(METHODS["full"], memory.layers, figure.sessions, figure.length)
@@ -174,7 +172,6 @@ def measure(memory: SharedMemory, figure: Figure, bandwidth: float, sweep: bool)
         "groups": list(figure.groups),
         "layers": memory.layers,
         "graph_us": Bench(memory, figure, shape).microseconds(),
-        "apart_us": Bench(memory, figure, None).microseconds(),
     }
     for other in neighbours(shape) if sweep else ():
         changed = {name: value for name, value in asdict(other).items() if value != getattr(shape, name)}

@@ -29,6 +29,7 @@ from decode_engine.kernels.attention.row_groups import (
 )
 from decode_engine.kernels.fields import KEYS, KV, TAIL, TAIL_KEYS, field, head_rows
 from decode_engine.kernels.launches import chained, wait_for_launch
+from index_store.attention.attention_state import AttentionState
 
 _FEW_ROWS = tl.constexpr(FEW_ROWS)
 
@@ -199,3 +200,16 @@ def attend_shared(
         **(options | {"num_warps": shape.warps}),
         **chained(q_BHGD.device),
     )
+
+
+def attend_dense_reference(q_HGD: Tensor, kv_HN2D: Tensor, scale: float) -> AttentionState:
+    """Attention [H, G, d] of one sequence to rows [H, N, 2, d], context and tail together, computed in float64.
+
+    Of fewer rows than all it is what every kernel that selects keys is compared with.
+    """
+    if kv_HN2D.shape[1] == 0:
+        return AttentionState.empty(q_HGD.shape[:2], q_HGD.shape[2], q_HGD.device)
+    keys, values = kv_HN2D[:, :, 0].double(), kv_HN2D[:, :, 1].double()
+    logits = torch.einsum("hgd,hnd->hgn", q_HGD.double() * scale, keys)
+    out = torch.einsum("hgn,hnd->hgd", logits.softmax(-1), values)
+    return AttentionState(out.float(), logits.logsumexp(-1).float())

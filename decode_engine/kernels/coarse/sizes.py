@@ -36,10 +36,10 @@ class CoarseShape:
     """How the work is cut. Results depend on it by their rounding, and by the sample that the cut comes from.
 
     programs: that go over copies, of all rows together. registers: whether twice as many programs of one warp do, with
-    all that they need in registers (`warp_tiles`), where sizes allow that; tile: keys that such a program holds; ahead: tiles
-    that it has brought into the second-level cache before it loads them. warps, stages: of other programs, and blocks of which loads are in flight. samplers, runs: programs per row that score a
-    sample, and runs of keys of each; powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which then strays
-    by a ninth; at 0.25 % by a fifth.
+    all that they need in registers (`warp_tiles`), where sizes allow that; tile: keys that such a program holds; ahead:
+    tiles that are on their way to the second-level cache before it loads them. warps, stages: of other programs, and
+    blocks of which loads are in flight. samplers, runs: programs per row that score a sample, and runs of keys of each;
+    powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which then strays by a ninth; at 0.25 % by a fifth.
     int8_keys, int8_values: products with the codes of keys, and with those of values, are of 8-bit integers instead of
     numbers of the queries' type.
     """
@@ -102,7 +102,9 @@ class CoarseSizes:
         """Whether the kernels of `warp_pass` go over the copies, and that of `warp_cut` over the sample."""
         coded = {self.key_bits, self.value_bits} <= {2, 4} and self.value_groups == 1
         enough = self.shape.sampled % (LANES * CHUNKS) == 0
-        return self.shape.registers and enough and coded and self.head_dim == CHANNELS and self.group <= _COLUMNS
+        return (
+            self.shape.registers and enough and coded and self.head_dim == CHANNELS and self.group <= _COLUMNS
+        )
 
     def splits(self, rows: int) -> int:
         """S."""

@@ -1,7 +1,7 @@
 """The kernel of `search` that finds cuts, with most sums in registers: a warp has a chunk of the sample.
 
-It does what that one does, by the same sample; sums differ by rounding. Triton chooses layouts of its own for numbers of
-several heads at once, in which they go through shared memory.
+It does what that one does, by the same sample; sums differ by rounding. For numbers of several heads at once Triton
+chooses layouts of its own, in which they go through shared memory.
 
 Shape legend: as in `coarse.sizes`; C chunks, a warp each, of K x 32 keys.
 """
@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import border, records
-from decode_engine.kernels.coarse.warp_pass import let_next_begin, number, wait_alone
+from decode_engine.kernels.coarse.warp_records import let_next_begin, number, wait_alone
 
 HEADS_AT_ONCE = 4
 """Query heads whose sampled logits are in registers together."""
@@ -76,7 +76,9 @@ def cut_kernel(
     keep = number(records_ptr, b, _KEEP).to(gl.int32)
     if searched > 0:
         part = gl.arange(0, K, layout=gl.SliceLayout(1, gl.SliceLayout(2, OF_KEYS))) * 32
-        chunk = gl.arange(0, CHUNKS, layout=gl.SliceLayout(0, gl.SliceLayout(2, OF_KEYS))) * (SAMPLED // CHUNKS)
+        chunk = gl.arange(0, CHUNKS, layout=gl.SliceLayout(0, gl.SliceLayout(2, OF_KEYS))) * (
+            SAMPLED // CHUNKS
+        )
         lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, OF_KEYS)))
         place = gl.expand_dims(gl.expand_dims(part, 1), 2) + gl.expand_dims(gl.expand_dims(chunk, 0), 2)
         place += gl.expand_dims(gl.expand_dims(lane, 0), 1)

@@ -14,6 +14,15 @@ from triton.experimental.gluon import language as gl
 from decode_engine.kernels import border, records
 from decode_engine.kernels.coarse import sizes as coarse_sizes
 from decode_engine.kernels.coarse import warp_rows
+from decode_engine.kernels.coarse.warp_records import (
+    key_pointers,
+    let_next_begin,
+    number,
+    prefetch_codes,
+    prefetch_steps,
+    value_pointers,
+    wait_alone,
+)
 from decode_engine.kernels.coarse.warp_rows import attend_rows
 from decode_engine.kernels.coarse.warp_tiles import (
     OF_KEYS,
@@ -36,16 +45,9 @@ from decode_engine.kernels.coarse.warp_tiles import (
 )
 from index_store.indexes.coarse_rows import scalar_rows
 
-_FIELDS = gl.constexpr(records.RECORD_FIELDS)
 _KEYS, _FIRST, _END, _TAIL_KEYS, _KV, _TAIL = (
     gl.constexpr(field)
     for field in (records.KEYS, records.FIRST, records.END, records.TAIL_KEYS, records.KV, records.TAIL)
-)
-_KEY_CODES, _KEY_SCALES, _KEY_OFFSETS = (
-    gl.constexpr(field) for field in (records.KEY_CODES, records.KEY_SCALES, records.KEY_OFFSETS)
-)
-_VALUE_CODES, _VALUE_SCALES, _VALUE_OFFSETS = (
-    gl.constexpr(field) for field in (records.VALUE_CODES, records.VALUE_SCALES, records.VALUE_OFFSETS)
 )
 _BLOCK = gl.constexpr(scalar_rows.BLOCK)
 _RUN = gl.constexpr(coarse_sizes.RUN)
@@ -53,65 +55,6 @@ _DRAW_STEP = gl.constexpr(border.DRAW_STEP.value)
 _HEAD_STEP = gl.constexpr(border.HEAD_STEP)
 _INFINITE = gl.constexpr(border.INFINITE)
 _ROWS_TILE = gl.constexpr(warp_rows.TILE)
-
-
-@gluon.jit
-def wait_alone(CHAINED: gl.constexpr) -> None:
-    """As `launches.wait_alone`."""
-    if CHAINED:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def let_next_begin(CHAINED: gl.constexpr) -> None:
-    """As `launches.let_next_begin`."""
-    if CHAINED:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def prefetch(ptr: gl.tensor, count: gl.tensor, BYTES: gl.constexpr) -> None:
-    """Has `count` elements of so many bytes brought into the second-level cache; nothing waits for that.
-
-    Whole sixteens of bytes: some of the first may be before ptr, and the last ones may be left out.
-    """
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b64 a; .reg .b32 n; .reg .b32 l; mov.u32 l, %laneid; cvt.u32.u64 n, $1; "
-        "and.b32 n, n, 15; add.u32 n, n, $2; and.b32 n, n, 0xfffffff0; and.b64 a, $1, 0xfffffffffffffff0; "
-        "setp.eq.u32 p, l, 0; setp.gt.and.s32 p, n, 0, p; @p cp.async.bulk.prefetch.L2.global [a], n; "
-        "mov.b32 $0, 0; }",
-        "=r,l,r", [ptr.to(gl.int64), (count * BYTES).to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def number(records_ptr: gl.tensor, b: gl.tensor, FIELD: gl.constexpr) -> gl.tensor:
-    return gl.load(records_ptr + b * _FIELDS + FIELD)
-
-
-@gluon.jit
-def pointer(
-    records_ptr: gl.tensor, b: gl.tensor, offset: gl.tensor, FIELD: gl.constexpr, ELEMENT: gl.constexpr
-) -> gl.tensor:
-    """To what lies `offset` elements behind an address of the record that is a multiple of 16."""
-    return gl.multiple_of(number(records_ptr, b, FIELD).to(gl.pointer_type(ELEMENT)), 16) + offset
-
-
-@gluon.jit
-def key_pointers(
-    records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor, W: gl.constexpr
-) -> gl.tensor:
-    """As `search.key_pointers`, codes in words."""
-    blocks = (keys + _BLOCK - 1) // _BLOCK
-    return (
-        pointer(records_ptr, b, head * keys * W, _KEY_CODES, gl.int32),
-        pointer(records_ptr, b, head * blocks * 128, _KEY_SCALES, gl.float16),
-        pointer(records_ptr, b, head * blocks * 128, _KEY_OFFSETS, gl.float16),
-    )
 
 
 @gluon.jit
@@ -261,18 +204,6 @@ def see_stores() -> None:
 
 
 @gluon.jit
-def value_pointers(
-    records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor, W: gl.constexpr
-) -> gl.tensor:
-    """As `coarse_pass.value_pointers`, codes in words."""
-    return (
-        pointer(records_ptr, b, head * keys * W, _VALUE_CODES, gl.int32),
-        pointer(records_ptr, b, head * keys, _VALUE_SCALES, gl.float16),
-        pointer(records_ptr, b, head * keys, _VALUE_OFFSETS, gl.float16),
-    )
-
-
-@gluon.jit
 def load_values(ptrs: gl.tensor, base: gl.tensor, T: gl.constexpr, W: gl.constexpr) -> gl.tensor:
     """Words, scales and offsets of T values."""
     return (
@@ -280,38 +211,6 @@ def load_values(ptrs: gl.tensor, base: gl.tensor, T: gl.constexpr, W: gl.constex
         load_key_numbers(ptrs[1], base, T),
         load_key_numbers(ptrs[2], base, T),
     )
-
-
-@gluon.jit
-def prefetch_codes(
-    keys_ptrs: gl.tensor,
-    values_ptrs: gl.tensor,
-    start: gl.tensor,
-    stop: gl.tensor,
-    T: gl.constexpr,
-    KEY_BITS: gl.constexpr,
-    VALUE_BITS: gl.constexpr,
-    ATTEND: gl.constexpr,
-) -> None:
-    """Has codes of T keys brought into the second-level cache, of those before `stop`."""
-    count = gl.minimum(gl.maximum(stop - start, 0), T)
-    prefetch(keys_ptrs[0] + start.to(gl.int64) * (4 * KEY_BITS), count, 16 * KEY_BITS)
-    if ATTEND:
-        prefetch(values_ptrs[0] + start.to(gl.int64) * (4 * VALUE_BITS), count, 16 * VALUE_BITS)
-
-
-@gluon.jit
-def prefetch_steps(
-    keys_ptrs: gl.tensor, values_ptrs: gl.tensor, start: gl.tensor, stop: gl.tensor, ATTEND: gl.constexpr
-) -> None:
-    """Has the scales and offsets of a block of keys, and of their values, brought into the second-level cache."""
-    channels = gl.where(start < stop, 128, 0)
-    prefetch(keys_ptrs[1] + start // _BLOCK * 128, channels, 2)
-    prefetch(keys_ptrs[2] + start // _BLOCK * 128, channels, 2)
-    if ATTEND:
-        count = gl.minimum(gl.maximum(stop - start, 0), _BLOCK)
-        prefetch(values_ptrs[1] + start, count, 2)
-        prefetch(values_ptrs[2] + start, count, 2)
 
 
 @gluon.jit
@@ -409,10 +308,9 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     codes_ptr, scales_ptr, offsets_ptr = keys_ptrs
     values_ptrs = value_pointers(records_ptr, b, head, keys, 4 * VALUE_BITS)
     first_block, stop = share_of_blocks(first, end)
-    if CHAINED:
-        start, beyond = first_block * _BLOCK, gl.minimum(stop * _BLOCK, keys.to(gl.int32))
-        prefetch_steps(keys_ptrs, values_ptrs, start, beyond, ATTEND)
-        prefetch_codes(keys_ptrs, values_ptrs, start, beyond, _BLOCK, KEY_BITS, VALUE_BITS, ATTEND)
+    start, beyond = first_block * _BLOCK, gl.minimum(stop * _BLOCK, keys.to(gl.int32))
+    prefetch_steps(keys_ptrs, values_ptrs, start, beyond, ATTEND, CHAINED)
+    prefetch_codes(keys_ptrs, values_ptrs, start, beyond, _BLOCK, KEY_BITS, VALUE_BITS, ATTEND, CHAINED)
     queries, units = load_queries(q_ptr, row, X, GROUP, KEY_BITS)
     units = units * scale_log2
     wait_alone(CHAINED)
@@ -432,19 +330,18 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
         if ATTEND:
             values = load_values(values_ptrs, begin, TILE, 4 * VALUE_BITS)
         for block in range(first_block, stop):
-            if CHAINED:
-                prefetch_steps(keys_ptrs, values_ptrs, (block + 1) * _BLOCK, beyond, ATTEND)
+            next_block = gl.minimum((block + 1) * _BLOCK, beyond)
+            prefetch_steps(keys_ptrs, values_ptrs, next_block, beyond, ATTEND, CHAINED)
             steps = load_steps(scales_ptr + block * 128, offsets_ptr + block * 128, KEY_BITS)
             folded, added = fold(queries, steps, X, KEY_BITS)
             bottom = gl.fma(added, units, 0.0 - peaks)
             for part in range(0, _BLOCK, TILE):
                 tile = block * _BLOCK + part
                 key = gl.minimum(tile, last) + inner
-                if CHAINED:
-                    later = tile + (1 + AHEAD) * TILE
-                    prefetch_codes(
-                        keys_ptrs, values_ptrs, later, beyond, TILE, KEY_BITS, VALUE_BITS, ATTEND
-                    )
+                later = gl.minimum(tile + (1 + AHEAD) * TILE, beyond)
+                prefetch_codes(
+                    keys_ptrs, values_ptrs, later, beyond, TILE, KEY_BITS, VALUE_BITS, ATTEND, CHAINED
+                )
                 ahead = gl.minimum(tile + TILE, last)
                 next_words = load_key_words(codes_ptr, ahead, TILE, 4 * KEY_BITS)
                 products = multiply_keys(words, folded, TILE, X, KEY_BITS)

@@ -1,10 +1,11 @@
 """Tiles of coded keys and values in the registers of one warp, and products with them on tensor cores.
 
 Codes are loaded in the very layout in which the tensor cores take their operands, and unpacked there, two at a time: a
-shift and a mask each: what is left are the lowest bits of float16 numbers, f * code * 2**-24 with f a power of two.
-Tensor cores take these as they are. Their sums drop what is below the last bit instead of rounding it, which adds up:
-nothing larger than the codes may be in them. Nothing goes through shared memory, and a warp waits for nobody else. These functions know codes of 4 and 2 bits, in
-heads of 128 channels, as `index_store.indexes.coarse_rows.packing` packs them.
+shift and a mask each. What is left are the lowest bits of float16 numbers, f * code * 2**-24 with f a power of two, and
+tensor cores take these as they are. Their sums drop what is below the last bit instead of rounding it, which adds up:
+nothing larger than the codes may be in them. Nothing goes through shared memory, and a warp waits for nobody else.
+These functions know codes of 4 and 2 bits, in heads of 128 channels, as `index_store.indexes.coarse_rows.packing` packs
+them.
 
 A row of codes is W words of 32 bits. Operands take 16 columns (of keys) or rows (of values) at a time, the channels of
 one of 8 planes: which these are follows from the bits of a lane's words, and only `load_queries`, `load_channels` and
@@ -96,7 +97,7 @@ def exponent_of(plane: int, BITS: int) -> int:
 @gluon.constexpr_function
 def unit_of(plane: int, BITS: int) -> float:
     """What sums of a plane's codes are multiplied with."""
-    return 2.0**-exponent_of(plane, BITS) / LEAST
+    return 2.0 ** -exponent_of(plane, BITS) / LEAST
 
 
 @gluon.constexpr_function

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.dense_attention import attend_dense_reference
 from decode_engine.kernels.attention.online_softmax import LOG2E
+from decode_engine.kernels.attention.shared_attention import attend_dense_reference
 from decode_engine.kernels.border import (
     draw_reference,
     draws_below_reference,

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.dense_attention import attend_dense
 from decode_engine.kernels.attention.key_lists import HEAD_DIMS, MAX_GROUP
 from decode_engine.kernels.attention.partials import Partials, merge_partials
 from decode_engine.kernels.attention.row_groups import RowGroups, Seat
 from decode_engine.kernels.attention.shared_attention import SharedShape, attend_shared, shared_programs
+from decode_engine.kernels.attention.window_attention import attend_window
 from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
 from index_store.attention.layer_shape import LayerShape
 from index_store.memory.resident import ResidentContext
@@ -28,23 +28,18 @@ _KEYS_PER_SPLIT = 64
 
 
 class DenseSteps(StepAttention):
-    """Attends to every key of context and tail."""
+    """Attends to every key of context and tail; a context is read once for all sessions on it."""
 
-    shares: ClassVar[bool] = False
-    """Whether the keys of a context are read once for all sessions on it, by `attend_shared`, which has been compiled
-    for a GPU and not been timed on one yet; otherwise once for each session."""
     shape: ClassVar[SharedShape] = SharedShape()
 
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
         self._scale = plan.model.head_dim**-0.5
-        self._groups: RowGroups | None = None
-        slots = splits(plan.device)
-        if self.shares:
-            programs = shared_programs(self.shape, plan.model.kv_heads, plan.device)
-            self._groups = RowGroups.allocate(plan.size, programs, plan.group, self.shape.rows, plan.device)
-            slots = self._groups.slots
-        self._partials = Partials.allocate(plan.rows, slots, plan.group, plan.model.head_dim, plan.device)
+        programs = shared_programs(self.shape, plan.model.kv_heads, plan.device)
+        self._groups = RowGroups.allocate(plan.size, programs, plan.group, self.shape.rows, plan.device)
+        self._partials = Partials.allocate(
+            plan.rows, self._groups.slots, plan.group, plan.model.head_dim, plan.device
+        )
         self._kept_B = torch.zeros(plan.size, dtype=torch.int64, device=plan.device)
 
     @classmethod
@@ -57,19 +52,14 @@ class DenseSteps(StepAttention):
         return {}
 
     def arrange(self, seats: Sequence[Seat], steady: bool) -> None:
-        if self._groups is not None:
-            self._groups.arrange(seats, steady=steady)
+        self._groups.arrange(seats, steady=steady)
 
     def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
-        groups = self._groups
         # Lanes that take turns have contexts in host memory: this reads all of one, and another lane may compute.
         with self.plan.lane.out_of_turn():
-            if groups is None:
-                attend_dense(q_BHGD, records_BF, self._partials, self._scale)
-            else:
-                attend_shared(q_BHGD, records_BF, groups, self._partials, self._scale, self.shape)
-        slots_B = None if groups is None else groups.slots_B
-        out, _ = merge_partials(self._partials, q_BHGD.dtype, self.plan.sink_HG(layer), slots_B)
+            attend_shared(q_BHGD, records_BF, self._groups, self._partials, self._scale, self.shape)
+        sinks_HG, slots_B = self.plan.sink_HG(layer), self._groups.slots_B
+        out, _ = merge_partials(self._partials, q_BHGD.dtype, sinks_HG, slots_B)
         return out.view_as(q_BHGD)
 
     def kept_B(self) -> Tensor:
@@ -107,7 +97,7 @@ class WindowSteps(StepAttention):
         return {records.WINDOW: window, records.KV: kv_HW2D.data_ptr() - absent * row}
 
     def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
-        attend_dense(q_BHGD, records_BF, self._partials, self._scale, windowed=True)
+        attend_window(q_BHGD, records_BF, self._partials, self._scale)
         return merge_partials(self._partials, q_BHGD.dtype, self.plan.sink_HG(layer))[0].view_as(q_BHGD)
 
     def kept_B(self) -> Tensor:

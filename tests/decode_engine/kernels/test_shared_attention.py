@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.dense_attention import attend_dense_reference
 from decode_engine.kernels.attention.partials import Partials, merge_partials_reference
 from decode_engine.kernels.attention.row_groups import RowGroups, Seat
-from decode_engine.kernels.attention.shared_attention import SharedShape, attend_shared
+from decode_engine.kernels.attention.shared_attention import (
+    SharedShape,
+    attend_dense_reference,
+    attend_shared,
+)
 from tests.decode_engine.kernels.problems.cluster_problems import padded, relative_error
 from tests.support.devices import DEVICE, DTYPES
 

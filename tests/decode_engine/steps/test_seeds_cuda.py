@@ -12,7 +12,6 @@ from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps.attention.dense_steps import DenseSteps
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
@@ -94,17 +93,9 @@ def sampler_of(number: int, place: int) -> Sampler:
     return Sampler(kinds[place % 3])
 
 
-@pytest.mark.parametrize("name", ["full", "shared", "csattention", "multipole", "pq", "oracle"])
-def test_tokens_are_the_same_alone_and_beside_others(
-    runner: ModelRunner, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By captured steps, and for a method without kernels by the general path.
-
-    shared: `full` where a context is read once for all sessions on it.
-    """
-    if name == "shared":
-        name = "full"
-        monkeypatch.setattr(DenseSteps, "shares", True)
+@pytest.mark.parametrize("name", ["full", "csattention", "multipole", "pq", "oracle"])
+def test_tokens_are_the_same_alone_and_beside_others(runner: ModelRunner, name: str) -> None:
+    """By captured steps, and for a method without kernels by the general path."""
     method = get_method(name, None if name == "full" else 0.1)
     requests = Requests(runner, replace(method, partition_optional=False))
     for number in range(PROMPTS if name != "oracle" else 2):

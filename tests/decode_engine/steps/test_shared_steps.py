@@ -42,7 +42,6 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 @pytest.fixture
 def stepper(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Stepper:
-    monkeypatch.setattr(DenseSteps, "shares", True)
     # The interpreter takes long for its many programs, which have tests of their own.
     monkeypatch.setattr(dense_steps, "merge_partials", merge_partials_reference)
     return Stepper(

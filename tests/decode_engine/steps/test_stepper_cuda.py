@@ -15,7 +15,6 @@ from decode_engine.kernels import records
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.attention.step_batch import step_counts
 from decode_engine.steps.step_graph import StepGraph
 from decode_engine.steps.step_model import step_model
@@ -118,11 +117,8 @@ def test_replay_equals_eager_and_a_batch_equals_one_by_one(runner: ModelRunner, 
     assert float(difference) < 0.1
 
 
-def test_sessions_that_share_a_context_equal_the_general_path(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sessions_that_share_a_context_equal_the_general_path(runner: ModelRunner) -> None:
     """One graph serves all groupings: sessions leave and come back between its replays."""
-    monkeypatch.setattr(DenseSteps, "shares", True)
     stepper, method = make_stepper(runner), get_method("full")
     contexts = [
         made_up_context(runner.identity, runner.kv_dtype, method, length, device="cuda", seed=length)

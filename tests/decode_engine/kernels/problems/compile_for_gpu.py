@@ -152,13 +152,6 @@ def copy_some() -> None:
     copy_rows(RowCopies(addresses, addresses, torch.zeros(1, dtype=torch.int32)), 512)
 
 
-def share_reads() -> None:
-    from decode_engine.steps.attention.dense_steps import DenseSteps
-
-    DenseSteps.shares = True
-    take_steps(4, 128, ("full",))
-
-
 def main() -> None:
     gc.disable()  # a compiler makes many objects and keeps most
     compiled, failed = pretend()
@@ -169,7 +162,6 @@ def main() -> None:
         take_steps(4, 128, IN_HOST_MEMORY, "hybrid")
         take_steps(4, 128, IN_HOST_MEMORY[:1], "host")
         copy_some()
-        share_reads()
     json.dump({"compiled": compiled, "failed": failed}, sys.stdout)
 
 

@@ -49,7 +49,9 @@ def figures(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
     constants = {name: value for name, value in (_COMMON | constants).items() if name in kernel.arg_names}
     signature = {name: _TYPES.get(name, "constexpr") for name in kernel.arg_names}
     source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": constants.get("CHUNKS", 1)})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": constants.get("CHUNKS", 1)}
+    )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]

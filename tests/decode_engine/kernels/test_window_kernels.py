@@ -1,4 +1,4 @@
-"""Kernels without a search equal their eager references: attention to everything, and writing into tails.
+"""Kernels without a search equal their eager references: attention to a window, and writing into tails.
 
 Without a CUDA device they run in Triton's interpreter.
 """
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.dense_attention import attend_dense, attend_dense_reference
 from decode_engine.kernels.attention.partials import Partials, merge_partials
+from decode_engine.kernels.attention.shared_attention import attend_dense_reference
 from decode_engine.kernels.attention.tail_write import write_tails, write_tails_reference
+from decode_engine.kernels.attention.window_attention import attend_window
 from tests.decode_engine.kernels.problems.cluster_problems import make_problem, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +30,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3}
         ([100], (0,), 3, 8, 64, 5),
     ],
 )
-def test_dense_attention(
+def test_attention_to_a_window_over_everything(
     dtype: torch.dtype,
     lengths: list[int],
     tails: tuple[int, ...],
@@ -45,7 +46,9 @@ def test_dense_attention(
     for buffer in (partials.sums_RSGD, partials.peaks_RSG, partials.totals_RSG):
         buffer.fill_(torch.nan)
     q_BHGD = problem.q_RGD.view(len(lengths), heads, group, head_dim)
-    attend_dense(q_BHGD, problem.records_BF, partials, problem.scale)
+    records_BF = problem.records_BF.clone()
+    records_BF[:, records.WINDOW] = 1000
+    attend_window(q_BHGD, records_BF, partials, problem.scale)
     out, lse = (found.view(len(lengths), heads, *found.shape[1:]) for found in merge_partials(partials))
     for b, sequence in enumerate(problem.sequences):
         if sequence is None:
@@ -59,7 +62,7 @@ def test_dense_attention(
 
 
 @pytest.mark.parametrize("window", [1, 40, 500])
-def test_dense_attention_to_a_window(window: int) -> None:
+def test_attention_to_a_window(window: int) -> None:
     """Rows that no query sees are not there: what lies before the others must not be read."""
     lengths, tails = [63, 0, 100, 30], (1, 0, 130, 10)
     problem = make_problem(lengths, heads=2, group=4, tails=tails, device=DEVICE)
@@ -75,7 +78,7 @@ def test_dense_attention_to_a_window(window: int) -> None:
             records_BF[b, records.KV_HEAD] = kv.stride(0) * kv.element_size()
     q_BHGD = problem.q_RGD.view(len(lengths), 2, 4, 64)
     partials = Partials.allocate(problem.rows, 3, 4, 64, problem.q_RGD.device)
-    attend_dense(q_BHGD, records_BF, partials, problem.scale, windowed=True)
+    attend_window(q_BHGD, records_BF, partials, problem.scale)
     out, lse = (found.view(len(lengths), 2, *found.shape[1:]) for found in merge_partials(partials))
     for b, sequence in enumerate(problem.sequences):
         if sequence is None:

@@ -1,4 +1,4 @@
-"""Attention to everything, or to a window of the last keys: flash-decoding over contexts and tails, in equal shares.
+"""Attention to a window of the last keys: flash-decoding over contexts and tails, in equal shares.
 
 The query heads of a group share a tile of the tensor cores, so every key and value is read once.
 
@@ -7,7 +7,6 @@ Shape legend: B sequences, H KV heads, G group heads, S splits, d head dim, F fi
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,7 +21,6 @@ from decode_engine.kernels.attention.online_softmax import (
 from decode_engine.kernels.attention.partials import Partials, store_partial
 from decode_engine.kernels.fields import KEYS, KV, TAIL, TAIL_KEYS, WINDOW, field, head_rows
 from decode_engine.kernels.launches import chained, wait_for_launch
-from index_store.attention.attention_state import AttentionState
 
 
 @triton.jit
@@ -48,7 +46,7 @@ def attend_share(
 
 
 @triton.jit
-def dense_kernel(
+def window_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
     sums_ptr: tl.tensor,
@@ -61,13 +59,9 @@ def dense_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    WINDOWED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Program (split, row): one share of the context and one of the tail of a KV head.
-
-    WINDOWED: of no more than the last WINDOW keys of both together.
-    """
+    """Program (split, row): a share of the context and one of the tail of a KV head, of the last WINDOW keys."""
     wait_for_launch(CHAINED)
     row = tl.program_id(1)
     b = row // HEADS
@@ -77,9 +71,7 @@ def dense_kernel(
     peaks, totals, sums = no_keys_yet(DIM)
     keys = field(records_ptr, b, KEYS).to(tl.int32)
     tail_keys = field(records_ptr, b, TAIL_KEYS).to(tl.int32)
-    first = keys * 0
-    if WINDOWED:
-        first = tl.maximum(keys + tail_keys - field(records_ptr, b, WINDOW).to(tl.int32), 0)
+    first = tl.maximum(keys + tail_keys - field(records_ptr, b, WINDOW).to(tl.int32), 0)
     context_ptr = head_rows(records_ptr, b, h, KV, element)
     peaks, totals, sums = attend_share(
         q,
@@ -116,17 +108,15 @@ def dense_kernel(
     )  # fmt: skip
 
 
-def attend_dense(
-    q_BHGD: Tensor, records_BF: Tensor, partials: Partials, scale: float, *, windowed: bool = False
-) -> None:
+def attend_window(q_BHGD: Tensor, records_BF: Tensor, partials: Partials, scale: float) -> None:
     """Fills the partial attention [B * H, S, G, d] of contexts and tails, one slot per split.
 
-    q_BHGD: contiguous, unscaled, in the dtype of keys and values; G 1..8, d 64 or 128. scale: of the logits. windowed:
-    only the last keys count, as many as the records say.
+    q_BHGD: contiguous, unscaled, in the dtype of keys and values; G 1..8, d 64 or 128. scale: of the logits. The last
+    keys count, as many as the records say.
     """
     _, heads, group, head_dim = q_BHGD.shape
     rows, splits, _, _ = partials.sums_RSGD.shape
-    dense_kernel[(splits, rows)](
+    window_kernel[(splits, rows)](
         q_BHGD,
         records_BF,
         partials.sums_RSGD,
@@ -136,20 +126,6 @@ def attend_dense(
         HEADS=heads,
         GROUP=group,
         DIM=head_dim,
-        WINDOWED=windowed,
         **tile_options(q_BHGD.dtype, 64, 3),  # two programs fit into a multiprocessor's shared memory
         **chained(q_BHGD.device),
     )
-
-
-def attend_dense_reference(q_HGD: Tensor, kv_HN2D: Tensor, scale: float) -> AttentionState:
-    """Attention [H, G, d] of one sequence to rows [H, N, 2, d], context and tail together, computed in float64.
-
-    Of fewer rows than all it is what every kernel that selects keys is compared with.
-    """
-    if kv_HN2D.shape[1] == 0:
-        return AttentionState.empty(q_HGD.shape[:2], q_HGD.shape[2], q_HGD.device)
-    keys, values = kv_HN2D[:, :, 0].double(), kv_HN2D[:, :, 1].double()
-    logits = torch.einsum("hgd,hnd->hgn", q_HGD.double() * scale, keys)
-    out = torch.einsum("hgn,hnd->hgd", logits.softmax(-1), values)
-    return AttentionState(out.float(), logits.logsumexp(-1).float())

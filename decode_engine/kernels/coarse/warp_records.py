@@ -1,0 +1,132 @@
+"""What kernels of one warp read of a step's records, and how their launches follow one another.
+
+Shape legend: as in `warp_tiles`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from decode_engine.kernels import records
+from index_store.indexes.coarse_rows import scalar_rows
+
+_FIELDS = gl.constexpr(records.RECORD_FIELDS)
+_KEY_CODES, _KEY_SCALES, _KEY_OFFSETS = (
+    gl.constexpr(field) for field in (records.KEY_CODES, records.KEY_SCALES, records.KEY_OFFSETS)
+)
+_VALUE_CODES, _VALUE_SCALES, _VALUE_OFFSETS = (
+    gl.constexpr(field) for field in (records.VALUE_CODES, records.VALUE_SCALES, records.VALUE_OFFSETS)
+)
+_BLOCK = gl.constexpr(scalar_rows.BLOCK)
+
+
+@gluon.jit
+def wait_alone(CHAINED: gl.constexpr) -> None:
+    """As `launches.wait_alone`."""
+    if CHAINED:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def let_next_begin(CHAINED: gl.constexpr) -> None:
+    """As `launches.let_next_begin`."""
+    if CHAINED:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def number(records_ptr: gl.tensor, b: gl.tensor, FIELD: gl.constexpr) -> gl.tensor:
+    return gl.load(records_ptr + b * _FIELDS + FIELD)
+
+
+@gluon.jit
+def pointer(
+    records_ptr: gl.tensor, b: gl.tensor, offset: gl.tensor, FIELD: gl.constexpr, ELEMENT: gl.constexpr
+) -> gl.tensor:
+    """To what lies `offset` elements behind an address of the record that is a multiple of 16."""
+    return gl.multiple_of(number(records_ptr, b, FIELD).to(gl.pointer_type(ELEMENT)), 16) + offset
+
+
+@gluon.jit
+def key_pointers(
+    records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor, W: gl.constexpr
+) -> gl.tensor:
+    """As `search.key_pointers`, codes in words."""
+    blocks = (keys + _BLOCK - 1) // _BLOCK
+    return (
+        pointer(records_ptr, b, head * keys * W, _KEY_CODES, gl.int32),
+        pointer(records_ptr, b, head * blocks * 128, _KEY_SCALES, gl.float16),
+        pointer(records_ptr, b, head * blocks * 128, _KEY_OFFSETS, gl.float16),
+    )
+
+
+@gluon.jit
+def value_pointers(
+    records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor, W: gl.constexpr
+) -> gl.tensor:
+    """As `coarse_pass.value_pointers`, codes in words."""
+    return (
+        pointer(records_ptr, b, head * keys * W, _VALUE_CODES, gl.int32),
+        pointer(records_ptr, b, head * keys, _VALUE_SCALES, gl.float16),
+        pointer(records_ptr, b, head * keys, _VALUE_OFFSETS, gl.float16),
+    )
+
+
+@gluon.jit
+def prefetch(ptr: gl.tensor, count: gl.tensor, BYTES: gl.constexpr, CHAINED: gl.constexpr) -> None:
+    """Has `count` elements of so many bytes brought into the second-level cache; nothing waits for that.
+
+    Whole sixteens of bytes: some of the first may be before ptr, and the last ones may be left out. Devices whose
+    launches are not CHAINED cannot do that.
+    """
+    if CHAINED:
+        gl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b64 a; .reg .b32 n; .reg .b32 l; mov.u32 l, %laneid; cvt.u32.u64 n, $1; "
+            "and.b32 n, n, 15; add.u32 n, n, $2; and.b32 n, n, 0xfffffff0; and.b64 a, $1, 0xfffffffffffffff0; "
+            "setp.eq.u32 p, l, 0; setp.gt.and.s32 p, n, 0, p; @p cp.async.bulk.prefetch.L2.global [a], n; "
+            "mov.b32 $0, 0; }",
+            "=r,l,r", [ptr.to(gl.int64), (count * BYTES).to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def prefetch_codes(
+    keys_ptrs: gl.tensor,
+    values_ptrs: gl.tensor,
+    start: gl.tensor,
+    stop: gl.tensor,
+    T: gl.constexpr,
+    KEY_BITS: gl.constexpr,
+    VALUE_BITS: gl.constexpr,
+    ATTEND: gl.constexpr,
+    CHAINED: gl.constexpr,
+) -> None:
+    """Has codes of T keys brought into the second-level cache, of those before `stop`."""
+    count = gl.minimum(gl.maximum(stop - start, 0), T)
+    prefetch(keys_ptrs[0] + start.to(gl.int64) * (4 * KEY_BITS), count, 16 * KEY_BITS, CHAINED)
+    if ATTEND:
+        prefetch(values_ptrs[0] + start.to(gl.int64) * (4 * VALUE_BITS), count, 16 * VALUE_BITS, CHAINED)
+
+
+@gluon.jit
+def prefetch_steps(
+    keys_ptrs: gl.tensor,
+    values_ptrs: gl.tensor,
+    start: gl.tensor,
+    stop: gl.tensor,
+    ATTEND: gl.constexpr,
+    CHAINED: gl.constexpr,
+) -> None:
+    """Has the scales and offsets of a block of keys, and of their values, brought into the second-level cache."""
+    channels = gl.where(start < stop, 128, 0)
+    prefetch(keys_ptrs[1] + start // _BLOCK * 128, channels, 2, CHAINED)
+    prefetch(keys_ptrs[2] + start // _BLOCK * 128, channels, 2, CHAINED)
+    if ATTEND:
+        count = gl.minimum(gl.maximum(stop - start, 0), _BLOCK)
+        prefetch(values_ptrs[1] + start, count, 2, CHAINED)
+        prefetch(values_ptrs[2] + start, count, 2, CHAINED)
