@@ -25,8 +25,7 @@ def chained(device: torch.device) -> dict[str, Any]:
 def wait_for_launch(CHAINED: tl.constexpr) -> None:
     """Waits for the results of the launch before, and lets the next one begin to wait for this one's.
 
-    Where that pays, which is a matter of trying: programs that come early take places of those that still work. In this
-    order: with three launches under way at once the second took a hundred microseconds longer, on an H200.
+    Where that pays, which is a matter of trying: programs that come early take places of those that still work.
     """
     if CHAINED:
         gdc_wait()

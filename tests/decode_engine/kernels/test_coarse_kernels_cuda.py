@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decode_engine.kernels.coarse.coarse_pass import attend_others, list_keys
-from decode_engine.kernels.coarse.reference import CoarseSequence
+from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import coarse_shape
 from decode_engine.kernels.records import records_of
@@ -50,6 +50,18 @@ def test_kernels_find_what_the_references_find(
     found = assert_equals_reference(sizes, torch.bfloat16, sequences, apart=apart, tolerance=3e-2)
     for row in range(2):
         assert 0.6 * LONG[3] < len(listed_keys(found.lists, row)) < 1.6 * LONG[3]
+
+
+@pytest.mark.parametrize("registers", [False, True])
+def test_sums_over_many_flat_keys_stay_exact(registers: bool) -> None:
+    """Tensor cores drop what is below a sum's last bit."""
+    shape = replace(coarse_shape(torch.device(DEVICE, 0), 65536), registers=registers, programs=8)
+    sizes = make_sizes(4, 128, shape=shape, max_keys=65536, kv_heads=2)
+    sequence = make_sequence(sizes, 60001, 0, 60001, 0)
+    q = 0.01 * make_queries(sizes, torch.bfloat16, 1)
+    found = Searched(sizes, q, [sequence], apart=False)
+    expected = attend_others_reference(q, [sequence], found.lists)
+    assert float((found.out_RGD - expected.out).norm() / expected.out.norm()) < 1e-2
 
 
 def test_one_launch_equals_two() -> None:

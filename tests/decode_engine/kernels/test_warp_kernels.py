@@ -39,6 +39,7 @@ from index_store.attention.attention_state import AttentionState
 from index_store.indexes.coarse_rows.coding_numba import code_rows
 from tests.decode_engine.kernels.problems.coarse_problems import (
     SMALL,
+    Searched,
     assert_equals_reference,
     listed_keys,
     make_queries,
@@ -98,6 +99,18 @@ def test_kernels_find_what_the_references_find(bits: tuple[int, int], apart: boo
     sequences = [make_sequence(sizes, 300, 3, 259, 20), None, make_sequence(sizes, 77, 8, 60, 10)]
     with interpreted(*MODULES):
         assert_equals_reference(sizes, torch.float32, sequences, apart=apart, tolerance=5e-3)
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_sums_over_many_flat_keys_stay_exact(bits: int) -> None:
+    """Tensor cores drop what is below a sum's last bit: where codes are lifted by 1024, this is off by a tenth."""
+    sizes = make_sizes(1, 128, bits, bits, shape=replace(IN_REGISTERS, programs=1), max_keys=2048)
+    sequence = make_sequence(sizes, 2048, 0, 2048, 0)
+    q_BHGD = 0.01 * make_queries(sizes, torch.float32, 1)
+    with interpreted(*MODULES):
+        found = Searched(sizes, q_BHGD, [sequence], apart=False)
+    expected = attend_others_reference(q_BHGD, [sequence], found.lists)
+    assert float((found.out_RGD - expected.out).norm() / expected.out.norm()) < 5e-3
 
 
 @pytest.mark.parametrize("bits", [4, 2])
