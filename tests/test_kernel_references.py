@@ -39,6 +39,10 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
         "decode_engine.kernels.attention.shared_attention",
         "attend_dense_reference",
     ),
+    ("decode_engine.kernels.attention.window_attention", "attend_window"): (
+        "decode_engine.kernels.attention.shared_attention",
+        "attend_dense_reference",
+    ),
     ("decode_engine.kernels.attention.sparse_attention", "attend_lists"): (
         _CLUSTERS[0],
         "attend_lists_reference",

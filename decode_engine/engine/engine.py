@@ -2,8 +2,9 @@
 
 Every iteration drops ended requests, admits waiting ones, feeds at most one chunk of prompts and then takes one decode
 step with all decoding sessions in a batch. So a short request streams while a long prompt is still being read, and
-cancellation or a passed deadline ends a request's work within one step. In which order requests are served, and how
-long a stream waits at most between two tokens, stands in `queues`.
+cancellation or a passed deadline ends a request's work within a step or two. Where the device chooses tokens itself, a
+step may be in flight from one iteration to the next (`Flight`), and nobody's session is closed before it is done. In
+which order requests are served, and how long a stream waits at most between two tokens, stands in `queues`.
 
 The engine speaks token ids. Text reaches it only as the opaque result of a request's `TokenSink`.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Generic
@@ -36,7 +37,7 @@ from decode_engine.engine.requests import (
     SessionT,
     Stream,
 )
-from decode_engine.engine.stepping import forward_each
+from decode_engine.engine.stepping import Flight, forward_each
 from decode_engine.errors import (
     EngineCrashedError,
     SessionMemoryError,
@@ -81,6 +82,7 @@ class Engine(Generic[SessionT]):
             if value < least:
                 raise InvalidArgumentError(f"{name} is {value}, expected at least {least}", field=name)
         self._runner = runner
+        self._flight = Flight(runner)
         self._prompt_chunk = prompt_chunk
         self._on_start = on_start
         self._on_crash = on_crash
@@ -341,7 +343,7 @@ class Engine(Generic[SessionT]):
             except Exception as error:
                 self._fail(each, error)
                 return
-            self._take_token(each, token_id)
+            self._take_tokens([(each, token_id)])
 
     def _put_back(self, job: Job[SessionT]) -> None:
         """Has a job wait that cannot go on before its context is loaded. It has passed no layer that is not there."""
@@ -353,7 +355,7 @@ class Engine(Generic[SessionT]):
             session.close()
 
     def _decode(self) -> int:
-        """Takes one step with all that decode; returns how many these are."""
+        """Takes one step with all that decode, or all that are in the step in flight; returns how many these are."""
         with self._changed:
             jobs = list(self._queues.decoding)
         batch: list[tuple[Job[SessionT], SessionT]] = []
@@ -365,38 +367,39 @@ class Engine(Generic[SessionT]):
         if not batch:
             return 0
         before = self.clock_ns()
-        results = self._next_tokens(batch)
+        results = self._flight.step(
+            [session for _, session in batch],
+            [job.last_token for job, _ in batch],
+            [job.sampler for job, _ in batch],
+            follow=all(job.goes_on for job, _ in batch),
+        )
         spent = self.clock_ns() - before
-        for (job, _), result in zip(batch, results, strict=True):
+        stepped = [(job, each) for (job, _), each in zip(batch, results, strict=True) if each is not None]
+        for job, _ in stepped:
             job.decode_steps += 1
             job.decode_ns += spent
+        self._take_tokens((job, each) for job, each in stepped if not isinstance(each, Exception))
+        for job, each in stepped:
+            if isinstance(each, Exception):
+                self._fail(job, each)
+        return len(stepped)
+
+    def _take_tokens(self, taken: Iterable[tuple[Job[SessionT], int]]) -> None:
+        """Emits tokens, and then ends the jobs for which it was the last one: that may wait for a step in flight."""
+        ended: list[tuple[Job[SessionT], Finished]] = []
+        for job, token_id in taken:
             if job.session is None:  # another answer to its request failed
                 continue
-            if isinstance(result, Exception):
-                self._fail(job, result)
-            else:
-                self._take_token(job, result)
-        return len(batch)
-
-    def _next_tokens(self, batch: Sequence[tuple[Job[SessionT], SessionT]]) -> Sequence[int | Exception]:
-        """The next token of each, or what went wrong; a runner that raises says that of everybody."""
-        sessions = [session for _, session in batch]
-        last_tokens, samplers = [job.last_token for job, _ in batch], [job.sampler for job, _ in batch]
-        try:
-            return self._runner.decode(sessions, last_tokens, samplers)
-        except Exception as error:
-            logger.exception("a decode step failed for a batch of %d", len(batch))
-            return [error] * len(batch)
-
-    def _take_token(self, job: Job[SessionT], token_id: int) -> None:
-        """Emits a token and ends the job when it was the last one."""
-        try:
-            finished = job.take(token_id, self.clock_ns())
-        except Exception as error:
-            self._fail(job, error)
-            return
-        if finished is not None:
-            self._finish(job, finished)
+            try:
+                finished = job.take(token_id, self.clock_ns())
+            except Exception as error:
+                self._fail(job, error)
+                continue
+            if finished is not None:
+                ended.append((job, finished))
+        for job, finished in ended:
+            if job.session is not None:
+                self._finish(job, finished)
 
     def _finish(self, job: Job[SessionT], finished: Finished) -> None:
         """Ends an answer; where its session is kept, when that is done."""
@@ -442,6 +445,7 @@ class Engine(Generic[SessionT]):
     def _close_session(self, job: Job[SessionT]) -> None:
         session, job.session = job.session, None
         if session is not None:
+            self._flight.leave(session)
             with self._changed:
                 self._stats = self._stats.after_session(session.figures)
             call_all(session.close)

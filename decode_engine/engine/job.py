@@ -179,6 +179,11 @@ class Job(Generic[SessionT]):
         """Whether nothing is generated."""
         return self.request.keeping is not None and self.request.keeping.prompt_only
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a token may follow the next one: that is not known to be the last."""
+        return self.ending is None and self.generated + 1 < self.request.max_tokens
+
     def end(self, now_ns: int) -> Exception | None:
         """Why nobody waits for the job any more; None as long as somebody does."""
         if self.stream.cancelled:

@@ -35,7 +35,40 @@ SessionT = TypeVar("SessionT", bound=EngineSession)
 SessionT_contra = TypeVar("SessionT_contra", bound=EngineSession, contravariant=True)
 
 
-class Runner(Protocol[SessionT_contra]):
+class Step(Protocol):
+    """A decode step of some sessions that was launched. It uses their memory until `tokens` or `leave` has returned."""
+
+    def follow(self) -> Step | None:
+        """Launches the next step of the same sessions, with the tokens that this one chooses, which were not read yet.
+
+        None where the host has to have a part in it. To be called once, and only while no session has left.
+        """
+
+    def leave(self, number: int) -> None:
+        """Takes out a session, which may then be closed: waits until the device is done with the step. Never raises."""
+
+    def tokens(self) -> list[int | Exception]:
+        """Waits for the step: the token, or what went wrong, of each session.
+
+        The fault of one session is not that of the others. A session and its sampler advance here, where a token comes
+        back; those that have left do not, and what stands for them means nothing.
+        """
+
+
+class Launcher(Protocol[SessionT_contra]):
+    """What takes decode steps."""
+
+    def launch(
+        self, sessions: Sequence[SessionT_contra], last_tokens: Sequence[int], samplers: Sequence[Sampler]
+    ) -> Step:
+        """Begins a step that feeds each session its last token and chooses its next one with its sampler.
+
+        What it raises ends the requests of all the sessions. Where a sampler is repeatable, the session gets the same
+        bits as if it were alone.
+        """
+
+
+class Runner(Launcher[SessionT_contra], Protocol[SessionT_contra]):
     """What the engine needs of the model."""
 
     def read(
@@ -51,16 +84,6 @@ class Runner(Protocol[SessionT_contra]):
 
         When it raises, the same call may be made again with the same result: no session has advanced. Their figures
         may count what the failed attempt did.
-        """
-
-    def decode(
-        self, sessions: Sequence[SessionT_contra], last_tokens: Sequence[int], samplers: Sequence[Sampler]
-    ) -> list[int | Exception]:
-        """Feeds each session its last token and chooses its next one with its sampler.
-
-        Returns the token, or what went wrong, of each: the fault of one session is not that of the others. A session
-        and its sampler advance where a token comes back. What it raises ends the requests of all the sessions. Where a
-        sampler is repeatable, the session gets the same bits as if it were alone.
         """
 
 
@@ -305,7 +328,7 @@ class Stream:
         return events
 
     def cancel(self) -> None:
-        """Ends the request within one step; its stream then raises CancelledError. Harmless when it has ended."""
+        """Ends the request within a step or two; its stream then raises CancelledError. Harmless when it has ended."""
         self._cancelled.set()
         self._wake()
 

@@ -15,6 +15,7 @@ Shape legend: B rows (sessions), V vocabulary, K candidates, M blocks of C token
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -233,18 +234,18 @@ class Sampler:
         self._generator = torch.Generator("cpu")
         # torch takes seeds up to 2^64 - 1 but reads those from 2^63 on as negative numbers
         self._generator.manual_seed(self.seed)
-        self._uniform: float | None = None
+        self._uniforms: deque[float] = deque()  # of the next tokens, as far as they were drawn
 
-    def draw(self) -> float:
+    def draw(self, ahead: int = 0) -> float:
         """The uniform number in [0, 1) of the next token: the same one until `take`. 0 for a greedy sampler.
 
-        A step that failed and is repeated thus draws the same token.
+        A step that failed and is repeated thus draws the same token. ahead: tokens before that one which are not taken.
         """
         if self.greedy:
             return 0.0
-        if self._uniform is None:
-            self._uniform = float(torch.rand((), generator=self._generator, device="cpu"))
-        return self._uniform
+        while len(self._uniforms) <= ahead:
+            self._uniforms.append(float(torch.rand((), generator=self._generator, device="cpu")))
+        return self._uniforms[ahead]
 
     @property
     def ended(self) -> bool:
@@ -262,8 +263,9 @@ class Sampler:
 
         Raises SparseKVError where the grammar fails.
         """
-        self.draw()
-        self._uniform = None
+        if not self.greedy:
+            self.draw()
+            self._uniforms.popleft()
         if self._ruled is not None:
             self._ruled.take(token)
         if self._obeyed is not None:

@@ -1,6 +1,6 @@
-"""Steps of several sessions in which the fault of one is not the fault of all.
+"""Steps of several sessions in which the fault of one is not the fault of all, and which may be launched ahead.
 
-These need nothing of a session and of a model but a function that feeds tokens and returns logits.
+Steps on the host need nothing of a session and of a model but a function that feeds tokens and returns logits.
 
 Shape legend: B sessions, V vocabulary.
 """
@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic
 
 import torch
 from torch import Tensor
 
+from decode_engine.engine.requests import Launcher, SessionT, Step
 from decode_engine.engine.sampler import Draws, Sampler, any_filters, choose_greedy, choose_tokens, not_finite
 
 logger = logging.getLogger(__name__)
-
-SessionT = TypeVar("SessionT")
 
 Forward = Callable[[Sequence[SessionT], Sequence[Sequence[int]]], Sequence[Tensor]]
 """Feeds each session its tokens; returns logits [1, V] after the last one per session, or [T, V] after all.
@@ -140,3 +140,73 @@ def take(sampler: Sampler, token: int, logits_V: Tensor | None = None) -> int | 
     except Exception as error:
         return error
     return token
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A step that is over when it is launched (`requests.Step`)."""
+
+    results: list[int | Exception]
+
+    def follow(self) -> None:
+        """Nothing: the host chose the tokens."""
+
+    def leave(self, number: int) -> None:
+        """Nothing: no device uses the session."""
+
+    def tokens(self) -> list[int | Exception]:
+        """What was found."""
+        return self.results
+
+
+class Flight(Generic[SessionT]):
+    """Decode steps, one of which may be in flight: launched before the tokens of the one before it were read."""
+
+    def __init__(self, runner: Launcher[SessionT]) -> None:
+        self._runner = runner
+        self._step: Step | None = None
+        self._sessions: list[SessionT | None] = []
+
+    def step(
+        self,
+        sessions: Sequence[SessionT],
+        last_tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+        follow: bool,
+    ) -> list[int | Exception | None]:
+        """The next token of each session, or what went wrong; a runner that raises says that of all that step.
+
+        None for those that are not in the step in flight, since they have joined after it was launched. Its other
+        sessions are those of the call before, but for those that have left. follow: whether all sessions are expected
+        to go on behind this step, so that the next one may be launched before its tokens are read.
+        """
+        step, self._step = self._step, None
+        if step is None:
+            self._sessions = [*sessions]
+        flown = list(self._sessions)
+        try:
+            step = step or self._runner.launch(sessions, last_tokens, samplers)
+            if follow and flown == [*sessions]:
+                self._step = step.follow()
+            results = step.tokens()
+        except Exception as error:
+            logger.exception("a decode step failed for a batch of %d", len(flown))
+            results = [error] * len(flown)
+        if self._step is None:
+            self._sessions = []
+        found = {id(session): result for session, result in zip(flown, results, strict=True)}
+        return [found.get(id(session)) for session in sessions]
+
+    @property
+    def flies(self) -> bool:
+        """Whether a step is in flight."""
+        return self._step is not None
+
+    def leave(self, session: SessionT) -> None:
+        """To be called before a session is closed: waits until no device uses it any more."""
+        if self._step is not None and session in self._sessions:
+            number = self._sessions.index(session)
+            self._sessions[number] = None
+            self._step.leave(number)
+            if not any(self._sessions):
+                self._step = None

@@ -166,6 +166,11 @@ class Session:
                 layer.tail.reserve(needed)
         self._room_until = keys + last.capacity
 
+    @property
+    def room(self) -> int:
+        """Tokens for which the tails of all layers have room, as far as `reserve_tail` has seen."""
+        return self._room_until - self.position
+
     def tail_capacities(self) -> tuple[int, int]:
         """Change whenever tails move: they grow layer by layer, the first one first and the last one last."""
         return self._layers[0].tail.capacity, self._layers[-1].tail.capacity

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from decode_engine.config import Compilation, Prompts, search_cores
 from decode_engine.engine.prompt_pieces import PromptCost, prompt_cost
+from decode_engine.engine.requests import Step
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.sampling.trial import VocabularySource
 from decode_engine.engine.sampling.vocabulary import Vocabulary
-from decode_engine.engine.stepping import decode_by_forward
+from decode_engine.engine.stepping import Chosen, decode_by_forward
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import SparseLayer
@@ -206,14 +207,22 @@ class ModelRunner:
     def decode(
         self, sessions: Sequence[Session], last_tokens: Sequence[int], samplers: Sequence[Sampler]
     ) -> list[int | Exception]:
-        """One decode step: feeds each session its last token and chooses its next one, see `decode_by_forward`.
+        """One decode step: feeds each session its last token and chooses its next one, see `decode_by_forward`."""
+        return self.launch(sessions, last_tokens, samplers).tokens()
 
-        On a GPU sessions of methods with kernels go through captured graphs (`device.stepper`), the others as on a CPU.
+    def launch(
+        self, sessions: Sequence[Session], last_tokens: Sequence[int], samplers: Sequence[Sampler]
+    ) -> Step:
+        """Begins what `decode` does. The step that was launched before must have ended.
+
+        On a GPU sessions of methods with kernels go through captured graphs (`steps.stepper`), the others as on a CPU.
         """
         if self._stepper is None:
-            return decode_by_forward(self.forward, sessions, last_tokens, samplers)
-        results: dict[int, int | Exception] = {}
+            return Chosen(decode_by_forward(self.forward, sessions, last_tokens, samplers))
         taken = self._stepper.taken(sessions, samplers)
+        if all(taken):
+            return self._stepper.launch(sessions, last_tokens, samplers)
+        results: dict[int, int | Exception] = {}
         for step, captured in ((self._stepper.step, True), (partial(decode_by_forward, self.forward), False)):
             rows = [row for row, takes in enumerate(taken) if takes is captured]
             if rows:
@@ -223,7 +232,7 @@ class ModelRunner:
                     [samplers[row] for row in rows],
                 )
                 results |= zip(rows, chosen, strict=True)
-        return [results[row] for row in range(len(sessions))]
+        return Chosen([results[row] for row in range(len(sessions))])
 
     def has_graph(self, session: Session) -> bool:
         """Whether the session's decode steps go through captured graphs."""

@@ -1,7 +1,8 @@
 """One decode step of a batch as CUDA graphs: all layers and the choice of the next tokens, captured once.
 
 A step takes one copy to the device (tokens, positions, counts), one replay, and one copy back (the chosen tokens and
-how many keys were kept). Nothing inside waits for the host.
+how many keys were kept). Nothing inside waits for the host. A step may be launched while the one before it is in
+flight: the tokens that this one chooses are on the device already.
 
 Shape legend: B rows, V vocabulary, C counts of a record, X columns of the inputs.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -71,6 +73,16 @@ class Stepped(NamedTuple):
     searched: int
 
 
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A step that was launched. searched: keys of each context that are searched. result_BX: there after `wait`."""
+
+    rows: Sequence[int]
+    searched: Sequence[int]
+    result_BX: Tensor
+    wait: Callable[[], None]
+
+
 class Captures:
     """What the graphs of a lane share, of which only one runs at a time: memory, and streams to warm up and capture on.
 
@@ -111,7 +123,6 @@ class StepGraph:
     ) -> None:
         """captures: None where there is no device that captures. nbytes: what the batch holds of device memory."""
         plan = batch.plan
-        on_gpu = captures is not None
         self.nbytes = nbytes
         """Bytes of device memory: of the batch, and by which captures made their lane's memory grow."""
         self.batch = batch
@@ -119,17 +130,14 @@ class StepGraph:
         self._captures = captures
         self._number = register_batch(batch)
         columns = _COUNTS + STEP_COUNTS
-        self._host_inputs_BX = torch.zeros(plan.size, columns, dtype=torch.int64, pin_memory=on_gpu)
-        self._inputs = self._host_inputs_BX.numpy()
+        self._inputs = np.zeros((plan.size, columns), dtype=np.int64)
         self._inputs_BX = torch.zeros(plan.size, columns, dtype=torch.int64, device=plan.device)
-        self._host_draws_BX = torch.zeros(plan.size, 3, pin_memory=on_gpu)
-        self._draws = self._host_draws_BX.numpy()
+        self._draws = np.zeros((plan.size, 3), dtype=np.float32)
         self._draws_BX = torch.zeros(plan.size, 3, device=plan.device)
-        self._host_result_BX = torch.zeros(plan.size, 4, dtype=torch.int64, pin_memory=on_gpu)
         self._result_BX = torch.zeros(plan.size, 4, dtype=torch.int64, device=plan.device)
         self._logits_BV: dict[Choice, Tensor] = {}
         self._graphs: dict[Choice, torch.cuda.CUDAGraph] = {}
-        self._captures_left = dict.fromkeys(Choice, _CAPTURES if on_gpu else 0)
+        self._captures_left = dict.fromkeys(Choice, 0 if captures is None else _CAPTURES)
         self._choice = Choice.GREEDY
         # Rows of the last step, and the counts in their inputs.
         self._seating: tuple[int, tuple[int, ...]] = (-1, ())
@@ -158,33 +166,37 @@ class StepGraph:
 
     def step(self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler]) -> list[Stepped]:
         """Feeds the sessions in `rows` a token each and returns what came out. Positions do not advance here."""
-        self.launch(rows, tokens, samplers)
-        return self.collect(rows)
+        return self.collect(self.launch(rows, tokens, samplers))
 
-    def launch(self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler]) -> None:
-        """Starts a step on the current stream; `collect` must follow unless this raises."""
-        number = self.batch.begin(rows, any(sampler.repeatable for sampler in samplers))
+    def launch(
+        self, rows: Sequence[int], tokens: Sequence[int] | None, samplers: Sequence[Sampler]
+    ) -> Replay:
+        """Starts a step on the current stream; `collect` must follow unless this raises.
+
+        tokens: None for those that the last step chooses, which was of the same rows and may be in flight; its
+        sessions have not advanced then. Where that one finds no token the row is fed some other one.
+        """
+        ahead = 1 if tokens is None else 0
+        number = self.batch.begin(rows, any(sampler.repeatable for sampler in samplers), ahead)
         try:
-            self._launch(rows, tokens, samplers, number)
+            return self._launch(rows, tokens, samplers, number, ahead)
         except Exception:
             self._end_failed()
             raise
 
-    def collect(self, rows: Sequence[int]) -> list[Stepped]:
-        """Waits on the current stream for the step that `launch` started, and returns what came out."""
+    def collect(self, replay: Replay) -> list[Stepped]:
+        """Waits for a step that `launch` started, and returns what came out."""
         try:
-            if self._result_BX.is_cuda:
-                torch.cuda.current_stream().synchronize()
+            replay.wait()
         except Exception:
             self._end_failed()
             raise
         waited_ns = self.batch.end()
-        results = self._host_result_BX.tolist()
-        searched = (self._inputs[:, _END] - self._inputs[:, _FIRST]).tolist()
+        results = replay.result_BX.tolist()
         stepped = []
-        for row in rows:
+        for row, searched in zip(replay.rows, replay.searched, strict=True):
             token, kept, host_rows, rows_reused = results[row]
-            stepped.append(Stepped(token, kept, host_rows, rows_reused, waited_ns, searched[row]))
+            stepped.append(Stepped(token, kept, host_rows, rows_reused, waited_ns, searched))
         return stepped
 
     def _end_failed(self) -> None:
@@ -195,21 +207,34 @@ class StepGraph:
             logger.info("a step that failed has ended: %s", error)
 
     def _launch(
-        self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler], number: int
-    ) -> None:
-        choice = Choice.of(samplers)
-        self._fill(rows, tokens, number)
+        self,
+        rows: Sequence[int],
+        tokens: Sequence[int] | None,
+        samplers: Sequence[Sampler],
+        number: int,
+        ahead: int,
+    ) -> Replay:
+        choice, queue = Choice.of(samplers), self.batch.plan.queue
+        self._fill(rows, tokens or [0] * len(rows), number, ahead)
         if choice is not Choice.GREEDY:
-            self._fill_draws(rows, samplers)
+            self._fill_draws(rows, samplers, ahead)
         self.batch.follow_tails()
         self.batch.send()
         if choice is not self._choice:
             self.prepare(choice)
-        self._inputs_BX.copy_(self._host_inputs_BX, non_blocking=True)
+        queue.send(torch.from_numpy(self._inputs), self._inputs_BX)
+        if tokens is None:
+            queue.do(self._feed_chosen)
         if self._choice is not Choice.GREEDY:
-            self._draws_BX.copy_(self._host_draws_BX, non_blocking=True)
-        self.run()
-        self._host_result_BX.copy_(self._result_BX, non_blocking=True)
+            queue.send(torch.from_numpy(self._draws), self._draws_BX)
+        queue.do(self.run)
+        result_BX = queue.fetch(self._result_BX)
+        searched = (self._inputs[rows, _END] - self._inputs[rows, _FIRST]).tolist()
+        return Replay(rows, searched, result_BX, queue.mark(self.batch.plan.device))
+
+    def _feed_chosen(self) -> None:
+        """Makes the tokens that the last step has chosen those of the next; on the device. -1 is no token."""
+        self._inputs_BX[:, _TOKEN].copy_(self._result_BX[:, 0].clamp(min=0))
 
     def run(self) -> None:
         """The step itself, over whatever was copied to the device last."""
@@ -219,7 +244,7 @@ class StepGraph:
         else:
             graph.replay()
 
-    def _fill(self, rows: Sequence[int], tokens: Sequence[int], number: int) -> None:
+    def _fill(self, rows: Sequence[int], tokens: Sequence[int], number: int, ahead: int) -> None:
         """The inputs of these rows; those of others are 0."""
         seating = (self.batch.seatings, tuple(rows))
         if seating != self._seating:
@@ -229,23 +254,23 @@ class StepGraph:
         inputs = self._inputs
         # Single numbers are written faster than arrays of a few.
         for row, token in zip(rows, tokens, strict=True):
-            counts, session = self.batch.counts(row), self.batch.sessions[row]
+            counts, session = self.batch.counts(row, ahead), self.batch.sessions[row]
             if session is None:
                 raise RuntimeError(f"row {row} of a batch holds no session")
             if self._counts.get(row) is not counts:
                 inputs[row, _COUNTS:] = self._counts[row] = counts
             inputs[row, _TOKEN] = token
-            inputs[row, _POSITION] = session.position
-            inputs[row, _TAIL_KEYS] = session.tail_keys + 1
+            inputs[row, _POSITION] = session.position + ahead
+            inputs[row, _TAIL_KEYS] = session.tail_keys + ahead + 1
             inputs[row, _STEP] = number
 
-    def _fill_draws(self, rows: Sequence[int], samplers: Sequence[Sampler]) -> None:
+    def _fill_draws(self, rows: Sequence[int], samplers: Sequence[Sampler], ahead: int) -> None:
         for row, sampler in zip(rows, samplers, strict=True):
             if sampler.by_hand:
                 continue
             given = sampler.parameters
             self._inputs[row, _TOP_K] = given.top_k
-            self._draws[row] = given.temperature, given.top_p, sampler.draw()
+            self._draws[row] = given.temperature, given.top_p, sampler.draw(ahead)
 
     @torch.inference_mode()
     def compute(self) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.engine.stepping import choose_together, take
 from decode_engine.host_search.turns_triton import Lane
 from decode_engine.host_search.workers import SearchThreads
+from decode_engine.kernels.device_queue import DeviceQueue
 from decode_engine.layers.session import Session
 from decode_engine.steps.attention.host_steps import HostSteps
 from decode_engine.steps.attention.hybrid_steps import HybridSteps
@@ -25,8 +25,9 @@ from decode_engine.steps.attention.registry import unreadable
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_batch import StepBatch
 from decode_engine.steps.batch_kinds import BatchKind, BatchKinds
-from decode_engine.steps.batches import MAX_ROWS, Part, batch_size, count_touched, divide
+from decode_engine.steps.batches import MAX_ROWS, Part, batch_size, divide
 from decode_engine.steps.graph_cache import AllocationMeter, GraphCache
+from decode_engine.steps.part_step import LaunchedStep, PartStep
 from decode_engine.steps.step_graph import Captures, Choice, StepGraph, StepModel
 from index_store.attention.logit_form import LogitForm
 from index_store.errors import SparseKVError
@@ -42,22 +43,18 @@ _Stepping = tuple[list[Session], list[bool]]
 """Sessions that step together, and which of them have repeatable samplers."""
 
 
-@dataclass(slots=True)
-class _Launched:
-    """A step of a part. rows: by place among its sessions."""
-
-    of: Part
-    samplers: Sequence[Sampler]
-    rows: dict[int, int] = field(default_factory=dict)
-    graph: StepGraph | None = None
-
-
 class Stepper:
     """Runs decode steps through captured graphs. One thread uses it.
+
+    Where `flies`, a step may be launched before the tokens of the one before were read (`LaunchedStep.follow`), if the
+    host has no part in either: no session's tokens are chosen by hand, and no threads search or lanes take turns.
 
     A batch's size is rounded up to a power of two, and its graph captured when a batch of that kind and size first
     comes; the graphs used longest ago are dropped where memory for graphs, or of the device, is short.
     """
+
+    flies: ClassVar[bool] = False
+    """Whether steps may be in flight while the one before is read, which has not been timed on a GPU yet."""
 
     def __init__(
         self,
@@ -69,13 +66,14 @@ class Stepper:
         searching: SearchThreads | None = None,
         forms: Sequence[LogitForm] = (),
         graph_bytes: int | None = None,
+        queue: DeviceQueue | None = None,
     ) -> None:
         """dtype: in which the model computes. forms: what every layer does to logits; nothing where there are none.
         graph_bytes: that idle graphs and those in use may hold; by default a share of the device's memory.
 
         searching: threads for contexts that are searched on the host, and lanes that batches over contexts in host
         memory are split into, so that one lane's rows are searched for and fetched while the device computes for the
-        other; one thread and lane by default.
+        other; one thread and lane by default. queue: by which the device gets its work.
         """
         self._model = model
         self._identity = identity
@@ -98,6 +96,7 @@ class Stepper:
         self._divided: tuple[_Stepping, list[list[Part]]] = (([], []), [])
         self._sorted: WeakKeyDictionary[Session, BatchKind | str] = WeakKeyDictionary()
         self._told_by_hand = False
+        self._queue = queue or DeviceQueue()
 
     def prepare(self, fitted: FittedMethod, sessions: int, placement: Placement = Placement.DEVICE) -> None:
         """Captures greedy steps of up to `sessions` sessions on such a context, and compiles what the model compiles.
@@ -146,25 +145,62 @@ class Stepper:
         Returns the chosen tokens. Sessions of a batch that fails, one that finds no room in it, and one whose logits
         are not finite get an error instead and do not advance.
         """
+        return self.launch(sessions, tokens, samplers).tokens()
+
+    def launch(
+        self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler]
+    ) -> LaunchedStep:
+        """Begins what `step` does. No step that was launched before may be in flight.
+
+        What cannot fly is over when this returns: launches of one batch then follow the tokens of the one before.
+        """
         results: list[int | Exception] = [SparseKVError("the step did not run")] * len(sessions)
         stepping = _stepping(sessions, samplers)
         self._graphs.begin_turn()
         if self._divided[0] != stepping:
             kinds = [self._required(session) for session in sessions]
             self._divided = (stepping, divide(*stepping, kinds, self._lanes))
-        for parts in self._divided[1]:
-            steps = [_Launched(part, [samplers[i] for i in part.numbers]) for part in parts]
-            for step in steps:
-                with self._guarded(step, results):
-                    self._take_seats(step, results)
-            begun = self._mark() if len(steps) > 1 else None
-            for step in steps:
-                with self._guarded(step, results), self._on_stream(step.of.lane, begun):
-                    self._launch(step, tokens)
-            for step in steps:
-                with self._guarded(step, results), self._on_stream(step.of.lane, begun):
-                    self._collect(step, results)
-        return results
+        batches = [
+            [PartStep(part, [samplers[i] for i in part.numbers]) for part in parts]
+            for parts in self._divided[1]
+        ]
+        flies = self._can_fly(batches)
+        for steps in batches:
+            self._launch(steps, tokens, results, collect=not flies)
+        return LaunchedStep([step for steps in batches for step in steps] if flies else [], results, flies)
+
+    def _can_fly(self, batches: Sequence[Sequence[PartStep]]) -> bool:
+        by_hand = any(sampler.by_hand for steps in batches for step in steps for sampler in step.samplers)
+        if by_hand and not self._told_by_hand:
+            self._told_by_hand = True
+            logger.info(
+                "tokens with penalties, biases, grammars or log probabilities are chosen after the captured step"
+            )
+        kinds = [step.of.kind for steps in batches for step in steps]
+        return (
+            self.flies
+            and not by_hand
+            and all(self._lanes(kind) == 1 and all(layer.flies for layer in kind.layers) for kind in kinds)
+        )
+
+    def _launch(
+        self,
+        steps: Sequence[PartStep],
+        tokens: Sequence[int],
+        results: list[int | Exception],
+        collect: bool,
+    ) -> None:
+        """Steps of a batch, each in a lane of its own."""
+        for step in steps:
+            with step.guarded(results):
+                self._take_seats(step, results)
+        begun = self._mark() if len(steps) > 1 else None
+        for step in steps:
+            with step.guarded(results), self._on_stream(step.of.lane, begun):
+                step.launch(tokens)
+        for step in steps if collect else ():
+            with step.guarded(results), self._on_stream(step.of.lane, begun):
+                step.collect(results, ())
 
     def _lanes(self, kind: BatchKind) -> int:
         """That a batch of such sessions is split into."""
@@ -178,16 +214,6 @@ class Stepper:
         """The stream on which a lane's steps run; see `Captures.beside`."""
         captures = self._captures[lane]
         return nullcontext() if captures is None or lane == 0 else captures.beside(begun)
-
-    @contextmanager
-    def _guarded(self, step: _Launched, results: list[int | Exception]) -> Iterator[None]:
-        """What is raised becomes the result of the lane's sessions alone: others may have advanced."""
-        try:
-            yield
-        except Exception as error:
-            logger.exception("a batch of %d sessions failed", len(step.of.sessions))
-            for number in step.of.numbers:
-                results[number] = error
 
     def feed(self, session: Session, token: int) -> Tensor:
         """One step of one session such as `takes` says yes to, whatever comes next: float32 logits [1, V]."""
@@ -228,7 +254,7 @@ class Stepper:
             self._sorted[session] = kind
         return kind
 
-    def _take_seats(self, step: _Launched, results: list[int | Exception]) -> None:
+    def _take_seats(self, step: PartStep, results: list[int | Exception]) -> None:
         """Finds the graph and seats the sessions.
 
         Tails grow here, on the current stream, before any lane runs: no lane then writes where another one still reads.
@@ -246,45 +272,7 @@ class Stepper:
                 results[number] = seat
             else:
                 step.rows[place] = seat
-        step.graph = graph if step.rows else None
-
-    def _launch(self, step: _Launched, tokens: Sequence[int]) -> None:
-        """Starts a replay."""
-        graph, step.graph = step.graph, None
-        if graph is not None:
-            samplers = [step.samplers[place] for place in step.rows]
-            own = [tokens[step.of.numbers[place]] for place in step.rows]
-            graph.launch(list(step.rows.values()), own, samplers)
-            step.graph = graph  # not where that raised
-
-    def _collect(self, step: _Launched, results: list[int | Exception]) -> None:
-        """Waits for the replay, and advances the sessions."""
-        if step.graph is None:
-            return
-        found = step.graph.collect(list(step.rows.values()))
-        by_hand = self._choose_by_hand(step, step.graph)
-        for place, stepped in zip(step.rows, found, strict=True):
-            session = step.of.sessions[place]
-            chosen = by_hand.get(place)
-            result = take(step.samplers[place], stepped.token) if chosen is None else chosen
-            results[step.of.numbers[place]] = result
-            if not isinstance(result, Exception):
-                count_touched(session, step.of.kind, stepped)
-                session.advance()
-
-    def _choose_by_hand(self, step: _Launched, graph: StepGraph) -> dict[int, int | Exception]:
-        """By place, tokens that the captured step cannot choose: from its logits, after it."""
-        places = [place for place in step.rows if step.samplers[place].by_hand]
-        if not places:
-            return {}
-        if not self._told_by_hand:
-            self._told_by_hand = True
-            logger.info(
-                "tokens with penalties, biases, grammars or log probabilities are chosen after the captured step"
-            )
-        rows = torch.tensor([step.rows[place] for place in places], device=self._device)
-        chosen = choose_together(graph.logits_BV[rows], [step.samplers[place] for place in places])
-        return dict(zip(places, chosen, strict=True))
+        step.graph = graph
 
     def _graph(
         self, kind: BatchKind, method: Method, size: int, max_keys: int, part: int, lane: int = 0
@@ -305,6 +293,7 @@ class Stepper:
             searching,
             in_turns,
             self._forms,
+            self._queue,
         )
         begin = time.perf_counter()
         graph = self._graphs.with_room(lambda: self._make_graph(plan, kind, lane))

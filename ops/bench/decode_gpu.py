@@ -19,10 +19,12 @@ attention, the same compilation, one CUDA graph a step, greedy sampling.
 
 `step_ms` is one step with everything around it (median, wall clock), `p99_ms` the 99th percentile (of fewer than a
 hundred steps, the slowest), `steps` how many were timed: `--turns`, on the general path fewer where these would take
-longer than ten seconds. `graph_ms` is the replay alone, `eager_ms` the same launched from Python. `tokens_per_s`
-follows from `step_ms`. In `hybrid`,
-`host_mb` were read from host memory in a step, and `reused` is the share of rows that were found in slots on the device
-instead. `split_us` is the time of a replay by what its kernels do.
+longer than ten seconds. `flight_ms` and `flight_p99_ms` are the times of steps of which each is launched before the
+tokens of the one before are read; there are none where threads search on the host. `flight_alike` is the share of
+sessions to which both say the same in the beginning. `graph_ms` is the replay alone, `eager_ms` the same launched from
+Python. `tokens_per_s` follows from `step_ms`. In `hybrid`, `host_mb` were read from host memory in a step, and `reused`
+is the share of rows that were found in slots on the device instead. `split_us` is the time of a replay by what its
+kernels do.
 Before a time is reported the logits of the same graph with a budget of all keys are compared with those of full
 attention by the general path; so are those of methods on the general path whose search can yield all keys. What
 selections cost in answers is the evaluation's business.
@@ -47,7 +49,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.captured_steps import Lanes, tidy_up, time_captured, whole_difference
+from harness.captured_steps import Lanes, tidy_up, time_captured, time_flight, whole_difference
 from harness.checks import failure
 from harness.contexts import HOST_GB, PlacedContexts, make_ranges, release
 from harness.general_steps import full_logits, measure_general
@@ -122,17 +124,21 @@ class Bench:
             return measure_general(self._model, self._contexts, method, self._turns)
         difference = 0.0 if label == "none" else whole_difference(lanes, method, self._expected())
         timed = time_captured(lanes, method, self._turns)
-        graph, figures = lanes.graphs[0], lanes.sessions[0].figures
+        moved = timed.moved() if self._contexts[0].placement.kv_on_host else {}
+        attended = lanes.sessions[0].figures.sparse_fraction if method.sparse else 1.0
+        flown = time_flight(lanes, method, self._turns, timed.said)
+        graph = lanes.graphs[0]
         return {
             **timed.steps(),
+            **flown,
             "graph_ms": round(statistics.median(event_ms(graph.run) for _ in range(TURNS)), 3),
             "eager_ms": round(eager_ms(graph), 3),
             "captured": graph.captured,
             "first_step_s": round(timed.first_s, 1),
             "logits_difference": difference,
-            "attended": round(figures.sparse_fraction if method.sparse else 1.0, 4),
+            "attended": round(attended, 4),
             "split_us": split_us(graph),
-            **(timed.moved() if self._contexts[0].placement.kv_on_host else {}),
+            **moved,
         }
 
 

@@ -26,10 +26,13 @@ from heapq import heapify, heapreplace
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from decode_engine.kernels.device_queue import DeviceQueue
 
 HEADER, TASK_FIELDS = 8, 8
 FIRST, MEMBERS, LEADER, PART, PARTS, WHAT, SLOT = range(7)
@@ -135,18 +138,24 @@ class RowGroups:
     few: int
     many: int
     table: Tensor
-    _pinned: Tensor
+    _queue: DeviceQueue
 
     @classmethod
     def allocate(
-        cls, size: int, programs: int, group: int, many_rows: int, device: torch.device
+        cls,
+        size: int,
+        programs: int,
+        group: int,
+        many_rows: int,
+        device: torch.device,
+        queue: DeviceQueue | None = None,
     ) -> RowGroups:
-        """No tasks. group: G, up to 8. many_rows: query heads of a large tile."""
+        """No tasks. group: G, up to 8. many_rows: query heads of a large tile. queue: by which tables get there."""
         slots, few = programs + TAIL_SLOTS, FEW_ROWS // group
         length = HEADER + 3 * size + size * slots * TASK_FIELDS
         table = torch.zeros(length, dtype=torch.int32, device=device)
-        pinned = torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda")
-        return cls(size, programs, slots, few, max(few, many_rows // group), table, pinned)
+        many = max(few, many_rows // group)
+        return cls(size, programs, slots, few, many, table, queue or DeviceQueue())
 
     @property
     def slots_B(self) -> Tensor:
@@ -156,9 +165,9 @@ class RowGroups:
     def arrange(self, seats: Sequence[Seat], *, steady: bool = False) -> None:
         """Writes the table for these rows, all others being idle, and copies it to the device, in stream order.
 
-        The device must have read the last one. Keys are divided so that programs have equal shares, in as few parts as
-        that takes. steady: how a row's keys are divided depends on nothing but its own lengths, and its tile is always
-        a small one, so that its attention is the same bit for bit whoever else is in the batch.
+        Keys are divided so that programs have equal shares, in as few parts as that takes. steady: how a row's keys are
+        divided depends on nothing but its own lengths, and its tile is always a small one, so that its attention is the
+        same bit for bit whoever else is in the batch.
         """
         groups = self._groups(seats, self.few if steady else self.many)
         if steady:
@@ -195,8 +204,7 @@ class RowGroups:
         return groups
 
     def _write(self, groups: Sequence[_Group], contexts: Sequence[Task], tails: Sequence[Task]) -> None:
-        table = self._pinned.numpy()
-        table[:] = 0
+        table = np.zeros(len(self.table), dtype=np.int32)
         tasks = [*contexts, *tails]
         table[:2] = len(tasks), len(contexts)
         order_B, parts_B, slots_B = table[HEADER : HEADER + 3 * self.size].reshape(3, self.size)
@@ -210,7 +218,7 @@ class RowGroups:
             rows[: len(tasks), : SLOT + 1] = [task[: SLOT + 1] for task in tasks]
         for task in tails:
             slots_B[task.leader] = max(slots_B[task.leader], task.slot + 1)
-        self.table.copy_(self._pinned, non_blocking=True)
+        self._queue.send(torch.from_numpy(table), self.table)
 
 
 def _costs(groups: Sequence[_Group]) -> Iterator[float]:

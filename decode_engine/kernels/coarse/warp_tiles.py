@@ -97,7 +97,7 @@ def exponent_of(plane: int, BITS: int) -> int:
 @gluon.constexpr_function
 def unit_of(plane: int, BITS: int) -> float:
     """What sums of a plane's codes are multiplied with."""
-    return 2.0 ** -exponent_of(plane, BITS) / LEAST
+    return float(2.0 ** -exponent_of(plane, BITS) / LEAST)
 
 
 @gluon.constexpr_function

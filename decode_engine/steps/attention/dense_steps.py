@@ -36,7 +36,9 @@ class DenseSteps(StepAttention):
         super().__init__(plan)
         self._scale = plan.model.head_dim**-0.5
         programs = shared_programs(self.shape, plan.model.kv_heads, plan.device)
-        self._groups = RowGroups.allocate(plan.size, programs, plan.group, self.shape.rows, plan.device)
+        self._groups = RowGroups.allocate(
+            plan.size, programs, plan.group, self.shape.rows, plan.device, plan.queue
+        )
         self._partials = Partials.allocate(
             plan.rows, self._groups.slots, plan.group, plan.model.head_dim, plan.device
         )

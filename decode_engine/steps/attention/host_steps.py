@@ -156,6 +156,7 @@ class HostTableSelection(KeySelection):
 class HostSteps(HybridSteps):
     """`HybridSteps` whose tables are searched on the host: the same results for the same lists."""
 
+    flies: ClassVar[bool] = False
     selection_types: ClassVar[Mapping[str, type[KeySelection]]] = MappingProxyType(
         {QueryTables.kind: HostTableSelection}
     )

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials
 from decode_engine.kernels.attention.row_groups import Seat
 from decode_engine.kernels.attention.sparse_attention import TakeOut
+from decode_engine.kernels.device_queue import DeviceQueue
 from index_store.attention.logit_form import LogitForm
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
@@ -38,7 +39,8 @@ class StepPlan:
     differs between requests: how much the budget keeps comes with the records. size: rows B of the batch. max_keys:
     no context is longer; a power of two. dtype: of keys, values and queries, float16 or bfloat16. searching: threads of
     the host that search for this batch, where it is searched there. lane: steps of different lanes run at once. forms:
-    what every layer does to logits, without caps, which no kernel has; nothing where there are none.
+    what every layer does to logits, without caps, which no kernel has; nothing where there are none. queue: what the
+    host writes goes to the device by it.
     """
 
     model: ModelIdentity
@@ -50,6 +52,7 @@ class StepPlan:
     searching: SearchThreads | None = None
     lane: Lane = field(default_factory=Lane)
     forms: Sequence[LogitForm] = ()
+    queue: DeviceQueue = field(default_factory=DeviceQueue)
 
     @property
     def group(self) -> int:
@@ -73,6 +76,10 @@ class StepAttention(ABC):
     step. Buffers are made once and shared by the layers, which run one after another on one stream; so a CUDA graph
     may capture any number of calls.
     """
+
+    flies: ClassVar[bool] = True
+    """Whether a step may be launched while the one before is in flight: the host only launches it, so that `begin` and
+    `end` do nothing."""
 
     def __init__(self, plan: StepPlan) -> None:
         """Allocates the buffers."""

@@ -56,9 +56,7 @@ class StepBatch:
         self._attentions = list(shared.values())
         self._layers = [shared[kind] for kind in layers]
         shape = (len(layers), plan.size, records.RECORD_FIELDS)
-        on_gpu = plan.device.type == "cuda"
-        self._pinned_LBF = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
-        self._host_LBF = self._pinned_LBF.numpy()
+        self._host_LBF = np.zeros(shape, dtype=np.int64)
         self._records_LBF = torch.zeros(shape, dtype=torch.int64, device=plan.device)
         self._changed = False
         self.sessions: list[Session | None] = [None] * plan.size
@@ -137,19 +135,20 @@ class StepBatch:
         self._counts[row] = _NO_COUNTS
         self._changed = True
 
-    def counts(self, row: int) -> NDArray[np.int64]:
+    def counts(self, row: int, ahead: int = 0) -> NDArray[np.int64]:
         """What a row's next step has in the records of all layers, [STEP_COUNTS], but for TAIL_KEYS and STEP.
 
-        The same array as long as it holds. Raises InvalidArgumentError for an idle row, OverflowError for a session
-        whose counts no record can hold.
+        ahead: see `step_counts`. The same array as long as it holds. Raises InvalidArgumentError for an idle row,
+        OverflowError for a session whose counts no record can hold.
         """
         session, known = self.sessions[row], self._counts[row]
         if session is None:
             raise InvalidArgumentError(f"row {row} of a batch holds no session")
-        if not known.since <= session.position < known.until:
-            counts = step_counts(session)
+        position = session.position + ahead
+        if not known.since <= position < known.until:
+            counts = step_counts(session, ahead)
             values = [counts[field] for field in range(*records.STEP_FIELDS)]
-            known = _Counts(np.array(values, dtype=np.int64), session.position, counts_hold_until(session))
+            known = _Counts(np.array(values, dtype=np.int64), position, counts_hold_until(session, ahead))
             self._counts[row] = known
         return known.values_C
 
@@ -166,22 +165,31 @@ class StepBatch:
             self._host_LBF[layer, row, records.TAIL_HEAD] = attention.tail.head_bytes
         self._changed = True
 
-    def begin(self, rows: Sequence[int], steady: bool = False) -> int:
+    def can_follow(self, rows: Sequence[int]) -> bool:
+        """Whether the step after the next one of these rows may be launched while that is in flight: tails have room.
+
+        One that grows is copied, and lies elsewhere then.
+        """
+        return all(
+            session is not None and session.room > 1 for session in map(self.sessions.__getitem__, rows)
+        )
+
+    def begin(self, rows: Sequence[int], steady: bool = False, ahead: int = 0) -> int:
         """Makes ready for a step of these rows, on its stream before it is launched; what their records get as STEP.
 
-        steady: see `StepAttention.arrange`.
+        steady: see `StepAttention.arrange`. ahead: see `step_counts`.
         """
         sessions = {row: session for row in rows if (session := self.sessions[row]) is not None}
-        self._arrange(sessions, steady)
+        self._arrange(sessions, steady, ahead)
         try:
             return max(attention.begin(sessions) for attention in self._attentions)
         except Exception:
             self.end()
             raise
 
-    def _arrange(self, sessions: Mapping[int, Session], steady: bool) -> None:
+    def _arrange(self, sessions: Mapping[int, Session], steady: bool, ahead: int) -> None:
         """Tells who shares a context where that, or the magnitude of a tail, has changed."""
-        tails = [(row, session.tail_keys.bit_length()) for row, session in sessions.items()]
+        tails = [(row, (session.tail_keys + ahead).bit_length()) for row, session in sessions.items()]
         arranged = (self.seatings, steady, tails)
         if arranged == self._arranged:
             return
@@ -190,9 +198,9 @@ class StepBatch:
                 row,
                 int(self._host_LBF[0, row, records.KV]),
                 session.context.manifest.token_count,
-                1 << session.tail_keys.bit_length(),
+                1 << magnitude,
             )
-            for row, session in sessions.items()
+            for (row, session), (_, magnitude) in zip(sessions.items(), tails, strict=True)
         ]
         for attention in self._attentions:
             attention.arrange(seats, steady)
@@ -203,9 +211,9 @@ class StepBatch:
         return sum(attention.end() for attention in self._attentions)
 
     def send(self) -> None:
-        """Copies changed addresses to the device, in stream order. The device must have read the last ones."""
+        """Copies changed addresses to the device, in stream order."""
         if self._changed:
-            self._records_LBF.copy_(self._pinned_LBF, non_blocking=True)
+            self.plan.queue.send(torch.from_numpy(self._host_LBF), self._records_LBF)
             self._changed = False
 
     def refresh(self, counts_BC: Tensor) -> None:
@@ -244,24 +252,24 @@ class StepBatch:
         return sum(found[1:], start=found[0]) if found else None
 
 
-def step_counts(session: Session) -> Mapping[int, int]:
+def step_counts(session: Session, ahead: int = 0) -> Mapping[int, int]:
     """The fields that a session's next step has in the records of all layers.
 
-    The searched range ends where it does on a CPU (`layers.sparse_layer`), but for the session's own tokens, which
-    are all attended exactly.
+    ahead: steps before that one whose tokens the session has not taken yet. The searched range ends where it does on a
+    CPU (`layers.sparse_layer`), but for the session's own tokens, which are all attended exactly.
     """
     method, keys = session.method, session.context.manifest.token_count
-    counts = {records.KEYS: keys, records.TAIL_KEYS: session.tail_keys + 1, records.STEP: 0}
+    counts = {records.KEYS: keys, records.TAIL_KEYS: session.tail_keys + ahead + 1, records.STEP: 0}
     if not session.fitted.searching:
         return counts | {records.FIRST: 0, records.END: 0, records.KEEP: 0}
-    first, end = method.searched_range(session.position, keys)
+    first, end = method.searched_range(session.position + ahead, keys)
     keep = kept_count(method, end + method.recent)
     return counts | {records.FIRST: first, records.END: min(end, keys), records.KEEP: keep}
 
 
-def counts_hold_until(session: Session) -> int:
-    """The first later position whose `step_counts` differ from the present ones in more than TAIL_KEYS, perhaps."""
-    method, position = session.method, session.position
+def counts_hold_until(session: Session, ahead: int = 0) -> int:
+    """The first later position whose `step_counts` differ from those of now in more than TAIL_KEYS, perhaps."""
+    method, position = session.method, session.position + ahead
     if not session.fitted.searching:
         return sys.maxsize
     return position + method.append_block - (position - method.recent) % method.append_block

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.engine.stepping import Flight
 from decode_engine.host_search.mailbox import Mailbox
 from decode_engine.host_search.shared_search_numba import COUNT_BITS
 from decode_engine.host_search.workers import SearchThreads
@@ -28,7 +30,7 @@ from decode_engine.steps.step_graph import StepGraph, StepModel
 from decode_engine.steps.stepper import Stepper
 from harness import general_steps
 from harness.checks import CheckFailedError, compare
-from harness.general_steps import first_tokens, start_sessions, step_figures, time_steps
+from harness.general_steps import first_tokens, percentile, start_sessions, step_figures, time_steps
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.selection.budgets import Ratio, best_keys
@@ -55,7 +57,7 @@ class Lanes:
         identity, weights = contexts[0].manifest.model, next(model.parameters())
         self.stepper = Stepper(run, identity, weights.dtype, weights.device, searching=threads)
         self._lanes = threads.lanes
-        self._samplers = [Sampler(SamplingParameters())] * len(contexts)
+        self.samplers = [Sampler(SamplingParameters())] * len(contexts)
         self.sessions: list[Session] = []
         self.parts: list[list[Session]] = []
 
@@ -76,7 +78,7 @@ class Lanes:
 
     def step(self, tokens: Sequence[int]) -> list[int]:
         """The tokens that follow. Raises CheckFailedError where a session's step has failed."""
-        results = self.stepper.step(self.sessions, tokens, self._samplers)
+        results = self.stepper.step(self.sessions, tokens, self.samplers)
         for result in results:
             if isinstance(result, Exception):
                 raise CheckFailedError(str(result))
@@ -164,7 +166,7 @@ class Timed:
 
     first_s: of the step before all of them, which captures the graph where that was not done yet. read: bytes from host
     memory; reused: rows found on the device instead, of `row_bytes` each. waited_s: for the host, as an average lane.
-    tokens: that follow the last step.
+    said: tokens of the first step and of the last one of the warm-up. tokens: that follow the last step.
     """
 
     seconds: list[float]
@@ -174,6 +176,7 @@ class Timed:
     reused: int
     row_bytes: int
     waited_s: float
+    said: list[list[int]]
     tokens: list[int]
 
     def steps(self) -> dict[str, float]:
@@ -196,12 +199,12 @@ def time_captured(lanes: Lanes, method: Method, turns: int, limit_s: float = mat
     """
     lanes.start(method)
     begin = time.perf_counter()
-    tokens = lanes.step(first_tokens(lanes.contexts))
+    said = [lanes.step(first_tokens(lanes.contexts))]
     first_s = time.perf_counter() - begin
     check_lists(lanes, method)
-    _, tokens = time_steps(lanes.step, tokens, general_steps.WARM_UP, limit_s)
+    said.append(time_steps(lanes.step, said[0], general_steps.WARM_UP, limit_s)[1])
     (read, reused), waited_s = lanes.moved(), lanes.waited_s()
-    seconds, tokens = time_steps(lanes.step, tokens, turns, limit_s)
+    seconds, tokens = time_steps(lanes.step, said[1], turns, limit_s)
     read_then, reused_then = lanes.moved()
     context = lanes.contexts[0]
     return Timed(
@@ -212,8 +215,45 @@ def time_captured(lanes: Lanes, method: Method, turns: int, limit_s: float = mat
         reused_then - reused,
         2 * context.manifest.model.head_dim * context.kv(0).element_size(),
         lanes.waited_s() - waited_s,
+        said,
         tokens,
     )
+
+
+def time_flight(lanes: Lanes, method: Method, turns: int, said: Sequence[Sequence[int]]) -> dict[str, float]:
+    """What steps take that are launched before the tokens of those before are read; nothing where the host has a part.
+
+    said: see `Timed`, of steps that wait for each other. Raises CheckFailedError unless most sessions say the same: not
+    all of them, since logits that are almost equal may change places where kernels add up in no fixed order.
+    """
+    lanes.start(method)
+    flight: Flight[Session] = Flight(lanes.stepper)
+
+    def step(tokens: Sequence[int]) -> list[int]:
+        results = flight.step(lanes.sessions, tokens, lanes.samplers, follow=True)
+        found = [result for result in results if isinstance(result, int)]
+        if len(found) < len(results):
+            raise CheckFailedError(f"steps in flight failed: {results}")
+        return found
+
+    with patch.object(Stepper, "flies", True):
+        try:
+            first = step(first_tokens(lanes.contexts))
+            if not flight.flies:
+                return {}
+            found = [first, time_steps(step, first, general_steps.WARM_UP, math.inf)[1]]
+            alike = np.equal(found, said).all(0).mean()
+            if alike < 0.5:
+                raise CheckFailedError(f"sessions say {found} in flight, and otherwise {said}")
+            seconds, _ = time_steps(step, found[1], turns, math.inf)
+        finally:
+            for session in lanes.sessions:
+                flight.leave(session)
+    return {
+        "flight_ms": round(statistics.median(seconds) * 1e3, 3),
+        "flight_p99_ms": round(percentile(seconds, 0.99) * 1e3, 3),
+        "flight_alike": round(float(alike), 3),
+    }
 
 
 def whole_difference(lanes: Lanes, method: Method, expected_BV: Tensor) -> float | None:

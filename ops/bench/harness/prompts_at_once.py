@@ -13,7 +13,7 @@ from torch import Tensor
 from decode_engine.config import Prompts
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.prompt_pieces import prompt_cost
-from decode_engine.engine.requests import Finished, Request
+from decode_engine.engine.requests import Finished, Request, Step
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.text import TextStream
 from decode_engine.layers.session import Session
@@ -52,9 +52,9 @@ class PromptRunner:
         """As `Runner.read`."""
         return read_prompts(self.model, sessions, token_ids, self.prompts)
 
-    def decode(
+    def launch(
         self, sessions: Sequence[Session], last_tokens: Sequence[int], samplers: Sequence[Sampler]
-    ) -> list[int | Exception]:
+    ) -> Step:
         """Raises CheckFailedError: requests of one token are not decoded."""
         raise CheckFailedError(f"{len(sessions)} requests of one token were decoded")
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.prompt_pieces import PromptCost
-from decode_engine.engine.requests import Finished, Request, Stream, Token, TokenText
+from decode_engine.engine.requests import Finished, Request, Step, Stream, Token, TokenText
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.engine.stepping import decode_by_forward
+from decode_engine.engine.stepping import Chosen, decode_by_forward
 from decode_engine.layers.figures import Figures
 
 VOCABULARY = 64
@@ -89,10 +89,10 @@ class FakeRunner:
             for ids in token_ids
         ]
 
-    def decode(
+    def launch(
         self, sessions: Sequence[FakeSession], last_tokens: Sequence[int], samplers: Sequence[Sampler]
-    ) -> list[int | Exception]:
-        return decode_by_forward(self.forward, sessions, last_tokens, samplers)
+    ) -> Step:
+        return Chosen(decode_by_forward(self.forward, sessions, last_tokens, samplers))
 
 
 @dataclass

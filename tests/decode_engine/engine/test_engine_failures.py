@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from decode_engine.engine.engine import Engine
+from decode_engine.engine.requests import Step
 from decode_engine.errors import EngineCrashedError
 from index_store.errors import InvalidArgumentError
 from tests.decode_engine.engine.fake_runner import (
@@ -132,10 +133,10 @@ def test_a_runner_that_raises_ends_its_batch_only() -> None:
     class Broken(FakeRunner):
         broken = False
 
-        def decode(self, *arguments: Any) -> list[int | Exception]:
+        def launch(self, *arguments: Any) -> Step:
             if self.broken:
                 raise MemoryError("the device is full")
-            return super().decode(*arguments)
+            return super().launch(*arguments)
 
     broken = Broken()
     engine = Engine(broken, max_sessions=4)

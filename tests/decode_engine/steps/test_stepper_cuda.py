@@ -11,6 +11,7 @@ import torch
 
 from decode_engine.config import Compilation
 from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.engine.stepping import Flight
 from decode_engine.kernels import records
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
@@ -103,6 +104,43 @@ def test_captured_steps_keep_about_as_many_keys_as_wanted(runner: ModelRunner, n
         places = session.context.manifest.model.kv_heads * len(session.layers)
         wanted = counts[records.KEEP] * places
         assert 0.7 * wanted < session.figures.kept - kept < 1.3 * wanted
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_steps_in_flight_choose_the_same_tokens(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also where one session leaves and tails grow; sampled with seeds, so that all batches are of one size."""
+
+    def said(flies: bool) -> list[list[int]]:
+        monkeypatch.setattr(Stepper, "flies", flies)
+        stepper, sessions = make_stepper(runner), [start(runner, name, row) for row in range(3)]
+        samplers = [Sampler(SamplingParameters(0.9, seed=row)) for row in range(3)]
+        for session in sessions:
+            runner.forward([session], [[7] * 110])
+        flight: Flight[Session] = Flight(stepper)
+        histories, flown = [[3], [4], [5]], 0
+        for turn in range(30):
+            here = range(3) if turn < 10 else range(1, 3)
+            if turn == 10:
+                flight.leave(sessions[0])
+                sessions[0].close()
+            found = flight.step(
+                [sessions[row] for row in here],
+                [histories[row][-1] for row in here],
+                [samplers[row] for row in here],
+                follow=True,
+            )
+            for row, token in zip(here, found, strict=True):
+                assert isinstance(token, int), token
+                histories[row].append(token)
+            flown += flight.flies
+        for session in sessions[1:]:
+            flight.leave(session)
+        assert flown == (28 if flies else 0), "not behind who leaves, and not where tails grow"
+        return histories
+
+    assert said(True) == said(False)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -93,6 +93,8 @@ def test_every_method_has_its_line(lines: Any) -> None:
     assert full["logits_difference"] < 1e-3
     assert "speedup" not in full
     assert (full["steps"], streamed["captured"], pages["captured"]) == (2, False, False)
+    assert (full["flight_alike"], codes["flight_alike"], "flight_ms" in pages) == (1.0, 1.0, False)
+    assert full["flight_ms"] > 0
     assert codes["speedup"] > 0
     assert codes["attended"] < 1
     assert "host_mb" not in codes
