@@ -22,6 +22,7 @@ from decode_engine.rpc.door.options import (
 from index_store.cli.checks import Address, AtLeast, Filled, InputFile, OneOf
 from index_store.cli.options import AUTO, SIZE, Spelled, StoreOption, check_bounds
 from index_store.errors import InvalidArgumentError
+from index_store.family.parents import GROWN_SHARE
 from index_store.store.dtypes import KV_DTYPES
 
 MAX_LANES = 4
@@ -373,6 +374,14 @@ class ServeConfig:
             "earlier, and the first requests wait for what is compiled then.",
         ),
     ] = True
+    grown_share: Annotated[
+        float,
+        Option(
+            help="With --prefill: share of a context's tokens from which on what continues it is made to stand alone; "
+            "0: never."
+        ),
+        AtLeast(0, 1000),
+    ] = GROWN_SHARE
     prefill: Annotated[
         bool,
         Option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Self
 
-REPAIR = "delete the context and prefill it again"
+REPAIR = "delete the context and make it again: prefill its document, or continue its parent anew"
 """What to do about a context that is damaged, as errors say it."""
 
 

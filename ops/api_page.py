@@ -9,6 +9,8 @@ import re
 import sys
 from pathlib import Path
 
+from proto_pages import messages_page
+
 from decode_engine.gateway.creating import CREATE
 from decode_engine.gateway.failures import status_of_reason
 from decode_engine.gateway.library import UPDATE
@@ -60,6 +62,7 @@ def render(page: str) -> str:
     parts = {
         "errors": errors_table(),
         "calls": rpcs_table(),
+        "messages": messages_page(),
         "chat": describe(CHAT),
         "completions": describe(COMPLETIONS),
         "responses": describe(RESPONSES),

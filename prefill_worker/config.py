@@ -21,6 +21,7 @@ from index_store.cli.options import (
     parse_ttl,
 )
 from index_store.errors import InvalidArgumentError
+from index_store.family.parents import GROWN_SHARE
 from index_store.store.dtypes import KV_DTYPES
 
 if TYPE_CHECKING:
@@ -311,6 +312,7 @@ class DetachConfig:
 class WorkerConfig:
     """A worker of a store's queue. chunk, device, device_memory: as for a job that prefills.
 
+    grown_share: of a child's tokens to its parent's, from which on it is made whole (index_store/family/parents.py).
     attached: ends with standard input, for programs that start workers and may be killed.
     """
 
@@ -333,6 +335,14 @@ class WorkerConfig:
         SIZE,
         AtLeast(1),
     ] = None
+    grown_share: Annotated[
+        float,
+        Option(
+            help="Share of a context's tokens from which on what continues it is made to stand alone, with indexes of "
+            "its own (4,096 tokens at least); 0: never."
+        ),
+        AtLeast(0, 1000),
+    ] = GROWN_SHARE
     attached: Annotated[
         bool, Option("--attached", help="End when standard input ends, for programs that start workers.")
     ] = False

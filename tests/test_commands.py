@@ -53,6 +53,12 @@ NEEDED = {
     "decode-engine contexts pin": "c",
     "decode-engine contexts unpin": "c",
     "decode-engine contexts label": "",
+    "decode-engine contexts update": "c",
+    "decode-engine operations ls": "",
+    "decode-engine operations show": "c",
+    "decode-engine operations wait": "c",
+    "decode-engine operations cancel": "c",
+    "decode-engine operations rm": "c",
 }
 ARGUMENTS = {
     "decode-engine ask": ["Who?"],
@@ -249,7 +255,16 @@ QUICK = {
         "--help",
         *(
             f"{word} --help"
-            for word in ("serve", "ask", "chat", "evaluate", "make-document", "tune", "contexts")
+            for word in (
+                "serve",
+                "ask",
+                "chat",
+                "evaluate",
+                "make-document",
+                "tune",
+                "contexts",
+                "operations",
+            )
         ),
         "ask --context c --server 127.0.0.1:1 Who?",
         "status --server 127.0.0.1:1",

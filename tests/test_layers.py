@@ -27,6 +27,7 @@ MAY_IMPORT = {
 # A package's own files, errors and configuration, are a floor like any other; `__main__` may import all.
 FLOORS = (
     "decode_engine/cli",
+    "decode_engine/cli/contexts",
     "decode_engine/cli/serving",
     "decode_engine/cli/asking",
     "decode_engine/evaluation/tuning",

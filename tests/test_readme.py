@@ -115,6 +115,7 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
         "prefill-worker": {"run", "add-index", "detach", "serve"},
         "decode-engine": {
             "contexts",
+            "operations",
             "serve",
             "ask",
             "chat",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from decode_engine.cli.ask_command import ask
 from decode_engine.cli.chat_command import chat
-from decode_engine.cli.contexts_command import contexts
+from decode_engine.cli.contexts.contexts_command import contexts
+from decode_engine.cli.contexts.operations_command import operations
 from decode_engine.cli.evaluate_command import evaluate_command, evaluate_merge_command
 from decode_engine.cli.make_document_command import make_document_command
 from decode_engine.cli.methods_command import methods
@@ -24,6 +25,7 @@ app.command("gateway")(gateway)
 app.command("ask")(ask)
 app.command("chat")(chat)
 app.add_typer(contexts, name="contexts")
+app.add_typer(operations, name="operations")
 app.add_typer(tokens, name="token")
 app.command("status")(status)
 app.command("methods")(methods)

@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, Response
 from decode_engine.gateway.exchange import CLIENT_GONE, EventStream, read_json, while_connected
 from decode_engine.gateway.failures import HttpError, failure
 from decode_engine.gateway.wire.bodies import Order, chat_order, completion_order, response_order
-from decode_engine.gateway.wire.shapes import Answered, ChatShape, CompletionShape, ResponseShape, Shape
+from decode_engine.gateway.wire.response_shape import ResponseShape
+from decode_engine.gateway.wire.shapes import Answered, ChatShape, CompletionShape, Shape
 from decode_engine.rpc.client import AsyncClient, AsyncGeneration, Piece, calls_of
 from decode_engine.rpc.transport.stalled import forget_error
 from index_store.errors import SparseKVError

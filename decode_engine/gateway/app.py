@@ -16,10 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from decode_engine.errors import TooManyRequestsError
 from decode_engine.gateway import answering, creating, library
 from decode_engine.gateway.bounds import Bounds
+from decode_engine.gateway.exchange import HeldBodies
 from decode_engine.gateway.failures import HttpError, refusal, unexpected
 from decode_engine.rpc.client import AsyncClient
 from decode_engine.rpc.door.rules import Door
-from index_store.errors import SparseKVError
+from index_store.errors import InvalidArgumentError, SparseKVError
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Front:
         self._door = door
         self._bounds = bounds
         self._open = 0
+        self._bodies = HeldBodies(bounds.body_bytes)
         self.files = 0
         """That are being taken."""
 
@@ -82,23 +84,33 @@ class Front:
             await self._fail(exchange, error, scope, receive)
         finally:
             self._open -= 1
+            self._bodies.remove(exchange.body_bytes)
             exchange.log()
 
     async def _serve(self, exchange: _Exchange, scope: Scope, receive: Receive) -> None:
         if exchange.path not in _OPEN_PATHS:
             exchange.caller = self._door.check(exchange.authorization, exchange.host)
-        if self._open > self._bounds.requests:
+        if self._open > self._bounds.requests and exchange.path not in _OPEN_PATHS:
             raise TooManyRequestsError(
                 f"{self._open - 1} requests are open here, which is the limit; try again later"
             )
         scope["app"] = self  # for the router: errors are raised, not answered
-        scope["state"] = {"client": self._client.showing(exchange.metadata())}
+
+        def hold(nbytes: int) -> None:
+            self._bodies.add(nbytes)
+            exchange.body_bytes += nbytes
+
+        scope["state"] = {"client": self._client.showing(exchange.metadata()), "hold": hold}
         await self._router(scope, receive, exchange.send)
 
     async def _fail(self, exchange: _Exchange, error: Exception, scope: Scope, receive: Receive) -> None:
         if isinstance(error, HTTPException):
             error = HttpError(
                 error.status_code, f"{exchange.method} {exchange.path[:200]}: {error.detail}", "not_found"
+            )
+        if isinstance(error, RecursionError):
+            error = InvalidArgumentError(
+                "the body has too many objects or lists inside each other; flatten it"
             )
         if not isinstance(error, SparseKVError | HttpError):
             logger.error("request %s failed", exchange.id, exc_info=error, extra={"request_id": exchange.id})
@@ -123,6 +135,7 @@ class _Exchange:
         self.caller = ""
         self.said = ""
         self.begun = False
+        self.body_bytes = 0
         self._status = 0
         self._send = send
         self._started = time.monotonic()
@@ -153,10 +166,15 @@ class _Exchange:
         logger.info(
             "%s %s %d in %.1f ms %s%s",
             self.method,
-            self.path[:200],
+            ascii(self.path[:200])[1:-1],
             self._status,
             spent,
             " ".join(f"{name}={value}" for name, value in facts.items()),
-            f": {self.said}" if self.said else "",
+            f": {_one_line(self.said)}" if self.said else "",
             extra={"request_id": self.id, "milliseconds": round(spent, 3), **facts},
         )
+
+
+def _one_line(text: str) -> str:
+    """What a client may have written, without what begins a line of its own."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -14,12 +14,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 class Bounds:
     """What clients may make the gateway hold.
 
-    connections: at once. requests: at once. head_s: how long the head of a request may take. unread_s: how long an
-    answer may lie unread. idle_s: of a connection between two requests.
+    connections: at once. requests: at once. body_bytes: of open requests together. head_s: how long the head of a
+    request may take. unread_s: how long an answer may lie unread. idle_s: of a connection between two requests.
     """
 
     connections: int = 1024
     requests: int = 240
+    body_bytes: int = 2**28
     head_s: float = 20.0
     unread_s: float = 60.0
     idle_s: float = 30.0
@@ -49,6 +50,18 @@ class BoundedConnection(H11Protocol):
             self._head = _stop(self._head)
         elif self._head is None and self.cycle is not None and self.cycle.response_complete:
             self._head = self.loop.call_later(self._bounds.head_s, self.transport.abort)
+
+    def on_response_complete(self) -> None:
+        """An answer has been sent. What is left of the body nobody reads: it gets as long as a head."""
+        super().on_response_complete()
+        cycle = self.cycle
+
+        def end() -> None:
+            if self.cycle is cycle and self.conn.their_state is h11.SEND_BODY:
+                self.transport.abort()
+
+        if self.conn.their_state is h11.SEND_BODY:
+            self.loop.call_later(self._bounds.head_s, end)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is over."""

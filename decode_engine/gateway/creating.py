@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from decode_engine.errors import TooManyRequestsError
 from decode_engine.gateway.exchange import EventStream, bounded_receive, read_json
 from decode_engine.gateway.failures import HttpError, failure
-from decode_engine.gateway.library import context_object
+from decode_engine.gateway.library import context_object, known_query
 from decode_engine.gateway.wire.events import event
 from decode_engine.gateway.wire.messages_shape import turns_of
 from decode_engine.gateway.wire.parameters import (
@@ -26,6 +26,7 @@ from decode_engine.gateway.wire.parameters import (
     TEXT,
     TEXTS_ONLY,
     TOKENS,
+    TOOLS,
     Endpoint,
     Parameter,
     integer,
@@ -46,7 +47,7 @@ CREATE = Endpoint(
         ),
         Parameter("token_ids", TOKENS, "The document as tokens."),
         Parameter("messages", MESSAGES, "The document as messages, which those of requests follow."),
-        Parameter("tools", MESSAGES, "With `messages`: functions that the model may call."),
+        Parameter("tools", TOOLS, "With `messages`: functions that the model may call."),
         Parameter("file_id", TEXT, "The document as a file that /v1/files took, by its id."),
         Parameter(
             "parent",
@@ -110,6 +111,7 @@ def _messages_of(given: dict[str, Any]) -> Sequence[Message] | Conversation | No
 
 async def list_operations(request: Request) -> Response:
     """GET /v1/operations: the newest ones."""
+    known_query(request)
     client: AsyncClient = request.state.client
     found = [operation_object(operation) async for operation in client.list_operations()]
     return JSONResponse({"object": "list", "data": found, "has_more": False})
@@ -149,8 +151,9 @@ async def _take_file(request: Request) -> Response:
             file, purpose = form.get("file"), form.get("purpose")
             unknown = set(form) - {"file", "purpose"}
             if unknown or not isinstance(file, UploadFile) or purpose != _PURPOSE:
+                found = ", ".join(sorted(map(ascii, form)))[:200] or "nothing"
                 raise InvalidArgumentError(
-                    f"the form has {', '.join(sorted(map(ascii, form))) or 'nothing'}, purpose {ascii(purpose)[:40]}, "
+                    f"the form has {found}, purpose {ascii(purpose)[:40]}, "
                     f"expected a file under the name file, and the purpose {_PURPOSE}",
                     field="purpose" if isinstance(file, UploadFile) else "file",
                 )

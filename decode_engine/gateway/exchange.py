@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import re
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar
@@ -13,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from decode_engine.config import MAX_REQUEST_BYTES
+from decode_engine.errors import TooManyRequestsError
 from decode_engine.gateway.failures import HttpError
 from index_store.errors import InvalidArgumentError
 
@@ -20,6 +24,10 @@ ResultT = TypeVar("ResultT")
 
 _BODY_S = 20.0
 """How long a body may take to arrive."""
+_FILE_S = 600.0
+"""The same of a file."""
+_MAYBE_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+"""The escape of half a character, which may stand beside its other half."""
 _SILENCE_S = 15.0
 """After which a stream without news gets a comment, so that nobody in between gives up."""
 CLIENT_GONE = 499
@@ -27,12 +35,45 @@ CLIENT_GONE = 499
 
 
 async def read_json(request: Request) -> Any:
-    """The body as JSON. Raises HttpError for one that is too large, late or none, InvalidArgumentError for no JSON."""
-    data = await _read_body(request)
+    """The body as JSON. Raises HttpError for one that is too large or late, TooManyRequestsError where others hold too
+    much, InvalidArgumentError for what is no JSON in UTF-8."""
+    return parse_json(await _read_body(request))
+
+
+def parse_json(data: bytes) -> Any:
+    """JSON in UTF-8, all of whose texts can be written as such. Raises InvalidArgumentError."""
+    collecting = gc.isenabled()
+    gc.disable()  # many small lists would have it go through all of them again and again, seconds for a few MiB
     try:
-        return json.loads(data, parse_constant=_no_constant)
+        value = json.loads(data.decode(), parse_constant=_no_constant)
+        if _MAYBE_HALF.search(data):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"the body is no JSON: {error}") from error
+    finally:
+        if collecting:
+            gc.enable()
+
+
+class HeldBodies:
+    """Bytes of bodies that have arrived for requests that are not over. To be used on the loop's thread."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held = 0
+
+    def add(self, nbytes: int) -> None:
+        """Raises TooManyRequestsError where it is too much."""
+        if self._held + nbytes > self._most:
+            raise TooManyRequestsError(
+                f"open requests have bodies of {self._held} bytes, the limit is {self._most}; try again later"
+            )
+        self._held += nbytes
+
+    def remove(self, nbytes: int) -> None:
+        """When the request is over."""
+        self._held -= nbytes
 
 
 async def _read_body(request: Request) -> bytes:
@@ -52,6 +93,7 @@ async def _read_body(request: Request) -> bytes:
                 total += len(piece)
                 if total > MAX_REQUEST_BYTES:
                     raise too_large
+                request.state.hold(len(piece))
                 pieces.append(piece)
     except TimeoutError as error:
         raise HttpError(
@@ -61,15 +103,22 @@ async def _read_body(request: Request) -> bytes:
 
 
 def bounded_receive(receive: Receive, most_bytes: int) -> Receive:
-    """What arrives of a larger body, in pieces. Raises HttpError for one too many bytes, or a piece that is late."""
-    total = 0
+    """What arrives of a larger body, in pieces.
+
+    Raises HttpError for one too many bytes, a piece that is late, or all of them.
+    """
+    total, until = 0, time.monotonic() + _FILE_S
 
     async def bounded() -> Message:
         nonlocal total
         try:
-            message = await asyncio.wait_for(receive(), _BODY_S)
+            message = await asyncio.wait_for(receive(), min(_BODY_S, until - time.monotonic()))
         except TimeoutError as error:
-            raise HttpError(408, f"nothing of the body came for {_BODY_S:g} s", "body_too_late") from error
+            raise HttpError(
+                408,
+                f"nothing of the body came for {_BODY_S:g} s, or not all in {_FILE_S:g} s",
+                "body_too_late",
+            ) from error
         total += len(message.get("body", b""))
         if total > most_bytes:
             raise HttpError(

@@ -30,7 +30,8 @@ _STATUSES = {
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
 _REPEATABLE = frozenset({"SHUTTING_DOWN", "UNREACHABLE"})
 """Reasons that waiting may mend, although nobody says how long. OpenAI's clients repeat others, too, unless told."""
-_FOREIGN = {"UNREACHABLE": 502}
+_PARTICULAR = {"UNREACHABLE": 502, "STORE_FULL": 507}
+"""Reasons that HTTP has a better word for than for their code."""
 
 
 class HttpError(Exception):
@@ -46,7 +47,7 @@ class HttpError(Exception):
 def status_of_reason(reason: str) -> int:
     """The HTTP status of a reason; 500 for one that is unknown."""
     code = CODES.get(reason)
-    return _FOREIGN.get(reason) or (500 if code is None else _STATUSES[code.name])
+    return _PARTICULAR.get(reason) or (500 if code is None else _STATUSES[code.name])
 
 
 def failure(error: SparseKVError | HttpError) -> tuple[int, dict[str, Any]]:

@@ -56,9 +56,9 @@ async def _model(client: AsyncClient) -> dict[str, Any]:
 
 async def list_contexts(request: Request) -> Response:
     """GET /v1/contexts: a page, newest first unless `order_by` says otherwise."""
-    _known(request, "page_size", "page_token", "filter", "order_by")
+    known_query(request, "page_size", "page_token", "filter", "order_by")
     size = request.query_params.get("page_size", "0")
-    if not (size.isascii() and size.isdigit() and int(size) <= _MOST_ON_A_PAGE):
+    if not (size.isascii() and size.isdigit() and len(size) < 10 and int(size) <= _MOST_ON_A_PAGE):
         raise InvalidArgumentError(
             f"page_size is {size[:100]!r}, expected an integer of 0 to {_MOST_ON_A_PAGE}", field="page_size"
         )
@@ -82,12 +82,13 @@ async def list_contexts(request: Request) -> Response:
 
 async def get_context(request: Request) -> Response:
     """GET /v1/contexts/{context}: by display name, id, or the id's first digits."""
-    _known(request)
+    known_query(request)
     return JSONResponse(context_object(await _find(request)))
 
 
 async def update_context(request: Request) -> Response:
     """PATCH /v1/contexts/{context}."""
+    known_query(request)
     given = UPDATE.read(await read_json(request))
     changes = cast(ContextChanges, {name: value for name, value in given.items() if name != "expire_time"})
     if "expire_time" in given:
@@ -114,7 +115,7 @@ def _time(text: str) -> datetime | Never:
 
 async def delete_context(request: Request) -> Response:
     """DELETE /v1/contexts/{context}."""
-    _known(request)
+    known_query(request)
     context = await _find(request)
     await request.state.client.delete_context(context.name)
     return JSONResponse({"id": _id(context), "object": "context", "deleted": True})
@@ -136,7 +137,8 @@ def _id(context: ContextInfo) -> str:
     return context.name.removeprefix("contexts/")
 
 
-def _known(request: Request, *names: str) -> None:
+def known_query(request: Request, *names: str) -> None:
+    """Raises InvalidArgumentError for a parameter of the address that is none of these."""
     for name in request.query_params:
         if name not in names:
             raise InvalidArgumentError(

@@ -97,7 +97,8 @@ def _advice(child: Manifest, parent: Manifest) -> str:
     added = child.token_count - parent.token_count
     return (
         f"it adds {added} tokens to the {parent.token_count} of its parent, and every session on it indexes and holds "
-        f"them anew; `prefill-worker detach {child.id[:12]}` makes a context with indexes of its own of it"
+        f"them anew; a worker (`prefill-worker serve`) makes it stand alone once it has nothing else to do, and "
+        f"`prefill-worker detach {child.id[:12]}` does so at once"
     )
 
 

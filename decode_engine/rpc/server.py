@@ -191,7 +191,13 @@ class DecodeServer:
         engine.start()
         if config.prefill:
             level = logging.getLevelName(logger.getEffectiveLevel()).lower()
-            command = worker_command(str(config.store), config.model, as_json=self._log_json, log_level=level)
+            command = worker_command(
+                str(config.store),
+                config.model,
+                grown_share=config.grown_share,
+                as_json=self._log_json,
+                log_level=level,
+            )
             self._worker = OwnWorker(command, max(1, config.threads // 2))
             self._worker.start()
         self._slot.fill(self._backend)

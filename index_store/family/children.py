@@ -5,7 +5,7 @@ the child is one on the parent whose tail begins with the child's rows. There is
 holds the child's rows as well and continues the same parent, so that the child in the middle may go.
 
 A child's id is that of the whole token sequence, read on this parent in this way. So the same continuation has the same
-id, whoever makes it. Made whole (`prefill_worker/jobs/detached.py`) it is another context.
+id, whoever makes it. Made whole (`prefill_worker/jobs/detached.py`) it keeps that id and stands alone.
 
 Shape legend: H KV heads, N tokens of the parent, D tokens of the child's own, d head dim.
 """
@@ -120,10 +120,12 @@ def publish_child(store: Store, made: Continuation) -> Manifest:
 
 
 def _present(store: Store, id_: str) -> Manifest | None:
-    """The child where the store has it already; one that is damaged or has expired is removed."""
+    """The child where the store has it already, whole or not; one that is damaged or has expired is removed."""
     try:
         child = store.manifest(id_)
-        if child.parent is not None:
+        if child.parent is None:
+            store.open(id_).close()
+        else:
             read_own_rows(store, child)
         return child
     except ContextNotFoundError:

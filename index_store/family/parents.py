@@ -28,13 +28,13 @@ def parent_of(store: Store, child: Manifest) -> Manifest | None:
 GROWN_TOKENS, GROWN_SHARE = 4096, 0.25
 
 
-def outgrown(child: Manifest) -> bool:
+def outgrown(child: Manifest, share: float = GROWN_SHARE) -> bool:
     """Whether what a child adds is no longer short: at least so many tokens, and such a share of its parent's.
 
-    Every session reads and indexes them anew and holds them for itself; a copy of the parent with indexes of its own
-    takes five times what the child stores at most.
+    Every session reads and indexes them anew and holds them for itself; a copy of the parent's keys and values beside
+    the child's takes five times what the child stores at most, and indexes of its own. share: 0 for never.
     """
-    if child.parent is None:
+    if child.parent is None or not share:
         return False
     added = child.token_count - child.parent.token_count
-    return added >= max(GROWN_TOKENS, GROWN_SHARE * child.parent.token_count)
+    return added >= max(GROWN_TOKENS, share * child.parent.token_count)

@@ -168,9 +168,9 @@ class JobQueue:
         return found
 
     def add(
-        self, record: JobRecord, tokens: NDArray[np.uint32], conversation: bytes | None = None
+        self, record: JobRecord, tokens: NDArray[np.uint32] | None = None, conversation: bytes | None = None
     ) -> JobRecord:
-        """Queues a job durably, or returns the one that there is already.
+        """Queues a job durably, or returns the one that there is already. tokens: None where none come with its order.
 
         That is the job of the same id, an open one of the same order, or one that is done where this one is. A record
         that has ended already is kept as it is, without its tokens. Raises InvalidArgumentError where the job of
@@ -382,12 +382,14 @@ class JobQueue:
             make_folder(self._jobs, permissions)
             make_folder(self._locks, permissions)
 
-    def _create(self, record: JobRecord, tokens: NDArray[np.uint32], conversation: bytes | None) -> None:
+    def _create(
+        self, record: JobRecord, tokens: NDArray[np.uint32] | None, conversation: bytes | None
+    ) -> None:
         permissions = permissions_in(self._jobs)
         folder = unused_name(self._jobs, f"{TEMPORARY_PREFIX}{record.id}")
         folder.mkdir(permissions)
         try:
-            if record.open:
+            if record.open and tokens is not None:
                 with new_file(folder / _TOKENS, permissions) as file:
                     file.write(np.ascontiguousarray(tokens, dtype="<u4").data)
                 if conversation is not None:

@@ -80,7 +80,7 @@ class JobOrder:
     tokens: of the document. conversation: SHA-256 of what is kept
     of the messages that the tokens are; "" for a text. parent: id of the context that is continued, whose tokens the
     document follows; "" for one that stands alone. owner: who asked, "" where nobody was asked for a name. labels:
-    to be set.
+    to be set. whole: the context is a child that is there, and is to stand alone; no tokens come with such an order.
     """
 
     context: str
@@ -96,6 +96,7 @@ class JobOrder:
     parent: str = ""
     owner: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if self.parent and not is_context_id(self.parent):
@@ -249,7 +250,7 @@ def render_job(record: JobRecord) -> bytes:
     document = asdict(record)
     document["created_at"] = record.created_at.isoformat()
     document["ended_at"] = None if record.ended_at is None else record.ended_at.isoformat()
-    for name in ("parent", "owner", "labels"):  # said where there is something to say
+    for name in ("parent", "owner", "labels", "whole"):  # said where there is something to say
         if not document["order"][name]:
             del document["order"][name]
     return render_document(document)
@@ -317,6 +318,7 @@ def _parse_order(fields: JsonFields) -> JobOrder:
         parent=fields.text("parent") if fields.has("parent") else "",
         owner=fields.text("owner") if fields.has("owner") else "",
         labels=fields.texts_by_name("labels") if fields.has("labels") else {},
+        whole=fields.has("whole") and fields.flag("whole"),
     )
 
 

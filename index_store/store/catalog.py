@@ -33,7 +33,7 @@ from index_store.errors import (
     StoreUnavailableError,
 )
 from index_store.store.context_id import is_context_id
-from index_store.store.files.additions import remove_unlisted, unlisted_indexes
+from index_store.store.files.additions import remove_unlisted, unlisted_arrays, unlisted_indexes
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     TRASH_PREFIX,
@@ -56,12 +56,14 @@ if TYPE_CHECKING:
     from index_store.store.writer import ContextWriter
     from index_store.store.zarr_io import Problem
 
-__all__ = ["BrokenContext", "Entry", "Leftover", "Store", "utc_now"]
+__all__ = ["CHANGEABLE", "BrokenContext", "Entry", "Leftover", "Store", "utc_now"]
 
 JOB_LOCK_PREFIX = "job-"
 """Of the names of locks on jobs that make contexts (`index_store.jobs`)."""
 
-_CHANGEABLE = ("name", "expires_at", "labels", "pinned")
+CHANGEABLE = ("name", "expires_at", "labels", "pinned")
+"""What may change of a context at any time."""
+
 _MIN_PREFIX = 6
 _RESOURCE = "contexts/"
 _FAMILY = ".family"
@@ -203,7 +205,7 @@ class Store:
         """Raises ContextExpiredError once the context's time to live has passed."""
         if manifest.expired(self._clock()):
             raise ContextExpiredError(
-                f"context {manifest.id} expired at {manifest.expires_at}; prefill the document again",
+                f"context {manifest.id} expired at {manifest.expires_at}; make it again",
                 context=manifest.id,
                 expired_at=manifest.expires_at,
             )
@@ -277,10 +279,8 @@ class Store:
                 )
             present = self.manifest(id_)
             wanted = change(present)
-            if wanted != replace(present, **{name: getattr(wanted, name) for name in _CHANGEABLE}):
-                raise InvalidArgumentError(
-                    f"context {id_[:12]}: only {', '.join(_CHANGEABLE)} can be changed"
-                )
+            if wanted != replace(present, **{name: getattr(wanted, name) for name in CHANGEABLE}):
+                raise InvalidArgumentError(f"context {id_[:12]}: only {', '.join(CHANGEABLE)} can be changed")
             path = self._folder(id_) / MANIFEST_NAME
             replace_file(path, render_manifest(wanted), self._contexts, self._locks)
             return wanted
@@ -345,8 +345,11 @@ class Store:
         yield from dead_folders("trash", self._contexts, TRASH_PREFIX, None)
         for manifest in self.list():
             if not is_locked(self._locks / manifest.id):  # otherwise they may be a living writer's
-                for path in unlisted_indexes(self._folder(manifest.id), manifest.stored_indexes):
+                folder = self._folder(manifest.id)
+                for path in unlisted_indexes(folder, manifest.stored_indexes):
                     yield leftover("index", path, partial(self._remove_unlisted, manifest.id, path))
+                for path in unlisted_arrays(folder, manifest.array_folder):
+                    yield leftover("array", path, partial(self._remove_unlisted, manifest.id, path))
 
     def _files_left(self) -> Iterator[Leftover]:
         """Tuned defaults of contexts that are gone, what killed writers left of one, and locks of dead jobs."""
@@ -375,7 +378,9 @@ class Store:
 
     def _remove_unlisted(self, id_: str, path: Path) -> bool:
         with locked_file(self._lock_path(id_), wait=False) as held, suppress(SparseKVError):
-            return held and remove_unlisted(path, self._folder(id_), self.manifest(id_).stored_indexes)
+            present = self.manifest(id_)
+            folder, indexes = self._folder(id_), present.stored_indexes
+            return held and remove_unlisted(path, folder, indexes, present.array_folder)
         return False
 
     def _remove_default(self, id_: str, path: Path) -> bool:

@@ -19,6 +19,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.selection.threshold_curve import KEEP_GRID, are_thresholds
 from index_store.store.context_id import DIGEST_DIGITS, PREFIX_BLOCK, ModelIdentity, Parent, is_context_id
 from index_store.store.dtypes import KV_DTYPES, STORED_DTYPES
+from index_store.store.files.additions import WHOLE
 from index_store.store.json_fields import (
     MOST,
     Scalar,
@@ -80,6 +81,10 @@ class ArrayEntry:
     def layout(self) -> ArrayEntry:
         """The array without its checksums: what is known before it is written."""
         return replace(self, checksums=None)
+
+    def below(self, folder: str) -> ArrayEntry:
+        """The array in a folder; "" for none."""
+        return replace(self, path=f"{folder}/{self.path}") if folder else self
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -179,7 +184,8 @@ class Manifest:
     kv: keys and values of the layers whose queries see all keys; of the others where there are no such layers. window:
         of the layers whose queries see the last keys only, beside those; None where all layers are of one kind.
     parent: of a child, the context that it continues. token_count are then the tokens of both; tokens, kv and window
-        have the child's own alone, all of them in every layer, and there are neither indexes nor queries.
+        have the child's own alone, all of them in every layer, and there are neither indexes nor queries. A context
+        that was a child and was made whole has none; its arrays lie below the folder WHOLE.
     prefix_digests: of the context's beginnings (`context_id.continued_digests`); empty before format 4.
     conversation: the messages that the context was made of, as UTF-8 of JSON
         (index_store/models/conversation/turns.py); None for a context of plain text or of tokens.
@@ -251,6 +257,11 @@ class Manifest:
         if len(errors) not in (0, self.model.layers) or not all(map(is_number, errors)):
             expected = f"{self.model.layers} numbers, one per layer, or none"
             raise field_error("selection_errors", errors, expected)
+
+    @property
+    def array_folder(self) -> str:
+        """Where the arrays lie, but the messages and the indexes: WHOLE or "", the context's own folder."""
+        return WHOLE if self.tokens.path.startswith(f"{WHOLE}/") else ""
 
     @property
     def own_tokens(self) -> int:
@@ -331,14 +342,14 @@ class Manifest:
             )
             raise field_error("parent", self.parent, expected)
         made, whole = (self.model, self.own_tokens, self.dtype), self.parent is None
-        if self.tokens.layout != tokens_entry(self.own_tokens):
-            raise field_error("tokens", self.tokens, f"{tokens_entry(self.own_tokens)}")
-        expected_kv = kv_entry(*made, whole=whole)
-        if self.kv.layout != expected_kv:
-            raise field_error("kv", self.kv, f"{expected_kv}")
-        beside = window_entry(*made, whole=whole)
-        if (None if self.window is None else self.window.layout) != beside:
-            raise field_error("window", self.window, f"{beside}")
+        for name, expected_entry in (
+            ("tokens", tokens_entry(self.own_tokens)),
+            ("kv", kv_entry(*made, whole=whole)),
+            ("window", window_entry(*made, whole=whole)),
+        ):
+            self._check_entry(name, getattr(self, name), expected_entry)
+        if self.array_folder and not whole:
+            raise field_error("tokens", self.tokens, f"an array outside of {WHOLE}, since this is a child")
         said = self.conversation
         if said is not None and said.layout != conversation_entry(said.nbytes):
             raise field_error("conversation", said, f"{conversation_entry(said.nbytes)}")
@@ -365,9 +376,12 @@ class Manifest:
         positions = self.query_positions
         if any(later < earlier for earlier, later in itertools.pairwise((0, *positions))):
             raise field_error("query_positions", positions, "ascending token positions")
-        expected = queries_entry(self.model, len(positions))
-        if (None if self.queries is None else self.queries.layout) != expected:
-            raise field_error("queries", self.queries, f"{expected}")
+        self._check_entry("queries", self.queries, queries_entry(self.model, len(positions)))
+
+    def _check_entry(self, name: str, found: ArrayEntry | None, expected: ArrayEntry | None) -> None:
+        placed = None if expected is None else expected.below(self.array_folder)
+        if (None if found is None else found.layout) != placed:
+            raise field_error(name, found, f"{placed}")
 
 
 def tokens_entry(token_count: int) -> ArrayEntry:

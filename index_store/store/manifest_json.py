@@ -20,7 +20,7 @@ from index_store.store.manifest import FORMAT_VERSION, READABLE_VERSIONS, ArrayE
 
 MANIFEST_NAME = "manifest.json"
 _INDENT = re.compile(rb"\n *(?=[^\n ])")
-_REPAIR = "delete the context (`index-store rm`) and prefill it again"
+_REPAIR = "delete the context (`index-store rm`) and make it again: prefill its document, or continue its parent anew"
 
 
 def render_manifest(manifest: Manifest) -> bytes:

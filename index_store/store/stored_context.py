@@ -21,6 +21,7 @@ from index_store.errors import (
     MissingChunkError,
     UnexpectedFileError,
 )
+from index_store.store.files.additions import replaced_arrays
 from index_store.store.files.reading import READ_LIMIT_S, read_bounded
 from index_store.store.manifest import ArrayEntry, Manifest
 from index_store.store.manifest_json import MANIFEST_NAME
@@ -61,7 +62,10 @@ class Context:
             {layer: row for row, layer in enumerate(layers)}
             for layers in (model.full_layers, model.window_layers)
         )
-        self._rows: dict[str, dict[int, int]] = {"kv": full or windowed, "window": windowed, "queries": full}
+        rows_of = ((manifest.kv, full or windowed), (manifest.window, windowed), (manifest.queries, full))
+        self._rows: dict[str, dict[int, int]] = {
+            entry.path: rows for entry, rows in rows_of if entry is not None
+        }
         for index in manifest.indexes:
             rows = {layer: row for row, layer in enumerate(index.layers)}
             self._rows.update({array.path: rows for array in index.arrays})
@@ -81,7 +85,7 @@ class Context:
 
     def tokens(self) -> Tensor:
         """The context's token ids, [N] int64. Their checksum is verified."""
-        entry = self._entry("tokens")
+        entry = self._entry(self._manifest.tokens.path)
         stored = torch.empty(entry.shape, dtype=torch.uint32, device="cpu")
         read_bounded(lambda: self._read(entry, (0,), stored), self.read_limit_s)
         return stored.to(torch.int64)
@@ -98,7 +102,7 @@ class Context:
     def array(self, path: str, layer: int, head: int) -> Tensor:
         """One (layer, KV head) of an array, mapped without a copy and without reading its checksum.
 
-        `kv` and `window` yield [N, 2, d], `queries` [P, G, d], an index array whatever its index stores per head.
+        Those of keys and values yield [N, 2, d], of queries [P, G, d], of an index whatever that stores per head.
         `layer` is the model's layer.
         Raises InvalidArgumentError for an unknown array, layer or head.
         """
@@ -129,11 +133,12 @@ class Context:
             raise InvalidArgumentError(
                 f"context {self._manifest.id[:12]} has no sample of queries; prefill the document again"
             )
+        path = self._manifest.queries.path
         stored = torch.empty(self._manifest.queries.shape[1:], device="cpu")
 
         def read() -> None:
             for head, out in enumerate(stored):
-                self.read_head("queries", layer, head, out)
+                self.read_head(path, layer, head, out)
 
         read_bounded(read, self.read_limit_s)
         return QuerySample(stored, torch.tensor(positions, device="cpu"))
@@ -176,17 +181,19 @@ class Context:
 
 def unexpected_files(folder: Path, manifest: Manifest) -> Iterator[UnexpectedFileError]:
     """Yields one error per file, or link to a folder, that is not part of the context."""
+    replaced = set(replaced_arrays(folder, manifest.array_folder))
     expected = {folder / MANIFEST_NAME}
     for entry in manifest.arrays:
         nodes = (Path(entry.path), *Path(entry.path).parents)
         expected.update(folder / node / METADATA_NAME for node in nodes)
         expected.update(chunk_path(folder, entry, indices) for indices in entry.chunk_indices())
     for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if Path(parent, name) not in replaced]
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
         for path in sorted(Path(parent, name) for name in (*files, *links)):
             if path not in expected:
                 yield UnexpectedFileError(
                     f"{path}: not part of the context, expected only what its manifest lists; nothing reads it: "
-                    "remove the file, or delete the context (`index-store rm`) and prefill it again",
+                    "remove the file, or delete the context (`index-store rm`) and make it again",
                     path=path,
                 )

@@ -27,7 +27,7 @@ from zarr.codecs import Crc32cCodec
 
 from index_store.errors import ContextNotFoundError, InvalidArgumentError, MissingChunkError
 from index_store.store.dtypes import STORED_DTYPES, dtype_name
-from index_store.store.files.additions import move_indexes
+from index_store.store.files.additions import move_arrays, move_indexes
 from index_store.store.files.array_files import FolderStore
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
@@ -222,10 +222,12 @@ class ContextWriter:
         """The crc32c of a chunk that was written. Raises MissingChunkError."""
         return self._arrays.checksum(self._entries[path], indices)
 
-    def write_tokens(self, token_ids: Sequence[int] | Tensor | NDArray[np.integer]) -> ArrayEntry:
-        """Writes the array of token ids and returns its entry."""
+    def write_tokens(
+        self, token_ids: Sequence[int] | Tensor | NDArray[np.integer], folder: str = ""
+    ) -> ArrayEntry:
+        """Writes the array of token ids and returns its entry. folder: that it lies in."""
         ids = np.asarray(token_ids).astype(np.uint32)
-        entry = tokens_entry(len(ids))
+        entry = tokens_entry(len(ids)).below(folder)
         self.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
         self.write_chunk(entry.path, (0,), ids)
         return entry
@@ -311,6 +313,30 @@ class ContextWriter:
             except FileNotFoundError as error:
                 raise ContextNotFoundError(
                     f"context {self._id} was deleted while something was added to it", context=self._id
+                ) from error
+        return sealed
+
+    def publish_whole(self, manifest: Manifest) -> Manifest:
+        """Has a published child become a context that stands alone, all at once and durably; returns what it is then.
+
+        `manifest` is the child with all arrays anew, which were written here below WHOLE, and with the indexes; its
+        messages stay. What may change at any time (name, expiry, labels, pin) is as it is now. The child's own arrays
+        stay for who reads them now, until `Store.gc`. The caller holds the context's lock, and has looked that it is
+        still a child. Raises what `publish_into` raises.
+        """
+        said = [] if manifest.conversation is None else [manifest.conversation]
+        sealed = self._seal(manifest, {entry.path: entry for entry in said})
+        target = self._contexts / self._id
+        with storing("publishing", self._folder):
+            self._write_manifest(sealed)
+            try:
+                move_arrays(self._folder, target)
+                move_indexes(manifest.stored_indexes, self._folder, target)
+                os.replace(self._folder / MANIFEST_NAME, target / MANIFEST_NAME)
+                sync_path(target)
+            except FileNotFoundError as error:
+                raise ContextNotFoundError(
+                    f"context {self._id} was deleted while it was made whole", context=self._id
                 ) from error
         return sealed
 

@@ -109,7 +109,8 @@ def detach(
 ) -> None:
     """Make a context that continues another one stand alone.
 
-    Its indexes are built anew. It keeps its name, gets another id, and does not need the one that it continued.
+    Its indexes are built anew. It keeps its id and its name, and does not need the one that it continued. Workers
+    (`serve`) do so by themselves where it has outgrown that one.
     """
     from index_store.cli.progress import reporter_for
     from prefill_worker.jobs.detached import run_detach

@@ -1,8 +1,9 @@
 """Children made whole: contexts of their own, with all keys and values and with indexes built anew.
 
 Sessions on a child hold what it adds, and search it in extensions of their own. Where that is no longer short beside
-its parent, or the parent is to go, it is better written as a context that stands alone. Indexes are built from all of
-its rows. Those that are built from queries get the few that the parent has stored, where these are enough.
+its parent, or the parent is to go, it is better written as a context that stands alone: under the same id, since it
+says the same. Indexes are built from all of its rows. Those that are built from queries get the few that the parent has
+stored, where these are enough.
 
 Shape legend: H KV heads, N tokens of the parent, D tokens of the child's own, d head dim.
 """
@@ -16,14 +17,21 @@ import torch
 from torch import Tensor
 
 from index_store.cli.progress import Reporter
-from index_store.errors import ContextNotFoundError, InvalidArgumentError
+from index_store.errors import InvalidArgumentError
 from index_store.family.children import ATTENTION, OwnRows, attention_of, read_own_rows
 from index_store.family.parents import parent_of
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
-from index_store.store.catalog import Store, utc_now
-from index_store.store.context_id import context_id
-from index_store.store.manifest import ArrayEntry, IndexEntry, Manifest, kv_entry, window_entry
+from index_store.store.catalog import CHANGEABLE, Store
+from index_store.store.files.additions import WHOLE
+from index_store.store.manifest import (
+    ArrayEntry,
+    IndexEntry,
+    Manifest,
+    kv_entry,
+    queries_entry,
+    window_entry,
+)
 from index_store.store.stored_context import Context
 from index_store.store.writer import ContextWriter
 from prefill_worker.build.layer_writing import LayerWriting
@@ -38,77 +46,48 @@ _QUERIES_PER_CENTROID = 8
 
 
 def run_detach(config: DetachConfig, reporter: Reporter) -> PrefillReport:
-    """Writes a child as a context of its own and removes the child; its name stays, its id is another.
-
-    Killed in between it leaves both, and can be run again. Raises InvalidArgumentError for a context that is no child,
-    and what reading and writing raise.
-    """
-    clock, store = Clock(), Store(config.store)
+    """Makes a child whole that somebody names. Raises InvalidArgumentError for a context that is no child, too."""
+    store = Store(config.store)
     child = store.manifest(store.resolve(config.context))
+    if child.parent is None:
+        raise InvalidArgumentError(f"context {child.id} continues no other one: it stands alone already")
+    return make_whole(store, child, config.torch_device, Clock(), reporter)
+
+
+def make_whole(
+    store: Store, child: Manifest, device: torch.device, clock: Clock, reporter: Reporter
+) -> PrefillReport:
+    """Has a child become a context that stands alone, all at once; nothing happens to one that does already.
+
+    It is written elsewhere without the context's lock, so that it can be used and changed meanwhile. Killed in between,
+    the child stays as it was. device: where indexes are built. Raises what reading and writing raise,
+    ContextNotFoundError where it is deleted meanwhile.
+    """
     parent = parent_of(store, child)
     if parent is None:
-        raise InvalidArgumentError(f"context {child.id} continues no other one: it stands alone already")
-    with store.open(parent.id, parent, expired=True) as context:
-        with store.open(child.id, child, expired=True) as own:
-            said = own.conversation()
-        rows = _JoinedRows(context, read_own_rows(store, child), said, config.torch_device)
+        return PrefillReport(child, False, clock.seconds)
+    with store.open(parent.id, parent, expired=True) as context, store.writer(child.id) as writer:
+        rows = _JoinedRows(context, read_own_rows(store, child), device)
         token_ids = torch.cat([context.tokens(), rows.own.token_ids])
-        reading: dict[str, object] = {
-            "parent": parent.id,
-            ATTENTION: attention_of(child),
-            "whole": True,
-            **({} if said is None else {"messages": True}),
-        }
-        id_ = context_id(child.model, child.dtype, reading, "", token_ids)
-        with store.lock(id_):
-            present = _present(store, id_)
-            manifest = present or _write(
-                store, rows, replace(child, id=id_), parent, token_ids, clock, reporter
-            )
-    store.delete(child.id)
-    return PrefillReport(manifest, present is None, clock.seconds)
-
-
-def _present(store: Store, id_: str) -> Manifest | None:
-    """The whole context where a job that was killed has left it; a damaged one is removed."""
-    try:
-        if not store.verify(id_):
-            return store.manifest(id_)
-        store.delete(id_)
-    except ContextNotFoundError:
-        pass
-    return None
+        manifest = _write_arrays(writer, rows, child, parent, token_ids, clock, reporter)
+        verify_written(writer, sum(entry.nbytes for entry in manifest.arrays), clock, reporter)
+        with clock("publish"), store.lock(child.id):
+            present = store.manifest(child.id)
+            if present.parent is None:
+                return PrefillReport(present, False, clock.seconds)
+            now = {name: getattr(present, name) for name in CHANGEABLE}
+            return PrefillReport(writer.publish_whole(replace(manifest, **now)), True, clock.seconds)
 
 
 class _JoinedRows(StoredRows):
     """Those of a child's parent, and behind them the child's own."""
 
-    def __init__(
-        self, context: Context, own: OwnRows, conversation: bytes | None, device: torch.device
-    ) -> None:
+    def __init__(self, context: Context, own: OwnRows, device: torch.device) -> None:
         super().__init__(context, device)
         self.own = own
-        self.conversation = conversation
 
     def kv_on_device(self, layer: int) -> Tensor:
         return torch.cat([super().kv_on_device(layer), self.own.rows[layer].to(self.device)], dim=1)
-
-
-def _write(
-    store: Store,
-    rows: _JoinedRows,
-    child: Manifest,
-    parent: Manifest,
-    token_ids: Tensor,
-    clock: Clock,
-    reporter: Reporter,
-) -> Manifest:
-    """Writes the context that has the child's name and expiry, and the id that it is given here."""
-    with store.writer(child.id) as writer:
-        manifest = _write_arrays(writer, rows, child, parent, token_ids, clock, reporter)
-        verify_written(writer, sum(entry.nbytes for entry in manifest.arrays), clock, reporter)
-        with clock("publish"):
-            return writer.publish(manifest)
 
 
 def _write_arrays(
@@ -120,16 +99,19 @@ def _write_arrays(
     clock: Clock,
     reporter: Reporter,
 ) -> Manifest:
+    """The arrays below WHOLE, and the indexes; the messages stay where they are."""
     seed = parent.prefill.get("seed", 0)
     made = (child.model, child.token_count, child.dtype)
-    kv, window = kv_entry(*made), window_entry(*made)
-    tokens = writer.write_tokens(token_ids)
-    said = None if rows.conversation is None else writer.write_conversation(rows.conversation)
+    kv, beside = kv_entry(*made).below(WHOLE), window_entry(*made)
+    window = None if beside is None else beside.below(WHOLE)
+    sample = queries_entry(child.model, len(parent.query_positions))
+    queries = None if sample is None else sample.below(WHOLE)
+    tokens = writer.write_tokens(token_ids, WHOLE)
     with clock("write"):
         for entry in (kv,) if window is None else (kv, window):
             _copy_rows(writer, rows, entry, child)
-        if parent.queries is not None:
-            _copy_queries(writer, rows, parent.queries.layout)
+        if queries is not None:
+            _copy_queries(writer, rows, queries)
     with (
         LayerWriting(writer, rows, None, int(seed), clock) as writing,
         clock("layers"),
@@ -140,14 +122,12 @@ def _write_arrays(
     notes = {note: parent.prefill[note] for note in ("seed", LOGIT_CAP) if note in parent.prefill}
     return replace(
         child,
-        created_at=utc_now(),
         selection_errors=parent.selection_errors,
         tokens=tokens,
         kv=kv,
         window=window,
-        queries=None if parent.queries is None else parent.queries.layout,
+        queries=queries,
         query_positions=parent.query_positions,
-        conversation=said,
         indexes=tuple(indexes),
         prefill={ATTENTION: attention_of(child), "detached_from": parent.id, **notes},
         seconds={phase: round(spent, 6) for phase, spent in clock.seconds.items()},
@@ -179,7 +159,8 @@ def _copy_rows(writer: ContextWriter, rows: _JoinedRows, entry: ArrayEntry, chil
     """Writes an array of keys and values: those of both; of layers with a window the last of them."""
     writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
     layers = child.model.full_layers or child.model.window_layers
-    for place, layer in enumerate(layers if entry.path == "kv" else child.model.window_layers):
+    beside = entry.path.endswith("window")
+    for place, layer in enumerate(child.model.window_layers if beside else layers):
         for head, joined in enumerate(rows.kv_on_device(layer).cpu()):
             writer.write_chunk(entry.path, (place, head), joined[len(joined) - entry.shape[2] :])
 

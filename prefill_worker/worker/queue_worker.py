@@ -14,6 +14,7 @@ from index_store.errors import JobCorruptError, JobLostError, SparseKVError, Sto
 from index_store.jobs.job_queue import Claim, JobQueue
 from index_store.jobs.job_record import JobFailure, JobOrder, JobProgress, JobRecord, JobState
 from index_store.jobs.uploads import Uploads
+from index_store.memory.devices import pick_device
 from index_store.models.conversation.turns import StoredConversation
 from index_store.models.loading import identify, resolve_model
 from index_store.store.catalog import Store
@@ -21,10 +22,12 @@ from prefill_worker.build.stages import Clock
 from prefill_worker.config import PrefillConfig, WorkerConfig
 from prefill_worker.jobs.checkpoint import Checkpoint
 from prefill_worker.jobs.continued import ChildJob, carry_out_child
+from prefill_worker.jobs.detached import make_whole
 from prefill_worker.jobs.job import carry_out
 from prefill_worker.jobs.means import KeptModel, Means
 from prefill_worker.jobs.prepared_job import PreparedJob, job_over_tokens
 from prefill_worker.jobs.report import PrefillReport
+from prefill_worker.worker.grown_children import order_grown
 from prefill_worker.worker.job_progress import JobCancelled, JobProgressWriter
 
 MOST_ATTEMPTS = 10
@@ -33,6 +36,7 @@ MOST_ATTEMPTS = 10
 _LOOK_S = 0.25
 _PAUSE_S = 5.0  # while the store is full or does not answer
 _TIDY_EVERY = 1200  # looks
+_GROWN_EVERY = 20  # looks
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +64,8 @@ class QueueWorker:
                 if looks % _TIDY_EVERY == 0:
                     self._queue.tidy()
                     self._uploads.tidy()
+                if looks % _GROWN_EVERY == 0:
+                    self.order_grown()
                 looks += 1
                 if self.work_once():
                     continue
@@ -67,6 +73,10 @@ class QueueWorker:
                 logger.warning("the queue cannot be worked on now: %s", error.message)
                 stopping.wait(_PAUSE_S)
             stopping.wait(_LOOK_S)
+
+    def order_grown(self) -> None:
+        """Queues what is to be made whole, as the configuration has it."""
+        order_grown(self._store, self._queue, self._identity.fingerprint, self._config.grown_share)
 
     def work_once(self) -> bool:
         """Works on the next job, if there is one; False without one.
@@ -123,6 +133,11 @@ class QueueWorker:
 
     def _carry_out(self, claim: Claim) -> PrefillReport:
         order, clock = claim.record.order, Clock()
+        if order.whole:
+            present, device = self._store.manifest(order.context), pick_device(self._config.device)
+            reporter = JobProgressWriter(claim, claim.folder / "context")
+            reporter.note("the context has outgrown what it continues, and is made to stand alone")
+            return make_whole(self._store, present, device, clock, reporter)
         with clock("tokenize"):
             job = self._prepare(claim)
         child = self._child(claim, job) if order.parent else None

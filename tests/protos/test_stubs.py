@@ -14,7 +14,7 @@ from grpc_tools import protoc  # type: ignore[import-untyped]
 import sparsekv.v1
 
 PROTOS = Path(sparsekv.v1.__file__).parents[2]
-FILES = ("context", "generation")
+FILES = ("context", "conversation", "generation")
 
 
 def compile_file(name: str, folder: Path) -> FileDescriptorProto:
@@ -86,8 +86,24 @@ def test_every_element_is_documented(name: str, tmp_path: Path) -> None:
         if location.leading_comments.strip()
     }
     elements = dict(walk(compiled))
-    assert len(elements) > 20
+    assert len(elements) > 20, name
     assert [name for path, name in elements.items() if path not in commented] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_rpc_tells_its_errors(name: str, tmp_path: Path) -> None:
+    compiled = compile_file(name, tmp_path)
+    said = {
+        tuple(location.path): " ".join(location.leading_comments.split())
+        for location in compiled.source_code_info.location
+    }
+    silent = [
+        rpc.name
+        for number, service in enumerate(compiled.service)
+        for n, rpc in enumerate(service.method)
+        if "Errors: " not in (comment := said[6, number, 2, n]) and "Errors of the call: " not in comment
+    ]
+    assert silent == []
 
 
 def walk(file: FileDescriptorProto) -> list[tuple[tuple[int, ...], str]]:

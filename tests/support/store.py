@@ -17,6 +17,7 @@ from index_store.selection.threshold_curve import KEEP_GRID
 from index_store.store.catalog import Store
 from index_store.store.context_id import ModelIdentity, context_id
 from index_store.store.dtypes import STORED_DTYPES, dtype_name
+from index_store.store.files.additions import WHOLE
 from index_store.store.json_fields import Scalar
 from index_store.store.manifest import (
     ArrayEntry,
@@ -247,6 +248,22 @@ def add_index(
         added = IndexEntry(name, RecordedIndex.kind, PARAMETERS, tuple(range(layers)), tuple(entries))
         wanted = replace(present, indexes=(*present.indexes, added), **changes)
         return writer.publish_into(present, wanted), arrays
+
+
+def make_whole(store: Store, child: Manifest) -> Manifest:
+    """Publishes a child as a context that stands alone, of zeros, with an index."""
+    made = (child.model, child.token_count, child.dtype)
+    kv = kv_entry(*made).below(WHOLE)
+    with store.lock(child.id), store.writer(child.id) as writer:
+        tokens = writer.write_tokens([0] * child.token_count, WHOLE)
+        index = index_array_entry("more", "a", child.model.layers, (child.model.kv_heads, 3), "float32")
+        for entry in (kv, index):
+            writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+            zeros = torch.zeros(entry.shape[2:], dtype=STORED_DTYPES[entry.dtype].torch_dtype)
+            for chunk in entry.chunk_indices():
+                writer.write_chunk(entry.path, chunk, zeros)
+        added = IndexEntry("more", RecordedIndex.kind, PARAMETERS, tuple(range(child.model.layers)), (index,))
+        return writer.publish_whole(replace(child, tokens=tokens, kv=kv, indexes=(added,), parent=None))
 
 
 def continuation(

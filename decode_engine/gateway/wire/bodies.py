@@ -9,6 +9,7 @@ from typing import Any
 from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
 from decode_engine.gateway.wire.messages_shape import turns_of
 from decode_engine.gateway.wire.parameters import pick, shown
+from decode_engine.gateway.wire.response_items import messages_of
 from decode_engine.gateway.wire.tool_shapes import call_options
 from decode_engine.rpc.client import GenerateOptions, Keep
 from index_store.errors import InvalidArgumentError
@@ -70,9 +71,12 @@ def response_order(body: Any) -> Order:
     given = RESPONSES.read(body)
     asked = given["input"]
     options: GenerateOptions = {
-        "messages": turns_of([{"role": "user", "content": asked}] if isinstance(asked, str) else asked),
+        "messages": turns_of(
+            [{"role": "user", "content": asked}] if isinstance(asked, str) else messages_of(asked)
+        ),
         "max_tokens": given.get("max_output_tokens"),
         "json_schema": _schema_of_text(given.get("text")),
+        **call_options(given),
     }
     return _order(given, options)
 

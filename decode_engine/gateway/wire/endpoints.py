@@ -26,6 +26,7 @@ from decode_engine.gateway.wire.parameters import (
     TEXTS,
     TEXTS_ONLY,
     TOKENS,
+    TOOLS,
     Endpoint,
     Kind,
     Parameter,
@@ -33,17 +34,16 @@ from decode_engine.gateway.wire.parameters import (
     number,
     refused,
 )
+from decode_engine.gateway.wire.response_items import FLAT_TOOL_CHOICE
 from decode_engine.gateway.wire.tool_shapes import TOOL_CHOICE
 
 _KEEPS_NOTHING = "nothing about requests is kept here"
 _NO_BEST = "all answers are sent; `n` says how many"
 _ONLY_TEXT = "models here read and write text"
-_TOOLS_ELSEWHERE = "chat completions take tools"
 _OLD_TOOLS = "`tools` and `tool_choice` take its place"
 _CACHE = "what is kept is a context, which `context` names"
 _NO_MODERATION = "no moderation is done here"
 
-_TOOLS = Kind("a list of tools", MESSAGES.fits)
 _OWN = (
     Parameter(
         "context",
@@ -123,6 +123,23 @@ _END_USERS = (
     refused("metadata", _KEEPS_NOTHING, {}),
 )
 
+
+def _calling(choice: Kind) -> tuple[Parameter, ...]:
+    """Parameters about tools. choice: how one is chosen, which endpoints spell in ways of their own."""
+    return (
+        Parameter(
+            "tools", TOOLS, "Functions that the model may call, by names and schemas of their arguments."
+        ),
+        Parameter(
+            "tool_choice",
+            choice,
+            "Whether it calls some: `auto` where there are tools; of `required` and a named one arguments satisfy the "
+            "schema, as those of functions that are `strict` always do.",
+        ),
+        Parameter("parallel_tool_calls", FLAG, "Whether it may make several calls at once; true by default."),
+    )
+
+
 _MOST_TOKENS = "Most tokens to generate; 256 by default, or fewer where the model's positions end."
 
 CHAT = Endpoint(
@@ -155,18 +172,10 @@ CHAT = Endpoint(
         Parameter(
             "response_format",
             OBJECT,
-            "`json_schema`: the answer is JSON that the schema describes; `json_object`: any object; `text`: anything.",
+            "`json_schema`: the answer is JSON that the schema describes, `strict` or not, without the model being "
+            "told; `json_object`: any object; `text`: anything.",
         ),
-        Parameter(
-            "tools", _TOOLS, "Functions that the model may call, by names and schemas of their arguments."
-        ),
-        Parameter(
-            "tool_choice",
-            TOOL_CHOICE,
-            "Whether it calls some: `auto` where there are tools; of `required` and a named one arguments satisfy the "
-            "schema, as those of functions that are `strict` always do.",
-        ),
-        Parameter("parallel_tool_calls", FLAG, "Whether it may make several calls at once; true by default."),
+        *_calling(TOOL_CHOICE),
         refused("functions", _OLD_TOOLS, []),
         refused("function_call", _OLD_TOOLS, "none", "auto"),
         refused("modalities", _ONLY_TEXT, ["text"]),
@@ -219,7 +228,8 @@ RESPONSES = Endpoint(
         Parameter(
             "input",
             INPUT,
-            "The new turns after the context, or all from the beginning: messages, or a text of the user.",
+            "The new turns after the context, or all from the beginning: messages, calls (`function_call`) and what "
+            "they gave (`function_call_output`), or a text of the user.",
             required=True,
         ),
         _MODEL,
@@ -234,10 +244,8 @@ RESPONSES = Endpoint(
             OBJECT,
             "`format`: `json_schema`, `json_object` or `text`, as `response_format` of chat completions.",
         ),
-        refused("tools", _TOOLS_ELSEWHERE, []),
-        refused("tool_choice", _TOOLS_ELSEWHERE, "none", "auto"),
-        refused("parallel_tool_calls", _TOOLS_ELSEWHERE, True, False),
-        refused("max_tool_calls", _TOOLS_ELSEWHERE),
+        *_calling(FLAT_TOOL_CHOICE),
+        refused("max_tool_calls", "there are no tools but functions, which clients run"),
         refused("top_logprobs", "log probabilities are sent by chat completions", 0),
         refused("include", "all there is to tell is in the response", []),
         refused("store", _KEEPS_NOTHING, False),

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+from decode_engine.config import MAX_BIASED_TOKENS, MAX_CHOICES, MAX_STOP_STRINGS
 from index_store.errors import InvalidArgumentError
+from index_store.models.conversation.messages import MAX_MESSAGES, MAX_TOOLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +32,30 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_object(value: Any, most: int) -> bool:
+    return isinstance(value, dict) and len(value) <= most
+
+
+_MOST_LABELS = 1000
+"""That are looked at; how many a context may have is the server's to say."""
+
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-MESSAGES = Kind("a list of messages", lambda value: isinstance(value, list) and all(map(OBJECT.fits, value)))
+
+
+def _list_of(one: Kind, most: int) -> Callable[[Any], bool]:
+    """Whether a value is a list of at most so many. Looked at first: the rest takes time for each."""
+    return lambda value: isinstance(value, list) and len(value) <= most and all(map(one.fits, value))
+
+
+MESSAGES = Kind(f"a list of messages, at most {MAX_MESSAGES:,}", _list_of(OBJECT, MAX_MESSAGES))
+TOOLS = Kind(f"a list of tools, at most {MAX_TOOLS}", _list_of(OBJECT, MAX_TOOLS))
 TEXTS = Kind(
-    "a text, or a list of texts",
-    lambda value: isinstance(value, str) or (isinstance(value, list) and all(map(TEXT.fits, value))),
+    f"a text, or a list of at most {MAX_STOP_STRINGS} texts",
+    lambda value: isinstance(value, str) or _list_of(TEXT, MAX_STOP_STRINGS)(value),
 )
-TEXTS_ONLY = Kind("a list of texts", lambda value: isinstance(value, list) and all(map(TEXT.fits, value)))
+TEXTS_ONLY = Kind(f"a list of at most {MAX_CHOICES:,} texts", _list_of(TEXT, MAX_CHOICES))
 TOKENS = Kind(
     "a list of token ids",
     lambda value: isinstance(value, list) and all(_is_integer(id_) and id_ >= 0 for id_ in value),
@@ -45,20 +63,24 @@ TOKENS = Kind(
 LABELS = Kind(
     "texts or null by name",
     lambda value: (
-        isinstance(value, dict) and all(label is None or TEXT.fits(label) for label in value.values())
+        _is_object(value, _MOST_LABELS) and all(label is None or TEXT.fits(label) for label in value.values())
     ),
 )
 LABELS_ONLY = Kind(
-    "texts by name", lambda value: isinstance(value, dict) and all(map(TEXT.fits, value.values()))
+    "texts by name", lambda value: _is_object(value, _MOST_LABELS) and all(map(TEXT.fits, value.values()))
 )
 BIAS = Kind(
-    "numbers by token id", lambda value: isinstance(value, dict) and all(map(_is_number, value.values()))
+    f"numbers by token id, at most {MAX_BIASED_TOKENS}",
+    lambda value: _is_object(value, MAX_BIASED_TOKENS) and all(map(_is_number, value.values())),
 )
 PROMPT = Kind(
     "a text, or a list of token ids",
     lambda value: isinstance(value, str) or (isinstance(value, list) and all(map(_is_integer, value))),
 )
-INPUT = Kind("a text, or a list of messages", lambda value: isinstance(value, str) or MESSAGES.fits(value))
+INPUT = Kind(
+    f"a text, or a list of items, at most {MAX_MESSAGES:,}",
+    lambda value: isinstance(value, str) or MESSAGES.fits(value),
+)
 
 
 def number(least: float, most: float, *, above: bool = False) -> Kind:
@@ -170,7 +192,25 @@ def _expected(parameter: Parameter) -> str:
     return "another value" if parameter.kind is None else parameter.kind.shown
 
 
+_MOST_SHOWN = 40
+
+
 def shown(value: object) -> str:
     """A value as a sentence quotes it, cut where it is long."""
-    text = json.dumps(value)
+    if isinstance(value, list | dict) and len(value) > _MOST_SHOWN:
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    text = json.dumps(_cut(value, 4))
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _cut(value: object, depth: int) -> object:
+    """The beginning of a value: to write all of a large one only to quote it would take others' time."""
+    if isinstance(value, str):
+        return value[:80]
+    if depth == 0 and isinstance(value, list | dict):
+        return "..."
+    if isinstance(value, list):
+        return [_cut(item, depth - 1) for item in value[:_MOST_SHOWN]]
+    if isinstance(value, dict):
+        return {str(name)[:80]: _cut(item, depth - 1) for name, item in islice(value.items(), _MOST_SHOWN)}
+    return value

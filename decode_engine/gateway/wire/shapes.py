@@ -11,7 +11,6 @@ from typing import Any
 
 from decode_engine.gateway.wire.bodies import Order
 from decode_engine.gateway.wire.events import event
-from decode_engine.gateway.wire.parameters import pick
 from decode_engine.gateway.wire.tool_shapes import call_deltas, whole_calls
 from decode_engine.rpc.client import Piece, Summary, TokenLogprob
 from index_store.models.conversation.messages import ToolCall
@@ -177,92 +176,6 @@ class CompletionShape(_Choices):
         return {"index": piece.index, "text": piece.text, "logprobs": told, "finish_reason": finished}
 
 
-class ResponseShape(Shape):
-    """Responses: events with numbers around one message of one text."""
-
-    def __init__(self, order: Order) -> None:
-        super().__init__(order)
-        self._message_id = "msg_" + secrets.token_hex(16)
-        self._number = 0
-        self._texts: list[str] = []
-
-    def _prefix(self) -> str:
-        return "resp_"
-
-    def whole(self, answers: Sequence[Answered]) -> dict[str, Any]:
-        (answer,) = answers
-        text, summary = answer.text, answer.summary
-        cut = summary.finish_reason == "length"
-        status = "incomplete" if cut else "completed"
-        return {
-            **self._response(status, [self._message(status, [_part(text)])]),
-            "completed_at": None if cut else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "usage": response_usage(summary),
-            "sparsekv": figures_of(summary),
-        }
-
-    def begin(self) -> Iterator[str]:
-        begun = self._response("in_progress", [])
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
-        yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", []))
-        yield self._event("response.content_part.added", **self._place(), part=_part(""))
-
-    def piece(self, piece: Piece) -> Iterator[str]:
-        if piece.text:
-            self._texts.append(piece.text)
-            yield self._event("response.output_text.delta", **self._place(), delta=piece.text, logprobs=[])
-
-    def end(self, summaries: Sequence[Summary]) -> Iterator[str]:
-        text = "".join(self._texts)
-        whole = self.whole([Answered(text, (), summaries[0])])
-        yield self._event("response.output_text.done", **self._place(), text=text, logprobs=[])
-        yield self._event("response.content_part.done", **self._place(), part=_part(text))
-        yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
-        yield self._event(f"response.{whole['status']}", response=whole)
-
-    def fail(self, error: dict[str, Any]) -> Iterator[str]:
-        told = error["error"]
-        yield self._event("error", code=told["code"], message=told["message"], param=told["param"])
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-
-    def _event(self, kind: str, **fields: Any) -> str:
-        number, self._number = self._number, self._number + 1
-        return event({"type": kind, "sequence_number": number, **fields}, kind)
-
-    def _message(self, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self._message_id, "type": "message", "role": "assistant"}
-        return {**head, "status": status, "content": parts}
-
-    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        given = self.order.given
-        return {
-            "id": self.id,
-            "object": "response",
-            "created_at": self.created,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": None,
-            "model": self.order.model,
-            "output": output,
-            "parallel_tool_calls": False,
-            "tool_choice": "none",
-            "tools": [],
-            "store": False,
-            "truncation": "disabled",
-            "metadata": {},
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "max_output_tokens": None,
-            **pick(given, ("temperature", "top_p", "max_output_tokens")),
-            "text": {"format": {"type": "text"}, **given.get("text", {})},
-        }
-
-
 def finish_reason(summary: Summary) -> str:
     """Why an answer ended, in OpenAI's words."""
     return summary.finish_reason if summary.finish_reason in ("length", "tool_calls") else "stop"
@@ -280,18 +193,6 @@ def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
     }
 
 
-def response_usage(summary: Summary) -> dict[str, Any]:
-    """The same under the names of responses."""
-    prompt = summary.context_tokens + summary.prompt_tokens
-    return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": summary.context_tokens, "cache_write_tokens": 0},
-        "output_tokens": summary.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + summary.completion_tokens,
-    }
-
-
 def figures_of(summary: Summary) -> dict[str, Any]:
     """What OpenAI's replies have no place for: how the answer was made, and the fraction of keys that was touched."""
     return {
@@ -305,10 +206,6 @@ def figures_of(summary: Summary) -> dict[str, Any]:
         "total_ms": summary.timings.total_ns / 1e6,
         "context": summary.kept_context.removeprefix("contexts/") or None,
     }
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:

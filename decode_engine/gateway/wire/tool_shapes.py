@@ -1,4 +1,4 @@
-"""Tools and calls of them as OpenAI's chat completions spell them."""
+"""Tools, and calls of them as OpenAI's chat completions spell them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from decode_engine.gateway.wire.parameters import Kind, shown
+from decode_engine.gateway.wire.response_items import flat_name_of
 from decode_engine.rpc.client import GenerateOptions, ToolCallPart
 from index_store.errors import InvalidArgumentError
-from index_store.models.conversation.messages import Tool, ToolCall, read_tools
+from index_store.models.conversation.messages import Tool, ToolCall, check_tools, read_tools
 
 _WORDS = ("none", "auto", "required")
 
@@ -36,7 +37,7 @@ def call_options(given: dict[str, Any]) -> GenerateOptions:
     if isinstance(choice, str):
         options["tool_choice"] = choice  # type: ignore[typeddict-item]
     elif choice is not None:
-        options["tool_name"] = _name_of(choice)
+        options["tool_name"] = _name_of(choice) or flat_name_of(choice)
     if given.get("parallel_tool_calls") is False and (options or choice):
         options["single_call"] = True
         options.setdefault("tool_choice", "auto" if "tool_name" not in options else "required")
@@ -44,14 +45,26 @@ def call_options(given: dict[str, Any]) -> GenerateOptions:
 
 
 def tools_of(tools: list[dict[str, Any]]) -> tuple[Tool, ...]:
-    """The functions. Raises InvalidArgumentError, which names the part that cannot be used."""
+    """The functions, spelt as chat completions or flat, as responses have them.
+
+    Raises InvalidArgumentError, which names the part that cannot be used.
+    """
+    flat = []
     for number, tool in enumerate(tools):
         if tool.get("type") != "function":
             raise InvalidArgumentError(
                 f"tools[{number}].type is {shown(tool.get('type'))}, expected function: other tools are not known",
                 field=f"tools[{number}].type",
             )
-    return read_tools(tools)
+        flat.append(tool if "function" in tool else _flat(tool))
+    read = read_tools(flat)
+    check_tools(read)
+    return read
+
+
+def _flat(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function of responses without its type, and without what asks for nothing."""
+    return {name: value for name, value in tool.items() if name != "type" and value is not None}
 
 
 def whole_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:

@@ -148,8 +148,8 @@ class AsyncClient:
         **options: Unpack[CreateOptions],
     ) -> OperationInfo:
         """As `Client.create_context`."""
-        if text is not None and create_verbs.is_large(text):
-            upload, text = (await self.upload_document(text.encode())).name, None
+        if (document := create_verbs.large_document(text)) is not None:
+            upload, text = (await self.upload_document(document)).name, None
         order = create_verbs.create_context(
             options, text=text, token_ids=token_ids, messages=messages, upload=upload
         )

@@ -156,8 +156,8 @@ class Client:
         A text that is larger than a message is uploaded. wait: until the operation is done; on_progress is told how it
         goes meanwhile, and errors of the operation are raised. Otherwise it goes on while nobody waits.
         """
-        if text is not None and create_verbs.is_large(text):
-            upload, text = self.upload_document(text.encode()).name, None
+        if (document := create_verbs.large_document(text)) is not None:
+            upload, text = self.upload_document(document).name, None
         order = create_verbs.create_context(
             options, text=text, token_ids=token_ids, messages=messages, upload=upload
         )

@@ -131,17 +131,21 @@ def create_context(
         parent=options.get("parent"),
         labels=options.get("labels"),
     )
-    if request.ByteSize() > MAX_REQUEST_BYTES:
-        raise InvalidArgumentError(
-            f"the request has {request.ByteSize()} bytes, expected at most {MAX_REQUEST_BYTES}; upload the document",
-            field="source",
-        )
     return Call(f"/{CONTEXTS}/CreateContext", request, operations_pb2.Operation, read_operation)
 
 
-def is_large(text: str) -> bool:
-    """Whether a text is to be uploaded ahead of the request."""
-    return len(text.encode("utf-8", "surrogatepass")) > ONE_MESSAGE_BYTES
+def large_document(text: str | None) -> bytes | None:
+    """A text that is to be uploaded ahead of the request; None for one that it carries, or none.
+
+    Raises InvalidArgumentError for a text that is not to be written as UTF-8.
+    """
+    try:
+        data = b"" if text is None else text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"text has half a character at {error.start}, which no request can carry", field="text"
+        ) from None
+    return data if len(data) > ONE_MESSAGE_BYTES else None
 
 
 def upload_parts(document: bytes) -> Iterator[context_pb2.UploadDocumentRequest]:
@@ -159,12 +163,12 @@ def read_upload(response: context_pb2.Upload) -> UploadInfo:
 
 
 def get_operation(name: str) -> Call[OperationInfo]:
-    request = operations_pb2.GetOperationRequest(name=name)
+    request = message(operations_pb2.GetOperationRequest, name=name)
     return Call(f"/{OPERATIONS}/GetOperation", request, operations_pb2.Operation, read_operation)
 
 
 def wait_operation(name: str, wait_s: float) -> Call[OperationInfo]:
-    request = operations_pb2.WaitOperationRequest(name=name, timeout=_duration(wait_s, "wait_s"))
+    request = message(operations_pb2.WaitOperationRequest, name=name, timeout=_duration(wait_s, "wait_s"))
     return Call(f"/{OPERATIONS}/WaitOperation", request, operations_pb2.Operation, read_operation)
 
 
@@ -174,12 +178,12 @@ def list_operations(page_size: int, page_token: str) -> Call[OperationPage]:
 
 
 def cancel_operation(name: str) -> Call[None]:
-    request = operations_pb2.CancelOperationRequest(name=name)
+    request = message(operations_pb2.CancelOperationRequest, name=name)
     return Call(f"/{OPERATIONS}/CancelOperation", request, Empty, lambda response: None)
 
 
 def delete_operation(name: str) -> Call[None]:
-    request = operations_pb2.DeleteOperationRequest(name=name)
+    request = message(operations_pb2.DeleteOperationRequest, name=name)
     return Call(f"/{OPERATIONS}/DeleteOperation", request, Empty, lambda response: None)
 
 

@@ -40,12 +40,18 @@ GENERATIONS = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].fu
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[ReplyT]):
-    """One request with one response. path: `/SERVICE/METHOD`. response: its message; read: what is made of it."""
+    """One request with one response. path: `/SERVICE/METHOD`. response: its message; read: what is made of it.
+
+    Raises InvalidArgumentError for a request that is larger than servers take: gRPC would refuse it without our reason.
+    """
 
     path: str
     request: Message
     response: type[Message]
     read: Callable[[Any], ReplyT]
+
+    def __post_init__(self) -> None:
+        _check_size(self.request, "send less, or upload a document in parts", "request")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +181,9 @@ def update_context(name: str, changes: ContextChanges) -> Call[ContextInfo]:
         changed.expire_time.FromDatetime(expires)
     others = [field for field in ("display_name", "expire_time", "pinned") if changes.get(field) is not None]
     paths = [*(f"labels.{key}" for key in labels), *others]
-    request = message(context_pb2.UpdateContextRequest, context=changed, update_mask=FieldMask(paths=paths))
+    request = message(
+        context_pb2.UpdateContextRequest, context=changed, update_mask=message(FieldMask, paths=paths)
+    )
     return Call(f"/{CONTEXTS}/UpdateContext", request, context_pb2.Context, read_context)
 
 
@@ -234,11 +242,7 @@ def generate_request(context: str, options: GenerateOptions) -> generation_pb2.G
     request = message(
         generation_pb2.GenerateRequest, context=context, **fields, constraint=_constraint(options)
     )
-    if request.ByteSize() > MAX_REQUEST_BYTES:
-        raise InvalidArgumentError(
-            f"the request has {request.ByteSize()} bytes, expected at most {MAX_REQUEST_BYTES}; shorten the prompt",
-            field="prompt",
-        )
+    _check_size(request, "shorten the prompt", "prompt")
     return request
 
 
@@ -269,19 +273,23 @@ def _tool_choice(options: GenerateOptions) -> conversation_pb2.ToolChoice | None
 
 def batch_request(context: str, requests: Sequence[GenerateOptions]) -> generation_pb2.BatchGenerateRequest:
     """Raises InvalidArgumentError as `generate_request` does, and says of which request."""
-    batch = generation_pb2.BatchGenerateRequest(context=context)
+    batch = message(generation_pb2.BatchGenerateRequest, context=context)
     for number, options in enumerate(requests):
         try:
             batch.requests.append(generate_request("", options))
         except InvalidArgumentError as error:
             error.message = f"request {number}: {error.message}"
             raise
-    if batch.ByteSize() > MAX_REQUEST_BYTES:
-        raise InvalidArgumentError(
-            f"the batch has {batch.ByteSize()} bytes, expected at most {MAX_REQUEST_BYTES}; send it in parts",
-            field="requests",
-        )
+    _check_size(batch, "send it in parts", "requests")
     return batch
+
+
+def _check_size(request: Message, advice: str, field: str) -> None:
+    if request.ByteSize() > MAX_REQUEST_BYTES:
+        raise InvalidArgumentError(
+            f"the request has {request.ByteSize()} bytes, expected at most {MAX_REQUEST_BYTES}; {advice}",
+            field=field,
+        )
 
 
 def tokenize(content: str | Sequence[ChatMessage] | Conversation) -> Call[TokenizedText]:

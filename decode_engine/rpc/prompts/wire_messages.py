@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from index_store.models.conversation.messages import Conversation, Message, Role, Tool, ToolCall, refused
 from sparsekv.v1 import conversation_pb2
@@ -24,38 +25,50 @@ def parse_messages(
 
 
 def write_conversation(said: Sequence[Message] | Conversation) -> conversation_pb2.Conversation:
-    """Messages, and tools where there are some, as the API has them."""
+    """Messages, and tools where there are some, as the API has them. Raises as `write_messages` does."""
     if not isinstance(said, Conversation):
         return write_messages(said)
     return write_messages(said.messages, said.tools)
 
 
 def write_messages(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> conversation_pb2.Conversation:
-    """Messages and tools as the API has them."""
-    return conversation_pb2.Conversation(
-        tools=[
-            conversation_pb2.Tool(
+    """Messages and tools as the API has them.
+
+    Raises InvalidArgumentError, which names the part that no request can carry.
+    """
+    written = conversation_pb2.Conversation()
+    for number, tool in enumerate(tools):
+        with _carried(f"tools[{number}]"):
+            written.tools.add(
                 name=tool.name,
                 description=tool.description,
                 parameters_json=tool.parameters,
                 strict=tool.strict,
             )
-            for tool in tools
-        ],
-        messages=[
-            conversation_pb2.Message(
+    for number, message in enumerate(messages):
+        with _carried(f"messages[{number}]"):
+            calls = [
+                conversation_pb2.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments)
+                for call in message.tool_calls
+            ]
+            written.messages.add(
                 role=message.role.name,
                 content=message.content,
                 name=message.name,
-                tool_calls=[
-                    conversation_pb2.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments)
-                    for call in message.tool_calls
-                ],
+                tool_calls=calls,
                 tool_call_id=message.tool_call_id,
             )
-            for message in messages
-        ],
-    )
+    return written
+
+
+@contextmanager
+def _carried(where: str) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise refused(
+            where, f"half a character at {error.start} of a text", "text that can be written as UTF-8"
+        ) from None
 
 
 def _parse_message(number: int, message: conversation_pb2.Message) -> Message:

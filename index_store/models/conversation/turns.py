@@ -70,7 +70,7 @@ class StoredConversation:
         except (ValueError, TypeError, KeyError, AttributeError, InvalidArgumentError) as error:
             raise ManifestError(
                 f"{where}: the messages of the conversation cannot be read ({error}); delete the context "
-                "(`index-store rm`) and prefill it again",
+                "(`index-store rm`) and make it again",
                 path=where,
             ) from None
 

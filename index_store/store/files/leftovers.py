@@ -18,8 +18,9 @@ from index_store.store.files.locks import clear_free_lock, is_locked, locked_fil
 class Leftover:
     """Something that nobody can use and a clean-up removes.
 
-    kind: "temporary" (of a job that was killed), "index" (that it was adding to a context), "trash" (of a deletion that
-    was interrupted), "expired", "default" (a tuned default without a context) or "lock". nbytes: of its files.
+    kind: "temporary" (of a job that was killed), "index" and "array" (that it was adding to a context; also arrays of a
+    child that was made whole), "trash" (of a deletion that was interrupted), "expired", "default" (a tuned default
+    without a context) or "lock". nbytes: of its files.
     changed_at: when something in it changed last.
     """
 

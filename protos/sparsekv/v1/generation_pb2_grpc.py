@@ -123,7 +123,7 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListMethods(self, request, context):
-        """Lists the methods of this server: how keys are found, and what is kept.
+        """Lists the methods of this server: how keys are found, and what is kept. Errors: NOT_READY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,62 @@ def test_a_conversation_is_ordered_from_a_file(
         assert (refused.returncode, refused.stdout) == (2, "")
         assert "expected text files, or --messages" in refused.stderr
     JobQueue(library.store).cancel(job.id)
+
+
+def test_a_child_with_labels_is_ordered_and_followed(
+    run: Run, server: DecodeServer, library: Library, lamp: str, book: Path
+) -> None:
+    on = ("--server", server.address, "--format", "json")
+    labels = ("--label", "team=sea", "--label", "shelf=2")
+    ordered = run("contexts", "create", *on, "--parent", "lamp", *labels, "--no-wait", str(book))
+    assert ordered.returncode == 0, ordered.stderr
+    name = json.loads(ordered.stdout)["name"]
+    job = JobQueue(library.store).get(name.removeprefix("operations/"))
+    assert (f"contexts/{job.order.parent}", job.order.labels) == (lamp, {"team": "sea", "shelf": "2"})
+    listed = json.loads(run("operations", "ls", *on).stdout)["operations"]
+    assert name in [operation["name"] for operation in listed]
+    shown = dict(line.split("  ", 1) for line in run("operations", "show", *on[:2], name).stdout.splitlines())
+    assert shown["name"].strip() == name
+    assert shown["state"].strip().startswith("queued")
+    early = run("operations", "rm", *on, name)
+    assert (early.returncode, "has not ended" in early.stderr) == (1, True)
+    cancelled = run("operations", "cancel", *on, job.id)
+    assert json.loads(cancelled.stdout)["error"]["reason"] == "CANCELLED"
+    waited = run("operations", "wait", *on, name)
+    assert (waited.returncode, "was cancelled" in waited.stderr) == (1, True)
+    assert "cancelled" in run("operations", "ls", *on[:2]).stdout
+    assert json.loads(run("operations", "rm", *on, name).stdout) == {"removed": [name]}
+    gone = run("operations", "show", *on, name)
+    assert (gone.returncode, "there is no operation" in gone.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--label", "team"), "KEY=VALUE"),
+        (("--label", "team-"), "no labels to remove"),
+        (("--label", "a=1", "--label", "a=2"), "given twice"),
+        (("--parent", "lamp", "--method", "quest"), "does not go with --parent"),
+    ],
+)
+def test_wrong_labels_and_parents_are_refused(
+    run: Run, book: Path, words: tuple[str, ...], said: str
+) -> None:
+    refused = run("contexts", "create", "--server", "127.0.0.1:1", *words, str(book))
+    assert (refused.returncode, said in refused.stderr) == (2, True), refused.stderr
+
+
+def test_name_and_expiry_are_changed(run: Run, server: DecodeServer, library: Library) -> None:
+    library.prefill("passing")
+    on = ("--server", server.address, "--format", "json")
+    changed = json.loads(run("contexts", "update", *on, "passing", "--name", "lasting", "--ttl", "2h").stdout)
+    assert changed["display_name"] == "lasting"
+    left = datetime.fromisoformat(changed["expire_time"]) - datetime.now(UTC)
+    assert timedelta(minutes=110) < left <= timedelta(hours=2)
+    rows = run("contexts", "update", *on[:2], "lasting", "--ttl", "never").stdout
+    assert [line.split()[1] for line in rows.splitlines() if line.startswith("expires")] == ["never"]
+    for wrong in ((), ("--ttl", "soon")):
+        assert run("contexts", "update", *on, "lasting", *wrong).returncode == 2
 
 
 def test_what_servers_decide_is_refused(run: Run, book: Path) -> None:

@@ -7,16 +7,18 @@ import inspect
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import pytest
 
+from decode_engine.config import MAX_REQUEST_BYTES
 from decode_engine.errors import DeadlineExceededError, InternalError, ServerUnreachableError
-from decode_engine.rpc.client import AsyncClient, Client
+from decode_engine.rpc.client import AsyncClient, Client, Keep
 from index_store.errors import InvalidArgumentError
+from index_store.models.conversation.messages import Message, Role, Tool
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 IDS = ("a" * 64, "a" * 40 + "b" * 24, "c" * 64)
@@ -248,17 +250,76 @@ def test_the_client_does_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "call", ["get_context", "delete_context", "warm_context", "find_context", "generate"]
-)
-def test_text_that_is_no_text_is_named(call: str) -> None:
-    lone = "\ud800" * 64  # as long as an id
-    arguments = {"question": "Who?"} if call == "generate" else {}
-    with (
-        Client("127.0.0.1:1") as client,
-        pytest.raises(InvalidArgumentError, match=r"(name|reference|context) is '(contexts/)?\\ud800"),
-    ):
-        getattr(client, call)(lone, **arguments)
+HALF = "a\ud800b"
+SAID = Message(Role.USER, HALF)
+HALF_TEXTS: dict[str, list[Callable[[Client], object]]] = {
+    "batch_generate": [
+        lambda client: client.batch_generate(HALF, [{"text": "x"}]),
+        lambda client: client.batch_generate("contexts/x", [{"text": HALF}]),
+    ],
+    "cancel_operation": [lambda client: client.cancel_operation(HALF)],
+    "count_tokens": [lambda client: client.count_tokens(HALF), lambda client: client.count_tokens([SAID])],
+    "create_context": [
+        lambda client: client.create_context(HALF),
+        lambda client: client.create_context(HALF * 2**21),  # which would be uploaded
+        lambda client: client.create_context("x", labels={"a": HALF}),
+        lambda client: client.create_context(messages=[SAID]),
+    ],
+    "delete_context": [lambda client: client.delete_context(HALF)],
+    "delete_operation": [lambda client: client.delete_operation(HALF)],
+    "find_context": [lambda client: client.find_context(HALF)],
+    "generate": [
+        lambda client: client.generate(HALF, text="x"),
+        lambda client: client.generate("contexts/x", messages=[SAID]),
+        lambda client: client.generate("contexts/x", messages=[Message(Role.USER, "x")], tools=[Tool(HALF)]),
+        lambda client: client.generate("contexts/x", text="x", keep=Keep(HALF)),
+        lambda client: client.generate("contexts/x", text="x", choices=[HALF]),
+    ],
+    "get_context": [lambda client: client.get_context(HALF)],
+    "get_operation": [lambda client: client.get_operation(HALF)],
+    "list_contexts": [lambda client: next(client.list_contexts(filter=HALF))],
+    "list_page": [lambda client: client.list_page(1, HALF), lambda client: client.list_page(order_by=HALF)],
+    "tokenize": [lambda client: client.tokenize(HALF), lambda client: client.tokenize([SAID])],
+    "update_context": [
+        lambda client: client.update_context("contexts/x", labels={HALF: None}),
+        lambda client: client.update_context("contexts/x", display_name=HALF),
+    ],
+    "wait_operation": [lambda client: client.wait_operation(HALF, 1.0)],
+    "warm_context": [lambda client: client.warm_context(HALF)],
+}
+TEXTLESS = {
+    *("close", "detokenize", "is_serving", "list_methods", "list_operations"),
+    *("server_status", "upload_document"),
+}
+
+
+def test_every_method_that_takes_text_is_listed() -> None:
+    methods = {name for name, _ in inspect.getmembers(Client, inspect.isfunction) if name[0] != "_"}
+    assert methods == HALF_TEXTS.keys() | TEXTLESS
+
+
+@pytest.mark.parametrize("method", HALF_TEXTS)
+def test_text_that_is_no_text_is_named(method: str) -> None:
+    with Client("127.0.0.1:1") as client:
+        for call in HALF_TEXTS[method]:
+            with pytest.raises(
+                InvalidArgumentError, match=r"which no request can carry|half a character"
+            ) as caught:
+                call(client)
+            assert caught.value.metadata["field"]
+
+
+def test_a_request_larger_than_servers_take_is_not_sent() -> None:
+    large = [1] * (MAX_REQUEST_BYTES + 1)
+    with Client("127.0.0.1:1") as client:
+        for call in (
+            lambda: client.detokenize(large),
+            lambda: client.count_tokens("x" * len(large)),
+            lambda: client.create_context(token_ids=large),
+            lambda: client.batch_generate("contexts/x", [{"token_ids": large}]),
+        ):
+            with pytest.raises(InvalidArgumentError, match=f"expected at most {MAX_REQUEST_BYTES}"):
+                call()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from index_store.errors import (
     ContextHasChildrenError,
     ContextNotFoundError,
     InvalidArgumentError,
+    StoreFullError,
 )
 from tests.decode_engine.conftest import TEXT, Library, make_library
 from tests.support.service import leases, wait_until
@@ -215,6 +216,7 @@ def test_a_damaged_child_is_refused_and_its_parent_is_not(
             reply = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=60)
             assert (reply.status_code, reply.json()["error"]["code"]) == (500, "context_corrupt")
             assert str(shelf.library.store) not in reply.text
+            assert "make it again: prefill its document, or continue its parent anew" in reply.text
         whole = httpx.post(f"{gateway.url}/v1/completions", json={**asked, "context": shelf.root}, timeout=60)
         assert whole.status_code == 200
     assert ask(client, shelf.root)[0]
@@ -261,9 +263,15 @@ def test_a_full_disk_is_told_and_nothing_stays(
     before = len(list(client.list_contexts()))
     with monkeypatch.context() as patched:
         patched.setattr("index_store.store.writer.sync_tree", refuse)
-        with pytest.raises(Exception, match="no space is left") as caught:
+        with pytest.raises(StoreFullError, match="no space is left"):
             ask(client, shelf.root, "Twice ", keep=Keep())
-    assert caught.type.__name__ == "StoreFullError"
+        with Gateway("127.0.0.1:0", running.address) as gateway:
+            body = {"model": "model", "prompt": "Twice ", "max_tokens": 2, "context": shelf.root, "keep": {}}
+            reply = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=60)
+    error = reply.json()["error"]
+    assert (reply.status_code, reply.headers["x-should-retry"]) == (507, "false")
+    assert (error["type"], error["code"], error["param"]) == ("server_error", "store_full", None)
+    assert "no space is left" in error["message"]
     assert len(list(client.list_contexts())) == before
     wait_until(lambda: leases(running) == 0)
     assert running.backend.engine.places == 0

@@ -9,7 +9,8 @@ import pytest
 from decode_engine.rpc.client import Client, Keep
 from decode_engine.rpc.server import DecodeServer
 from index_store.cli.progress import LineReporter
-from index_store.errors import ContextNotFoundError, InvalidArgumentError
+from index_store.errors import InvalidArgumentError
+from index_store.store.catalog import Store
 from prefill_worker.config import AddIndexConfig, DetachConfig
 from prefill_worker.jobs.added_indexes import run_add_index
 from prefill_worker.jobs.detached import run_detach
@@ -39,12 +40,24 @@ def test_a_child_made_whole_needs_nobody(library: Library) -> None:
         expected = tokens(client, child, "full")
         with pytest.raises(InvalidArgumentError, match="continues; add them there"):
             run_add_index(AddIndexConfig(child, library.store, index=("pages",)), LineReporter(io.StringIO()))
+        running = client.generate(child, text="The lamp", max_tokens=400, method="full")
+        pieces = iter(running)
+        begun = [*next(pieces).token_ids]
+        changed = client.update_context(child, labels={"team": "sea"})
         report = run_detach(DetachConfig("long", library.store, device="cpu"), LineReporter(io.StringIO()))
-        with pytest.raises(ContextNotFoundError):
-            client.get_context(child)
         whole = client.find_context("long")
-        assert whole.name == f"contexts/{report.manifest.id}" != child
-        assert (whole.parent, whole.token_count) == ("", client.get_context(root).token_count + 81 * 4)
+        assert whole.name == f"contexts/{report.manifest.id}" == child
+        assert (whole.parent, whole.labels) == ("", {"team": "sea"})
+        assert (whole.token_count, whole.create_time) == (changed.token_count, changed.create_time)
+        assert Store(library.store).verify(report.manifest.id) == []
+        again = client.generate(root, text=MORE * 4, method="full", keep=keep)
+        again.read()
+        assert again.summary.kept_context == child
+        assert client.get_context(child).parent == ""
+        (replaced,) = {left.kind for left in Store(library.store).gc()}
+        assert (replaced, Store(library.store).verify(report.manifest.id)) == ("array", [])
+        begun += [token for piece in pieces for token in piece.token_ids]
+        assert (len(begun), begun[:12]) == (400, expected)
         client.delete_context(root)
         assert tokens(client, whole.name, "full") == expected
         for method in ("csattention", "quest", "multipole"):

@@ -8,6 +8,9 @@ from typing import Any
 
 import grpc
 import pytest
+from google.longrunning import operations_pb2
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
@@ -21,6 +24,7 @@ from decode_engine.errors import (
 )
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import SERVICES, DecodeServer
+from sparsekv.v1 import context_pb2, generation_pb2
 from tests.decode_engine.conftest import Library, Stubs
 from tests.support.service import wait_until
 
@@ -90,8 +94,27 @@ def test_reflection_lists_the_services(stubs: Stubs) -> None:
     database = ProtoReflectionDescriptorDatabase(stubs.channel)
     services = set(database.get_services())
     assert {*SERVICES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= services
-    described = database.FindFileContainingSymbol("sparsekv.v1.ContextService")
-    assert described.name == "sparsekv/v1/context.proto"
+    # A client that knows nothing else gets every call and every field of every message.
+    pool = DescriptorPool(database)
+    for module in (context_pb2, generation_pb2, operations_pb2):
+        for name, own in module.DESCRIPTOR.services_by_name.items():
+            assert own.full_name in SERVICES
+            described = pool.FindServiceByName(own.full_name)
+            assert [method.name for method in described.methods] == [method.name for method in own.methods], (
+                name
+            )
+            for method, expected in zip(described.methods, own.methods, strict=True):
+                assert fields(method.input_type) == fields(expected.input_type)
+                assert fields(method.output_type) == fields(expected.output_type)
+
+
+def fields(message: Descriptor) -> dict[str, str]:
+    """Types of all fields by their paths, those of messages inside as far as one level."""
+    return {
+        f"{field.name}.{inner.name}" if inner else field.name: str((inner or field).type)
+        for field in message.fields
+        for inner in (None, *(field.message_type.fields if field.message_type else ()))
+    }
 
 
 def test_the_process_has_handles_for_its_connections(

@@ -22,6 +22,7 @@ from index_store.errors import (
     InvalidArgumentError,
     ManifestError,
     ParentMissingError,
+    UnexpectedFileError,
 )
 from index_store.family.children import (
     Continuation,
@@ -270,6 +271,47 @@ def test_a_keeper_killed_at_any_step_leaves_a_whole_child_or_none(shelf: Shelf) 
     assert shelf.store.verify(made.id()) == []
     with pytest.raises(ContextHasChildrenError):
         shelf.store.delete(shelf.root.id)
+
+
+def test_who_makes_a_child_whole_and_is_killed_leaves_the_child_or_all_of_it(shelf: Shelf) -> None:
+    processes, child = Processes(), shelf.child()
+    chunks = 1 + 2 * child.model.layers * child.model.kv_heads  # of tokens, keys and values, and an index
+    steps, replaced = chunks - 1, {"tokens", "kv"}
+    try:
+        while True:
+            status = processes.wait(processes.start(shelf.store, make_whole=child.id, die_at=steps))
+            found = shelf.store.manifest(child.id)
+            problems = shelf.store.verify(child.id)
+            if found.parent is not None:
+                assert found == child
+                assert read_own_rows(shelf.store, child)
+                # What lies there besides is told, and used by nobody.
+                assert all(isinstance(problem, UnexpectedFileError) for problem in problems)
+            else:
+                assert (found.own_tokens, found.stored_indexes, problems) == (305, {"more"}, [])
+                assert shelf.store.children(shelf.root.id) == []
+            if status == 0:
+                break
+            assert status == -9
+            if found.parent is None:  # killed behind the last step: the child anew
+                shelf.store.delete(child.id)
+                child = shelf.child()
+            elif steps % 2:
+                shelf.store.gc()
+                assert shelf.store.verify(child.id) == []
+            steps += 1
+    finally:
+        processes.close()
+    assert steps - chunks >= 7  # syncs, renames, the manifest, and what is removed at the end
+    assert read_own_rows(shelf.store, child)  # by who has begun to before
+    with shelf.store.open(child.id) as whole:
+        assert len(whole.tokens()) == 305
+    assert {left.path.name for left in shelf.store.gc() if left.kind == "array"} == replaced
+    assert shelf.store.verify(child.id) == []
+    made = shelf.made()
+    shelf.store.delete(shelf.root.id)
+    again = publish_child(shelf.store, made)
+    assert (again.id, again.parent) == (child.id, None)
 
 
 def test_random_families_keep_their_rules(shelf: Shelf) -> None:

@@ -250,9 +250,7 @@ def test_older_version(context: SyntheticContext) -> None:
 
 
 def test_missing_checksum_of_our_version(context: SyntheticContext) -> None:
-    with pytest.raises(
-        ChecksumError, match=f"{WHERE}.*no field 'checksum'.*index-store rm.*prefill it again"
-    ):
+    with pytest.raises(ChecksumError, match=f"{WHERE}.*no field 'checksum'.*index-store rm.*make it again"):
         parse_manifest(json.dumps(document(context)).encode(), WHERE)
 
 

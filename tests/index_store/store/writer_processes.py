@@ -20,7 +20,7 @@ import index_store.store.writer
 from index_store.family.children import publish_child
 from index_store.store.catalog import Store
 from index_store.store.writer import ContextWriter
-from tests.support.store import add_index, continuation, synthetic_context
+from tests.support.store import add_index, continuation, make_whole, synthetic_context
 
 
 def main() -> None:
@@ -39,6 +39,10 @@ def serve(store: Store, request: dict[str, Any]) -> int:
     if "add_to" in request:
         die_at_step_of_adding(request["die_at"])
         add_index(store, store.manifest(request["add_to"]), name="more")
+        return 0
+    if "make_whole" in request:
+        die_at_step_of_adding(request["die_at"])
+        make_whole(store, store.manifest(request["make_whole"]))
         return 0
     if "continues" in request:
         die_at_step(request["die_at"])

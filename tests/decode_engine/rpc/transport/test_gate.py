@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from decode_engine.config import MAX_REQUEST_BYTES
 from decode_engine.errors import DeadlineExceededError
 from decode_engine.rpc.client import Client
+from decode_engine.rpc.client.connection import translate
 from decode_engine.rpc.transport import calls as calls_module
 from decode_engine.rpc.transport import listener as listener_module
 from decode_engine.rpc.transport.calls import Call, Limits, Traffic
@@ -193,8 +194,11 @@ def test_a_request_that_is_too_large_is_refused_before_and_after_it_is_sent(
     with caplog.at_level(logging.INFO), listening() as (listener, _), Client(listener.address) as client:
         with pytest.raises(InvalidArgumentError, match=f"expected at most {MAX_REQUEST_BYTES}"):
             client.generate("contexts/x", text="x" * MAX_REQUEST_BYTES)
-        with pytest.raises(InvalidArgumentError, match="for its size"):
-            client.get_context("x" * MAX_REQUEST_BYTES)
+        request = context_pb2.GetContextRequest(name="x" * MAX_REQUEST_BYTES)
+        with grpc.insecure_channel(listener.address) as channel, pytest.raises(grpc.RpcError) as caught:
+            context_pb2_grpc.ContextServiceStub(channel).GetContext(request)
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED  # by gRPC itself
+        assert isinstance(translate(caught.value, listener.address), InvalidArgumentError)
         wait_until(lambda: any(getattr(record, "rpc", "") == "GetContext" for record in caplog.records))
 
 

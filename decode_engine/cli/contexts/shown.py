@@ -1,0 +1,159 @@
+"""Contexts and operations as JSON, and as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import datetime
+from typing import Any
+
+import typer
+
+from decode_engine.rpc.client import ContextInfo, IndexInfo, OperationInfo
+from index_store.cli.console import format_bytes, format_time, print_table
+from index_store.cli.labels import labels_text
+from index_store.cli.report import error_object, expiry_text, layers_text
+
+_COLUMNS = ("ID", "NAME", "STATE", "MEMORY", "METHOD", "TOKENS", "KV", "INDEX", "MODEL", "CREATED", "EXPIRES")
+_RIGHT = ("TOKENS", "KV", "INDEX")
+_OPTIONAL = ("CREATED", "MODEL", "EXPIRES", "METHOD", "INDEX", "KV", "MEMORY", "STATE")
+
+
+def context_object(context: ContextInfo) -> dict[str, Any]:
+    """A context as JSON: the fields of the API's message."""
+    times = {
+        name: value.isoformat() for name, value in asdict(context).items() if isinstance(value, datetime)
+    }
+    return {**asdict(context), **times}
+
+
+def operation_object(operation: OperationInfo) -> dict[str, Any]:
+    """An operation as JSON."""
+    plain = replace(operation, context=None, error=None)
+    times = {"create_time": operation.create_time and operation.create_time.isoformat()}
+    context = None if operation.context is None else context_object(operation.context)
+    error = None if operation.error is None else error_object(operation.error)
+    return {**asdict(plain), **times, "context": context, "error": error}
+
+
+def print_contexts(contexts: Sequence[ContextInfo], id_length: int) -> None:
+    """A table of them. id_length: digits of their ids."""
+    print_table(
+        _COLUMNS, [_row(context, id_length) for context in contexts], right=_RIGHT, optional=_OPTIONAL
+    )
+
+
+def print_rows(rows: Sequence[tuple[str, str]]) -> None:
+    """What is known of one thing, a row for each."""
+    width = max(len(label) for label, _ in rows)
+    for label, value in rows:
+        typer.echo(f"{label:<{width}}  {value}")
+
+
+def id_of(context: ContextInfo) -> str:
+    """Without `contexts/`."""
+    return context.name.removeprefix("contexts/")
+
+
+def _memory(context: ContextInfo) -> str:
+    return (context.placement or "loaded") if context.resident else "-"
+
+
+def _row(context: ContextInfo, id_length: int) -> list[str]:
+    return [
+        id_of(context)[:id_length],
+        context.display_name or "-",
+        context.state,
+        _memory(context),
+        context.default_method or "-",
+        str(context.token_count),
+        format_bytes(context.kv_bytes),
+        format_bytes(context.index_bytes),
+        context.model or "-",
+        format_time(context.create_time),
+        format_time(context.expire_time),
+    ]
+
+
+def detail_rows(context: ContextInfo) -> list[tuple[str, str]]:
+    """All that the server says of a context."""
+    default = f"{context.default_method or '-'} {context.default_budget}".strip()
+    return [
+        ("id", id_of(context)),
+        ("name", context.display_name),
+        ("state", f"{context.state}: {context.state_message}" if context.state_message else context.state),
+        ("in memory", _memory(context)),
+        ("model", f"{context.model} ({context.architecture})"),
+        ("tokens", str(context.token_count)),
+        ("kv", f"{format_bytes(context.kv_bytes)}, {context.dtype}"),
+        *_family(context),
+        *((f"index {index.name}", _index_text(index)) for index in context.indexes),
+        ("indexes", format_bytes(context.index_bytes)),
+        ("methods", ", ".join(context.methods)),
+        ("default", f"{default}, tuned" if context.tuned else default),
+        ("dense layers", layers_text(context.dense_layers)),
+        ("created", format_time(context.create_time)),
+        ("expires", expiry_text(context.expire_time, context.pinned)),
+        ("labels", labels_text(context.labels)),
+        *([("owner", context.owner)] if context.owner else []),
+        ("made of", "messages" if context.is_conversation else "text or tokens"),
+    ]
+
+
+def _family(context: ContextInfo) -> list[tuple[str, str]]:
+    parent = [
+        ("continues", f"{context.parent.removeprefix('contexts/')}, {context.parent_token_count} tokens")
+    ]
+    return [
+        *(parent if context.parent else []),
+        *([("children", str(context.children))] if context.children else []),
+    ]
+
+
+def _index_text(index: IndexInfo) -> str:
+    parameters = ", ".join(f"{name}={value}" for name, value in index.parameters.items()) or "-"
+    return f"{index.kind}, {index.bytes_per_token:.1f} bytes per token, {layers_text(index.layers)}, {parameters}"
+
+
+def print_operations(operations: Sequence[OperationInfo]) -> None:
+    """A table of them."""
+    rows = [
+        [
+            operation.name,
+            _ending(operation),
+            f"{operation.tokens_done}/{operation.tokens_total}",
+            operation.context_name.removeprefix("contexts/")[:12] or "-",
+            format_time(operation.create_time),
+        ]
+        for operation in operations
+    ]
+    print_table(
+        ("OPERATION", "STATE", "TOKENS", "CONTEXT", "CREATED"), rows, right=("TOKENS",), optional=("CREATED",)
+    )
+
+
+def operation_rows(operation: OperationInfo) -> list[tuple[str, str]]:
+    """All that the server says of an operation."""
+    left = operation.remaining_s
+    return [
+        ("name", operation.name),
+        ("state", _ending(operation)),
+        ("context", operation.context_name.removeprefix("contexts/") or "-"),
+        ("tokens", f"{operation.tokens_done} of {operation.tokens_total}"),
+        ("layers", f"{operation.layers_done} of {operation.layers_total or '-'}"),
+        ("written", format_bytes(operation.bytes_written)),
+        *([] if left is None else [("seconds left", f"{left:.0f}")]),
+        ("created", format_time(operation.create_time)),
+        *([("owner", operation.owner)] if operation.owner else []),
+        *(("note", note) for note in operation.notes),
+        *([] if operation.error is None else [("error", operation.error.message)]),
+    ]
+
+
+def _ending(operation: OperationInfo) -> str:
+    if not operation.done:
+        ahead = f", {operation.jobs_ahead} before it" if operation.phase == "queued" else ""
+        return f"{operation.phase}{ahead}"
+    if operation.error is None:
+        return "done"
+    return "cancelled" if operation.error.reason == "CANCELLED" else "failed"

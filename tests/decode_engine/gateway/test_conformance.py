@@ -1,0 +1,271 @@
+"""The official client's own lists of parameters: each is honoured or refused by its name, and none is ignored.
+
+A parameter that a later version of the client brings fails here until somebody decides about it.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from openai.types import CompletionCreateParams, shared_params
+from openai.types import chat as chats
+from openai.types import responses as answers
+from openai.types.chat import CompletionCreateParams as ChatParams
+from openai.types.responses import ResponseCreateParams
+from openai.types.responses.response_input_item_param import FunctionCallOutput
+from openai.types.shared_params.response_format_json_schema import JSONSchema
+
+from decode_engine.gateway.wire.bodies import Order, chat_order, completion_order, response_order
+from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
+from decode_engine.gateway.wire.parameters import Endpoint
+from index_store.errors import InvalidArgumentError
+
+SAID: Any = {"role": "user", "content": "Who?"}
+SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FUNCTION: Any = {"name": "look", "parameters": SCHEMA}
+CHAT_TOOL: Any = {"type": "function", "function": FUNCTION}
+FLAT_TOOL: Any = {"type": "function", **FUNCTION}
+JUNK: Any = {"what": "ever"}
+
+READ: dict[str, tuple[Endpoint, Callable[[Any], Order], Any]] = {
+    CHAT.path: (CHAT, chat_order, {"model": "m", "messages": [SAID]}),
+    COMPLETIONS.path: (COMPLETIONS, completion_order, {"model": "m", "prompt": "x"}),
+    RESPONSES.path: (RESPONSES, response_order, {"model": "m", "input": "x"}),
+}
+
+# What each parameter that is read is given here, beside what it needs.
+GIVEN: dict[str, Any] = {
+    **{"messages": [{**SAID, "content": "Why?"}], "prompt": "y", "input": "y", "model": "other"},
+    **{"context": "lamp", "keep": {"display_name": "kept", "ttl_seconds": 60}},
+    **{"method": "full", "keep_ratio": 0.5, "target_mass": 0.5, "token_budget": 5, "search_period": 2},
+    **{"top_k": 5, "repetition_penalty": 1.5, "min_tokens": 1, "stop_token_ids": [5]},
+    **{"regex": "a+", "choices": ["a"], "max_completion_tokens": 7, "max_tokens": 7, "max_output_tokens": 7},
+    **{"temperature": 0.5, "top_p": 0.5, "seed": 3, "stop": "x", "stream": True},
+    **{"n": 2, "frequency_penalty": 1, "presence_penalty": 1, "logit_bias": {"5": 1}},
+    **{"response_format": {"type": "json_object"}, "text": {"format": {"type": "json_object"}}},
+    **{"tools": [CHAT_TOOL], "parallel_tool_calls": False},
+}
+BESIDE: dict[str, Any] = {
+    "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True},
+    "parallel_tool_calls": {"tools": [CHAT_TOOL]},
+}
+ONE_FOR_EACH: dict[tuple[str, str], Any] = {
+    (CHAT.path, "logprobs"): True,
+    (COMPLETIONS.path, "logprobs"): 2,
+    (CHAT.path, "top_logprobs"): 2,
+    (CHAT.path, "stream_options"): {"include_usage": True},
+    (COMPLETIONS.path, "stream_options"): {"include_usage": True},
+    (CHAT.path, "tool_choice"): {"type": "function", "function": {"name": "look"}},
+    (RESPONSES.path, "tool_choice"): {"type": "function", "name": "look"},
+}
+
+
+def meant(order: Order) -> Any:
+    """What an order makes of its body: all but the body itself."""
+    return (order.model, order.context, order.stream, order.include_usage, order.options)
+
+
+@pytest.mark.parametrize(
+    ("path", "official"),
+    [
+        (CHAT.path, ChatParams),
+        (COMPLETIONS.path, CompletionCreateParams),
+        (RESPONSES.path, ResponseCreateParams),
+    ],
+)
+def test_every_parameter_of_the_official_client_is_decided_upon(path: str, official: Any) -> None:
+    known = {name for kind in typing.get_args(official) for name in typing.get_type_hints(kind)}
+    listed = [parameter.name for parameter in READ[path][0].parameters]
+    assert known - set(listed) == set()
+    assert len(set(listed)) == len(listed)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [(path, parameter.name) for path, (endpoint, *_) in READ.items() for parameter in endpoint.parameters],
+)
+def test_each_is_honoured_or_refused(path: str, name: str) -> None:
+    endpoint, read, body = READ[path]
+    (parameter,) = [parameter for parameter in endpoint.parameters if parameter.name == name]
+    if parameter.kind is None:
+        with pytest.raises(InvalidArgumentError, match="is not supported: ") as caught:
+            read({**body, name: JUNK})
+        assert (caught.value.metadata["field"], parameter.says in caught.value.message) == (name, True)
+        before = meant(read(body))
+        for neutral in (None, *parameter.neutral):
+            assert meant(read({**body, name: neutral})) == before
+        return
+    beside = {**body, **BESIDE.get(name, {})}
+    value = ONE_FOR_EACH.get((path, name), GIVEN.get(name))
+    assert value is not None, "say here what it is given"
+    assert meant(read({**beside, name: value})) != meant(read(beside)), "it changes nothing"
+    with pytest.raises(InvalidArgumentError) as caught:
+        read({**beside, name: {"what": ["ever"]} if name != "keep" else "x"})
+    assert caught.value.metadata["field"].startswith(("messages", "text") if name == "text" else name)
+
+
+def of_message(role: str, **more: Any) -> Callable[[dict[str, Any]], Any]:
+    before = [SAID, {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "look"}}]}]
+    said = {"role": role, "content": "x", **more}
+    first = role in ("system", "developer")
+    return lambda extra: chat_order(
+        {"model": "m", "messages": [{**said, **extra}, SAID] if first else [*before, {**said, **extra}]}
+    )
+
+
+def of_items(item: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
+    return lambda extra: response_order({"model": "m", "input": [SAID, {**item, **extra}]})
+
+
+def of_chat(name: str, **more: Any) -> Callable[[Any], Any]:
+    return lambda extra: chat_order({"model": "m", "messages": [SAID], **more, name: extra})
+
+
+CALL: Any = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+PART: Any = {"type": "text", "text": "x"}
+FLAT_CALL: Any = {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}
+OUTPUT: Any = {"type": "function_call_output", "call_id": "a", "output": "x"}
+FORMAT: Any = {"type": "json_schema", "name": "a", "schema": SCHEMA}
+
+# Kinds of objects inside of parameters: a function that reads one with further members, and those that are read. The
+# others of the official type are refused.
+INSIDE: dict[str, tuple[Any, Callable[[Any], Any], set[str]]] = {
+    "stream options": (
+        chats.ChatCompletionStreamOptionsParam,
+        lambda extra: of_chat("stream_options", stream=True)({"include_usage": True, **extra}),
+        {"include_usage"},
+    ),
+    "a system's message": (
+        chats.ChatCompletionSystemMessageParam,
+        of_message("system"),
+        {"role", "content", "name"},
+    ),
+    "a developer's message": (
+        chats.ChatCompletionDeveloperMessageParam,
+        of_message("developer"),
+        {"role", "content", "name"},
+    ),
+    "a user's message": (
+        chats.ChatCompletionUserMessageParam,
+        of_message("user"),
+        {"role", "content", "name"},
+    ),
+    "an assistant's message": (
+        chats.ChatCompletionAssistantMessageParam,
+        of_message("assistant"),
+        {"role", "content", "name", "tool_calls"},
+    ),
+    "a tool's message": (
+        chats.ChatCompletionToolMessageParam,
+        of_message("tool", tool_call_id="a"),
+        {"role", "content", "tool_call_id"},
+    ),
+    "a part": (
+        chats.ChatCompletionContentPartTextParam,
+        lambda extra: of_message("user")({"content": [{**PART, **extra}]}),
+        {"type", "text"},
+    ),
+    "a call": (
+        chats.ChatCompletionMessageFunctionToolCallParam,
+        lambda extra: of_message("assistant")({"tool_calls": [{**CALL, **extra}]}),
+        {"id", "type", "function"},
+    ),
+    "a tool": (
+        chats.ChatCompletionFunctionToolParam,
+        lambda extra: of_chat("tools")([{**CHAT_TOOL, **extra}]),
+        {"type", "function"},
+    ),
+    "a function": (
+        shared_params.FunctionDefinition,
+        lambda extra: of_chat("tools")([{"type": "function", "function": {**FUNCTION, **extra}}]),
+        {"name", "description", "parameters", "strict"},
+    ),
+    "a choice": (
+        chats.ChatCompletionNamedToolChoiceParam,
+        lambda extra: of_chat("tool_choice")({"type": "function", "function": {"name": "look"}, **extra}),
+        {"type", "function"},
+    ),
+    "a format": (
+        shared_params.ResponseFormatJSONSchema,
+        lambda extra: of_chat("response_format")(
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}, **extra}
+        ),
+        {"type", "json_schema"},
+    ),
+    "a schema": (
+        JSONSchema,
+        lambda extra: of_chat("response_format")(
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, **extra}}
+        ),
+        {"name", "description", "schema", "strict"},
+    ),
+    "a response's text": (
+        answers.ResponseTextConfigParam,
+        lambda extra: response_order({"model": "m", "input": "x", "text": extra}),
+        {"format"},
+    ),
+    "a response's format": (
+        answers.ResponseFormatTextJSONSchemaConfigParam,
+        lambda extra: response_order({"model": "m", "input": "x", "text": {"format": {**FORMAT, **extra}}}),
+        {"type", "name", "description", "schema", "strict"},
+    ),
+    "a response's function": (
+        answers.FunctionToolParam,
+        lambda extra: response_order({"model": "m", "input": "x", "tools": [{**FLAT_TOOL, **extra}]}),
+        {"type", "name", "description", "parameters", "strict"},
+    ),
+    "a response's choice": (
+        answers.ToolChoiceFunctionParam,
+        lambda extra: response_order(
+            {"model": "m", "input": "x", "tool_choice": {"type": "function", "name": "look", **extra}}
+        ),
+        {"type", "name"},
+    ),
+    "a response's part": (
+        answers.ResponseInputTextParam,
+        lambda extra: of_items(SAID)({"content": [{"type": "input_text", "text": "x", **extra}]}),
+        {"type", "text"},
+    ),
+    "an item of a message": (
+        answers.EasyInputMessageParam,
+        of_items({"type": "message", **SAID}),
+        {"type", "role", "content"},
+    ),
+    "an item of a call": (
+        answers.ResponseFunctionToolCallParam,
+        of_items(FLAT_CALL),
+        {"type", "call_id", "name", "arguments", "id", "status"},
+    ),
+    "an item of what a call gave": (
+        FunctionCallOutput,
+        lambda extra: response_order({"model": "m", "input": [SAID, FLAT_CALL, {**OUTPUT, **extra}]}),
+        {"type", "call_id", "output", "id", "status"},
+    ),
+    "an item that was answered": (
+        answers.ResponseOutputMessageParam,
+        of_items({"type": "message", "role": "assistant", "content": "x"}),
+        {"type", "role", "content", "id", "status"},
+    ),
+    "a part that was answered": (
+        answers.ResponseOutputTextParam,
+        lambda extra: of_items({"type": "message", "role": "assistant"})(
+            {"content": [{"type": "output_text", "text": "x", **extra}]}
+        ),
+        {"type", "text"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_members_inside_are_read_or_refused(name: str) -> None:
+    official, read, known = INSIDE[name]
+    members = set(typing.get_type_hints(official))
+    assert known <= members
+    read({"format": {"type": "text"}} if name == "a response's text" else {})
+    for member in sorted(members - known | {"colour"}):
+        with pytest.raises(InvalidArgumentError):
+            read({member: JUNK})
