@@ -20,11 +20,14 @@ from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.exponentials_numba import exponentiate, largest
+from index_store.attention.vectors.bytes_numba import prefetch
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import add_weighted, dot, make_widening
 from index_store.launch import int16_table, launch, njit, prange
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_AHEAD = 8  # rows asked for before they are read: listed rows lie apart, where processors do not foresee them
+_LINE = 32  # int16 numbers
 _widen_bfloats, _widen_halves = make_widening("bfloat16"), make_widening("float16")
 
 
@@ -213,6 +216,8 @@ def _multiply(
     """Logits of entries first..end-1: products of queries with keys. words: scratch, and row the same as float32."""
     vectors = row.shape[1] // LANES
     for n in range(first, end):
+        if n + _AHEAD < end:
+            _ask_for(table, rows[n + _AHEAD])
         _read_row(table, rows[n], kind, 0, words, row)
         for g in range(queries.shape[0]):
             total = dot(queries, g, 0, row, 0, 0, vectors)
@@ -241,6 +246,13 @@ def _add_up(
             add_weighted(weights[g, n], row, 0, 0, out, g, vectors)
             for i in range(vectors * LANES, row.shape[1]):
                 out[g, i] += weights[g, n] * row[0, i]
+
+
+@njit(cache=True, nogil=True, _nrt=False)
+def _ask_for(table: NDArray[np.int16], row: int) -> None:  # pragma: no cover - compiled
+    """Has a row's key and value brought into the caches."""
+    for at in range(0, table.shape[1], _LINE):
+        prefetch(table, row, at)
 
 
 @njit(cache=True, nogil=True, _nrt=False)

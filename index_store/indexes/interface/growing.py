@@ -25,7 +25,9 @@ class GrowingRows:
     """Rows [H, n, ...] at the start of a buffer that grows by doubling, so that room depends on n alone.
 
     room: rows that there is room for from the beginning. limit: rows that there will be at most, when that is known;
-    a buffer never grows beyond it.
+    a buffer never grows beyond it. addressed: rows that host memory has addresses for from the first row on; up to
+    there rows stay where they are, and no growth copies them. What is beyond the room is not touched, so a system that
+    gives memory when it is first written to has given none for it, and it does not count as held.
     count: n. Whoever writes rows into the buffer himself makes room for them before, and sets it after.
     """
 
@@ -36,11 +38,14 @@ class GrowingRows:
         dtype: torch.dtype = torch.float32,
         room: int = 0,
         limit: int | None = None,
+        addressed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
         self.buffer = torch.empty(heads, room, *row, dtype=dtype, device=device)
         self.count = 0
         self._limit = limit
+        self._addressed = addressed if self.buffer.device.type == "cpu" else 0
+        self._room = room
 
     @property
     def rows(self) -> Tensor:
@@ -50,12 +55,12 @@ class GrowingRows:
     @property
     def capacity(self) -> int:
         """Rows that there is room for."""
-        return self.buffer.shape[1]
+        return self._room if self._addressed else self.buffer.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer, rows still unused included."""
-        return self.buffer.numel() * self.buffer.element_size()
+        """Bytes of the room, rows still unused included."""
+        return self.buffer[:, : self.capacity].numel() * self.buffer.element_size()
 
     def append(self, rows: Tensor) -> None:
         """Adds rows [H, k, ...] behind the last one."""
@@ -77,8 +82,11 @@ class GrowingRows:
         """Makes room for `count` rows; those written so far may move."""
         if count <= self.capacity:
             return
-        capacity = grown(count, max(_SMALLEST, self.capacity), self._limit)
-        buffer = self.buffer.new_empty(self.buffer.shape[0], capacity, *self.buffer.shape[2:])
+        self._room = grown(count, max(_SMALLEST, self.capacity), self._limit)
+        if self._room <= self.buffer.shape[1]:
+            return
+        rows = max(self._room, self._addressed)
+        buffer = self.buffer.new_empty(self.buffer.shape[0], rows, *self.buffer.shape[2:])
         buffer[:, : self.count] = self.rows
         self.buffer = buffer
 

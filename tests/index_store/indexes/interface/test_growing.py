@@ -25,6 +25,20 @@ def test_a_buffer_never_grows_beyond_its_limit() -> None:
     assert grown.capacity == 100
 
 
+def test_rows_with_addresses_stay_where_they_are_and_hold_their_room_alone() -> None:
+    wanted, grown = torch.randn(2, 300, 3), GrowingRows(2, 3, addressed=256)
+    assert grown.nbytes == 0
+    places = set()
+    for rows in wanted.split(50, dim=1):
+        grown.append(rows)
+        places.add(grown.buffer.data_ptr())
+        assert grown.nbytes == 2 * grown.capacity * 3 * 4
+        assert len(places) == (1 if grown.count <= 256 else 2)
+    assert torch.equal(grown.rows, wanted)
+    assert torch.equal(grown.fork().rows, wanted)
+    assert grown.capacity == 512
+
+
 def test_rows_are_written_again_from_a_position_on() -> None:
     grown = GrowingRows(1)
     grown.append(torch.arange(5.0)[None])
