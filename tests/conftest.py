@@ -13,14 +13,20 @@ from pathlib import Path
 import pytest
 
 import index_store  # noqa: F401 - before torch: it says that idle OpenMP threads sleep, and tests import torch first
+from tests.support.interpreter import patch_once
 
 # Triton reads this once, when it is imported first: without a device its kernels run in its interpreter.
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if "TRITON_INTERPRET" in os.environ:
+    patch_once()
 
 # Tests start processes while clients and servers of others have run in this one. gRPC's own handling of forks ends some
 # of these processes before they have begun (it is read when gRPC is used first).
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+
+# Processes that tests start keep the bytecode of what they import, beside compiled loops, for those that come after.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Tests that run side by side share the cores, as do the processes that they start. Libraries read this when they load.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
@@ -44,8 +50,16 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests first: a mistake shows within seconds, not after the slow tests of the packages before it."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    """Fast tests first: a mistake shows within seconds, not after the slow tests of the packages before it.
+
+    Of the slow ones those at the top, which take longest, so that none of them runs when the others are done.
+    """
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        slow = item.get_closest_marker("slow") is not None
+        return slow, slow and item.path.parent != Path(__file__).parent
+
+    items.sort(key=place)
 
 
 @pytest.fixture

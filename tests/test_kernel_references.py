@@ -72,6 +72,7 @@ class Sources:
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self._trees = {module: ast.parse(text) for module, text in texts.items()}
+        self._imported: dict[ast.Module, dict[str, Place]] = {}
         self._definitions = {
             (module, name): node
             for module, tree in self._trees.items()
@@ -87,7 +88,7 @@ class Sources:
         compiled = {place for place, node in self._definitions.items() if _is_compiled(node)}
         found = set()
         for module, tree in self._trees.items():
-            imports = self._imports(tree, module)
+            imports = self._imports(tree)
             own = {name for place, name in compiled if place == module}
             kernels = own | {name for name, place in imports.items() if place in compiled}
             loops = imports.get("launch") == LAUNCH
@@ -120,7 +121,7 @@ class Sources:
 
     def _used(self, node: ast.AST, tree: ast.Module, module: str) -> Iterator[Place]:
         """What a part of a module names: its own definitions, imported ones, and those of imported modules."""
-        imports = self._imports(tree, module)
+        imports = self._imports(tree)
         yield from (imports.get(name, (module, name)) for name in _names_in(node))
         for part in ast.walk(node):
             if (
@@ -130,13 +131,15 @@ class Sources:
             ):
                 yield ".".join(imports[part.value.id]), part.attr
 
-    def _imports(self, tree: ast.Module, module: str) -> dict[str, Place]:
-        found = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module is not None:
-                for alias in node.names:
-                    found[alias.asname or alias.name] = (node.module, alias.name)
-        return found
+    def _imports(self, tree: ast.Module) -> dict[str, Place]:
+        if tree not in self._imported:
+            self._imported[tree] = {
+                alias.asname or alias.name: (node.module, alias.name)
+                for node in ast.walk(tree)
+                if isinstance(node, ast.ImportFrom) and node.module is not None
+                for alias in node.names
+            }
+        return self._imported[tree]
 
 
 def _defined(node: ast.stmt) -> Iterator[str]:

@@ -63,14 +63,17 @@ def pick_rows(
     slice_W = np.empty(width, np.float32)
     for number in range(queries):
         if queries == group:
-            query[:] = q_GD[number] * scale
+            for i in range(dim):
+                query[i] = q_GD[number, i] * scale
         else:
-            query[:] = q_GD[0] * scale
-            for g in range(1, group):
-                query += q_GD[g] * scale
-            query /= np.float32(group)
+            for i in range(dim):
+                total = q_GD[0, i] * scale
+                for g in range(1, group):
+                    total += q_GD[g, i] * scale
+                query[i] = total / np.float32(group)
         for b in range(begin, end):
-            slice_W[:] = query[b::subspaces] if strided else query[b * width : (b + 1) * width]
+            for w in range(width):
+                slice_W[w] = query[b + w * subspaces] if strided else query[b * width + w]
             best, highest = 0, np.float32(-np.inf)
             for c in range(centroids):
                 product = np.float32(0)
@@ -134,7 +137,9 @@ def combine(
     tiles, queries = peaks_PL.shape
     shares_L = np.empty(queries, np.float32)
     for number in range(queries):
-        highest = peaks_PL[:, number].max()
+        highest = peaks_PL[0, number]
+        for other in range(1, tiles):
+            highest = max(highest, peaks_PL[other, number])
         mass = 0.0
         for other in range(tiles):
             mass += totals_PL[other, number] * np.exp(peaks_PL[other, number] - highest)
@@ -230,10 +235,12 @@ def lower_bound(
     above, border = 0, BINS
     while border > 0 and above < keep:
         border -= _BINS_READ
-        counts[:] = histograms_PB[0, border : border + _BINS_READ]
-        for other in range(1, histograms_PB.shape[0]):
-            counts += histograms_PB[other, border : border + _BINS_READ]
-        total = int(counts.sum())
+        total = 0
+        for i in range(_BINS_READ):
+            counts[i] = 0
+            for other in range(histograms_PB.shape[0]):
+                counts[i] += histograms_PB[other, border + i]
+            total += counts[i]
         if above + total < keep:
             above += total
             continue
@@ -354,15 +361,17 @@ def best_listed(
 
     Tile p lists counts_P[p] ids and scores from its first key on, p * TILE.
     """
-    total = counts_P.sum()
+    total = 0
+    for tile in range(counts_P.shape[0]):
+        total += counts_P[tile]
     listed = np.empty(total, np.int32)
     keys = np.empty(total, np.uint32)
     place = 0
     for tile in range(counts_P.shape[0]):
         first, count = tile * TILE, counts_P[tile]
         bits = scores_X[first : first + count].view(np.uint32)
-        listed[place : place + count] = ids_X[first : first + count]
         for j in range(count):
+            listed[place + j] = ids_X[first + j]
             keys[place + j] = sortable(bits[j])
         place += count
     keep = min(keep, total, out.shape[0])
@@ -379,5 +388,6 @@ def best_listed(
         equal = keys[j] == threshold
         kept += (keys[j] > threshold) | (equal & (ties > 0))
         ties -= equal
-    out[:kept] = listed[:kept]
+    for j in range(kept):
+        out[j] = listed[j]
     return kept

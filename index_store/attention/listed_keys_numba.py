@@ -158,10 +158,13 @@ def _attend_listed(
         last, listed = context_count + tail_count, counts[s, head]
         # Ids ascend, and where some are of the tail, `begin` is, too: so rows of the context come first.
         rows = np.empty(sinks + listed + last - begin, np.int64)
-        rows[:sinks] = np.arange(sinks)
-        rows[sinks : sinks + listed] = ids[s, head, :listed]
-        rows[sinks + listed :] = np.arange(begin, last)
-        late = 0
+        for i in range(sinks):
+            rows[i] = i
+        for i in range(listed):
+            rows[sinks + i] = ids[s, head, i]
+        for i in range(begin, last):
+            rows[sinks + listed + i - begin] = i
+        late = np.int64(0)  # a literal would have what follows compiled for it, too
         for i in range(rows.shape[0]):
             late += int(rows[i] < context_count)
             rows[i] += head * head_rows if rows[i] < context_count else head * tail_rows - context_count

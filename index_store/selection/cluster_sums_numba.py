@@ -125,5 +125,7 @@ def _cluster_sums(
                 total[r] += weight * counts[head, r // group, c]
                 for i in range(dim):
                     added[r, i] += weight * values[head * value_stride + c, i]
-        totals[head, task] = total
-        sums[head, task] = added
+        for r in range(rows):
+            totals[head, task, r] = total[r]
+            for i in range(dim):
+                sums[head, task, r, i] = added[r, i]

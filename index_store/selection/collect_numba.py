@@ -13,7 +13,7 @@ from torch import Tensor
 
 from index_store.launch import launch, njit, on_host, prange
 from index_store.selection.ranking import Items
-from index_store.selection.searchable_numba import searchable_members
+from index_store.selection.searchable_numba import flat_rows, searchable_members
 
 
 def collect(order_HTGM: Tensor, items_HTG: Tensor, limits_HTG: Tensor, items: Items) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ def collect(order_HTGM: Tensor, items_HTG: Tensor, limits_HTG: Tensor, items: It
             order_HTGM.to(torch.int32).flatten(0, 1).contiguous().numpy(),
             items_HTG.to(torch.int32).flatten(0, 1).contiguous().numpy(),
             limits_HTG.to(torch.int32).flatten(0, 1).contiguous().numpy(),
-            *_lists(items, heads),
+            *_lists(items),
             positions,
             items.first_key,
             items.end_key,
@@ -109,18 +109,17 @@ def _list_marked(marked_HTS: Tensor, first_key: int) -> tuple[Tensor, Tensor]:
     return ids.view(heads, positions, width), counts_HT
 
 
-def _lists(items: Items, heads: int) -> list[NDArray[np.int32]]:
-    """Offsets and keys of the shared and the private group; empty arrays where there is none."""
+def _lists(items: Items) -> list[NDArray[np.int32] | int]:
+    """Items, offsets and keys of the shared and the private group, all rows one after another; none of no group."""
     if len(items.groups) > 2:
         raise ValueError(f"items have {len(items.groups)} groups of members, expected at most 2")
-    arrays: list[NDArray[np.int32]] = []
-    for number in range(2):
-        if number < len(items.groups):
-            group = items.groups[number]
-            arrays += [group.offsets_HM.numpy(), group.keys_HX.numpy()]
-        else:
-            arrays += [np.zeros((heads, 1), np.int32), np.zeros((heads, 0), np.int32)]
-    return arrays
+    found: list[NDArray[np.int32] | int] = []
+    for group in items.groups:
+        found += [group.offsets_HM.shape[1] - 1, *flat_rows(group.offsets_HM), *flat_rows(group.keys_HX)]
+    nothing = np.zeros(0, np.int32)
+    for _ in range(len(items.groups), 2):
+        found += [0, nothing, 0, nothing, 0]
+    return found
 
 
 @njit(cache=True, nogil=True)
@@ -143,18 +142,23 @@ def _collect_rows(
     order: NDArray[np.int32],
     item_counts: NDArray[np.int32],
     limits: NDArray[np.int32],
+    shared: int,
     shared_offsets: NDArray[np.int32],
+    shared_offsets_stride: int,
     shared_keys: NDArray[np.int32],
+    shared_keys_stride: int,
+    private: int,
     private_offsets: NDArray[np.int32],
+    private_offsets_stride: int,
     private_keys: NDArray[np.int32],
+    private_keys_stride: int,
     positions: int,
     first: int,
     end: int,
     ids: NDArray[np.int32],
     counts: NDArray[np.int32],
 ) -> None:  # pragma: no cover - compiled
-    shared = shared_offsets.shape[1] - 1
-    single = shared + private_offsets.shape[1] - 1 == 0
+    single = shared + private == 0
     for row in prange(order.shape[0]):
         head = row // positions
         marked = np.zeros(end - first, np.uint8)
@@ -169,12 +173,13 @@ def _collect_rows(
                         marked[item] = 1
                         left -= 1
                 elif item < shared:
-                    begin, stop = shared_offsets[head, item], shared_offsets[head, item + 1]
-                    left = _mark(shared_keys[head, begin:stop], first, end, left, marked)
+                    place, keys = head * shared_offsets_stride + item, head * shared_keys_stride
+                    begin, stop = shared_offsets[place], shared_offsets[place + 1]
+                    left = _mark(shared_keys[keys + begin : keys + stop], first, end, left, marked)
                 else:
-                    begin = private_offsets[head, item - shared]
-                    stop = private_offsets[head, item - shared + 1]
-                    left = _mark(private_keys[head, begin:stop], first, end, left, marked)
+                    place, keys = head * private_offsets_stride + item - shared, head * private_keys_stride
+                    begin, stop = private_offsets[place], private_offsets[place + 1]
+                    left = _mark(private_keys[keys + begin : keys + stop], first, end, left, marked)
         found = 0
         for x in range(end - first):
             if marked[x]:

@@ -145,7 +145,8 @@ def _top_k_row(row: NDArray[np.float32], ids: NDArray[np.int32]) -> int:  # prag
     reached = _columns_reaching(row, maxima, bound)
     found = reached.shape[0]
     if found <= keep:
-        ids[:found] = reached
+        for place in range(found):
+            ids[place] = reached[place]
         return int(found)
     bits = row[reached].view(np.uint32)
     threshold = _kth_largest(bits, found, keep)

@@ -70,7 +70,7 @@ class Library:
         return next(path for path in sorted(files) if path.is_file())
 
     def config(self, **changes: object) -> ServeConfig:
-        """A server over this store on a free port."""
+        """A server over this store on a free port, which is not warmed up: that takes seconds for all methods."""
         settings: dict[str, object] = {
             "store": self.store,
             "model": str(self.model),
@@ -82,6 +82,7 @@ class Library:
             "threads": 2,
             "device": "cpu",
             "method": "context",
+            "warm_up": False,
         }
         return ServeConfig(**{**settings, **changes})  # type: ignore[arg-type]
 
@@ -116,7 +117,7 @@ def shelf(library: Library) -> str:
 
 @pytest.fixture(scope="session")
 def server(library: Library, lamp: str) -> Iterator[DecodeServer]:
-    with DecodeServer(library.config()) as started:
+    with DecodeServer(library.config(warm_up=True)) as started:
         started.load()
         yield started
 
@@ -145,7 +146,7 @@ def tool_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 @pytest.fixture(scope="session")
 def tool_server(tool_library: Library) -> Iterator[DecodeServer]:
     """A server that makes contexts itself."""
-    with DecodeServer(tool_library.config(warm_up=False, prefill=True)) as started:
+    with DecodeServer(tool_library.config(prefill=True)) as started:
         started.load()
         yield started
 

@@ -163,7 +163,9 @@ def _score_span(
     rows, dim = queries.shape
     width = (dim + LANES - 1) // LANES * LANES
     padded = np.zeros((rows, width), np.float32)
-    padded[:, :dim] = queries
+    for r in range(rows):
+        for i in range(dim):
+            padded[r, i] = queries[r, i]
     weights = np.zeros((rows + ROWS, width), np.int8)
     units, shifts = np.empty(rows, np.float32), np.empty(rows, np.float32)
     scratch, halves = np.zeros((1, width), np.float32), np.zeros((1, LANES), np.int16)
@@ -298,7 +300,7 @@ def _attend_parts(
             places[head],
             counts,
             part * span,
-            min((part + 1) * span, counts.max()),
+            (part + 1) * span,
             outs[head, part],
             peaks[head, part],
             totals[head, part],
@@ -322,7 +324,8 @@ def _attend_part(
 ) -> None:  # pragma: no cover - compiled
     """Sums of weighted values [R, d] of one head's first keys, the weights' peaks and their totals.
 
-    logits: of a row those of the keys in columns first..end-1 behind its place, as far as it has any.
+    logits: of a row those of the keys in columns first..end-1 behind its place, as far as it has any; beyond the
+    longest row there is nothing.
     """
     rows, dim, groups = places.shape[0], out.shape[1], scales.shape[1]
     width = dim // groups
@@ -340,6 +343,10 @@ def _attend_part(
     gathered = np.zeros((rows * groups, vectors * LANES), np.float32)
     middle = np.float32((1 << bits) - 1) / np.float32(2)
     totals[:] = 0
+    longest = 0
+    for r in range(rows):
+        longest = max(longest, counts[r])
+    end = min(end, longest)
     for r in range(rows):
         stop = min(end, counts[r])
         peaks[r] = largest(line_of, 0, places[r] + first, places[r] + stop) if stop > first else -np.inf

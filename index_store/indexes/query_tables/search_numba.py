@@ -335,7 +335,9 @@ def _rescale(peaks: NDArray[np.float32], totals: NDArray[np.float32]) -> None:  
     """Overwrites the peaks of one position's tiles by the factors that turn their exponentials into softmax."""
     group, tiles = peaks.shape
     for g in range(group):
-        highest = peaks[g].max()
+        highest = peaks[g, 0]
+        for tile in range(1, tiles):
+            highest = max(highest, peaks[g, tile])
         mass = 0.0
         for tile in range(tiles):
             peaks[g, tile] = np.exp(peaks[g, tile] - highest)
@@ -351,7 +353,8 @@ def _combine(
     """One task of one position: its tiles' exponentials, rescaled and summed over the group."""
     shares = np.empty(factors.shape[0], np.float32)
     for tile in range(part * _TILES_PER_TASK, min((part + 1) * _TILES_PER_TASK, factors.shape[1])):
-        shares[:] = factors[:, tile]
+        for g in range(factors.shape[0]):
+            shares[g] = factors[g, tile]
         low = tile * TILE
         high = min(low + TILE, out.shape[0])
         combine_tile(exponentials[:, low:high], shares, out[low:high])

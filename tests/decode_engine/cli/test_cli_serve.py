@@ -73,7 +73,7 @@ def test_serve_ask_and_stop(run: Run, library: Library, lamp: str) -> None:
 @pytest.mark.slow
 def test_a_request_that_the_grace_does_not_suffice_for_is_told_so(library: Library, lamp: str) -> None:
     grace = ["--grace", "0.1", "--method", "context"]
-    arguments = [*serve_arguments(library), "--threads", "1", *grace, "--format", "json"]
+    arguments = [*serve_arguments(library), "--no-warm-up", "--threads", "1", *grace, "--format", "json"]
     with serving(*arguments) as (process, line), Client(json.loads(line)["address"]) as client:
         with client.generate(lamp, text="Who?", max_tokens=3400, method="oracle") as generation:
             pieces = iter(generation)
@@ -120,7 +120,7 @@ main(sys.argv[1:])
 
 @pytest.mark.slow
 def test_serve_as_text_ends_well_on_interrupt(library: Library, lamp: str) -> None:
-    with serving(*serve_arguments(library)) as (process, line):
+    with serving(*serve_arguments(library), "--no-warm-up") as (process, line):
         assert line.startswith("Serving ")
         assert "127.0.0.1:" in line
         process.send_signal(signal.SIGINT)

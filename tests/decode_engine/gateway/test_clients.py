@@ -170,7 +170,7 @@ def test_the_server_asks_for_tokens_behind_a_gateway_without_any(
     tmp_path: Path, library: Any, lamp: str
 ) -> None:
     secret = TokenFile(tmp_path / "tokens").create("alice")
-    config = library.config(tokens=tmp_path / "tokens", warm_up=False)
+    config = library.config(tokens=tmp_path / "tokens")
     with DecodeServer(config) as guarded, Gateway("127.0.0.1:0", guarded.address) as gateway:
         guarded.load()
         assert httpx.get(f"{gateway.url}/v1/contexts").status_code == 401

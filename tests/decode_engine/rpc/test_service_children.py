@@ -37,7 +37,7 @@ class Shelf:
         self.root = "contexts/" + library.prefill("root", method=METHODS)
 
     def served(self, **changes: object) -> DecodeServer:
-        server = DecodeServer(self.library.config(warm_up=False, **changes))
+        server = DecodeServer(self.library.config(**changes))
         server.load()
         return server
 
@@ -134,7 +134,7 @@ def test_a_stop_string_ends_what_is_kept(shelf: Shelf, client: Client) -> None:
 def test_children_outlive_the_server(shelf: Shelf, tmp_path: Path) -> None:
     library = Library(shelf.library.model, tmp_path / "store")
     shutil.copytree(shelf.library.store, library.store)
-    with DecodeServer(library.config(warm_up=False)) as server, Client(server.address) as client:
+    with DecodeServer(library.config()) as server, Client(server.address) as client:
         server.load()
         child = extend(client, shelf.root)
         expected, _ = ask(client, child, "The lamp")
@@ -173,7 +173,7 @@ def test_the_parent_stays_while_a_childs_session_runs(
 def test_a_child_without_its_parent_says_so(shelf: Shelf, tmp_path: Path) -> None:
     library = Library(shelf.library.model, tmp_path / "store")
     shutil.copytree(shelf.library.store, library.store)
-    with DecodeServer(library.config(warm_up=False)) as server, Client(server.address) as client:
+    with DecodeServer(library.config()) as server, Client(server.address) as client:
         server.load()
         child = extend(client, shelf.root)
         shutil.rmtree(library.store / shelf.root)

@@ -50,7 +50,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 @pytest.fixture(scope="module")
 def server(shop: Library) -> Iterator[DecodeServer]:
-    with DecodeServer(shop.config(warm_up=False)) as started:
+    with DecodeServer(shop.config()) as started:
         started.load()
         yield started
 
@@ -142,7 +142,7 @@ def test_a_request_id_makes_repeats_harmless_also_after_a_restart(
     assert client.create_context(document("repeated"), request_id="order 1", wait=False).name == first.name
     with pytest.raises(InvalidArgumentError, match="request_id 'order 1' was used for another request"):
         client.create_context(document("another"), request_id="order 1", wait=False)
-    with DecodeServer(shop.config(warm_up=False)) as restarted:
+    with DecodeServer(shop.config()) as restarted:
         restarted.load()
         with Client(restarted.address) as later:
             assert later.create_context(document("repeated"), request_id="order 1", wait=False) == first

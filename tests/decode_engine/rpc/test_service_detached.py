@@ -31,7 +31,7 @@ def tokens(client: Client, context: str, method: str) -> list[int]:
 
 def test_a_child_made_whole_needs_nobody(library: Library) -> None:
     root = "contexts/" + library.prefill("root", method=("csattention", "quest", "multipole"))
-    with DecodeServer(library.config(warm_up=False)) as server, Client(server.address) as client:
+    with DecodeServer(library.config()) as server, Client(server.address) as client:
         server.load()
         keep = Keep(name="long", prompt_only=True)
         with client.generate(root, text=MORE * 4, method="full", keep=keep) as generation:

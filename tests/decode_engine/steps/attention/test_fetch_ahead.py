@@ -34,7 +34,7 @@ from index_store.methods.presets import get_method
 from index_store.models.resolve import resolve_model
 from index_store.store.manifest import Manifest
 from tests.decode_engine.kernels.problems.cluster_problems import make_problem, random_lists
-from tests.decode_engine.steps.test_hybrid_steps import (
+from tests.decode_engine.steps.attention.test_hybrid_steps import (
     GivenHybridSteps,
     GivenLists,
     attend,

@@ -17,7 +17,7 @@ from index_store.methods.presets import get_method
 from index_store.store.context_id import ModelIdentity
 from tests.decode_engine.kernels.problems.cluster_problems import make_problem, random_lists
 from tests.decode_engine.kernels.problems.slot_problems import Steps, cached_sequence, next_wanted
-from tests.decode_engine.steps.test_hybrid_steps import (
+from tests.decode_engine.steps.attention.test_hybrid_steps import (
     GivenHybridSteps,
     GivenSteps,
     attend,
