@@ -172,8 +172,10 @@ def test_a_signal_ends_the_job_cleanly(make_config: MakeConfig, tmp_path: Path, 
 def test_a_disk_limit_ends_the_job_with_a_sentence(make_config: MakeConfig) -> None:
     """A limit on the size of files stands for a disk that fills up while a chunk is written."""
     config = make_config()
+    # No bytecode is written under the limit, which would cut it off for everybody who imports it later.
     limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "limited", *command(config)]
-    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(limited, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 1
     assert done.stdout == ""
     last = done.stderr.strip().splitlines()[-1]
