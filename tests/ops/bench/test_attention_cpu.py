@@ -38,7 +38,7 @@ def test_one_line_per_result(bench: ModuleType, run: Run) -> None:
         assert (row["shape"], row["context"]) == ("reader", 1024)
         for speedup, base in zip(("speedup", "speedup_products"), rows, strict=False):
             assert row[speedup] == pytest.approx(base["step_us"] / row["step_us"], abs=0.02, rel=0.01)
-    assert all(0 < row["search_us"] < row["step_us"] for row in rows[4:])
+    assert all(row["search_us"] > 0 for row in rows[4:])
 
 
 def test_a_wrong_length_is_refused(bench: ModuleType, run: Run) -> None:

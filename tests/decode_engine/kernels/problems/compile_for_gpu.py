@@ -152,6 +152,15 @@ def copy_some() -> None:
     copy_rows(RowCopies(addresses, addresses, torch.zeros(1, dtype=torch.int32)), 512)
 
 
+def attend_windows() -> None:
+    from decode_engine.kernels.attention.partials import Partials
+    from decode_engine.kernels.attention.window_attention import attend_window
+
+    queries = torch.zeros(SIZE, HEADS, 4, 128, dtype=torch.bfloat16)
+    records_BF = torch.zeros(SIZE, 1, dtype=torch.int64)
+    attend_window(queries, records_BF, Partials.allocate(SIZE * HEADS, 4, 4, 128, GPU), 1.0)
+
+
 def main() -> None:
     gc.disable()  # a compiler makes many objects and keeps most
     compiled, failed = pretend()
@@ -162,6 +171,7 @@ def main() -> None:
         take_steps(4, 128, IN_HOST_MEMORY, "hybrid")
         take_steps(4, 128, IN_HOST_MEMORY[:1], "host")
         copy_some()
+        attend_windows()
     json.dump({"compiled": compiled, "failed": failed}, sys.stdout)
 
 

@@ -195,7 +195,7 @@ def test_lanes_follow_what_was_there_before_any_of_them(
 
     monkeypatch.setattr(StepBatch, "seat", say("seat", [0]))
     monkeypatch.setattr(Stepper, "_mark", say("mark"))
-    monkeypatch.setattr(StepGraph, "launch", say("launch"))
+    monkeypatch.setattr(StepGraph, "launch", say("launch", object()))
     monkeypatch.setattr(StepGraph, "collect", say("collect", [Stepped(4, 0, 0, 0, 0, 0)]))
     sessions = start(runner, small("csattention+dropped"), Placement.HOST)[:2]
     results = make_stepper(runner, threads).step(
