@@ -22,7 +22,7 @@ from index_store.cli.options import (
 )
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
-from index_store.store.dtypes import KV_DTYPES
+from index_store.store.dtypes import AS_DTYPE, KV_DTYPES, ROW_CODINGS
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,8 @@ class PrefillConfig:
     method: methods whose indexes the context shall hold, see `methods`. index: further indexes by name, each perhaps
         with build parameters ("key_clusters:window=4096,keys_per_cluster=32"). tables, subspaces, centroids, split:
         build parameters of query tables, None for the index's own.
-    dtype: how K and V are stored, "auto" for the checkpoint's dtype. chunk: tokens per forward pass.
+    dtype: how K and V are stored, "auto" for the checkpoint's dtype. rows: whether in it, or in 8 bits (one of
+        `ROW_CODINGS`). chunk: tokens per forward pass.
     attention: "exact", or "muse" for what attends to the past through clusters: clusters, exact blocks and the rest of
         it are the muse_ settings (`prefill_worker.muse.settings`), and a pass carries one block, whatever chunk says.
     query_sample: queries per layer and KV head that indexes are built from (tokens times group).
@@ -100,6 +101,14 @@ class PrefillConfig:
     dtype: Annotated[
         str, Option(help="Of stored keys and values; auto: the model's."), OneOf(AUTO, *KV_DTYPES)
     ] = AUTO
+    rows: Annotated[
+        str,
+        Option(
+            help="How exact keys and values are stored: in that dtype, or in 8 bits (int8), four of which are the "
+            "coarse copy of refined."
+        ),
+        OneOf(*ROW_CODINGS),
+    ] = AS_DTYPE
     chunk: Annotated[
         int,
         Option(help="Tokens per forward pass; with --attention muse, passes are its blocks."),
@@ -245,6 +254,7 @@ class RunConfig(PrefillConfig):
                     "messages",
                     "name",
                     "method",
+                    "rows",
                     "ttl",
                     "server",
                     "store",

@@ -74,6 +74,7 @@ FLOORS = (
     "index_store/indexes/query_tables",
     "index_store/indexes/key_clusters",
     "index_store/indexes/product_codes",
+    "index_store/indexes/row_planes",
     "index_store/indexes/coarse_rows",
     "index_store/models",
     "index_store/indexes/interface",

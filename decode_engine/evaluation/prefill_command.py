@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from index_store.errors import InvalidArgumentError, SparseKVError
+from index_store.store.dtypes import AS_DTYPE
 
 MUSE_SETTINGS: Mapping[str, type[int] | type[float]] = {
     "block": int,
@@ -32,7 +33,7 @@ class PrefillCommand:
     """The arguments that all contexts of one evaluation share.
 
     attention: of the prefill, see `attention_flags`. methods: those whose indexes are built. dense_layers,
-    calibration, device, index: as `prefill-worker run` takes them.
+    calibration, device, index, rows: as `prefill-worker run` takes them.
     """
 
     model: str
@@ -43,6 +44,7 @@ class PrefillCommand:
     device: str = "auto"
     index: Sequence[str] = ()
     attention: str = "exact"
+    rows: str = AS_DTYPE
 
     def run(self, document: Path, name: str) -> dict[str, Any]:
         """Prefills the document unless the store has it already; returns the command's report.
@@ -54,7 +56,7 @@ class PrefillCommand:
         command += [part for method in self.methods or ["full"] for part in ("--method", method)]
         command += [part for index in self.index for part in ("--index", index)]
         command += ["--dense-layers", self.dense_layers, "--device", self.device, "--format", "json"]
-        command += attention_flags(self.attention)
+        command += ["--rows", self.rows, *attention_flags(self.attention)]
         if self.calibration is not None:
             command += ["--calibration", str(self.calibration)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -19,6 +19,7 @@ from torch import Tensor
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import SparseLayer
+from index_store.indexes.row_planes.two_planes import TwoPlanes
 
 _BLOCK_BYTES = 4 * 2**20  # keys and values in float32 at a time
 
@@ -130,6 +131,8 @@ def _attend_all(seen: Observation, q_HTGD: Tensor, positions_T: Tensor) -> tuple
     context, tail = seen.rows.context_HN2D, seen.rows.tail_Ht2D
     count = context.shape[1]
     visible = int(positions_T.max()) + 1
+    if isinstance(context, TwoPlanes):
+        context = context.decode(0, min(visible, count))
     parts = [*_blocks(context[:, :visible]), *_blocks(tail[:, : max(visible - count, 0)])]
     device = q_HTGD.device  # keys and values of the context may be in host memory
     logits = torch.cat(

@@ -25,6 +25,7 @@ from index_store.cli.checks import AtLeast, InputFile, MoreThan, OneOf, OutputFo
 from index_store.cli.options import AUTO, check_bounds, comma_separated
 from index_store.errors import InvalidArgumentError
 from index_store.methods.expressions import EXPRESSION_HELP
+from index_store.store.dtypes import AS_DTYPE, ROW_CODINGS
 
 if TYPE_CHECKING:
     from index_store.methods.method import Method
@@ -152,6 +153,11 @@ class EvaluationConfig:
             "well, and compare what it answers with full attention to the exact one."
         ),
     ] = "exact"
+    rows: Annotated[
+        str,
+        Option(help="int8: prefill every context with rows in 8 bits as well, and compare in the same way."),
+        OneOf(*ROW_CODINGS),
+    ] = AS_DTYPE
 
     def __post_init__(self) -> None:
         from index_store.methods.presets import METHODS, get_method
@@ -196,10 +202,10 @@ class EvaluationConfig:
         return found
 
     def approximated(self) -> list[Variant]:
-        """The same variants over contexts that were prefilled with approximate attention; none where it is exact."""
-        if self.attention == "exact":
-            return []
-        return [replace(variant, after=self.attention) for variant in self.variants()]
+        """The same variants over contexts with approximate attention or rows in 8 bits; none where all is exact."""
+        after = [self.attention] if self.attention != "exact" else []
+        after += [self.rows] if self.rows != AS_DTYPE else []
+        return [replace(variant, after=" and ".join(after)) for variant in self.variants() if after]
 
     def indexed(self) -> list[str]:
         """Expressions to prefill contexts for, in an order that does not depend on which of them are measured."""

@@ -61,6 +61,7 @@ CREATE = Endpoint(
         ),
         Parameter("ttl_seconds", number(1, 36_500 * 86_400.0), "When it expires; never by default."),
         Parameter("methods", TEXTS_ONLY, "Methods whose indexes to build; `csattention` by default."),
+        Parameter("rows", TEXT, "`int8`: exact keys and values in 8 bits; `dtype` by default, as they are."),
         Parameter(
             "request_id", TEXT, "Makes a repeat of the request harmless: it returns the same operation."
         ),
@@ -89,6 +90,7 @@ async def create_context(request: Request) -> Response:
         display_name=given.get("display_name"),
         ttl_s=given.get("ttl_seconds"),
         methods=given.get("methods"),
+        rows=given.get("rows"),
         request_id=given.get("request_id"),
         priority=given.get("priority"),
         labels=given.get("labels"),

@@ -17,6 +17,7 @@ from decode_engine.layers.partial_attention import attend_shared, attend_streame
 from decode_engine.layers.tail import Tail
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.logit_form import PLAIN, LogitForm
+from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
 
 
 class DenseLayer:
@@ -28,7 +29,7 @@ class DenseLayer:
 
     def __init__(
         self,
-        kv_HN2D: Tensor,
+        kv_HN2D: ContextRows,
         figures: Figures,
         device: torch.device | None = None,
         tail: Tail | None = None,
@@ -63,7 +64,7 @@ class DenseLayer:
 
     def read_context(self, q_HTGD: Tensor) -> AttentionState:
         """Attention to the context alone, for queries of any sessions on it."""
-        if self._on_host:
+        if self._on_host or isinstance(self._kv_HN2D, TwoPlanes):
             return attend_streamed(q_HTGD, self._kv_HN2D, self._form.cap)
         return attend_shared(q_HTGD, self._kv_HN2D, causal=False, cap=self._form.cap)
 

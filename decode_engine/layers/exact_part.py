@@ -18,6 +18,7 @@ from decode_engine.layers.partial_attention import attend_shared
 from decode_engine.layers.tail import Tail
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.logit_form import PLAIN, LogitForm
+from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
 from index_store.selection.clustered_keys import ScoredClusters
 from index_store.selection.pieces import Piece
 from index_store.selection.remainders import ExactKeys
@@ -31,7 +32,7 @@ class ExactPart:
 
     def __init__(
         self,
-        kv_HN2D: Tensor,
+        kv_HN2D: ContextRows,
         tail: Tail,
         sinks: int,
         figures: Figures,
@@ -96,6 +97,6 @@ class ExactPart:
 
     def _context_rows(self, start: int, end: int) -> Tensor:
         """Rows start..end-1 of the context on the device of the queries, copied only where they are not there."""
-        if self._on_host:
+        if self._on_host or isinstance(self._kv_HN2D, TwoPlanes):
             return copy_rows(self._kv_HN2D, start, end, self._tail.rows.device)
         return self._kv_HN2D[:, start:end]

@@ -1,4 +1,6 @@
-"""Keys and values in host memory, for queries on a device: streamed in blocks, or picked row by row.
+"""Keys and values in host memory or in two planes, for queries on a device: streamed in blocks, or picked row by row.
+
+Rows of two planes are decoded where the queries are: a tensor of all of them is never made.
 
 Shape legend: H KV heads, T query positions, N context tokens, n tokens of a block, K kept keys, d head dim.
 """
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from decode_engine.kernels.slots import gather_rows
 from decode_engine.kernels.slots.gather_rows import RowCopies
+from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
 from index_store.memory.host_blocks import BlockReader
 from index_store.memory.host_memory import copy_source, is_readable
 
@@ -19,8 +22,29 @@ STREAM_BYTES = 32 * 2**20
 """Of one of the two blocks in device memory that keys and values are streamed through."""
 
 
-def stream_blocks(kv_HN2D: Tensor, device: torch.device) -> Iterator[Tensor]:
+DECODED_BYTES = 16 * 2**20
+"""Of a block of two planes in float32 on a CPU: smaller ones cost more launches and merges than caches gain."""
+
+
+def stream_blocks(rows: ContextRows, device: torch.device) -> Iterator[Tensor]:
     """All rows in order as blocks [H, n, 2, d] on the device, each good until the next one is asked for."""
+    if not isinstance(rows, TwoPlanes):
+        yield from _stream_blocks(rows, device)
+    elif rows.device == device:
+        heads, count, two, head_dim = rows.shape
+        most = DECODED_BYTES if device.type == "cpu" else STREAM_BYTES
+        step = min(count, max(1, most // (4 * heads * two * head_dim)))
+        block = torch.empty(heads, step, two, head_dim, device=device)
+        for first in range(0, count, step):
+            yield rows.decode(first, min(first + step, count), block)
+    else:
+        first = 0
+        for low_Hn2C in _stream_blocks(rows.low_HN2C, device):
+            yield rows.refine(first, low_Hn2C)
+            first += low_Hn2C.shape[1]
+
+
+def _stream_blocks(kv_HN2D: Tensor, device: torch.device) -> Iterator[Tensor]:
     heads, count, two, head_dim = kv_HN2D.shape
     row_bytes = heads * two * head_dim * kv_HN2D.element_size()
     rows = min(max(1, STREAM_BYTES // row_bytes), max(count, 1))
@@ -34,8 +58,14 @@ def stream_blocks(kv_HN2D: Tensor, device: torch.device) -> Iterator[Tensor]:
         reader.end()
 
 
-def copy_rows(kv_HN2D: Tensor, start: int, end: int, device: torch.device) -> Tensor:
+def copy_rows(rows: ContextRows, start: int, end: int, device: torch.device) -> Tensor:
     """A copy of rows start..end-1 on the device, [H, n, 2, d]."""
+    if isinstance(rows, TwoPlanes):
+        return rows.decode(start, max(start, end))
+    return _copy_rows(rows, start, end, device)
+
+
+def _copy_rows(kv_HN2D: Tensor, start: int, end: int, device: torch.device) -> Tensor:
     heads, _, two, head_dim = kv_HN2D.shape
     out = torch.empty(heads, max(end - start, 0), two, head_dim, dtype=kv_HN2D.dtype, device=device)
     source = copy_source(kv_HN2D, device)
@@ -44,12 +74,23 @@ def copy_rows(kv_HN2D: Tensor, start: int, end: int, device: torch.device) -> Te
     return out
 
 
-def pick_rows(kv_HN2D: Tensor, ids_HTK: Tensor) -> Tensor:
-    """Rows [H*T*K, 2*d] at the ids of every head, in the stored dtype, on the ids' device.
+def pick_rows(rows: ContextRows, ids_HTK: Tensor) -> Tensor:
+    """Rows [H*T*K, 2*d] at the ids of every head, in the stored dtype or float32, on the ids' device.
 
     A GPU reads them from host memory itself where it can. Otherwise they are picked where they are, and
     copied once if the ids are elsewhere.
     """
+    if not isinstance(rows, TwoPlanes):
+        return _pick_rows(rows, ids_HTK)
+    heads, _, two, head_dim = rows.shape
+    ids_HX = ids_HTK.flatten(1)
+    if rows.device == ids_HTK.device:
+        return rows.pick(ids_HX).view(-1, two * head_dim)
+    low = _pick_rows(rows.low_HN2C, ids_HTK).view(heads, -1, two, head_dim // 2)
+    return rows.refine_listed(ids_HX, low).view(-1, two * head_dim)
+
+
+def _pick_rows(kv_HN2D: Tensor, ids_HTK: Tensor) -> Tensor:
     device = ids_HTK.device
     heads = kv_HN2D.shape[0]
     # Rows between heads; more than N where a buffer has slack.

@@ -16,6 +16,7 @@ from decode_engine.layers.host_rows import stream_blocks
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.fused import HALVES, attend_fused, attend_to_all, attend_to_themselves
 from index_store.attention.sliding import attend_masked
+from index_store.indexes.row_planes.two_planes import ContextRows
 
 BLOCK_BYTES = 4 * 2**20
 """Keys and values converted to float32 at a time. A block of this size stays in the last-level cache and in memory that
@@ -80,8 +81,8 @@ def _attend_capped(q_HTGD: Tensor, kv_HN2D: Tensor, causal: bool, cap: float) ->
     return AttentionState(state.out.transpose(1, 2), state.lse.transpose(1, 2))
 
 
-def attend_streamed(q_HTGD: Tensor, kv_HN2D: Tensor, cap: float | None = None) -> AttentionState:
-    """`attend_shared` to keys and values in host memory: block by block through the queries' device, merged by lse."""
+def attend_streamed(q_HTGD: Tensor, kv_HN2D: ContextRows, cap: float | None = None) -> AttentionState:
+    """`attend_shared` to keys and values in host memory or in two planes: block by block, merged by lse."""
     state = AttentionState.empty(q_HTGD.shape[:-1], q_HTGD.shape[-1], q_HTGD.device)
     for block in stream_blocks(kv_HN2D, q_HTGD.device):
         state = state.merge(attend_shared(q_HTGD, block, causal=False, cap=cap))

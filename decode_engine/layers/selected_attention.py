@@ -6,7 +6,7 @@ Shape legend: H KV heads, T query positions, G group heads, K kept keys, N conte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from index_store.attention.listed_keys_numba import Listed, attend_listed
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.attention.row_lists_numba import attend_row_lists
 from index_store.indexes.interface.layer_index import Asked, LayerIndex
+from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
 from index_store.launch import on_host
 from index_store.methods.method import Method
 from index_store.selection.budgets import Budget, Selection, Step, cut_together
@@ -46,7 +47,7 @@ class KeyRows:
     [H, t, 2, d], same dtype, on the device of the ids that are asked for.
     """
 
-    context_HN2D: Tensor
+    context_HN2D: ContextRows
     tail_Ht2D: Tensor
     on_host: bool = False
 
@@ -77,7 +78,9 @@ class KeyRows:
 
     def heads(self, part: slice) -> KeyRows:
         """The same for some KV heads."""
-        return KeyRows(self.context_HN2D[part], self.tail_Ht2D[part], self.on_host)
+        context = self.context_HN2D
+        some = context.heads(part) if isinstance(context, TwoPlanes) else context[part]
+        return KeyRows(some, self.tail_Ht2D[part], self.on_host)
 
     def hold(self, selection: Selection) -> HeldRows:
         """The rows of a selection that serves several calls."""
@@ -159,7 +162,7 @@ class SharingLayer(Protocol):
 
     sharing: LayerIndex | None
     budget: Budget
-    context_HN2D: Tensor
+    context_HN2D: ContextRows
 
     def ask(self, q_H1GD: Tensor, keys_H1D: Tensor, values_H1D: Tensor, position: int) -> Asked:
         """Adds a new key, and says what its query wants of the index."""
@@ -190,6 +193,7 @@ def attend_sparse_together(
     begin = perf_counter_ns()
     layers = [layer for layer, *_ in calls]
     index = layers[0].sharing
+    context = layers[0].context_HN2D
     if index is None:
         raise ValueError("layers of this method do not attend together")
     asked = [layer.ask(q, keys, values, position) for layer, q, keys, values, position in calls]
@@ -209,7 +213,10 @@ def attend_sparse_together(
         )
         found = zip(own, some, selections, others, strict=True)
         listed = [layer.list_keys(each, chosen, rest) for layer, each, chosen, rest in found]
-        states = attend_listed(own[0].context_HN2D, listed)
+        if isinstance(context, TwoPlanes):
+            states = [attend_listed(*decode_listed_keys(context, each))[0] for each in listed]
+        else:
+            states = attend_listed(context, listed)
         for number, layer in enumerate(own):
             position = calls[first + number][4]
             made = (some[number], selections[number], rankings[number], position, states[number])
@@ -218,6 +225,28 @@ def attend_sparse_together(
     for layer in layers:
         layer.count_time(search_ns, attend_ns)
     return outs
+
+
+def decode_listed_keys(planes: TwoPlanes, keys: Listed) -> tuple[Tensor, list[Listed]]:
+    """A context of those rows alone that are attended to, in float32, and the same keys listed in it.
+
+    Its rows: sinks, listed keys, and all of the context's from `begin` on.
+    """
+    heads, count = planes.shape[:2]
+    listed, recent = keys.ids_HK.shape[1], max(0, count - keys.begin)
+    ends = torch.cat([torch.arange(keys.sinks), torch.arange(count - recent, count)]).to(torch.int32)
+    fixed = ends.expand(heads, -1)
+    # Lists are as wide as the widest: what lies behind the others may be no key.
+    ids = keys.ids_HK.clamp(0, count - 1)
+    rows = planes.pick(torch.cat([fixed[:, : keys.sinks], ids, fixed[:, keys.sinks :]], dim=1))
+    if bool((keys.ids_HK >= count).any()):  # keys of the tail that were searched
+        head, column = (keys.ids_HK >= count).nonzero(as_tuple=True)
+        of_tail = (keys.ids_HK[head, column] - count).long().clamp_(max=keys.tail_Ht2D.shape[1] - 1)
+        rows[head, keys.sinks + column] = keys.tail_Ht2D[head, of_tail].float()
+    places = torch.arange(keys.sinks, keys.sinks + listed, dtype=torch.int32).expand(heads, -1)
+    tail = keys.tail_Ht2D[:, max(0, keys.begin - count) :].float()
+    begin = keys.sinks + listed
+    return rows, [replace(keys, tail_Ht2D=tail, ids_HK=places, begin=begin)]
 
 
 def attend_selection(
@@ -297,8 +326,9 @@ def _attend_block(
     figures.count_kept(int(counts.sum()) * (queries.shape[1] // counts.shape[1]))
     rows = rows.heads(block.heads)
     plain = left.form.cap is None and not left.remainder.takes_out_rows
-    if plain and isinstance(rows, KeyRows) and not rows.on_host and on_host(queries):
-        state, exact = _attend_in_place(queries, rows, ids, counts, figures)
+    in_place = plain and isinstance(rows, KeyRows) and not rows.on_host and on_host(queries)
+    if in_place and isinstance(rows, KeyRows) and isinstance(rows.context_HN2D, Tensor):
+        state, exact = _attend_in_place(queries, rows, rows.context_HN2D, ids, counts, figures)
     else:
         state, exact = _attend_gathered(queries, rows, ids, counts, left.form, figures)
     begin = perf_counter_ns()
@@ -334,13 +364,13 @@ def _attend_gathered(
 
 
 def _attend_in_place(
-    queries: Tensor, rows: KeyRows, ids: Tensor, counts: Tensor, figures: Figures
+    queries: Tensor, rows: KeyRows, context: Tensor, ids: Tensor, counts: Tensor, figures: Figures
 ) -> tuple[AttentionState, ExactKeys]:
     """The same without a copy of the rows, on a CPU; the keys have ids alone."""
     begin = perf_counter_ns()
     positions = queries.shape[1]
     each_ids, each_counts = ids.expand(-1, positions, -1), counts.expand(-1, positions)
-    state = attend_row_lists(queries, rows.context_HN2D, rows.tail_Ht2D, each_ids, each_counts)
+    state = attend_row_lists(queries, context, rows.tail_Ht2D, each_ids, each_counts)
     nothing = queries.new_empty(0)
     figures.attend_ns += perf_counter_ns() - begin
     return state, ExactKeys(ids, _counted(ids, counts), nothing, nothing)

@@ -15,8 +15,9 @@ from decode_engine.layers.sparse_layer import LayerAttention, LayerSearch, Spars
 from decode_engine.layers.window_layer import WindowLayer
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.exact_index import ExactIndex
 from index_store.indexes.interface.layer_index import LayerIndex
-from index_store.indexes.registry import INDEX_KINDS
+from index_store.indexes.row_planes.two_planes import TwoPlanes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import FittedMethod
@@ -192,11 +193,11 @@ def _make_layer(
     layer: int,
 ) -> LayerAttention:
     """A layer of a session. Waits until the context has it in memory."""
-    kv, manifest = context.kv(layer), context.manifest
+    kv, manifest = context.rows(layer), context.manifest
     form = forms[layer] if forms else PLAIN
     window = manifest.model.shape(layer).window
     if window is not None:
-        return WindowLayer(kv, manifest.token_count, window, figures, form)
+        return WindowLayer(context.kv(layer), manifest.token_count, window, figures, form)
     beside = context.device if context.placement.kv_on_host else None
     index, partition = fitted.method.index, fitted.partition
     if index is None or layer not in fitted.searching:
@@ -212,4 +213,5 @@ def _make_layer(
 def _index(context: ResidentContext, spec: IndexSpec, layer: int) -> LayerIndex:
     if spec.stored:
         return context.index(spec.name, layer)
-    return INDEX_KINDS[spec.kind].from_arrays(spec.parameters, {}, context.kv(layer))
+    rows = context.rows(layer)
+    return ExactIndex(rows if isinstance(rows, TwoPlanes) else rows[:, :, 0])

@@ -44,6 +44,7 @@ from index_store.attention.listed_keys_numba import Listed
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.interface.layer_index import AppendedKeys, Asked, LayerIndex
+from index_store.indexes.row_planes.two_planes import ContextRows
 from index_store.methods.method import Method
 from index_store.selection.budgets import Selection, Step
 from index_store.selection.pieces import Piece
@@ -78,7 +79,7 @@ class SparseLayer:
 
     def __init__(
         self,
-        kv_HN2D: Tensor,
+        kv_HN2D: ContextRows,
         search: LayerSearch,
         method: Method,
         figures: Figures,

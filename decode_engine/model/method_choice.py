@@ -25,6 +25,7 @@ from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
+from index_store.store.dtypes import INT8
 from index_store.store.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,10 @@ class StepCosts:
         self, own: Method, manifest: Manifest, placement: Placement, sessions: int
     ) -> tuple[Method, str]:
         """A context's own method or full attention, and why. sessions: on the context, with those of the request."""
-        method, why = self._choose(own, manifest.token_count, placement, sessions)
+        if own.sparse and manifest.rows == INT8:
+            method, why = own, "the context's own: steps over rows in 8 bits were not timed"
+        else:
+            method, why = self._choose(own, manifest.token_count, placement, sessions)
         with self._lock:
             self.chosen[method.name] += 1
         return method, why

@@ -87,6 +87,7 @@ def describe_context(
         parent_token_count=0 if child is None else manifest.token_count,
         children=children,
         owner=own.owner,
+        rows=own.rows,
     )
 
 

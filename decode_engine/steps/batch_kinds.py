@@ -15,7 +15,7 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.placement import Placement
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import FittedMethod, Method
-from index_store.store.dtypes import stored_dtype
+from index_store.store.dtypes import INT8, stored_dtype
 
 _LEAST_KEYS = 2**12
 
@@ -58,6 +58,8 @@ class BatchKinds:
             reason = "the model caps its logits"
         elif stored_dtype(manifest.dtype).torch_dtype != self._dtype:
             reason = f"keys and values are {manifest.dtype}, the model computes in {self._dtype}"
+        elif manifest.rows == INT8:
+            reason = "kernels read no rows in 8 bits yet"
         elif fitted.searching and (method.schedule.by_step or method.schedule.ahead):
             reason = "its schedule uses selections of other steps"
         else:

@@ -53,8 +53,8 @@ class Stepper:
     comes; the graphs used longest ago are dropped where memory for graphs, or of the device, is short.
     """
 
-    flies: ClassVar[bool] = False
-    """Whether steps may be in flight while the one before is read, which has not been timed on a GPU yet."""
+    flies: ClassVar[bool] = True
+    """Whether steps may be in flight while the one before is read."""
 
     def __init__(
         self,

@@ -12,8 +12,9 @@ from index_store.cli.labels import labels_text
 from index_store.errors import SparseKVError
 from index_store.selection.threshold_curve import KEEP_GRID
 from index_store.store.catalog import BrokenContext, Leftover
+from index_store.store.dtypes import INT8
 from index_store.store.json_fields import Scalar
-from index_store.store.manifest import IndexEntry, Manifest
+from index_store.store.manifest import HIGH_PLANE, IndexEntry, Manifest
 
 LIST_COLUMNS = ("ID", "NAME", "STATE", "MODEL", "METHODS", "TOKENS", "KV", "INDEX", "CREATED", "EXPIRES")
 LIST_RIGHT = ("TOKENS", "KV", "INDEX")
@@ -31,6 +32,7 @@ def summary(entry: Manifest | BrokenContext, expired: bool) -> dict[str, object]
         "state": state(expired),
         "model": entry.model.name,
         "dtype": entry.dtype,
+        "rows": entry.rows,
         "methods": list(entry.methods),
         "tokens": entry.token_count,
         "parent": None if entry.parent is None else entry.parent.id,
@@ -92,6 +94,11 @@ def details(manifest: Manifest, expired: bool, children: int) -> dict[str, objec
     }
 
 
+def rows_text(rows: str, dtype: str) -> str:
+    """How keys and values are stored, in words."""
+    return f"4 of 8 bits, the others are index {HIGH_PLANE}" if rows == INT8 else dtype
+
+
 def detail_rows(manifest: Manifest, expired: bool, children: int) -> list[tuple[str, str]]:
     """Everything about one context, as (label, value). children: as in `details`."""
     model = manifest.model
@@ -107,7 +114,10 @@ def detail_rows(manifest: Manifest, expired: bool, children: int) -> list[tuple[
         *([] if model.window is None else [("windows", _window(model.window))]),
         ("tokens", str(manifest.token_count)),
         *_family(manifest, children),
-        ("kv", f"{_size(manifest.kv_bytes, manifest.own_tokens)}, {manifest.dtype}"),
+        (
+            "kv",
+            f"{_size(manifest.kv_bytes, manifest.own_tokens)}, {rows_text(manifest.rows, manifest.dtype)}",
+        ),
     ]
     for index in manifest.indexes:
         rows.append((f"index {index.name}", f"{_size(index.nbytes, manifest.token_count)}, {index.kind}"))

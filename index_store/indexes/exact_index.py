@@ -16,6 +16,7 @@ from index_store.indexes.interface.layer_index import (
     LayerSource,
     check_keys,
 )
+from index_store.indexes.row_planes.two_planes import TwoPlanes
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.json_fields import Scalar
 
@@ -41,9 +42,10 @@ class ExactIndex(LayerIndex):
 
     kind = "exact"
 
-    def __init__(self, keys_HND: Tensor) -> None:
-        super().__init__({}, keys_HND.shape[1])
-        self._keys_HND = keys_HND
+    def __init__(self, keys: Tensor | TwoPlanes) -> None:
+        """keys: [H, N, d], or rows in 8 bits."""
+        super().__init__({}, keys.shape[1])
+        self._rows = keys
 
     @classmethod
     def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
@@ -81,8 +83,8 @@ class ExactIndex(LayerIndex):
         return cls(kv_HN2D[:, :, 0])
 
     def start_appending(self) -> AppendedExact:
-        heads, _, head_dim = self._keys_HND.shape
-        return AppendedExact(heads, head_dim, self._keys_HND.device)
+        shape = self._rows.shape
+        return AppendedExact(shape[0], shape[-1], self._rows.device)
 
     def _score(
         self,
@@ -96,13 +98,19 @@ class ExactIndex(LayerIndex):
         heads, positions, group, head_dim = queries_HTGD.shape
         own = self._own(appended, AppendedExact)
         count = self.key_count
-        keys = self._keys_HND[:, first_key : min(end_key, count)].to(queries_HTGD.device).float()
+        keys = self._keys(first_key, min(end_key, count)).to(queries_HTGD.device).float()
         if end_key > count:
             keys = torch.cat([keys, own.keys_HTD[:, max(first_key - count, 0) : end_key - count]], dim=1)
         flat = queries_HTGD.reshape(heads, positions * group, head_dim)
         logits = torch.bmm(flat, keys.transpose(1, 2)).view(heads, positions, group, -1)
         searched = float(end_key - first_key)
-        row_bytes = head_dim * self._keys_HND.element_size()
+        row_bytes = head_dim * self._rows.element_size()
         return Ranking(
             logits, Items(first_key, end_key), vectors_read=searched, bytes_read=searched * row_bytes
         )
+
+    def _keys(self, first: int, end: int) -> Tensor:
+        """Keys first..end-1 of the context, [H, n, d]."""
+        if isinstance(self._rows, TwoPlanes):
+            return self._rows.decode(first, end)[:, :, 0]
+        return self._rows[:, first:end]

@@ -21,7 +21,7 @@ from index_store.errors import (
     SparseKVError,
 )
 from index_store.store.context_id import is_context_id
-from index_store.store.dtypes import KV_DTYPES
+from index_store.store.dtypes import AS_DTYPE, KV_DTYPES, ROW_CODINGS
 from index_store.store.json_fields import (
     JsonFields,
     check_labels,
@@ -81,6 +81,7 @@ class JobOrder:
     of the messages that the tokens are; "" for a text. parent: id of the context that is continued, whose tokens the
     document follows; "" for one that stands alone. owner: who asked, "" where nobody was asked for a name. labels:
     to be set. whole: the context is a child that is there, and is to stand alone; no tokens come with such an order.
+    rows: how exact rows are stored, one of `ROW_CODINGS`.
     """
 
     context: str
@@ -97,8 +98,11 @@ class JobOrder:
     owner: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     whole: bool = False
+    rows: str = AS_DTYPE
 
     def __post_init__(self) -> None:
+        if self.rows not in ROW_CODINGS:
+            raise field_error("order.rows", self.rows, f"one of {', '.join(ROW_CODINGS)}")
         if self.parent and not is_context_id(self.parent):
             raise field_error("order.parent", self.parent, "64 lower-case hex digits, or nothing")
         if self.owner:
@@ -253,6 +257,8 @@ def render_job(record: JobRecord) -> bytes:
     for name in ("parent", "owner", "labels", "whole"):  # said where there is something to say
         if not document["order"][name]:
             del document["order"][name]
+    if record.order.rows == AS_DTYPE:
+        del document["order"]["rows"]
     return render_document(document)
 
 
@@ -319,6 +325,7 @@ def _parse_order(fields: JsonFields) -> JobOrder:
         owner=fields.text("owner") if fields.has("owner") else "",
         labels=fields.texts_by_name("labels") if fields.has("labels") else {},
         whole=fields.has("whole") and fields.flag("whole"),
+        rows=fields.text("rows") if fields.has("rows") else AS_DTYPE,
     )
 
 

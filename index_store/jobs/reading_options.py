@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from index_store.store.dtypes import AS_DTYPE
+
 DENSE_KEEP = 0.02
 """Share of the keys that the exact selection may have by which layers are found that stay dense."""
 
@@ -18,7 +20,7 @@ class ReadingOptions:
 
     dense_layers: those that are given; None to find them out. query_sample: queries per layer and KV head. calibration:
     fingerprint of the calibration prompts, "" without any. approximation: settings of approximate attention, None where
-    it is exact.
+    it is exact. rows: how exact rows are stored, one of `ROW_CODINGS`.
     """
 
     dense_layers: tuple[int, ...] | None = None
@@ -26,6 +28,7 @@ class ReadingOptions:
     seed: int = 0
     calibration: str = ""
     approximation: Mapping[str, object] | None = None
+    rows: str = AS_DTYPE
 
     def describe(self) -> dict[str, object]:
         """As it counts for a context's id."""
@@ -36,4 +39,5 @@ class ReadingOptions:
             "seed": self.seed,
             "calibration": self.calibration,
             **({} if self.approximation is None else {"attention": self.approximation}),
+            **({} if self.rows == AS_DTYPE else {"rows": self.rows}),
         }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from index_store.errors import InvalidArgumentError
-from index_store.store.dtypes import stored_dtype
+from index_store.store.dtypes import INT8, stored_dtype
 from index_store.store.manifest import Manifest
 
 
@@ -101,8 +101,10 @@ def slots_per_head(keys: int) -> int:
 
 
 def slot_bytes(manifest: Manifest) -> int:
-    """Bytes that the slots of all layers take, for one lane of batches."""
+    """Bytes that the slots of all layers take, for one lane of batches; no step fetches rows in 8 bits into slots."""
     model = manifest.model
+    if manifest.rows == INT8:
+        return 0
     row = 2 * model.head_dim * stored_dtype(manifest.dtype).torch_dtype.itemsize
     per_head = slots_per_head(manifest.token_count) * (row + TAG_BYTES) + COUNT_BYTES
     return len(model.full_layers) * model.kv_heads * per_head

@@ -18,10 +18,13 @@ from index_store.errors import (
     InvalidArgumentError,
     MethodUnsupportedError,
 )
+from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.registry import INDEX_KINDS
+from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
 from index_store.memory.placement import Placement
-from index_store.store.manifest import IndexEntry, Manifest
+from index_store.store.dtypes import INT8, stored_dtype
+from index_store.store.manifest import HIGH_PLANE, IndexEntry, Manifest
 
 _CHECK_INTERVAL_S = 0.01  # others may wait for the thread that waits here
 
@@ -195,8 +198,31 @@ class ResidentContext:
             raise InvalidArgumentError(f"context {self.manifest.id[:12]} has been released")
         return self._tokens
 
+    def rows(self, layer: int) -> ContextRows:
+        """Keys and values of one layer, [H, N, 2, d], as they are stored. Waits for the layer.
+
+        A contiguous tensor, of a layer with a sliding window of the last ones; two planes where they have 8 bits.
+        """
+        stored = self._stored(layer)
+        if not self._in_planes(layer):
+            return stored
+        coarse = self.index(HIGH_PLANE, layer)
+        if not isinstance(coarse, CoarseRows):
+            raise TypeError(f"index {HIGH_PLANE} is a {type(coarse).__name__}")
+        return TwoPlanes(coarse.scalars, stored, stored_dtype(self.manifest.dtype).torch_dtype)
+
     def kv(self, layer: int) -> Tensor:
-        """Keys and values of one layer, [H, N, 2, d], contiguous; the last of a sliding window. Waits for the layer."""
+        """`rows` that are a tensor. Raises InvalidArgumentError for a layer whose rows are two planes."""
+        if self._in_planes(layer):
+            raise InvalidArgumentError(
+                f"context {self.manifest.id[:12]} has rows in 8 bits, which are no tensor of layer {layer}"
+            )
+        return self._stored(layer)
+
+    def _in_planes(self, layer: int) -> bool:
+        return self.manifest.rows == INT8 and layer in self.manifest.model.full_layers
+
+    def _stored(self, layer: int) -> Tensor:
         self._check_layer(layer)
         if self._gate is not None:
             self._gate.wait(layer)
@@ -262,9 +288,10 @@ class ResidentContext:
                 "update sparsekv or prefill the document again",
                 kind=entry.kind,
             )
-        return kinds[entry.kind].from_arrays(
-            entry.parameters, self._arrays.get((name, layer), {}), self.kv(layer)
-        )
+        stored = self._stored(layer)
+        if self._in_planes(layer):  # stored indexes ask for no more than the shape
+            stored = torch.empty((*stored.shape[:3], 2 * stored.shape[3]), device="meta")
+        return kinds[entry.kind].from_arrays(entry.parameters, self._arrays.get((name, layer), {}), stored)
 
     def _index_entry(self, name: str) -> IndexEntry:
         entry = self.manifest.index(name)

@@ -54,6 +54,13 @@ STORED_DTYPES: Mapping[str, StoredDtype] = {
 KV_DTYPES = ("float32", "float16", "bfloat16")
 """Names of the dtypes in which keys and values may be stored."""
 
+AS_DTYPE, INT8 = "dtype", "int8"
+ROW_CODINGS = (AS_DTYPE, INT8)
+"""How exact rows may be stored: in the dtype, or in 8 bits, of which the coarse copy has four."""
+
+PLANE_DTYPE = "uint8"
+"""Of the plane that has the other four."""
+
 
 def stored_dtype(name: str) -> StoredDtype:
     """The element type of that logical name. Raises InvalidArgumentError when it cannot be stored."""

@@ -18,7 +18,7 @@ from index_store.attention.layer_shape import LayerShape
 from index_store.errors import InvalidArgumentError
 from index_store.selection.threshold_curve import KEEP_GRID, are_thresholds
 from index_store.store.context_id import DIGEST_DIGITS, PREFIX_BLOCK, ModelIdentity, Parent, is_context_id
-from index_store.store.dtypes import KV_DTYPES, STORED_DTYPES
+from index_store.store.dtypes import AS_DTYPE, INT8, KV_DTYPES, PLANE_DTYPE, STORED_DTYPES
 from index_store.store.files.additions import WHOLE
 from index_store.store.json_fields import (
     MOST,
@@ -34,11 +34,16 @@ from index_store.store.json_fields import (
     is_number,
 )
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """What is written: 2 added calibrated thresholds and a sample of the queries, 3 leaves the salt out and has layers with
-a sliding window, 4 has labels, pins and messages, children and digests of prefixes."""
+a sliding window, 4 has labels, pins and messages, children and digests of prefixes, 5 may have rows in 8 bits."""
 
-READABLE_VERSIONS = (2, 3, 4)
+READABLE_VERSIONS = (2, 3, 4, 5)
+
+HIGH_PLANE = "coarse_rows"
+"""The index, of that kind, that has four of the 8 bits of rows: the coarse copy in its usual form."""
+
+_HIGH_PARAMETERS: Mapping[str, Scalar] = {"coding": "scalar", "key_bits": 4, "value_bits": 4}
 
 _PATH_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _HEX = re.compile(r"[0-9a-f]+")
@@ -181,8 +186,9 @@ class Manifest:
     queries: a sample of every layer's queries, as they were before scaling, by which methods can be tuned; None without
         one. query_positions: the token position of each of its rows, ascending; calibration prompts' are not below
         token_count.
-    kv: keys and values of the layers whose queries see all keys; of the others where there are no such layers. window:
-        of the layers whose queries see the last keys only, beside those; None where all layers are of one kind.
+    kv: keys and values of the layers whose queries see all keys; of the others where there are no such layers. Of rows
+        in 8 bits it is their low plane (`plane_entry`), beside the index HIGH_PLANE. window: of the layers whose
+        queries see the last keys only, beside those; None where all layers are of one kind.
     parent: of a child, the context that it continues. token_count are then the tokens of both; tokens, kv and window
         have the child's own alone, all of them in every layer, and there are neither indexes nor queries. A context
         that was a child and was made whole has none; its arrays lie below the folder WHOLE.
@@ -269,8 +275,13 @@ class Manifest:
         return self.token_count - (0 if self.parent is None else self.parent.token_count)
 
     @property
+    def rows(self) -> str:
+        """How exact rows are stored, one of `ROW_CODINGS`; `dtype` is that of what is added to them in any case."""
+        return INT8 if self.kv.dtype == PLANE_DTYPE else AS_DTYPE
+
+    @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values; a child's own."""
+        """Bytes of keys and values; a child's own. Of rows in 8 bits the half that is no index."""
         return sum(array.nbytes for array in self.kv_arrays)
 
     @property
@@ -342,9 +353,12 @@ class Manifest:
             )
             raise field_error("parent", self.parent, expected)
         made, whole = (self.model, self.own_tokens, self.dtype), self.parent is None
+        planes = self.rows == INT8
+        if planes:
+            self._check_planes()
         for name, expected_entry in (
             ("tokens", tokens_entry(self.own_tokens)),
-            ("kv", kv_entry(*made, whole=whole)),
+            ("kv", plane_entry(*made[:2]) if planes else kv_entry(*made, whole=whole)),
             ("window", window_entry(*made, whole=whole)),
         ):
             self._check_entry(name, getattr(self, name), expected_entry)
@@ -371,6 +385,22 @@ class Manifest:
         paths = [array.path for array in self.arrays]
         if len(set(paths)) != len(paths):
             raise field_error("indexes", paths, "every array once")
+
+    def _check_planes(self) -> None:
+        """Rows in 8 bits are those of layers that see all keys, with the coarse copy of each."""
+        if self.parent is not None or not self.model.full_layers:
+            raise field_error(
+                "kv.dtype", self.kv.dtype, f"{self.dtype}, of a child or of sliding windows alone"
+            )
+        index = self.index(HIGH_PLANE)
+        there = index is not None and index.kind == HIGH_PLANE and index.layers == self.model.full_layers
+        if (
+            index is None
+            or not (there and index.arrays)
+            or any(index.parameters.get(name) != value for name, value in _HIGH_PARAMETERS.items())
+        ):
+            expected = f"index {HIGH_PLANE} of 4 bits in all layers that see all keys, beside rows in 8 bits"
+            raise field_error("indexes", sorted(each.name for each in self.indexes), expected)
 
     def _check_queries(self) -> None:
         positions = self.query_positions
@@ -402,6 +432,12 @@ def kv_entry(model: ModelIdentity, token_count: int, dtype: str, *, whole: bool 
     """
     layers = model.full_layers or model.window_layers
     return _rows_entry("kv", layers, model.shape(layers[0]), token_count, dtype, whole)
+
+
+def plane_entry(model: ModelIdentity, token_count: int) -> ArrayEntry:
+    """The low plane of keys and values in 8 bits, in place of `kv_entry`: uint8 [layers, kv_heads, N, 2, d/2]."""
+    rest = (token_count, 2, model.head_dim // 2)
+    return ArrayEntry("kv", (len(model.full_layers), model.kv_heads, *rest), (1, 1, *rest), PLANE_DTYPE)
 
 
 def window_entry(

@@ -16,12 +16,12 @@ adds up the bytes of all keys and values: no full attention can take less.
 The sparse methods run the product's own code: `layers.sparse_layer.SparseLayer` over `QueryTables`, in two layouts
 without a remainder, and dense with one (`csattention-remainder`); and over `CoarseRows` of 4 bits, which are search and
 remainder (`refined`), with the time of building them and the 99th percentile of the time of those steps that make a
-block of tokens searchable. Before any time is reported the search is compared with an eager one, its attention
-with exact attention over the same keys or with an eager remainder, and every variant of full attention with float64.
-Each result is one JSON line; the exit code is 1 when a check fails, or when --bars is given and at 1 % dense tables are
-less than 3x (32K) or 6x (128K) as fast as full attention, `refined` less than 2.5x or 4x, or an append takes more than
-2 ms. `load` is how many processes wanted a core in the minute before: figures count where it is about that of
-one job.
+block of tokens searchable. `full-engine-int8` and `refined-int8` are the same over rows in 8 bits. Before any time is
+reported the search is compared with an eager one, its attention with exact attention over the same keys or with an
+eager remainder, and every variant of full attention with float64. Each result is one JSON line; the exit code is 1
+when a check fails, or when --bars is given and at 1 % dense tables are less than 3x (32K) or 6x (128K) as fast as full
+attention, `refined` less than 2.5x or 4x, or an append takes more than 2 ms. `load` is how many processes wanted a core
+in the minute before: figures count where it is about that of one job.
 
 Shape legend: H KV heads, G query heads per KV head, N keys, K kept keys, d head dim, m subspaces, C centroids.
 """
@@ -60,6 +60,7 @@ from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.query_tables.index import QueryTables
+from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes, find_low_plane
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
@@ -164,16 +165,20 @@ def time_full(problem: Problem, repeats: int) -> dict[str, float]:
     return seconds
 
 
-def time_engine(problem: Problem, repeats: int) -> float:
-    """Seconds of the engine's own full attention, which a session with method `full` runs. Raises CheckFailedError."""
-    layer = DenseLayer(problem.kv_HN2D, Figures())
+def time_engine(problem: Problem, rows: ContextRows, repeats: int) -> float:
+    """Seconds of the engine's own full attention, which a session with method `full` runs. Raises CheckFailedError.
+
+    rows: the problem's, or the same in 8 bits.
+    """
+    layer = DenseLayer(rows, Figures())
     new = torch.zeros_like(problem.kv_HN2D[:, :1, 0], dtype=torch.float32)
 
     def step(query: Tensor) -> Tensor:
         return layer.attend(query, new, new, problem.length)
 
     truth = exact_attention(problem.queries[0][:, 0], with_new_row(problem))
-    check_close("the engine's full attention", step(problem.queries[0])[:, 0], truth, 1e-2)
+    near = 1e-2 if isinstance(rows, Tensor) else 2e-2
+    check_close("the engine's full attention", step(problem.queries[0])[:, 0], truth, near)
     return median_seconds(step, problem.queries, repeats)
 
 
@@ -186,10 +191,13 @@ class SparseBench:
         index: QueryTables | CoarseRows,
         method: Method,
         partition: KeyClusters | None = None,
+        rows: ContextRows | None = None,
     ) -> None:
+        """rows: the problem's in 8 bits; as they are by default."""
         self._problem, self._index, self._method, self._partition = problem, index, method, partition
         self._figures = Figures()
-        self._layer = SparseLayer(problem.kv_HN2D, LayerSearch(index, partition), method, self._figures)
+        searched = LayerSearch(index, partition)
+        self._layer = SparseLayer(problem.kv_HN2D if rows is None else rows, searched, method, self._figures)
         self._new = torch.zeros_like(problem.kv_HN2D[:, :1, 0], dtype=torch.float32)
 
     def step(self, query: Tensor) -> Tensor:
@@ -279,7 +287,7 @@ def run_case(
     rows: list[dict[str, Any]] = [
         {"method": "full", "variant": full_us[1], "step_us": full_us[0], "variants_us": all_us},
         {"method": "full-products", "variant": products_us[1], "step_us": products_us[0]},
-        {"method": "full-engine", "step_us": time_engine(problem, repeats) * 1e6},
+        {"method": "full-engine", "step_us": time_engine(problem, problem.kv_HN2D, repeats) * 1e6},
         {"method": "read", "step_us": read_us},
     ]
     partition = build_partition(problem, seed)
@@ -327,6 +335,12 @@ def refined_rows(
         bench.check()
         appending = {"append_p99_us": append_us(index, problem, method.append_block)}
         yield {"method": "refined", "keep": keep, **bench.time(repeats), **built, **appending}
+    planes = TwoPlanes(index.scalars, find_low_plane(problem.kv_HN2D, index.scalars), torch.bfloat16)
+    yield {"method": "full-engine-int8", "step_us": time_engine(problem, planes, repeats) * 1e6}
+    for keep in keeps:
+        bench = SparseBench(problem, index, get_method("refined", keep), rows=planes)
+        bench.check()
+        yield {"method": "refined-int8", "keep": keep, **bench.time(repeats)}
 
 
 def missed(row: dict[str, Any]) -> list[str]:

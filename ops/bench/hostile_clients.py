@@ -16,15 +16,12 @@ from the root of the repository, on a machine that has nothing else to do.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +32,7 @@ import typer
 from grpc_health.v1 import health_pb2
 from harness.checks import CheckFailedError
 from harness.report import Report, reporting
+from harness.served import Shelf, serving
 
 from decode_engine.rpc.client import Client
 from index_store.errors import SparseKVError
@@ -62,13 +60,15 @@ def main(
 ) -> None:
     with ExitStack() as stack, reporting("hostile_clients", bars, gpu=False) as report:
         if store is None:
-            store = make_store(Path(stack.enter_context(tempfile.TemporaryDirectory())), context)
-        process, address = stack.enter_context(serving(store))
+            store = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store"
+            Shelf(store).add_slice(context, 8192, 0, 1)
+        served = stack.enter_context(serving(store, "--method", "context"))  # the same one in every run
+        address = served.address
         with Client(address) as client:
             name = client.find_context(context).name
             streams = Streams(address, name)
             stack.callback(streams.stop)
-            measure(report, process.pid, address, name, streams, rounds, seconds)
+            measure(report, served.pid, address, name, streams, rounds, seconds)
 
 
 def measure(
@@ -225,39 +225,6 @@ def resources(pid: int) -> tuple[int, int]:
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
     )
     return int(status["VmRSS"].split()[0]) * 1024, int(status["Threads"])
-
-
-@contextmanager
-def serving(store: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server on a free port, and its address."""
-    command = [sys.executable, "-m", "decode_engine", "serve", "--store", str(store), "--model", "reader"]
-    command += ["--method", "context"]  # the same one in every run
-    with subprocess.Popen(
-        [*command, "--listen", "127.0.0.1:0", "--format", "json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        try:
-            line = process.stdout.readline() if process.stdout else ""
-            if not line:
-                raise CheckFailedError("the server did not start")
-            yield process, json.loads(line)["address"]
-        finally:
-            process.terminate()
-
-
-def make_store(folder: Path, name: str) -> Path:
-    """A store with one context of 8,192 tokens."""
-    document, store = folder / "notes.txt", folder / "store"
-    decode, prefill = [sys.executable, "-m", "decode_engine"], [sys.executable, "-m", "prefill_worker"]
-    made = [*decode, "make-document", "--tokens", "8192", "--out", str(document)]
-    subprocess.run(
-        [*made, "--questions", str(folder / "questions.jsonl")], check=True, stdout=subprocess.DEVNULL
-    )
-    read = [*prefill, "run", "--model", "reader", "--input", str(document), "--store", str(store)]
-    subprocess.run([*read, "--name", name], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return store
 
 
 if __name__ == "__main__":

@@ -16,9 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator
@@ -33,8 +30,11 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import httpx
 import typer
+from harness.general_steps import percentile
 from harness.report import Report, reporting
+from harness.served import Served, Shelf, serving
 
+from decode_engine.evaluation.tasks import make_document, source_text
 from decode_engine.rpc.client import AsyncClient
 
 GROWTH = 1.25
@@ -71,90 +71,28 @@ def main(
 ) -> None:
     """Mixed streams over both ports."""
     with reporting("mixed_load", bars, gpu=False) as report, tempfile.TemporaryDirectory() as folder:
-        questions = _make_context(Path(folder))
-        arguments = [
-            "--store",
-            f"{folder}/store",
-            "--model",
-            "reader",
-            "--device",
-            "cpu",
-            "--method",
-            "context",
-        ]
-        waiting = [
-            "--max-sessions",
-            "32",
-            "--max-waiting",
-            str(2 * streams),
-            "--max-client-requests",
-            str(2 * streams),
-        ]
-        command = [sys.executable, "-m", "decode_engine", "serve", *arguments, *waiting]
-        server = subprocess.Popen(
-            [
-                *command,
-                "--listen",
-                "127.0.0.1:0",
-                "--http-port",
-                "0",
-                "--format",
-                "json",
-                "--log-level",
-                "error",
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert server.stdout is not None
-            told = json.loads(server.stdout.readline())
-            asyncio.run(_load(report, told, server.pid, questions, seconds, streams))
-        finally:
-            server.terminate()
-            server.wait(60)
+        shelf = Shelf(Path(folder) / "store")
+        notes = make_document(shelf.tokenizer, source_text(()), 2048, facts=8, seed=4)
+        shelf.add(CONTEXT, notes.text)
+        questions = [question.question for question in notes.questions]
+        most = str(2 * streams)
+        waiting = ["--max-sessions", "32", "--max-waiting", most, "--max-client-requests", most]
+        with serving(shelf.store, "--method", "context", "--http-port", "0", *waiting) as served:
+            asyncio.run(_load(report, served, questions, seconds, streams))
 
 
-def _make_context(folder: Path) -> list[str]:
-    """A context with facts in it; returns questions about them."""
-    files = ["--out", f"{folder}/notes.txt", "--questions", f"{folder}/questions.jsonl"]
-    document = ["make-document", "--tokens", "2048", "--facts", "8", "--seed", "4", *files]
-    subprocess.run([sys.executable, "-m", "decode_engine", *document], check=True, stdout=subprocess.DEVNULL)
-    job = [
-        "--model",
-        "reader",
-        "--input",
-        f"{folder}/notes.txt",
-        "--store",
-        f"{folder}/store",
-        "--name",
-        CONTEXT,
-    ]
-    prefill = [sys.executable, "-m", "prefill_worker", "run", "--quiet", *job]
-    subprocess.run(prefill, check=True, stdout=subprocess.DEVNULL)
-    lines = Path(folder, "questions.jsonl").read_text().splitlines()
-    return [str(json.loads(line)["question"]) for line in lines]
-
-
-async def _load(
-    report: Report,
-    told: dict[str, str],
-    pid: int,
-    questions: list[str],
-    seconds: float,
-    streams: int,
-) -> None:
+async def _load(report: Report, served: Served, questions: list[str], seconds: float, streams: int) -> None:
     limits = httpx.Limits(max_connections=streams, max_keepalive_connections=streams)
     async with (
-        AsyncClient(told["address"]) as client,
-        httpx.AsyncClient(base_url=told["url"], timeout=PATIENCE_S, limits=limits) as web,
+        AsyncClient(served.address) as client,
+        httpx.AsyncClient(base_url=served.url, timeout=PATIENCE_S, limits=limits) as web,
     ):
         context = (await client.find_context(CONTEXT)).name
         expected = {
             question: "".join([text async for text in _grpc(client, context, question)])
             for question in questions
         }
-        before = (_memory(pid), _threads(pid))
+        before = (_memory(served.pid), _threads(served.pid))
         ports = {"grpc": Figures(), "http": Figures()}
         end, numbers = time.monotonic() + seconds, count()
 
@@ -175,12 +113,12 @@ async def _load(
         many = figures.differing > max(1, figures.finished // 50)
         row = {"port": port, "streams": streams // 2, "seconds": seconds, **figures.row()}
         report.add(row, *(["many answers differ"] if many else []))
-    memory = _memory(pid)
+    memory = _memory(served.pid)
     left = {
         "requests_left": after.requests,
         "memory_mib": memory / 2**20,
         "memory_mib_before": before[0] / 2**20,
-        "threads": _threads(pid),
+        "threads": _threads(served.pid),
         "threads_before": before[1],
     }
     missed = [
@@ -232,10 +170,8 @@ async def _http(web: httpx.AsyncClient, question: str) -> AsyncGenerator[str, No
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float]:
-    if len(seconds) < 2:
-        return {}
-    cuts = statistics.quantiles(seconds, n=100)
-    return {"p50": cuts[49] * 1000, "p99": cuts[98] * 1000}
+    shares = {"p50": 0.5, "p99": 0.99}
+    return {name: 1000 * percentile(seconds, share) for name, share in shares.items() if seconds}
 
 
 def _memory(pid: int) -> int:

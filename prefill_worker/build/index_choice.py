@@ -16,6 +16,7 @@ from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.store.context_id import ModelIdentity
 from index_store.store.json_fields import Scalar
+from index_store.store.manifest import HIGH_PLANE
 from index_store.store.stored_context import QuerySample
 from prefill_worker.config import PrefillConfig
 
@@ -69,6 +70,26 @@ def choose_indexes(
         shaped |= set(reshaped)
     fitting = [fitted(method, specs) for method in wanted] if wanted else _supported_methods(specs)
     return ChosenIndexes(tuple(specs.values()), tuple(fitting), frozenset(shaped))
+
+
+def with_high_plane(chosen: ChosenIndexes, identity: ModelIdentity) -> ChosenIndexes:
+    """The same and the coarse copy that rows in 8 bits are half of.
+
+    Raises InvalidArgumentError for a coarse copy that was asked for in another form, and for a model whose queries all
+    see a sliding window.
+    """
+    if not identity.full_layers:
+        raise InvalidArgumentError(
+            f"--rows is int8, but all layers of model {identity.name!r} have sliding windows, whose few rows stay as "
+            "they are; leave it out"
+        )
+    spec = INDEX_SPECS[HIGH_PLANE]
+    if HIGH_PLANE in chosen.shaped:
+        raise InvalidArgumentError(
+            f"--index shapes {HIGH_PLANE}, which --rows int8 needs in its usual form; leave one of them out"
+        )
+    specs = chosen.specs if spec in chosen.specs else (*chosen.specs, spec)
+    return replace(chosen, specs=specs)
 
 
 def check_centroids(config: PrefillConfig, chosen: ChosenIndexes, queries: int) -> None:

@@ -16,12 +16,13 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.selection.clustered_keys import ScoredClusters
-from index_store.store.dtypes import dtype_name
+from index_store.store.dtypes import INT8, dtype_name
 from index_store.store.manifest import (
     ArrayEntry,
     IndexEntry,
     index_array_entry,
     kv_entry,
+    plane_entry,
     queries_entry,
     window_entry,
 )
@@ -42,12 +43,14 @@ Chunk = tuple[str, tuple[int, int], Tensor]
 class CapturedWriting:
     """The captured keys, values and queries on their way into the store: the queries as far as they are stored."""
 
-    def __init__(self, writer: ContextWriter, capture: Capture) -> None:
+    def __init__(self, writer: ContextWriter, capture: Capture, rows: str) -> None:
+        """rows: one of `ROW_CODINGS`."""
         self._capture = capture
+        self.in_planes = rows == INT8
         model = capture.identity
         made = (model, capture.token_count, dtype_name(capture.kv_dtype))
         window = window_entry(*made)
-        self._kv = create(writer, kv_entry(*made))
+        self._kv = create(writer, plane_entry(*made[:2]) if self.in_planes else kv_entry(*made))
         self._window = self._kv if window is None else create(writer, window)
         positions_P = capture.sample_positions
         self._rows_P = stored_rows(positions_P, capture.token_count)
@@ -60,12 +63,19 @@ class CapturedWriting:
         model = self._capture.identity
         windowed = layer in model.window_layers
         place = (model.window_layers if windowed else model.full_layers).index(layer)
-        arrays = [(self._window if windowed else self._kv, self._capture.kv(layer))]
+        arrays = []
+        if windowed or not self.in_planes:
+            arrays.append((self._window if windowed else self._kv, self._capture.kv(layer)))
         if sample is not None and self.queries is not None:
             arrays.append((self.queries, sample.queries_HPGD[:, self._rows_P]))
         return [
             (entry.path, (place, head), chunk) for entry, data in arrays for head, chunk in enumerate(data)
         ]
+
+    def plane_chunks(self, layer: int, low_HN2C: Tensor) -> list[Chunk]:
+        """Those of the low plane of a layer whose queries see all keys."""
+        place = self._capture.identity.full_layers.index(layer)
+        return [(self._kv.path, (place, head), chunk) for head, chunk in enumerate(low_HN2C)]
 
 
 class IndexWriting:

@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 
 from index_store.attention.logit_form import LogitForm
-from index_store.indexes.interface.layer_index import ClusterStarts, LayerSource
+from index_store.indexes.coarse_rows.index import CoarseRows
+from index_store.indexes.interface.layer_index import ClusterStarts, LayerIndex, LayerSource
+from index_store.indexes.row_planes.two_planes import find_low_plane
 from index_store.methods.index_specs import IndexSpec
 from index_store.store.context_id import ModelIdentity
-from index_store.store.manifest import (
-    ArrayEntry,
-    IndexEntry,
-)
+from index_store.store.dtypes import AS_DTYPE
+from index_store.store.manifest import HIGH_PLANE, ArrayEntry, IndexEntry
 from index_store.store.stored_context import QuerySample
 from index_store.store.writer import ContextWriter
 from prefill_worker.build.dense_layers import EXACT, Selectivity, measure_selectivity
-from prefill_worker.build.layer_arrays import CapturedWriting, IndexWriting, check_finite
+from prefill_worker.build.layer_arrays import CapturedWriting, Chunk, IndexWriting, check_finite
 from prefill_worker.build.layer_records import KeptChunk, LayerKeeper, LayerRecord
 from prefill_worker.build.stages import BuildStream, ChunkWriting, Stage, Timer
 from prefill_worker.reading.capture import Capture
@@ -140,17 +140,22 @@ class LayerWriting:
         self._stages.close()
 
     def begin(
-        self, indexes: Sequence[IndexSpec], capture: Capture | None = None, measure: bool = False
+        self,
+        indexes: Sequence[IndexSpec],
+        capture: Capture | None = None,
+        measure: bool = False,
+        rows: str = AS_DTYPE,
     ) -> None:
         """Says what is written; comes before the first `add`.
 
         capture: whose keys, values and queries are written, too; None where the store has them. measure: find out on
-        the way how selective the attention of every layer is.
+        the way how selective the attention of every layer is. rows: how those of a capture are written, one of
+        `ROW_CODINGS`; in 8 bits the index HIGH_PLANE is among the indexes.
         """
         full_layers = self._rows.identity.full_layers
         self._indexes = [IndexWriting(self._writer, spec, full_layers, self._seed) for spec in indexes]
         self._measure = measure
-        self._captured = None if capture is None else CapturedWriting(self._writer, capture)
+        self._captured = None if capture is None else CapturedWriting(self._writer, capture, rows)
         for layer, record in {} if self._keeper is None else self._keeper.records().items():
             if self._adopt(layer, record):
                 self._kept[layer] = record
@@ -259,5 +264,17 @@ class LayerWriting:
             if self._stopped:
                 return
             built = index.build(layer, source, form, self._timer, self._stream)
-            for path, indices, chunk in index.chunks(layer, built):
+            chunks = index.chunks(layer, built)
+            if captured is not None and captured.in_planes and index.name == HIGH_PLANE:
+                chunks += self._low_chunks(captured, layer, kv_HN2D, built)
+            for path, indices, chunk in chunks:
                 self._submit(layer, path, indices, chunk)
+
+    def _low_chunks(
+        self, captured: CapturedWriting, layer: int, kv_HN2D: Tensor, built: LayerIndex
+    ) -> list[Chunk]:
+        """Those of the low plane beside the high one."""
+        if not isinstance(built, CoarseRows):
+            raise TypeError(f"index {HIGH_PLANE} is a {type(built).__name__}")
+        with self._timer("index"), self._stream.running():
+            return captured.plane_chunks(layer, find_low_plane(kv_HN2D, built.scalars))

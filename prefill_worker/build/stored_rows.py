@@ -10,8 +10,8 @@ from torch import Tensor
 
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.indexes.interface.layer_index import ClusterStarts
+from index_store.indexes.row_planes.stored import read_rows
 from index_store.store.context_id import ModelIdentity
-from index_store.store.dtypes import stored_dtype
 from index_store.store.stored_context import Context, QuerySample
 from prefill_worker.reading.capture import Capture
 
@@ -33,15 +33,8 @@ class StoredRows:
         self._read_again = read_again
 
     def kv_on_device(self, layer: int) -> Tensor:
-        """[H, N, 2, d] in the stored dtype, of a layer with a window its last rows.
-
-        Raises a ContextCorruptError where a checksum is wrong.
-        """
-        entry = self._context.manifest.layer_entry(layer)
-        kv_HN2D = torch.empty(entry.shape[1:], dtype=stored_dtype(entry.dtype).torch_dtype)
-        for head, out in enumerate(kv_HN2D):
-            self._context.read_head(entry.path, layer, head, out)
-        return kv_HN2D.to(self.device)
+        """[H, N, 2, d] as `read_rows` has them."""
+        return read_rows(self._context, layer).to(self.device)
 
     def query_sample(self, layer: int) -> QuerySample:
         """[H, P, G, d]; of a context without stored queries none."""

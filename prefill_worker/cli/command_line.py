@@ -18,7 +18,8 @@ from index_store.cli.console import print_json
 from index_store.cli.entry import INTERRUPTED
 from index_store.cli.logs import LogLevel, LogLevelOption, logging_to_stderr
 from index_store.cli.options import FormatOption, OutputFormat, QuietOption, configured
-from index_store.cli.report import layers_text
+from index_store.cli.report import layers_text, rows_text
+from index_store.store.dtypes import AS_DTYPE
 from prefill_worker.config import AddIndexConfig, DetachConfig, RunConfig, WorkerConfig
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def _ask_server(server: str, config: RunConfig, quiet: bool, output: OutputForma
     ]
     flags += [] if config.name is None else [f"--name={config.name}"]
     flags += [] if config.ttl is None else [f"--ttl={config.ttl}"]
+    flags += [] if config.rows == AS_DTYPE else [f"--rows={config.rows}"]
     flags += [] if config.messages is None else [f"--messages={config.messages}"]
     flags += ["--quiet"] if quiet else []
     command = [sys.executable, "-m", "decode_engine", "contexts", "create", *flags, "--"]
@@ -153,6 +155,7 @@ def report_json(report: PrefillReport) -> dict[str, object]:
         "model": manifest.model.name,
         "methods": list(manifest.methods),
         "dtype": manifest.dtype,
+        "rows": manifest.rows,
         "tokens": manifest.token_count,
         "kv_bytes": manifest.kv_bytes,
         "index_bytes": {index.name: index.nbytes for index in manifest.indexes},
@@ -186,7 +189,7 @@ def _print_text(report: PrefillReport) -> None:
         ("methods", ", ".join(manifest.methods)),
         ("model", manifest.model.name),
         ("tokens", f"{manifest.token_count:,}"),
-        ("keys and values", f"{manifest.kv_bytes:,} bytes, {manifest.dtype}"),
+        ("keys and values", f"{manifest.kv_bytes:,} bytes, {rows_text(manifest.rows, manifest.dtype)}"),
         *((f"index {index.name}", _index_text(index, manifest)) for index in manifest.indexes),
         ("bytes per token", f"{manifest.bytes_per_token():,.1f}"),
         ("dense layers", layers_text(manifest.dense_layers, manifest.model.layers)),

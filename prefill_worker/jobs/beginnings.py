@@ -1,8 +1,9 @@
 """Documents that begin as a stored context does: its keys and values are taken, and only the rest is computed.
 
 What is taken is what a prefill in one go would make, bit for bit: exact attention, the same chunks, whole ones only, on
-the same kind of device. The sample of queries is another: of what was taken, the few that the store has; and so that
-indexes have enough to be built from, as many tokens at the end as the sample has rows are always computed.
+the same kind of device, and rows that are stored as they were computed. The sample of queries is another: of what was
+taken, the few that the store has; and so that indexes have enough to be built from, as many tokens at the end as the
+sample has rows are always computed.
 
 Shape legend: S sampled positions among the tokens that are taken.
 """
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from index_store.family.prefixes import longest_beginning
+from index_store.indexes.row_planes.stored import read_rows
 from index_store.store.catalog import Store
 from index_store.store.context_id import first_digest
+from index_store.store.dtypes import AS_DTYPE
 from index_store.store.json_fields import Scalar
 from index_store.store.manifest import Manifest
 from index_store.store.stored_context import Context
@@ -57,10 +60,7 @@ class TakenBeginning:
                 self.store.bounded(lambda layer=layer: self._fill_layer(context, capture, layer))  # type: ignore[misc]
 
     def _fill_layer(self, context: Context, capture: Capture, layer: int) -> None:
-        entry = self.manifest.layer_entry(layer)
-        kv = torch.empty(entry.shape[1:], dtype=capture.kv_dtype, device="cpu")
-        for head, out in enumerate(kv):
-            context.read_head(entry.path, layer, head, out)
+        kv = read_rows(context, layer).to(capture.kv_dtype)
         queries = None
         if self.manifest.queries is not None and layer in self.manifest.model.full_layers:
             queries = context.queries(layer).queries_HPGD[:, : len(self._stored_S())]
@@ -84,7 +84,11 @@ def find_beginning(job: PreparedJob, store: Store, id_: str) -> TakenBeginning |
         return None
 
     def suits(manifest: Manifest) -> bool:
-        return manifest.id != id_ and all(manifest.prefill.get(note) == wanted[note] for note in _SAME)
+        return (
+            manifest.id != id_
+            and manifest.rows == AS_DTYPE
+            and all(manifest.prefill.get(note) == wanted[note] for note in _SAME)
+        )
 
     first = first_digest(job.identity, job.dtype, config.salt)
     found = longest_beginning(store, first, list(job.token_ids), suits)

@@ -3,7 +3,8 @@
 Sessions on a child hold what it adds, and search it in extensions of their own. Where that is no longer short beside
 its parent, or the parent is to go, it is better written as a context that stands alone: under the same id, since it
 says the same. Indexes are built from all of its rows. Those that are built from queries get the few that the parent has
-stored, where these are enough.
+stored, where these are enough. Where the parent's rows have 8 bits, those of the whole have them, too: what was coded
+is coded again, and may be off by twice as much.
 
 Shape legend: H KV heads, N tokens of the parent, D tokens of the child's own, d head dim.
 """
@@ -20,15 +21,21 @@ from index_store.cli.progress import Reporter
 from index_store.errors import InvalidArgumentError
 from index_store.family.children import ATTENTION, OwnRows, attention_of, read_own_rows
 from index_store.family.parents import parent_of
+from index_store.indexes.coarse_rows.index import CoarseRows
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.registry import INDEX_KINDS
+from index_store.indexes.row_planes.two_planes import find_low_plane
 from index_store.methods.index_specs import IndexSpec
 from index_store.store.catalog import CHANGEABLE, Store
+from index_store.store.dtypes import INT8
 from index_store.store.files.additions import WHOLE
 from index_store.store.manifest import (
+    HIGH_PLANE,
     ArrayEntry,
     IndexEntry,
     Manifest,
     kv_entry,
+    plane_entry,
     queries_entry,
     window_entry,
 )
@@ -102,13 +109,17 @@ def _write_arrays(
     """The arrays below WHOLE, and the indexes; the messages stay where they are."""
     seed = parent.prefill.get("seed", 0)
     made = (child.model, child.token_count, child.dtype)
-    kv, beside = kv_entry(*made).below(WHOLE), window_entry(*made)
+    planes = parent.rows == INT8
+    kv = (plane_entry(*made[:2]) if planes else kv_entry(*made)).below(WHOLE)
+    beside = window_entry(*made)
     window = None if beside is None else beside.below(WHOLE)
     sample = queries_entry(child.model, len(parent.query_positions))
     queries = None if sample is None else sample.below(WHOLE)
     tokens = writer.write_tokens(token_ids, WHOLE)
     with clock("write"):
-        for entry in (kv,) if window is None else (kv, window):
+        if planes:
+            _write_planes(writer, rows, kv, parent)
+        for entry in (() if planes else (kv,)) + (() if window is None else (window,)):
             _copy_rows(writer, rows, entry, child)
         if queries is not None:
             _copy_queries(writer, rows, queries)
@@ -163,6 +174,18 @@ def _copy_rows(writer: ContextWriter, rows: _JoinedRows, entry: ArrayEntry, chil
     for place, layer in enumerate(child.model.window_layers if beside else layers):
         for head, joined in enumerate(rows.kv_on_device(layer).cpu()):
             writer.write_chunk(entry.path, (place, head), joined[len(joined) - entry.shape[2] :])
+
+
+def _write_planes(writer: ContextWriter, rows: _JoinedRows, entry: ArrayEntry, parent: Manifest) -> None:
+    """Codes the rows of both again, and writes the low plane; the high one is built as an index."""
+    writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+    high = next(index for index in parent.indexes if index.name == HIGH_PLANE)
+    for place, layer in enumerate(parent.model.full_layers):
+        kv_HN2D = rows.kv_on_device(layer)
+        source = LayerSource(kv_HN2D, rows.query_sample(layer))
+        coarse = CoarseRows.build(high.parameters, source, 0).scalars
+        for head, low in enumerate(find_low_plane(kv_HN2D, coarse).cpu()):
+            writer.write_chunk(entry.path, (place, head), low)
 
 
 def _copy_queries(writer: ContextWriter, rows: _JoinedRows, entry: ArrayEntry) -> None:

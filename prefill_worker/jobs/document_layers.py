@@ -83,7 +83,8 @@ def write_layers(
 
         def begin() -> None:
             new = present is None
-            writing.begin(specs, capture if new else None, measure=new and job.given_dense_layers is None)
+            measure = new and job.given_dense_layers is None
+            writing.begin(specs, capture if new else None, measure=measure, rows=config.rows)
 
         early = capture.device.type == "cuda" and not job.prompts
         if early:

@@ -16,7 +16,7 @@ from index_store.models.identity import attention_of
 from index_store.store.catalog import Store, utc_now
 from index_store.store.context_id import continued_digests, first_digest
 from index_store.store.json_fields import Scalar
-from index_store.store.manifest import ArrayEntry, Manifest, kv_entry, window_entry
+from index_store.store.manifest import ArrayEntry, Manifest, window_entry
 from prefill_worker.build.kv_placement import UsedMemory
 from prefill_worker.build.layer_writing import WrittenLayers
 from prefill_worker.build.stages import Clock
@@ -157,7 +157,7 @@ def _manifest(
         dense_layers=job.dense_layers(written.selectivity),
         selection_errors=tuple(round(layer.output_error, 6) for layer in written.selectivity),
         tokens=tokens,
-        kv=kv_entry(*made),
+        kv=job.kv_entry(),
         indexes=written.indexes,
         prefill=prefill,
         seconds=_seconds(clock),

@@ -25,8 +25,8 @@ from index_store.models.loading import (
     resolve_model,
 )
 from index_store.store.context_id import ModelIdentity, context_id
-from index_store.store.dtypes import stored_dtype
-from index_store.store.manifest import kv_entry, window_entry
+from index_store.store.dtypes import INT8, stored_dtype
+from index_store.store.manifest import ArrayEntry, kv_entry, plane_entry, window_entry
 from prefill_worker.build import dense_layers as rule
 from prefill_worker.build.dense_layers import Selectivity
 from prefill_worker.build.index_choice import (
@@ -35,6 +35,7 @@ from prefill_worker.build.index_choice import (
     check_centroids,
     choose_indexes,
     table_flags,
+    with_high_plane,
 )
 from prefill_worker.build.kv_placement import JobSizes
 from prefill_worker.config import PrefillConfig, parse_dense_layers
@@ -72,6 +73,7 @@ class PreparedJob:
             config.seed,
             fingerprint_prompts(self.prompts),
             None if config.muse is None else config.muse.describe(),
+            config.rows,
         ).describe()
         return options if self.conversation is None else {**options, "messages": True}
 
@@ -120,6 +122,12 @@ class PreparedJob:
         given = self.given_dense_layers
         return rule.choose_dense_layers(measured) if given is None else given
 
+    def kv_entry(self) -> ArrayEntry:
+        """The array of keys and values, or of what is in no index of them."""
+        if self.config.rows == INT8:
+            return plane_entry(self.identity, len(self.token_ids))
+        return kv_entry(self.identity, len(self.token_ids), self.dtype)
+
     def id(self) -> str:
         return context_id(self.identity, self.dtype, self.reading(), self.config.salt, self.token_ids)
 
@@ -162,6 +170,8 @@ def _choices(config: PrefillConfig, folder: ModelFolder) -> tuple[ChosenIndexes,
     """What can be known without the document."""
     chosen = choose_indexes(config.methods, config.index, table_flags(config))
     identity = identify(folder)
+    if config.rows == INT8:
+        chosen = with_high_plane(chosen, identity)
     dense = parse_dense_layers(config.dense_layers)
     if dense and dense[-1] >= identity.layers:
         raise InvalidArgumentError(
@@ -193,9 +203,8 @@ def _checked(
 
 def check_space(job: PreparedJob) -> None:
     """Raises StoreFullError before any work when not even keys and values can fit."""
-    made = (job.identity, len(job.token_ids), job.dtype)
-    window = window_entry(*made)
-    needed = kv_entry(*made).nbytes + (0 if window is None else window.nbytes)
+    window = window_entry(job.identity, len(job.token_ids), job.dtype)
+    needed = job.kv_entry().nbytes + (0 if window is None else window.nbytes)
     free = shutil.disk_usage(job.config.store).free
     if needed > free:
         raise StoreFullError(

@@ -167,6 +167,7 @@ class QueueWorker:
             name=order.name or None,
             method=order.methods if standing else ("full",),
             dtype=order.dtype,
+            rows=order.rows,
             chunk=worker.chunk,
             ttl=None if order.ttl is None else f"{order.ttl:.6f}s",
             device=worker.device,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from index_store.family.children import Continuation, OwnRows
 from index_store.indexes.interface.layer_index import LayerIndex
+from index_store.methods.index_specs import INDEX_SPECS
 from index_store.selection.threshold_curve import KEEP_GRID
 from index_store.store.catalog import Store
 from index_store.store.context_id import ModelIdentity, context_id
@@ -20,11 +21,13 @@ from index_store.store.dtypes import STORED_DTYPES, dtype_name
 from index_store.store.files.additions import WHOLE
 from index_store.store.json_fields import Scalar
 from index_store.store.manifest import (
+    HIGH_PLANE,
     ArrayEntry,
     IndexEntry,
     Manifest,
     index_array_entry,
     kv_entry,
+    plane_entry,
     queries_entry,
     tokens_entry,
 )
@@ -193,6 +196,14 @@ def indexed_context(
     arrays = {f"index/{name}/{array}": torch.stack([layer[array] for layer in layers]) for array in layers[0]}
     index = IndexEntry(name, built[0].kind, parameters, (1, 2), entries)
     return replace(context, draft=replace(context.draft, indexes=(index,)), kv=kv, arrays=arrays)
+
+
+def in_planes(plain: Manifest) -> Manifest:
+    """The manifest of a context that was not written, with rows in 8 bits."""
+    model, spec = plain.model, INDEX_SPECS[HIGH_PLANE]
+    codes = index_array_entry(HIGH_PLANE, "key_codes", len(model.full_layers), (model.kv_heads, 3), "uint8")
+    high = IndexEntry(HIGH_PLANE, spec.kind, spec.parameters, model.full_layers, (codes,))
+    return replace(plain, kv=plane_entry(model, plain.token_count), indexes=(*plain.indexes, high))
 
 
 def other_model(**changes: object) -> ModelIdentity:

@@ -140,11 +140,46 @@ def _number(value: Any) -> Numbers:
     return value if isinstance(value, Numbers) else Numbers(value)
 
 
+class Shared:
+    """Shared memory of a program, or a part of it."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def index(self, at: Any) -> Shared:
+        return Shared(self.array[int(_array(at))])
+
+    def load(self, layout: Any) -> Numbers:
+        return Numbers(self.array.copy(), layout)
+
+
+class Copies:
+    """Copies into shared memory, which come as late as they may: only when they are waited for."""
+
+    def __init__(self) -> None:
+        self._groups: list[list[tuple[Shared, Numbers]]] = [[]]
+
+    def async_copy_global_to_shared(self, into: Shared, pointer: Numbers) -> None:
+        assert not (pointer.array[:, ::4] % 16).any(), "copies are of 16 bytes"
+        into.array[:] = -1
+        self._groups[-1].append((into, pointer))
+
+    def commit_group(self) -> None:
+        self._groups.append([])
+
+    def wait_group(self, outstanding: int) -> None:
+        assert not self._groups[-1], "a copy is in no group yet"
+        while len(self._groups) - 1 > outstanding:
+            for into, pointer in self._groups.pop(0):
+                into.array[:] = Language.load(pointer).array
+
+
 class Language:
     """The functions of `gl` that kernels here call."""
 
     def __init__(self, program: tuple[int, int], grid: tuple[int, int]) -> None:
         self._program, self._grid = program, grid
+        self.copies = Copies()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(gl, name)  # types and layouts
@@ -164,6 +199,10 @@ class Language:
     @staticmethod
     def full(shape: list[int], value: float, dtype: Any, layout: Any) -> Numbers:
         return Numbers(np.full(shape, value, _DTYPES[str(dtype)]), layout)
+
+    @staticmethod
+    def allocate_shared_memory(dtype: Any, shape: list[int], layout: Any) -> Shared:
+        return Shared(np.full(shape, -1, _DTYPES[str(dtype)]))
 
     @staticmethod
     def multiple_of(pointer: Numbers, count: int) -> Numbers:
@@ -334,6 +373,8 @@ class _Launched:
                 language = Language(program, sizes)
                 for module in self._modules:
                     module.gl = language  # type: ignore[attr-defined]
+                    if hasattr(module, "async_copy"):
+                        module.async_copy = language.copies
                 self._kernel(*numbers, **constants)
 
         return run

@@ -16,7 +16,7 @@ from decode_engine.cli.contexts.shown import context_object, detail_rows, id_of,
 from decode_engine.config import MAX_NAME_CHARACTERS
 from decode_engine.rpc.client import Client, Keep
 from decode_engine.rpc.door.options import ServerConfig
-from index_store.cli.checks import AtLeast, Characters, Filled, InputFile
+from index_store.cli.checks import AtLeast, Characters, Filled, InputFile, OneOf
 from index_store.cli.console import format_bytes, print_json
 from index_store.cli.documents import STANDARD_INPUT, document_name, read_document, read_messages
 from index_store.cli.labels import parse_labels
@@ -31,6 +31,7 @@ from index_store.cli.options import (
 )
 from index_store.cli.progress import reporter_for
 from index_store.errors import InvalidArgumentError
+from index_store.store.dtypes import AS_DTYPE, ROW_CODINGS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,13 @@ class CreateConfig(ServerConfig):
         tuple[str, ...],
         typer.Option(help="Method whose indexes to build; may be repeated. Default: csattention."),
     ] = ()
+    rows: Annotated[
+        str,
+        typer.Option(
+            help="How exact keys and values are stored: in the server's dtype, or in 8 bits (int8)."
+        ),
+        OneOf(*ROW_CODINGS),
+    ] = AS_DTYPE
     parent: Annotated[
         str | None,
         typer.Option(metavar="CONTEXT", help="A context that the new one continues, by name or id."),
@@ -122,6 +130,7 @@ def create_context(
             display_name=config.name or document_name(given),
             ttl_s=config.ttl_s,
             methods=config.method,
+            rows=config.rows,
             priority=config.priority,
             request_id=config.request_id,
             parent=None if config.parent is None else client.find_context(config.parent).name,

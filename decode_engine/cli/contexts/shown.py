@@ -12,7 +12,7 @@ import typer
 from decode_engine.rpc.client import ContextInfo, IndexInfo, OperationInfo
 from index_store.cli.console import format_bytes, format_time, print_table
 from index_store.cli.labels import labels_text
-from index_store.cli.report import error_object, expiry_text, layers_text
+from index_store.cli.report import error_object, expiry_text, layers_text, rows_text
 
 _COLUMNS = ("ID", "NAME", "STATE", "MEMORY", "METHOD", "TOKENS", "KV", "INDEX", "MODEL", "CREATED", "EXPIRES")
 _RIGHT = ("TOKENS", "KV", "INDEX")
@@ -85,7 +85,7 @@ def detail_rows(context: ContextInfo) -> list[tuple[str, str]]:
         ("in memory", _memory(context)),
         ("model", f"{context.model} ({context.architecture})"),
         ("tokens", str(context.token_count)),
-        ("kv", f"{format_bytes(context.kv_bytes)}, {context.dtype}"),
+        ("kv", f"{format_bytes(context.kv_bytes)}, {rows_text(context.rows, context.dtype)}"),
         *_family(context),
         *((f"index {index.name}", _index_text(index)) for index in context.indexes),
         ("indexes", format_bytes(context.index_bytes)),

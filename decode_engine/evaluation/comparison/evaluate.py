@@ -42,11 +42,11 @@ from index_store.memory.context_loading import placed_bytes
 from index_store.memory.devices import context_device, describe_device, pick_device
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import Method
 from index_store.models.conversation.messages import Message, Role
 from index_store.models.loading import Tokenizer, resolve_model
 from index_store.store.catalog import Store
-from index_store.store.manifest import Manifest
+from index_store.store.dtypes import AS_DTYPE, INT8
+from index_store.store.manifest import HIGH_PLANE, Manifest
 
 OBSERVED_QUESTIONS = 4
 """Questions per context at which searching layers are compared with exact attention, besides the plain text."""
@@ -120,7 +120,9 @@ class _Evaluation:
         variants, approximated = config.variants(), config.approximated()
         twins: list[Manifest] = []
         if approximated:
-            _, twins = _prefill_all(config, documents, length, device, start_stage, config.attention)
+            _, twins = _prefill_all(
+                config, documents, length, device, start_stage, config.attention, config.rows
+            )
         segments = [self._segments(*each) for each in share_questions(config, documents)]
         tallies, later = [Tally() for _ in variants], [Tally() for _ in approximated]
         arena = arena_for([*contexts, *twins], device, config.placement)
@@ -136,7 +138,8 @@ class _Evaluation:
                 with arena.acquire(store, twins[number].id) as context:
                     self._score_context(number, context, approximated, texts, later, advance, references)
             every, found = [*variants, *approximated], [*tallies, *later]
-            self._summarise(length, every, found, partial(_stored_bytes, contexts, device, placement))
+            stored = partial(_stored_bytes, contexts, twins, device, placement)
+            self._summarise(length, every, found, stored)
             self.write(complete=False)
 
     def _segments(self, document: Document, questions: Sequence[Question]) -> list[Segment]:
@@ -184,11 +187,11 @@ class _Evaluation:
         length: int,
         variants: Sequence[Variant],
         tallies: Sequence[Tally],
-        stored: Callable[[Method], StoredBytes],
+        stored: Callable[[Variant], StoredBytes],
     ) -> None:
         tasks = tallies[0].tasks
         self.scores[length] = [
-            tally.summarise(length, variant, tallies[0], stored(variant.method), task)
+            tally.summarise(length, variant, tallies[0], stored(variant), task)
             for task in (ALL_TASKS, *(tasks if len(self.config.tasks) > 1 else ()))
             for variant, tally in zip(variants, tallies, strict=True)
         ]
@@ -233,6 +236,7 @@ def _prefill_all(
     device: torch.device,
     start_stage: StartStage,
     attention: str = "exact",
+    rows: str = AS_DTYPE,
 ) -> tuple[Store, list[Manifest]]:
     """Contexts of all documents, in order; those that the store has already are only looked up."""
     store_path = config.out / "store" if config.store is None else config.store
@@ -247,8 +251,10 @@ def _prefill_all(
         device.type,
         config.index,
         attention,
+        rows,
     )
     how = "" if attention == "exact" else f"-{attention}"
+    how += "" if rows == AS_DTYPE else f"-{rows}"
     advance = start_stage(f"prefilling {length:,} tokens{how}", len(documents))
     ids = []
     for number, document in enumerate(documents):
@@ -292,15 +298,24 @@ def _text_segment(tokenizer: Tokenizer, document: Document, tokens: int) -> Segm
 
 
 def _stored_bytes(
-    contexts: Sequence[Manifest], device: torch.device, placement: Placement, method: Method
+    contexts: Sequence[Manifest],
+    twins: Sequence[Manifest],
+    device: torch.device,
+    placement: Placement,
+    variant: Variant,
 ) -> StoredBytes:
-    """What contexts take with the method's indexes and no others, placed as they are, per token on average."""
-    names = {spec.name for spec in method.index_specs()}
-    tokens = sum(manifest.token_count for manifest in contexts)
-    alone = [
-        replace(manifest, indexes=tuple(entry for entry in manifest.indexes if entry.name in names))
-        for manifest in contexts
-    ]
+    """What contexts, or their twins, take with the method's indexes and no others, per token on average.
+
+    They are placed as they are.
+    """
+    names = {spec.name for spec in variant.method.index_specs()}
+    meant = twins if variant.after else contexts
+    tokens = sum(manifest.token_count for manifest in meant)
+    alone = []
+    for manifest in meant:
+        needed = names | ({HIGH_PLANE} if manifest.rows == INT8 else set())
+        kept = tuple(entry for entry in manifest.indexes if entry.name in needed)
+        alone.append(replace(manifest, indexes=kept))
     placed = [placed_bytes(manifest, context_device(device), placement) for manifest in alone]
     return StoredBytes(
         sum(manifest.index_bytes for manifest in alone) / tokens,

@@ -45,6 +45,8 @@ from decode_engine.kernels.fields import (
 from decode_engine.kernels.launches import chained, wait_for_launch
 from index_store.indexes.coarse_rows import scalar_rows
 
+FEW_KEYS = 2**21
+"""Keys of all rows: of up to so many, those that are listed fit well into the second-level cache (1 %: 10 MB)."""
 BLOCK = tl.constexpr(scalar_rows.BLOCK)
 
 
@@ -286,6 +288,7 @@ def _launch_pass(
             TILE=sizes.shape.tile,
             AHEAD=sizes.shape.ahead,
             EXACT=exact,
+            ROWS_AHEAD=exact and rows * sizes.max_keys <= FEW_KEYS,
             num_warps=1,
             **sizes.key_constants_alone(),
             **chained(q_BHGD.device),

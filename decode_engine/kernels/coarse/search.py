@@ -38,8 +38,8 @@ from index_store.indexes.coarse_rows import scalar_rows
 
 BLOCK = tl.constexpr(scalar_rows.BLOCK)
 RUN = tl.constexpr(coarse_sizes.RUN)
-_RUNS_ALONE = 4
-"""Runs that one warp scores: what it loads for them is on its way together."""
+_MOST_RUNS_ALONE = 4
+"""Runs that one warp scores at most: what it loads for them is on its way together."""
 
 
 @triton.jit
@@ -156,13 +156,16 @@ def find_cuts(q_BHGD: Tensor, records_BF: Tensor, sizes: CoarseSizes, work: Coar
     shape, rows = sizes.shape, q_BHGD.shape[0] * sizes.kv_heads
     scale = sizes.head_dim**-0.5 * LOG2E
     if sizes.in_registers:
-        sample_alone[(shape.samplers * shape.runs // _RUNS_ALONE, rows)](
+        taken, runs = shape.samplers * shape.runs, 1
+        while runs < _MOST_RUNS_ALONE and rows * taken > 2 * shape.programs * runs:
+            runs *= 2
+        sample_alone[(taken // runs, rows)](
             q_BHGD,
             records_BF,
             work.sampled_RGM,
             scale,
-            TAKEN=shape.samplers * shape.runs,
-            RUNS=_RUNS_ALONE,
+            TAKEN=taken,
+            RUNS=runs,
             num_warps=1,
             **sizes.key_constants_alone(),
             **chained(q_BHGD.device),

@@ -47,7 +47,7 @@ class CoarseShape:
     programs: int = 528
     registers: bool = False
     tile: int = 32
-    ahead: int = 2
+    ahead: int = 3
     warps: int = 4
     stages: int = 3
     samplers: int = 64
@@ -67,7 +67,7 @@ def coarse_shape(device: torch.device, max_keys: int) -> CoarseShape:
         return CoarseShape(programs=8, samplers=2, runs=4)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     # A sample of a short context would cost what all of its keys do.
-    return CoarseShape(programs=4 * processors, registers=True, samplers=64 if max_keys > 2**15 else 16)
+    return CoarseShape(programs=4 * processors, registers=True, samplers=32 if max_keys > 2**15 else 16)
 
 
 @dataclass(frozen=True, slots=True)

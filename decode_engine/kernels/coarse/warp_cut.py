@@ -61,19 +61,23 @@ def cut_kernel(
     SAMPLED: gl.constexpr,
     CHAINED: gl.constexpr,
 ) -> None:
-    """Program row, CHUNKS warps: normalisers and the cut, as in `search.cut_kernel`."""
+    """Program row, CHUNKS warps: normalisers and the cut, as in `search.cut_kernel`.
+
+    The next launch may begin at once, since this one began when all programs of the one before had waited. So what
+    came before the sample, such as queries, is there for both.
+    """
     LAYOUT: gl.constexpr = sample_layout(CHUNKS)
     OF_KEYS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     OF_CHUNKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(1, LAYOUT))
     OF_HEADS: gl.constexpr = gl.SliceLayout(1, OF_CHUNKS)
     K: gl.constexpr = SAMPLED // CHUNKS // 32
-    wait_alone(CHAINED)
     let_next_begin(CHAINED)
     row = gl.program_id(0)
     b = row // HEADS
     first = number(records_ptr, b, _FIRST).to(gl.int32)
     searched = number(records_ptr, b, _END).to(gl.int32) - first
     keep = number(records_ptr, b, _KEEP).to(gl.int32)
+    wait_alone(CHAINED)
     if searched > 0:
         part = gl.arange(0, K, layout=gl.SliceLayout(1, gl.SliceLayout(2, OF_KEYS))) * 32
         chunk = gl.arange(0, CHUNKS, layout=gl.SliceLayout(0, gl.SliceLayout(2, OF_KEYS))) * (

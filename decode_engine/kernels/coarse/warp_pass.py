@@ -18,29 +18,33 @@ from decode_engine.kernels.coarse.warp_records import (
     key_pointers,
     let_next_begin,
     number,
-    prefetch_codes,
+    prefetch_rows,
     prefetch_steps,
     value_pointers,
     wait_alone,
 )
+from decode_engine.kernels.coarse.warp_rings import copy_tile, end_of_copies, new_ring, wait_for_copies
 from decode_engine.kernels.coarse.warp_rows import attend_rows
 from decode_engine.kernels.coarse.warp_tiles import (
     OF_KEYS,
     OF_ROWS,
     RESULT,
+    add_planes,
     add_values,
     as_right,
     fold,
+    key_layout,
+    key_numbers,
     key_of,
     list_keys,
     load_key_numbers,
     load_key_words,
     load_queries,
     load_steps,
-    load_value_words,
     multiply_keys,
     no_values_yet,
     store_sums,
+    value_layout,
     values_of,
 )
 from index_store.indexes.coarse_rows import scalar_rows
@@ -71,10 +75,11 @@ def sample_kernel(
     RUNS: gl.constexpr,
     CHAINED: gl.constexpr,
 ) -> None:
-    """Program (s, row): RUNS of the TAKEN runs of keys that are sampled, as in `search.sample_kernel`."""
+    """Program (s, row): RUNS of the TAKEN runs of keys that are sampled, as in `search.sample_kernel`.
+
+    Codes are on their way before the launch before has ended: no launch of a step writes them.
+    """
     W: gl.constexpr = 4 * KEY_BITS
-    wait_alone(CHAINED)
-    let_next_begin(CHAINED)
     row = gl.program_id(1)
     b, head = row // HEADS, row % HEADS
     first = number(records_ptr, b, _FIRST).to(gl.int32)
@@ -95,15 +100,19 @@ def sample_kernel(
             block = gl.minimum(run, end - 1) // _BLOCK
             # A context's last keys are loaded with some before them, of places that do not count.
             begin = gl.minimum(run, keys.to(gl.int32) - _RUN)
-            words = load_key_words(codes_ptr, begin, _RUN, W)
-            steps = load_steps(scales_ptr + block * 128, offsets_ptr + block * 128, KEY_BITS)
-            loaded += ((turn, run, begin, words, steps),)
+            loaded += ((turn, run, begin, block, load_key_words(codes_ptr, begin, _RUN, W)),)
+        wait_alone(CHAINED)
+        let_next_begin(CHAINED)
+        numbers: gl.tensor = ()
+        for i in gl.static_range(RUNS):
+            block = loaded[i][3]
+            numbers += (load_steps(scales_ptr + block * 128, offsets_ptr + block * 128, KEY_BITS),)
         queries, units = load_queries(q_ptr, row, X, GROUP, KEY_BITS)
         units = units * scale_log2
         n = gl.arange(0, X, layout=OF_ROWS)
         for i in gl.static_range(RUNS):
-            turn, run, begin, words, steps = loaded[i]
-            folded, added = fold(queries, steps, X, KEY_BITS)
+            turn, run, begin, _, words = loaded[i]
+            folded, added = fold(queries, numbers[i], X, KEY_BITS)
             products = multiply_keys(words, folded, _RUN, X, KEY_BITS)
             key = begin + inner
             there = (key >= gl.maximum(first, run)) & (key < end)
@@ -114,6 +123,9 @@ def sample_kernel(
             gl.store(
                 sampled_ptr + at, logits, mask=gl.expand_dims(n < GROUP, 0) & gl.expand_dims(key >= 0, 1)
             )
+    else:
+        wait_alone(CHAINED)
+        let_next_begin(CHAINED)
 
 
 @gluon.jit
@@ -143,7 +155,7 @@ def share_of_blocks(first: gl.tensor, end: gl.tensor) -> gl.tensor:
 
 @gluon.jit
 def kept_keys(
-    weights: gl.tensor,
+    together: gl.tensor,
     key: gl.tensor,
     head: gl.tensor,
     searched: gl.tensor,
@@ -151,10 +163,16 @@ def kept_keys(
     above: gl.tensor,
     draws: gl.tensor,
 ) -> gl.tensor:
-    """Which keys a cut keeps, as `border.passes` decides, int32."""
-    together = gl.sum(weights, 1).to(gl.int32, bitcast=True)
+    """Which keys a cut keeps, as `border.passes` decides, int32. together: bits of their weights, summed over heads."""
     drawn = key * _DRAW_STEP + head * _HEAD_STEP
     return ((together >= gl.where(drawn < draws, least, above)) & searched).to(gl.int32)
+
+
+@gluon.jit
+def rows_of(records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, ELEMENT: gl.constexpr) -> gl.tensor:
+    """A KV head's keys and values as they are."""
+    context = number(records_ptr, b, _KV) + head * number(records_ptr, b, _KV + 1)
+    return gl.multiple_of(context.to(gl.pointer_type(ELEMENT)), 16)
 
 
 @gluon.jit
@@ -184,11 +202,10 @@ def exact_share(
     share = (tiles + gl.num_programs(0) - 1) // gl.num_programs(0) * _ROWS_TILE
     always = gl.minimum(gl.program_id(0) * share, entries)
     stop = gl.minimum(always + share, entries)
-    context = number(records_ptr, b, _KV) + head * number(records_ptr, b, _KV + 1)
+    rows_ptr = rows_of(records_ptr, b, head, element)
     tail = number(records_ptr, b, _TAIL) + head * number(records_ptr, b, _TAIL + 1)
     # Found in units of 16 bytes, so that loads are known to be aligned.
-    to_tail = (tail - context) // 16 * (128 // element.primitive_bitwidth)
-    rows_ptr = gl.multiple_of(context.to(gl.pointer_type(element)), 16)
+    to_tail = (tail - rows_ptr.to(gl.int64)) // 16 * (128 // element.primitive_bitwidth)
     return attend_rows(
         q_ptr, rows_ptr, ids_ptr, row, listed, first, end, always, stop, in_context, to_tail, sums, total, peaks,
         scale_log2, X, GROUP, BITS,
@@ -204,13 +221,29 @@ def see_stores() -> None:
 
 
 @gluon.jit
-def load_values(ptrs: gl.tensor, base: gl.tensor, T: gl.constexpr, W: gl.constexpr) -> gl.tensor:
-    """Words, scales and offsets of T values."""
-    return (
-        load_value_words(ptrs[0], base, T, W),
-        load_key_numbers(ptrs[1], base, T),
-        load_key_numbers(ptrs[2], base, T),
-    )
+def load_value_steps(ptrs: gl.tensor, base: gl.tensor, T: gl.constexpr) -> gl.tensor:
+    """Scales and offsets of T values."""
+    return load_key_numbers(ptrs[1], base, T), load_key_numbers(ptrs[2], base, T)
+
+
+@gluon.jit
+def copy_codes(
+    rings: gl.tensor,
+    turn: gl.tensor,
+    keys_ptrs: gl.tensor,
+    values_ptrs: gl.tensor,
+    base: gl.tensor,
+    TILE: gl.constexpr,
+    KEY_BITS: gl.constexpr,
+    VALUE_BITS: gl.constexpr,
+    ATTEND: gl.constexpr,
+    AHEAD: gl.constexpr,
+) -> None:
+    """Has codes of keys, and of their values, copied as the turn-th tile."""
+    copy_tile(rings[0], turn, keys_ptrs[0], base, TILE, 4 * KEY_BITS, AHEAD)
+    if ATTEND:
+        copy_tile(rings[1], turn, values_ptrs[0], base, TILE, 4 * VALUE_BITS, AHEAD)
+    end_of_copies()
 
 
 @gluon.jit
@@ -244,16 +277,17 @@ def nothing_yet(T: gl.constexpr, X: gl.constexpr) -> gl.tensor:
 def attend_tile(
     attended: gl.tensor,
     weights: gl.tensor,
-    values: gl.tensor,
+    words: gl.tensor,
+    steps: gl.tensor,
     T: gl.constexpr,
     X: gl.constexpr,
     BITS: gl.constexpr,
 ) -> gl.tensor:
     """Adds a tile of values by weights [T, X], 0 for keys that do not count."""
     sums, evens, totals = attended
-    words, steps, starts = values
+    scales, starts = key_numbers(steps[0], T), key_numbers(steps[1], T)
     evens = gl.fma(weights, gl.expand_dims(starts, 1), evens)
-    scaled = as_right((weights * gl.expand_dims(steps, 1)).to(gl.float16), T, X)
+    scaled = as_right((weights * gl.expand_dims(scales, 1)).to(gl.float16), T, X)
     return add_values(sums, words, scaled, T, BITS), evens, totals + weights
 
 
@@ -265,7 +299,7 @@ def attention_of(attended: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
 
 
 @gluon.jit(do_not_specialize=["width", "room", "slots"])
-def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
+def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one place
     q_ptr: gl.tensor,
     records_ptr: gl.tensor,
     normalisers_ptr: gl.tensor,
@@ -290,14 +324,15 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     ATTEND: gl.constexpr,
     EXACT: gl.constexpr,
     AHEAD: gl.constexpr,
+    ROWS_AHEAD: gl.constexpr,
     CHAINED: gl.constexpr,
 ) -> None:
     """Program (split, row): a share of the row's blocks, as in `coarse_pass.pass_kernel`.
 
     EXACT, with LIST and ATTEND: attends to the listed keys, too, and to a share of sinks, recent window and tail.
-    AHEAD: tiles that are on their way to the second-level cache before they are loaded. Much more than that is driven
-    out before it is needed. The first block is brought there while the launch before still works: what that does not
-    write, and what was there before it began, may be read.
+    AHEAD: tiles that are on their way. The first ones are so while the launches before still work: what these do not
+    write, and what was there before they began, may be read. ROWS_AHEAD: keys are brought into the second-level cache
+    as soon as they are listed; in large batches they would be driven out before they are attended to.
     """
     row = gl.program_id(1)
     b, head = row // HEADS, row % HEADS
@@ -305,12 +340,21 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     end = number(records_ptr, b, _END).to(gl.int32)
     keys = number(records_ptr, b, _KEYS)
     keys_ptrs = key_pointers(records_ptr, b, head, keys, 4 * KEY_BITS)
-    codes_ptr, scales_ptr, offsets_ptr = keys_ptrs
+    _, scales_ptr, offsets_ptr = keys_ptrs
     values_ptrs = value_pointers(records_ptr, b, head, keys, 4 * VALUE_BITS)
     first_block, stop = share_of_blocks(first, end)
     start, beyond = first_block * _BLOCK, gl.minimum(stop * _BLOCK, keys.to(gl.int32))
+    # A context's last keys are loaded with some before them, which do not count.
+    last = beyond - TILE
     prefetch_steps(keys_ptrs, values_ptrs, start, beyond, ATTEND, CHAINED)
-    prefetch_codes(keys_ptrs, values_ptrs, start, beyond, _BLOCK, KEY_BITS, VALUE_BITS, ATTEND, CHAINED)
+    rings = (
+        new_ring(TILE, 4 * KEY_BITS, AHEAD),
+        new_ring(TILE, 4 * VALUE_BITS, AHEAD) if ATTEND else None,
+    )
+    if stop > first_block:
+        for turn in gl.static_range(AHEAD):
+            base = gl.minimum(start + turn * TILE, last)
+            copy_codes(rings, turn, keys_ptrs, values_ptrs, base, TILE, KEY_BITS, VALUE_BITS, ATTEND, AHEAD)
     queries, units = load_queries(q_ptr, row, X, GROUP, KEY_BITS)
     units = units * scale_log2
     wait_alone(CHAINED)
@@ -319,47 +363,63 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     peaks = reference_weights(normalisers_ptr, row, shift, end > first, X, GROUP)
     place = row.to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
     kept_ptr += row.to(gl.int64) * room
+    rows_ptr = rows_of(records_ptr, b, head, q_ptr.dtype.element_ty)
     inner = key_of(gl.arange(0, TILE, layout=OF_KEYS), TILE)
-    # A context's last keys are loaded with some before them, which do not count.
-    last = gl.minimum(stop * _BLOCK, keys.to(gl.int32)) - TILE
     attended = nothing_yet(TILE, X)
     count = gl.full([8], 0, gl.int32, layout=OF_KEYS)
     if stop > first_block:
-        begin = gl.minimum(first_block * _BLOCK, last)
-        words = load_key_words(codes_ptr, begin, TILE, 4 * KEY_BITS)
+        steps = load_steps(scales_ptr + first_block * 128, offsets_ptr + first_block * 128, KEY_BITS)
         if ATTEND:
-            values = load_values(values_ptrs, begin, TILE, 4 * VALUE_BITS)
+            values = load_value_steps(values_ptrs, gl.minimum(start, last), TILE)
         for block in range(first_block, stop):
             next_block = gl.minimum((block + 1) * _BLOCK, beyond)
             prefetch_steps(keys_ptrs, values_ptrs, next_block, beyond, ATTEND, CHAINED)
-            steps = load_steps(scales_ptr + block * 128, offsets_ptr + block * 128, KEY_BITS)
             folded, added = fold(queries, steps, X, KEY_BITS)
+            after = gl.minimum(block + 1, stop - 1)
+            steps = load_steps(scales_ptr + after * 128, offsets_ptr + after * 128, KEY_BITS)
             bottom = gl.fma(added, units, 0.0 - peaks)
-            for part in range(0, _BLOCK, TILE):
-                tile = block * _BLOCK + part
-                key = gl.minimum(tile, last) + inner
-                later = gl.minimum(tile + (1 + AHEAD) * TILE, beyond)
-                prefetch_codes(
-                    keys_ptrs, values_ptrs, later, beyond, TILE, KEY_BITS, VALUE_BITS, ATTEND, CHAINED
-                )
-                ahead = gl.minimum(tile + TILE, last)
-                next_words = load_key_words(codes_ptr, ahead, TILE, 4 * KEY_BITS)
-                products = multiply_keys(words, folded, TILE, X, KEY_BITS)
-                words = next_words
-                weights = gl.exp2(gl.fma(products, gl.expand_dims(units, 0), gl.expand_dims(bottom, 0)))
-                searched = (key >= gl.maximum(first, tile)) & (key < end)
-                if LIST:
-                    kept = kept_keys(weights, key, head, searched, least, above, draws)
-                    if not ATTEND:
-                        gl.store(kept_ptr + key, kept.to(gl.uint8), mask=key >= tile)
-                    count = list_keys(ids_ptr + place * width, count, kept, key, TILE)
-                else:
-                    kept = gl.load(kept_ptr + key, cache_modifier=".cg").to(gl.int32)
-                if ATTEND:
-                    weights = gl.where(gl.expand_dims(searched & (kept == 0), 1), weights, 0.0)
-                    current = values
-                    values = load_values(values_ptrs, ahead, TILE, 4 * VALUE_BITS)
-                    attended = attend_tile(attended, weights, current, TILE, X, VALUE_BITS)
+            sums, evens, totals = attended
+            # Sums of a block begin anew: what tensor cores drop of them stays small.
+            attended = (no_values_yet(X), evens, totals)
+            for pair in range(0, _BLOCK, 2 * TILE):
+                for part in gl.static_range(2):
+                    tile = block * _BLOCK + pair + part * TILE
+                    turn = (tile - start) // TILE
+                    begin = gl.minimum(tile, last)
+                    wait_for_copies(AHEAD - 1)
+                    words = rings[0].index(turn % (AHEAD + 1)).load(key_layout(4 * KEY_BITS))
+                    if ATTEND:
+                        value_words = (
+                            rings[1].index(turn % (AHEAD + 1)).load(value_layout(TILE, 4 * VALUE_BITS, False))
+                        )
+                    copy_codes(
+                        rings, turn + AHEAD, keys_ptrs, values_ptrs, gl.minimum(tile + AHEAD * TILE, last),
+                        TILE, KEY_BITS, VALUE_BITS, ATTEND, AHEAD,
+                    )  # fmt: skip
+                    products = multiply_keys(words, folded, TILE, X, KEY_BITS)
+                    weights = gl.exp2(gl.fma(products, gl.expand_dims(units, 0), gl.expand_dims(bottom, 0)))
+                    together = gl.sum(weights, 1).to(gl.int32, bitcast=True)
+                    whole = (first < tile + 1) & (end >= tile + TILE) & (last >= tile)
+                    # Most tiles are searched as a whole, and none of their keys is kept.
+                    if not (LIST and ATTEND) or not whole or gl.max(together, 0) >= least:
+                        key = begin + inner
+                        searched = (key >= gl.maximum(first, tile)) & (key < end)
+                        if LIST:
+                            kept = kept_keys(together, key, head, searched, least, above, draws)
+                            if not ATTEND:
+                                gl.store(kept_ptr + key, kept.to(gl.uint8), mask=key >= tile)
+                            count = list_keys(ids_ptr + place * width, count, kept, key, TILE)
+                            if ROWS_AHEAD:
+                                prefetch_rows(rows_ptr, kept, key, TILE, CHAINED)
+                        else:
+                            kept = gl.load(kept_ptr + key, cache_modifier=".cg").to(gl.int32)
+                        weights = gl.where(gl.expand_dims(searched & (kept == 0), 1), weights, 0.0)
+                    if ATTEND:
+                        current = values
+                        values = load_value_steps(values_ptrs, gl.minimum(tile + TILE, last), TILE)
+                        attended = attend_tile(attended, weights, value_words, current, TILE, X, VALUE_BITS)
+            attended = (add_planes(sums, attended[0]), attended[1], attended[2])
+        wait_for_copies(0)
     if LIST:
         gl.store(counts_ptr + place, gl.max(count, 0))
     if ATTEND:

@@ -175,12 +175,19 @@ def load_queries(
 
 @gluon.jit
 def load_channels(ptr: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
-    """Float16 numbers of all channels, [16] for every plane of keys."""
+    """Float16 numbers of all channels, [128] as they are loaded."""
     if BITS == 4:
-        loaded = gl.load(ptr + gl.arange(0, 128, layout=_CHANNELS_4))
+        return gl.load(ptr + gl.arange(0, 128, layout=_CHANNELS_4))
+    else:  # noqa: RET505 - the other branch is not compiled
+        return gl.load(ptr + gl.arange(0, 128, layout=_CHANNELS_2))
+
+
+@gluon.jit
+def by_planes(loaded: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
+    """Numbers of all channels as [16] for every plane of keys."""
+    if BITS == 4:
         bits = gl.permute(gl.reshape(loaded, [2, 2, 2, 2, 2, 2, 2]), [3, 1, 2, 5, 4, 6, 0])
     else:
-        loaded = gl.load(ptr + gl.arange(0, 128, layout=_CHANNELS_2))
         bits = gl.permute(gl.reshape(loaded, [2, 2, 2, 2, 2, 2, 2]), [4, 2, 3, 5, 6, 0, 1])
     all_planes = gl.reshape(bits, [16, 2, 2, 2])
     planes: gl.tensor = ()
@@ -198,14 +205,14 @@ def scaled(query: gl.tensor, step: gl.tensor, ASM: gl.constexpr) -> gl.tensor:
 
 @gluon.jit
 def load_steps(scales_ptr: gl.tensor, offsets_ptr: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
-    """Scales and offsets of a block of keys, by planes."""
+    """Scales and offsets of a block of keys: nothing waits for them before they are folded."""
     return load_channels(scales_ptr, BITS), load_channels(offsets_ptr, BITS)
 
 
 @gluon.jit
 def fold(queries: gl.tensor, steps: gl.tensor, X: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
     """Queries times a block's scales, by planes, and what offsets add to all products of the block, [X]."""
-    scales, offsets = steps
+    scales, offsets = by_planes(steps[0], BITS), by_planes(steps[1], BITS)
     sixteen = gl.full([16, 16], 0.0, gl.float16, layout=LEFT)
     added = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
     folded: gl.tensor = ()
@@ -221,13 +228,19 @@ def fold(queries: gl.tensor, steps: gl.tensor, X: gl.constexpr, BITS: gl.constex
     return folded, gl.max(added, 0) * _LEAST_C
 
 
+@gluon.constexpr_function
+def key_layout(W: int) -> gl.BlockedLayout:
+    """Of words of keys [T, W]: four lanes have a key."""
+    return gl.BlockedLayout([1, W // 4], [8, 4], [1, 1], [1, 0])
+
+
 @gluon.jit
 def load_key_words(ptr: gl.tensor, base: gl.tensor, T: gl.constexpr, W: gl.constexpr) -> gl.tensor:
     """Words [T, W] of T keys from `base` on."""
-    LANES: gl.constexpr = gl.BlockedLayout([1, W // 4], [8, 4], [1, 1], [1, 0])
+    LANES: gl.constexpr = key_layout(W)
     key = key_of(gl.arange(0, T, layout=gl.SliceLayout(1, LANES)), T)
     word = gl.arange(0, W, layout=gl.SliceLayout(0, LANES))
-    ptr = gl.multiple_of(ptr + base.to(gl.int64) * W, 8)
+    ptr = gl.multiple_of(ptr + base.to(gl.int64) * W, 16)
     return gl.load(ptr + (gl.expand_dims(key * W, 1) + gl.expand_dims(word, 0)))
 
 
@@ -258,21 +271,15 @@ def multiply_keys(
 
 @gluon.jit
 def load_key_numbers(ptr: gl.tensor, base: gl.tensor, T: gl.constexpr) -> gl.tensor:
-    """Float16 numbers of T keys from `base` on, [T] float32 as OF_KEYS."""
-    at = gl.arange(0, T, layout=number_layout(T))
-    numbers = gl.load(ptr + base.to(gl.int64) + at).to(gl.float32)
-    rows = gl.permute(gl.reshape(numbers, [8, T // 8]), [1, 0])
-    return gl.convert_layout(gl.reshape(rows, [T]), OF_KEYS, assert_trivial=True)
+    """Float16 numbers of T keys from `base` on, [T] as they are loaded."""
+    return gl.load(ptr + base.to(gl.int64) + gl.arange(0, T, layout=number_layout(T)))
 
 
 @gluon.jit
-def load_value_words(ptr: gl.tensor, base: gl.tensor, T: gl.constexpr, W: gl.constexpr) -> gl.tensor:
-    """Words [T, W] of T values from `base` on."""
-    LANES: gl.constexpr = value_layout(T, W, False)
-    key = key_of(gl.arange(0, T, layout=gl.SliceLayout(1, LANES)), T)
-    word = gl.arange(0, W, layout=gl.SliceLayout(0, LANES))
-    ptr = gl.multiple_of(ptr + base.to(gl.int64) * W, 8)
-    return gl.load(ptr + (gl.expand_dims(key * W, 1) + gl.expand_dims(word, 0)))
+def key_numbers(loaded: gl.tensor, T: gl.constexpr) -> gl.tensor:
+    """Numbers of keys as they were loaded, [T] float32 as OF_KEYS."""
+    rows = gl.permute(gl.reshape(loaded.to(gl.float32), [8, T // 8]), [1, 0])
+    return gl.convert_layout(gl.reshape(rows, [T]), OF_KEYS, assert_trivial=True)
 
 
 @gluon.jit
@@ -298,6 +305,15 @@ def no_values_yet(X: gl.constexpr) -> gl.tensor:
     for _ in gl.static_range(_PLANES_C):
         sums += (zero,)
     return sums
+
+
+@gluon.jit
+def add_planes(sums: gl.tensor, more: gl.tensor) -> gl.tensor:
+    """Sums of planes, added as float32 numbers are: rounded."""
+    new: gl.tensor = ()
+    for plane in gl.static_range(_PLANES_C):
+        new += (sums[plane] + more[plane],)
+    return new
 
 
 @gluon.jit

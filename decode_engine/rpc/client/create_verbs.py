@@ -92,7 +92,8 @@ class UploadInfo:
 class CreateOptions(TypedDict, total=False):
     """What `create_context` takes beside the document; sparsekv/v1/context.proto has the ranges.
 
-    ttl_s: seconds. parent: name of a context that the new one continues. request_id: by default a random one, so that
+    ttl_s: seconds. parent: name of a context that the new one continues. rows: "int8" for exact rows in 8 bits.
+    request_id: by default a random one, so that
     the client may repeat the call.
     """
 
@@ -103,6 +104,7 @@ class CreateOptions(TypedDict, total=False):
     priority: int | None
     parent: str | None
     labels: Mapping[str, str] | None
+    rows: str | None
 
 
 def create_context(
@@ -130,6 +132,7 @@ def create_context(
         priority=options.get("priority"),
         parent=options.get("parent"),
         labels=options.get("labels"),
+        rows=options.get("rows"),
     )
     return Call(f"/{CONTEXTS}/CreateContext", request, operations_pb2.Operation, read_operation)
 

@@ -37,7 +37,8 @@ class ContextInfo:
     tuned: whether they were chosen by tuning. placement: where it is in memory or would be, "device", "hybrid" or
     "host"; "" where a server does not say. is_conversation: whether it was made of messages. parent: name of the
     context that it continues, whose tokens count in parent_token_count; "" without one. children: how many continue it.
-    owner: name of the token by which it was made; "" where none was asked for.
+    owner: name of the token by which it was made; "" where none was asked for. rows: how exact rows are stored, "dtype"
+    or "int8".
     """
 
     name: str
@@ -67,6 +68,7 @@ class ContextInfo:
     parent_token_count: int = 0
     children: int = 0
     owner: str = ""
+    rows: str = "dtype"
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from index_store.models.identity import require_dtype, require_model
 from index_store.models.loading import Tokenizer
 from index_store.store.catalog import Store
 from index_store.store.context_id import ModelIdentity, context_id
+from index_store.store.dtypes import AS_DTYPE, INT8, ROW_CODINGS
 from index_store.store.json_fields import check_labels
 from index_store.store.manifest import Manifest
 from sparsekv.v1 import context_pb2
@@ -58,6 +59,7 @@ class Document:
     """What a model is to read. text: to call it by. conversation: what is kept of messages, None for a text.
 
     parent: what it continues, with all of its tokens in `before`; None where it stands alone. ids: those that follow.
+    rows: how exact rows are to be stored.
     """
 
     ids: Sequence[int]
@@ -65,10 +67,11 @@ class Document:
     conversation: bytes | None = None
     parent: Manifest | None = None
     before: Sequence[int] = ()
+    rows: str = AS_DTYPE
 
     def reading(self) -> dict[str, object]:
         """How it is read, as far as that counts for the context's id."""
-        options = ReadingOptions().describe()
+        options = ReadingOptions(rows=self.rows).describe()
         return options if self.conversation is None else {**options, "messages": True}
 
 
@@ -104,7 +107,8 @@ class Workshop:
         there = self.queue.repeated(job_id, request.request_id, digest)
         if there is not None:
             return there
-        document = self._document(request, check)
+        rows = self._rows(request)
+        document = replace(self._document(request, check), rows=rows)
         kept, parent = document.conversation, document.parent
         order = JobOrder(
             context=self._context_id(document),
@@ -120,6 +124,7 @@ class Workshop:
             parent="" if parent is None else parent.id,
             owner=owner,
             labels=labels,
+            rows=document.rows,
         )
         record = JobRecord(
             id=job_id,
@@ -141,6 +146,22 @@ class Workshop:
             return context_id(self.identity, self.dtype, document.reading(), "", document.ids)
         ids = [*document.before[: document.parent.token_count], *document.ids]
         return child_id(document.parent, EXACT, ids, messages=document.conversation is not None)
+
+    def _rows(self, request: context_pb2.CreateContextRequest) -> str:
+        """How exact rows are to be stored."""
+        rows: str = request.rows or AS_DTYPE
+        if rows not in ROW_CODINGS:
+            raise InvalidArgumentError(
+                f"rows is {rows[:80]!r}, expected one of {', '.join(ROW_CODINGS)}, or nothing", field="rows"
+            )
+        if rows == INT8 and (request.parent or not self.identity.full_layers):
+            reason = (
+                "a context that continues another one, whose few rows stay"
+                if request.parent
+                else f"model {self.identity.name!r}, whose layers all have sliding windows, and whose rows stay"
+            )
+            raise InvalidArgumentError(f"rows is int8, of {reason} as they are; leave it out", field="rows")
+        return rows
 
     def _document(self, request: context_pb2.CreateContextRequest, check: Callable[[], None]) -> Document:
         """What the model is to read."""

@@ -15,6 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.appended import (
     AppendedProducts,
     AppendedScalars,
@@ -49,6 +50,13 @@ class CoarseRows(LayerIndex):
     def __init__(self, parameters: CoarseParameters, arrays: Mapping[str, Tensor]) -> None:
         super().__init__(arrays, arrays["key_codes"].shape[1])
         self.rows = _rows(parameters, arrays)
+
+    @property
+    def scalars(self) -> ScalarRows:
+        """The rows of scalar codes. Raises InvalidArgumentError for product codes."""
+        if not isinstance(self.rows, ScalarRows):
+            raise InvalidArgumentError("the coarse copy has product codes, expected scalar ones")
+        return self.rows
 
     @classmethod
     def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:

@@ -41,9 +41,9 @@ def score_keys(rows: ScalarRows, queries_HRD: Tensor, first: int, out: RowsInLin
         return
     launch(
         _score_keys,
-        *_table(rows.key_codes_HNC),
-        *_halves(rows.key_scales_HBD),
-        *_halves(rows.key_offsets_HBD),
+        *row_table(rows.key_codes_HNC),
+        *half_table(rows.key_scales_HBD),
+        *half_table(rows.key_offsets_HBD),
         rows.key_bits,
         rows.lead,
         queries_HRD.contiguous().numpy(),
@@ -66,9 +66,9 @@ def attend_values(rows: ScalarRows, logits: RowsInLine, first: int) -> Attention
     span = BLOCK * max(_BLOCKS_PER_TASK, -(-count // (BLOCK * _MOST_PARTS)))
     parts = -(-int(logits.counts_R.max(initial=0)) // span)
     values = (
-        *_table(rows.value_codes_HNC),
-        *_halves(rows.value_scales_HNV),
-        *_halves(rows.value_offsets_HNV),
+        *row_table(rows.value_codes_HNC),
+        *half_table(rows.value_scales_HNV),
+        *half_table(rows.value_offsets_HNV),
         rows.value_bits,
     )
     state = AttentionState.empty((heads, queries), rows.head_dim)
@@ -86,7 +86,7 @@ def attend_values(rows: ScalarRows, logits: RowsInLine, first: int) -> Attention
     return state
 
 
-def _table(rows_HNC: Tensor) -> tuple[NDArray[np.generic], int]:
+def row_table(rows_HNC: Tensor) -> tuple[NDArray[np.generic], int]:
     """All heads' rows as one contiguous table, and how many of its rows lie between the first ones of two heads.
 
     So loops are compiled once, whether or not there is room behind the rows of a head.
@@ -99,9 +99,9 @@ def _table(rows_HNC: Tensor) -> tuple[NDArray[np.generic], int]:
     return rows_HNC.as_strided(size, (width, 1), rows_HNC.storage_offset()).numpy(), stride
 
 
-def _halves(rows_HNC: Tensor) -> tuple[NDArray[np.generic], int]:
-    """`_table` of float16, as the words that compiled loops can read."""
-    return _table(rows_HNC.view(torch.int16))
+def half_table(rows_HNC: Tensor) -> tuple[NDArray[np.generic], int]:
+    """`row_table` of float16, as the words that compiled loops can read."""
+    return row_table(rows_HNC.view(torch.int16))
 
 
 @njit(cache=True, nogil=True, parallel=True)

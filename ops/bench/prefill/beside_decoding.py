@@ -10,14 +10,10 @@ machine that has nothing else to do.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,6 +22,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import typer
 from harness.report import reporting
+from harness.served import Shelf, serving
 
 from decode_engine.rpc.client import Client
 
@@ -35,9 +32,12 @@ SENTENCE = "In the year {} keeper {} counted {} ships and wrote their names into
 
 def main(rounds: int = 3, seconds: float = 20.0, tokens: int = 8192) -> None:
     with tempfile.TemporaryDirectory() as folder, reporting("beside_decoding", gpu=False) as report:
-        store = Path(folder) / "store"
-        prefill(store, Path(folder) / "first.txt", document(0, tokens))
-        with serving(store) as address, Client(address) as client:
+        shelf = Shelf(Path(folder) / "store")
+        shelf.add("first", document(0, tokens))
+        with (
+            serving(shelf.store, "--prefill", "--method", "context") as served,
+            Client(served.address) as client,
+        ):
             name = client.find_context("first").name
             take_gaps(client, name, 2.0)  # warms up
             for number in range(rounds):
@@ -91,54 +91,6 @@ def take_gaps(client: Client, name: str, seconds: float) -> list[float]:
 def document(number: int, tokens: int) -> str:
     """A text of about so many of the reader's tokens."""
     return "".join(SENTENCE.format(year, number, year % 97) for year in range(1000, 1000 + tokens // 22))
-
-
-def prefill(store: Path, path: Path, text: str) -> None:
-    """Stores a context under the file's name."""
-    path.write_text(text)
-    options = ["--model", "reader", "--store", str(store), "--input", str(path), "--quiet"]
-    subprocess.run(
-        [sys.executable, "-m", "prefill_worker", "run", *options], check=True, stdout=subprocess.DEVNULL
-    )
-
-
-@contextmanager
-def serving(store: Path) -> Iterator[str]:
-    """A server with a worker of its own; its address."""
-    options = [
-        "--store",
-        str(store),
-        "--model",
-        "reader",
-        "--listen",
-        "127.0.0.1:0",
-        "--device",
-        "cpu",
-        "--prefill",
-        "--method",
-        "context",
-    ]
-    server = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "decode_engine",
-            "serve",
-            *options,
-            "--format",
-            "json",
-            "--log-level",
-            "warning",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert server.stdout is not None
-        yield json.loads(server.stdout.readline())["address"]
-    finally:
-        server.terminate()
-        server.wait()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from decode_engine.kernels.coarse import (
     warp_cut,
     warp_pass,
     warp_records,
+    warp_rings,
     warp_rows,
     warp_tiles,
 )
@@ -49,7 +50,7 @@ from tests.decode_engine.kernels.problems.coarse_problems import (
 from tests.support.warp_interpreter import interpreted
 
 ROOT = Path(__file__).resolve().parents[3]
-MODULES = (warp_pass, warp_cut, warp_records, warp_tiles, warp_rows, search, coarse_pass)
+MODULES = (warp_pass, warp_cut, warp_records, warp_rings, warp_tiles, warp_rows, search, coarse_pass)
 IN_REGISTERS = replace(SMALL, registers=True, samplers=8)
 
 
@@ -160,7 +161,7 @@ def test_exact_weights_far_above_all_others_do_not_overflow() -> None:
 def test_kernels_stay_in_registers() -> None:
     """For compute capability 9.0: next to no spills, and eight programs of one warp on a processor at least.
 
-    Shared memory is for sums of many warps alone.
+    Shared memory is for sums of many warps, and for tiles of keys and values on their way: 16 KB of a program's share of 28.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.decode_engine.kernels.problems.compile_warp_kernels"]
@@ -168,6 +169,6 @@ def test_kernels_stay_in_registers() -> None:
         command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True
     ).stdout
     for name, figures in json.loads(found).items():
-        assert figures["shared"] <= (1024 if name == "cut" else 0), name
+        assert figures["shared"] <= {"cut": 1024, "sample": 0}.get(name, 2**14), name
         assert figures["local"] <= 16, name
         assert figures["programs"] or name == "cut", name

@@ -24,6 +24,7 @@ from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import LayerAttention, LayerSearch, SparseLayer
 from index_store.attention.attention_state import AttentionState
+from index_store.indexes.row_planes.two_planes import ContextRows
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
@@ -261,9 +262,9 @@ class Asked(ResidentContext):
 
     asked: list[int]
 
-    def kv(self, layer: int) -> Tensor:
+    def rows(self, layer: int) -> ContextRows:
         self.asked.append(layer)
-        return super().kv(layer)
+        return super().rows(layer)
 
 
 def test_a_session_waits_for_no_layer_before_it_needs_it() -> None:

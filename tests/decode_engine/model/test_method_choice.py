@@ -17,6 +17,7 @@ from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import resolve_model
 from index_store.store.manifest import Manifest
 from tests.support.models import write_model_folder
+from tests.support.store import in_planes
 from tests.support.tiny_model import IDENTITY
 
 OWN = get_method("csattention", 0.05)
@@ -86,6 +87,14 @@ def test_what_was_not_timed_is_the_context_s_own() -> None:
         assert chosen is method
         assert why == f"the context's own: steps of {label(method)} were not timed"
     assert StepCosts(COSTS).choose(METHODS["full"], context(10**6), HERE, 1)[0].name == "full"
+
+
+def test_steps_over_rows_in_8_bits_are_not_timed() -> None:
+    coded = in_planes(context(100))
+    for sessions in (1, 16):
+        chosen, why = StepCosts(COSTS).choose(OWN, coded, HERE, sessions)
+        assert chosen is OWN
+        assert "rows in 8 bits" in why
 
 
 def test_steps_are_timed_at_every_shape(

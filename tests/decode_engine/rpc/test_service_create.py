@@ -13,7 +13,7 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf.duration_pb2 import Duration
 
 from decode_engine.errors import CancelledError, PromptTooLongError
-from decode_engine.rpc.client import AsyncClient, Client, OperationInfo
+from decode_engine.rpc.client import AsyncClient, Client, Keep, OperationInfo
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import (
     InvalidArgumentError,
@@ -133,6 +133,37 @@ def test_what_is_stored_is_done_at_once(client: Client, worker: QueueWorker) -> 
     worker.work_once()
     assert "quest" in client.wait_operation(more.name).result().methods
     assert client.create_context(document("done"), methods=["quest"], wait=False).done
+
+
+def test_rows_in_8_bits_are_made_answered_and_continued(client: Client, worker: QueueWorker) -> None:
+    text = document("coded", 12)
+    operation = client.create_context(text, methods=["refined"], rows="int8", wait=False)
+    plain = client.create_context(text, methods=["refined"], wait=False)
+    assert operation.context_name != plain.context_name
+    worker.work_once()
+    worker.work_once()
+    made, exact = (client.wait_operation(each.name).result() for each in (operation, plain))
+    assert (made.rows, exact.rows, made.dtype) == ("int8", "dtype", exact.dtype)
+    assert made.kv_bytes < exact.kv_bytes / 3
+    assert client.create_context(text, methods=["refined"], rows="int8", wait=False).done
+    kept = ""
+    for method in ("full", "refined"):
+        keep = Keep("more") if method == "refined" else None
+        with client.generate(
+            made.name, question="Who?", max_tokens=3, method=method, keep=keep
+        ) as generation:
+            generation.read()
+        assert generation.summary.context_tokens == made.token_count
+        kept = generation.summary.kept_context
+    child = client.get_context(kept)
+    assert (child.parent, child.rows) == (made.name, "dtype")
+    with client.generate(child.name, text="And then?", max_tokens=3, method="refined") as generation:
+        generation.read()
+    assert generation.summary.context_tokens == child.token_count
+    later = client.create_context("It rained. " * 9, parent=made.name, wait=False)
+    worker.work_once()
+    read = client.wait_operation(later.name).result()
+    assert (read.parent, read.rows) == (made.name, "dtype")
 
 
 def test_a_request_id_makes_repeats_harmless_also_after_a_restart(
@@ -340,6 +371,8 @@ TOKENS = generation_pb2.TokenIds
         ({"text": "a", "methods": ["best"]}, "METHOD_UNSUPPORTED", "best"),
         ({"text": "a", "methods": ["full", "full"]}, "INVALID_ARGUMENT", "different ones"),
         ({"text": "a", "methods": ["x" * 129]}, "INVALID_ARGUMENT", "128"),
+        ({"text": "a", "rows": "int4"}, "INVALID_ARGUMENT", "expected one of dtype, int8"),
+        ({"text": "a", "rows": "int8", "parent": "contexts/a"}, "INVALID_ARGUMENT", "leave it out"),
         ({"text": "a", "display_name": "a\nb"}, "INVALID_ARGUMENT", "display_name"),
         ({"text": "a", "request_id": "a" * 129}, "INVALID_ARGUMENT", "request_id"),
         ({"text": "a", "priority": 101}, "INVALID_ARGUMENT", "-100 to 100"),

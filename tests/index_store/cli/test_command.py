@@ -119,6 +119,7 @@ def test_ls_json(command: Command, context: SyntheticContext, expired: Synthetic
         "state": "READY",
         "model": "toy",
         "dtype": "bfloat16",
+        "rows": "dtype",
         "methods": ["csattention"],
         "tokens": 37,
         "parent": None,

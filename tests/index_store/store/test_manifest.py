@@ -164,12 +164,12 @@ def document(context: SyntheticContext) -> dict[str, Any]:
 
 
 def test_newer_version(context: SyntheticContext) -> None:
-    newer = document(context) | {"format_version": 5, "something_new": [1]}
+    newer = document(context) | {"format_version": 6, "something_new": [1]}
     with pytest.raises(
-        FormatVersionError, match=f"{WHERE}.*version 5.*reads versions 2 to 4; update sparsekv"
+        FormatVersionError, match=f"{WHERE}.*version 6.*reads versions 2 to 5; update sparsekv"
     ) as caught:
         parse_manifest(render_document(newer), WHERE)
-    assert caught.value.metadata == {"found": "5", "expected": "4", "path": WHERE}
+    assert caught.value.metadata == {"found": "6", "expected": "5", "path": WHERE}
 
 
 def test_the_version_before(context: SyntheticContext) -> None:
@@ -185,8 +185,8 @@ def test_the_version_before(context: SyntheticContext) -> None:
 
 
 def test_newer_version_without_our_checksum(context: SyntheticContext) -> None:
-    newer = document(context) | {"format_version": 5}
-    with pytest.raises(FormatVersionError, match="version 5"):
+    newer = document(context) | {"format_version": 6}
+    with pytest.raises(FormatVersionError, match="version 6"):
         parse_manifest(json.dumps(newer).encode(), WHERE)
 
 
@@ -244,7 +244,7 @@ def test_older_version(context: SyntheticContext) -> None:
         del index["thresholds"]
     with pytest.raises(
         FormatVersionError,
-        match=f"{WHERE}.*version 1, .* reads versions 2 to 4; the context was made by an older sparsekv: prefill",
+        match=f"{WHERE}.*version 1, .* reads versions 2 to 5; the context was made by an older sparsekv: prefill",
     ):
         parse_manifest(render_document(older), WHERE)
 

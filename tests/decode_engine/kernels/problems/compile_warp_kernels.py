@@ -25,11 +25,19 @@ _TYPES = {
     "totals_ptr": "*fp32", "sampled_ptr": "*fp32", "scale_log2": "fp32", "width": "i32", "room": "i32",
     "slots": "i32",
 }  # fmt: skip
-_COMMON = {"HEADS": 8, "GROUP": 4, "X": 8, "AHEAD": 2, "CHAINED": True}
+_COMMON = {"HEADS": 8, "GROUP": 4, "X": 8, "AHEAD": 3, "ROWS_AHEAD": False, "CHAINED": True}
 _KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "everything": (
         warp_pass.pass_kernel,
-        {"KEY_BITS": 4, "VALUE_BITS": 4, "TILE": 32, "LIST": True, "ATTEND": True, "EXACT": True},
+        {
+            "KEY_BITS": 4,
+            "VALUE_BITS": 4,
+            "TILE": 32,
+            "LIST": True,
+            "ATTEND": True,
+            "EXACT": True,
+            "ROWS_AHEAD": True,
+        },
     ),
     "list": (
         warp_pass.pass_kernel,
@@ -39,7 +47,7 @@ _KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
         warp_pass.pass_kernel,
         {"KEY_BITS": 4, "VALUE_BITS": 2, "TILE": 32, "LIST": False, "ATTEND": True, "EXACT": False},
     ),
-    "cut": (warp_cut.cut_kernel, {"CHUNKS": 16, "SAMPLED": 8192}),
+    "cut": (warp_cut.cut_kernel, {"CHUNKS": 16, "SAMPLED": 4096}),
     "sample": (warp_pass.sample_kernel, {"KEY_BITS": 4, "TAKEN": 512, "RUNS": 4}),
 }
 _REGISTERS, _WARPS = 65536, 8

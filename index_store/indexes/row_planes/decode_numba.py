@@ -1,0 +1,145 @@
+"""Rows of two planes decoded on a host: runs of rows, and listed ones, in one pass over their bytes.
+
+Shape legend: H KV heads, N tokens, n rows, X listed rows, B blocks of 128 keys, d head dim, C = d / 2 bytes of a row of
+codes, V groups of a value's channels.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from index_store.attention.vectors.code import LANES
+from index_store.attention.vectors.planes_numba import make_refining
+from index_store.indexes.coarse_rows.kernels_numba import half_table, row_table
+from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows
+from index_store.launch import launch, njit, prange
+
+_AT_ONCE = 128  # rows of a task
+_refine_channels, _refine_value = make_refining(uniform=False), make_refining(uniform=True)
+
+
+def decode_run(coarse: ScalarRows, low_Hn2C: Tensor, first: int, out: Tensor | None = None) -> Tensor:
+    """Rows first.. of the coarse copy, refined by as many of the low plane: [H, n, 2, d] float32.
+
+    out: a contiguous tensor for them, which is returned.
+    """
+    rows = torch.arange(first, first + low_Hn2C.shape[1], dtype=torch.int32).expand(len(low_Hn2C), -1)
+    return decode_listed(coarse, low_Hn2C, rows, first, out)
+
+
+def decode_listed(
+    coarse: ScalarRows, low_HN2C: Tensor, ids_HX: Tensor, first: int = 0, out: Tensor | None = None
+) -> Tensor:
+    """Listed rows of both planes, [H, X, 2, d] float32. ids_HX: int32, each below N.
+
+    first: the row that the low plane begins with. out: a contiguous tensor for them, which is returned.
+    """
+    heads, count = ids_HX.shape
+    if out is None:
+        out = torch.empty(heads, count, 2, coarse.head_dim, device="cpu")
+    if count:
+        launch(
+            _decode_rows,
+            *row_table(coarse.key_codes_HNC),
+            *row_table(coarse.value_codes_HNC),
+            *row_table(low_HN2C.flatten(1, 2)),
+            *half_table(coarse.key_scales_HBD),
+            *half_table(coarse.key_offsets_HBD),
+            *half_table(coarse.value_scales_HNV),
+            *half_table(coarse.value_offsets_HNV),
+            coarse.lead,
+            ids_HX.to(torch.int32).contiguous().numpy(),
+            first,
+            out.view(-1, coarse.head_dim).numpy(),
+        )
+    return out
+
+
+@njit(cache=True, nogil=True, _nrt=False)
+def _half(bits: np.int16) -> np.float32:  # pragma: no cover - compiled
+    """A finite float16 number."""
+    magnitude = np.int32((np.int32(bits) & np.int32(0x7FFF)) << np.int32(13)).view(np.float32)
+    number = magnitude * np.float32(2.0**112)
+    return -number if bits < 0 else number
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _decode_rows(
+    key_codes: NDArray[np.uint8],
+    key_stride: int,
+    value_codes: NDArray[np.uint8],
+    value_stride: int,
+    low: NDArray[np.uint8],
+    low_stride: int,
+    key_scales: NDArray[np.int16],
+    scale_stride: int,
+    key_offsets: NDArray[np.int16],
+    offset_stride: int,
+    value_scales: NDArray[np.int16],
+    value_scale_stride: int,
+    value_offsets: NDArray[np.int16],
+    value_offset_stride: int,
+    lead: int,
+    ids: NDArray[np.int32],
+    first: int,
+    out: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """Writes a key and its value, for each of the ids, to two rows of out."""
+    (heads, count), dim = ids.shape, out.shape[1]
+    parts, groups = (count + _AT_ONCE - 1) // _AT_ONCE, value_scales.shape[1]
+    each, step, width = dim // groups, np.float32(1.0 / 16), dim // 2
+    for task in prange(heads * parts):
+        head, part = task // parts, task % parts
+        scales, offsets = np.empty((1, dim), np.float32), np.empty((1, dim), np.float32)
+        own_scales, own_offsets = np.empty((1, dim), np.float32), np.empty((1, dim), np.float32)
+        known = np.int64(-1)
+        for x in range(part * _AT_ONCE, min(count, (part + 1) * _AT_ONCE)):
+            row = np.int64(ids[head, x])
+            block = (row + lead) // BLOCK
+            if block != known:
+                known = block
+                for c in range(dim):
+                    scales[0, c] = _half(key_scales[head * scale_stride + block, c]) * step
+                    offsets[0, c] = _half(key_offsets[head * offset_stride + block, c])
+            low_row, to = head * low_stride + 2 * (row - first), 2 * (head * count + x)
+            _refine(key_codes, head * key_stride + row, low, low_row, scales, offsets, out, to)
+            code_row = head * value_stride + row
+            scale_row, offset_row = head * value_scale_stride + row, head * value_offset_stride + row
+            if groups == 1 and width % LANES == 0:
+                scale = _half(value_scales[scale_row, 0]) * step
+                offset = _half(value_offsets[offset_row, 0])
+                _refine_value(
+                    value_codes, code_row, low, low_row + 1, scale, offset, out, to + 1, width // LANES
+                )
+                continue
+            for g in range(groups):
+                scale = _half(value_scales[scale_row, g]) * step
+                offset = _half(value_offsets[offset_row, g])
+                for c in range(g * each, (g + 1) * each):
+                    own_scales[0, c], own_offsets[0, c] = scale, offset
+            _refine(value_codes, code_row, low, low_row + 1, own_scales, own_offsets, out, to + 1)
+
+
+@njit(cache=True, nogil=True, _nrt=False)
+def _refine(
+    codes: NDArray[np.uint8],
+    row: int,
+    low: NDArray[np.uint8],
+    low_row: int,
+    scales: NDArray[np.float32],
+    offsets: NDArray[np.float32],
+    out: NDArray[np.float32],
+    to: int,
+) -> None:  # pragma: no cover - compiled
+    """One row. Byte j has channels j and j + width."""
+    width = codes.shape[1]
+    if width % LANES == 0:
+        _refine_channels(codes, row, low, low_row, scales, offsets, out, to, width // LANES)
+        return
+    for c in range(2 * width):
+        byte, shift = (c, 0) if c < width else (c - width, 4)
+        place = ((codes[row, byte] >> shift) & 15) * 16 + ((low[low_row, byte] >> shift) & 15)
+        out[to, c] = (np.float32(place) - np.float32(7.5)) * scales[0, c] + offsets[0, c]

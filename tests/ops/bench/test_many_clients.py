@@ -1,0 +1,84 @@
+"""Many clients at once: the whole path over a toy model, and what times say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from harness.checks import CheckFailedError
+from harness.streams import Heard
+
+from decode_engine.config import ServeConfig
+from decode_engine.rpc.server import DecodeServer
+from tests.decode_engine.conftest import TEXT, make_library
+from tests.ops.bench.conftest import Run, load_bench
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    return load_bench("many_clients")
+
+
+@contextmanager
+def serving_here(store: Path, *options: str, model: str, device: str) -> Iterator[SimpleNamespace]:
+    """As `harness.served.serving`, in this process."""
+    first, *pairs = options
+    assert first == "--no-warm-up"
+    limits = {
+        flag.removeprefix("--").replace("-", "_"): int(value)
+        for flag, value in zip(pairs[::2], pairs[1::2], strict=True)
+    }
+    config = ServeConfig(store, model, "127.0.0.1:0", device=device, threads=1, warm_up=False, **limits)  # type: ignore[arg-type]
+    with DecodeServer(config) as server:
+        server.load()
+        yield SimpleNamespace(address=server.address)
+
+
+def test_all_cases_are_reported(
+    bench: ModuleType, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "serving", serving_here)
+    monkeypatch.setattr("harness.served.source_text", lambda files: TEXT * 4)
+    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda count, _: ThreadPoolExecutor(count))
+    model = make_library(tmp_path).model
+    options = {"clients": 3, "tokens": "300", "answer_tokens": 8, "rounds": 1, "processes": 2}
+    rows, code, written = run(bench, model=str(model), device="cpu", folder=tmp_path, **options)
+    assert code == 0, written
+    cases = [("one context", "full"), ("own contexts", "full"), ("one context", "refined")]
+    cases += [("own contexts", "refined"), ("absurd", "refined")]
+    assert [(row["case"], row["method"]) for row in rows] == cases
+    assert all(row["ended_early"] == 0 for row in rows)
+    assert all(0 < row["gap_p50_ms"] <= row["gap_p99_ms"] <= row["gap_longest_ms"] for row in rows)
+    assert rows[-1]["refused_ms"] > 0
+
+
+def test_tokens_count_while_all_are_running(bench: ModuleType) -> None:
+    long = Heard(0.0, (1.0, 2.0, 3.0, 4.0), (1, 1, 2, 1), (5,) * 5)
+    short = Heard(0.5, (1.5, 2.5, 3.5), (1, 1, 1), (5,) * 3)
+    assert bench.tokens_per_s([long, short]) == (1 + 2 + 1 + 1) / (3.5 - 1.5)
+    assert bench.tokens_per_s([short, Heard(0.0, (4.0, 5.0), (1, 1), (5, 5))]) is None
+    found = bench.figures([[long], [short]], 5)
+    assert found["gap_p50_ms"] == found["gap_longest_ms"] == 1000
+    assert (found["first_p50_ms"], found["first_p99_ms"]) == (1000, 1000)
+    assert (found["tokens_per_message"], found["ended_early"]) == (8 / 7, 1)
+
+
+def test_changed_answers_are_not_reported(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([1, 1, 2])
+
+    class Changing:
+        address = ""
+
+        def ask(self, questions: object) -> SimpleNamespace:
+            token = next(answers)
+            return SimpleNamespace(
+                begin=0.0, heard=lambda: [Heard(0.0, (0.1, 0.2), (1, 1), (token, token))] * 16
+            )
+
+    monkeypatch.setattr(bench, "refuse", lambda *asked: (0.1, 0.2))
+    with pytest.raises(CheckFailedError, match="changed the answers"):
+        bench.ask_absurdly(None, Changing(), "contexts/0", "refined", {"answer_tokens": 2})
