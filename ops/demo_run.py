@@ -132,13 +132,16 @@ def ask(
 
 
 def ask_all(
-    address: str, context: str, questions: Sequence[dict[str, Any]], keep: float, console: Console
+    address: str, context: str, questions: Sequence[dict[str, Any]], keep: float | None, console: Console
 ) -> list[Row]:
     """Every question with the context's own method, then every question with full attention."""
     answers: dict[str, list[Answer]] = {}
     with Client(address) as client:
         client.warm_context(context)
-        for label, method, ratio in (("default method", None, keep), ("full attention", "full", None)):
+        own = client.get_context(
+            context
+        ).default_method  # named: over short texts "auto" takes full attention
+        for label, method, ratio in (("default method", own, keep), ("full attention", "full", None)):
             ask(client, context, questions[0], method, ratio)  # compiles and touches memory; not reported
             answers[label] = []
             for number, question in enumerate(questions, 1):
@@ -184,8 +187,8 @@ def is_clearly_worse(summary: dict[str, Any]) -> bool:
     return bool(summary["same_answer"] < (1 - 3 * CLEARLY_WORSE) * summary["questions"])
 
 
-def print_rows(rows: Sequence[Row], console: Console, keep: float) -> None:
-    table = Table(title=f"Default method keeping {keep:.1%} of the keys, and full attention")
+def print_rows(rows: Sequence[Row], console: Console) -> None:
+    table = Table(title="The default method, and full attention")
     table.add_column("depth", justify="right")
     for heading in ("question", "expected", "answer", "with full attention"):
         table.add_column(heading, overflow="fold")
@@ -244,13 +247,13 @@ class Demo:
     tokens: int | None
     facts: int
     ask: int | None
-    keep: float
+    keep: float | None
     seed: int
 
     def check(self) -> None:
         """Raises DemoError for what would fail only after minutes of work."""
-        if not 0 < self.keep <= 1:
-            raise DemoError(f"--keep is {self.keep:g}, expected above 0 and at most 1, such as 0.05")
+        if self.keep is not None and not 0 < self.keep <= 1:
+            raise DemoError(f"--keep is {self.keep:g}, expected above 0 and at most 1, such as 0.01")
         if self.tokens is not None and self.tokens < 1:
             raise DemoError(f"--tokens is {self.tokens}, expected at least 1")
         if self.ask is not None and not 0 < self.ask <= self.facts:
@@ -351,7 +354,9 @@ def main(
     ask_: Annotated[
         int | None, typer.Option("--ask", help="Facts to ask about. [default: all of them]")
     ] = None,
-    keep: Annotated[float, typer.Option(help="Fraction of the keys to keep.")] = 0.05,
+    keep: Annotated[
+        float | None, typer.Option(help="Fraction of the keys to keep. [default: the method's own]")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Decides facts and depths.")] = 0,
     output_format: Annotated[
         OutputFormat, typer.Option("--format", help="text, or one JSON object on stdout.")
@@ -382,7 +387,7 @@ def main(
         sys.stdout.write(json.dumps(report) + "\n")
     else:
         terminal = Console() if sys.stdout.isatty() else Console(width=160)
-        print_rows(rows, terminal, keep)
+        print_rows(rows, terminal)
         print_summary(summary, terminal)
     if is_clearly_worse(summary):
         progress.print("The default method answers clearly worse than full attention.", style="red")

@@ -22,6 +22,7 @@ from index_store.cli.options import (
 )
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
+from index_store.methods.default import DEFAULT_METHOD
 from index_store.store.dtypes import AS_DTYPE, KV_DTYPES, ROW_CODINGS
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ class PrefillConfig:
     name: Annotated[str | None, Option(help="Display name; by default the first file's name.")] = None
     method: Annotated[
         tuple[str, ...],
-        Option(help="Method whose indexes to build; may be repeated. Default: csattention, without --index."),
+        Option(
+            help=f"Method whose indexes to build; may be repeated. Default: {DEFAULT_METHOD}, without --index."
+        ),
     ] = ()
     index: Annotated[
         tuple[str, ...],
@@ -183,8 +186,6 @@ class PrefillConfig:
         """Methods whose indexes to build: those given, else the default one; none where only indexes are named."""
         if self.method or self.index:
             return self.method
-        from index_store.methods.presets import DEFAULT_METHOD
-
         return (DEFAULT_METHOD,)
 
     @property

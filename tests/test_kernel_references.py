@@ -50,6 +50,10 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
     ("decode_engine.kernels.clusters.lookup", "look_up"): _CLUSTERS,
     ("decode_engine.kernels.clusters.remainder", "correct_clusters"): _CLUSTERS,
     (f"{_COARSE}.coarse_pass", "_launch_pass"): (f"{_COARSE}.reference", "list_keys_reference"),
+    ("index_store.attention.listed_keys_numba", "_launch"): (
+        "index_store.attention.listed_keys_numba",
+        "attend_listed_reference",
+    ),
     ("index_store.attention.pooled_weights_numba", "pooled_weights_together"): (
         "index_store.attention.pooled_weights_numba",
         "pooled_weights_reference",

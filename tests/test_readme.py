@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.presets import METHODS, get_method
 from tests.test_layers import FLOORS
 
@@ -143,11 +144,13 @@ def test_the_tables_of_methods_list_all_of_them(document: str) -> None:
         name for row in table.splitlines()[2:] for name in re.findall(r"`([a-z0-9-]+)`", row.split("|")[1])
     ]
     assert sorted(names) == sorted(METHODS)
+    (default,) = [row for row in table.splitlines() if "(default)" in row]
+    assert f"`{DEFAULT_METHOD}`" in default.split("|")[1]
     for row in table.splitlines()[2:]:
-        keeps = re.search(r"(\d+) % ?(of the attention weight)?", row)
+        keeps = re.search(r"([\d.]+) % ?(of the attention weight)?", row)
         for name in re.findall(r"`([a-z0-9-]+)`", row.split("|")[1]):
             budget = METHODS[name].budget
-            stated = None if keeps is None else int(keeps[1]) / 100
+            stated = None if keeps is None else float(keeps[1]) / 100
             assert stated == (
                 None if budget is None else getattr(budget, "mass" if keeps and keeps[2] else "keep")
             )

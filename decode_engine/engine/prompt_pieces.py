@@ -149,7 +149,7 @@ def _kept(budget: Budget, keys: int) -> float:
     if isinstance(budget, TokenCount):
         return min(1.0, budget.tokens / keys)
     if isinstance(budget, Ratio):
-        return budget.keep
+        return min(1.0, budget.count(keys) / keys)
     if isinstance(budget, Mass):
         return budget.mass
     if isinstance(budget, Threshold) and budget.keep is not None:

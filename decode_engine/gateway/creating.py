@@ -37,6 +37,7 @@ from decode_engine.gateway.wire.tool_shapes import tools_of
 from decode_engine.rpc.client import AsyncClient, OperationInfo
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.jobs.uploads import MOST_DOCUMENT_BYTES
+from index_store.methods.default import DEFAULT_METHOD
 from index_store.models.conversation.messages import Conversation, Message
 
 CREATE = Endpoint(
@@ -60,7 +61,7 @@ CREATE = Endpoint(
             "display_name", TEXT, "What people call the context; the document's first words by default."
         ),
         Parameter("ttl_seconds", number(1, 36_500 * 86_400.0), "When it expires; never by default."),
-        Parameter("methods", TEXTS_ONLY, "Methods whose indexes to build; `csattention` by default."),
+        Parameter("methods", TEXTS_ONLY, f"Methods whose indexes to build; `{DEFAULT_METHOD}` by default."),
         Parameter("rows", TEXT, "`int8`: exact keys and values in 8 bits; `dtype` by default, as they are."),
         Parameter(
             "request_id", TEXT, "Makes a repeat of the request harmless: it returns the same operation."

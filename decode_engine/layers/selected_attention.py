@@ -17,9 +17,8 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.host_rows import pick_rows
 from decode_engine.layers.partial_attention import attend_logits
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.listed_keys_numba import Listed, attend_listed
+from index_store.attention.listed_keys_numba import Listed, attend_listed, attend_row_lists
 from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.attention.row_lists_numba import attend_row_lists
 from index_store.indexes.interface.layer_index import Asked, LayerIndex
 from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
 from index_store.launch import on_host

@@ -40,7 +40,8 @@ from index_store.memory.arena import Arena
 from index_store.memory.devices import context_device, describe_device, memory_budget, pick_device
 from index_store.memory.memory_sizes import free_memory
 from index_store.memory.placement import parse_placement, possible_placements
-from index_store.methods.presets import DEFAULT_METHOD, get_method
+from index_store.methods.default import DEFAULT_METHOD
+from index_store.methods.presets import get_method
 from index_store.models.loading import resolve_model
 from index_store.store.catalog import Store
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc

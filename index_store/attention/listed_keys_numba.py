@@ -1,11 +1,12 @@
-"""Exact attention to listed keys on a host, read where and as they are stored: no copies of rows, and one softmax.
+"""Exact attention to listed keys on a host, read where and as they are stored: neither gathered nor converted before.
 
 And logits of listed keys, taken out of those that something else attends to.
 
-A session's result depends on nothing but its own queries and keys.
+One loop does it for sessions on one context (`attend_listed`) and for positions of one session (`attend_row_lists`).
+What it finds for one depends on no other.
 
-Shape legend: H KV heads, G query heads per KV head, K listed keys, N keys of the context, t keys of the tail, d head
-dim.
+Shape legend: H KV heads, S sessions, T query positions, G query heads per KV head, K listed keys, N keys of the
+context, t keys of the tail, d head dim.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from index_store.attention.exponentials_numba import exponentiate, largest
 from index_store.attention.vectors.bytes_numba import prefetch
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import add_weighted, dot, make_widening
-from index_store.launch import int16_table, launch, njit, prange
+from index_store.launch import int16_table, launch, njit, on_host, prange
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _AHEAD = 8  # rows asked for before they are read: listed rows lie apart, where processors do not foresee them
 _LINE = 32  # int16 numbers
 _widen_bfloats, _widen_halves = make_widening("bfloat16"), make_widening("float16")
+
+_Numbers = tuple[int, int, int, int, int]
+"""Of a session: where its tail is, rows there from one head to the next, rows of a head, sinks, begin of the window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +58,59 @@ def attend_listed(context_HN2D: Tensor, listed: Sequence[Listed]) -> list[Attent
 
     Each gets the bits that it gets alone.
     """
-    heads, count, _, head_dim = context_HN2D.shape
-    width = 2 * head_dim * context_HN2D.element_size() // 2
-    queries = torch.stack([each.q_HGD for each in listed])
-    state = AttentionState.empty(queries.shape[:-1], head_dim)
-    for own, lse, each in zip(state.out, state.lse, listed, strict=True):
-        if each.others is not None:
-            own.copy_(each.others.out)
-            lse.copy_(each.others.lse)
-    ids = np.zeros((len(listed), heads, max(each.ids_HK.shape[1] for each in listed)), np.int32)
-    counts = np.empty((len(listed), heads), np.int32)
+    heads, head_dim = context_HN2D.shape[0], context_HN2D.shape[3]
+    queries_HSGD = torch.stack([each.q_HGD for each in listed], dim=1)
+    state = AttentionState.empty(queries_HSGD.shape[:-1], head_dim)
+    ids = np.zeros((heads, len(listed), max(each.ids_HK.shape[1] for each in listed)), np.int32)
+    counts = np.empty((heads, len(listed)), np.int32)
     for number, each in enumerate(listed):
-        ids[number, :, : each.ids_HK.shape[1]] = each.ids_HK.numpy()
-        counts[number] = each.counts_H.numpy()
-    numbers = [(*_table(each.tail_Ht2D), each.tail_Ht2D.shape[1], each.sinks, each.begin) for each in listed]
+        if each.others is not None:
+            state.out[:, number], state.lse[:, number] = each.others.out, each.others.lse
+        ids[:, number, : each.ids_HK.shape[1]] = each.ids_HK.numpy()
+        counts[:, number] = each.counts_H.numpy()
+    numbers = [_numbers(each.tail_Ht2D, each.sinks, each.begin) for each in listed]
+    _launch(queries_HSGD, context_HN2D, numbers, ids, counts, state)
+    return [AttentionState(state.out[:, number], state.lse[:, number]) for number in range(len(listed))]
+
+
+def attend_row_lists(
+    queries_HTGD: Tensor, context_HN2D: Tensor, tail_Ht2D: Tensor, ids_HTK: Tensor, counts_HT: Tensor
+) -> AttentionState:
+    """Attention to keys and values [H, N, 2, d] of the context and, from id N on, [H, t, 2, d] of the tail.
+
+    queries: float32, scaled by 1/sqrt(d). ids: int32, of which the first `counts` of a row count. Returns out [H, T, G,
+    d] and lse [H, T, G], float32; 0 and -inf where no key is listed. A query's result does not depend on others.
+    """
+    if not _readable(queries_HTGD, context_HN2D, tail_Ht2D):
+        return attend_row_lists_reference(queries_HTGD, context_HN2D, tail_Ht2D, ids_HTK, counts_HT)
+    state = AttentionState.empty(queries_HTGD.shape[:3], queries_HTGD.shape[3])
+    end = context_HN2D.shape[1] + tail_Ht2D.shape[1]
+    _launch(
+        queries_HTGD.contiguous(),
+        context_HN2D,
+        [_numbers(tail_Ht2D, 0, end)] * queries_HTGD.shape[1],
+        ids_HTK.to(torch.int32).contiguous().numpy(),
+        counts_HT.to(torch.int32).contiguous().numpy(),
+        state,
+    )
+    return state
+
+
+def _launch(
+    queries_HSGD: Tensor,
+    context_HN2D: Tensor,
+    numbers: Sequence[_Numbers],
+    ids: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    state: AttentionState,
+) -> None:
+    """Adds the keys that sessions, or positions, list to the state."""
     launch(
-        _attend_listed,
-        queries.numpy(),
+        _attend,
+        queries_HSGD.numpy(),
         *_table(context_HN2D),
-        count,
-        width,
+        context_HN2D.shape[1],
+        context_HN2D.shape[3] * context_HN2D.element_size(),
         _KINDS[context_HN2D.dtype],
         np.array(numbers, np.int64),
         ids,
@@ -81,12 +118,32 @@ def attend_listed(context_HN2D: Tensor, listed: Sequence[Listed]) -> list[Attent
         state.out.numpy(),
         state.lse.numpy(),
     )
-    return [AttentionState(out, lse) for out, lse in zip(state.out, state.lse, strict=True)]
+
+
+def _numbers(tail_Ht2D: Tensor, sinks: int, begin: int) -> _Numbers:
+    """What the loop is told of a session besides its list."""
+    return (*_table(tail_Ht2D), tail_Ht2D.shape[1], sinks, begin)
 
 
 def _table(kv_Hn2D: Tensor) -> tuple[int, int]:
     """Where the first row is, and rows from one head to the next."""
     return kv_Hn2D.data_ptr(), kv_Hn2D.stride(0) // (2 * kv_Hn2D.shape[3])
+
+
+def _readable(queries_HTGD: Tensor, context_HN2D: Tensor, tail_Ht2D: Tensor) -> bool:
+    """Whether the loop takes these rows as they are."""
+    both = (context_HN2D, tail_Ht2D)
+    return (
+        all(on_host(tensor) for tensor in (queries_HTGD, *both))
+        and context_HN2D.dtype == tail_Ht2D.dtype
+        and context_HN2D.dtype in _KINDS
+        and all(_is_table(rows) for rows in both)
+    )
+
+
+def _is_table(rows_HN2D: Tensor) -> bool:
+    head_dim = rows_HN2D.shape[3]
+    return rows_HN2D.stride()[1:] == (2 * head_dim, head_dim, 1) and rows_HN2D.stride(0) % (2 * head_dim) == 0
 
 
 def attend_listed_reference(context_HN2D: Tensor, keys: Listed) -> AttentionState:
@@ -102,6 +159,19 @@ def attend_listed_reference(context_HN2D: Tensor, keys: Listed) -> AttentionStat
     logits = logits.masked_fill_(~seen_HN[:, None].expand(-1, q_HGD.shape[1], count), -torch.inf)
     state = AttentionState(logits.softmax(-1) @ kv[:, :, 1], logits.logsumexp(-1))
     return state if keys.others is None else state.merge(keys.others)
+
+
+def attend_row_lists_reference(
+    queries_HTGD: Tensor, context_HN2D: Tensor, tail_Ht2D: Tensor, ids_HTK: Tensor, counts_HT: Tensor
+) -> AttentionState:
+    """The same by gathering rows, on any device."""
+    heads, device = torch.arange(len(ids_HTK), device=ids_HTK.device)[:, None, None], queries_HTGD.device
+    rows = torch.cat([context_HN2D.to(device), tail_Ht2D.to(device)], dim=1)[heads, ids_HTK.long()].float()
+    logits = queries_HTGD @ rows[:, :, :, 0].transpose(2, 3)
+    counts = torch.arange(ids_HTK.shape[2], device=device) < counts_HT[..., None]
+    logits.masked_fill_(~counts[:, :, None], -torch.inf)
+    weights = logits.softmax(-1).nan_to_num(0.0)
+    return AttentionState(weights @ rows[:, :, :, 1], logits.logsumexp(-1))
 
 
 def leave_out(logits_HTGX: Tensor, columns_HTK: Tensor, counted_HTK: Tensor) -> None:
@@ -135,7 +205,7 @@ def _leave_out(
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _attend_listed(
+def _attend(
     queries: NDArray[np.float32],
     address: int,
     head_rows: int,
@@ -148,27 +218,55 @@ def _attend_listed(
     out: NDArray[np.float32],
     lse: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
-    """out, lse: those of the others, and then of all. numbers: what differs by session, as `attend_listed` says."""
-    sessions, heads = queries.shape[:2]
+    """out, lse: those of the others, and then of all. numbers: what differs by session, see `_numbers`."""
+    heads, sessions = queries.shape[:2]
     context = int16_table(address, (heads - 1) * head_rows + context_count, width)
-    for task in prange(sessions * heads):
-        s, head = task // heads, task % heads
+    for task in prange(heads * sessions):
+        head, s = task // sessions, task % sessions
         tail_address, tail_rows, tail_count, sinks, begin = numbers[s]
         tail = int16_table(tail_address, (heads - 1) * tail_rows + tail_count, width)
-        last, listed = context_count + tail_count, counts[s, head]
-        # Ids ascend, and where some are of the tail, `begin` is, too: so rows of the context come first.
-        rows = np.empty(sinks + listed + last - begin, np.int64)
-        for i in range(sinks):
-            rows[i] = i
-        for i in range(listed):
-            rows[sinks + i] = ids[s, head, i]
-        for i in range(begin, last):
-            rows[sinks + listed + i - begin] = i
-        late = np.int64(0)  # a literal would have what follows compiled for it, too
-        for i in range(rows.shape[0]):
-            late += int(rows[i] < context_count)
-            rows[i] += head * head_rows if rows[i] < context_count else head * tail_rows - context_count
-        _attend_rows(queries[s, head], context, tail, kind, late, rows, out[s, head], lse[s, head])
+        rows = np.empty(sinks + counts[head, s] + context_count + tail_count - begin, np.int64)
+        late = _list_rows(
+            ids[head, s, : counts[head, s]],
+            sinks,
+            begin,
+            context_count,
+            head * head_rows,
+            head * tail_rows,
+            rows,
+        )
+        _attend_rows(queries[head, s], context, tail, kind, late, rows, out[head, s], lse[head, s])
+
+
+@njit(cache=True, nogil=True, _nrt=False)
+def _list_rows(
+    ids: NDArray[np.int32],
+    sinks: int,
+    begin: int,
+    context_count: int,
+    head_begins: int,
+    tail_begins: int,
+    rows: NDArray[np.int64],
+) -> int:  # pragma: no cover - compiled
+    """Fills in the rows of sinks, listed keys and those from `begin` on: first those of the context, which it counts.
+
+    head_begins, tail_begins: where the head's rows are in the context's and in the tail's table.
+    """
+    early, late = 0, rows.shape[0]
+    for i in range(rows.shape[0]):
+        if i < sinks:
+            key = np.int64(i)
+        elif i < sinks + ids.shape[0]:
+            key = np.int64(ids[i - sinks])
+        else:
+            key = np.int64(begin + i - sinks - ids.shape[0])
+        if key < context_count:
+            rows[early] = head_begins + key
+            early += 1
+        else:
+            late -= 1
+            rows[late] = tail_begins + key - context_count
+    return early
 
 
 @njit(cache=True, nogil=True)
@@ -193,6 +291,9 @@ def _attend_rows(
     _multiply(queries, tail, rows, late, count, kind, words, row, logits)
     for g in range(group):
         peak = max(largest(logits, g, 0, count), lse[g])
+        if peak == -np.inf:
+            logits[g] = 0.0
+            continue
         total = exponentiate(logits, g, 0, count, peak, scratch, weights)
         others = np.exp(lse[g] - peak)
         lse[g] = peak + np.log(total + others)

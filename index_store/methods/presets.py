@@ -21,7 +21,7 @@ _REFINED = Method(
     "A copy of 4 bits ranks all keys, and stands for those that are not among the best.",
     "original",
     INDEX_SPECS["coarse_rows"],
-    Ratio(0.01),
+    Ratio(0.005, least=16),
     REMAINDERS["coarse"],
     append_block=128,
 )
@@ -142,20 +142,19 @@ _LISTED = (
         name="refined-3",
         summary="`refined` over a copy of 3 bits, a quarter smaller.",
         index=INDEX_SPECS["coarse_rows_3"],
+        budget=Ratio(0.01, least=16),
     ),
     replace(
         _REFINED,
         name="refined-codes",
         summary="`refined` over product codes of 2 bits a channel, half the size.",
         index=INDEX_SPECS["coarse_codes"],
+        budget=Ratio(0.01, least=16),
     ),
 )
 
 
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _LISTED})
-
-
-DEFAULT_METHOD = "csattention"
 
 
 _PARTITIONS = {
@@ -207,7 +206,7 @@ def _with_keep(method: Method, keep: float) -> Budget:
     if isinstance(method.budget, Threshold):
         return Threshold(keep=keep, group=method.budget.group)
     if isinstance(method.budget, Ratio):
-        return Ratio(keep, method.budget.group)
+        return replace(method.budget, keep=keep)
     return Ratio(keep)
 
 

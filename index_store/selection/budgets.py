@@ -145,11 +145,13 @@ class Ratio(Budget):
 
     Items of several keys are taken whole, best first; the last one is cut where the budget ends (Multipole Attention
     section 4). group: `average` or `max` ranks once for the group; with `union` each of G heads chooses its share of
-    K / G keys. Raises InvalidArgumentError unless 0 < keep <= 1 and the rule is known.
+    K / G keys. least: so many keys are kept where the ratio is fewer, over short contexts. Raises InvalidArgumentError
+    unless 0 < keep <= 1 and the rule is known.
     """
 
     keep: float
     group: str = "average"
+    least: int = 0
 
     def __post_init__(self) -> None:
         check_fraction("keep ratio", self.keep, keep_ratio=self.keep)
@@ -161,13 +163,14 @@ class Ratio(Budget):
 
     def cut(self, ranking: Ranking, step: Step) -> Selection:
         """Cuts to the budget for a sequence of `step.length` tokens."""
-        return best_keys(ranking, self._count(step), self.group)
+        return best_keys(ranking, self.count(step.length), self.group)
 
     def best(self, step: Step) -> int | None:
-        return self._count(step) if self.group == "average" else None
+        return self.count(step.length) if self.group == "average" else None
 
-    def _count(self, step: Step) -> int:
-        return math.ceil(self.keep * step.length)
+    def count(self, length: int) -> int:
+        """How many of so many keys are kept; over very short contexts there may be fewer."""
+        return max(math.ceil(self.keep * length), self.least)
 
 
 @dataclass(frozen=True, slots=True)

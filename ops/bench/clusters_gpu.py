@@ -13,7 +13,7 @@ Steps run through the classes that serve requests (`decode_engine.steps.attentio
 - `multipole`: lookup of the centroids, selection up to the budget, attention to the selected keys and to the means of
   the other clusters, merged. `kept` is the share of keys attended exactly, counted.
 - `centred`: `listed`, and the centred remainder over clusters.
-- `csattention`: the default method, query tables per head and the centred remainder.
+- `csattention`: query tables per head and the centred remainder.
 
 `graph_us` is one layer inside a CUDA graph of all of them, `eager_us` launched from Python; medians after a warm-up.
 `kernels_us` is what every kernel takes by itself, by torch's profiler.
@@ -212,7 +212,7 @@ def multipole_figure(bench: Bench, name: str) -> dict[str, Any]:
 
 
 def csattention_figure(bench: Bench, name: str) -> dict[str, Any]:
-    """The default method, with tables built from random queries."""
+    """`csattention`, with tables built from random queries."""
     method = get_method("csattention")
     assert method.index is not None
     subspaces, centroids = (

@@ -31,6 +31,7 @@ from decode_engine.model.runner import ModelRunner
 from index_store.cli.progress import SilentReporter
 from index_store.family.children import EXACT, Continuation, OwnRows, publish_child, read_own_rows
 from index_store.memory.arena import Arena
+from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.presets import get_method
 from index_store.models.loading import load_tokenizer, resolve_model
 from index_store.store.catalog import Store
@@ -107,7 +108,7 @@ def child_figures(store: Store, model: str, parent: Manifest, children: int, add
     """Seconds are the least of all children's."""
     runner = ModelRunner(resolve_model(model))
     times: dict[str, list[float]] = {name: [] for name in ("read_s", "publish_s", "open_s", "restore_s")}
-    full, default = get_method("full").on(parent), get_method("csattention").on(parent)
+    full, default = get_method("full").on(parent), get_method(DEFAULT_METHOD).on(parent)
     with Arena(2**34).acquire(store, parent.id) as resident:
         for number in range(children):
             ids = torch.randint(

@@ -1,10 +1,12 @@
-"""A long generation after a long context: whether new tokens are still found, memory held, and what appending costs.
+"""A long generation after a long context: whether methods keep to full attention, find new tokens, and what it costs.
 
-usage: python ops/bench/long_generation.py --out DIR [--methods csattention,pq] [--context-length 16k]
+usage: python ops/bench/long_generation.py --out DIR [--methods refined,refined:0.01,pq:0.02] [--context-length 16k]
 
-Regime: the packaged novels' first tokens are the context, prefilled by prefill-worker's command; then tokens are
-sampled with temperature 1 from a fixed seed (greedy text of a small model falls into loops, where every method finds
-the loop's tokens), one at a time, with every index appended to. Each method generates its own text.
+Regime: the packaged novels' first tokens are the context, prefilled by prefill-worker's command; then full attention
+samples one text with temperature 1 from a fixed seed (greedy text of a small model falls into loops, where every method
+finds the loop's tokens). Every method reads that text one token at a time, as if it had generated it, with every index
+appended to. `agreement` is the share of tokens after which its most probable token is full attention's, `kl` the mean
+KL(full || method) of next-token distributions in nats.
 
 Every --observe steps each searching layer's choice is compared with the exact best keys of the searched range, as many
 as were selected, by their attention weight within the range, summed over the group: `recall_new` is the share of the
@@ -14,7 +16,8 @@ searchable: next to nothing in most steps, since keys leave the window of recent
 method and stretch of tokens, then one per method over all of them; figures of a stretch are its own, `session_bytes`
 is what the session holds at its end.
 
-Shape legend: H KV heads, G group heads, R searched keys, K selected keys, N tokens of the context, d head dim.
+Shape legend: H KV heads, G group heads, R searched keys, K selected keys, N tokens of the context, d head dim, T tokens
+of the text, V of the vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
+from harness.parsing import parse_method
 from harness.report import reporting
+from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.evaluation.comparison.pictures import check_pictures
@@ -45,7 +50,8 @@ from decode_engine.model.runner import ModelRunner
 from index_store.memory.arena import Arena
 from index_store.memory.context_loading import placed_bytes
 from index_store.memory.resident import ResidentContext
-from index_store.methods.presets import get_method
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS
 from index_store.models.loading import resolve_model
 from index_store.store.catalog import Store
 
@@ -86,15 +92,19 @@ class Recall:
 
 @dataclass
 class Stretch:
-    """What was measured over some consecutive tokens. Times in nanoseconds, one per step."""
+    """What was measured over some consecutive tokens, of all but `recall` one value per step. Times in nanoseconds."""
 
     recall: Recall = field(default_factory=Recall)
+    alike: list[bool] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
     step_ns: list[int] = field(default_factory=list)
     append_ns: list[int] = field(default_factory=list)
     session_bytes: int = 0
 
     def figures(self) -> dict[str, Any]:
         return {
+            "agreement": statistics.fmean(self.alike),
+            "kl": statistics.fmean(self.kl),
             **self.recall.figures(),
             "session_bytes": self.session_bytes,
             "step_ms": _percentiles(self.step_ns, 1e6),
@@ -134,22 +144,40 @@ class Observer:
                 layer.observer = None
 
 
-def generate(
-    runner: ModelRunner,
-    context: ResidentContext,
-    expression: str,
-    first: int,
-    options: Options,
-) -> Iterator[Stretch]:
-    """Generates from the token `first` on; yields one stretch after another."""
-    session = runner.start(context, get_method(expression, options.keep).on(context.manifest))
+@dataclass(frozen=True)
+class Text:
+    """What full attention made. tokens: T that are read one by one. log_probs_TV: float32, its choice after each."""
+
+    tokens: list[int]
+    log_probs_TV: Tensor
+
+
+def sample_text(runner: ModelRunner, context: ResidentContext, first: int, options: Options) -> Text:
+    """The text that full attention goes on with after the token `first`."""
+    session = runner.start(context, METHODS["full"].on(context.manifest))
     sampler = Sampler(SamplingParameters(temperature=1.0, seed=options.seed))
+    tokens, found = [first], []
+    try:
+        while len(found) < options.tokens:
+            logits = runner.forward([session], [tokens[-1:]])[0][-1]
+            found.append(logits.float().log_softmax(-1))
+            tokens.append(sampler.sample(logits))
+    finally:
+        session.close()
+    return Text(tokens[:-1], torch.stack(found))
+
+
+def read_text(
+    runner: ModelRunner, context: ResidentContext, method: Method, text: Text, options: Options
+) -> Iterator[Stretch]:
+    """The method reads the text token by token; yields one stretch after another."""
+    session = runner.start(context, method.on(context.manifest))
     observer = Observer(session)
-    token = first
     try:
         for begin in range(0, options.tokens, options.stretch):
             stretch = Stretch()
             for number in range(begin, min(options.tokens, begin + options.stretch)):
+                token, expected_V = text.tokens[number], text.log_probs_TV[number]
                 appended, spent = session.figures.append_ns, observer.spent_ns
                 start = time.perf_counter_ns()
                 if number % options.observe == 0:
@@ -160,7 +188,9 @@ def generate(
                 elapsed = time.perf_counter_ns() - start
                 stretch.step_ns.append(elapsed - (observer.spent_ns - spent))
                 stretch.append_ns.append(session.figures.append_ns - appended)
-                token = sampler.sample(logits[-1])
+                found_V = logits[-1].float().log_softmax(-1)
+                stretch.alike.append(bool(found_V.argmax() == expected_V.argmax()))
+                stretch.kl.append(float((expected_V.exp() * (expected_V - found_V)).sum()))
             stretch.session_bytes = session.nbytes
             yield stretch
     finally:
@@ -174,7 +204,6 @@ class Options:
     tokens: int
     stretch: int
     observe: int
-    keep: float
     seed: int
 
 
@@ -184,6 +213,8 @@ def together(stretches: Sequence[Stretch]) -> Stretch:
     for stretch in stretches:
         for name in ("best", "best_new", "found", "found_new"):
             setattr(whole.recall, name, getattr(whole.recall, name) + getattr(stretch.recall, name))
+        whole.alike += stretch.alike
+        whole.kl += stretch.kl
         whole.step_ns += stretch.step_ns
         whole.append_ns += stretch.append_ns
     return whole
@@ -215,48 +246,48 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def prefill(
-    runner: ModelRunner, model: str, methods: Sequence[str], length: int, out: Path
+    runner: ModelRunner, model: str, methods: Sequence[Method], length: int, out: Path
 ) -> tuple[str, int]:
     """Has the first tokens of the packaged text prefilled; returns the context's id and the token that follows."""
     ids = runner.tokenizer.encode(source_text(()))
     body = length - len(runner.tokenizer.prefix_ids)
     document = out / "context.txt"
     document.write_text(runner.tokenizer.decode(ids[:body]), encoding="utf-8")
-    presets = list(
-        dict.fromkeys(get_method(name).name.partition("+")[0].partition("@")[0] for name in methods)
-    )
+    presets = list(dict.fromkeys(method.name.partition("+")[0].partition("@")[0] for method in methods))
     report = PrefillCommand(model, out / "store", presets).run(document, "long-generation")
     return str(report["id"]), ids[body]
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for the store and the picture.")],
-    methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = "csattention,multipole,pq",
+    methods: Annotated[
+        str, typer.Option(help="NAME or NAME:KEEP, comma-separated.")
+    ] = "refined,refined:0.01,csattention:0.02,multipole:0.02,pq:0.02",
     context_length: Annotated[str, typer.Option(help="Tokens of the context.")] = "16k",
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 2000,
     stretch: Annotated[int, typer.Option(help="Tokens per figure.")] = 250,
     observe: Annotated[int, typer.Option(help="Look into the layers every so many steps.")] = 10,
-    keep: Annotated[float, typer.Option(help="Fraction of the keys to keep.")] = 0.02,
     model: Annotated[str, typer.Option(help="Packaged model or a Hugging Face folder.")] = "reader",
     seed: Annotated[int, typer.Option()] = 0,
     picture: Annotated[bool, typer.Option(help="Draw the figures (needs matplotlib).")] = True,
 ) -> None:
-    """Generates a long text after a long context; one JSON line per stretch and method."""
-    options = Options(tokens, stretch, observe, keep, seed)
-    names = [name.strip() for name in methods.split(",") if name.strip()]
+    """Reads a long text after a long context by every method; one JSON line per stretch and method."""
+    options = Options(tokens, stretch, observe, seed)
+    asked = {name.strip(): parse_method(name.strip()) for name in methods.split(",")}
     with reporting("long_generation", gpu=False) as report:
         if picture:
             check_pictures()
         out.mkdir(parents=True, exist_ok=True)
         runner = ModelRunner(resolve_model(model))
-        id_, first = prefill(runner, model, names, parse_length(context_length), out)
+        id_, first = prefill(runner, model, list(asked.values()), parse_length(context_length), out)
         store = Store(out / "store")
         drawn: list[dict[str, Any]] = []
         with Arena(placed_bytes(store.manifest(id_))).acquire(store, id_) as context:
-            for name in names:
-                base = {"method": name, "keep": keep, "context": context.manifest.token_count}
+            text = sample_text(runner, context, first, options)
+            for name, method in asked.items():
+                base = {"method": name, "context": context.manifest.token_count}
                 stretches: list[Stretch] = []
-                for found in generate(runner, context, name, first, options):
+                for found in read_text(runner, context, method, text, options):
                     begin = len(stretches) * stretch
                     stretches.append(found)
                     row = {**base, "from": begin, "to": begin + len(found.step_ns), **found.figures()}

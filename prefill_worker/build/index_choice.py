@@ -209,4 +209,6 @@ def _refuse(asked: str, specs: Mapping[str, IndexSpec]) -> None:
             f"{flags} shape an index, but the index of csattention-paper is fixed by the paper (asked for: {asked}); "
             f"leave the flags out, or use --method {', '.join(others)} for variants"
         )
-    raise InvalidArgumentError(f"{flags} shape query tables, but {asked} stores none")
+    raise InvalidArgumentError(
+        f"{flags} shape query tables, but {asked} stores none; add --method csattention, or leave the flags out"
+    )

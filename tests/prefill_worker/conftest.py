@@ -37,7 +37,6 @@ def make_config(tiny_model: Path, tmp_path: Path, document: Path) -> Callable[..
             "store": tmp_path / "store",
             "input": (document,),
             "chunk": 100,
-            "centroids": 8,
             "dense_layers": "none",
         }
         return PrefillConfig(**{**settings, **changes})

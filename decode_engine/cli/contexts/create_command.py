@@ -31,6 +31,7 @@ from index_store.cli.options import (
 )
 from index_store.cli.progress import reporter_for
 from index_store.errors import InvalidArgumentError
+from index_store.methods.default import DEFAULT_METHOD
 from index_store.store.dtypes import AS_DTYPE, ROW_CODINGS
 
 
@@ -48,7 +49,7 @@ class CreateConfig(ServerConfig):
     ] = None
     method: Annotated[
         tuple[str, ...],
-        typer.Option(help="Method whose indexes to build; may be repeated. Default: csattention."),
+        typer.Option(help=f"Method whose indexes to build; may be repeated. Default: {DEFAULT_METHOD}."),
     ] = ()
     rows: Annotated[
         str,

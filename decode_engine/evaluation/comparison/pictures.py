@@ -104,6 +104,7 @@ def draw_quality(path: Path, scores: Sequence[Score]) -> None:
 def draw_costs(path: Path, scores: Sequence[Score]) -> None:
     """KL against the bytes that a step reads: a point per method and budget, and the Pareto front of them all."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     placed = [score for score in scores if _has_place(score)]
     lengths = sorted({score.context_length for score in placed})
@@ -130,6 +131,7 @@ def draw_costs(path: Path, scores: Sequence[Score]) -> None:
         axis.set(
             xscale="log", yscale="log", xlabel="bytes read per step in searching layers, % of keys and values"
         )
+        axis.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))  # few enough for their labels to have room
         for set_formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
             set_formatter(lambda value, _: f"{value:g}")
         axis.set_title(f"{length:,} tokens of context")

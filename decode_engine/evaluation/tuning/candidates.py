@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from index_store.errors import MethodUnsupportedError, SparseKVError
+from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.selection.mass import Mass
@@ -65,7 +66,7 @@ def find_sweeps(manifest: Manifest, expressions: Sequence[str]) -> list[BudgetSw
     if not found:
         raise MethodUnsupportedError(
             f"context {manifest.id} has no index that a method could be tuned for; prefill the document again with "
-            "--method csattention or another one",
+            f"--method {DEFAULT_METHOD} or another one",
             context=manifest.id,
         )
     return found

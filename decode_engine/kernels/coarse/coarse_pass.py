@@ -30,9 +30,9 @@ from decode_engine.kernels.coarse.coded_tiles import (
     no_values_yet,
     store_values,
 )
+from decode_engine.kernels.coarse.one_warp.warp_pass import pass_kernel as pass_alone
 from decode_engine.kernels.coarse.search import key_pointers, product_options
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
-from decode_engine.kernels.coarse.warp_pass import pass_kernel as pass_alone
 from decode_engine.kernels.fields import (
     KEYS,
     VALUE_CODES,
@@ -45,8 +45,6 @@ from decode_engine.kernels.fields import (
 from decode_engine.kernels.launches import chained, wait_for_launch
 from index_store.indexes.coarse_rows import scalar_rows
 
-FEW_KEYS = 2**21
-"""Keys of all rows: of up to so many, those that are listed fit well into the second-level cache (1 %: 10 MB)."""
 BLOCK = tl.constexpr(scalar_rows.BLOCK)
 
 
@@ -288,7 +286,6 @@ def _launch_pass(
             TILE=sizes.shape.tile,
             AHEAD=sizes.shape.ahead,
             EXACT=exact,
-            ROWS_AHEAD=exact and rows * sizes.max_keys <= FEW_KEYS,
             num_warps=1,
             **sizes.key_constants_alone(),
             **chained(q_BHGD.device),

@@ -31,7 +31,8 @@ from index_store.jobs.job_record import (
 )
 from index_store.jobs.reading_options import ReadingOptions
 from index_store.jobs.uploads import Uploads
-from index_store.methods.presets import DEFAULT_METHOD, get_method
+from index_store.methods.default import DEFAULT_METHOD
+from index_store.methods.presets import get_method
 from index_store.models.conversation.messages import Conversation
 from index_store.models.identity import require_dtype, require_model
 from index_store.models.loading import Tokenizer

@@ -6,7 +6,6 @@ Shape legend: L layers, B rows, H KV heads, G query heads per KV head, d head di
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -279,7 +278,7 @@ def kept_count(method: Method, length: int) -> int:
     """How many of so many keys the method's budget keeps. Raises InvalidArgumentError for one that looks at weights."""
     budget = method.budget
     if isinstance(budget, Ratio):
-        return math.ceil(budget.keep * length)
+        return min(budget.count(length), length)
     if isinstance(budget, TokenCount):
         return min(budget.tokens, length)
     raise InvalidArgumentError(f"method {method.name!r} has a budget that no record can hold")

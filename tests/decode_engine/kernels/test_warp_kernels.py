@@ -21,17 +21,18 @@ from torch import Tensor
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials, merge_partials
-from decode_engine.kernels.coarse import (
-    coarse_pass,
-    search,
+from decode_engine.kernels.coarse import coarse_pass, search
+from decode_engine.kernels.coarse.coarse_pass import attend_all
+from decode_engine.kernels.coarse.one_warp import (
     warp_cut,
+    warp_lists,
     warp_pass,
     warp_records,
     warp_rings,
     warp_rows,
+    warp_sample,
     warp_tiles,
 )
-from decode_engine.kernels.coarse.coarse_pass import attend_all
 from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
@@ -50,7 +51,9 @@ from tests.decode_engine.kernels.problems.coarse_problems import (
 from tests.support.warp_interpreter import interpreted
 
 ROOT = Path(__file__).resolve().parents[3]
-MODULES = (warp_pass, warp_cut, warp_records, warp_rings, warp_tiles, warp_rows, search, coarse_pass)
+MODULES = (
+    warp_pass, warp_cut, warp_lists, warp_sample, warp_records, warp_rings, warp_tiles, warp_rows, search, coarse_pass
+)  # fmt: skip
 IN_REGISTERS = replace(SMALL, registers=True, samplers=8)
 
 
@@ -161,7 +164,7 @@ def test_exact_weights_far_above_all_others_do_not_overflow() -> None:
 def test_kernels_stay_in_registers() -> None:
     """For compute capability 9.0: next to no spills, and eight programs of one warp on a processor at least.
 
-    Shared memory is for sums of many warps, and for tiles of keys and values on their way: 16 KB of a program's share of 28.
+    Shared memory is for sums of many warps, and for tiles of keys and values on their way.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.decode_engine.kernels.problems.compile_warp_kernels"]

@@ -304,8 +304,8 @@ def test_the_parts_partition_the_keys(
             if method.drops_remainder and kept is not None:
                 assert (totals == plan.sinks + kept + now + 1 - end).all()
             alike = (1 / totals)[..., None].expand(seen.shape)[seen]
-            # Weights of a coarse copy are multiples of a 127th on a CPU, so off by half of one.
-            tolerance = 6e-3 if method.remainder.name == "coarse" else 2e-3
+            # Weights of a coarse copy are multiples of a 127th on a CPU, so off by half of one, and so is their sum.
+            tolerance = 8e-3 if method.remainder.name == "coarse" else 2e-3
             torch.testing.assert_close(weights[:, row][seen], alike, rtol=tolerance, atol=0)
             attended += int(totals[:, 0].sum())
             available += now + 1

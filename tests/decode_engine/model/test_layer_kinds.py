@@ -23,6 +23,7 @@ from index_store.memory.arena import Arena
 from index_store.memory.context_loading import placed_bytes
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
+from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import load_model, resolve_model
@@ -91,12 +92,12 @@ def greedy(kept: Kept, method: Method, prompts: list[list[int]]) -> list[int]:
 @pytest.mark.parametrize("kind", LAYER_KINDS)
 def test_tokens_are_those_of_generate(tmp_path: Path, kind: str) -> None:
     """Over a context longer than the window, with a prompt in one piece or two, and a budget of all keys."""
-    with serve(tmp_path, kind, ("csattention",)) as kept:
+    with serve(tmp_path, kind, (DEFAULT_METHOD,)) as kept:
         wanted = expected_tokens(kept.folder, [*kept.context.tokens().tolist(), *PROMPT])
         assert len(set(wanted)) > 4
         assert greedy(kept, METHODS["full"], [PROMPT]) == wanted
         assert greedy(kept, METHODS["full"], [PROMPT[:2], PROMPT[2:]]) == wanted
-        assert greedy(kept, with_everything(METHODS["csattention"]), [PROMPT]) == wanted
+        assert greedy(kept, with_everything(METHODS[DEFAULT_METHOD]), [PROMPT]) == wanted
 
 
 @pytest.mark.parametrize("kind", LAYER_KINDS)

@@ -6,9 +6,10 @@ import pytest
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.registry import INDEX_KINDS
+from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.methods.method import Method
-from index_store.methods.presets import DEFAULT_METHOD, METHODS, get_method
+from index_store.methods.presets import METHODS, get_method
 from index_store.methods.schedules import Schedule
 from index_store.selection.budgets import Ratio, Threshold, TokenCount
 from index_store.selection.mass import Mass
@@ -37,7 +38,7 @@ def test_names_and_defaults() -> None:
         "refined-3",
         "refined-codes",
     ]
-    assert DEFAULT_METHOD in METHODS
+    assert specs_of(METHODS[DEFAULT_METHOD]) == ["coarse_rows"]  # one pass over keys and values, no k-means
     for name, method in METHODS.items():
         assert method.name == name
         assert method.summary.endswith(".")
@@ -59,6 +60,14 @@ def test_stored_indexes() -> None:
     assert specs_of(METHODS["csattention"].without_remainder()) == ["query_tables"]
     assert specs_of(METHODS["multipole"]) == ["key_clusters"]
     assert specs_of(get_method("oracle+dipole")) == ["dipole_clusters"]
+
+
+def test_a_ratio_may_have_a_least_number_of_keys() -> None:
+    own, other = METHODS["refined"].budget, get_method("refined", 0.1).budget
+    assert isinstance(own, Ratio)
+    assert isinstance(other, Ratio)
+    assert [own.count(length) for length in (10, 300, 3200, 3201, 100_000)] == [16, 16, 16, 17, 500]
+    assert [other.count(length) for length in (100, 300)] == [16, 30]
 
 
 def test_a_budget_takes_the_place_of_the_methods_own() -> None:

@@ -39,9 +39,9 @@ def test_json_is_one_object(tiny_model: Path, document: Path, tmp_path: Path) ->
     assert report["tokens"] == len(DOCUMENT)
     assert report["kv_bytes"] == manifest.kv_bytes
     assert report["index_bytes"] == {index.name: index.nbytes for index in manifest.indexes}
-    assert set(report["index_bytes"]) == {"query_tables", "remainder_clusters"}
-    assert report["index_bytes_per_token"]["query_tables"] == round(
-        report["index_bytes"]["query_tables"] / len(DOCUMENT), 1
+    assert set(report["index_bytes"]) == {"coarse_rows"}
+    assert report["index_bytes_per_token"]["coarse_rows"] == round(
+        report["index_bytes"]["coarse_rows"] / len(DOCUMENT), 1
     )
     assert report["bytes_per_token"] == round(manifest.bytes_per_token(), 1)
     assert report["dense_layers"] == list(manifest.dense_layers)
@@ -76,12 +76,11 @@ def test_text_names_everything(tiny_model: Path, document: Path, tmp_path: Path)
     assert printed["context"] == manifest.id
     assert printed["tokens"] == f"{len(DOCUMENT):,}"
     assert printed["keys and values"] == f"{manifest.kv_bytes:,} bytes, bfloat16"
-    tables = manifest.index("query_tables")
-    assert tables is not None
-    assert printed["index query_tables"] == (
-        f"{tables.nbytes:,} bytes, {tables.nbytes / len(DOCUMENT):,.1f} per token, 2 of 2 layers"
+    copy = manifest.index("coarse_rows")
+    assert copy is not None
+    assert printed["index coarse_rows"] == (
+        f"{copy.nbytes:,} bytes, {copy.nbytes / len(DOCUMENT):,.1f} per token, 2 of 2 layers"
     )
-    assert "index remainder_clusters" in printed
     assert printed["expires"] == "never"
     assert all(f"seconds, {phase}" in printed for phase in PHASES)
 
@@ -93,7 +92,7 @@ def test_text_names_everything(tiny_model: Path, document: Path, tmp_path: Path)
     renamed = CliRunner().invoke(app, [*command, "--name", "night", "--method", "quest"])
     first = renamed.stdout.splitlines()[0]
     assert (
-        "Changed: indexes: added pages; methods: now csattention, quest; name: 'document' is now 'night'."
+        "Changed: indexes: added pages; methods: now refined, quest; name: 'document' is now 'night'."
         in first
     )
 

@@ -10,7 +10,7 @@ import pytest
 
 from index_store.cli.options import parse_ttl
 from index_store.errors import InvalidArgumentError
-from index_store.methods.presets import DEFAULT_METHOD
+from index_store.methods.default import DEFAULT_METHOD
 from prefill_worker.config import PrefillConfig, parse_dense_layers
 
 

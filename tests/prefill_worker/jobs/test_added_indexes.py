@@ -27,8 +27,6 @@ from prefill_worker.jobs.job import run_job
 from prefill_worker.jobs.report import PrefillReport
 from tests.prefill_worker.jobs.support_jobs import MakeConfig, hidden_entries, run
 
-PLAIN: dict[str, Any] = {"centroids": None}
-
 
 def refuse_model(*_: object, **__: object) -> None:
     pytest.fail("the weights were loaded although keys and values are stored")
@@ -62,19 +60,19 @@ def test_an_index_of_keys_is_added_without_reading_again(
 ) -> None:
     store = Store(make_config().store, create=True)
     methods = ("csattention", "pq", "squeezed", "multipole-tree", "refined")
-    whole = run(make_config(method=methods, salt="at once", **PLAIN)).manifest
-    first = run(make_config(method=("csattention",), **PLAIN)).manifest
+    whole = run(make_config(method=methods, salt="at once")).manifest
+    first = run(make_config(method=("csattention",))).manifest
     before = rows(store.path, first.id)
     with store.open(first.id) as reader:  # has the context open all the time
         monkeypatch.setattr(means, "load_model", refuse_model)
-        report = run(make_config(method=("pq",), **PLAIN))
+        report = run(make_config(method=("pq",)))
         assert report.manifest.id == first.id
         assert not report.created
         assert dict(report.changed) == {
             "indexes": "added product_codes",
             "methods": "now csattention, pq",
         }
-        run(make_config(method=("squeezed", "multipole-tree", "refined"), **PLAIN))
+        run(make_config(method=("squeezed", "multipole-tree", "refined")))
         assert reader.manifest == first
         tables = first.indexes[0].arrays[0].path
         head = torch.empty(first.indexes[0].arrays[0].shape[2:], dtype=reader.array(tables, 0, 0).dtype)
@@ -93,7 +91,7 @@ def test_an_index_of_keys_is_added_without_reading_again(
         pairs = zip(thresholds(stored, name), thresholds(whole, name), strict=True)
         close = 0.6 if name == "coarse_rows" else 0.3
         assert all(found == pytest.approx(expected, rel=close) for found, expected in pairs)
-    assert not run(make_config(method=methods, **PLAIN)).changed
+    assert not run(make_config(method=methods)).changed
     assert {manifest.id for manifest in store.list()} == {whole.id, first.id}
     assert hidden_entries(store.path) == []
 
@@ -111,7 +109,7 @@ def test_query_tables_are_added_by_reading_again(
     }
     config = {**options[reading], "device": "cpu"}
     whole = run(make_config(method=("csattention",), salt="at once", **config)).manifest
-    first = run(make_config(method=("quest",), centroids=None, **config)).manifest
+    first = run(make_config(method=("quest",), **config)).manifest
     store = Store(make_config().store)
     before = rows(store.path, first.id)
     report = run(make_config(method=("csattention",), **config))
@@ -126,25 +124,25 @@ def test_query_tables_are_added_by_reading_again(
 
 
 def test_an_index_in_another_form_is_refused(make_config: MakeConfig) -> None:
-    first = run(make_config()).manifest
+    first = run(make_config(method=("csattention",), centroids=8)).manifest
     with pytest.raises(
         InvalidArgumentError,
         match=r"has index query_tables with centroids=8, asked for is centroids=4; .*--salt, or delete",
     ):
-        run(make_config(centroids=4))
+        run(make_config(method=("csattention",), centroids=4))
     assert Store(make_config().store).manifest(first.id) == first
     with pytest.raises(
         InvalidArgumentError, match="has index query_tables with centroids=8, split=strided, asked"
     ):
-        run(make_config(centroids=None, index=("query_tables:split=contiguous",)))
-    assert run(make_config(centroids=4, salt="another")).created
+        run(make_config(index=("query_tables:split=contiguous",)))
+    assert run(make_config(method=("csattention",), centroids=4, salt="another")).created
 
 
 def test_a_method_takes_an_index_as_it_was_built(make_config: MakeConfig) -> None:
     index = ("remainder_clusters:keys_per_cluster=8", "key_clusters:moments=diagonal")
     first = run(make_config(method=("csattention",), index=index)).manifest
     notes = io.StringIO()
-    config = make_config(method=("csattention", "pq"), **PLAIN)
+    config = make_config(method=("csattention", "pq"))
     added = run_job(config, LineReporter(notes), io.BytesIO())
     assert (
         "has index remainder_clusters with keys_per_cluster=8 instead of keys_per_cluster=16"
@@ -158,19 +156,19 @@ def test_a_method_takes_an_index_as_it_was_built(make_config: MakeConfig) -> Non
 
 
 def test_a_method_that_cannot_work_with_an_index_as_built_is_refused(make_config: MakeConfig) -> None:
-    first = run(make_config(method=(), index=("remainder_clusters:moments=none",), **PLAIN)).manifest
+    first = run(make_config(method=(), index=("remainder_clusters:moments=none",))).manifest
     with pytest.raises(MethodUnsupportedError, match="needs clusters with moments 'diagonal'"):
-        run(make_config(method=("pq",), **PLAIN))
+        run(make_config(method=("pq",)))
     assert Store(make_config().store).manifest(first.id) == first
 
 
 def test_windowed_clusters_take_the_embedding_from_the_model(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run(make_config(method=("multipole-windowed",), salt="at once", **PLAIN)).manifest
-    run(make_config(method=("full",), **PLAIN))
+    whole = run(make_config(method=("multipole-windowed",), salt="at once")).manifest
+    run(make_config(method=("full",)))
     monkeypatch.setattr(document_layers, "run_context", refuse_reading)
-    added = run(make_config(method=("multipole-windowed",), **PLAIN)).manifest
+    added = run(make_config(method=("multipole-windowed",))).manifest
     assert checksums(added, "windowed_clusters") == checksums(whole, "windowed_clusters")
     assert added.methods == ("full", "multipole-windowed")
 
@@ -186,12 +184,12 @@ def test_what_fails_while_adding_leaves_the_context(
     with monkeypatch.context() as patched:
         patched.setattr(ContextWriter, "write_chunk", full)
         with pytest.raises(StoreFullError):
-            run(make_config(method=("pq",), **PLAIN))
+            run(make_config(method=("pq",)))
     store = Store(make_config().store)
     assert store.manifest(first.id) == first
     assert store.verify(first.id) == []
     assert hidden_entries(store.path) == []
-    assert run(make_config(method=("pq",), **PLAIN)).manifest.index("product_codes") is not None
+    assert run(make_config(method=("pq",))).manifest.index("product_codes") is not None
 
 
 def add(store: Path, context: str, **changes: Any) -> PrefillReport:
@@ -234,7 +232,7 @@ def test_indexes_are_added_by_the_context_alone(make_config: MakeConfig) -> None
 def test_what_rows_do_not_suffice_for_is_refused(
     make_config: MakeConfig, changes: dict[str, Any], message: str
 ) -> None:
-    first = run(make_config(method=("full",), **PLAIN)).manifest
+    first = run(make_config(method=("full",))).manifest
     with pytest.raises(InvalidArgumentError, match=message):
         add(make_config().store, first.id, **changes)
     assert Store(make_config().store).manifest(first.id) == first

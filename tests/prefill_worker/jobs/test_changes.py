@@ -83,7 +83,7 @@ def test_a_read_only_store_has_all_that_an_equal_job_wants(
     [
         ({"name": "day"}, "name: 'night' is now 'day'"),
         ({"ttl": "1h"}, "ttl: expires at "),
-        ({"method": ("quest",), "centroids": None}, "indexes: added pages; methods: now csattention, quest"),
+        ({"method": ("quest",)}, "indexes: added pages; methods: now refined, quest"),
     ],
 )
 def test_a_read_only_store_says_what_it_cannot_change(
@@ -110,6 +110,6 @@ def test_a_job_of_another_owner_learns_nothing(make_config: MakeConfig) -> None:
     said = notes + str(report)
     assert "their secret" not in said
     assert own.id[:12] not in said
-    report, notes = run_noting(make_config(salt="two", name="mine", method=("quest",), centroids=None))
+    report, notes = run_noting(make_config(salt="two", name="mine", method=("quest",)))
     assert "their secret" not in notes + str(report)
     assert store.manifest(own.id) == own

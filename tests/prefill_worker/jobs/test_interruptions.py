@@ -111,7 +111,7 @@ def test_jobs_with_different_methods_share_a_context(
     processes: ForkServerContext, make_config: MakeConfig
 ) -> None:
     methods = ("csattention", "pq", "quest")
-    configs = [make_config(method=(method,), centroids=None) for method in methods]
+    configs = [make_config(method=(method,)) for method in methods]
     jobs = [processes.Process(target=run_in_process, args=(config,)) for config in configs]
     for process in jobs:
         process.start()

@@ -33,10 +33,7 @@ def test_a_context_holds_what_the_model_computed(make_config: MakeConfig) -> Non
     assert manifest.dtype == "bfloat16"
     assert manifest.token_count == len(DOCUMENT)
     assert manifest.dense_layers == ()
-    assert {index.name: index.layers for index in manifest.indexes} == {
-        "query_tables": (0, 1),
-        "remainder_clusters": (0, 1),
-    }
+    assert {index.name: index.layers for index in manifest.indexes} == {"coarse_rows": (0, 1)}
     assert manifest.expires_at is None
     assert {"tokenize", "load", "prefill", "index", "write", "publish", "verify"} <= set(report.seconds)
     assert manifest.kv_bytes == 2 * 2 * len(DOCUMENT) * 2 * 16 * 2
@@ -118,14 +115,15 @@ def test_whatever_changes_the_reading_changes_the_id(
 def test_calibration_changes_id_and_tables_but_not_keys(make_config: MakeConfig, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Where does the harbour lie?\nHow was the night?\n")
-    plain, calibrated = run(make_config()), run(make_config(calibration=prompts))
+    tables = make_config(method=("csattention",))
+    plain, calibrated = run(tables), run(replace(tables, calibration=prompts))
     assert calibrated.manifest.id != plain.manifest.id
     assert calibrated.manifest.prefill["calibration_prompts"] == 2
     store = Store(make_config().store)
     with store.open(plain.manifest.id) as one, store.open(calibrated.manifest.id) as two:
         assert torch.equal(one.array("kv", 1, 1), two.array("kv", 1, 1))
-        tables = [array.path for array in plain.manifest.indexes[0].arrays]
-        assert any(not torch.equal(one.array(path, 1, 0), two.array(path, 1, 0)) for path in tables)
+        paths = [array.path for array in plain.manifest.indexes[0].arrays]
+        assert any(not torch.equal(one.array(path, 1, 0), two.array(path, 1, 0)) for path in paths)
 
 
 def test_time_to_live_and_expiry(make_config: MakeConfig) -> None:
@@ -164,7 +162,7 @@ def test_a_context_with_exchanged_chunks_is_made_again(make_config: MakeConfig) 
 
 @pytest.mark.parametrize("length", [1, 2, 17])
 def test_short_documents(make_config: MakeConfig, length: int) -> None:
-    config = make_config(input=(Path("-"),), dense_layers="auto", centroids=None)
+    config = make_config(input=(Path("-"),), dense_layers="auto")
     report = run(config, b"x" * length)
     assert report.manifest.token_count == length
     assert Store(config.store).verify(report.manifest.id) == []

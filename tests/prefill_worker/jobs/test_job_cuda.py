@@ -96,7 +96,6 @@ def test_a_job_stores_what_it_stores_on_the_cpu(
             dense_layers="auto",
             method=("csattention", "squeezed-tree", "csattention-paper"),
             calibration=calibration if prompts else None,
-            centroids=None,
         )
         manifests.append(run_job(config, LineReporter(io.StringIO())).manifest)
     one, two = manifests

@@ -22,22 +22,24 @@ from index_store.store.writer import ContextWriter
 from tests.prefill_worker.jobs.support_jobs import MakeConfig, hidden_entries, run
 from tests.support.models import write_model_folder
 
+TABLES = ("csattention",)
+
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"model": "nowhere"}, SparseKVError, "models are not downloaded"),
         ({"method": ("nonsense",)}, MethodUnsupportedError, "nonsense"),
-        ({"method": ("full",)}, InvalidArgumentError, "shape query tables, but full stores none"),
+        ({"centroids": 8}, InvalidArgumentError, "shape query tables, but refined stores none"),
         ({"dense_layers": "0,2"}, InvalidArgumentError, "names layer 2, model 'tiny' has layers 0 to 1"),
-        ({"subspaces": 3}, InvalidArgumentError, "does not split into 3 subspaces"),
+        ({"method": TABLES, "subspaces": 3}, InvalidArgumentError, "does not split into 3 subspaces"),
         (
-            {"centroids": 10**4},
+            {"method": TABLES, "centroids": 10**4},
             InvalidArgumentError,
             r"--centroids is 10000, expected at most \d+: that many queries",
         ),
         (
-            {"method": ("csattention-paper",)},
+            {"method": ("csattention-paper",), "centroids": 8},
             InvalidArgumentError,
             "fixed by the paper.*--method csattention for",
         ),

@@ -17,7 +17,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from decode_engine.kernels.coarse import warp_cut, warp_pass
+from decode_engine.kernels.coarse.one_warp import warp_cut, warp_pass, warp_sample
 
 _TYPES = {
     "q_ptr": "*bf16", "records_ptr": "*i64", "cuts_ptr": "*i32", "kept_ptr": "*u8", "ids_ptr": "*i32",
@@ -25,7 +25,7 @@ _TYPES = {
     "totals_ptr": "*fp32", "sampled_ptr": "*fp32", "scale_log2": "fp32", "width": "i32", "room": "i32",
     "slots": "i32",
 }  # fmt: skip
-_COMMON = {"HEADS": 8, "GROUP": 4, "X": 8, "AHEAD": 3, "ROWS_AHEAD": False, "CHAINED": True}
+_COMMON = {"HEADS": 8, "GROUP": 4, "X": 8, "AHEAD": 2, "CHAINED": True}
 _KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "everything": (
         warp_pass.pass_kernel,
@@ -36,7 +36,6 @@ _KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
             "LIST": True,
             "ATTEND": True,
             "EXACT": True,
-            "ROWS_AHEAD": True,
         },
     ),
     "list": (
@@ -48,7 +47,7 @@ _KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"KEY_BITS": 4, "VALUE_BITS": 2, "TILE": 32, "LIST": False, "ATTEND": True, "EXACT": False},
     ),
     "cut": (warp_cut.cut_kernel, {"CHUNKS": 16, "SAMPLED": 4096}),
-    "sample": (warp_pass.sample_kernel, {"KEY_BITS": 4, "TAKEN": 512, "RUNS": 4}),
+    "sample": (warp_sample.sample_kernel, {"KEY_BITS": 4, "TAKEN": 512, "RUNS": 4, "RUN": 16}),
 }
 _REGISTERS, _WARPS = 65536, 8
 

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import border, records
-from decode_engine.kernels.coarse.warp_records import let_next_begin, number, wait_alone
+from decode_engine.kernels.coarse.one_warp.warp_records import let_next_begin, number, wait_alone
 
 HEADS_AT_ONCE = 4
 """Query heads whose sampled logits are in registers together."""

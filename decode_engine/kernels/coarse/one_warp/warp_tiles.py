@@ -3,7 +3,7 @@
 Codes are loaded in the very layout in which the tensor cores take their operands, and unpacked there, two at a time: a
 shift and a mask each. What is left are the lowest bits of float16 numbers, f * code * 2**-24 with f a power of two, and
 tensor cores take these as they are. Their sums drop what is below the last bit instead of rounding it, which adds up:
-nothing larger than the codes may be in them. Nothing goes through shared memory, and a warp waits for nobody else.
+nothing larger than the codes may be in them. A warp waits for nobody else.
 These functions know codes of 4 and 2 bits, in heads of 128 channels, as `index_store.indexes.coarse_rows.packing` packs
 them.
 
@@ -366,49 +366,3 @@ def store_sums(
             channel = (plane >> 2) + 2 * r3 + 4 * low + 32 * (plane & 3)
         into = sums_ptr + (gl.expand_dims(at * 128, 0) + gl.expand_dims(channel, 1))
         gl.store(into, sums[plane], mask=gl.expand_dims(there, 0) & gl.expand_dims(channel >= 0, 1))
-
-
-@gluon.jit
-def by_registers(numbers: gl.tensor, T: gl.constexpr) -> gl.tensor:
-    """Numbers of a tile's keys, [T], as [8] for each register of a lane."""
-    if T == 8:
-        return (gl.convert_layout(numbers, OF_KEYS),)
-    else:  # noqa: RET505 - the other branch is not compiled
-        low, high = gl.split(gl.permute(gl.reshape(numbers, [2, T // 2]), [1, 0]))
-        return by_registers(low, T // 2) + by_registers(high, T // 2)
-
-
-@gluon.jit
-def voted(kept: gl.tensor) -> gl.tensor:
-    """Which lanes' keys are kept, [8] int32: a bit for the first of the four lanes that have a key."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 t, p, 0xffffffff; "
-        "and.b32 $0, t, 0x11111111; }",
-        "=r,r", [kept], dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def counted(votes: gl.tensor) -> gl.tensor:
-    """Set bits, [8] int32."""
-    return gl.inline_asm_elementwise(
-        "popc.b32 $0, $1;", "=r,r", [votes], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def list_keys(
-    ids_ptr: gl.tensor, count: gl.tensor, kept: gl.tensor, key: gl.tensor, T: gl.constexpr
-) -> gl.tensor:
-    """Appends those of a tile's keys that are kept (int32, 0 or 1) to a list, ascending; the new count, [8] of one."""
-    marks, ids = by_registers(kept, T), by_registers(key, T)
-    earlier_lanes = (gl.full([8], 1, gl.int32, layout=OF_KEYS) << (gl.arange(0, 8, layout=OF_KEYS) * 4)) - 1
-    place, total = count, count
-    for part in gl.static_range(T // 8):  # a lane's keys follow one another
-        votes = voted(marks[part])
-        place += counted(votes & earlier_lanes)
-        total += counted(votes)
-    for part in gl.static_range(T // 8):
-        gl.store(ids_ptr + place, ids[part], mask=marks[part] > 0)
-        place += marks[part]
-    return total

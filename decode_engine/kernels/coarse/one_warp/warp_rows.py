@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from decode_engine.kernels.coarse.warp_tiles import LEFT, PLANES, RESULT, RIGHT, as_right
+from decode_engine.kernels.coarse.one_warp.warp_tiles import LEFT, PLANES, RESULT, RIGHT, as_right
 
 TILE = 16
 """E."""

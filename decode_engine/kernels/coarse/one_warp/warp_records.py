@@ -9,7 +9,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import records
-from decode_engine.kernels.coarse.warp_tiles import by_registers
 from index_store.indexes.coarse_rows import scalar_rows
 
 _FIELDS = gl.constexpr(records.RECORD_FIELDS)
@@ -112,23 +111,3 @@ def prefetch_steps(
         count = gl.minimum(gl.maximum(stop - start, 0), _BLOCK)
         prefetch(values_ptrs[1] + start, count, 2, CHAINED)
         prefetch(values_ptrs[2] + start, count, 2, CHAINED)
-
-
-@gluon.jit
-def prefetch_rows(
-    rows_ptr: gl.tensor, kept: gl.tensor, key: gl.tensor, T: gl.constexpr, CHAINED: gl.constexpr
-) -> None:
-    """Has the rows of those of a tile's keys that are kept (int32, 0 or 1) brought into the second-level cache.
-
-    rows_ptr: keys and values, 256 elements of 16 bits each. Four lanes have a key, and bring 128 bytes each.
-    """
-    if CHAINED:
-        marks, ids = by_registers(kept, T), by_registers(key, T)
-        for part in gl.static_range(T // 8):
-            gl.inline_asm_elementwise(
-                "{ .reg .pred p; .reg .b64 a; .reg .b32 l; mov.u32 l, %laneid; and.b32 l, l, 3; shl.b32 l, l, 7; "
-                "cvt.u64.u32 a, l; add.s64 a, a, $2; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [a]; "
-                "mov.b32 $0, 0; }",
-                "=r,r,l", [marks[part], (rows_ptr + ids[part] * 256).to(gl.int64)], dtype=gl.int32, is_pure=False,
-                pack=1,
-            )  # fmt: skip

@@ -1,7 +1,7 @@
-"""The kernels of `search` and `coarse_pass` for one warp each, where tensor cores and registers suffice (`warp_tiles`).
+"""The kernel of `coarse_pass` for one warp each, where tensor cores and registers suffice (`warp_tiles`).
 
-They do what those do, by the same sample and the same cut, with results that differ by rounding. A program is one warp:
-it waits for nobody, and what it reads next is on its way while it works.
+It does what that one does, by the same cut, with results that differ by rounding. A program is one warp: it waits for
+nobody, and what it reads next is on its way while it works.
 
 Shape legend: as in `coarse.sizes`.
 """
@@ -12,20 +12,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import border, records
-from decode_engine.kernels.coarse import sizes as coarse_sizes
-from decode_engine.kernels.coarse import warp_rows
-from decode_engine.kernels.coarse.warp_records import (
+from decode_engine.kernels.coarse.one_warp import warp_rows
+from decode_engine.kernels.coarse.one_warp.warp_lists import list_keys
+from decode_engine.kernels.coarse.one_warp.warp_records import (
     key_pointers,
     let_next_begin,
     number,
-    prefetch_rows,
     prefetch_steps,
     value_pointers,
     wait_alone,
 )
-from decode_engine.kernels.coarse.warp_rings import copy_tile, end_of_copies, new_ring, wait_for_copies
-from decode_engine.kernels.coarse.warp_rows import attend_rows
-from decode_engine.kernels.coarse.warp_tiles import (
+from decode_engine.kernels.coarse.one_warp.warp_rings import (
+    copy_tile,
+    end_of_copies,
+    new_ring,
+    wait_for_copies,
+)
+from decode_engine.kernels.coarse.one_warp.warp_rows import attend_rows
+from decode_engine.kernels.coarse.one_warp.warp_tiles import (
     OF_KEYS,
     OF_ROWS,
     RESULT,
@@ -36,9 +40,7 @@ from decode_engine.kernels.coarse.warp_tiles import (
     key_layout,
     key_numbers,
     key_of,
-    list_keys,
     load_key_numbers,
-    load_key_words,
     load_queries,
     load_steps,
     multiply_keys,
@@ -54,78 +56,10 @@ _KEYS, _FIRST, _END, _TAIL_KEYS, _KV, _TAIL = (
     for field in (records.KEYS, records.FIRST, records.END, records.TAIL_KEYS, records.KV, records.TAIL)
 )
 _BLOCK = gl.constexpr(scalar_rows.BLOCK)
-_RUN = gl.constexpr(coarse_sizes.RUN)
 _DRAW_STEP = gl.constexpr(border.DRAW_STEP.value)
 _HEAD_STEP = gl.constexpr(border.HEAD_STEP)
 _INFINITE = gl.constexpr(border.INFINITE)
 _ROWS_TILE = gl.constexpr(warp_rows.TILE)
-
-
-@gluon.jit
-def sample_kernel(
-    q_ptr: gl.tensor,
-    records_ptr: gl.tensor,
-    sampled_ptr: gl.tensor,
-    scale_log2: gl.tensor,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    X: gl.constexpr,
-    KEY_BITS: gl.constexpr,
-    TAKEN: gl.constexpr,
-    RUNS: gl.constexpr,
-    CHAINED: gl.constexpr,
-) -> None:
-    """Program (s, row): RUNS of the TAKEN runs of keys that are sampled, as in `search.sample_kernel`.
-
-    Codes are on their way before the launch before has ended: no launch of a step writes them.
-    """
-    W: gl.constexpr = 4 * KEY_BITS
-    row = gl.program_id(1)
-    b, head = row // HEADS, row % HEADS
-    first = number(records_ptr, b, _FIRST).to(gl.int32)
-    end = number(records_ptr, b, _END).to(gl.int32)
-    keys = number(records_ptr, b, _KEYS)
-    if end > first:
-        codes_ptr, scales_ptr, offsets_ptr = key_pointers(records_ptr, b, head, keys, W)
-        inner = key_of(gl.arange(0, _RUN, layout=OF_KEYS), _RUN)
-        base = first // _RUN * _RUN
-        runs = (end - base + _RUN - 1) // _RUN
-        # All loads come before the first store, or they would wait for it.
-        loaded: gl.tensor = ()
-        for i in gl.static_range(RUNS):
-            turn = gl.program_id(0) * RUNS + i
-            stretch = (turn * 64 // TAKEN) * 27 % 64
-            moved = (turn.to(gl.int64) * runs // TAKEN).to(gl.int32) + (stretch * (runs // TAKEN) >> 6)
-            run = base + gl.where(runs > TAKEN, moved, turn) * _RUN
-            block = gl.minimum(run, end - 1) // _BLOCK
-            # A context's last keys are loaded with some before them, of places that do not count.
-            begin = gl.minimum(run, keys.to(gl.int32) - _RUN)
-            loaded += ((turn, run, begin, block, load_key_words(codes_ptr, begin, _RUN, W)),)
-        wait_alone(CHAINED)
-        let_next_begin(CHAINED)
-        numbers: gl.tensor = ()
-        for i in gl.static_range(RUNS):
-            block = loaded[i][3]
-            numbers += (load_steps(scales_ptr + block * 128, offsets_ptr + block * 128, KEY_BITS),)
-        queries, units = load_queries(q_ptr, row, X, GROUP, KEY_BITS)
-        units = units * scale_log2
-        n = gl.arange(0, X, layout=OF_ROWS)
-        for i in gl.static_range(RUNS):
-            turn, run, begin, _, words = loaded[i]
-            folded, added = fold(queries, numbers[i], X, KEY_BITS)
-            products = multiply_keys(words, folded, _RUN, X, KEY_BITS)
-            key = begin + inner
-            there = (key >= gl.maximum(first, run)) & (key < end)
-            logits = gl.fma(products, gl.expand_dims(units, 0), gl.expand_dims(added * units, 0))
-            logits = gl.where(gl.expand_dims(there, 1), logits, float("-inf"))
-            place = turn * _RUN + ((key - run) & (_RUN - 1))
-            at = gl.expand_dims((row * GROUP + n) * (TAKEN * _RUN), 0) + gl.expand_dims(place, 1)
-            gl.store(
-                sampled_ptr + at, logits, mask=gl.expand_dims(n < GROUP, 0) & gl.expand_dims(key >= 0, 1)
-            )
-    else:
-        wait_alone(CHAINED)
-        let_next_begin(CHAINED)
 
 
 @gluon.jit
@@ -169,13 +103,6 @@ def kept_keys(
 
 
 @gluon.jit
-def rows_of(records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, ELEMENT: gl.constexpr) -> gl.tensor:
-    """A KV head's keys and values as they are."""
-    context = number(records_ptr, b, _KV) + head * number(records_ptr, b, _KV + 1)
-    return gl.multiple_of(context.to(gl.pointer_type(ELEMENT)), 16)
-
-
-@gluon.jit
 def exact_share(
     q_ptr: gl.tensor,
     records_ptr: gl.tensor,
@@ -202,10 +129,11 @@ def exact_share(
     share = (tiles + gl.num_programs(0) - 1) // gl.num_programs(0) * _ROWS_TILE
     always = gl.minimum(gl.program_id(0) * share, entries)
     stop = gl.minimum(always + share, entries)
-    rows_ptr = rows_of(records_ptr, b, head, element)
+    context = number(records_ptr, b, _KV) + head * number(records_ptr, b, _KV + 1)
     tail = number(records_ptr, b, _TAIL) + head * number(records_ptr, b, _TAIL + 1)
     # Found in units of 16 bytes, so that loads are known to be aligned.
-    to_tail = (tail - rows_ptr.to(gl.int64)) // 16 * (128 // element.primitive_bitwidth)
+    to_tail = (tail - context) // 16 * (128 // element.primitive_bitwidth)
+    rows_ptr = gl.multiple_of(context.to(gl.pointer_type(element)), 16)
     return attend_rows(
         q_ptr, rows_ptr, ids_ptr, row, listed, first, end, always, stop, in_context, to_tail, sums, total, peaks,
         scale_log2, X, GROUP, BITS,
@@ -324,15 +252,13 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     ATTEND: gl.constexpr,
     EXACT: gl.constexpr,
     AHEAD: gl.constexpr,
-    ROWS_AHEAD: gl.constexpr,
     CHAINED: gl.constexpr,
 ) -> None:
     """Program (split, row): a share of the row's blocks, as in `coarse_pass.pass_kernel`.
 
     EXACT, with LIST and ATTEND: attends to the listed keys, too, and to a share of sinks, recent window and tail.
     AHEAD: tiles that are on their way. The first ones are so while the launches before still work: what these do not
-    write, and what was there before they began, may be read. ROWS_AHEAD: keys are brought into the second-level cache
-    as soon as they are listed; in large batches they would be driven out before they are attended to.
+    write, and what was there before they began, may be read.
     """
     row = gl.program_id(1)
     b, head = row // HEADS, row % HEADS
@@ -347,10 +273,9 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     # A context's last keys are loaded with some before them, which do not count.
     last = beyond - TILE
     prefetch_steps(keys_ptrs, values_ptrs, start, beyond, ATTEND, CHAINED)
-    rings = (
-        new_ring(TILE, 4 * KEY_BITS, AHEAD),
-        new_ring(TILE, 4 * VALUE_BITS, AHEAD) if ATTEND else None,
-    )
+    key_ring = new_ring(TILE, 4 * KEY_BITS, AHEAD)
+    value_ring = new_ring(TILE, 4 * VALUE_BITS, AHEAD) if ATTEND else key_ring
+    rings = (key_ring, value_ring)
     if stop > first_block:
         for turn in gl.static_range(AHEAD):
             base = gl.minimum(start + turn * TILE, last)
@@ -363,7 +288,6 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     peaks = reference_weights(normalisers_ptr, row, shift, end > first, X, GROUP)
     place = row.to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
     kept_ptr += row.to(gl.int64) * room
-    rows_ptr = rows_of(records_ptr, b, head, q_ptr.dtype.element_ty)
     inner = key_of(gl.arange(0, TILE, layout=OF_KEYS), TILE)
     attended = nothing_yet(TILE, X)
     count = gl.full([8], 0, gl.int32, layout=OF_KEYS)
@@ -387,10 +311,10 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                     turn = (tile - start) // TILE
                     begin = gl.minimum(tile, last)
                     wait_for_copies(AHEAD - 1)
-                    words = rings[0].index(turn % (AHEAD + 1)).load(key_layout(4 * KEY_BITS))
+                    words = key_ring.index(turn % (AHEAD + 1)).load(key_layout(4 * KEY_BITS))
                     if ATTEND:
-                        value_words = (
-                            rings[1].index(turn % (AHEAD + 1)).load(value_layout(TILE, 4 * VALUE_BITS, False))
+                        value_words = value_ring.index(turn % (AHEAD + 1)).load(
+                            value_layout(TILE, 4 * VALUE_BITS, False)
                         )
                     copy_codes(
                         rings, turn + AHEAD, keys_ptrs, values_ptrs, gl.minimum(tile + AHEAD * TILE, last),
@@ -409,8 +333,6 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                             if not ATTEND:
                                 gl.store(kept_ptr + key, kept.to(gl.uint8), mask=key >= tile)
                             count = list_keys(ids_ptr + place * width, count, kept, key, TILE)
-                            if ROWS_AHEAD:
-                                prefetch_rows(rows_ptr, kept, key, TILE, CHAINED)
                         else:
                             kept = gl.load(kept_ptr + key, cache_modifier=".cg").to(gl.int32)
                         weights = gl.where(gl.expand_dims(searched & (kept == 0), 1), weights, 0.0)

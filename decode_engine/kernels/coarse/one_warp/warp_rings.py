@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from decode_engine.kernels.coarse.warp_tiles import key_of
+from decode_engine.kernels.coarse.one_warp.warp_tiles import key_of
 
 
 @gluon.constexpr_function

@@ -1,0 +1,315 @@
+"""The scheduler: what the engine's thread does with the model, turn by turn, and how requests end.
+
+Every turn drops ended requests, admits waiting ones, feeds at most one chunk of prompts and then takes one decode step
+with all decoding sessions in a batch. So a short request streams while a long prompt is still being read, and
+cancellation or a passed deadline ends a request's work within a step or two. Where the device chooses tokens itself, a
+step may be in flight from one turn to the next (`Flight`), and nobody's session is closed before it is done. In which
+order requests are served, and how long a stream waits at most between two tokens, stands in `queues`.
+
+A session that is to be kept is read at its end, and kept on threads beside the scheduler's, a few at a time. Its
+request has ended for the scheduler, but still counts with its memory and its place, so that those bound how many wait
+here; its stream ends when that is done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from decode_engine.engine.job import Job, call_all
+from decode_engine.engine.prompt_pieces import Piece
+from decode_engine.engine.queues import Pass, Queues
+from decode_engine.engine.requests import (
+    EngineStats,
+    Finished,
+    GiveWayError,
+    PromptRead,
+    Runner,
+    SessionT,
+)
+from decode_engine.engine.stepping import Flight, forward_each
+from decode_engine.errors import EngineCrashedError, ShuttingDownError
+from decode_engine.layers.figures import Figures
+
+_ADMISSIONS = 16
+"""Requests admitted in one turn: making a session takes a little time, which streams wait for."""
+
+_KEEPERS = 2
+"""Threads that keep sessions."""
+
+Work = Callable[[], str]
+"""Keeps a session, and returns the name of what was kept."""
+
+
+class Scheduler(Generic[SessionT]):
+    """Advances the jobs of queues. All of it runs on one thread, but for `stats`."""
+
+    def __init__(
+        self,
+        runner: Runner[SessionT],
+        queues: Queues[SessionT],
+        changed: threading.Condition,
+        *,
+        prompt_chunk: int,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        """changed: guards the queues, and is notified when there is room in them. The others are as in `Engine`."""
+        self._runner = runner
+        self._flight = Flight(runner)
+        self._queues = queues
+        self._changed = changed
+        self._prompt_chunk = prompt_chunk
+        self._clock_ns = clock_ns
+        self._endings = Endings(queues, changed, self._flight, self._note_session)
+        self.stats = EngineStats()
+        """What was done so far; guarded by `changed`."""
+
+    def turn(self) -> None:
+        """One iteration."""
+        self._drop_ended()
+        self._admit()
+        fed = self._advance_prompts()
+        batch = self._decode()
+        with self._changed:
+            self.stats = self.stats.after_turn(fed, batch)
+
+    def fail_all(self, error: Exception) -> None:
+        """Ends all requests but those whose sessions are being kept."""
+        with self._changed:
+            left = self._queues.all()
+        for job in left:
+            self._endings.fail(job, error)
+
+    def close(self) -> None:
+        """Waits for sessions that are being kept; those whose turn has not come are not kept."""
+        self._endings.close()
+
+    def _note_session(self, figures: Figures) -> None:
+        with self._changed:
+            self.stats = self.stats.after_session(figures)
+
+    def _drop_ended(self) -> None:
+        now = self._clock_ns()
+        with self._changed:
+            jobs = self._queues.all()
+        for job in jobs:
+            error = job.end(now)
+            if error is not None:
+                self._endings.fail(job, error)
+            elif job.loaded_ns is None and not job.request.loading():
+                job.loaded_ns = now
+
+    def _admit(self) -> None:
+        for _ in range(_ADMISSIONS):
+            with self._changed:
+                job = self._queues.admit()
+            if job is None:
+                return
+            job.admitted_ns = self._clock_ns()
+            try:
+                job.session = job.request.start()
+            except Exception as error:
+                self._endings.fail(job, error)
+
+    def _advance_prompts(self) -> int:
+        """Feeds pieces of prompts; returns how many tokens these were."""
+        with self._changed:
+            passes = self._queues.take_passes(self._prompt_chunk)
+        return sum(map(self._read_pass, passes))
+
+    def _read_pass(self, pieces: Pass[SessionT]) -> int:
+        """Feeds pieces of different prompts at once; returns how many tokens these were."""
+        here = [
+            (job, piece) for job, piece in pieces if job.session is not None
+        ]  # the piece before ended others
+        read = [(job, piece) for job, piece in here if not piece.stored]
+        told = any(job.request.prompt_logprobs for job, _ in read)
+        found = forward_each(
+            partial(self._runner.read, all_logits=told),
+            [job.running() for job, _ in read],
+            [job.piece_ids(piece) for job, piece in read],
+        )
+        results = {job: result for (job, _), result in zip(read, found, strict=True)}
+        for job, piece in here:
+            try:
+                self._take_piece(job, piece, results.get(job))
+            except GiveWayError:
+                self._put_back(job)
+            except Exception as error:
+                self._endings.fail(job, error)
+        return sum(piece.tokens for job, piece in read if isinstance(results[job], Tensor))
+
+    def _take_piece(self, job: Job[SessionT], piece: Piece, result: Tensor | Exception | None) -> None:
+        """Goes on behind a piece of a prompt. result: logits after it, or what went wrong; None of stored tokens."""
+        if isinstance(result, Exception):
+            raise result
+        if result is None:
+            job.restore(piece.tokens)
+            return
+        job.note_read(piece, result)
+        if not job.unread:
+            self._start_answers(job, result[-1])
+
+    def _start_answers(self, job: Job[SessionT], logits_V: Tensor) -> None:
+        """From the end of the prompt on, every answer has a session of its own."""
+        job.prompt_done_ns = self._clock_ns()
+        answers = job.fork()
+        with self._changed:
+            self._queues.start_decoding(job, answers)
+        if job.request.prompt_logprobs:
+            job.stream.put(PromptRead(job.prompt_logprobs))
+        if job.prompt_only:
+            self._endings.finish(job, job.end_with_prompt())
+            return
+        for each in answers:
+            try:
+                token_id = each.sampler.sample(logits_V)
+            except Exception as error:
+                self._endings.fail(each, error)
+                return
+            self._take_tokens([(each, token_id)])
+
+    def _put_back(self, job: Job[SessionT]) -> None:
+        """Has a job wait that cannot go on before its context is loaded. It has passed no layer that is not there."""
+        session, job.session, job.read = job.session, None, 0
+        job.prompt_logprobs.clear()
+        with self._changed:
+            self._queues.put_back(job)
+        if session is not None:
+            session.close()
+
+    def _decode(self) -> int:
+        """Takes one step with all that decode, or all that are in the step in flight; returns how many these are."""
+        with self._changed:
+            jobs = list(self._queues.decoding)
+        batch: list[tuple[Job[SessionT], SessionT]] = []
+        for job in jobs:
+            try:
+                batch.append((job, job.running()))
+            except EngineCrashedError as error:
+                self._endings.fail(job, error)
+        if not batch:
+            return 0
+        before = self._clock_ns()
+        results = self._flight.step(
+            [session for _, session in batch],
+            [job.last_token for job, _ in batch],
+            [job.sampler for job, _ in batch],
+            follow=all(job.goes_on for job, _ in batch),
+        )
+        spent = self._clock_ns() - before
+        stepped = [(job, each) for (job, _), each in zip(batch, results, strict=True) if each is not None]
+        for job, _ in stepped:
+            job.decode_steps += 1
+            job.decode_ns += spent
+        self._take_tokens((job, each) for job, each in stepped if not isinstance(each, Exception))
+        for job, each in stepped:
+            if isinstance(each, Exception):
+                self._endings.fail(job, each)
+        return len(stepped)
+
+    def _take_tokens(self, taken: Iterable[tuple[Job[SessionT], int]]) -> None:
+        """Emits tokens, and then ends the jobs for which it was the last one: that may wait for a step in flight."""
+        ended: list[tuple[Job[SessionT], Finished]] = []
+        for job, token_id in taken:
+            if job.session is None:  # another answer to its request failed
+                continue
+            try:
+                finished = job.take(token_id, self._clock_ns())
+            except Exception as error:
+                self._endings.fail(job, error)
+                continue
+            if finished is not None:
+                ended.append((job, finished))
+        for job, finished in ended:
+            if job.session is not None:
+                self._endings.finish(job, finished)
+
+
+class Endings(Generic[SessionT]):
+    """Ends jobs; for the scheduler's thread, and for threads that keep."""
+
+    def __init__(
+        self,
+        queues: Queues[SessionT],
+        changed: threading.Condition,
+        flight: Flight[SessionT],
+        on_session: Callable[[Figures], None],
+    ) -> None:
+        """changed: guards the queues. on_session: told what a session moved, once it is not used any more."""
+        self._queues = queues
+        self._changed = changed
+        self._flight = flight
+        self._on_session = on_session
+        self._keepers = ThreadPoolExecutor(_KEEPERS, thread_name_prefix="keep")
+
+    def finish(self, job: Job[SessionT], finished: Finished) -> None:
+        """Ends an answer; where its session is kept, when that is done."""
+        keeping = job.request.keeping
+        if keeping is None:
+            self._tell(job, finished)
+            return
+        try:
+            work = keeping.take(job.running(), job.tokens)
+        except Exception as error:
+            self.fail(job, error)
+            return
+        with self._changed:
+            self._queues.start_keeping(job)
+        self._close_session(job)
+        self._keep(work, finished, partial(self._tell, job))
+
+    def fail(self, job: Job[SessionT], error: Exception) -> None:
+        """Ends the job's request, with all of its answers."""
+        if job not in job.live:
+            return
+        for each in list(job.live):
+            self._release(each)
+        job.stream.put(error)
+        if isinstance(error, torch.AcceleratorError):
+            torch.accelerator.synchronize()  # raises where the device is lost: then nothing can run any more
+
+    def close(self) -> None:
+        """Waits for sessions that are being kept; those whose turn has not come are not kept."""
+        self._keepers.shutdown(wait=True, cancel_futures=True)
+
+    def _keep(self, work: Work, finished: Finished, tell: Callable[[Finished | Exception], None]) -> None:
+        """Begins some work. `tell` gets the end with the name of what was kept, or an error, on any thread."""
+
+        def ended(done: Future[str]) -> None:
+            try:
+                tell(replace(finished, kept=done.result()))
+            except CancelledError:
+                tell(ShuttingDownError("the server shut down before the session was kept"))
+            except Exception as error:
+                tell(error)
+
+        self._keepers.submit(work).add_done_callback(ended)
+
+    def _tell(self, job: Job[SessionT], end: Finished | Exception) -> None:
+        self._release(job)
+        job.stream.put(end)
+
+    def _release(self, job: Job[SessionT]) -> None:
+        """Takes the job out of the queues and gives back all it held, before its reader learns of its end."""
+        job.live.remove(job)
+        with self._changed:
+            self._queues.remove(job)
+            self._changed.notify_all()
+        self._close_session(job)
+        if not job.live:
+            call_all(job.request.on_close, job.place.release)
+
+    def _close_session(self, job: Job[SessionT]) -> None:
+        session, job.session = job.session, None
+        if session is not None:
+            self._flight.leave(session)
+            self._on_session(session.figures)
+            call_all(session.close)

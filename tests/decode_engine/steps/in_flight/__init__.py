@@ -1,0 +1,1 @@
+"""Steps that are launched behind others in flight."""
