@@ -52,12 +52,13 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast tests first: a mistake shows within seconds, not after the slow tests of the packages before it.
 
-    Of the slow ones those at the top, which take longest, so that none of them runs when the others are done.
+    Of the slow ones those of documents, commands and demonstration, which take longest, so that none of them
+    runs when the others are done.
     """
 
     def place(item: pytest.Item) -> tuple[bool, bool]:
         slow = item.get_closest_marker("slow") is not None
-        return slow, slow and item.path.parent != Path(__file__).parent
+        return slow, slow and Path(__file__).parent not in item.path.parents[:2]
 
     items.sort(key=place)
 

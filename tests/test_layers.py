@@ -51,7 +51,7 @@ FLOORS = (
     "decode_engine/host_search",
     "decode_engine/kernels/slots",
     "decode_engine/kernels/coarse",
-    "decode_engine/kernels/coarse/one_warp",
+    "decode_engine/kernels/coarse/warp",
     "decode_engine/kernels/codes",
     "decode_engine/kernels/clusters",
     "decode_engine/kernels/tables",
@@ -330,6 +330,13 @@ def test_tests_mirror_the_folders() -> None:
     }
     known = set(map(Path, FLOORS))
     assert {folder for folder in tests if not {folder, folder.parent} & known} == set()
+
+
+def test_folders_of_tests_and_benchmarks_are_small() -> None:
+    for top in ("tests", "ops/bench"):
+        for folder in {ROOT / top, *(path.parent for path in (ROOT / top).rglob("*.py"))}:
+            entries = {each.name for each in folder.iterdir()} - {"__init__.py", "__pycache__"}
+            assert len(entries) <= MOST_ENTRIES, f"{folder} has {len(entries)} entries: {sorted(entries)}"
 
 
 def test_every_package_is_listed_for_the_wheel() -> None:

@@ -20,8 +20,8 @@ from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
 from sparsekv.v1 import context_pb2_grpc, generation_pb2_grpc
-from tests.support.chat import WITH_TOOLS
 from tests.support.models import write_model_folder
+from tests.support.serving.chat import WITH_TOOLS
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 8
 MAX_POSITIONS = 4096

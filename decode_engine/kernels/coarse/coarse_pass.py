@@ -30,9 +30,9 @@ from decode_engine.kernels.coarse.coded_tiles import (
     no_values_yet,
     store_values,
 )
-from decode_engine.kernels.coarse.one_warp.warp_pass import pass_kernel as pass_alone
 from decode_engine.kernels.coarse.search import key_pointers, product_options
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.warp.warp_pass import pass_kernel as pass_alone
 from decode_engine.kernels.fields import (
     KEYS,
     VALUE_CODES,

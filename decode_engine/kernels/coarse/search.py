@@ -20,9 +20,9 @@ from decode_engine.kernels.attention.online_softmax import LOG2E, tile_options
 from decode_engine.kernels.border import moved, store_cut, stretch_of
 from decode_engine.kernels.coarse import sizes as coarse_sizes
 from decode_engine.kernels.coarse.coded_tiles import key_logits, load_queries
-from decode_engine.kernels.coarse.one_warp.warp_cut import cut_kernel as cut_in_registers
-from decode_engine.kernels.coarse.one_warp.warp_sample import sample_kernel as sample_alone
 from decode_engine.kernels.coarse.sizes import CHUNKS, CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.warp.warp_cut import cut_kernel as cut_in_registers
+from decode_engine.kernels.coarse.warp.warp_sample import sample_kernel as sample_alone
 from decode_engine.kernels.fields import (
     KEEP,
     KEY_CODES,

@@ -36,7 +36,7 @@ class CoarseShape:
     """How the work is cut. Results depend on it by their rounding, and by the sample that the cut comes from.
 
     programs: that go over copies, of all rows together. registers: whether twice as many programs of one warp do, with
-    all that they need in registers (`one_warp`), where sizes allow that; tile: keys that such a program holds; ahead:
+    all that they need in registers (`coarse.warp`), where sizes allow that; tile: keys that such a program holds; ahead:
     tiles that are on their way to the second-level cache before it loads them. warps, stages: of other programs, and
     blocks of which loads are in flight. samplers, runs: programs per row that score a sample, and runs of keys of each;
     powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which then strays by a ninth; at 0.25 % by a fifth.
@@ -99,7 +99,7 @@ class CoarseSizes:
 
     @property
     def in_registers(self) -> bool:
-        """Whether the kernels of `one_warp` go over the copies and the sample."""
+        """Whether the kernels of `coarse.warp` go over the copies and the sample."""
         coded = {self.key_bits, self.value_bits} <= {2, 4} and self.value_groups == 1
         enough = self.shape.sampled % (LANES * CHUNKS) == 0
         return (
@@ -129,7 +129,7 @@ class CoarseSizes:
         }
 
     def key_constants_alone(self) -> dict[str, Any]:
-        """What kernels of `one_warp` are compiled for."""
+        """What kernels of `coarse.warp` are compiled for."""
         return {"HEADS": self.kv_heads, "GROUP": self.group, "X": _COLUMNS, "KEY_BITS": self.key_bits}
 
     def value_constants(self) -> dict[str, Any]:

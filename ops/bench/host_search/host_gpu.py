@@ -37,13 +37,13 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import typer
-from harness.captured_steps import Lanes, tidy_up, time_captured
 from harness.checks import compare, failure
-from harness.contexts import PlacedContexts, make_ranges, release
-from harness.general_steps import first_tokens, forward, start_sessions
+from harness.made_up.contexts import PlacedContexts, make_ranges, release
+from harness.made_up.random_model import make_model
 from harness.parsing import parse_counts, parse_method, parse_shapes
-from harness.random_model import make_model
 from harness.report import reporting
+from harness.steps.captured_steps import Lanes, tidy_up, time_captured
+from harness.steps.general_steps import first_tokens, forward, start_sessions
 from search_cpu import read_us
 from torch import Tensor
 

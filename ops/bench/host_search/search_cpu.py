@@ -41,7 +41,7 @@ import torch
 import typer
 from harness.checks import CheckFailedError
 from harness.report import reporting
-from harness.search_loops import read_shares, search_all
+from harness.steps.search_loops import read_shares, search_all
 from torch import Tensor
 
 from decode_engine.evaluation.tasks import parse_length

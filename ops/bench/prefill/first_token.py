@@ -44,11 +44,11 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 import torch
 import typer
 from harness.checks import compare
+from harness.made_up.random_model import DTYPE, QUERY_STD, make_model
 from harness.page_cache import cached_share, drop_from_page_cache, files_below, read_into_page_cache
 from harness.parsing import parse_counts, parse_method
-from harness.prompts_at_once import PromptRunner, first_tokens, read_prompts
-from harness.random_model import DTYPE, QUERY_STD, make_model
 from harness.report import reporting
+from harness.steps.prompts_at_once import PromptRunner, first_tokens, read_prompts
 from harness.timing import seconds
 from torch import Tensor
 

@@ -31,8 +31,8 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 import torch
 import typer
 from harness.checks import CheckFailedError, check_close
+from harness.made_up.random_model import VOCABULARY, make_model
 from harness.parsing import parse_counts
-from harness.random_model import VOCABULARY, make_model
 from harness.report import reporting
 from harness.timing import seconds
 

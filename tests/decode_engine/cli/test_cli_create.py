@@ -19,7 +19,7 @@ from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import JobRecord
 from tests.decode_engine.cli.conftest import Run
 from tests.decode_engine.conftest import Library
-from tests.support.service import wait_until
+from tests.support.serving.service import wait_until
 
 TEXT = "The keeper of the southern lighthouse painted ships. " * 8
 

@@ -23,7 +23,7 @@ from index_store.cli.app import run_app
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
-from tests.support.served import Served, serve
+from tests.support.serving.served import Served, serve
 
 METHODS = ("csattention", "quest", "squeezed", "multipole", "tactic")
 

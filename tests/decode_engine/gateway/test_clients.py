@@ -21,7 +21,7 @@ from decode_engine.rpc.door.certificates import Certificates
 from decode_engine.rpc.door.rules import Door
 from decode_engine.rpc.door.tokens import TokenFile
 from decode_engine.rpc.server import DecodeServer
-from tests.support.service import wait_until
+from tests.support.serving.service import wait_until
 
 CERTIFICATES = Path(__file__).parents[2] / "support" / "certificates"
 LONG: Any = {"model": "model", "prompt": " The", "context": "lamp", "max_tokens": 3000, "stream": True}

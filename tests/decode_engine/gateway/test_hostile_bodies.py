@@ -21,7 +21,7 @@ from decode_engine.gateway.wire.parameters import shown
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import InvalidArgumentError
 from tests.decode_engine.gateway.test_clients import _read, raw
-from tests.support.service import wait_until
+from tests.support.serving.service import wait_until
 
 MANY = 100_000
 SAID: Any = {"role": "user", "content": "x"}

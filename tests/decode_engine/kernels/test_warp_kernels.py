@@ -23,7 +23,10 @@ from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials, merge_partials
 from decode_engine.kernels.coarse import coarse_pass, search
 from decode_engine.kernels.coarse.coarse_pass import attend_all
-from decode_engine.kernels.coarse.one_warp import (
+from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
+from decode_engine.kernels.coarse.search import find_cuts
+from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.warp import (
     warp_cut,
     warp_lists,
     warp_pass,
@@ -33,9 +36,6 @@ from decode_engine.kernels.coarse.one_warp import (
     warp_sample,
     warp_tiles,
 )
-from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
-from decode_engine.kernels.coarse.search import find_cuts
-from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
 from decode_engine.kernels.records import records_of
 from index_store.attention.attention_state import AttentionState
 from index_store.indexes.coarse_rows.coding_numba import code_rows

@@ -23,7 +23,7 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import get_method
 from index_store.models.loading import resolve_model
 from index_store.store.stored_context import Context
-from tests.support.served import PROMPT, Served, serve
+from tests.support.serving.served import PROMPT, Served, serve
 from tests.support.store import RecordingLocker
 
 CPU = torch.device("cpu")

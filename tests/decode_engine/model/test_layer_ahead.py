@@ -15,7 +15,7 @@ from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.steps.layer_ahead import predicted_queries
 from index_store.errors import MethodUnsupportedError
 from index_store.methods.presets import get_method
-from tests.support.served import PROMPT, Served, serve
+from tests.support.serving.served import PROMPT, Served, serve
 
 LAYERS = 3
 

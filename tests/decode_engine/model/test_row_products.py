@@ -18,7 +18,7 @@ from decode_engine.model.row_products_numba import (
     multiply_rows_reference,
 )
 from index_store.methods.presets import METHODS, get_method
-from tests.support.served import Served, serve
+from tests.support.serving.served import Served, serve
 
 
 @pytest.fixture(scope="module", params=["qwen2"])

@@ -31,7 +31,7 @@ from index_store.models.loading import resolve_model
 from index_store.selection.budgets import Ratio
 from tests.support.layers import with_budget, with_everything
 from tests.support.models import write_model_folder
-from tests.support.served import PROMPT, TEXT, Served, serve
+from tests.support.serving.served import PROMPT, TEXT, Served, serve
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])

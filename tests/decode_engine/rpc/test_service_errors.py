@@ -20,7 +20,7 @@ from index_store.errors import (
 from sparsekv.v1 import context_pb2, generation_pb2
 from tests.decode_engine.conftest import Library, Stubs
 from tests.support.models import write_model_folder
-from tests.support.service import ABSENT, fails, wait_until
+from tests.support.serving.service import ABSENT, fails, wait_until
 
 
 @pytest.mark.parametrize(

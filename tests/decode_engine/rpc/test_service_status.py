@@ -16,7 +16,7 @@ from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
 from index_store.methods.presets import get_method
 from tests.decode_engine.conftest import Library
-from tests.support.service import LONG, wait_until
+from tests.support.serving.service import LONG, wait_until
 
 
 def _need(server: DecodeServer, context: str, tokens: int) -> int:

@@ -37,7 +37,7 @@ from index_store.store.catalog import Store
 from index_store.store.context_id import continued_digests, first_digest
 from index_store.store.manifest import Manifest, Parent, kv_entry, window_entry
 from index_store.store.manifest_json import parse_manifest, render_manifest
-from tests.index_store.store.test_killed_writers import Processes
+from tests.index_store.store.writing.test_killed_writers import Processes
 from tests.support.store import CREATED, SyntheticContext, continuation, other_model, synthetic_context
 
 NOW = CREATED + timedelta(days=1)

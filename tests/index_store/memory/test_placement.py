@@ -34,7 +34,7 @@ from index_store.store.dtypes import STORED_DTYPES
 from index_store.store.stored_context import Context
 from index_store.store.zarr_io import chunk_path
 from tests.support.memory import load_context, resident_bytes
-from tests.support.service import wait_until
+from tests.support.serving.service import wait_until
 from tests.support.store import KINDS, RecordedIndex, RecordingLocker, SyntheticContext, synthetic_context
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from index_store.store import listing
 from index_store.store.catalog import BrokenContext, Store
 from index_store.store.manifest import Manifest
 from index_store.store.manifest_json import render_manifest
-from tests.support.many_contexts import write_manifests
+from tests.support.serving.many_contexts import write_manifests
 
 COUNT = 40
 

@@ -27,8 +27,8 @@ def load_bench(name: str) -> ModuleType:
 def without_gpu(few_programs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks do not ask for a GPU; contexts in float32, which the interpreter is exact in; short warm-ups."""
     monkeypatch.setattr("harness.report.require_device", lambda: None)
-    monkeypatch.setattr("harness.contexts.DTYPE", "float32")
-    monkeypatch.setattr("harness.general_steps.WARM_UP", 1)
+    monkeypatch.setattr("harness.made_up.contexts.DTYPE", "float32")
+    monkeypatch.setattr("harness.steps.general_steps.WARM_UP", 1)
 
 
 Run = Callable[..., tuple[list[dict[str, Any]], int, str]]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import contexts
+from harness.made_up import contexts
 
 from index_store.memory.host_memory import HostBlock
 from index_store.memory.placement import Placement

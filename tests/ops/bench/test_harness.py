@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import typer
-from harness import general_steps, report
-from harness.captured_steps import standing_still_ns
+from harness import report
 from harness.checks import CheckFailedError, check_close, failure
 from harness.parsing import parse_counts, parse_method, parse_shapes, parse_shared_shapes
+from harness.steps import general_steps
+from harness.steps.captured_steps import standing_still_ns
 
 from decode_engine.model.warm_up import made_up_context
 from index_store.errors import InvalidArgumentError
@@ -23,7 +24,7 @@ from index_store.methods.presets import METHODS
 from tests.ops.bench.conftest import FOLDER, Run, load_bench
 from tests.support.tiny_model import IDENTITY, make_model
 
-BENCHES = [path for path in sorted(FOLDER.rglob("*.py")) if path.parent.name not in ("harness", "kills")]
+BENCHES = [path for path in sorted(FOLDER.rglob("*.py")) if not {"harness", "kills"} & set(path.parts)]
 NEED_GPU = [path for path in BENCHES if not re.search(r"gpu=(False|device)", path.read_text())]
 
 

@@ -20,7 +20,7 @@ from tests.ops.bench.conftest import Run, load_bench
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    return load_bench("many_clients")
+    return load_bench("served/many_clients")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from decode_engine.kernels.coarse.one_warp import warp_cut, warp_pass, warp_sample
+from decode_engine.kernels.coarse.warp import warp_cut, warp_pass, warp_sample
 
 _TYPES = {
     "q_ptr": "*bf16", "records_ptr": "*i64", "cuts_ptr": "*i32", "kept_ptr": "*u8", "ids_ptr": "*i32",

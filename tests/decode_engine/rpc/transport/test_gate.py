@@ -27,8 +27,8 @@ from decode_engine.rpc.transport.listener import Listener
 from decode_engine.rpc.transport.status import error_info
 from index_store.errors import InvalidArgumentError
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
-from tests.support.raw_http2 import CHECK, GENERATE, GOAWAY, REFLECT, RawConnection
-from tests.support.service import wait_until
+from tests.support.serving.raw_http2 import CHECK, GENERATE, GOAWAY, REFLECT, RawConnection
+from tests.support.serving.service import wait_until
 
 DEADLINE_EXCEEDED = grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
 TEXT = generation_pb2.GenerateRequest(text="x").SerializeToString()

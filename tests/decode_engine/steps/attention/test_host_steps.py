@@ -39,7 +39,7 @@ from index_store.methods.presets import get_method
 from index_store.models.resolve import resolve_model
 from tests.decode_engine.host_search.searches import FakeDevice
 from tests.support.models import write_model_folder
-from tests.support.service import wait_until
+from tests.support.serving.service import wait_until
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

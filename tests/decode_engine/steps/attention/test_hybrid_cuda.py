@@ -26,7 +26,7 @@ from index_store.methods.presets import METHODS as ALL_METHODS
 from index_store.methods.presets import get_method
 from index_store.models.resolve import resolve_model
 from tests.support.models import write_model_folder
-from tests.support.served import PROMPT, Served, serve
+from tests.support.serving.served import PROMPT, Served, serve
 
 pytestmark = [
     pytest.mark.gpu,

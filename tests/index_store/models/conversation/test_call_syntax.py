@@ -11,7 +11,7 @@ from index_store.models.conversation.call_syntax import PLAIN, CallReader, CallS
 from index_store.models.conversation.messages import Conversation, Message, Role, Tool, ToolCall
 from index_store.models.loading import resolve_model
 from index_store.models.tokenizer import Tokenizer, load_tokenizer
-from tests.support.chat import CHATML, WITH_TOOLS, write_chat_tokenizer
+from tests.support.serving.chat import CHATML, WITH_TOOLS, write_chat_tokenizer
 
 MARKED = (
     "{% for m in messages %}{% if m.tool_calls %}<repo_name>[{% for c in m.tool_calls %}"

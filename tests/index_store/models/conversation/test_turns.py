@@ -18,7 +18,14 @@ from index_store.models.conversation.messages import Conversation, Message, Role
 from index_store.models.conversation.turns import StoredConversation
 from index_store.models.loading import resolve_model
 from index_store.models.tokenizer import Tokenizer, load_tokenizer
-from tests.support.chat import CHATML, DEFAULT_SYSTEM, SPOKEN, THINKING, WITH_TOOLS, write_chat_tokenizer
+from tests.support.serving.chat import (
+    CHATML,
+    DEFAULT_SYSTEM,
+    SPOKEN,
+    THINKING,
+    WITH_TOOLS,
+    write_chat_tokenizer,
+)
 
 SYSTEM, USER, ASSISTANT, TOOL = Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL
 ARGUMENTS = '{"place": "grey \\"harbour\\"", "days": 2}'

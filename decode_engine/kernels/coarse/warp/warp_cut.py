@@ -1,0 +1,139 @@
+"""The kernel of `search` that finds cuts, with most sums in registers: a warp has a chunk of the sample.
+
+It does what that one does, by the same sample; sums differ by rounding. For numbers of several heads at once Triton
+chooses layouts of its own, in which they go through shared memory.
+
+Shape legend: as in `coarse.sizes`; C chunks, a warp each, of K x 32 keys.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from decode_engine.kernels import border, records
+from decode_engine.kernels.coarse.warp.warp_records import let_next_begin, number, wait_alone
+
+HEADS_AT_ONCE = 4
+"""Query heads whose sampled logits are in registers together."""
+
+_AT_ONCE = gl.constexpr(HEADS_AT_ONCE)
+_FIRST, _END, _KEEP = (gl.constexpr(field) for field in (records.FIRST, records.END, records.KEEP))
+_LEAST_CUT, _CUT_STEPS, _CUT_MARGIN, _INFINITE = (
+    gl.constexpr(each) for each in (border.LEAST_CUT, border.CUT_STEPS, border.CUT_MARGIN, border.INFINITE)
+)
+_MOST_DRAWS = gl.constexpr(border.MOST_DRAWS)
+
+
+@gluon.constexpr_function
+def sample_layout(CHUNKS: int) -> gl.BlockedLayout:
+    """Of logits [heads at once, K, C, 32]: a warp has a chunk, a lane K keys of it for all heads."""
+    return gl.BlockedLayout([HEADS_AT_ONCE, 1, 1, 1], [1, 1, 1, 32], [1, 1, CHUNKS, 1], [3, 2, 1, 0])
+
+
+@gluon.jit
+def over_keys(numbers: gl.tensor) -> gl.tensor:
+    """Sums [heads, C] of numbers [heads, K, C, 32]."""
+    return gl.sum(gl.sum(numbers, 1), 2)
+
+
+@gluon.jit
+def over_sample(numbers: gl.tensor) -> gl.tensor:
+    """The sum of numbers [K, C, 32]."""
+    return gl.sum(gl.sum(gl.sum(numbers, 0), 1), 0)
+
+
+@gluon.jit
+def along(numbers: gl.tensor) -> gl.tensor:
+    """[heads, C] as [heads, 1, C, 1]."""
+    return gl.expand_dims(gl.expand_dims(numbers, 2), 1)
+
+
+@gluon.jit
+def cut_kernel(
+    records_ptr: gl.tensor,
+    sampled_ptr: gl.tensor,
+    normalisers_ptr: gl.tensor,
+    cuts_ptr: gl.tensor,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    SAMPLED: gl.constexpr,
+    CHAINED: gl.constexpr,
+) -> None:
+    """Program row, CHUNKS warps: normalisers and the cut, as in `search.cut_kernel`.
+
+    The next launch may begin at once, since this one began when all programs of the one before had waited. So what
+    came before the sample, such as queries, is there for both.
+    """
+    LAYOUT: gl.constexpr = sample_layout(CHUNKS)
+    OF_KEYS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    OF_CHUNKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(1, LAYOUT))
+    OF_HEADS: gl.constexpr = gl.SliceLayout(1, OF_CHUNKS)
+    K: gl.constexpr = SAMPLED // CHUNKS // 32
+    let_next_begin(CHAINED)
+    row = gl.program_id(0)
+    b = row // HEADS
+    first = number(records_ptr, b, _FIRST).to(gl.int32)
+    searched = number(records_ptr, b, _END).to(gl.int32) - first
+    keep = number(records_ptr, b, _KEEP).to(gl.int32)
+    wait_alone(CHAINED)
+    if searched > 0:
+        part = gl.arange(0, K, layout=gl.SliceLayout(1, gl.SliceLayout(2, OF_KEYS))) * 32
+        chunk = gl.arange(0, CHUNKS, layout=gl.SliceLayout(0, gl.SliceLayout(2, OF_KEYS))) * (
+            SAMPLED // CHUNKS
+        )
+        lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, OF_KEYS)))
+        place = gl.expand_dims(gl.expand_dims(part, 1), 2) + gl.expand_dims(gl.expand_dims(chunk, 0), 2)
+        place += gl.expand_dims(gl.expand_dims(lane, 0), 1)
+        total = gl.full([K, CHUNKS, 32], 0.0, gl.float32, layout=OF_KEYS)
+        counted = searched * 0
+        for some in gl.static_range(0, GROUP, _AT_ONCE):
+            g = some + gl.arange(0, _AT_ONCE, layout=OF_HEADS)
+            at_head = along(gl.expand_dims(g, 1))
+            at = (row * GROUP + at_head) * SAMPLED + gl.expand_dims(place, 0)
+            known = (at_head < GROUP) & (gl.expand_dims(place, 0) >= 0)
+            logits = gl.load(sampled_ptr + at, mask=known, other=float("-inf"), cache_modifier=".cg")
+            peaks = gl.max(gl.max(logits, 1), 2)
+            weights = gl.exp2(logits - along(gl.where(peaks == float("-inf"), 0.0, peaks)))
+            there = over_keys((logits > float("-inf")).to(gl.int32))
+            counted = gl.maximum(counted, gl.max(gl.sum(there, 1), 0))
+            stands_for = searched.to(gl.float32) / gl.maximum(counted, 1).to(gl.float32)
+            estimates = gl.maximum(over_keys(weights) - 1.0, 0.0) * stands_for + 1.0
+            highest = gl.where(g < GROUP, gl.max(peaks, 1), 0.0)
+            sums = gl.sum(estimates * gl.exp2(peaks - gl.expand_dims(highest, 1)), 1)
+            normalisers = highest + gl.log2(gl.where(g < GROUP, sums, 1.0))
+            gl.store(normalisers_ptr + row * GROUP + g, normalisers, mask=g < GROUP)
+            below = gl.where(g < GROUP, normalisers, float("inf"))
+            total += gl.sum(gl.exp2(logits - along(gl.expand_dims(below, 1))), 0)
+        store_cut(cuts_ptr + row * 3, total.to(gl.int32, bitcast=True), counted, keep, searched)
+
+
+@gluon.jit
+def store_cut(
+    cut_ptr: gl.tensor, bits: gl.tensor, counted: gl.tensor, keep: gl.tensor, searched: gl.tensor
+) -> None:
+    """As `border.store_cut`, by bits [K, C, 32]; two halvings at once, with three numbers of keys in one sum."""
+    wanted = keep.to(gl.float32) * counted.to(gl.float32) / searched.to(gl.float32)
+    cut = searched * 0 + _LEAST_CUT
+    for step in gl.static_range(0, _CUT_STEPS, 2):
+        reach = (bits >= cut + (1 << (26 - step))).to(gl.int64)
+        reach += (bits >= cut + (2 << (26 - step))).to(gl.int64) << 20
+        reach += (bits >= cut + (3 << (26 - step))).to(gl.int64) << 40
+        reached = over_sample(reach)
+        parts = ((reached & 0xFFFFF).to(gl.float32) >= wanted).to(gl.int32)
+        parts += (((reached >> 20) & 0xFFFFF).to(gl.float32) >= wanted).to(gl.int32)
+        parts += ((reached >> 40).to(gl.float32) >= wanted).to(gl.int32)
+        cut += parts * (1 << (26 - step))
+    lowest = cut == _LEAST_CUT
+    least = gl.where(lowest, -1, cut - _CUT_MARGIN)
+    above = cut + ((1 << (28 - _CUT_STEPS)) + _CUT_MARGIN)
+    reached = over_sample((bits >= above).to(gl.int64) + ((bits >= least).to(gl.int64) << 32))
+    over = (reached & 0xFFFFFFFF).to(gl.int32)
+    inside = gl.where(lowest, counted, (reached >> 32).to(gl.int32)) - over
+    share = (wanted - over.to(gl.float32)) / gl.maximum(inside, 1).to(gl.float32)
+    drawn = gl.minimum(gl.maximum(share, 0.0), _MOST_DRAWS) * 4294967296.0 - 2147483648.0
+    nothing = gl.where(keep > 0, least, _INFINITE)
+    gl.store(cut_ptr, gl.where(keep >= searched, -1, nothing))
+    gl.store(cut_ptr + 1, gl.where(keep >= searched, -1, gl.where(keep > 0, above, _INFINITE)))
+    gl.store(cut_ptr + 2, drawn.to(gl.int32))

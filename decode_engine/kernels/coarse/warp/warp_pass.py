@@ -1,0 +1,359 @@
+"""The kernel of `coarse_pass` for one warp each, where tensor cores and registers suffice (`warp_tiles`).
+
+It does what that one does, by the same cut, with results that differ by rounding. A program is one warp: it waits for
+nobody, and what it reads next is on its way while it works.
+
+Shape legend: as in `coarse.sizes`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from decode_engine.kernels import border, records
+from decode_engine.kernels.coarse.warp import warp_rows
+from decode_engine.kernels.coarse.warp.warp_lists import list_keys
+from decode_engine.kernels.coarse.warp.warp_records import (
+    key_pointers,
+    let_next_begin,
+    number,
+    prefetch_steps,
+    value_pointers,
+    wait_alone,
+)
+from decode_engine.kernels.coarse.warp.warp_rings import (
+    copy_tile,
+    end_of_copies,
+    new_ring,
+    wait_for_copies,
+)
+from decode_engine.kernels.coarse.warp.warp_rows import attend_rows
+from decode_engine.kernels.coarse.warp.warp_tiles import (
+    OF_KEYS,
+    OF_ROWS,
+    RESULT,
+    add_planes,
+    add_values,
+    as_right,
+    fold,
+    key_layout,
+    key_numbers,
+    key_of,
+    load_key_numbers,
+    load_queries,
+    load_steps,
+    multiply_keys,
+    no_values_yet,
+    store_sums,
+    value_layout,
+    values_of,
+)
+from index_store.indexes.coarse_rows import scalar_rows
+
+_KEYS, _FIRST, _END, _TAIL_KEYS, _KV, _TAIL = (
+    gl.constexpr(field)
+    for field in (records.KEYS, records.FIRST, records.END, records.TAIL_KEYS, records.KV, records.TAIL)
+)
+_BLOCK = gl.constexpr(scalar_rows.BLOCK)
+_DRAW_STEP = gl.constexpr(border.DRAW_STEP.value)
+_HEAD_STEP = gl.constexpr(border.HEAD_STEP)
+_INFINITE = gl.constexpr(border.INFINITE)
+_ROWS_TILE = gl.constexpr(warp_rows.TILE)
+
+
+@gluon.jit
+def movable_cut(cuts_ptr: gl.tensor, row: gl.tensor) -> gl.tensor:
+    """A row's cut (`border.load_cut`) in units in which it is about an eighth, and log2 of how many these are of one.
+
+    Weights are multiplied as float16 numbers. A power of two: the bits of weights and cuts move alike.
+    """
+    least = gl.load(cuts_ptr + row * 3, cache_modifier=".cg")
+    above = gl.load(cuts_ptr + row * 3 + 1, cache_modifier=".cg")
+    draws = gl.load(cuts_ptr + row * 3 + 2, cache_modifier=".cg")
+    bounded = (above > 0) & (above < _INFINITE)
+    shift = gl.where(bounded, 124 - (above >> 23), 0)
+    least = gl.where(bounded & (least >= 0), least + (shift << 23), least)
+    return least, gl.where(bounded, above + (shift << 23), above), draws, shift.to(gl.float32)
+
+
+@gluon.jit
+def share_of_blocks(first: gl.tensor, end: gl.tensor) -> gl.tensor:
+    """As `coarse_pass.share_of_blocks`."""
+    base = first // _BLOCK
+    stop = gl.where(end > first, (end + _BLOCK - 1) // _BLOCK, base)
+    share = (stop - base + gl.num_programs(0) - 1) // gl.num_programs(0)
+    begin = base + gl.program_id(0) * share
+    return begin, gl.minimum(begin + share, stop)
+
+
+@gluon.jit
+def kept_keys(
+    together: gl.tensor,
+    key: gl.tensor,
+    head: gl.tensor,
+    searched: gl.tensor,
+    least: gl.tensor,
+    above: gl.tensor,
+    draws: gl.tensor,
+) -> gl.tensor:
+    """Which keys a cut keeps, as `border.passes` decides, int32. together: bits of their weights, summed over heads."""
+    drawn = key * _DRAW_STEP + head * _HEAD_STEP
+    return ((together >= gl.where(drawn < draws, least, above)) & searched).to(gl.int32)
+
+
+@gluon.jit
+def exact_share(
+    q_ptr: gl.tensor,
+    records_ptr: gl.tensor,
+    ids_ptr: gl.tensor,
+    row: gl.tensor,
+    b: gl.tensor,
+    head: gl.tensor,
+    listed: gl.tensor,
+    sums: gl.tensor,
+    total: gl.tensor,
+    peaks: gl.tensor,
+    scale_log2: gl.tensor,
+    X: gl.constexpr,
+    GROUP: gl.constexpr,
+    BITS: gl.constexpr,
+) -> gl.tensor:
+    """Adds exact attention to a program's listed keys, and to its share of what is always attended."""
+    element: gl.constexpr = q_ptr.dtype.element_ty
+    first = number(records_ptr, b, _FIRST).to(gl.int32)
+    end = number(records_ptr, b, _END).to(gl.int32)
+    in_context = first + gl.maximum(number(records_ptr, b, _KEYS).to(gl.int32) - end, 0)
+    entries = in_context + number(records_ptr, b, _TAIL_KEYS).to(gl.int32)
+    tiles = (entries + _ROWS_TILE - 1) // _ROWS_TILE
+    share = (tiles + gl.num_programs(0) - 1) // gl.num_programs(0) * _ROWS_TILE
+    always = gl.minimum(gl.program_id(0) * share, entries)
+    stop = gl.minimum(always + share, entries)
+    context = number(records_ptr, b, _KV) + head * number(records_ptr, b, _KV + 1)
+    tail = number(records_ptr, b, _TAIL) + head * number(records_ptr, b, _TAIL + 1)
+    # Found in units of 16 bytes, so that loads are known to be aligned.
+    to_tail = (tail - context) // 16 * (128 // element.primitive_bitwidth)
+    rows_ptr = gl.multiple_of(context.to(gl.pointer_type(element)), 16)
+    return attend_rows(
+        q_ptr, rows_ptr, ids_ptr, row, listed, first, end, always, stop, in_context, to_tail, sums, total, peaks,
+        scale_log2, X, GROUP, BITS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def see_stores() -> None:
+    """Lets all lanes of the warp see what each has stored."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def load_value_steps(ptrs: gl.tensor, base: gl.tensor, T: gl.constexpr) -> gl.tensor:
+    """Scales and offsets of T values."""
+    return load_key_numbers(ptrs[1], base, T), load_key_numbers(ptrs[2], base, T)
+
+
+@gluon.jit
+def copy_codes(
+    rings: gl.tensor,
+    turn: gl.tensor,
+    keys_ptrs: gl.tensor,
+    values_ptrs: gl.tensor,
+    base: gl.tensor,
+    TILE: gl.constexpr,
+    KEY_BITS: gl.constexpr,
+    VALUE_BITS: gl.constexpr,
+    ATTEND: gl.constexpr,
+    AHEAD: gl.constexpr,
+) -> None:
+    """Has codes of keys, and of their values, copied as the turn-th tile."""
+    copy_tile(rings[0], turn, keys_ptrs[0], base, TILE, 4 * KEY_BITS, AHEAD)
+    if ATTEND:
+        copy_tile(rings[1], turn, values_ptrs[0], base, TILE, 4 * VALUE_BITS, AHEAD)
+    end_of_copies()
+
+
+@gluon.jit
+def reference_weights(
+    normalisers_ptr: gl.tensor,
+    row: gl.tensor,
+    shift: gl.tensor,
+    searches: gl.tensor,
+    X: gl.constexpr,
+    GROUP: gl.constexpr,
+) -> gl.tensor:
+    """What weights are relative to, [X] in units of log2: no peak has to be found among coded keys.
+
+    -inf where nothing is searched, and inf for rows that only pad the tile, which weigh nothing.
+    """
+    n = gl.arange(0, X, layout=OF_ROWS)
+    at = normalisers_ptr + row * GROUP + n
+    # Past the first-level cache, as cuts are.
+    normalisers = gl.load(at, mask=n < GROUP, other=float("inf"), cache_modifier=".cg")
+    return gl.where(searches, normalisers - shift, float("-inf"))
+
+
+@gluon.jit
+def nothing_yet(T: gl.constexpr, X: gl.constexpr) -> gl.tensor:
+    """What `attend_tile` adds to: sums of planes; what adds to all channels, weights."""
+    zero = gl.full([T, X], 0.0, gl.float32, layout=RESULT)
+    return no_values_yet(X), zero, zero
+
+
+@gluon.jit
+def attend_tile(
+    attended: gl.tensor,
+    weights: gl.tensor,
+    words: gl.tensor,
+    steps: gl.tensor,
+    T: gl.constexpr,
+    X: gl.constexpr,
+    BITS: gl.constexpr,
+) -> gl.tensor:
+    """Adds a tile of values by weights [T, X], 0 for keys that do not count."""
+    sums, evens, totals = attended
+    scales, starts = key_numbers(steps[0], T), key_numbers(steps[1], T)
+    evens = gl.fma(weights, gl.expand_dims(starts, 1), evens)
+    scaled = as_right((weights * gl.expand_dims(scales, 1)).to(gl.float16), T, X)
+    return add_values(sums, words, scaled, T, BITS), evens, totals + weights
+
+
+@gluon.jit
+def attention_of(attended: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
+    """Sums of values by planes, and of weights [X]."""
+    sums, evens, totals = attended
+    return values_of(sums, gl.sum(evens, 0), BITS), gl.sum(totals, 0)
+
+
+@gluon.jit(do_not_specialize=["width", "room", "slots"])
+def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one place
+    q_ptr: gl.tensor,
+    records_ptr: gl.tensor,
+    normalisers_ptr: gl.tensor,
+    cuts_ptr: gl.tensor,
+    kept_ptr: gl.tensor,
+    ids_ptr: gl.tensor,
+    counts_ptr: gl.tensor,
+    sums_ptr: gl.tensor,
+    peaks_ptr: gl.tensor,
+    totals_ptr: gl.tensor,
+    scale_log2: gl.tensor,
+    width: gl.tensor,
+    room: gl.tensor,
+    slots: gl.tensor,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    X: gl.constexpr,
+    KEY_BITS: gl.constexpr,
+    VALUE_BITS: gl.constexpr,
+    TILE: gl.constexpr,
+    LIST: gl.constexpr,
+    ATTEND: gl.constexpr,
+    EXACT: gl.constexpr,
+    AHEAD: gl.constexpr,
+    CHAINED: gl.constexpr,
+) -> None:
+    """Program (split, row): a share of the row's blocks, as in `coarse_pass.pass_kernel`.
+
+    EXACT, with LIST and ATTEND: attends to the listed keys, too, and to a share of sinks, recent window and tail.
+    AHEAD: tiles that are on their way. The first ones are so while the launches before still work: what these do not
+    write, and what was there before they began, may be read.
+    """
+    row = gl.program_id(1)
+    b, head = row // HEADS, row % HEADS
+    first = number(records_ptr, b, _FIRST).to(gl.int32)
+    end = number(records_ptr, b, _END).to(gl.int32)
+    keys = number(records_ptr, b, _KEYS)
+    keys_ptrs = key_pointers(records_ptr, b, head, keys, 4 * KEY_BITS)
+    _, scales_ptr, offsets_ptr = keys_ptrs
+    values_ptrs = value_pointers(records_ptr, b, head, keys, 4 * VALUE_BITS)
+    first_block, stop = share_of_blocks(first, end)
+    start, beyond = first_block * _BLOCK, gl.minimum(stop * _BLOCK, keys.to(gl.int32))
+    # A context's last keys are loaded with some before them, which do not count.
+    last = beyond - TILE
+    prefetch_steps(keys_ptrs, values_ptrs, start, beyond, ATTEND, CHAINED)
+    key_ring = new_ring(TILE, 4 * KEY_BITS, AHEAD)
+    value_ring = new_ring(TILE, 4 * VALUE_BITS, AHEAD) if ATTEND else key_ring
+    rings = (key_ring, value_ring)
+    if stop > first_block:
+        for turn in gl.static_range(AHEAD):
+            base = gl.minimum(start + turn * TILE, last)
+            copy_codes(rings, turn, keys_ptrs, values_ptrs, base, TILE, KEY_BITS, VALUE_BITS, ATTEND, AHEAD)
+    queries, units = load_queries(q_ptr, row, X, GROUP, KEY_BITS)
+    units = units * scale_log2
+    wait_alone(CHAINED)
+    let_next_begin(CHAINED)
+    least, above, draws, shift = movable_cut(cuts_ptr, row)
+    peaks = reference_weights(normalisers_ptr, row, shift, end > first, X, GROUP)
+    place = row.to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
+    kept_ptr += row.to(gl.int64) * room
+    inner = key_of(gl.arange(0, TILE, layout=OF_KEYS), TILE)
+    attended = nothing_yet(TILE, X)
+    count = gl.full([8], 0, gl.int32, layout=OF_KEYS)
+    if stop > first_block:
+        steps = load_steps(scales_ptr + first_block * 128, offsets_ptr + first_block * 128, KEY_BITS)
+        if ATTEND:
+            values = load_value_steps(values_ptrs, gl.minimum(start, last), TILE)
+        for block in range(first_block, stop):
+            next_block = gl.minimum((block + 1) * _BLOCK, beyond)
+            prefetch_steps(keys_ptrs, values_ptrs, next_block, beyond, ATTEND, CHAINED)
+            folded, added = fold(queries, steps, X, KEY_BITS)
+            after = gl.minimum(block + 1, stop - 1)
+            steps = load_steps(scales_ptr + after * 128, offsets_ptr + after * 128, KEY_BITS)
+            bottom = gl.fma(added, units, 0.0 - peaks)
+            sums, evens, totals = attended
+            # Sums of a block begin anew: what tensor cores drop of them stays small.
+            attended = (no_values_yet(X), evens, totals)
+            for pair in range(0, _BLOCK, 2 * TILE):
+                for part in gl.static_range(2):
+                    tile = block * _BLOCK + pair + part * TILE
+                    turn = (tile - start) // TILE
+                    begin = gl.minimum(tile, last)
+                    wait_for_copies(AHEAD - 1)
+                    words = key_ring.index(turn % (AHEAD + 1)).load(key_layout(4 * KEY_BITS))
+                    if ATTEND:
+                        value_words = value_ring.index(turn % (AHEAD + 1)).load(
+                            value_layout(TILE, 4 * VALUE_BITS, False)
+                        )
+                    copy_codes(
+                        rings, turn + AHEAD, keys_ptrs, values_ptrs, gl.minimum(tile + AHEAD * TILE, last),
+                        TILE, KEY_BITS, VALUE_BITS, ATTEND, AHEAD,
+                    )  # fmt: skip
+                    products = multiply_keys(words, folded, TILE, X, KEY_BITS)
+                    weights = gl.exp2(gl.fma(products, gl.expand_dims(units, 0), gl.expand_dims(bottom, 0)))
+                    together = gl.sum(weights, 1).to(gl.int32, bitcast=True)
+                    whole = (first < tile + 1) & (end >= tile + TILE) & (last >= tile)
+                    # Most tiles are searched as a whole, and none of their keys is kept.
+                    if not (LIST and ATTEND) or not whole or gl.max(together, 0) >= least:
+                        key = begin + inner
+                        searched = (key >= gl.maximum(first, tile)) & (key < end)
+                        if LIST:
+                            kept = kept_keys(together, key, head, searched, least, above, draws)
+                            if not ATTEND:
+                                gl.store(kept_ptr + key, kept.to(gl.uint8), mask=key >= tile)
+                            count = list_keys(ids_ptr + place * width, count, kept, key, TILE)
+                        else:
+                            kept = gl.load(kept_ptr + key, cache_modifier=".cg").to(gl.int32)
+                        weights = gl.where(gl.expand_dims(searched & (kept == 0), 1), weights, 0.0)
+                    if ATTEND:
+                        current = values
+                        values = load_value_steps(values_ptrs, gl.minimum(tile + TILE, last), TILE)
+                        attended = attend_tile(attended, weights, value_words, current, TILE, X, VALUE_BITS)
+            attended = (add_planes(sums, attended[0]), attended[1], attended[2])
+        wait_for_copies(0)
+    if LIST:
+        gl.store(counts_ptr + place, gl.max(count, 0))
+    if ATTEND:
+        sums, total = attention_of(attended, VALUE_BITS)
+        if EXACT:
+            see_stores()
+            sums, total, peaks = exact_share(
+                q_ptr, records_ptr, ids_ptr + place * width, row, b, head, gl.max(count, 0), sums, total, peaks,
+                scale_log2, X, GROUP, VALUE_BITS,
+            )  # fmt: skip
+        n = gl.arange(0, X, layout=OF_ROWS)
+        at = (row.to(gl.int64) * slots + gl.program_id(0)) * GROUP + n
+        gl.store(peaks_ptr + at, gl.where(total > 0, peaks, float("-inf")), mask=n < GROUP)
+        gl.store(totals_ptr + at, total, mask=n < GROUP)
+        store_sums(sums_ptr, sums, at, (n < GROUP) & (total > 0), VALUE_BITS)

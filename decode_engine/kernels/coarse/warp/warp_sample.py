@@ -1,0 +1,101 @@
+"""The kernel of `search` that scores a sample of keys, for one warp each (`warp_tiles`).
+
+It does what that one does, by the same sample; sums differ by rounding.
+
+Shape legend: as in `coarse.sizes`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from decode_engine.kernels import records
+from decode_engine.kernels.coarse.warp.warp_records import (
+    key_pointers,
+    let_next_begin,
+    number,
+    wait_alone,
+)
+from decode_engine.kernels.coarse.warp.warp_tiles import (
+    OF_KEYS,
+    OF_ROWS,
+    fold,
+    key_of,
+    load_key_words,
+    load_queries,
+    load_steps,
+    multiply_keys,
+)
+from index_store.indexes.coarse_rows import scalar_rows
+
+_KEYS, _FIRST, _END = (gl.constexpr(field) for field in (records.KEYS, records.FIRST, records.END))
+_BLOCK = gl.constexpr(scalar_rows.BLOCK)
+
+
+@gluon.jit
+def sample_kernel(
+    q_ptr: gl.tensor,
+    records_ptr: gl.tensor,
+    sampled_ptr: gl.tensor,
+    scale_log2: gl.tensor,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    X: gl.constexpr,
+    KEY_BITS: gl.constexpr,
+    TAKEN: gl.constexpr,
+    RUNS: gl.constexpr,
+    RUN: gl.constexpr,
+    CHAINED: gl.constexpr,
+) -> None:
+    """Program (s, row): RUNS of the TAKEN runs of RUN keys that are sampled, as in `search.sample_kernel`.
+
+    Codes are on their way before the launch before has ended: no launch of a step writes them.
+    """
+    W: gl.constexpr = 4 * KEY_BITS
+    row = gl.program_id(1)
+    b, head = row // HEADS, row % HEADS
+    first = number(records_ptr, b, _FIRST).to(gl.int32)
+    end = number(records_ptr, b, _END).to(gl.int32)
+    keys = number(records_ptr, b, _KEYS)
+    if end > first:
+        codes_ptr, scales_ptr, offsets_ptr = key_pointers(records_ptr, b, head, keys, W)
+        inner = key_of(gl.arange(0, RUN, layout=OF_KEYS), RUN)
+        base = first // RUN * RUN
+        runs = (end - base + RUN - 1) // RUN
+        # All loads come before the first store, or they would wait for it.
+        loaded: gl.tensor = ()
+        for i in gl.static_range(RUNS):
+            turn = gl.program_id(0) * RUNS + i
+            stretch = (turn * 64 // TAKEN) * 27 % 64
+            moved = (turn.to(gl.int64) * runs // TAKEN).to(gl.int32) + (stretch * (runs // TAKEN) >> 6)
+            run = base + gl.where(runs > TAKEN, moved, turn) * RUN
+            block = gl.minimum(run, end - 1) // _BLOCK
+            # A context's last keys are loaded with some before them, of places that do not count.
+            begin = gl.minimum(run, keys.to(gl.int32) - RUN)
+            loaded += ((turn, run, begin, block, load_key_words(codes_ptr, begin, RUN, W)),)
+        wait_alone(CHAINED)
+        let_next_begin(CHAINED)
+        numbers: gl.tensor = ()
+        for i in gl.static_range(RUNS):
+            block = loaded[i][3]
+            numbers += (load_steps(scales_ptr + block * 128, offsets_ptr + block * 128, KEY_BITS),)
+        queries, units = load_queries(q_ptr, row, X, GROUP, KEY_BITS)
+        units = units * scale_log2
+        n = gl.arange(0, X, layout=OF_ROWS)
+        for i in gl.static_range(RUNS):
+            turn, run, begin, _, words = loaded[i]
+            folded, added = fold(queries, numbers[i], X, KEY_BITS)
+            products = multiply_keys(words, folded, RUN, X, KEY_BITS)
+            key = begin + inner
+            there = (key >= gl.maximum(first, run)) & (key < end)
+            logits = gl.fma(products, gl.expand_dims(units, 0), gl.expand_dims(added * units, 0))
+            logits = gl.where(gl.expand_dims(there, 1), logits, float("-inf"))
+            place = turn * RUN + ((key - run) & (RUN - 1))
+            at = gl.expand_dims((row * GROUP + n) * (TAKEN * RUN), 0) + gl.expand_dims(place, 1)
+            gl.store(
+                sampled_ptr + at, logits, mask=gl.expand_dims(n < GROUP, 0) & gl.expand_dims(key >= 0, 1)
+            )
+    else:
+        wait_alone(CHAINED)
+        let_next_begin(CHAINED)

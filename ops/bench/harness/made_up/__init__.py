@@ -1,0 +1,1 @@
+"""Models, contexts and schemas that are made up."""

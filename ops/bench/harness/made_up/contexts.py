@@ -1,0 +1,189 @@
+"""Random contexts for benchmarks of whole steps, in GPU memory or with copies in host memory.
+
+Pinning gigabytes takes seconds: contexts of all shapes take turns in two ranges of host memory, one for keys and values
+and one for query tables, which are made and locked once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decode_engine.model.warm_up import made_up_context
+from harness.made_up.random_model import DTYPE, QUERY_STD
+from index_store.memory.devices import finish
+from index_store.memory.host_memory import HostBlock, aligned, copy_source, default_page_locker
+from index_store.memory.placement import HOST_SEARCHED, Placement
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method
+from index_store.store.context_id import ModelIdentity
+from index_store.store.dtypes import stored_dtype
+
+HOST_GB = 17.2
+"""Of keys and values in host memory: those of one sequence of 128K tokens."""
+DISTINCT = 8
+"""Layers' worth of keys and indexes of a sequence that is in GPU memory alone; fewer for larger batches."""
+
+
+def readable_block(nbytes: int) -> HostBlock:
+    """Host memory for keys and values that a GPU reads, as the arena makes it."""
+    return HostBlock(nbytes, default_page_locker(), gathered=True)
+
+
+def table_block(nbytes: int) -> HostBlock:
+    """Host memory for query tables that cores search; page-locked only to be filled faster."""
+    return HostBlock(nbytes, default_page_locker(), huge_pages=True)
+
+
+class HostRange:
+    """Host memory that is filled from its front and then used anew; locked where there is a GPU."""
+
+    def __init__(self, nbytes: int, block: HostBlock) -> None:
+        """block: of so many bytes. Raises RuntimeError where there is a GPU and the pages cannot be locked."""
+        self._block = block
+        self._raw = block.take((nbytes,), torch.uint8)
+        if not block.locked:
+            self._raw.zero_()  # by all cores; locking would touch the pages with one
+            block.lock()
+        if torch.cuda.is_available() and not block.locked:
+            raise RuntimeError(f"{nbytes} bytes of host memory cannot be page-locked; try less (--host-gb)")
+        self._used = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return self._raw.numel()
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy of the tensor here."""
+        start, nbytes = self._used, tensor.numel() * tensor.element_size()
+        if start + nbytes > self.nbytes:
+            raise RuntimeError(
+                f"{nbytes} bytes do not fit behind {start} of {self.nbytes}; ask for more (--host-gb)"
+            )
+        self._used = start + aligned(nbytes)
+        place = self._raw[start : start + nbytes].view(tensor.dtype).view(tensor.shape)
+        copy_source(place, tensor.device).copy_(tensor)  # a device writes what it maps as fast as it reads it
+        return place
+
+    def clear(self) -> None:
+        """Forgets what is in it; tensors that were put here change when others are."""
+        self._used = 0
+
+
+def make_ranges(gigabytes: float, searched: Sequence[Method] = ()) -> list[HostRange]:
+    """A range for keys and values, and one for query tables, which take as much at most, and little for centroids.
+
+    searched: all methods of the contexts, where any will be placed on the host.
+    """
+    nbytes = math.ceil(gigabytes * 1e9)
+    ranges = [HostRange(nbytes, readable_block(nbytes))]
+    specs = (spec for method in searched for spec in method.index_specs())
+    tables = len({spec.name for spec in specs if spec.kind in HOST_SEARCHED})
+    if tables:
+        more = tables * (nbytes + nbytes // 16)
+        ranges.append(HostRange(more, table_block(more)))
+    return ranges
+
+
+class PlacedContexts:
+    """A context for each session of a batch, in any placement with the same contents.
+
+    They have as many layers' worth of keys, values and indexes as fit into the ranges, or a few where there are none;
+    the model's layers take turns over these.
+    """
+
+    def __init__(
+        self,
+        identity: ModelIdentity,
+        methods: Sequence[Method],
+        length: int,
+        batch: int,
+        device: torch.device,
+        ranges: Sequence[HostRange] = (),
+    ) -> None:
+        """With the indexes of all methods.
+
+        ranges: one for keys and values, and one for query tables where contexts are placed on the host; what was there
+        is lost. Without any, contexts are placed on the device alone.
+        """
+        self.distinct = distinct_layers(identity, length, batch, ranges)
+        for each in ranges:
+            each.clear()
+        self._ranges = ranges
+        first, *others = methods
+        self._sources = [
+            made_up_context(
+                identity, DTYPE, first, length, also=others, distinct=self.distinct, device=device, seed=row,
+                calibrated_for=QUERY_STD,
+            )
+            for row in range(batch)
+        ]  # fmt: skip
+        self._kv: dict[tuple[int, int], Tensor] = {}
+        self._tables: dict[tuple[int, str, int], dict[str, Tensor]] = {}
+
+    def make(self, placement: Placement) -> list[ResidentContext]:
+        """Contexts of that placement, which the caller releases."""
+        made = [self._make(row, source, placement) for row, source in enumerate(self._sources)]
+        finish(made[0].device)  # what copies, so that cores of the host may read as well
+        return made
+
+    def release(self) -> None:
+        """Lets go of what no context uses that was made; no others can be made afterwards."""
+        release(self._sources)
+        self._sources = []
+
+    def _make(self, row: int, source: ResidentContext, placement: Placement) -> ResidentContext:
+        manifest = source.manifest
+        kv = {
+            layer: self._keys_values(row, source, layer, placement) for layer in range(manifest.model.layers)
+        }
+        arrays = {
+            (entry.name, layer): self._index(
+                row, source, entry.name, layer, placement.index_on_host(entry.kind)
+            )
+            for entry in manifest.indexes
+            for layer in entry.layers
+        }
+        return ResidentContext(
+            manifest, source.tokens(), kv, arrays, placement=placement, device=source.device
+        )
+
+    def _keys_values(self, row: int, source: ResidentContext, layer: int, placement: Placement) -> Tensor:
+        own = layer % self.distinct
+        if not placement.kv_on_host:
+            return source.kv(own)
+        if (row, own) not in self._kv:
+            self._kv[row, own] = self._ranges[0].put(source.kv(own))
+        return self._kv[row, own]
+
+    def _index(
+        self, row: int, source: ResidentContext, name: str, layer: int, on_host: bool
+    ) -> dict[str, Tensor]:
+        own = layer % self.distinct
+        arrays = source.index(name, own).arrays()
+        if not on_host:
+            return arrays
+        if (row, name, own) not in self._tables:
+            put = self._ranges[-1].put
+            self._tables[row, name, own] = {key: put(array) for key, array in arrays.items()}
+        return self._tables[row, name, own]
+
+
+def distinct_layers(
+    identity: ModelIdentity, length: int, batch: int, ranges: Sequence[HostRange] = ()
+) -> int:
+    """Layers with contents of their own."""
+    row_bytes = 2 * identity.head_dim * stored_dtype(DTYPE).torch_dtype.itemsize
+    per_layer = batch * identity.kv_heads * length * row_bytes
+    fitting = ranges[0].nbytes // per_layer if ranges else max(2, DISTINCT // batch)
+    return max(1, min(identity.layers, fitting))
+
+
+def release(contexts: Sequence[ResidentContext]) -> None:
+    """Lets go of the contexts' memory."""
+    for context in contexts:
+        context.release()

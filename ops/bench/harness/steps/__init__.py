@@ -1,0 +1,1 @@
+"""Steps and searches that are timed, and sessions for them."""

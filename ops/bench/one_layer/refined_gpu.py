@@ -1,0 +1,255 @@
+"""Decode attention of `refined` on a GPU, against torch's best full attention on the same tensors in one run.
+
+usage: python ops/bench/one_layer/refined_gpu.py [--bars] [--figures 4-bits-128k-b1,2-bits] [--sweep]
+
+Regime: one layer of a decode step, 32 query heads, 8 KV heads, head dimension 128, bfloat16; keys, values and their
+coarse copies in the GPU's memory, every sequence of a batch on a context of its own. Several layers' worth of
+everything take turns, so that no step finds its data in the second-level cache. Figures come twice: `random` keys and
+values are normal numbers; `clustered` ones are as a trained model's are: runs of tokens gather around centres, channels
+lie apart and have spreads of their own, and queries are near some centres, so that a few blocks hold most of what is
+kept.
+
+`graph_us` is one layer inside a CUDA graph of all of them: sample and cut, one pass over the coarse copy, attention to
+the listed keys, sinks, recent window and tail, and the merge; `eager_us` the same launched from Python; medians after a
+warm-up. `select_us` is sample, cut and lists without attention. `full_us` is the fastest of torch's cuDNN, flash and
+memory-efficient attention (grouped heads), over keys and values as they are stored and over separate copies. `bytes` is
+the least that a step has to read: the coarse copy, and the keys and values attended to exactly; `fraction` is how much
+of a plain copy's bandwidth that makes. Before a time is reported, the output is compared with attention to the listed
+keys as they are and to all others as they are coded, and the number of listed keys with the budget.
+
+--sweep also times other launch shapes to stderr.
+
+One JSON line per figure; the exit code is 1 when a check fails, or when --bars is given and a figure misses its bar.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness  # noqa: F401 - before torch: sets up OpenMP
+
+# isort: split
+import torch
+import typer
+from harness.checks import CheckFailedError, check_close
+from harness.layer import (
+    COLD_BYTES,
+    DEVICE,
+    HEAD_DIM,
+    KV_HEADS,
+    RECENT,
+    SCALE,
+    SINKS,
+    TAIL,
+    Memory,
+    Steps,
+    figure_rows,
+    step_plan,
+)
+from harness.report import reporting
+from harness.timing import copy_bandwidth, full_attention_us, graph_us
+from torch import Tensor
+
+from decode_engine.kernels import records
+from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
+from decode_engine.kernels.coarse.sizes import CoarseShape, coarse_shape
+from decode_engine.kernels.records import records_of
+from decode_engine.steps.attention.coarse_steps import CoarseSelection
+from decode_engine.steps.attention.listed_steps import ListedSteps
+from index_store.attention.attention_state import AttentionState
+from index_store.indexes.coarse_rows.coding_numba import code_rows
+from index_store.indexes.coarse_rows.scalar_rows import BLOCK, value_groups
+from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import Method
+from index_store.methods.presets import METHODS
+from index_store.selection.budgets import Ratio
+
+VALUE_GROUPS = value_groups(HEAD_DIM, HEAD_DIM)
+LENGTH, CENTRES, RUN = 131072, 1024, 64
+"""Keys of a context; centres of clustered ones, and how many keys one after the other are near the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What is measured. bars: least ratio to full attention at each kept share; 0 where none is asked for."""
+
+    name: str
+    batch: int
+    bits: int
+    bars: Mapping[float, float]
+
+    def method(self) -> Method:
+        spec = INDEX_SPECS["coarse_rows"].with_parameters(key_bits=self.bits, value_bits=self.bits)
+        return replace(METHODS["refined"], index=spec, budget=Ratio(max(self.bars)))
+
+
+FIGURES = (
+    Figure("4-bits-128k-b1", 1, 4, {0.01: 2.7, 0.0025: 2.7}),
+    Figure("3-bits-128k-b1", 1, 3, {0.01: 0.0}),
+    Figure("2-bits-128k-b1", 1, 2, {0.01: 4.0}),
+    Figure("4-bits-128k-b16", 16, 4, {0.01: 2.9, 0.0025: 2.9}),
+    Figure("3-bits-128k-b16", 16, 3, {0.01: 0.0}),
+    Figure("2-bits-128k-b16", 16, 2, {0.01: 4.8}),
+)
+
+
+class CoarseMemory(Memory):
+    """With coarse copies, of the bits that were asked for last."""
+
+    spread = 2.0
+
+    def __init__(self, length: int, batch: int, clustered: bool) -> None:
+        searched = batch * KV_HEADS * length * HEAD_DIM
+        self.layers = max(2, min(8, -(-COLD_BYTES // searched)))
+        super().__init__(length, batch)
+        if clustered:
+            for layer in range(self.layers):
+                for b in range(batch):
+                    gather_around_centres(self.kv[layer, b], self.q[layer, b])
+        self.sequences: list[list[CoarseSequence]] = []
+
+    def code(self, bits: int, keep: int) -> None:
+        """Codes keys and values, and says how many keys are kept."""
+        length = self.kv.shape[3]
+        self.sequences.clear()  # copies of other bits are not needed any more
+        for layer in range(self.layers):
+            copies = (code_rows(kv, 0, bits, bits, VALUE_GROUPS) for kv in self.kv[layer])
+            self.sequences.append([CoarseSequence(rows, SINKS, length - RECENT, keep) for rows in copies])
+
+    def records(self, layer: int) -> Tensor:
+        """[B, RECORD_FIELDS] on the device."""
+        rows = records_of(self.sequences[layer], "cpu")
+        for b, kv in enumerate(self.kv[layer]):
+            rows[b, records.KV] = kv.data_ptr()
+            rows[b, records.KV_HEAD] = kv.stride(0) * kv.element_size()
+            rows[b, records.TAIL] = self.tail[b].data_ptr()
+            rows[b, records.TAIL_HEAD] = self.tail.stride(1) * self.tail.element_size()
+            rows[b, records.TAIL_KEYS] = TAIL
+        return rows.to(DEVICE)
+
+
+def gather_around_centres(kv_HN2D: Tensor, q_HGD: Tensor) -> None:
+    """Moves keys near centres, run by run, spreads and shifts their channels, and moves queries towards centres."""
+    heads, length, _, head_dim = kv_HN2D.shape
+    centres = torch.randn(heads, CENTRES, head_dim, device=DEVICE)
+    spread = 0.3 + torch.rand(heads, 1, head_dim, device=DEVICE) * 1.4
+    shift = 2.0 * torch.randn(heads, 1, head_dim, device=DEVICE)
+    chosen = torch.randint(0, CENTRES, (heads, -(-length // RUN)), device=DEVICE)
+    own = chosen.repeat_interleave(RUN, 1)[:, :length, None].expand(-1, -1, head_dim)
+    keys = 0.8 * centres.gather(1, own) + 0.6 * kv_HN2D[:, :, 0].float()
+    kv_HN2D[:, :, 0] = (keys * spread + shift).to(kv_HN2D.dtype)
+    near = torch.randint(0, CENTRES, (heads, q_HGD.shape[1], 1), device=DEVICE).expand(-1, -1, head_dim)
+    q_HGD += (centres.gather(1, near) / spread).to(q_HGD.dtype)
+
+
+class Bench(Steps):
+    """The steps of a figure."""
+
+    memory: CoarseMemory
+    attention: ListedSteps
+
+    def __init__(
+        self, memory: CoarseMemory, figure: Figure, share: float, shape: CoarseShape | None = None
+    ) -> None:
+        super().__init__(memory, share)
+        self.figure = figure
+        memory.code(figure.bits, self.keep)
+        plan = step_plan(figure.method(), memory.layers, self.batch, self.length)
+        chosen = coarse_shape(plan.device, plan.max_keys) if shape is None else shape
+        with patch(f"{CoarseSelection.__module__}.coarse_shape", lambda device, max_keys: chosen):
+            self.attention, self.lists_only = ListedSteps(plan), CoarseSelection(plan)
+        self.records = [memory.records(layer) for layer in range(memory.layers)]
+
+    @property
+    def selection(self) -> CoarseSelection:
+        found = self.attention.selection
+        if not isinstance(found, CoarseSelection):
+            raise CheckFailedError(f"{type(found).__name__} searches")
+        return found
+
+    @property
+    def shape(self) -> CoarseShape:
+        return self.selection.sizes.shape
+
+    def neighbours(self) -> list[CoarseShape]:
+        shape = self.shape
+        tries = [
+            replace(shape, registers=not shape.registers),
+            *(replace(shape, tile=tile) for tile in (16, 64)),
+            *(replace(shape, ahead=ahead) for ahead in (1, 2, 4, 6)),
+            *(replace(shape, programs=shape.programs * part // 8) for part in (6, 7, 9)),
+        ]
+        return [other for other in dict.fromkeys(tries) if other != shape]
+
+    def check(self, layer: int = 0) -> None:
+        """Of the first and the last sequence."""
+        memory = self.memory
+        self.selection.lists.counts_RP.fill_(-1)
+        out_BHGD = self.attend(layer)
+        lists = self.selection.lists
+        if not bool((lists.counts_RP >= 0).all()):
+            raise CheckFailedError("a count was not written")
+        listed = int(lists.counts_RP.sum()) / (self.keep * self.rows)
+        if not 0.5 < listed < 2.0:
+            raise CheckFailedError(f"{listed:.2f} of the wanted keys are listed")
+        q_BHGD, sequences = memory.q[layer], memory.sequences[layer]
+        some = {0, self.batch - 1}
+        others = attend_others_reference(
+            q_BHGD, [each if b in some else None for b, each in enumerate(sequences)], lists
+        )
+        for b in some:
+            for h in range(KV_HEADS):
+                row = b * KV_HEADS + h
+                chosen = torch.zeros(self.length, dtype=torch.bool, device=DEVICE)
+                chosen[lists.of_row(row)] = True
+                chosen[: sequences[b].first] = True
+                chosen[sequences[b].end :] = True
+                rows = torch.cat([memory.kv[layer, b, h][chosen], memory.tail[b, h, :TAIL]]).double()
+                logits = q_BHGD[b, h].double() @ rows[:, 0].t() * SCALE
+                exact = AttentionState(logits.softmax(-1) @ rows[:, 1], logits.logsumexp(-1))
+                rest = AttentionState(others.out[row].double(), others.lse[row].double())
+                check_close("refined attention", out_BHGD[b, h], exact.merge(rest).out, 2e-2)
+
+    def index_bytes(self) -> int:
+        codes = 2 * HEAD_DIM * self.figure.bits // 8
+        return self.rows * (self.length * (codes + 4 * VALUE_GROUPS) + self.length // BLOCK * 4 * HEAD_DIM)
+
+    def search_times(self, turns: int) -> dict[str, float]:
+        def select(layer: int) -> object:
+            return self.lists_only.select(layer, self.memory.q[layer], self.records[layer])
+
+        return {"select_us": graph_us(self.all_layers(select), turns)}
+
+
+def main(
+    figures: Annotated[str, typer.Option(help="Names or prefixes, comma-separated; empty: all.")] = "",
+    bars: Annotated[bool, typer.Option("--bars", help="Fail when a figure misses its bar.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Also time other launch shapes, to stderr.")] = False,
+) -> None:
+    """Times one layer's decode attention of `refined` on a GPU; one JSON line per figure."""
+    prefixes = tuple(figures.split(",")) if figures else ("",)
+    chosen = [figure for figure in FIGURES if figure.name.startswith(prefixes)]
+    with reporting("refined_gpu", bars) as report:
+        torch.manual_seed(0)
+        bandwidth = copy_bandwidth()
+        for batch in dict.fromkeys(figure.batch for figure in chosen):
+            for keys in ("random", "clustered"):
+                memory = CoarseMemory(LENGTH, batch, keys == "clustered")
+                full = full_attention_us(memory.q.flatten(2, 3), memory.kv)
+                for figure in (figure for figure in chosen if figure.batch == batch):
+                    make = partial(Bench, memory, figure)
+                    for row, missed in figure_rows(figure.name, figure.bars, make, full, bandwidth, sweep):
+                        report.add(row | {"keys": keys}, *missed)
+                del memory, make
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,246 @@
+"""Exact decode attention of many sessions on one context on a GPU, against torch's attention to it with all queries.
+
+usage: python ops/bench/one_layer/shared_gpu.py [--bars] [--figures one-128k,mixed] [--sweep]
+
+Regime: one layer of a decode step, 32 query heads, 8 KV heads, head dimension 128, bfloat16; contexts in the GPU's
+memory, sessions with tails of 64 keys of their own. Two layers' worth or more take turns, so that no step finds its
+data in the second-level cache. Numbers are random: time does not depend on what they mean.
+
+`one-LENGTH`: 1, 4, 16 and 64 sessions on one context. `mixed`: 8, 4, 2, 1 and 1 sessions on five contexts of 128K keys.
+
+`graph_us` is one layer inside a CUDA graph of all of them, with tails and the merge. `torch_us` is the fastest of
+torch's cuDNN, flash and memory-efficient attention, over keys and values as they are stored and over separate copies,
+with the queries of a context's sessions packed as one sequence, [1, KV heads, sessions x group, d], and no mask; of a
+mixed batch, the sum over its contexts. It leaves out tails, and merging them: these are in our times alone. `ratio` is
+our time over torch's, 1.05 at most is asked for; `over_one` is our time over the best of one session, by either (1.15
+for 16 sessions). `byte_us` is the time of reading contexts and tails once at a plain copy's bandwidth, and `over_bytes`
+our time over it (1.1 for the mixed batch). Before a time is reported, the output of the first, a middle and the last
+session is compared with float64 attention to context and tail.
+
+--sweep also times other launch shapes, to stderr.
+
+One JSON line per figure; the exit code is 1 when a check fails, or when --bars is given and a figure misses its bar.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness  # noqa: F401 - before torch: sets up OpenMP
+
+# isort: split
+import torch
+import typer
+from harness.checks import check_close, failure
+from harness.layer import COLD_BYTES, DEVICE, DTYPE, GROUP, HEAD_DIM, KV_HEADS, ROW, SCALE, step_plan
+from harness.report import reporting
+from harness.timing import copy_bandwidth, fastest, graph_us, packed_attention_us
+from torch import Tensor
+
+from decode_engine.kernels import records
+from decode_engine.kernels.attention.row_groups import Seat
+from decode_engine.kernels.attention.shared_attention import SharedShape
+from decode_engine.steps.attention.dense_steps import DenseSteps
+from index_store.methods.presets import METHODS
+
+TAIL = 64
+RATIO_BAR, ONE_BAR, BYTES_BAR = 1.05, 1.15, 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What is measured. groups: how many sessions each context has."""
+
+    name: str
+    length: int
+    groups: tuple[int, ...]
+
+    @property
+    def sessions(self) -> int:
+        return sum(self.groups)
+
+    def contexts(self) -> list[int]:
+        """Of every session."""
+        return [number for number, count in enumerate(self.groups) for _ in range(count)]
+
+
+FIGURES = (
+    *(
+        Figure(f"one-{length // 1024}k", length, (sessions,))
+        for length in (32768, 131072, 524288)
+        for sessions in (1, 4, 16, 64)
+    ),
+    Figure("mixed", 131072, (8, 4, 2, 1, 1)),
+)
+
+
+class SharedMemory:
+    """Contexts, queries and tails of several layers, for as many sessions as the largest figure has."""
+
+    def __init__(self, length: int, contexts: int, sessions: int) -> None:
+        self.layers = max(2, min(8, -(-COLD_BYTES // (contexts * KV_HEADS * length * ROW))))
+
+        def normal(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_()
+
+        self.kv = normal(self.layers, contexts, KV_HEADS, length, 2, HEAD_DIM)
+        self.q = 3 * normal(self.layers, sessions, KV_HEADS, GROUP, HEAD_DIM)
+        self.tail = normal(sessions, KV_HEADS, TAIL, 2, HEAD_DIM)
+
+    def records(self, layer: int, contexts: Sequence[int]) -> Tensor:
+        """[B, RECORD_FIELDS] on the device, for sessions on these contexts."""
+        rows = torch.zeros(len(contexts), records.RECORD_FIELDS, dtype=torch.int64)
+        for b, context in enumerate(contexts):
+            for address, found in ((records.KV, self.kv[layer, context]), (records.TAIL, self.tail[b])):
+                rows[b, address] = found.data_ptr()
+                rows[b, address + 1] = found.stride(0) * found.element_size()
+            rows[b, records.KEYS], rows[b, records.TAIL_KEYS] = self.kv.shape[3], TAIL
+        return rows.to(DEVICE)
+
+
+class Bench:
+    """The steps of a figure."""
+
+    def __init__(self, memory: SharedMemory, figure: Figure, shape: SharedShape) -> None:
+        class Chosen(DenseSteps):
+            pass
+
+        Chosen.shape = shape
+        self.memory, self.figure = memory, figure
+        self.contexts = figure.contexts()
+        plan = step_plan(METHODS["full"], memory.layers, figure.sessions, figure.length)
+        self.attention = Chosen(plan)
+        seats = [Seat(b, context, figure.length, TAIL) for b, context in enumerate(self.contexts)]
+        self.attention.arrange(seats, False)
+        self.records = [memory.records(layer, self.contexts) for layer in range(memory.layers)]
+
+    def attend(self, layer: int) -> Tensor:
+        queries = self.memory.q[layer, : self.figure.sessions]
+        return self.attention.attend(layer, queries, self.records[layer])
+
+    def check(self, layer: int = 0) -> None:
+        """Of the first and last sessions. Raises CheckFailedError."""
+        out_BHGD = self.attend(layer)
+        for b in {0, self.figure.sessions // 2, self.figure.sessions - 1}:
+            for h in range(KV_HEADS):
+                kv = torch.cat([self.memory.kv[layer, self.contexts[b], h], self.memory.tail[b, h]]).double()
+                logits = self.memory.q[layer, b, h].double() @ kv[:, 0].t() * SCALE
+                check_close(f"session {b}", out_BHGD[b, h], logits.softmax(-1) @ kv[:, 1], 2e-2)
+
+    def microseconds(self) -> float:
+        """Of a layer, after a check."""
+        self.check()
+        steps = [partial(self.attend, layer) for layer in range(self.memory.layers)]
+        return graph_us(steps, max(1, 8 // len(steps)))
+
+
+def neighbours(shape: SharedShape) -> list[SharedShape]:
+    tries = [
+        *(replace(shape, rows=rows) for rows in (16, 32)),
+        replace(shape, rows=128, warps=8, programs=1),
+        *(replace(shape, many_tile=tile, many_stages=stages) for tile, stages in ((32, 4), (64, 2), (64, 4), (128, 2))),
+        *(replace(shape, tile=tile, stages=stages) for tile, stages in ((32, 4), (64, 2), (64, 4), (128, 2), (128, 3))),
+        *(replace(shape, programs=programs) for programs in (1, 3)),
+        replace(shape, warps=8),
+    ]  # fmt: skip
+    return [other for other in dict.fromkeys(tries) if other != shape]
+
+
+def packed_us(memory: SharedMemory, figure: Figure) -> dict[str, float]:
+    """Torch's time of each backend and layout, summed over the contexts."""
+    kv, found = memory.kv, {}
+    for number, count in enumerate(figure.groups):
+        if count in found:
+            continue
+        q = memory.q[:, :count].permute(0, 2, 1, 3, 4).flatten(2, 3).contiguous()
+        found[count] = packed_attention_us(q[:, None], kv[:, number, None])
+    names = set.intersection(*(set(times) for times in found.values()))
+    return {name: sum(found[count][name] for count in figure.groups) for name in sorted(names)}
+
+
+def measure(memory: SharedMemory, figure: Figure, bandwidth: float, sweep: bool) -> dict[str, Any]:
+    """The figure's row. Raises CheckFailedError for a wrong output."""
+    shape = SharedShape()
+    row: dict[str, Any] = {
+        "figure": figure.name,
+        "tokens": figure.length,
+        "sessions": figure.sessions,
+        "groups": list(figure.groups),
+        "layers": memory.layers,
+        "graph_us": Bench(memory, figure, shape).microseconds(),
+    }
+    for other in neighbours(shape) if sweep else ():
+        changed = {name: value for name, value in asdict(other).items() if value != getattr(shape, name)}
+        try:
+            took = f"{Bench(memory, figure, other).microseconds():.2f}"
+        except Exception as error:  # such as shared memory that is too small
+            took = failure(error)["error"]
+        typer.echo(f"{figure.name} {figure.sessions} {changed}: {took}", err=True)
+    packed = packed_us(memory, figure)
+    best = fastest(packed)
+    nbytes = (len(figure.groups) * figure.length + figure.sessions * TAIL) * KV_HEADS * ROW
+    row |= {"torch_us": best["full_us"], "torch_backend": best["full_backend"], "bytes": nbytes}
+    row["byte_us"] = nbytes / bandwidth * 1e6
+    row["ratio"] = row["graph_us"] / row["torch_us"]
+    row["over_bytes"] = row["graph_us"] / row["byte_us"]
+    return row | {"torch_backends_us": packed, "launch": asdict(shape), "copy_tb_per_s": bandwidth / 1e12}
+
+
+def missed(row: dict[str, Any]) -> list[str]:
+    """What a figure falls short of."""
+    name, found = f"{row['figure']}, {row['sessions']} sessions", []
+    if row["figure"] == "mixed":
+        if row["over_bytes"] > BYTES_BAR:
+            found.append(f"{name}: {row['over_bytes']:.2f} of the bytes' time, bar {BYTES_BAR}")
+    elif row["ratio"] > RATIO_BAR:
+        found.append(f"{name}: {row['ratio']:.2f} of torch's time, bar {RATIO_BAR}")
+    if row["sessions"] == 16 and row.get("over_one", 0.0) > ONE_BAR:
+        found.append(f"{name}: {row['over_one']:.2f} of one session's time, bar {ONE_BAR}")
+    return found
+
+
+def rows_of(figures: Sequence[Figure], bandwidth: float, sweep: bool) -> Iterator[dict[str, Any]]:
+    """Of figures that share a memory; an error does not end the others."""
+    memory = SharedMemory(
+        figures[0].length, len(figures[0].groups), max(figure.sessions for figure in figures)
+    )
+    one: float | None = None
+    for figure in figures:
+        try:
+            row = measure(memory, figure, bandwidth, sweep)
+        except Exception as error:
+            yield {"figure": figure.name, "tokens": figure.length, "sessions": figure.sessions} | failure(
+                error
+            )
+            continue
+        if figure.groups == (1,):
+            one = min(row["graph_us"], row["torch_us"])
+        yield row if one is None else row | {"over_one": row["graph_us"] / one}
+
+
+def main(
+    figures: Annotated[str, typer.Option(help="Names or prefixes, comma-separated; empty: all.")] = "",
+    bars: Annotated[bool, typer.Option("--bars", help="Fail when a figure misses its bar.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Also time other launch shapes, to stderr.")] = False,
+) -> None:
+    """Times one layer's exact decode attention of many sessions on one context; one JSON line per figure."""
+    prefixes = tuple(figures.split(",")) if figures else ("",)
+    chosen = [figure for figure in FIGURES if figure.name.startswith(prefixes)]
+    with reporting("shared_gpu", bars) as report:
+        torch.manual_seed(0)
+        bandwidth = copy_bandwidth()
+        for _, some in groupby(chosen, key=lambda figure: figure.name):
+            for row in rows_of(list(some), bandwidth, sweep):
+                report.add(row, *(missed(row) if "error" not in row else ()))
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    typer.run(main)

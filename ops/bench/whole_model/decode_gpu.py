@@ -1,0 +1,276 @@
+"""Decode steps of a whole model on a GPU, through the engine's own captured graphs: how long they take, and where.
+
+usage: python ops/bench/whole_model/decode_gpu.py [--bars] [--methods full,pq:0.01] [--shapes 131072x1]
+       [--placement hybrid]
+
+The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16. Contexts are random and
+lie in the GPU's memory; several layers' worth of keys, values and indexes take turns over the model's layers, and
+every sequence of a batch has a context of its own, so that nothing is found in the second-level cache; with a shape
+such as `131072x16@1` there are fewer contexts, which the sequences take in turns. With
+`--placement hybrid` keys and values are in host memory that the GPU reads instead, those of as many layers as fit into
+`--host-gb`: all of them for one sequence of 128K tokens. All methods run through the same code: one operator for
+attention, the same compilation, one CUDA graph a step, greedy sampling.
+
+- `none`: a stand-in for attention that reads nothing: what is left is the rest of the model.
+- `full`: attention to every key by the engine's own kernel, which reads a context once for all sessions on it; see
+  `shared_gpu.py` for how it compares with torch's fastest.
+- `streamed`: attention to every key by the general path, which streams them from host memory; no graph.
+- methods: as in `decode-engine methods`; `NAME:KEEP` gives the share of keys that is kept, `/m8` and `/pooled` variants
+  of query tables. Those without kernels run on the general path, as they do when they are served (`captured` is false).
+
+`step_ms` is one step with everything around it (median, wall clock), `p99_ms` the 99th percentile (of fewer than a
+hundred steps, the slowest), `steps` how many were timed: `--turns`, on the general path fewer where these would take
+longer than ten seconds. `flight_ms` and `flight_p99_ms` are the times of steps of which each is launched before the
+tokens of the one before are read; there are none where threads search on the host. `flight_alike` is the share of
+sessions to which both say the same in the beginning. `graph_ms` is the replay alone, `eager_ms` the same launched from
+Python. `tokens_per_s` follows from `step_ms`. In `hybrid`, `host_mb` were read from host memory in a step, and `reused`
+is the share of rows that were found in slots on the device instead. `split_us` is the time of a replay by what its
+kernels do.
+Before a time is reported the logits of the same graph with a budget of all keys are compared with those of full
+attention by the general path; so are those of methods on the general path whose search can yield all keys. What
+selections cost in answers is the evaluation's business.
+
+One JSON line per figure; the exit code is 1 when a check fails, or when --bars is given and a figure misses its bar.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness  # noqa: F401 - before torch: sets up OpenMP
+
+# isort: split
+import torch
+import typer
+from harness.checks import failure
+from harness.made_up.contexts import HOST_GB, PlacedContexts, make_ranges, release
+from harness.made_up.random_model import make_model, read_bytes
+from harness.parsing import parse_method, parse_shared_shapes
+from harness.report import reporting
+from harness.steps.captured_steps import Lanes, tidy_up, time_captured, time_flight, whole_difference
+from harness.steps.general_steps import full_logits, measure_general
+from harness.timing import copy_bandwidth, event_ms
+from torch import Tensor
+
+from decode_engine.config import Compilation, search_cores
+from decode_engine.host_search.workers import SearchThreads
+from decode_engine.steps import batch_kinds
+from decode_engine.steps.attention.step_attention import StepAttention
+from decode_engine.steps.step_graph import StepGraph
+from decode_engine.steps.step_model import step_model
+from index_store.memory.placement import Placement
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method
+from index_store.store.manifest import Manifest
+
+TURNS = 25
+REST_BAR, SPEEDUP_BARS = 1.35, {1: 1.7, 4: 2.5}
+
+KINDS = {
+    "search": r"(pick|cut|sample|sample_pooled|score|combine|select|tables|keep|join|lookup|pass)_kernel",
+    "fetch": r"(find|bring|copy)_kernel",
+    "host": r"(post|await)_kernel",
+    "turns": r"(take|give)_kernel",
+    "remainder": r"(correct|remainder)_kernel",
+    "attend": r"(attend|window|shared|tail_write|merge)_kernel",
+}
+"""What kernels do, by their whole name; all others are the rest of the model. A lookup scores clusters, which
+is for the search or for the remainder; a pass over coarse rows is for both."""
+
+
+class NothingSteps(StepAttention):
+    """Stands for attention that costs nothing."""
+
+    @classmethod
+    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
+        return None
+
+    @classmethod
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        return {}
+
+    def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
+        return q_BHGD.clone()
+
+    def kept_B(self) -> Tensor:
+        return torch.zeros(self.plan.size, dtype=torch.int64, device=self.plan.device)
+
+
+class Bench:
+    """The model, and the contexts of a shape."""
+
+    def __init__(
+        self, model: Any, run: Any, contexts: list[ResidentContext], threads: SearchThreads, turns: int
+    ) -> None:
+        self._model, self._run, self._contexts = model, run, contexts
+        self._threads, self._turns = threads, turns
+        self._expected: Callable[[], Tensor] = cache(lambda: full_logits(model, contexts))
+
+    def measure(self, label: str, method: Method) -> dict[str, Any]:
+        """The figures of a method. Raises CheckFailedError for wrong logits."""
+        with patch.object(batch_kinds, "DenseSteps", NothingSteps) if label == "none" else nullcontext():
+            return self._measure(label, method)
+
+    def _measure(self, label: str, method: Method) -> dict[str, Any]:
+        lanes = Lanes(self._run, self._model, self._contexts, self._threads)
+        if label == "streamed" or not lanes.takes(method):
+            return measure_general(self._model, self._contexts, method, self._turns)
+        difference = 0.0 if label == "none" else whole_difference(lanes, method, self._expected())
+        timed = time_captured(lanes, method, self._turns)
+        moved = timed.moved() if self._contexts[0].placement.kv_on_host else {}
+        attended = lanes.sessions[0].figures.sparse_fraction if method.sparse else 1.0
+        flown = time_flight(lanes, method, self._turns, timed.said)
+        graph = lanes.graphs[0]
+        return {
+            **timed.steps(),
+            **flown,
+            "graph_ms": round(statistics.median(event_ms(graph.run) for _ in range(TURNS)), 3),
+            "eager_ms": round(eager_ms(graph), 3),
+            "captured": graph.captured,
+            "first_step_s": round(timed.first_s, 1),
+            "logits_difference": difference,
+            "attended": round(attended, 4),
+            "split_us": split_us(graph),
+            **moved,
+        }
+
+
+def shape_figures(bench: Bench, labels: Sequence[str], weights_ms: float) -> Iterator[dict[str, Any]]:
+    """A row for each method, its error where it fails."""
+    full_ms: float | None = None
+    for label in labels:
+        row: dict[str, Any] = {"method": label}
+        try:
+            row |= bench.measure(label, as_method(label))
+        except Exception as error:  # other methods may well run
+            row |= failure(error)
+        else:
+            if label == "none":
+                row["rest_over_weights"] = round(row["graph_ms"] / weights_ms, 3)
+            elif label == "full":
+                full_ms = row["step_ms"]
+            elif full_ms is not None:
+                row["speedup"] = round(full_ms / row["step_ms"], 3)
+        tidy_up()
+        yield row
+
+
+def as_method(label: str) -> Method:
+    """Of whose indexes and placement it makes use."""
+    return parse_method("full" if label in ("none", "streamed") else label)
+
+
+def eager_ms(graph: StepGraph) -> float:
+    """Median time of the step launched from Python."""
+    times = []
+    for _ in range(8):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        graph.compute()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times[3:])
+
+
+def split_us(graph: StepGraph) -> dict[str, float]:
+    """Microseconds of a replay by what its kernels do; empty where the profiler does not work.
+
+    A kernel that was launched early, to wait in its place for the one before, counts from that one's end.
+    """
+    graph.run()
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            graph.run()
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        typer.echo(f"no split, the profiler failed: {error}", err=True)
+        return {}
+    spans = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profile.events()
+        if event.device_type.name == "CUDA"
+    ]
+    totals: dict[str, float] = defaultdict(float)
+    reached = 0.0
+    for begin, end, name in sorted(spans):
+        kind = next((kind for kind, pattern in KINDS.items() if re.fullmatch(pattern, name)), "rest")
+        totals[kind] += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return {name: round(total, 1) for name, total in totals.items()}
+
+
+def main(
+    methods: Annotated[str, typer.Option(help="Comma-separated; NAME:KEEP.")] = (
+        "none,full,csattention+dropped:0.01/m8/pooled,csattention+dropped:0.01,csattention:0.01,csattention:0.05,"
+        "multipole:0.05,pq+dropped:0.01,pq:0.01"
+    ),
+    shapes: Annotated[
+        str, typer.Option(help="LENGTHxBATCH or LENGTHxBATCH@CONTEXTS, comma-separated.")
+    ] = "131072x1,131072x4,32768x16",
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
+    compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.DEFAULT,
+    placement: Annotated[Placement, typer.Option(help="Of the contexts.")] = Placement.DEVICE,
+    prefetch: Annotated[
+        bool, typer.Option("--prefetch", help="Fetch rows a layer ahead, for queries foretold.")
+    ] = False,
+    host_gb: Annotated[float, typer.Option(help="Page-locked for keys and values in host memory.")] = HOST_GB,
+    turns: Annotated[int, typer.Option(help="Steps that are timed, of every method.")] = TURNS,
+    bars: Annotated[
+        bool, typer.Option(help="Fail when a figure misses its bar; bars are for contexts in GPU memory.")
+    ] = False,
+) -> None:
+    """Times decode steps of a whole model."""
+    if prefetch and placement is Placement.DEVICE:
+        raise typer.BadParameter("--prefetch is for contexts in host memory, such as --placement hybrid")
+    labels, sizes = methods.split(","), parse_shared_shapes(shapes)
+    listed = [as_method(label) for label in labels]
+    with reporting("decode_gpu", bars) as report:
+        model, identity = make_model(layers)
+        weights_ms = read_bytes(model) / copy_bandwidth() * 1e3
+        tidy_up()
+        searched = listed if placement is Placement.HOST else []
+        ranges = make_ranges(host_gb, searched) if placement.kv_on_host else []
+        run, threads = step_model(model, compilation, prefetch), SearchThreads(search_cores())
+        for length, batch, count in sizes:
+            placed = PlacedContexts(identity, listed, length, count, model.device, ranges)
+            made = placed.make(placement)
+            placed.release()
+            contexts = [made[session % count] for session in range(batch)]
+            for row in shape_figures(Bench(model, run, contexts, threads, turns), labels, weights_ms):
+                line: dict[str, Any] = {
+                    "figure": "decode", "method": row["method"], "placement": placement.value, "tokens": length,
+                    "batch": batch, "contexts": count, "layers": layers,
+                    "compilation": compilation.value, "prefetch": prefetch,
+                    "weights_ms": round(weights_ms, 3),
+                } | row  # fmt: skip
+                report.add(line, *missed(line))
+            release(made)
+            tidy_up()
+        threads.close()
+
+
+def missed(line: Mapping[str, Any]) -> list[str]:
+    """What a figure falls short of."""
+    label, batch = line["method"], line["batch"]
+    if label == "none":
+        rest = line.get("rest_over_weights", 99.0)
+        return [f"none, batch {batch}: {rest} times the weights, bar {REST_BAR}"] if rest > REST_BAR else []
+    bar = SPEEDUP_BARS.get(batch, 0.0)
+    barred = label.startswith("csattention") and label.split("/")[0].endswith(":0.01")
+    speedup = line.get("speedup", 0.0)
+    return [f"{label}, batch {batch}: {speedup}x, bar {bar}x"] if barred and speedup < bar else []
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,276 @@
+"""Decode steps of a whole model with its contexts in GPU memory, or partly or wholly in the host's.
+
+usage: python ops/bench/whole_model/placements_gpu.py [--seconds 3] [--cases full@device,pq+dropped:0.01@hybrid2]
+
+The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16; steps run through the
+engine's own graphs, as in `decode_gpu.py` and `host_gpu.py`. All placements share the model, its compilation and the
+contents of the contexts: as many layers as fit into `--host-gb` have keys, values and indexes of their own
+(`distinct`), the model's layers take turns over them, and no two sessions share any.
+
+Cases are `METHOD@WHERE`, methods as in `decode_gpu.py`:
+
+- `device`: everything in GPU memory. `hybrid`: keys and values in host memory, the rows that a step attends to are
+  fetched; `hybrid+prefetch`: a layer ahead, too. `host`: query tables are in host memory as well, searched by the
+  host's cores. `hybrid2`, `host2`: with a batch in two lanes, for batches of four or more.
+- `full@hybrid`, `full@streamed`: every step reads all keys and values from host memory, in place by a captured step's
+  attention, or through two blocks of GPU memory by the general path; one session.
+
+`step_ms` is the median (P50) and `p99_ms` the 99th percentile of the wall clock of a step with everything around it,
+over `steps` steps after a warm-up, `--turns` or as many as `--seconds` allow; `tokens_per_s` follows from the median,
+`to_full` is that of `full@device` in the same run over it: above 1, the case is faster. `host_mb` were read from host
+memory per step, and `reused` is the share of rows that were found on the device instead. `wait` is the share of a step
+in which the device did nothing but wait for the host's search, from `STILL_TURNS` further steps.
+
+Before a case is timed, the logits of the same graph with a budget of all keys are compared with those of full
+attention to the same contexts in GPU memory by the general path, unless that would read more than `CHECKED_GB` from
+host memory; searches on the host have to list the very keys that the general path lists.
+
+One JSON line per case, as it comes; one that fails says why, the others run all the same, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness  # noqa: F401 - before torch: sets up OpenMP
+
+# isort: split
+import torch
+import typer
+from harness.checks import compare, failure
+from harness.made_up.contexts import HOST_GB, PlacedContexts, distinct_layers, make_ranges, release
+from harness.made_up.random_model import make_model
+from harness.parsing import parse_method, parse_shapes
+from harness.report import reporting
+from harness.steps.captured_steps import Lanes, tidy_up, time_captured, whole_difference
+from harness.steps.general_steps import (
+    first_tokens,
+    forward,
+    full_logits,
+    start_sessions,
+    step_figures,
+    time_general,
+)
+
+from decode_engine.config import Compilation, search_cores
+from decode_engine.host_search.thread_loop_numba import compile_search
+from decode_engine.host_search.workers import SearchThreads
+from decode_engine.steps.step_graph import StepModel
+from decode_engine.steps.step_model import step_model
+from index_store.memory.placement import Placement
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method
+
+TABLES = "csattention+dropped:0.01/m8/pooled"
+CASES = ",".join(
+    [
+        "full@device",
+        f"{TABLES}@device",
+        "pq+dropped:0.01@device",
+        "pq+dropped:0.01@hybrid",
+        "pq+dropped:0.01@hybrid+prefetch",
+        "pq+dropped:0.01@hybrid2",
+        f"{TABLES}@host",
+        f"{TABLES}@host2",
+        "full@hybrid",
+        "full@streamed",
+    ]
+)
+SHAPES = "131072x1,32768x1,131072x4,32768x4,32768x16,131072x16"
+CHECKED_GB = 20.0
+LANES_FROM = 4
+STILL_TURNS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A method in a placement; by the general path where every step streams what it reads."""
+
+    label: str
+    method: Method
+    placement: Placement
+    lanes: int = 1
+    streamed: bool = False
+    prefetch: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """METHOD@WHERE. Raises typer.BadParameter for anything else."""
+        label, _, where = text.rpartition("@")
+        if where == "streamed":
+            if label != "full":
+                raise typer.BadParameter(f"{text}: only full is streamed")
+            return cls(label, parse_method(label), Placement.HYBRID, streamed=True)
+        names: dict[str, dict[str, Any]] = {place.value: {"placement": place} for place in Placement}
+        for place in (Placement.HYBRID, Placement.HOST):
+            names[f"{place.value}2"] = {"placement": place, "lanes": 2}
+        names["hybrid+prefetch"] = {"placement": Placement.HYBRID, "prefetch": True}
+        if where not in names:
+            raise typer.BadParameter(
+                f"{text}: where is {where!r}, expected {', '.join([*names, 'streamed'])}"
+            )
+        return cls(label, parse_method(label), **names[where])
+
+    def names(self) -> dict[str, Any]:
+        """What says in a line which case it is."""
+        place = "streamed" if self.streamed else self.placement.value
+        return {"method": self.label, "placement": place, "lanes": self.lanes, "prefetch": self.prefetch}
+
+    def fits(self, batch: int) -> bool:
+        """Whether there is a point in timing it with so many sessions."""
+        reads_all = self.placement.kv_on_host and not self.method.sparse
+        return batch == 1 if reads_all else self.lanes == 1 or batch >= LANES_FROM
+
+
+class Bench:
+    """The model and what its steps are compared with. runs: its steps, without and with queries foretold."""
+
+    def __init__(
+        self, model: Any, runs: tuple[StepModel, StepModel], threads: int, turns: int, seconds: float
+    ) -> None:
+        self._model, self._runs = model, runs
+        self._threads, self._turns, self._seconds = threads, turns, seconds
+        self._expected = torch.empty(0)
+
+    def expect(self, contexts: list[ResidentContext]) -> None:
+        """Computes what full attention to these contexts gives, by the general path."""
+        self._expected = full_logits(self._model, contexts)
+
+    def measure(self, case: Case, contexts: list[ResidentContext]) -> dict[str, Any]:
+        """The case's figures. Raises CheckFailedError when its first step is wrong."""
+        if case.streamed:
+            return self._measure_streamed(case, contexts)
+        searching = SearchThreads(self._threads, case.lanes)
+        try:
+            return self._measure_captured(case, contexts, searching)
+        finally:
+            searching.close()
+
+    def _measure_captured(
+        self, case: Case, contexts: list[ResidentContext], searching: SearchThreads
+    ) -> dict[str, Any]:
+        lanes = Lanes(self._runs[case.prefetch], self._model, contexts, searching)
+        read = sum(context.manifest.kv_bytes for context in contexts) if case.placement.kv_on_host else 0
+        checked = read <= CHECKED_GB * 1e9
+        difference = whole_difference(lanes, case.method, self._expected) if checked else None
+        timed = time_captured(lanes, case.method, self._turns, self._seconds)
+        steps, still_ms = timed.steps(), lanes.standing_still_ms(timed.tokens, STILL_TURNS)
+        return {
+            **steps,
+            **timed.moved(),
+            "wait": round(still_ms / steps["step_ms"], 4),
+            "captured": all(graph.captured for graph in lanes.graphs),
+            "first_step_s": round(timed.first_s, 1),
+            "logits_difference": difference,
+        }
+
+    def _measure_streamed(self, case: Case, contexts: list[ResidentContext]) -> dict[str, Any]:
+        sessions = start_sessions(contexts, case.method)
+        difference = compare(forward(self._model, sessions, first_tokens(contexts)), self._expected)
+        seconds = time_general(self._model, sessions, self._turns, self._seconds)
+        return step_figures(seconds, len(contexts)) | {
+            "host_mb": round(sum(context.manifest.kv_bytes for context in contexts) * 1e-6, 3),
+            "reused": 0.0,
+            "captured": False,
+            "logits_difference": round(difference, 4),
+        }
+
+
+def main(
+    cases: Annotated[str, typer.Option(help="METHOD@WHERE, comma-separated.")] = CASES,
+    shapes: Annotated[str, typer.Option(help="LENGTHxBATCH, comma-separated.")] = SHAPES,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
+    compilation: Annotated[
+        Compilation, typer.Option(help="Of the model: half a minute for every size of batch, and of lane.")
+    ] = Compilation.OFF,
+    threads: Annotated[int, typer.Option(help="Threads that search, 0 for all cores but two.")] = 0,
+    turns: Annotated[int, typer.Option(help="Steps that are timed, of every case.")] = 100,
+    seconds: Annotated[float, typer.Option(help="After which steps of a case are no longer begun.")] = 4.0,
+    host_gb: Annotated[
+        float, typer.Option(help="Page-locked for keys and values, and again for tables.")
+    ] = HOST_GB,
+) -> None:
+    """Times decode steps of a whole model in all placements; one JSON line per case."""
+    listed, sizes = [Case.parse(text) for text in cases.split(",")], parse_shapes(shapes)
+    if unfit := [f"{length}x{batch}" for length, batch in sizes if not any(c.fits(batch) for c in listed)]:
+        raise typer.BadParameter(f"no case is for batches such as {', '.join(unfit)}")
+    with reporting("placements") as report:
+        begun = time.perf_counter()
+        on_host = any(case.placement is Placement.HOST for case in listed)
+        compiling = threading.Thread(target=compile_search if on_host else lambda: None)
+        compiling.start()  # takes as long as what comes now, which waits for the device and the system
+        model, identity = make_model(layers)
+        ranges = make_ranges(host_gb, methods_of(listed) if on_host else [])
+        compiling.join()
+        threads = threads or search_cores()
+        runs = step_model(model, compilation), step_model(model, compilation, prefetch=True)
+        bench = Bench(model, runs, threads, turns, seconds)
+        typer.echo(f"model and host memory are ready after {time.perf_counter() - begun:.0f} s", err=True)
+        for length, batch in sizes:
+            line: dict[str, Any] = {
+                "tokens": length, "batch": batch, "layers": layers,
+                "distinct": distinct_layers(identity, length, batch, ranges), "compilation": compilation.value,
+                "threads": threads,
+            }  # fmt: skip
+            fitting = [case for case in listed if case.fits(batch)]
+            make = partial(PlacedContexts, identity, methods_of(fitting), length, batch, model.device, ranges)
+            for row in shape_figures(bench, make, fitting):
+                report.add(line | row)
+            tidy_up()
+            typer.echo(f"{length}x{batch} is done after {time.perf_counter() - begun:.0f} s", err=True)
+
+
+def methods_of(cases: Sequence[Case]) -> list[Method]:
+    """Each once."""
+    return list({case.label: case.method for case in cases}.values())
+
+
+def shape_figures(
+    bench: Bench, make: Callable[[], PlacedContexts], cases: Sequence[Case]
+) -> Iterator[dict[str, Any]]:
+    """A row for each case, in their order; the error in all of them where there is nothing to run them on."""
+    lacking: dict[str, str] = {}
+    placed: PlacedContexts | None = None
+    try:
+        placed = make()
+        in_device = placed.make(Placement.DEVICE)
+        bench.expect(in_device)
+        release(in_device)
+    except Exception as error:
+        lacking = failure(error)
+    full: float | None = None
+    for case in cases:
+        tidy_up()
+        row = case.names() | (lacking if placed is None or lacking else case_figures(bench, placed, case))
+        if "error" not in row:
+            if (case.label, case.placement) == ("full", Placement.DEVICE):
+                full = row["tokens_per_s"]
+            if full is not None:
+                row["to_full"] = round(row["tokens_per_s"] / full, 3)
+        yield row
+    if placed is not None:
+        placed.release()
+
+
+def case_figures(bench: Bench, placed: PlacedContexts, case: Case) -> dict[str, Any]:
+    """The case's figures, or its error."""
+    contexts: list[ResidentContext] = []
+    try:
+        contexts = placed.make(case.placement)
+        return bench.measure(case, contexts)
+    except Exception as error:  # other cases may well run
+        return failure(error)
+    finally:
+        release(contexts)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""What a request gets: tokens by methods, sampling and constraints, and batches of them."""

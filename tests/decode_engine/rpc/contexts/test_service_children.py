@@ -1,0 +1,305 @@
+"""Children over the network: sessions that are kept, contexts that continue others, and who needs whom."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+
+from decode_engine.errors import PromptTooLongError
+from decode_engine.gateway.serving import Gateway
+from decode_engine.rpc.client import Client, Keep, Summary
+from decode_engine.rpc.server import DecodeServer
+from index_store.errors import (
+    ContextCorruptError,
+    ContextHasChildrenError,
+    ContextNotFoundError,
+    InvalidArgumentError,
+    StoreFullError,
+)
+from tests.decode_engine.conftest import TEXT, Library, make_library
+from tests.support.serving.service import leases, wait_until
+
+MORE = "Every winter the harbour froze, and the keeper walked over the ice to the ships. "
+METHODS = ("csattention", "quest", "multipole")
+
+
+class Shelf:
+    """A store of its own with a server on it, and one context of all methods."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.root = "contexts/" + library.prefill("root", method=METHODS)
+
+    def served(self, **changes: object) -> DecodeServer:
+        server = DecodeServer(self.library.config(**changes))
+        server.load()
+        return server
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    return Shelf(make_library(tmp_path_factory.mktemp("children")))
+
+
+@pytest.fixture(scope="module")
+def running(shelf: Shelf) -> Iterator[DecodeServer]:
+    with shelf.served() as server:
+        yield server
+
+
+@pytest.fixture
+def client(running: DecodeServer) -> Iterator[Client]:
+    with Client(running.address) as connected:
+        yield connected
+
+
+def ask(client: Client, context: str, text: str = MORE, **options: object) -> tuple[list[int], Summary]:
+    """The tokens of an answer and its summary."""
+    with client.generate(context, text=text, **{"max_tokens": 8, **options}) as generation:  # type: ignore[arg-type]
+        tokens = [token for piece in generation for token in piece.token_ids]
+    return tokens, generation.summary
+
+
+def extend(client: Client, context: str, text: str = MORE, name: str = "") -> str:
+    """A child of the context and the text, attended exactly."""
+    _, summary = ask(
+        client, context, text, max_tokens=None, method="full", keep=Keep(name=name, prompt_only=True)
+    )
+    assert summary.completion_tokens == 0
+    return summary.kept_context
+
+
+def test_a_child_answers_as_the_context_prefilled_in_one_go(shelf: Shelf, client: Client) -> None:
+    whole = "contexts/" + shelf.library.prefill("whole", text=TEXT + MORE * 3, method=METHODS)
+    first = extend(client, shelf.root, MORE)
+    child = extend(client, first, MORE * 2)
+    info = client.get_context(child)
+    assert info.token_count == client.get_context(whole).token_count
+    assert info.parent == shelf.root  # not the child in the middle, whose rows it has
+    assert info.parent_token_count == client.get_context(shelf.root).token_count
+    for text in ("The lamp", " and so"):
+        expected, _ = ask(client, whole, text, method="full", max_tokens=24)
+        found, summary = ask(client, child, text, method="full", max_tokens=24)
+        assert found == expected
+        assert summary.cached_tokens == summary.context_tokens == info.token_count
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_search_what_a_child_added(shelf: Shelf, client: Client, method: str) -> None:
+    """The same tokens are in the tail, and were appended to the indexes, as if they had been the prompt's."""
+    child = extend(client, shelf.root, MORE * 4)
+    answer, summary = ask(
+        client, child, "The lamp", method=f"{method}@append_block=32@recent=32", keep_ratio=1.0
+    )
+    expected, _ = ask(client, child, "The lamp", method="full")
+    assert answer == expected
+    assert summary.selection.keys_available > 0
+
+
+def test_a_session_that_is_kept_goes_on_where_it_ended(shelf: Shelf, client: Client) -> None:
+    prompt = "The lamp of the grey harbour "
+    answer, summary = ask(client, shelf.root, prompt, method="full", max_tokens=12, keep=Keep(name="talk"))
+    child = client.get_context(summary.kept_context)
+    assert (child.display_name, child.state, child.expire_time) == ("talk", "ready", None)
+    assert child.token_count == summary.context_tokens + summary.prompt_tokens + 12
+    going_on, _ = ask(client, child.name, " lit", method="full", max_tokens=6)
+    with client.generate(shelf.root, text=prompt, method="full", max_tokens=12) as again:
+        assert [token for piece in again for token in piece.token_ids] == answer
+    ids = shelf.library.store / "contexts" / child.name.removeprefix("contexts/") / "kv"
+    assert ids.is_dir()
+    assert len(going_on) == 6
+    again_kept = ask(client, shelf.root, prompt, method="full", max_tokens=12, keep=Keep(name="talk"))[1]
+    assert again_kept.kept_context == child.name
+
+
+def test_a_stop_string_ends_what_is_kept(shelf: Shelf, client: Client) -> None:
+    answer, _ = ask(client, shelf.root, "The lamp", max_tokens=8)
+    with client.generate(shelf.root, text="The lamp", max_tokens=8) as generation:
+        text = generation.read()
+    stop = text[2:4]
+    tokens, summary = ask(client, shelf.root, "The lamp", max_tokens=8, stop=[stop], keep=Keep())
+    assert summary.finish_reason == "stop"
+    assert tokens == answer[: len(tokens)]
+    kept = client.get_context(summary.kept_context)
+    assert kept.token_count == summary.context_tokens + summary.prompt_tokens + len(tokens)
+    assert kept.display_name == "root"
+
+
+def test_children_outlive_the_server(shelf: Shelf, tmp_path: Path) -> None:
+    library = Library(shelf.library.model, tmp_path / "store")
+    shutil.copytree(shelf.library.store, library.store)
+    with DecodeServer(library.config()) as server, Client(server.address) as client:
+        server.load()
+        child = extend(client, shelf.root)
+        expected, _ = ask(client, child, "The lamp")
+    with DecodeServer(library.config()) as server, Client(server.address) as client:
+        server.load()
+        assert ask(client, child, "The lamp")[0] == expected
+
+
+def test_a_parent_is_deleted_with_its_children_or_not_at_all(shelf: Shelf, client: Client) -> None:
+    root = "contexts/" + shelf.library.prefill("short-lived", method=METHODS)
+    children = [extend(client, root, text) for text in (MORE, MORE * 2)]
+    assert client.get_context(root).children == 2
+    with pytest.raises(ContextHasChildrenError, match="2 contexts continue it"):
+        client.delete_context(root)
+    assert {info.name for info in client.list_contexts() if info.parent == root} == set(children)
+    client.delete_context(root, force=True)
+    for name in (root, *children):
+        with pytest.raises(ContextNotFoundError):
+            client.get_context(name)
+
+
+def test_the_parent_stays_while_a_childs_session_runs(
+    shelf: Shelf, client: Client, running: DecodeServer
+) -> None:
+    child = extend(client, shelf.root)
+    generation = client.generate(child, text="The lamp", max_tokens=3000)
+    pieces = iter(generation)
+    next(pieces)
+    assert leases(running) == 1
+    assert running.backend.arena.drop(shelf.root.removeprefix("contexts/")) is False
+    next(pieces)
+    generation.cancel()
+    wait_until(lambda: leases(running) == 0)
+
+
+def test_a_child_without_its_parent_says_so(shelf: Shelf, tmp_path: Path) -> None:
+    library = Library(shelf.library.model, tmp_path / "store")
+    shutil.copytree(shelf.library.store, library.store)
+    with DecodeServer(library.config()) as server, Client(server.address) as client:
+        server.load()
+        child = extend(client, shelf.root)
+        shutil.rmtree(library.store / shelf.root)
+        with pytest.raises(ContextCorruptError, match="is not in the store") as caught:
+            ask(client, child)
+        assert caught.value.metadata["cause"] == "PARENT_MISSING"
+        info = client.get_context(child)
+        assert (info.state, shelf.root.removeprefix("contexts/") in info.state_message) == ("corrupt", True)
+
+
+def test_a_child_that_has_outgrown_its_parent_says_what_to_do(
+    shelf: Shelf, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = extend(client, shelf.root, MORE * 6)
+    assert client.get_context(child).state_message == ""  # too few tokens to be worth a copy
+    monkeypatch.setattr("index_store.family.parents.GROWN_TOKENS", 100)
+    info = client.get_context(child)
+    assert info.state == "ready"
+    assert f"adds {6 * len(MORE)} tokens to the {info.parent_token_count} of its parent" in info.state_message
+    assert f"prefill-worker detach {child.removeprefix('contexts/')[:12]}" in info.state_message
+    short = extend(client, shelf.root, MORE + "\n" * 20)  # a fifth of its parent
+    for name in (short, shelf.root):
+        assert client.get_context(name).state_message == ""
+
+
+def test_a_damaged_child_is_refused_and_its_parent_is_not(
+    shelf: Shelf, client: Client, running: DecodeServer
+) -> None:
+    child = extend(client, shelf.root, MORE * 5)
+    chunk = shelf.library.chunk(child.removeprefix("contexts/"))
+    data = bytearray(chunk.read_bytes())
+    data[5] ^= 1
+    chunk.write_bytes(data)
+    with pytest.raises(ContextCorruptError, match="crc32c"):
+        ask(client, child)
+    with Gateway("127.0.0.1:0", running.address) as gateway:
+        asked = {"model": "model", "prompt": "The lamp", "max_tokens": 2}
+        for stream in (False, True):
+            body = {**asked, "context": child, "stream": stream}
+            reply = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=60)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (500, "context_corrupt")
+            assert str(shelf.library.store) not in reply.text
+            assert "make it again: prefill its document, or continue its parent anew" in reply.text
+        whole = httpx.post(f"{gateway.url}/v1/completions", json={**asked, "context": shelf.root}, timeout=60)
+        assert whole.status_code == 200
+    assert ask(client, shelf.root)[0]
+    assert extend(client, shelf.root, MORE * 5) == child  # made anew
+    assert ask(client, child)[0]
+    client.delete_context(child)
+
+
+def test_many_sessions_on_children_of_one_parent(shelf: Shelf, client: Client) -> None:
+    children = [extend(client, shelf.root, f"{number} ships. ") for number in range(4)]
+    alone = [ask(client, child, "The lamp", method="full")[0] for child in children]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(
+            pool.map(lambda child: ask(client, child, "The lamp", method="full")[0], children * 2)
+        )
+    assert together == alone * 2
+
+
+def test_what_a_session_may_be_kept_as(shelf: Shelf, client: Client) -> None:
+    ttl = timedelta(hours=1)
+    kept = ask(client, shelf.root, "Once ", keep=Keep(ttl=ttl))[1].kept_context
+    expires = client.get_context(kept).expire_time
+    assert expires is not None
+    assert timedelta(minutes=55) < expires - datetime.now(UTC) <= ttl
+    for keep, field in (
+        (Keep(name="a\nb"), "keep.display_name"),
+        (Keep(name="a" * 501), "keep.display_name"),
+        (Keep(ttl=timedelta(0)), "keep.ttl"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=field):
+            ask(client, shelf.root, keep=keep)
+    with pytest.raises(InvalidArgumentError, match=r"max_tokens is 3 and keep\.prompt_only"):
+        ask(client, shelf.root, max_tokens=3, keep=Keep(prompt_only=True))
+    with pytest.raises(PromptTooLongError):
+        ask(client, shelf.root, max_tokens=4090)
+
+
+def test_a_full_disk_is_told_and_nothing_stays(
+    shelf: Shelf, client: Client, running: DecodeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = len(list(client.list_contexts()))
+    with monkeypatch.context() as patched:
+        patched.setattr("index_store.store.writer.sync_tree", refuse)
+        with pytest.raises(StoreFullError, match="no space is left"):
+            ask(client, shelf.root, "Twice ", keep=Keep())
+        with Gateway("127.0.0.1:0", running.address) as gateway:
+            body = {"model": "model", "prompt": "Twice ", "max_tokens": 2, "context": shelf.root, "keep": {}}
+            reply = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=60)
+    error = reply.json()["error"]
+    assert (reply.status_code, reply.headers["x-should-retry"]) == (507, "false")
+    assert (error["type"], error["code"], error["param"]) == ("server_error", "store_full", None)
+    assert "no space is left" in error["message"]
+    assert len(list(client.list_contexts())) == before
+    wait_until(lambda: leases(running) == 0)
+    assert running.backend.engine.places == 0
+
+
+def test_a_text_continues_the_longest_context_that_it_begins_with(shelf: Shelf, client: Client) -> None:
+    library = shelf.library
+    text = "A ship came in with the tide, and nobody had seen her before. " * 6
+    short = "contexts/" + library.prefill("short", text=text, method=METHODS, salt="")
+    child = extend(client, short, MORE)
+    for whole, context in ((text + " She", short), (text + MORE + " She", child)):
+        expected, _ = ask(client, context, " She", method="full")
+        found, summary = ask(client, "", whole, method="full")
+        assert found == expected
+        assert summary.cached_tokens == client.get_context(context).token_count
+        assert summary.prompt_tokens == 4
+    for unknown in (text[:300], text, "Another " + text):
+        with pytest.raises(ContextNotFoundError, match="name a context, or prefill"):
+            ask(client, "", unknown)
+    with pytest.raises(ContextNotFoundError):
+        ask(client, "", TEXT + MORE)  # stored with a salt
+    with pytest.raises(PromptTooLongError, match="positions"):
+        ask(client, "", text * 100)
+    with pytest.raises(InvalidArgumentError, match="context is ''"):
+        client.generate("", question="Who?").read()
+
+
+def test_a_child_can_be_warmed(shelf: Shelf, client: Client) -> None:
+    child = extend(client, shelf.root)
+    assert client.warm_context(child).context.name == child
+    assert client.get_context(child).resident

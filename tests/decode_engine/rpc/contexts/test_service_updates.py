@@ -1,0 +1,142 @@
+"""What can be changed of a stored context, and lists that are filtered and ordered by it, over the real server."""
+
+from __future__ import annotations
+
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
+
+from decode_engine.rpc.client import NEVER, Client
+from index_store.errors import ContextBusyError, ContextNotFoundError
+from index_store.store.catalog import Store
+from sparsekv.v1 import context_pb2
+from tests.decode_engine.conftest import Library, Stubs
+from tests.support.serving.service import fails
+
+
+def test_a_context_is_renamed_labelled_and_pinned(library: Library, client: Client) -> None:
+    name = "contexts/" + library.prefill("changing")
+    assert client.get_context(name).labels == {}
+    changed = client.update_context(
+        name, display_name="changed", labels={"team": "law", "year": "2026"}, pinned=True
+    )
+    assert (changed.display_name, changed.labels, changed.pinned) == (
+        "changed",
+        {"team": "law", "year": "2026"},
+        True,
+    )
+    assert client.update_context(name, labels={"team": None, "place": "x"}).labels == {
+        "place": "x",
+        "year": "2026",
+    }
+    later = datetime(2099, 1, 1, tzinfo=UTC)
+    assert client.update_context(name, expire_time=later).expire_time == later
+    assert client.update_context(name, expire_time=NEVER).expire_time is None
+    assert client.get_context(name).display_name == "changed"
+    assert Store(library.store).verify(name.removeprefix("contexts/")) == []
+    with client.generate(name, text="The", max_tokens=2) as generation:
+        generation.read()
+    client.delete_context(name)
+
+
+def test_a_pinned_context_does_not_expire(library: Library, client: Client) -> None:
+    name = "contexts/" + library.prefill("pinned", ttl="1h")
+    passed = datetime(2020, 1, 1, tzinfo=UTC)
+    assert client.update_context(name, pinned=True, expire_time=passed).state == "ready"
+    store = Store(library.store)
+    assert not [item for item in store.gc(dry_run=True) if item.kind == "expired"]
+    with client.generate(name, text="The", max_tokens=2) as generation:
+        generation.read()
+    assert client.update_context(name, pinned=False).state == "expired"
+    assert [item.path.name for item in store.gc() if item.kind == "expired"] == [
+        name.removeprefix("contexts/")
+    ]
+    with pytest.raises(ContextNotFoundError):
+        client.update_context(name, pinned=True)
+
+
+def test_updates_at_once_all_take_effect(library: Library, client: Client, lamp: str) -> None:
+    def note(number: int) -> None:
+        client.update_context(lamp, labels={f"k{number}": str(number)})
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(note, range(16)))
+    assert client.get_context(lamp).labels == {f"k{number}": str(number) for number in range(16)}
+    client.update_context(lamp, labels={f"k{number}": None for number in range(16)})
+    assert not list(library.store.glob("contexts/.tmp-*"))
+
+
+def test_an_update_waits_for_no_job(
+    library: Library, client: Client, lamp: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the client's library repeat it, three times after ten seconds each."""
+    monkeypatch.setattr("decode_engine.rpc.service._BUSY_S", 0.1)
+    began = time.monotonic()
+    with (
+        Store(library.store).lock(lamp.removeprefix("contexts/")),
+        pytest.raises(
+            ContextBusyError, match=r"a job changes context .*; try again when it is done"
+        ) as caught,
+    ):
+        client.update_context(lamp, pinned=True)
+    assert time.monotonic() - began < 5
+    assert caught.value.retry_after_s == 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "paths", "message"),
+    [
+        ({}, [], "nothing to change: set some of display_name, expire_time, labels, pinned"),
+        ({"pinned": True}, ["token_count"], "update_mask: found 'token_count', expected some of"),
+        ({"pinned": True}, ["labels."], "update_mask: found 'labels.'"),
+        ({}, ["display_name"], "field 'display_name' is '', expected 1-500 printable characters"),
+        ({"labels": {"Team": "x"}}, [], "field 'labels key' is 'Team', expected 1-63 small letters"),
+        ({"labels": {"team": "x" * 64}}, [], "field 'labels.team' is .*, expected at most 63 printable"),
+        ({"labels": {f"k{number}": "" for number in range(65)}}, [], "65 labels.*at most 64"),
+    ],
+)
+def test_updates_out_of_bounds_are_refused(
+    stubs: Stubs, lamp: str, fields: dict[str, Any], paths: list[str], message: str
+) -> None:
+    request = context_pb2.UpdateContextRequest(
+        context=context_pb2.Context(name=lamp, **fields), update_mask=FieldMask(paths=paths)
+    )
+    code, info, details = fails(lambda: [stubs.contexts.UpdateContext(request)])
+    assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+    assert re.search(message, details)
+
+
+def test_a_mask_of_everything_takes_away_what_is_unset(stubs: Stubs, client: Client, lamp: str) -> None:
+    client.update_context(lamp, pinned=True, labels={"a": "b"})
+    everything = context_pb2.UpdateContextRequest(
+        context=context_pb2.Context(name=lamp, display_name="lamp"), update_mask=FieldMask(paths=["*"])
+    )
+    bare = stubs.contexts.UpdateContext(everything)
+    assert (bare.display_name, dict(bare.labels), bare.pinned) == ("lamp", {}, False)
+
+
+def test_lists_are_filtered_and_ordered_page_by_page(library: Library, client: Client, stubs: Stubs) -> None:
+    names = [f"contexts/{library.prefill(f'sorted{number}')}" for number in (2, 0, 1)]
+    for name in names:
+        client.update_context(name, labels={"kind": "sorted"})
+    wanted = {"filter": "labels.kind = sorted AND state = READY", "order_by": "display_name desc"}
+    found = list(client.list_contexts(page_size=1, **wanted))  # type: ignore[arg-type]
+    assert [context.display_name for context in found] == ["sorted2", "sorted1", "sorted0"]
+    first = stubs.contexts.ListContexts(context_pb2.ListContextsRequest(page_size=1, **wanted))
+    other = context_pb2.ListContextsRequest(page_size=1, page_token=first.next_page_token)
+    _, info, details = fails(lambda: [stubs.contexts.ListContexts(other)])
+    assert (info.metadata["field"], "of a list with another filter or order_by" in details) == (
+        "page_token",
+        True,
+    )
+    wrong = context_pb2.ListContextsRequest(filter="state = GOOD")
+    _, info, details = fails(lambda: [stubs.contexts.ListContexts(wrong)])
+    assert (info.metadata["field"], info.metadata["position"]) == ("filter", "9")
+    for name in names:
+        client.delete_context(name)

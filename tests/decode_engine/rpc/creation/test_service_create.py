@@ -1,0 +1,430 @@
+"""Contexts made over the network: orders, operations, uploads, and a worker that takes them, over a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from google.longrunning import operations_pb2, operations_pb2_grpc
+from google.protobuf.duration_pb2 import Duration
+
+from decode_engine.errors import CancelledError, PromptTooLongError
+from decode_engine.rpc.client import AsyncClient, Client, Keep, OperationInfo
+from decode_engine.rpc.server import DecodeServer
+from index_store.errors import (
+    InvalidArgumentError,
+    JobCorruptError,
+    JobNotFoundError,
+    JobUnfinishedError,
+    MethodUnsupportedError,
+    UploadNotFoundError,
+)
+from index_store.jobs.job_queue import JobQueue
+from index_store.models.conversation.messages import Conversation, Message, Role, Tool
+from prefill_worker.config import WorkerConfig
+from prefill_worker.jobs.checkpoint import Checkpoint
+from prefill_worker.worker.queue_worker import QueueWorker
+from sparsekv.v1 import context_pb2, generation_pb2
+from tests.decode_engine.conftest import MAX_POSITIONS, Library, Stubs, make_library
+from tests.support.serving.service import fails
+
+WORDS = "The keeper of the {} lighthouse counted ships and wrote them down. "
+
+
+def document(name: str, times: int = 6) -> str:
+    """A text that no other test has."""
+    return WORDS.format(name) * times
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """A store of this module alone, with a toy model."""
+    library = make_library(tmp_path_factory.mktemp("shop"))
+    library.prefill("first")  # makes the store
+    return library
+
+
+@pytest.fixture(scope="module")
+def server(shop: Library) -> Iterator[DecodeServer]:
+    with DecodeServer(shop.config()) as started:
+        started.load()
+        yield started
+
+
+def make_worker(shop: Library, chunk: int = 100) -> QueueWorker:
+    return QueueWorker(WorkerConfig(store=shop.store, model=str(shop.model), chunk=chunk, device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def worker(shop: Library) -> QueueWorker:
+    """A worker that works when a test tells it to."""
+    return make_worker(shop)
+
+
+@pytest.fixture
+def working(worker: QueueWorker) -> Iterator[None]:
+    """The worker works beside the test."""
+    stopping = threading.Event()
+    thread = threading.Thread(target=worker.run, args=(stopping,))
+    thread.start()
+    yield
+    stopping.set()
+    thread.join()
+
+
+def names(client: Client) -> set[str]:
+    return {context.name for context in client.list_contexts()}
+
+
+@pytest.mark.usefixtures("working")
+def test_a_context_is_made_of_a_text_and_answers(client: Client) -> None:
+    told: list[OperationInfo] = []
+    operation = client.create_context(
+        document("northern", 12), display_name="north", on_progress=told.append, methods=["csattention"]
+    )
+    made = operation.result()
+    assert (operation.done, operation.phase, operation.error) == (True, "ended", None)
+    assert (
+        operation.tokens_done == operation.tokens_total == made.token_count == len(document("northern", 12))
+    )
+    assert operation.layers_done == operation.layers_total > 0
+    assert operation.bytes_written == made.kv_bytes + made.index_bytes
+    assert operation.context_name == made.name
+    assert (made.display_name, made.default_method, made.expire_time) == ("north", "csattention", None)
+    assert told[-1] == operation
+    assert [later.tokens_done for later in told] == sorted(later.tokens_done for later in told)
+    with client.generate(made.name, question="Who counted?", max_tokens=4) as generation:
+        generation.read()
+    assert generation.summary.context_tokens == made.token_count
+
+
+def test_it_is_the_context_that_a_job_on_the_machine_makes(
+    client: Client, worker: QueueWorker, shop: Library
+) -> None:
+    text = document("same")
+    operation = client.create_context(text, wait=False)
+    worker.work_once()
+    path = shop.store.parent / "same.txt"
+    path.write_text(text)
+    from index_store.cli.progress import SilentReporter
+    from prefill_worker.config import PrefillConfig
+    from prefill_worker.jobs.job import run_job
+
+    report = run_job(PrefillConfig(model=str(shop.model), store=shop.store, input=(path,)), SilentReporter())
+    assert operation.context_name == f"contexts/{report.manifest.id}"
+    assert not report.created
+
+
+def test_what_is_stored_is_done_at_once(client: Client, worker: QueueWorker) -> None:
+    first = client.create_context(document("done"), wait=False)
+    assert (first.done, first.phase) == (False, "queued")
+    assert first.context_name not in names(client)
+    worker.work_once()
+    again = client.create_context(document("done"), wait=False)
+    assert again.done
+    assert again.result().name == first.context_name
+    # Another method is something else to do.
+    more = client.create_context(document("done"), methods=["quest"], wait=False)
+    assert not more.done
+    worker.work_once()
+    assert "quest" in client.wait_operation(more.name).result().methods
+    assert client.create_context(document("done"), methods=["quest"], wait=False).done
+
+
+def test_rows_in_8_bits_are_made_answered_and_continued(client: Client, worker: QueueWorker) -> None:
+    text = document("coded", 12)
+    operation = client.create_context(text, methods=["refined"], rows="int8", wait=False)
+    plain = client.create_context(text, methods=["refined"], wait=False)
+    assert operation.context_name != plain.context_name
+    worker.work_once()
+    worker.work_once()
+    made, exact = (client.wait_operation(each.name).result() for each in (operation, plain))
+    assert (made.rows, exact.rows, made.dtype) == ("int8", "dtype", exact.dtype)
+    assert made.kv_bytes < exact.kv_bytes / 3
+    assert client.create_context(text, methods=["refined"], rows="int8", wait=False).done
+    kept = ""
+    for method in ("full", "refined"):
+        keep = Keep("more") if method == "refined" else None
+        with client.generate(
+            made.name, question="Who?", max_tokens=3, method=method, keep=keep
+        ) as generation:
+            generation.read()
+        assert generation.summary.context_tokens == made.token_count
+        kept = generation.summary.kept_context
+    child = client.get_context(kept)
+    assert (child.parent, child.rows) == (made.name, "dtype")
+    with client.generate(child.name, text="And then?", max_tokens=3, method="refined") as generation:
+        generation.read()
+    assert generation.summary.context_tokens == child.token_count
+    later = client.create_context("It rained. " * 9, parent=made.name, wait=False)
+    worker.work_once()
+    read = client.wait_operation(later.name).result()
+    assert (read.parent, read.rows) == (made.name, "dtype")
+
+
+def test_a_request_id_makes_repeats_harmless_also_after_a_restart(
+    client: Client, worker: QueueWorker, shop: Library
+) -> None:
+    first = client.create_context(document("repeated"), request_id="order 1", wait=False)
+    assert client.create_context(document("repeated"), request_id="order 1", wait=False).name == first.name
+    with pytest.raises(InvalidArgumentError, match="request_id 'order 1' was used for another request"):
+        client.create_context(document("another"), request_id="order 1", wait=False)
+    with DecodeServer(shop.config()) as restarted:
+        restarted.load()
+        with Client(restarted.address) as later:
+            assert later.create_context(document("repeated"), request_id="order 1", wait=False) == first
+            worker.work_once()
+            assert later.wait_operation(first.name).result().name == first.context_name
+    assert client.create_context(document("repeated"), request_id="order 1", wait=False).name == first.name
+
+
+def test_higher_priorities_come_first_then_the_oldest(client: Client, worker: QueueWorker) -> None:
+    orders = [("old", 0), ("new", 0), ("urgent", 5), ("idle", -5)]
+    made = {
+        name: client.create_context(document(name), priority=priority, wait=False)
+        for name, priority in orders
+    }
+    assert [
+        client.get_operation(made[name].name).jobs_ahead for name in ("urgent", "old", "new", "idle")
+    ] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    finished = []
+    for _ in orders:
+        worker.work_once()
+        finished += [
+            name for name in made if client.get_operation(made[name].name).done and name not in finished
+        ]
+    assert finished == ["urgent", "old", "new", "idle"]
+
+
+def test_tokens_and_uploads_are_documents_too(
+    client: Client, worker: QueueWorker, server: DecodeServer
+) -> None:
+    text = document("uploaded")
+    ids = server.backend.runner.tokenizer.encode(text)
+    by_ids = client.create_context(token_ids=ids, wait=False)
+    upload = client.upload_document(text.encode())
+    assert upload.size_bytes == len(text.encode())
+    by_upload = client.create_context(upload=upload.name, wait=False)
+    assert by_upload.context_name == by_ids.context_name
+    named = client.upload_document(text.encode())
+    first = client.create_context(upload=named.name, request_id="with an upload", wait=False)
+    assert client.create_context(upload=named.name, request_id="with an upload", wait=False) == first
+    with pytest.raises(UploadNotFoundError, match="it was used, has expired, or never was"):
+        client.create_context(upload=upload.name, wait=False)
+    while worker.work_once():
+        pass
+    assert client.get_operation(by_ids.name).result().token_count == len(ids)
+    assert client.get_operation(by_upload.name).result() == client.get_operation(by_ids.name).result()
+
+
+def test_messages_are_a_document_that_further_turns_follow(client: Client, worker: QueueWorker) -> None:
+    said = [
+        Message(Role.SYSTEM, "You keep the lamp."),
+        Message(Role.USER, document("spoken")),
+        Message(Role.ASSISTANT, "I see."),
+    ]
+    operation = client.create_context(messages=said, request_id="talk", wait=False)
+    assert client.create_context(messages=said, request_id="talk", wait=False) == operation
+    while worker.work_once():
+        pass
+    made = client.get_operation(operation.name).result()
+    assert made.is_conversation
+    assert made.display_name.startswith("You keep the lamp.")
+    turn = [Message(Role.USER, "Who counted?")]
+    with client.generate(made.name, messages=turn, max_tokens=3) as generation:
+        generation.read()
+    assert generation.summary.context_tokens == made.token_count
+    tools = Conversation(tuple(said), (Tool("count", "Counts ships."),))
+    with pytest.raises(
+        InvalidArgumentError, match=r"leaves tools\[0\].name out"
+    ):  # they reach the toy's template
+        client.create_context(messages=tools, wait=False)
+    with pytest.raises(InvalidArgumentError, match="found 0 messages"):
+        client.create_context(messages=[], wait=False)
+
+
+def test_uploads_are_checked(client: Client, stubs: Stubs) -> None:
+    part = context_pb2.UploadDocumentRequest
+    with pytest.raises(InvalidArgumentError, match="the document is empty"):
+        client.upload_document(b"")
+    code, info, details = fails(
+        lambda: [stubs.contexts.UploadDocument(iter([part(data=b"a", sha256="0" * 64)]))]
+    )
+    assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+    assert "send it again" in details
+    broken = client.upload_document(b"\xff\xfe no text")
+    with pytest.raises(InvalidArgumentError, match="not UTF-8 text"):
+        client.create_context(upload=broken.name, wait=False)
+
+
+def test_a_waiting_job_is_cancelled_at_once_and_a_running_one_soon(
+    client: Client, worker: QueueWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = client.create_context(document("unwanted"), wait=False)
+    client.cancel_operation(waiting.name)
+    ended = client.get_operation(waiting.name)
+    assert ended.done
+    assert isinstance(ended.error, CancelledError)
+    assert not worker.work_once()
+
+    running = client.create_context(document("interrupted", 20), wait=False)
+    phases = []
+
+    def cancel_after_the_first_pass(checkpoint: Checkpoint, *arguments: object) -> None:
+        phases.append(client.get_operation(running.name).phase)
+        client.cancel_operation(running.name)
+
+    monkeypatch.setattr(Checkpoint, "keep", cancel_after_the_first_pass)
+    assert worker.work_once()
+    assert phases == ["reading"]
+    assert isinstance(client.get_operation(running.name).error, CancelledError)
+    assert running.context_name not in names(client)
+    client.cancel_operation(running.name)  # of what has ended nothing happens
+    assert isinstance(client.get_operation(running.name).error, CancelledError)
+
+
+def test_operations_are_listed_and_forgotten(client: Client, worker: QueueWorker, stubs: Stubs) -> None:
+    made = [client.create_context(document(f"listed {number}"), wait=False) for number in range(3)]
+    listed = [operation.name for operation in client.list_operations(page_size=2)]
+    assert [name for name in listed if name in {one.name for one in made}] == [one.name for one in made[::-1]]
+    with pytest.raises(JobUnfinishedError, match="cancel it first"):
+        client.delete_operation(made[0].name)
+    for one in made:
+        client.cancel_operation(one.name)
+        client.delete_operation(one.name)
+        with pytest.raises(JobNotFoundError):
+            client.get_operation(one.name)
+    operations = operations_pb2_grpc.OperationsStub(stubs.channel)
+    for wrong in ({"name": "contexts"}, {"filter": "done"}, {"page_size": -1}, {"page_token": "x"}):
+        request = operations_pb2.ListOperationsRequest(**wrong)
+        code, info, _ = fails(lambda request=request: [operations.ListOperations(request)])
+        assert (code, info.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, next(iter(wrong)))
+    assert not worker.work_once()
+
+
+def test_a_wait_ends_after_its_time(client: Client) -> None:
+    operation = client.create_context(document("patient"), wait=False)
+    assert client.wait_operation(operation.name, 0.1) == client.get_operation(operation.name)
+    client.cancel_operation(operation.name)
+
+
+def test_damaged_jobs_are_named_and_hold_nobody_up(
+    client: Client, worker: QueueWorker, shop: Library
+) -> None:
+    broken = client.create_context(document("damaged"), wait=False)
+    (shop.store / "jobs" / broken.name.removeprefix("operations/") / "job.json").write_text("{}")
+    fine = client.create_context(document("fine"), wait=False)
+    assert worker.work_once()
+    assert client.get_operation(fine.name).context is not None
+    found = client.get_operation(broken.name)
+    assert found.done
+    assert isinstance(found.error, JobCorruptError)
+    assert str(shop.store) not in str(found.error)
+    assert broken.name in {operation.name for operation in client.list_operations()}
+    client.delete_operation(broken.name)
+
+    short = client.create_context(document("short"), wait=False)
+    (shop.store / "jobs" / short.name.removeprefix("operations/") / "tokens").write_bytes(b"1234")
+    assert worker.work_once()
+    assert isinstance(client.get_operation(short.name).error, JobCorruptError)
+
+
+def test_a_server_without_its_context_tells_so(client: Client, worker: QueueWorker) -> None:
+    operation = client.create_context(document("deleted"), wait=False)
+    worker.work_once()
+    client.delete_context(operation.context_name)
+    found = client.get_operation(operation.name).result()
+    assert (found.state, found.state_message) == (
+        "unavailable",
+        "the context was made, and has been deleted since",
+    )
+    again = client.create_context(document("deleted"), wait=False)
+    assert not again.done
+    worker.work_once()
+    assert client.get_operation(again.name).result().state == "ready"
+
+
+TOKENS = generation_pb2.TokenIds
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason", "said"),
+    [
+        ({}, "INVALID_ARGUMENT", "the document is missing"),
+        ({"text": "  "}, "INVALID_ARGUMENT", "text is blank"),
+        ({"token_ids": TOKENS()}, "INVALID_ARGUMENT", "token_ids has no tokens"),
+        ({"token_ids": TOKENS(ids=[2**31])}, "INVALID_ARGUMENT", "expected ids of 0 to"),
+        ({"text": "a" * (MAX_POSITIONS + 1)}, "PROMPT_TOO_LONG", f"the {MAX_POSITIONS} positions"),
+        ({"token_ids": TOKENS(ids=[1] * (MAX_POSITIONS + 1))}, "PROMPT_TOO_LONG", "positions"),
+        ({"upload": "x"}, "INVALID_ARGUMENT", "expected uploads/"),
+        ({"upload": "uploads/" + "0" * 32}, "UPLOAD_NOT_FOUND", "there is no upload"),
+        ({"upload": "uploads/../x"}, "UPLOAD_NOT_FOUND", "there is no upload"),
+        ({"text": "a", "methods": ["best"]}, "METHOD_UNSUPPORTED", "best"),
+        ({"text": "a", "methods": ["full", "full"]}, "INVALID_ARGUMENT", "different ones"),
+        ({"text": "a", "methods": ["x" * 129]}, "INVALID_ARGUMENT", "128"),
+        ({"text": "a", "rows": "int4"}, "INVALID_ARGUMENT", "expected one of dtype, int8"),
+        ({"text": "a", "rows": "int8", "parent": "contexts/a"}, "INVALID_ARGUMENT", "leave it out"),
+        ({"text": "a", "display_name": "a\nb"}, "INVALID_ARGUMENT", "display_name"),
+        ({"text": "a", "request_id": "a" * 129}, "INVALID_ARGUMENT", "request_id"),
+        ({"text": "a", "priority": 101}, "INVALID_ARGUMENT", "-100 to 100"),
+        ({"text": "a", "ttl": Duration()}, "INVALID_ARGUMENT", "expected 1 s to 36500 days"),
+        ({"text": "a", "ttl": Duration(seconds=2**40)}, "INVALID_ARGUMENT", "ttl"),
+    ],
+)
+def test_wrong_orders_are_refused(stubs: Stubs, request_: dict[str, object], reason: str, said: str) -> None:
+    request = context_pb2.CreateContextRequest(**request_)  # type: ignore[arg-type]
+    _, info, details = fails(lambda: [stubs.contexts.CreateContext(request)])
+    assert info.reason == reason
+    assert said in details
+
+
+def test_the_queue_is_bounded(client: Client, server: DecodeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue: JobQueue = server.backend.workshop.queue
+    monkeypatch.setattr(queue, "_most_jobs", 0)
+    with pytest.raises(Exception, match="try again later") as caught:
+        client.create_context(document("crowded"), wait=False)
+    assert caught.value.reason == "QUEUE_FULL"  # type: ignore[attr-defined]
+    assert caught.value.retry_after_s == 5.0  # type: ignore[attr-defined]
+
+
+def test_the_client_says_what_it_cannot_send(client: Client) -> None:
+    with pytest.raises(InvalidArgumentError, match="exactly one of"):
+        client.create_context(wait=False)
+    with pytest.raises(MethodUnsupportedError):
+        client.create_context("a", methods=["unknown"])
+    with pytest.raises(PromptTooLongError):
+        client.create_context("a" * (5 << 20))  # uploaded, and then found to be too long
+
+
+@pytest.mark.usefixtures("working")
+def test_the_asynchronous_client_has_the_same_verbs(server: DecodeServer) -> None:
+    async def use() -> None:
+        async with AsyncClient(server.address) as client:
+            made = (await client.create_context(document("asynchronous"), ttl_s=3600)).result()
+            assert made.expire_time is not None
+            upload = await client.upload_document(document("parts").encode())
+            operation = await client.create_context(upload=upload.name, wait=False)
+            await client.cancel_operation(operation.name)
+            assert (await client.wait_operation(operation.name)).done
+            assert (await client.get_operation(operation.name)).done
+            assert operation.name in [listed.name async for listed in client.list_operations()]
+            await client.delete_operation(operation.name)
+
+    asyncio.run(use())
+
+
+def test_nothing_is_left_beside_the_records(shop: Library, worker: QueueWorker) -> None:
+    while worker.work_once():
+        pass
+    left = [path for path in (shop.store / "jobs").rglob("*") if path.is_file() and path.name != "job.json"]
+    assert left == []
+    assert list(Path(shop.store / "contexts").glob(".*")) == []

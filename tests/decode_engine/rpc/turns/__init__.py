@@ -1,0 +1,1 @@
+"""Who is served when: loading, waiting, limits, and how calls begin and end."""

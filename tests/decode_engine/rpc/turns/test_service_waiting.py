@@ -1,0 +1,198 @@
+"""What a request that waits, is refused or fails is told, by the real server; and what the log says of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from decode_engine.errors import CancelledError, TooManyRequestsError
+from decode_engine.rpc import generation as generation_module
+from decode_engine.rpc.client import Client, Usage, Waiting
+from decode_engine.rpc.server import DecodeServer
+from decode_engine.rpc.transport.appointments import Appointments, Clients
+from index_store.errors import ContextCorruptError
+from sparsekv.v1 import generation_pb2
+from tests.decode_engine.conftest import Library, Stubs
+from tests.support.serving.service import LONG, fails, wait_until
+
+
+@pytest.fixture(scope="module")
+def narrow_server(library: Library, lamp: str) -> Iterator[DecodeServer]:
+    """A server for one request at a time; three more may wait, all of one client."""
+    with DecodeServer(library.config(max_sessions=1, max_waiting=3, max_client_requests=4)) as server:
+        server.load()
+        yield server
+
+
+@pytest.fixture
+def narrow(narrow_server: DecodeServer) -> Iterator[tuple[DecodeServer, Client]]:
+    with Client(narrow_server.address) as client:
+        yield narrow_server, client
+    wait_until(lambda: narrow_server.backend.engine.places == 0)
+
+
+def test_who_waits_is_told_how_many_are_ahead(
+    narrow: tuple[DecodeServer, Client], lamp: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_module, "_FIRST_NOTICE_S", 0.0)
+    monkeypatch.setattr(generation_module, "_NOTICE_S", 0.02)
+    server, client = narrow
+    engine = server.backend.engine
+    told: list[Waiting] = []
+    with client.generate(lamp, text="Who?", max_tokens=LONG) as running:
+        next(iter(running))
+        second = client.generate(lamp, text="Who?", max_tokens=2)
+        wait_until(lambda: engine.stats().waiting == 1)
+        third = client.generate(lamp, text="Who?", max_tokens=2, on_wait=told.append)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(third.read)
+            wait_until(lambda: Waiting("session", 1) in told)
+            assert third.usage is not None
+            assert (third.usage.prompt_tokens, third.usage.completion_tokens) == (4, 0)
+            second.cancel()
+            wait_until(lambda: Waiting("session", 0) in told)
+            running.cancel()
+            answer.result(10)
+    assert third.summary.completion_tokens == 2
+
+
+def test_usage_is_known_of_a_cancelled_generation(client: Client, lamp: str) -> None:
+    generation = client.generate(lamp, text="Who?", max_tokens=LONG)
+    assert generation.usage is None
+    pieces = iter(generation)
+    received = sum(len(next(pieces).token_ids) for _ in range(3))
+    generation.cancel()
+    with pytest.raises(CancelledError):
+        received += sum(len(piece.token_ids) for piece in pieces)
+    context = client.get_context(lamp)
+    assert generation.usage == Usage(context.token_count, 4, received, context.token_count)
+
+
+def test_the_refused_get_appointments_and_patient_clients_keep_them(
+    narrow: tuple[DecodeServer, Client], lamp: str
+) -> None:
+    _, client = narrow
+    running = [client.generate(lamp, text="Who?", max_tokens=LONG) for _ in range(4)]
+    wait_until(lambda: client.server_status().requests == 4)
+    with pytest.raises(TooManyRequestsError) as caught:
+        client.generate(lamp, text="Who?", max_tokens=2).read()
+    assert caught.value.retry_after_s is not None
+    assert 0 < caught.value.retry_after_s <= 60
+    patient = client.generate(lamp, text="Who?", max_tokens=2, patience_s=30)
+    for generation in running:
+        generation.cancel()
+    patient.read()
+    assert patient.summary.completion_tokens == 2
+
+
+def test_a_client_that_has_lost_patience_or_was_cancelled_does_not_try_again(
+    narrow: tuple[DecodeServer, Client], lamp: str
+) -> None:
+    _, client = narrow
+    running = [client.generate(lamp, text="Who?", max_tokens=LONG) for _ in range(4)]
+    wait_until(lambda: client.server_status().requests == 4)
+    waiting = client.generate(lamp, text="Who?", max_tokens=2, patience_s=60)
+    threading.Timer(0.1, waiting.cancel).start()
+    with pytest.raises((TooManyRequestsError, CancelledError)):
+        waiting.read()
+    for generation in running:
+        generation.cancel()
+
+
+def test_one_client_cannot_have_all_places(library: Library, lamp: str) -> None:
+    with DecodeServer(library.config(max_client_requests=2)) as server, Client(server.address) as client:
+        server.load()
+        running = [client.generate(lamp, text="Who?", max_tokens=LONG) for _ in range(2)]
+        wait_until(lambda: server.backend.engine.places == 2)
+        with pytest.raises(TooManyRequestsError, match="limit for one client"):
+            client.generate(lamp, text="Who?", max_tokens=2).read()
+        assert client.server_status().requests == 2
+        for generation in running:
+            generation.cancel()
+        patient = client.generate(lamp, text="Who?", max_tokens=2, patience_s=30)
+        patient.read()
+        assert patient.summary.completion_tokens == 2
+
+
+def test_places_of_clients_come_back_also_after_errors() -> None:
+    clients = Clients(1)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="x"), clients.place("a"):
+            raise ValueError("x")
+    with clients.place("a"), clients.place("b"), pytest.raises(TooManyRequestsError), clients.place("a"):
+        pass
+
+
+def test_appointments_follow_each_other_as_fast_as_places_become_free() -> None:
+    now = 0.0
+    appointments = Appointments(lambda: now)
+    for _ in range(100):
+        now += 0.5
+        appointments.place_freed()
+    delays = [appointments.next_s() for _ in range(4)]
+    assert delays == pytest.approx([0.5, 1.0, 1.5, 2.0], rel=0.01)
+    now += 100.0
+    assert appointments.next_s() == pytest.approx(0.5, rel=0.01)
+    assert max(appointments.next_s() for _ in range(1000)) == 60.0
+
+
+def test_one_line_per_request_says_who_asked_what_and_what_it_took(
+    client: Client, lamp: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        client.generate(lamp, text="Who?", max_tokens=5, method="full").read()
+        wait_until(lambda: any(getattr(record, "rpc", "") == "Generate" for record in caplog.records))
+    (record,) = [record for record in caplog.records if getattr(record, "rpc", "") == "Generate"]
+    facts = vars(record)
+    assert facts["peer"].startswith("ipv4:127.0.0.1:")
+    assert (facts["context"], facts["method"]) == (lamp.removeprefix("contexts/"), "full")
+    assert (facts["prompt_tokens"], facts["generated_tokens"]) == (4, 5)
+    assert facts["cached_tokens"] == client.get_context(lamp).token_count
+    assert facts["reason"] == "OK"
+    assert 0 <= facts["queue_ms"] <= facts["first_token_ms"] <= facts["total_ms"] <= facts["milliseconds"]
+    assert "method=full prompt_tokens=4" in record.getMessage()
+
+
+def test_no_path_of_the_server_reaches_a_client(
+    library: Library, client: Client, stubs: Stubs, caplog: pytest.LogCaptureFixture
+) -> None:
+    id_ = library.prefill("pathless")
+    manifest = library.store / "contexts" / id_ / "manifest.json"
+    chunk = library.chunk(id_)
+    chunk.unlink()
+    with caplog.at_level(logging.INFO), pytest.raises(ContextCorruptError) as caught:
+        client.generate(f"contexts/{id_}", text="x").read()
+    seen = [caught.value.message, *caught.value.metadata.values()]
+    manifest.write_text("{")
+    seen.append(client.get_context(f"contexts/{id_}").state_message)
+    assert all(str(library.store) not in text and str(library.store.parent) not in text for text in seen)
+    assert str(library.store) in caplog.text  # the log is for who runs the server
+    client.delete_context(f"contexts/{id_}")
+
+
+def test_threads_do_not_stay_after_a_rush(server: DecodeServer, client: Client, lamp: str) -> None:
+    client.generate(lamp, text="Who?", max_tokens=2).read()
+    before = threading.active_count()
+    with ThreadPoolExecutor(20) as pool:
+        texts = list(pool.map(lambda _: client.generate(lamp, text="Who?", max_tokens=20).read(), range(20)))
+        assert len(set(texts)) == 1
+    wait_until(lambda: threading.active_count() <= before + 1)
+
+
+def test_the_prompt_is_bounded_before_it_is_cut(stubs: Stubs, client: Client, lamp: str) -> None:
+    for prompt in (
+        {"text": "word " * 1_600_000},
+        {"question": "x\n" * 3_900_000},
+        {"token_ids": generation_pb2.TokenIds(ids=range(1, 2_000_000))},
+    ):
+        request = generation_pb2.GenerateRequest(context=lamp, **prompt)
+        before = time.monotonic()
+        _, info, message = fails(lambda request=request: stubs.generations.Generate(request))
+        assert info.reason == "PROMPT_TOO_LONG"
+        assert "room for" in message
+        assert time.monotonic() - before < 3

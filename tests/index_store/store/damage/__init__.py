@@ -1,0 +1,1 @@
+"""Files that are wrong, foreign, too large, or out of reach."""

@@ -1,0 +1,1 @@
+"""Writers, also those that are killed, and what they change of a context."""

@@ -1,0 +1,200 @@
+"""Indexes that a published context gains: readers see it as it was or as it is, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from index_store.errors import ContextNotFoundError, InvalidArgumentError, UnexpectedFileError
+from index_store.store import listing
+from index_store.store.catalog import Store
+from index_store.store.manifest import FORMAT_VERSION
+from index_store.store.manifest_json import render_document, render_manifest
+from index_store.store.writer import ContextWriter
+from tests.index_store.store.writing.test_killed_writers import Processes
+from tests.support.store import CREATED, SyntheticContext, add_index, synthetic_context
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    started = Processes()
+    yield started
+    started.close()
+
+
+def names(store: Store) -> list[str]:
+    return sorted(os.listdir(store.path / "contexts"))
+
+
+def test_readers_keep_their_view(stored: Store, context: SyntheticContext) -> None:
+    path = context.draft.indexes[0].arrays[0].path
+    with stored.open(context.id) as before:
+        added, arrays = add_index(stored, context.manifest)
+        assert before.manifest == context.manifest
+        assert torch.equal(before.array(path, 1, 1), context.arrays[path][0, 1])
+        with pytest.raises(InvalidArgumentError, match="no array 'index/more/a'"):
+            before.array("index/more/a", 0, 0)
+    assert stored.manifest(context.id) == Store(stored.path).manifest(context.id) == added
+    assert [index.name for index in added.indexes] == ["tables", "more"]
+    with stored.open(context.id) as after, stored.open(context.id, context.manifest) as earlier:
+        for name, data in arrays.items():
+            head = torch.empty(3)
+            after.read_head(name, 2, 1, head)
+            assert torch.equal(head, data[2, 1])
+        assert torch.equal(after.array(path, 1, 1), context.arrays[path][0, 1])
+        assert earlier.manifest == context.manifest
+    assert stored.verify(context.id) == []
+    assert names(stored) == [context.id]
+    assert stored.gc() == []
+
+
+def test_a_context_without_any_index_gains_two(store: Store) -> None:
+    context = synthetic_context(index_dtypes=())
+    context.write(store)
+    assert not (store.path / "contexts" / context.id / "index").exists()
+    first, _ = add_index(store, context.manifest, "one")
+    second, _ = add_index(store, first, "two", seed=1)
+    assert [index.name for index in second.indexes] == ["tables", "one", "two"]
+    assert store.manifest(context.id) == second
+    assert store.verify(context.id) == []
+
+
+def test_a_list_that_is_in_memory_shows_what_changed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "_SETTLED_S", -60.0)  # trusts the folder's times at once
+    contexts = [synthetic_context(seed=seed, name=f"context {seed}") for seed in range(3)]
+    for context in contexts:
+        context.write(store)
+    assert len(store.list()) == 3
+    other = Store(store.path)  # another process
+    later = contexts[1].manifest.created_at + timedelta(days=1)
+    changed, _ = add_index(other, contexts[1].manifest, name="more", seed=3, expires_at=later)
+    assert changed in store.list()
+    with other.lock(changed.id), other.writer(changed.id) as writer:
+        renamed = writer.publish_into(changed, replace(changed, name="renamed"))
+    assert store.resolve("renamed") == renamed.id
+    with pytest.raises(ContextNotFoundError):
+        store.resolve("context 1")
+    assert len(store.list()) == 3
+
+
+def test_a_context_of_the_format_before_becomes_one_of_this(stored: Store, context: SyntheticContext) -> None:
+    document = json.loads(render_manifest(context.manifest))
+    del document["checksum"]
+    path = stored.path / "contexts" / context.id / "manifest.json"
+    path.write_bytes(render_document({**document, "format_version": 2, "salt": "of an owner"}))
+    older = Store(stored.path).manifest(context.id)
+    assert older.format_version == 2
+    added, _ = add_index(stored, older)
+    assert added.format_version == FORMAT_VERSION
+    assert Store(stored.path).manifest(context.id) == added
+    assert b"of an owner" not in path.read_bytes()
+    assert stored.verify(context.id) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dense_layers": ()}, {"indexes": ()}, {"prefill": {}}, {"created_at": CREATED + timedelta(1)}],
+)
+def test_nothing_else_changes(stored: Store, context: SyntheticContext, changes: dict[str, Any]) -> None:
+    present = context.manifest
+    with stored.writer(present.id) as writer, pytest.raises(InvalidArgumentError, match="nothing else"):
+        writer.publish_into(present, replace(present, **changes))
+    assert stored.manifest(present.id) == present
+
+
+def test_what_the_manifest_promises_must_have_been_written(stored: Store, context: SyntheticContext) -> None:
+    present = context.manifest
+    added, _ = add_index(stored, present)
+    with (
+        stored.writer(present.id) as writer,
+        pytest.raises(InvalidArgumentError, match="the manifest lists arrays"),
+    ):
+        writer.publish_into(present, added)
+
+
+def test_a_context_that_is_deleted_meanwhile(
+    stored: Store, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = ContextWriter.write_chunk
+
+    def delete_first(self: ContextWriter, *arguments: Any) -> None:
+        if names(stored) != [] and context.id in names(stored):
+            stored.delete(context.id)
+        write(self, *arguments)
+
+    monkeypatch.setattr(ContextWriter, "write_chunk", delete_first)
+    with pytest.raises(ContextNotFoundError, match="was deleted while something was added"):
+        add_index(stored, context.manifest)
+    assert names(stored) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("indexes", [("int8",), ()])
+def test_killed_at_any_step(tmp_path: Path, processes: Processes, indexes: tuple[str, ...]) -> None:
+    context = synthetic_context(tokens=20, index_dtypes=indexes)
+    context.write(Store(tmp_path / "pristine", create=True))
+    whole = tmp_path / "whole"
+    shutil.copytree(tmp_path / "pristine", whole)
+    added, _ = add_index(Store(whole), context.manifest)
+    states = {"old": 0, "stray": 0, "new": 0}
+    step = 0
+    while True:
+        path = tmp_path / f"killed {step}"
+        shutil.copytree(tmp_path / "pristine", path)
+        store = Store(path)
+        status = processes.wait(processes.start(store, add_to=context.id, die_at=step))
+        if status == 0:
+            break
+        assert status == -9
+        found = store.manifest(context.id)
+        assert found in (context.manifest, added)
+        problems = store.verify(context.id)
+        assert all(isinstance(problem, UnexpectedFileError) for problem in problems)
+        store.open(context.id).close()
+        removed = {item.kind for item in store.gc()}
+        assert removed <= {"temporary", "index", "lock"}
+        assert ("index" in removed) == bool(problems)
+        states["new" if found == added else "stray" if problems else "old"] += 1
+        assert store.verify(context.id) == []
+        assert store.gc() == []
+        assert names(store) == [context.id]
+        if found != added and step % 4 == 0:
+            assert add_index(store, found)[0] == added
+            assert store.verify(context.id) == []
+        shutil.rmtree(path)
+        step += 1
+    # 12 chunks, the sync, the index's rename and its sync, the manifest's rename and its sync, the removal
+    assert step == 12 + 1 + 2 + 2 + 1
+    assert states == {"old": 14, "stray": 2, "new": 2}
+
+
+def test_an_addition_replaces_what_a_killed_one_left(stored: Store, context: SyntheticContext) -> None:
+    left = stored.path / "contexts" / context.id / "index" / "more" / "a"
+    left.mkdir(parents=True)
+    (left / "zarr.json").write_text("half")
+    (left.parent / "c").write_text("more")
+    add_index(stored, context.manifest)
+    assert stored.verify(context.id) == []
+
+
+def test_clean_up_leaves_what_a_living_writer_has_moved(stored: Store, context: SyntheticContext) -> None:
+    moved = stored.path / "contexts" / context.id / "index" / "more"
+    moved.mkdir()
+    (moved / "zarr.json").write_text("{}")
+    with stored.lock(context.id):
+        assert stored.gc() == []
+        assert stored.leftovers() == []
+    assert [item.kind for item in stored.gc(dry_run=True)] == ["index"]
+    assert moved.is_dir()
+    assert [item.path for item in stored.gc()] == [moved]
+    assert not moved.exists()
+    assert stored.verify(context.id) == []

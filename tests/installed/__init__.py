@@ -1,0 +1,1 @@
+"""Commands and the wheel, as they are installed."""

@@ -1,0 +1,172 @@
+"""Kernels of one layer: on a GPU or in the interpreter, a wrong result is not timed; floors and figures are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+from harness import layer
+from harness.checks import CheckFailedError
+
+from decode_engine.kernels.slots.gather_rows import CopyShape
+from decode_engine.kernels.tables.sizes import TableShape, TableSizes
+from tests.ops.bench.conftest import load_bench
+
+pytestmark = pytest.mark.usefixtures("few_programs")
+LENGTH = 512
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A benchmark of one KV head and the fewest layers."""
+    found = load_bench(f"one_layer/{name}")
+    for module in (layer, found):
+        monkeypatch.setattr(module, "KV_HEADS", 1)
+    monkeypatch.setattr(found, "COLD_BYTES", 2)
+    return found
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("attention_gpu", monkeypatch)
+
+
+@pytest.fixture
+def codes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("codes_gpu", monkeypatch)
+
+
+def test_every_figure_can_be_planned(tables: ModuleType) -> None:
+    for figure in tables.FIGURES:
+        parameters = figure.method().index.parameters
+        assert parameters["subspaces"] * parameters["centroids"] == tables.TABLE_ROWS
+        TableSizes(8, 4, 128, figure.subspaces, parameters["centroids"], figure.length, figure.pooled)
+        assert set(figure.bars) == {0.05, 0.01}
+
+
+def check_that_wrong_results_are_refused(steps: Any, unwritten: str) -> None:
+    steps.check()
+    right = steps.attention.attend
+    for wrong, message in (
+        (lambda layer, q, records: 2 * right(layer, q, records), "relative error"),
+        (lambda layer, q, records: q, unwritten),
+    ):
+        steps.attention.attend = wrong
+        with pytest.raises(CheckFailedError, match=message):
+            steps.check()
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_wrong_attention_over_tables_is_not_timed(tables: ModuleType, pooled: bool) -> None:
+    figure = tables.Figure("small", LENGTH, 1, 8, pooled, {0.05: 1.0})
+    steps = tables.Bench(tables.TableMemory(LENGTH, 1), figure, 0.05)
+    assert steps.shape not in steps.neighbours()
+    assert steps.bytes_floor(20) == (1 if pooled else 4) * 8 * LENGTH + (20 + 8 + 64 + 16) * layer.ROW
+    check_that_wrong_results_are_refused(steps, "was not written")
+
+
+def test_wrong_attention_over_codes_is_not_timed(codes: ModuleType) -> None:
+    steps = codes.Bench(codes.CodeMemory(LENGTH, 1), 0.05)
+    assert steps.shape not in steps.neighbours()
+    check_that_wrong_results_are_refused(steps, "was not written")
+
+
+def test_wrong_attention_of_refined_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("refined_gpu", monkeypatch)
+    figure = bench.Figure("small", 1, 4, {0.05: 1.0})
+    steps = bench.Bench(bench.CoarseMemory(256, 1, clustered=True), figure, 0.05)
+    assert steps.shape not in steps.neighbours()
+    assert steps.bytes_floor(20) == 256 * (128 + 4 + 4) + (20 + 8 + 64 + 16) * layer.ROW
+    check_that_wrong_results_are_refused(steps, "was not written")
+
+
+def test_wrong_attention_of_many_sessions_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("shared_gpu", monkeypatch)
+    figure = bench.Figure("small", 128, (5, 1))
+    steps = bench.Bench(bench.SharedMemory(128, 2, 6), figure, bench.SharedShape())
+    steps.check()
+    right = steps.attention.attend
+    monkeypatch.setattr(steps.attention, "attend", lambda layer, q, records: 2 * right(layer, q, records))
+    with pytest.raises(CheckFailedError, match=r"session \d: relative error"):
+        steps.check()
+
+
+def test_bars_of_many_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("shared_gpu", monkeypatch)
+    one = {"figure": "one-128k", "sessions": 16, "ratio": 1.0, "over_bytes": 1.3, "over_one": 1.1}
+    mixed = one | {"figure": "mixed", "ratio": 2.0, "over_bytes": 1.05}
+    for row in (one, mixed, one | {"over_one": 1.3, "sessions": 64}):
+        assert bench.missed(row) == []
+    for row in (one | {"ratio": 1.1}, one | {"over_one": 1.2}, mixed | {"over_bytes": 1.2}):
+        assert len(bench.missed(row)) == 1
+    assert bench.SharedShape() not in bench.neighbours(bench.SharedShape())
+
+
+def test_a_figure_says_how_it_misses_its_bar(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "graph_us", lambda steps, turns: 10.0)
+    monkeypatch.setattr(layer, "eager_us", lambda steps: 20.0)
+    monkeypatch.setattr(layer, "kernel_us", lambda steps: {"some": 5.0})
+
+    class Timed(tables.Bench):  # type: ignore[misc,name-defined]
+        def check(self, layer: int = 0) -> None:
+            self.attend(layer)
+
+    figure = tables.Figure("small", LENGTH, 1, 8, True, {0.05: 5.0})
+    memory = tables.TableMemory(LENGTH, 1)
+
+    def make(share: float, shape: TableShape | None) -> Any:
+        return Timed(memory, figure, share, shape)
+
+    full = {"flash": 40.0, "cudnn": 50.0}
+    ((row, missed),) = layer.figure_rows("small", figure.bars, make, full, 1e9, False)
+    assert (row["ratio"], row["full_backend"], missed) == (4.0, "flash", ["small at 0.05: 4.00x, bar 5.0x"])
+    assert row["fraction"] == pytest.approx(row["bytes"] / 10e-6 / 1e9)
+    assert 0.5 < row["kept_of_wanted"] < 2
+
+
+def test_rows_from_host_memory_are_compared_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("gather_gpu", monkeypatch)
+    timed: list[Callable[[], object]] = []
+    monkeypatch.setattr(bench, "graph_us", lambda steps: timed.extend(steps) or 1.0)
+    memory, shape = bench.Memory(LENGTH, 2, mapped=layer.ON_GPU), CopyShape(programs=5)
+    for figure, layers in (("gather", 1), ("wide", 2)):
+        row = bench.gather_figure(memory, 0.05, shape, figure)
+        assert row["gb_per_s"] == pytest.approx(layers * round(0.05 * LENGTH) * layer.ROW * 1e-3)
+    assert timed
+    memory.device_kv.neg_()
+    with pytest.raises(CheckFailedError, match="are not those in host memory"):
+        bench.gather_figure(memory, 0.05, shape, "gather")
+
+
+@pytest.mark.slow
+def test_hybrid_steps_are_compared_with_attention_to_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("gather_gpu", monkeypatch)
+    monkeypatch.setattr(bench.PreparedLists, "searching", False)  # which changes nothing but times
+    memory = bench.Memory(LENGTH, 1, mapped=layer.ON_GPU)
+    steps = bench.HybridBench(memory, 0.05, 0.0, CopyShape(programs=5))
+    assert steps.check() < 1e-2
+    memory.device_kv.neg_()
+    with pytest.raises(CheckFailedError, match="relative error"):
+        steps.check()
+
+
+@pytest.mark.slow
+def test_wrong_attention_over_clusters_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("clusters_gpu", monkeypatch)
+    made = bench.Bench(256, 1, 0.05, clusters=True)
+    monkeypatch.setattr(bench.Bench, "times", lambda self, steps: {})
+    for name, figure in (("centred", bench.random_figure), ("multipole", bench.multipole_figure)):
+        assert figure(made, name)["error"] < 1e-2
+    monkeypatch.setattr(bench, "SCALE", -bench.SCALE)
+    with pytest.raises(CheckFailedError, match="centred: relative error"):
+        bench.random_figure(made, "centred")
+
+
+def test_bars_of_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("clusters_gpu", monkeypatch)
+    row = {"figure": "listed", "context": 131072, "batch": 16, "keep": 0.05, "speedup": 9.0, "fraction": 0.9}
+    assert bench.missed(row) == bench.missed({**row, "fraction": 0.1, "context": 8192}) == []
+    assert len(bench.missed({**row, "fraction": 0.8})) == 1
+    assert len(bench.missed({**row, "figure": "multipole", "speedup": 6.4})) == 1
+    assert len(bench.missed({"figure": "build", "context": 131072, "both_ms": 12.5})) == 1

@@ -1,0 +1,111 @@
+"""The benchmark of whole-model decode steps: its whole path on a CPU, and what counts as what."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+
+from decode_engine.config import Compilation
+from index_store.memory.placement import Placement
+from tests.ops.bench.conftest import FOLDER, Run, load_bench
+from tests.support.tiny_model import IDENTITY, make_model
+
+KERNELS = FOLDER.parents[1] / "decode_engine" / "kernels"
+
+
+@pytest.fixture
+def bench(without_gpu: None) -> ModuleType:
+    return load_bench("whole_model/decode_gpu")
+
+
+def test_nothing_is_fetched_ahead_from_gpu_memory(bench: ModuleType) -> None:
+    with pytest.raises(typer.BadParameter, match="--prefetch is for contexts"):
+        bench.main(prefetch=True)
+
+
+def test_every_kernel_has_a_kind(bench: ModuleType) -> None:
+    texts = (file.read_text() for file in KERNELS.rglob("*.py"))
+    kernels = {name for text in texts for name in re.findall(r"^def (\w+_kernel)\(", text, re.M)}
+    assert len(kernels) > 10
+    kinds = {
+        name: [kind for kind, pattern in bench.KINDS.items() if re.fullmatch(pattern, name)]
+        for name in kernels
+    }
+    assert {name: found for name, found in kinds.items() if len(found) != 1} == {}
+
+
+def test_bars(bench: ModuleType) -> None:
+    rest = {"method": "none", "batch": 1}
+    step = {"method": "csattention+dropped:0.01/m8", "batch": 4}
+    for line in (rest | {"rest_over_weights": 1.3}, step | {"speedup": 2.6}, step | {"method": "full"}):
+        assert bench.missed(line) == []
+    for line in (rest | {"rest_over_weights": 1.4}, step | {"speedup": 2.4}, step):
+        assert len(bench.missed(line)) == 1
+
+
+def test_a_method_that_fails_does_not_end_the_others(bench: ModuleType) -> None:
+    class Measured:
+        def measure(self, label: str, method: Any) -> dict[str, Any]:
+            if label == "pq":
+                raise RuntimeError("too large")
+            return {"step_ms": 10.0 if label == "full" else 4.0, "graph_ms": 3.0}
+
+    rows = list(bench.shape_figures(Measured(), ["none", "full", "pq", "csattention:0.01"], 2.0))
+    assert [row["method"] for row in rows] == ["none", "full", "pq", "csattention:0.01"]
+    assert rows[0]["rest_over_weights"] == 1.5
+    assert rows[2] == {"method": "pq", "error": "RuntimeError: too large"}
+    assert rows[3]["speedup"] == 2.5
+
+
+@pytest.fixture
+def lines(bench: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the command over a tiny model, all but what only a GPU's clocks tell; returns its lines and exit code."""
+    wide = replace(IDENTITY, layers=2, query_heads=2, kv_heads=1, head_dim=64)
+    for name, value in {
+        "make_model": lambda layers: (make_model(wide), wide),
+        "copy_bandwidth": lambda: 1e9,
+        "event_ms": lambda work: 1.0,
+        "eager_ms": lambda graph: 2.0,
+        "split_us": lambda graph: {},
+    }.items():
+        monkeypatch.setattr(bench, name, value)
+
+    def of(methods: str, placement: Placement, prefetch: bool) -> tuple[list[dict[str, Any]], int]:
+        found, code, _ = run(
+            bench, methods=methods, shapes="400x1", layers=2, compilation=Compilation.OFF, placement=placement,
+            prefetch=prefetch, host_gb=1e-3, turns=2,
+        )  # fmt: skip
+        return found, code
+
+    return of
+
+
+@pytest.mark.slow
+def test_every_method_has_its_line(lines: Any) -> None:
+    found, code = lines("none,full,streamed,pq+dropped:0.05,quest", Placement.DEVICE, False)
+    nothing, full, streamed, codes, pages = found
+    assert nothing["rest_over_weights"] > 0
+    assert full["logits_difference"] < 1e-3
+    assert "speedup" not in full
+    assert (full["steps"], streamed["captured"], pages["captured"]) == (2, False, False)
+    assert (full["flight_alike"], codes["flight_alike"], "flight_ms" in pages) == (1.0, 1.0, False)
+    assert full["flight_ms"] > 0
+    assert codes["speedup"] > 0
+    assert codes["attended"] < 1
+    assert "host_mb" not in codes
+    assert code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_contexts_in_host_memory(lines: Any, prefetch: bool) -> None:
+    (line,), code = lines("pq+dropped:0.05", Placement.HYBRID, prefetch)
+    assert (code, line["prefetch"], line["placement"]) == (0, prefetch, "hybrid")
+    assert line["host_mb"] > 0
+    assert 0 <= line["reused"] <= 1
+    assert line["logits_difference"] < 1e-3

@@ -1,0 +1,166 @@
+"""The benchmark of placements: its whole path over a tiny model on a CPU, and no wrong step is timed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import typer
+from harness.made_up import contexts
+from harness.steps import captured_steps
+
+from decode_engine.config import Compilation
+from decode_engine.steps.step_model import step_model
+from index_store.methods.presets import get_method
+from tests.ops.bench.conftest import Run, load_bench
+from tests.support.tiny_model import IDENTITY, make_model
+
+WIDE = replace(IDENTITY, layers=1, query_heads=2, kv_heads=1, head_dim=64)
+LENGTH = 400
+TABLES = "csattention+dropped@group=pooled:0.05"
+
+
+@pytest.fixture
+def bench(without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    found = load_bench("whole_model/placements_gpu")
+    monkeypatch.setattr(found, "STILL_TURNS", 1)
+    return found
+
+
+def test_cases(bench: ModuleType) -> None:
+    listed = [bench.Case.parse(text) for text in bench.CASES.split(",")]
+    places = [(case.placement.value, case.lanes, case.prefetch, case.streamed) for case in listed]
+    assert places == [("device", 1, False, False)] * 3 + [
+        ("hybrid", 1, False, False),
+        ("hybrid", 1, True, False),
+        ("hybrid", 2, False, False),
+        ("host", 1, False, False),
+        ("host", 2, False, False),
+        ("hybrid", 1, False, False),
+        ("hybrid", 1, False, True),
+    ]
+    fits = [[case.fits(batch) for batch in (1, 4)] for case in listed]
+    assert fits == [[True, True]] * 5 + [[False, True], [True, True], [False, True]] + [[True, False]] * 2
+    with_period = bench.Case.parse("csattention@period=4:0.05@device")
+    assert with_period.method.schedule.period == 4
+    for wrong in ("full", "full@disk", "pq+dropped:0.01@streamed"):
+        with pytest.raises(typer.BadParameter):
+            bench.Case.parse(wrong)
+
+
+def test_a_shape_without_a_case_is_refused(bench: ModuleType) -> None:
+    with pytest.raises(typer.BadParameter, match="such as 1024x4"):
+        bench.main(cases="full@streamed", shapes="1024x1,1024x4")
+
+
+def figures(
+    bench: ModuleType, cases: str, batch: int, gigabytes: float = 2**22 * 1e-9
+) -> list[dict[str, Any]]:
+    model = make_model(WIDE)
+    listed = [bench.Case.parse(text) for text in cases.split(",")]
+    methods = bench.methods_of(listed)
+    ranges = contexts.make_ranges(gigabytes, methods)
+    foretelling = step_model(model, Compilation.OFF, prefetch=True)
+    runs = bench.Bench(model, (step_model(model, Compilation.OFF), foretelling), 1, 2, 60.0)
+
+    def make() -> Any:
+        return contexts.PlacedContexts(WIDE, methods, LENGTH, batch, model.device, ranges)
+
+    return list(bench.shape_figures(runs, make, listed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cases", "batch"),
+    [
+        ("full@device,full@hybrid,full@streamed,pq+dropped:0.05@hybrid,pq+dropped:0.05@hybrid+prefetch", 1),
+        (f"full@device,pq+dropped:0.05@hybrid2,{TABLES}@host,{TABLES}@host2", 2),
+    ],
+)
+def test_every_case_has_its_figures(bench: ModuleType, cases: str, batch: int) -> None:
+    small = get_method("pq+dropped", 0.05)
+    rows = figures(bench, cases, batch)
+    assert [row["error"] for row in rows if "error" in row] == []
+    wheres = [row["placement"] + "2" * (row["lanes"] == 2) + "+prefetch" * row["prefetch"] for row in rows]
+    assert wheres == [text.rpartition("@")[2] for text in cases.split(",")]
+    kv_mb = batch * WIDE.layers * WIDE.kv_heads * LENGTH * 2 * 64 * 4 * 1e-6
+    at_most = kv_mb * (0.05 * LENGTH + small.sinks + small.recent + small.append_block) / LENGTH
+    for row, where in zip(rows, wheres, strict=True):
+        assert row["steps"] == 2
+        assert 0 < row["step_ms"] <= row["p99_ms"]
+        assert row["to_full"] > 0
+        assert 0 <= row["reused"] <= 1
+        if where.startswith("host"):  # whose lists were compared instead
+            assert row["logits_difference"] is None
+        else:
+            assert row["logits_difference"] < 1e-3
+        if where in ("device", "streamed"):
+            assert row["host_mb"] == (0 if where == "device" else pytest.approx(kv_mb, rel=1e-3))
+        elif row["method"] == "full":
+            assert row["host_mb"] == pytest.approx(kv_mb, rel=0.05)
+        else:
+            assert 0 < row["host_mb"] < at_most
+            assert row["wait"] >= 0
+
+
+@pytest.mark.parametrize("case", ["full@streamed", "full@device"])
+def test_a_wrong_step_is_not_timed(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    right = bench.compare
+    for module in (bench, captured_steps):
+        monkeypatch.setattr(module, "compare", lambda got, expected: right(got.flip(-1), expected))
+    (row,) = figures(bench, case, 1)
+    assert "logits differ" in row["error"]
+    assert "step_ms" not in row
+
+
+def test_wrong_lists_are_not_timed(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = captured_steps.best_keys
+    monkeypatch.setattr(
+        captured_steps, "best_keys", lambda ranking, keep, group: right(ranking, keep - 1, group)
+    )
+    (row,) = figures(bench, f"{TABLES}@host", 1)
+    assert row["error"] == "the list of KV head 0 is not the general path's"
+
+
+def test_a_case_that_fails_does_not_end_the_others(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kv = 2 * LENGTH * 64 * 4
+    failed, timed = figures(bench, "pq+dropped:0.05@hybrid,full@device", 1, (kv - 1) * 1e-9)
+    assert "RuntimeError: " in failed["error"]
+    assert "(--host-gb)" in failed["error"]
+    assert timed["step_ms"] > 0
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_cases_that_there_are_no_contexts_for_say_so(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("too much")
+
+    monkeypatch.setattr(bench, "full_logits", refuse)
+    rows = figures(bench, "full@device,full@streamed", 1)
+    assert [row["placement"] for row in rows] == ["device", "streamed"]
+    assert {row["error"] for row in rows} == {"OutOfMemoryError: too much"}
+
+
+def test_every_line_is_printed(bench: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole command, where a shape that cannot be placed precedes one that can."""
+    monkeypatch.setattr(bench, "make_model", lambda layers: (make_model(WIDE), WIDE))
+    lines, code, _ = run(
+        bench, cases="full@hybrid,full@device", shapes=f"{2 * LENGTH}x1,{LENGTH}x1", layers=1, threads=1, turns=2,
+        seconds=60.0, host_gb=2 * LENGTH * 64 * 4 * 1e-9,
+    )  # fmt: skip
+    assert (code, [("error" in line, line["tokens"], line["placement"]) for line in lines]) == (
+        1,
+        [
+            (True, 2 * LENGTH, "hybrid"),
+            (False, 2 * LENGTH, "device"),
+            (False, LENGTH, "hybrid"),
+            (False, LENGTH, "device"),
+        ],
+    )
