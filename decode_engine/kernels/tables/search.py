@@ -111,6 +111,8 @@ def sample_pooled_kernel(
     b = bh // H
     sequence = load_sequence(records_ptr, b)
     _, _, span, _, _ = sequence
+    # Which keys are sampled is worked out while the launch before still runs, here and below.
+    word, mask = sampled_words(sequence, S)
     if PICK:
         if span > 0:
             pick_rows(
@@ -122,7 +124,6 @@ def sample_pooled_kernel(
         tl.debug_barrier()
     else:
         wait_alone(CHAINED)
-    word, mask = sampled_words(sequence, S)
     a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
     counts = count_keys(
@@ -238,10 +239,6 @@ def combine_kernel(
     bh = tl.program_id(1)
     sequence = load_sequence(records_ptr, bh // H)
     tiles = tile_count(sequence, BW)
-    wait_alone(CHAINED)
-    normalisers = merge_masses(peaks_ptr, masses_ptr, tiles, bh, P, L, LP, PP)
-    heads = tl.arange(0, LP)
-    tl.store(normalisers_ptr + bh * L + heads, normalisers, mask=heads < L)
     apart = tl.maximum(tl.cdiv(tiles * BW, S * SAMPLE_WORDS), 1)
     j = tl.arange(0, SAMPLE_WORDS)
     turn = tl.program_id(0) * (SAMPLE_WORDS // SAMPLE_RUN) + j // SAMPLE_RUN
@@ -249,6 +246,10 @@ def combine_kernel(
     tile = run // (BW // SAMPLE_RUN)
     within = run % (BW // SAMPLE_RUN) * SAMPLE_RUN + j % SAMPLE_RUN
     inside = tile < tiles
+    wait_alone(CHAINED)
+    normalisers = merge_masses(peaks_ptr, masses_ptr, tiles, bh, P, L, LP, PP)
+    heads = tl.arange(0, LP)
+    tl.store(normalisers_ptr + bh * L + heads, normalisers, mask=heads < L)
     zero = tl.zeros([SAMPLE_WORDS], tl.float32)
     w = (zero, zero, zero, zero)
     for g in tl.static_range(L):

@@ -70,6 +70,7 @@ class Recall:
     def add(self, seen: Observation) -> None:
         """Compares one step's selection with the exact best keys."""
         context, tail = seen.rows.context_HN2D, seen.rows.tail_Ht2D
+        assert isinstance(context, torch.Tensor), "contexts here are not stored in 8 bits"
         count = context.shape[1]
         keys_HND = torch.cat([context[:, :, 0], tail[:, :, 0]], dim=1)
         keys_HRD = keys_HND[:, seen.sinks : seen.search_end].float()
@@ -158,7 +159,8 @@ def sample_text(runner: ModelRunner, context: ResidentContext, first: int, optio
     """The text that full attention goes on with after the token `first`."""
     session = runner.start(context, METHODS["full"].on(context.manifest))
     sampler = Sampler(SamplingParameters(temperature=1.0, seed=options.seed))
-    tokens, found = [first], []
+    tokens = [first]
+    found: list[torch.Tensor] = []
     try:
         while len(found) < options.tokens:
             logits = runner.forward([session], [tokens[-1:]])[0][-1]
