@@ -157,9 +157,14 @@ def test_a_line_of_the_log_is_one(web: httpx.Client, caplog: pytest.LogCaptureFi
     with caplog.at_level("INFO", "decode_engine.gateway.app"):
         web.get("/v1/contexts/a%0AINFO%20forged%1b[31m")
         web.get("/v1/nothing%0AINFO%20forged")
-    lines = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
-    assert len(lines) == 2
-    assert all(line.isprintable() for line in lines)
+
+        def lines() -> list[str]:
+            return [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
+
+        # A line is written behind the last byte of its answer.
+        wait_until(lambda: len(lines()) >= 2, 60)
+    assert len(lines()) == 2
+    assert all(line.isprintable() for line in lines())
 
 
 def test_bodies_of_all_requests_are_bounded_together(server: DecodeServer, lamp: str) -> None:
