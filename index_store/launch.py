@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, prange, threading_layer, types
+from numba import carray, get_num_threads, njit, prange, threading_layer, types
 from numba.core import cgutils, codegen, config
 from numba.extending import intrinsic
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ def _prefer_wide_vectors() -> None:
 
 _prefer_wide_vectors()
 
-__all__ = ["int16_table", "launch", "njit", "on_host", "prange"]
+__all__ = ["int16_table", "launch", "njit", "on_host", "prange", "thread_count"]
 
 _workqueue_guard = threading.Lock()
 
@@ -38,6 +38,11 @@ _workqueue_guard = threading.Lock()
 def on_host(tensor: Tensor) -> bool:
     """Whether the compiled kernels can read the tensor; their eager references run on any device."""
     return tensor.device.type == "cpu"
+
+
+def thread_count() -> int:
+    """How many threads a parallel kernel of this thread takes."""
+    return int(get_num_threads())
 
 
 def launch(kernel: Callable[..., None], *args: object) -> None:

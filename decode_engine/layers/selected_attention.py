@@ -19,13 +19,12 @@ from decode_engine.layers.partial_attention import attend_logits
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.listed_keys_numba import Listed, attend_listed, attend_row_lists
 from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.indexes.interface.layer_index import Asked, LayerIndex
+from index_store.indexes.interface.layer_index import Asked, Best, LayerIndex
 from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
 from index_store.launch import on_host
 from index_store.methods.method import Method
-from index_store.selection.budgets import Budget, Selection, Step, cut_together
+from index_store.selection.budgets import Budget, Selection, Step
 from index_store.selection.pieces import Piece
-from index_store.selection.ranking import Ranking
 from index_store.selection.remainders import COARSE, ExactKeys, Remainder
 
 GATHER_BYTES = 16 * 2**20
@@ -172,9 +171,7 @@ class SharingLayer(Protocol):
     def list_keys(self, asked: Asked, selection: Selection, others: AttentionState | None) -> Listed:
         """What is attended exactly, besides others."""
 
-    def finish(
-        self, asked: Asked, selection: Selection, ranking: Ranking, position: int, state: AttentionState
-    ) -> Tensor:
+    def finish(self, asked: Asked, best: Best, position: int, state: AttentionState) -> Tensor:
         """Attention out [H, 1, G, d] from the state over all keys."""
 
     def count_time(self, search_ns: int, attend_ns: int) -> None:
@@ -203,27 +200,62 @@ def attend_sparse_together(
     for first in range(0, len(calls), step):
         some, own = asked[first : first + step], layers[first : first + step]
         searched_at = perf_counter_ns()
-        rankings = index.rank_together(some)
         steps = [layer.step(each) for layer, each in zip(own, some, strict=True)]
-        selections = cut_together([layer.budget for layer in own], rankings, steps)
+        best = find_best(index, some, [layer.budget for layer in own], steps)
         search_ns += perf_counter_ns() - searched_at
-        others = COARSE.states(
-            [(ranking.pieces, chosen) for ranking, chosen in zip(rankings, selections, strict=True)]
-        )
-        found = zip(own, some, selections, others, strict=True)
-        listed = [layer.list_keys(each, chosen, rest) for layer, each, chosen, rest in found]
+        found = zip(own, some, best, strict=True)
+        listed = [layer.list_keys(each, chosen.selection, chosen.others) for layer, each, chosen in found]
         if isinstance(context, TwoPlanes):
             states = [attend_listed(*decode_listed_keys(context, each))[0] for each in listed]
         else:
             states = attend_listed(context, listed)
         for number, layer in enumerate(own):
             position = calls[first + number][4]
-            made = (some[number], selections[number], rankings[number], position, states[number])
-            outs.append(layer.finish(*made))
+            outs.append(layer.finish(some[number], best[number], position, states[number]))
     attend_ns = perf_counter_ns() - begin - search_ns
     for layer in layers:
         layer.count_time(search_ns, attend_ns)
     return outs
+
+
+def find_best(
+    index: LayerIndex, asked: Sequence[Asked], budgets: Sequence[Budget], steps: Sequence[Step]
+) -> list[Best]:
+    """What the budgets keep of an index that sessions share, and attention to all others of the searched range.
+
+    How one is found does not depend on the others.
+    """
+    keeps = [budget.best(step) for budget, step in zip(budgets, steps, strict=True)]
+    known = {number: keep for number, keep in enumerate(keeps) if keep is not None}
+    found: dict[int, Best] = {}
+    if known:
+        best = index.best_together([asked[number] for number in known], list(known.values()))
+        found |= zip(known, best, strict=True)
+    others = [number for number, keep in enumerate(keeps) if keep is None]
+    if others:
+        found |= zip(others, _cut_rankings(index, asked, budgets, steps, others), strict=True)
+    return [found[number] for number in range(len(asked))]
+
+
+def _cut_rankings(
+    index: LayerIndex,
+    asked: Sequence[Asked],
+    budgets: Sequence[Budget],
+    steps: Sequence[Step],
+    numbers: Sequence[int],
+) -> list[Best]:
+    """The same by rankings, which any budget can cut, for some of the sessions."""
+    rankings = index.rank_together([asked[number] for number in numbers])
+    selections = [
+        budgets[number].cut(ranking, steps[number]) for number, ranking in zip(numbers, rankings, strict=True)
+    ]
+    pieces = [ranking.pieces for ranking in rankings]
+    others = COARSE.states(list(zip(pieces, selections, strict=True)))
+    rests = [sum(piece.remainder_bytes(COARSE.moments, True) for piece in own) for own in pieces]
+    return [
+        Best(selection, state, ranking.vectors_read, ranking.bytes_read, rest)
+        for selection, state, ranking, rest in zip(selections, others, rankings, rests, strict=True)
+    ]
 
 
 def decode_listed_keys(planes: TwoPlanes, keys: Listed) -> tuple[Tensor, list[Listed]]:

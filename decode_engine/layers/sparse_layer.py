@@ -43,7 +43,7 @@ from index_store.attention.attention_state import AttentionState
 from index_store.attention.listed_keys_numba import Listed
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.errors import MethodUnsupportedError
-from index_store.indexes.interface.layer_index import AppendedKeys, Asked, LayerIndex
+from index_store.indexes.interface.layer_index import AppendedKeys, Asked, Best, LayerIndex
 from index_store.indexes.row_planes.two_planes import ContextRows
 from index_store.methods.method import Method
 from index_store.selection.budgets import Selection, Step
@@ -167,17 +167,15 @@ class SparseLayer:
         queries, tail = asked.queries_HTGD[:, 0], self.tail.rows
         return Listed(queries, tail, ids, counts, self._sinks, asked.end_key, rest)
 
-    def finish(
-        self, asked: Asked, selection: Selection, ranking: Ranking, position: int, state: AttentionState
-    ) -> Tensor:
+    def finish(self, asked: Asked, best: Best, position: int, state: AttentionState) -> Tensor:
         """Attention out [H, 1, G, d] from the state over all keys; counts what was done."""
         out = self._form.add_sink(AttentionState(state.out[:, None], state.lse[:, None])).out
-        self._vectors_read, self._bytes_read = ranking.vectors_read, ranking.bytes_read
+        self._vectors_read, self._bytes_read = best.vectors_read, best.bytes_read
         self._figures.searches += 1
-        self._figures.count_kept(int(selection.counts_HT.sum()))
+        self._figures.count_kept(int(best.selection.counts_HT.sum()))
         self._always.count(position, 1, asked.end_key)
-        pieces = ranking.pieces
-        self._observe(asked.queries_HTGD, position, asked.end_key, selection, pieces, pieces, out)
+        rest = best.remainder_bytes
+        self._observe(asked.queries_HTGD, position, asked.end_key, best.selection, rest, out)
         return out
 
     def count_time(self, search_ns: int, attend_ns: int) -> None:
@@ -260,7 +258,8 @@ class SparseLayer:
             left = LeftOut(self._method.remainder, pieces, elsewhere, self._form)
             state = attend_selection(queries, held, selection, left, self._figures)
             outs.append(state.merge(AttentionState(exact.out[:, part], exact.lse[:, part])).out)
-            self._observe(queries, first, search_end, selection, pieces, None, outs[-1])
+            rest = self._remainder_bytes(pieces, None)
+            self._observe(queries, first, search_end, selection, rest, outs[-1])
         return torch.cat(outs, dim=1)
 
     def _select_together(
@@ -292,7 +291,8 @@ class SparseLayer:
         state = attend_selection(q_HTGD, self._rows, choice.selection, left, self._figures)
         out = state.merge(exact).out
         self._always.count(position, q_HTGD.shape[1], choice.search_end)
-        self._observe(q_HTGD, position, choice.search_end, choice.selection, pieces, choice.pieces, out)
+        rest = self._remainder_bytes(pieces, choice.pieces)
+        self._observe(q_HTGD, position, choice.search_end, choice.selection, rest, out)
         return out
 
     def _observe(
@@ -301,17 +301,19 @@ class SparseLayer:
         position: int,
         search_end: int,
         selection: Selection,
-        pieces: Sequence[Piece],
-        searched: Sequence[Piece] | None,
+        remainder_bytes: float,
         out_HTGD: Tensor,
     ) -> None:
-        """Tells who measures. pieces: of the remainder; `searched` where a search has scored them."""
+        """Tells who measures."""
         if self.observer is not None:
-            rows, moments = self._rows, self._method.remainder.moments
-            rest = sum(piece.remainder_bytes(moments, pieces is searched) for piece in pieces)
-            read = (self._vectors_read, self._bytes_read, rest)
-            found = (selection, rows, out_HTGD, *read, self._form)
+            read = (self._vectors_read, self._bytes_read, remainder_bytes)
+            found = (selection, self._rows, out_HTGD, *read, self._form)
             self.observer(Observation(q_HTGD, position, self._sinks, search_end, *found))
+
+    def _remainder_bytes(self, pieces: Sequence[Piece], searched: Sequence[Piece] | None) -> float:
+        """What a remainder over the pieces reads; they are `searched` where a search has scored them."""
+        moments = self._method.remainder.moments
+        return sum(piece.remainder_bytes(moments, pieces is searched) for piece in pieces)
 
     def _append_until(self, search_end: int) -> None:
         """Makes the tail keys before search_end searchable, and no others, block by block.

@@ -44,3 +44,26 @@ def exponentiate(
             scratch[0, i - vectors * LANES] = logits[row, first + i]
         total += exponentials(scratch, 0, 0, base, out, 0, vectors * LANES, 1)
     return total  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True, _nrt=False)
+def exponentiate_in_place(
+    numbers: NDArray[np.float32],
+    row: int,
+    first: int,
+    count: int,
+    base: np.float32,
+    scratch: NDArray[np.float32],
+) -> np.float32:  # pragma: no cover - compiled
+    """`exponentiate` of numbers[row, first..first+count-1], which are replaced, and no others."""
+    vectors = count // LANES
+    total = exponentials(numbers, row, first, base, numbers, row, first, vectors)
+    begin = first + vectors * LANES
+    if vectors * LANES < count:
+        scratch[:] = -np.inf
+        for i in range(begin, first + count):
+            scratch[0, i - begin] = numbers[row, i]
+        total += exponentials(scratch, 0, 0, base, scratch, 0, 0, 1)
+        for i in range(begin, first + count):
+            numbers[row, i] = scratch[0, i - begin]
+    return total  # type: ignore[no-any-return]

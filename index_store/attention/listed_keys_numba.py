@@ -347,7 +347,7 @@ def _add_up(
     for n in range(first, end):
         _read_row(table, rows[n], kind, row.shape[1], words, row)
         for g in range(out.shape[0]):
-            add_weighted(weights[g, n], row, 0, 0, out, g, vectors)
+            add_weighted(weights[g, n], row, 0, 0, out, g, 0, vectors)
             for i in range(vectors * LANES, row.shape[1]):
                 out[g, i] += weights[g, n] * row[0, i]
 

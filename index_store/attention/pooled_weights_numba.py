@@ -140,7 +140,7 @@ def _pool_tile(
         exponentiate(logits, 0, places[0] + begin, count, lse[0, 0], scratch, sums)
         for g in range(1, places.shape[0]):
             exponentiate(logits, 0, places[g] + begin, count, lse[g, 0], scratch, exponentials)
-            add_weighted(np.float32(1), exponentials, 0, 0, sums, 0, vectors)
+            add_weighted(np.float32(1), exponentials, 0, 0, sums, 0, 0, vectors)
         _put(sums, count, logits, places, begin, out, place + begin)
 
 

@@ -138,7 +138,7 @@ def _columns_reaching(
 
 
 @njit(cache=True, nogil=True)
-def _top_k_row(row: NDArray[np.float32], ids: NDArray[np.int32]) -> int:  # pragma: no cover - compiled
+def top_k_row(row: NDArray[np.float32], ids: NDArray[np.int32]) -> int:  # pragma: no cover - compiled
     keep = ids.shape[0]
     maxima = _folded_maxima(row, keep)
     bound = _kth_largest(maxima.view(np.uint32), maxima.shape[0], keep)
@@ -179,4 +179,4 @@ def _top_k_rows(
         head, r = task // rows, task % rows
         row = numbers[places[head, r] : places[head, r] + lengths[r]]
         if keeps[r] > 0:
-            counts[head, r] = _top_k_row(row, ids[head, r, : keeps[r]])
+            counts[head, r] = top_k_row(row, ids[head, r, : keeps[r]])

@@ -61,6 +61,22 @@ def highest(typing: Any, source: Any, row: Any, column: Any, vectors: Any) -> Ge
 
 
 @intrinsic
+def add_up(typing: Any, source: Any, row: Any, column: Any, vectors: Any) -> Generated:
+    """add_up(source, row, column, vectors): the sum of so many vectors of source[row, column..]."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        source, row, column, vectors = values
+        source_at = Rows(context, builder, signature.args[0], source)
+        total = variable(builder, constants(FLOATS, 0.0))
+        with each_vector(builder, vectors) as first:
+            numbers = source_at.load(row, builder.add(column, first), FLOATS)
+            builder.store(builder.fadd(builder.load(total), numbers), total)
+        return _sum(builder, builder.load(total))
+
+    return types.float32(source, *_SIZES3), generate
+
+
+@intrinsic
 def extremes(typing: Any, source: Any, row: Any, column: Any, vectors: Any) -> Generated:
     """extremes(source, row, column, vectors): the least and the largest of so many vectors of source[row, column..]."""
 
@@ -122,6 +138,7 @@ def fold(
     typing: Any,
     numbers: Any,
     row: Any,
+    column: Any,
     factors: Any,
     addends: Any,
     group: Any,
@@ -129,22 +146,22 @@ def fold(
     folded: Any,
     vectors: Any,
 ) -> Generated:
-    """fold(numbers, row, factors, addends, group, middle, folded, vectors): a total and a magnitude.
+    """fold(numbers, row, column, factors, addends, group, middle, folded, vectors): a total and a magnitude.
 
-    folded[0] = numbers[row] * factors[group]; the total is the sum of numbers[row] * (addends[group] + middle *
+    folded[0] = numbers[row, column..] * factors[group]; the total is the sum of numbers * (addends[group] + middle *
     factors[group]), the magnitude the largest of what was folded.
     """
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        numbers, row, factors, addends, group, middle, folded, vectors = values
+        numbers, row, column, factors, addends, group, middle, folded, vectors = values
         numbers_at, factors_at, addends_at, folded_at = (
             Rows(context, builder, signature.args[place], value)
-            for place, value in ((0, numbers), (2, factors), (3, addends), (6, folded))
+            for place, value in ((0, numbers), (3, factors), (4, addends), (7, folded))
         )
         middles = repeated(builder, middle)
         total, most = (variable(builder, constants(FLOATS, 0.0)) for _ in range(2))
         with each_vector(builder, vectors) as first:
-            taken = numbers_at.load(row, first, FLOATS)
+            taken = numbers_at.load(row, builder.add(column, first), FLOATS)
             product = builder.fmul(taken, factors_at.load(group, first, FLOATS))
             folded_at.store(product, SIZE(0), first)
             part = _add_product(builder, taken, addends_at.load(group, first, FLOATS), builder.load(total))
@@ -157,7 +174,7 @@ def fold(
 
     floats = types.float32
     pair = types.UniTuple(floats, 2)
-    return pair(numbers, types.intp, factors, addends, types.intp, floats, folded, types.intp), generate
+    return pair(numbers, *_SIZES2, factors, addends, types.intp, floats, folded, types.intp), generate
 
 
 @intrinsic
@@ -236,23 +253,35 @@ def dot(
 
 @intrinsic
 def add_weighted(
-    typing: Any, weight: Any, source: Any, row: Any, column: Any, out: Any, to_row: Any, vectors: Any
+    typing: Any,
+    weight: Any,
+    source: Any,
+    row: Any,
+    column: Any,
+    out: Any,
+    to_row: Any,
+    to_column: Any,
+    vectors: Any,
 ) -> Generated:
-    """add_weighted(weight, source, row, column, out, to_row, vectors): out[to_row] += weight * source[row, column..]"""
+    """add_weighted(weight, source, row, column, out, to_row, to_column, vectors)
+
+    out[to_row, to_column..] += weight * source[row, column..]
+    """
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        weight, source, row, column, out, to_row, vectors = values
+        weight, source, row, column, out, to_row, to_column, vectors = values
         source_at, out_at = (
             Rows(context, builder, signature.args[place], value) for place, value in ((1, source), (4, out))
         )
         weights = repeated(builder, weight)
         with each_vector(builder, vectors) as first:
             taken = source_at.load(row, builder.add(column, first), FLOATS)
-            sums = out_at.load(to_row, first, FLOATS)
-            out_at.store(_add_product(builder, taken, weights, sums), to_row, first)
+            place = builder.add(to_column, first)
+            sums = out_at.load(to_row, place, FLOATS)
+            out_at.store(_add_product(builder, taken, weights, sums), to_row, place)
         return context.get_dummy_value()
 
-    return types.void(types.float32, source, *_SIZES2, out, *_SIZES2), generate
+    return types.void(types.float32, source, *_SIZES2, out, *_SIZES3), generate
 
 
 def make_scaling(add: bool) -> Any:

@@ -21,6 +21,7 @@ from index_store.indexes.coarse_rows.appended import (
     AppendedScalars,
     appended_row_bytes,
 )
+from index_store.indexes.coarse_rows.best_rows import Searched, attend_best
 from index_store.indexes.coarse_rows.coding_numba import code_rows
 from index_store.indexes.coarse_rows.parameters import CoarseParameters
 from index_store.indexes.coarse_rows.product_rows import ProductRows, find_codebooks, find_codes
@@ -29,12 +30,14 @@ from index_store.indexes.coarse_rows.scored_codes import CodedRows, ScoredCodes,
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
     Asked,
+    Best,
     Growth,
     LayerIndex,
     LayerSource,
     check_keys,
 )
 from index_store.launch import on_host
+from index_store.selection.budgets import Selection
 from index_store.selection.pieces import ScoredRows
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.json_fields import Scalar
@@ -98,12 +101,34 @@ class CoarseRows(LayerIndex):
         return isinstance(self.rows, ScalarRows) and on_host(self.rows.key_codes_HNC)
 
     def rank_together(self, asked: Sequence[Asked]) -> list[Ranking]:
-        for each in asked:
-            self._check_held(each.end_key, each.appended)
-            self.parse_search(each.search)
+        self._check(asked)
         return [
             self._ranking(each, *found) for each, found in zip(asked, self._score_all(asked), strict=True)
         ]
+
+    def best_together(self, asked: Sequence[Asked], keeps: Sequence[int]) -> list[Best]:
+        if not self.shares:
+            return super().best_together(asked, keeps)
+        self._check(asked)
+        searched = [self._searched(each) for each in asked]
+        best = []
+        for each, (chosen, others) in zip(asked, attend_best(self.scalars, searched, keeps), strict=True):
+            count = max(0, each.end_key - each.first_key)
+            selection = Selection(chosen.ids_HTK + each.first_key, chosen.counts_HT)
+            read = (float(count), self.rows.key_bytes(count), self.rows.value_bytes(count))
+            best.append(Best(selection, others, *read))
+        return best
+
+    def _searched(self, asked: Asked) -> Searched:
+        own = self._own(asked.appended, AppendedScalars).rows
+        shared = range(asked.first_key, min(asked.end_key, self.rows.count))
+        appended = range(max(0, asked.first_key - own.first_id), max(0, asked.end_key - own.first_id))
+        return Searched(asked.queries_HTGD[:, 0], shared, own, appended)
+
+    def _check(self, asked: Sequence[Asked]) -> None:
+        for each in asked:
+            self._check_held(each.end_key, each.appended)
+            self.parse_search(each.search)
 
     def _score(
         self,
@@ -138,26 +163,23 @@ class CoarseRows(LayerIndex):
 
         All lie in one piece of memory.
         """
-        shapes = [(*each.queries_HTGD.shape[:3], max(0, each.end_key - each.first_key)) for each in asked]
-        line = asked[0].queries_HTGD.new_empty(sum(map(math.prod, shapes)))
-        logits = [
-            part.view(shape)
-            for part, shape in zip(
-                torch.split(line, [math.prod(shape) for shape in shapes]), shapes, strict=True
-            )
-        ]
-        shared = [self._wanted(each, self.rows, own) for each, own in zip(asked, logits, strict=True)]
-        found = score_rows(self.rows, [wanted for wanted in shared if wanted is not None])
-        of_context = iter(found)
+        logits = _new_logits(asked)
+        parts = [self._parts(each, own) for each, own in zip(asked, logits, strict=True)]
+        found = iter(score_rows(self.rows, [wanted for wanted, *_ in parts if wanted is not None]))
         scored = []
-        for each, own, wanted in zip(asked, logits, shared, strict=True):
-            pieces = [] if wanted is None else [next(of_context)]
-            rows = self._own_rows(each.appended)
-            appended = self._wanted(each, rows, own)
+        for own, (wanted, appended, rows) in zip(logits, parts, strict=True):
+            pieces = [] if wanted is None else [next(found)]
             if appended is not None:
                 pieces += score_rows(rows, [appended])
             scored.append((own, tuple(pieces)))
         return scored
+
+    def _parts(
+        self, asked: Asked, columns_HTGM: Tensor
+    ) -> tuple[Wanted | None, Wanted | None, CodedRows]:
+        """The columns that are the context's rows, those that are appended ones, and these rows; None for no columns."""
+        rows = self._own_rows(asked.appended)
+        return self._wanted(asked, self.rows, columns_HTGM), self._wanted(asked, rows, columns_HTGM), rows
 
     @staticmethod
     def _wanted(asked: Asked, rows: CodedRows, logits_HTGM: Tensor) -> Wanted | None:
@@ -173,6 +195,14 @@ class CoarseRows(LayerIndex):
         if isinstance(self.rows, ScalarRows):
             return self._own(appended, AppendedScalars).rows
         return self._own(appended, AppendedProducts).rows
+
+
+def _new_logits(asked: Sequence[Asked]) -> list[Tensor]:
+    """[H, T, G, M] of each, M being the keys that it asks for, in one piece of memory."""
+    shapes = [(*each.queries_HTGD.shape[:3], max(0, each.end_key - each.first_key)) for each in asked]
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = asked[0].queries_HTGD.new_empty(sum(sizes)).split_with_sizes(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _rows(parameters: CoarseParameters, arrays: Mapping[str, Tensor]) -> CodedRows:

@@ -16,9 +16,11 @@ from typing import ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
+from index_store.attention.attention_state import AttentionState
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.interface.growing import GrowingRows
 from index_store.indexes.interface.parameters import Parameters
+from index_store.selection.budgets import Selection
 from index_store.selection.pieces import Piece
 from index_store.selection.ranking import Ranking
 from index_store.store.json_fields import Scalar
@@ -86,6 +88,21 @@ class Asked:
     appended: AppendedKeys | None
     search: Mapping[str, Scalar]
     position: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best keys of a session, and what stands for all others of the searched range.
+
+    others: attention to them, out [H, 1, G, d] and lse [H, 1, G]; None where nothing is searched. vectors_read,
+    bytes_read: of the index for the search, per KV head. remainder_bytes: for the others besides.
+    """
+
+    selection: Selection
+    others: AttentionState | None
+    vectors_read: float
+    bytes_read: float
+    remainder_bytes: float
 
 
 class AppendedKeys(ABC):
@@ -244,7 +261,7 @@ class LayerIndex(ABC):
 
     @property
     def shares(self) -> bool:
-        """Whether `rank_together` reads the index once for several sessions."""
+        """Whether `rank_together` and `best_together` read the index once for several sessions."""
         return False
 
     def rank_together(self, asked: Sequence[Asked]) -> list[Ranking]:
@@ -255,6 +272,14 @@ class LayerIndex(ABC):
             )
             for each in asked
         ]
+
+    def best_together(self, asked: Sequence[Asked], keeps: Sequence[int]) -> list[Best]:
+        """The keys with the largest weights, added up over a group's heads, of sessions that decode one token each.
+
+        keeps: how many of each. Each gets the bits that it gets alone. Only where the index `shares`; raises
+        MethodUnsupportedError otherwise.
+        """
+        raise MethodUnsupportedError(f"index kind {self.kind!r} does not attend to what is not selected")
 
     @abstractmethod
     def _score(

@@ -12,7 +12,8 @@ from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.bytes_numba import instruction_sets, make_block_product
 from index_store.attention.vectors.code import LANES
 from index_store.indexes.coarse_rows.coding_numba import code_rows
-from index_store.indexes.coarse_rows.kernels_numba import attend_values, score_keys
+from index_store.indexes.coarse_rows.loops.key_scores_numba import score_keys
+from index_store.indexes.coarse_rows.loops.value_sums_numba import attend_values
 from index_store.indexes.coarse_rows.reference import attend_values_reference, score_keys_reference
 from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
 from index_store.launch import njit
@@ -37,7 +38,8 @@ def score(rows: ScalarRows, q_HRD: Tensor, first: int, out_HRX: Tensor) -> None:
 
 
 def attend(rows: ScalarRows, logits_HRX: Tensor, first: int) -> AttentionState:
-    return attend_values(rows, RowsInLine.of([logits_HRX]), first)
+    """Of a copy, since logits become weights."""
+    return attend_values(rows, RowsInLine.of([logits_HRX.clone()]), first)
 
 
 def score_bound(rows: ScalarRows, q_HRD: Tensor) -> Tensor:
@@ -138,9 +140,10 @@ def test_rows_of_several_tensors_are_scored_and_attended_as_alone() -> None:
         place += whole.numel() + 1
     score_keys(rows, q, 4, RowsInLine.of(parts))
     assert int((~line.isnan()).sum()) == sum(part.numel() for part in parts)
+    logits = [part.clone() for part in parts]
     state = attend_values(rows, RowsInLine.of(parts), 4)
     first = 0
-    for part in parts:
+    for part in logits:
         own = slice(first, first + part.shape[1])
         alone = torch.empty(part.shape)
         score(rows, q[:, own], 4, alone)

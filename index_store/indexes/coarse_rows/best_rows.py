@@ -1,0 +1,209 @@
+"""Steps of several sessions over one coarse copy on a host: the best keys of each, and attention to all others.
+
+What `rank_together`, a cut and the remainder `coarse` do one after the other, with one exponential for each logit, and a
+few KV heads at a time, whose weights stay in the caches.
+
+Shape legend: H KV heads, Q sessions, G group heads, R = Q * G rows of queries, M columns (searched keys) of a session,
+d head dim.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from index_store.attention.attention_state import AttentionState
+from index_store.attention.rows_in_line import RowsInLine
+from index_store.attention.vectors.code import LANES
+from index_store.indexes.coarse_rows.loops.best_keys_numba import Columns, take_best
+from index_store.indexes.coarse_rows.loops.key_scores_numba import score_keys
+from index_store.indexes.coarse_rows.loops.spans import SPAN, Spans, shift_of, span_count
+from index_store.indexes.coarse_rows.loops.value_sums_numba import add_values
+from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
+from index_store.launch import thread_count
+from index_store.selection.budgets import Selection
+
+_WEIGHTS = 2 * 2**20
+"""Weights in memory that is kept from step to step: new memory costs more than what is computed with it."""
+
+_kept = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """What a session searches: rows of the context's copy, and of the copy of what it appended, one after the other.
+
+    queries_HGD: float32, scaled by 1/sqrt(d). shared, own: ranges of these rows, which may be empty.
+    """
+
+    queries_HGD: Tensor
+    shared: range
+    own_rows: ScalarRows
+    own: range
+
+    @property
+    def columns(self) -> Columns:
+        count = len(self.shared) + len(self.own)
+        own_shift = shift_of(self.own_rows, self.own.start)
+        return Columns(count, len(self.shared), self.shared.start % SPAN, own_shift)
+
+    @property
+    def room(self) -> int:
+        """Numbers that a row of weights takes, whole cache lines."""
+        return -(-(self.shared.start % LANES + self.columns.count) // LANES) * LANES
+
+    def heads(self, part: slice) -> Searched:
+        """The same for some KV heads."""
+        return Searched(self.queries_HGD[part], self.shared, self.own_rows.heads(part), self.own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Rows of one copy that sessions search together from `first` on: who, and where weights and their spans are."""
+
+    rows: ScalarRows
+    first: int
+    queries_HRD: Tensor
+    weights: RowsInLine
+    spans: Spans
+    sessions: list[int]
+
+
+def attend_best(
+    rows: ScalarRows, searched: Sequence[Searched], keeps: Sequence[int]
+) -> list[tuple[Selection, AttentionState]]:
+    """The selection of so many columns of each session, and attention to all other keys, [H, 1, G, d] and [H, 1, G].
+
+    Ids are columns. Each session gets the bits that it gets alone.
+    """
+    heads, group, head_dim = searched[0].queries_HGD.shape
+    weights = sum((group + 1) * each.room for each in searched)
+    step = max(thread_count(), _WEIGHTS // max(1, weights))
+    widths = [min(keep, each.columns.count) for keep, each in zip(keeps, searched, strict=True)]
+    ids = torch.zeros(heads, len(searched), max(widths), dtype=torch.int32)
+    counts = torch.zeros(heads, len(searched), dtype=torch.int32)
+    state = AttentionState.empty((heads, len(searched), group), head_dim)
+    for first in range(0, heads, step):
+        part = slice(first, first + step)
+        some = [each.heads(part) for each in searched]
+        own = AttentionState(state.out[part], state.lse[part])
+        _attend_heads(rows.heads(part), some, widths, ids[part], counts[part], own)
+    return [
+        (
+            Selection(ids[:, number : number + 1, :width], counts[:, number : number + 1]),
+            AttentionState(state.out[:, number : number + 1], state.lse[:, number : number + 1]),
+        )
+        for number, width in enumerate(widths)
+    ]
+
+
+def _attend_heads(
+    rows: ScalarRows,
+    searched: Sequence[Searched],
+    keeps: Sequence[int],
+    ids_HQK: Tensor,
+    counts_HQ: Tensor,
+    state: AttentionState,
+) -> None:
+    """`attend_best` for as many KV heads as are held at a time; writes what it finds."""
+    heads, group, _ = searched[0].queries_HGD.shape
+    columns = [each.columns for each in searched]
+    line, places_HQG, sums_HQ = _lay_out(heads, group, searched)
+    most = max(
+        span_count(each.shared, each.shift) + span_count(each.count - each.shared, each.own_shift)
+        for each in columns
+    )
+    spans = Spans.empty(heads, len(searched) * group, most)
+    passes = _plan(rows, searched, line, places_HQG, spans)
+    for each in passes:
+        score_keys(each.rows, each.queries_HRD, each.first, each.weights, each.spans)
+    take_best(line, places_HQG, sums_HQ, spans, columns, keeps, ids_HQK, counts_HQ)
+    begun: set[int] = set()
+    for each in passes:
+        found = add_values(each.rows, each.weights, each.spans, each.first)
+        shape = (heads, len(each.sessions), group)
+        made = AttentionState(found.out.view(*shape, -1), found.lse.view(shape))
+        if not begun.isdisjoint(each.sessions):
+            made = AttentionState(state.out[:, each.sessions], state.lse[:, each.sessions]).merge(made)
+        state.out[:, each.sessions], state.lse[:, each.sessions] = made.out, made.lse
+        begun.update(each.sessions)
+
+
+def _lay_out(
+    heads: int, group: int, searched: Sequence[Searched]
+) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
+    """Memory for weights of all sessions and their sums over a group, and where rows of both begin in it.
+
+    A position that is a multiple of LANES is at a cache line in every row, so no vector lies across two.
+    """
+    leads = np.array([each.shared.start % LANES for each in searched], np.int64)
+    sizes = np.array([each.room for each in searched], np.int64)
+    begins = heads * (group + 1) * (sizes.cumsum() - sizes) + leads
+    rows = np.arange(heads)[:, None, None] * (group + 1) + np.arange(group + 1)
+    places = begins[:, None] + rows * sizes[:, None]
+    line = _memory(int(heads * (group + 1) * sizes.sum()))
+    return line, np.ascontiguousarray(places[..., :group]), np.ascontiguousarray(places[..., group])
+
+
+def _memory(count: int) -> NDArray[np.float32]:
+    """Room for so many numbers from a cache line on: this thread's, unless more are wanted than are kept."""
+    if count > _WEIGHTS:
+        return _at_line(count)
+    kept: NDArray[np.float32] | None = getattr(_kept, "weights", None)
+    if kept is None or kept.size < count:
+        kept = _kept.weights = _at_line(count)
+    return kept
+
+
+def _at_line(count: int) -> NDArray[np.float32]:
+    room = np.empty(count + LANES, np.float32)
+    begin = -room.ctypes.data // 4 % LANES
+    return room[begin : begin + count]
+
+
+def _plan(
+    rows: ScalarRows,
+    searched: Sequence[Searched],
+    line: NDArray[np.float32],
+    places_HQG: NDArray[np.int64],
+    spans: Spans,
+) -> list[_Pass]:
+    """Passes over the context's copy, one for each row at which sessions begin, and over what each has appended."""
+
+    def plan(
+        of: ScalarRows, sessions: list[int], wanted: list[range], behind: int, first_span: int
+    ) -> _Pass:
+        """behind, first_span: columns and spans of the session before these."""
+        heads, _, group = places_HQG.shape
+        places = places_HQG[:, sessions].reshape(heads, -1) + behind
+        counts = np.repeat([len(each) for each in wanted], group)
+        numbers = (np.array(sessions)[:, None] * group + np.arange(group)).reshape(-1)
+        first_spans = np.full(len(numbers), first_span)
+        queries = torch.cat([searched[number].queries_HGD for number in sessions], dim=1)
+        weights = RowsInLine(line, places, counts)
+        return _Pass(of, wanted[0].start, queries, weights, spans.of(numbers, first_spans), sessions)
+
+    together: dict[int, list[int]] = {}
+    for number, each in enumerate(searched):
+        if each.shared:
+            together.setdefault(each.shared.start, []).append(number)
+    return [
+        plan(rows, sessions, [searched[number].shared for number in sessions], 0, 0)
+        for sessions in together.values()
+    ] + [
+        plan(
+            each.own_rows,
+            [number],
+            [each.own],
+            len(each.shared),
+            span_count(len(each.shared), each.columns.shift),
+        )
+        for number, each in enumerate(searched)
+        if each.own
+    ]

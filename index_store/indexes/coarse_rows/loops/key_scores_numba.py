@@ -1,0 +1,239 @@
+"""Logits of all coded keys on a host, and their exponentials, span by span.
+
+Products are of 8-bit integers: a row of queries is folded with a block's scales and rounded with one unit for the
+block. A unit is the 127th part of the largest magnitude, so a logit is off by at most d * (2^bits - 1) / 4 units, about
+a seventh of what coding itself does at 4 bits; codes count from their middle, which halves it. A row's logits depend
+neither on the rows beside it nor on the number of threads.
+
+Shape legend: H KV heads, N keys, B blocks of 128 keys, R rows of queries, S spans, d head dim.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from index_store.attention.exponentials_numba import exponentiate_in_place, largest
+from index_store.attention.rows_in_line import RowsInLine
+from index_store.attention.vectors.code import LANES
+from index_store.attention.vectors.floats_numba import make_scaling
+from index_store.indexes.coarse_rows.loops.coded_tables_numba import (
+    fold_and_round,
+    half_table,
+    row_table,
+    widen,
+)
+from index_store.indexes.coarse_rows.loops.packed_codes_numba import ROWS, multiply, pack_keys
+from index_store.indexes.coarse_rows.loops.spans import SPAN, Spans, shift_of
+from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows
+from index_store.launch import launch, njit, prange
+
+_SCORED_AT_ONCE = 64  # keys, so that what is unpacked stays in the first-level cache
+_ROWS_AT_ONCE = 16
+_NO_SPANS = Spans.empty(0, 0, 0)
+_write_scaled = make_scaling(add=False)
+
+
+def score_keys(
+    rows: ScalarRows, queries_HRD: Tensor, first: int, out: RowsInLine, spans: Spans | None = None
+) -> None:
+    """Writes the products of queries [H, R, d] float32 with keys: of rows `first`.., as many as a row of out has.
+
+    spans: where given, peaks and totals are written to them, and to out the exponentials (`Spans`).
+    """
+    if not out.counts_R.any():
+        return
+    kept = _NO_SPANS if spans is None else spans
+    launch(
+        _score_keys,
+        *row_table(rows.key_codes_HNC),
+        *half_table(rows.key_scales_HBD),
+        *half_table(rows.key_offsets_HBD),
+        rows.key_bits,
+        rows.lead,
+        shift_of(rows, first),
+        queries_HRD.contiguous().numpy(),
+        first,
+        int(out.counts_R.max()),
+        out.numbers,
+        out.places_HR,
+        out.counts_R,
+        kept.peaks_HRS,
+        kept.totals_HRS,
+        kept.rows_R,
+        kept.first_R,
+    )
+
+
+def weigh(logits: RowsInLine, shift: int, spans: Spans) -> None:
+    """Replaces logits by their exponentials, as `score_keys` does; those of -inf become 0. shift: see `Spans`."""
+    if logits.counts_R.any():
+        launch(
+            _weigh,
+            shift,
+            logits.numbers,
+            logits.places_HR,
+            logits.counts_R,
+            spans.peaks_HRS,
+            spans.totals_HRS,
+            spans.rows_R,
+            spans.first_R,
+        )
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _score_keys(
+    codes: NDArray[np.uint8],
+    codes_stride: int,
+    scales: NDArray[np.int16],
+    scales_stride: int,
+    offsets: NDArray[np.int16],
+    offsets_stride: int,
+    bits: int,
+    lead: int,
+    shift: int,
+    queries: NDArray[np.float32],
+    first: int,
+    most: int,
+    out: NDArray[np.float32],
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    span_rows: NDArray[np.int64],
+    span_first: NDArray[np.int64],
+) -> None:  # pragma: no cover - compiled
+    heads = queries.shape[0]
+    spans = (shift + most + SPAN - 1) // SPAN
+    for task in prange(heads * spans):
+        head, span = task // spans, task % spans
+        low, high = max(0, span * SPAN - shift), min(most, (span + 1) * SPAN - shift)
+        _score_span(
+            codes[head * codes_stride :],
+            scales[head * scales_stride :],
+            offsets[head * offsets_stride :],
+            bits,
+            lead,
+            queries[head],
+            first + low,
+            first + high,
+            out,
+            places[head],
+            counts,
+            first,
+        )
+        if peaks.shape[0] > 0:
+            _weigh_span(
+                out, places[head], counts, low, high, span, peaks[head], totals[head], span_rows, span_first
+            )
+
+
+@njit(cache=True, nogil=True)
+def _score_span(
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.int16],
+    offsets: NDArray[np.int16],
+    bits: int,
+    lead: int,
+    queries: NDArray[np.float32],
+    first: int,
+    end: int,
+    out: NDArray[np.float32],
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    origin: int,
+) -> None:  # pragma: no cover - compiled
+    """Logits of one head's keys first..end-1; those of a row of queries have the place of key `origin`."""
+    rows, dim = queries.shape
+    width = (dim + LANES - 1) // LANES * LANES
+    padded = np.zeros((rows, width), np.float32)
+    for r in range(rows):
+        for i in range(dim):
+            padded[r, i] = queries[r, i]
+    weights = np.zeros((rows + ROWS, width), np.int8)
+    units, shifts = np.empty(rows, np.float32), np.empty(rows, np.float32)
+    scratch, halves = np.zeros((1, width), np.float32), np.zeros((1, LANES), np.int16)
+    scale, offset = np.zeros((1, width), np.float32), np.zeros((1, width), np.float32)
+    raw = np.empty((max(1, codes.shape[1] // 4), _SCORED_AT_ONCE), np.uint32)
+    packed = np.empty((dim // 4, _SCORED_AT_ONCE), np.uint32)
+    sums = np.empty((_ROWS_AT_ONCE, _SCORED_AT_ONCE), np.int32)
+    middle = np.float32((1 << bits) - 1) / np.float32(2)
+    line = out.reshape(1, out.size)
+    low = first
+    while low < end:
+        block = (lead + low) // BLOCK
+        high = min(end, (block + 1) * BLOCK - lead)
+        widen(scales, block, dim, halves, scale)
+        widen(offsets, block, dim, halves, offset)
+        for r in range(rows):
+            units[r], shifts[r] = fold_and_round(
+                padded, r, 0, scale, offset, 0, middle, scratch, weights, r, width // LANES
+            )
+        for part in range(low, high, _SCORED_AT_ONCE):
+            count = min(_SCORED_AT_ONCE, high - part)
+            pack_keys(codes, part, count, bits, raw, packed)
+            for begin in range(0, rows, _ROWS_AT_ONCE):
+                some = min(_ROWS_AT_ONCE, rows - begin)
+                multiply(packed, 0, count, weights, begin, some, dim // 4, sums)
+                for r in range(some):
+                    unit, shift = units[begin + r], shifts[begin + r]
+                    wanted = max(0, min(count, counts[begin + r] - (part - origin)))
+                    place = places[begin + r] + part - origin
+                    whole = wanted // LANES
+                    _write_scaled(sums, r, 0, unit, shift, line, 0, place, whole)
+                    if whole * LANES < wanted:
+                        _write_scaled(sums, r, whole * LANES, unit, shift, scratch, 0, 0, 1)
+                        for x in range(whole * LANES, wanted):
+                            line[0, place + x] = scratch[0, x - whole * LANES]
+        low = high
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _weigh(
+    shift: int,
+    logits: NDArray[np.float32],
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    span_rows: NDArray[np.int64],
+    span_first: NDArray[np.int64],
+) -> None:  # pragma: no cover - compiled
+    heads, most = places.shape[0], counts.max()
+    spans = (shift + most + SPAN - 1) // SPAN
+    for task in prange(heads * spans):
+        head, span = task // spans, task % spans
+        low, high = max(0, span * SPAN - shift), min(most, (span + 1) * SPAN - shift)
+        _weigh_span(
+            logits, places[head], counts, low, high, span, peaks[head], totals[head], span_rows, span_first
+        )
+
+
+@njit(cache=True, nogil=True)
+def _weigh_span(
+    numbers: NDArray[np.float32],
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    low: int,
+    high: int,
+    span: int,
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    span_rows: NDArray[np.int64],
+    span_first: NDArray[np.int64],
+) -> None:  # pragma: no cover - compiled
+    """Exponentiates columns low..high-1 of every row, one span, as far as a row has them."""
+    line = numbers.reshape(1, numbers.size)
+    scratch = np.empty((1, LANES), np.float32)
+    for r in range(places.shape[0]):
+        stop = min(high, counts[r])
+        if stop <= low:
+            continue
+        peak, total = largest(line, 0, places[r] + low, places[r] + stop), np.float32(0)
+        if peak > -np.inf:
+            total = exponentiate_in_place(line, 0, places[r] + low, stop - low, peak, scratch)
+        else:
+            line[0, places[r] + low : places[r] + stop] = 0
+        row, place = span_rows[r], span_first[r] + span
+        peaks[row, place], totals[row, place] = peak, total
