@@ -54,13 +54,9 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
         "index_store.attention.listed_keys_numba",
         "attend_listed_reference",
     ),
-    ("index_store.attention.pooled_weights_numba", "pooled_weights_together"): (
-        "index_store.attention.pooled_weights_numba",
-        "pooled_weights_reference",
-    ),
-    ("index_store.selection.top_k_numba", "top_k_together"): (
-        "index_store.selection.top_k_numba",
-        "top_k_reference",
+    ("index_store.indexes.coarse_rows.loops.value_sums_numba", "add_values"): (
+        "index_store.indexes.coarse_rows.loops.reference",
+        "attend_values_reference",
     ),
     ("decode_engine.kernels.slots.gather_rows", "copy_rows"): "rows are those that the test copied from",
     ("decode_engine.kernels.slots.slot_fetch", "fetch_rows"): "a cache of dictionaries in slot_problems.py",

@@ -5,16 +5,13 @@ Shape legend: H KV heads, T query positions, G group heads, M keys, Q = H*T.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.attention.exponentials_numba import exponentiate, largest
-from index_store.attention.rows_in_line import RowsInLine, new_in_line
+from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import add_weighted
 from index_store.launch import launch, njit, on_host, prange
@@ -30,31 +27,22 @@ def pooled_weights(logits_HTGM: Tensor) -> Tensor:
     """
     if not on_host(logits_HTGM):
         return pooled_weights_reference(logits_HTGM)
-    return pooled_weights_together([logits_HTGM])[0]
-
-
-def pooled_weights_together(logits: Sequence[Tensor]) -> list[Tensor]:
-    """`pooled_weights` of logits on the host, [H, T, G, M] each with a T and an M of its own, in one piece of memory.
-
-    So are the results. They have the bits that they have alone.
-    """
-    shapes = [(*each.shape[:2], each.shape[3]) for each in logits]
-    outs = new_in_line(shapes)
-    if any(map(math.prod, shapes)):
-        heads, _, group, _ = logits[0].shape
-        rows, own = RowsInLine.of([each.flatten(1, 2) for each in logits]), RowsInLine.of(outs)
-        queries, tiles = own.places_HR.size, -(-int(own.counts_R.max()) // _TILE)
+    heads, positions, group, count = logits_HTGM.shape
+    out = torch.empty(heads, positions, count, device="cpu")
+    if out.numel() and group:
+        queries, tiles = heads * positions, -(-count // _TILE)
+        rows, own = RowsInLine.of([logits_HTGM.flatten(1, 2)]), RowsInLine.of([out])
         launch(
             _pooled_weights,
             rows.numbers.reshape(1, -1),
             rows.places_HR.reshape(queries, group),
-            np.tile(own.counts_R, heads),
+            np.full(queries, count),
             np.empty((queries, group, tiles), np.float32),
             np.empty((queries, group, tiles), np.float32),
             own.numbers,
             own.places_HR.reshape(queries),
         )
-    return outs
+    return out
 
 
 def pooled_weights_reference(logits_HTGM: Tensor) -> Tensor:

@@ -5,12 +5,10 @@ Shape legend: H KV heads, R rows of a KV head, X numbers of a row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -48,10 +46,3 @@ class RowsInLine:
         whole = tensors[0].untyped_storage().nbytes() // tensors[0].element_size()
         line = tensors[0].as_strided((whole,), (1,), 0)
         return cls(line.numpy(), places, counts)
-
-
-def new_in_line(shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Contiguous float32 tensors of those shapes on the host, in one piece of memory."""
-    sizes = [math.prod(shape) for shape in shapes]
-    parts = torch.empty(sum(sizes), device="cpu").split_with_sizes(sizes)
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

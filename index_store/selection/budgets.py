@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from index_store.attention.pooled_weights_numba import pooled_weights_together
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.selection.collect_numba import collect
 from index_store.selection.ranking import GROUP_RULES, Ranking
-from index_store.selection.top_k_numba import top_k, top_k_together
+from index_store.selection.top_k_numba import top_k
 
 _MOST_KEYS = 2**31 - 1
 """Keys that any context may have; more of them are as many."""
@@ -79,27 +78,6 @@ class Budget(ABC):
     @abstractmethod
     def label(self) -> str:
         """A short text for tables: what is kept."""
-
-
-def cut_together(
-    budgets: Sequence[Budget], rankings: Sequence[Ranking], steps: Sequence[Step]
-) -> list[Selection]:
-    """Each budget's cut of a ranking. Those of the best keys of many single ones are found in one pass.
-
-    Logits of the rankings are on the host, in one piece of memory. Each gets what it gets alone.
-    """
-    keeps = [budget.best(step) for budget, step in zip(budgets, steps, strict=True)]
-    logits = [ranking.logits_HTGM for ranking in rankings]
-    known = [min(keep, _MOST_KEYS) for keep in keeps if keep is not None]
-    if len(known) < len(keeps) or any(ranking.items.groups for ranking in rankings):
-        cuts = zip(budgets, rankings, steps, strict=True)
-        return [budget.cut(ranking, step) for budget, ranking, step in cuts]
-    # With one head in a group its logits have the order of its weights.
-    scores = pooled_weights_together(logits) if logits[0].shape[2] > 1 else [each[:, :, 0] for each in logits]
-    return [
-        Selection(ids + ranking.items.first_key, counts)
-        for ranking, (ids, counts) in zip(rankings, top_k_together(scores, known), strict=True)
-    ]
 
 
 def best_keys(ranking: Ranking, keep: int, group: str) -> Selection:

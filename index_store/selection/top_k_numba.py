@@ -9,8 +9,6 @@ bound are read again. Ids come out ascending, so later gathers walk memory forwa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -31,25 +29,13 @@ def top_k(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """
     if not on_host(scores_HTM):
         return top_k_reference(scores_HTM, keep)
-    return top_k_together([scores_HTM], [keep])[0]
-
-
-def top_k_together(scores: Sequence[Tensor], keeps: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """`top_k` of scores on the host, in one piece of memory, with a number of columns and of kept ones for each."""
-    keeps = [min(keep, each.shape[2]) for each, keep in zip(scores, keeps, strict=True)]
-    heads, positions = scores[0].shape[0], sum(each.shape[1] for each in scores)
-    ids = torch.zeros(heads, positions, max(keeps), dtype=torch.int32, device="cpu")
+    heads, positions, columns = scores_HTM.shape
+    ids = torch.zeros(heads, positions, min(keep, columns), dtype=torch.int32, device="cpu")
     counts = torch.zeros(heads, positions, dtype=torch.int32, device="cpu")
     if ids.numel() > 0:
-        rows = RowsInLine.of(list(scores))
-        kept = np.repeat(keeps, [each.shape[1] for each in scores])
-        launch(_top_k_rows, rows.numbers, rows.places_HR, rows.counts_R, kept, ids.numpy(), counts.numpy())
-    found, first = [], 0
-    for each, keep in zip(scores, keeps, strict=True):
-        own = slice(first, first + each.shape[1])
-        found.append((ids[:, own, :keep], counts[:, own]))
-        first = own.stop
-    return found
+        rows = RowsInLine.of([scores_HTM])
+        launch(_top_k_rows, rows.numbers, rows.places_HR, columns, ids.numpy(), counts.numpy())
+    return ids, counts
 
 
 def top_k_reference(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
@@ -169,14 +155,12 @@ def top_k_row(row: NDArray[np.float32], ids: NDArray[np.int32]) -> int:  # pragm
 def _top_k_rows(
     numbers: NDArray[np.float32],
     places: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    keeps: NDArray[np.int64],
+    columns: int,
     ids: NDArray[np.int32],
     counts: NDArray[np.int32],
 ) -> None:  # pragma: no cover - compiled
     heads, rows = places.shape
     for task in prange(heads * rows):
         head, r = task // rows, task % rows
-        row = numbers[places[head, r] : places[head, r] + lengths[r]]
-        if keeps[r] > 0:
-            counts[head, r] = top_k_row(row, ids[head, r, : keeps[r]])
+        row = numbers[places[head, r] : places[head, r] + columns]
+        counts[head, r] = top_k_row(row, ids[head, r])

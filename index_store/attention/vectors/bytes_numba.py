@@ -109,7 +109,7 @@ def make_transposition(bits: int) -> Any:
             source_at = Rows(context, builder, signature.args[0], source)
             words_at = Rows(context, builder, signature.args[3], words)
             four = ir.VectorType(WORD, 4)
-            lines = [source_at.load(plus(builder, row, i), byte, four) for i in range(16)]
+            lines = source_at.load_rows(row, byte, four, 16)
             # Lane by lane of 128 bits, which is how processors shuffle: rows k, k + 4, k + 8, k + 12 side by side.
             wide = [joined(builder, [lines[k + 4 * lane] for lane in range(4)]) for k in range(4)]
             pairs = [
@@ -152,7 +152,7 @@ def make_interleaving(bits: int, count: int) -> Any:
             source_at = Rows(context, builder, signature.args[0], source)
             words_at = Rows(context, builder, signature.args[3], words)
             line = ir.VectorType(BYTE, count)
-            lines = [source_at.load(plus(builder, row, i), byte, line) for i in range(4)]
+            lines = source_at.load_rows(row, byte, line, 4)
             for first, vector in enumerate(_interleaved(builder, lines)):
                 place = plus(builder, to_column, LANES * first)
                 for plane in _planes(builder, builder.bitcast(vector, WORDS), bits):

@@ -36,6 +36,17 @@ class Rows:
     def load(self, row: Any, element: Any, kind: Any) -> Any:
         return self._builder.load(self.address(row, element, kind), align=1)
 
+    def load_rows(self, row: Any, element: Any, kind: Any, count: int) -> list[Any]:
+        """From so many consecutive rows, with one multiplication for the first one's address."""
+        builder, loaded = self._builder, []
+        begin = builder.add(self._data, builder.mul(row, self._row_bytes))
+        address = builder.add(begin, builder.mul(element, self._item_bytes))
+        for number in range(count):
+            if number:
+                address = builder.add(address, self._row_bytes)
+            loaded.append(builder.load(builder.inttoptr(address, kind.as_pointer()), align=1))
+        return loaded
+
     def store(self, value: Any, row: Any, element: Any) -> None:
         self._builder.store(value, self.address(row, element, value.type), align=1)
 

@@ -16,17 +16,18 @@ from index_store.attention.vectors.bytes_numba import instruction_sets
 from index_store.attention.vectors.code import (
     FLOATS,
     LANES,
-    SIZE,
     WORDS,
     Generated,
     Rows,
-    call,
     constants,
     each_vector,
     reduced,
     repeated,
     variable,
 )
+
+WHOLE = 1.5 * 2**23
+"""Added to a number of less than 2^22, its lowest bits are those of the nearest whole number as an integer."""
 
 _FUSED = ("contract",)
 _HALVES, _BYTES = (ir.VectorType(ir.IntType(bits), LANES) for bits in (16, 8))
@@ -54,24 +55,8 @@ def highest(typing: Any, source: Any, row: Any, column: Any, vectors: Any) -> Ge
         most = variable(builder, constants(FLOATS, float("-inf")))
         with each_vector(builder, vectors) as first:
             numbers = source_at.load(row, builder.add(column, first), FLOATS)
-            builder.store(_larger(builder, numbers, builder.load(most)), most)
-        return reduced(builder, builder.load(most), lambda a, b: _larger(builder, a, b))
-
-    return types.float32(source, *_SIZES3), generate
-
-
-@intrinsic
-def add_up(typing: Any, source: Any, row: Any, column: Any, vectors: Any) -> Generated:
-    """add_up(source, row, column, vectors): the sum of so many vectors of source[row, column..]."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        source, row, column, vectors = values
-        source_at = Rows(context, builder, signature.args[0], source)
-        total = variable(builder, constants(FLOATS, 0.0))
-        with each_vector(builder, vectors) as first:
-            numbers = source_at.load(row, builder.add(column, first), FLOATS)
-            builder.store(builder.fadd(builder.load(total), numbers), total)
-        return _sum(builder, builder.load(total))
+            builder.store(larger(builder, numbers, builder.load(most)), most)
+        return reduced(builder, builder.load(most), lambda a, b: larger(builder, a, b))
 
     return types.float32(source, *_SIZES3), generate
 
@@ -87,10 +72,10 @@ def extremes(typing: Any, source: Any, row: Any, column: Any, vectors: Any) -> G
         with each_vector(builder, vectors) as first:
             numbers = source_at.load(row, builder.add(column, first), FLOATS)
             builder.store(_smaller(builder, numbers, builder.load(least)), least)
-            builder.store(_larger(builder, numbers, builder.load(most)), most)
+            builder.store(larger(builder, numbers, builder.load(most)), most)
         found = (
             reduced(builder, builder.load(least), lambda a, b: _smaller(builder, a, b)),
-            reduced(builder, builder.load(most), lambda a, b: _larger(builder, a, b)),
+            reduced(builder, builder.load(most), lambda a, b: larger(builder, a, b)),
         )
         return context.make_tuple(builder, signature.return_type, found)
 
@@ -127,78 +112,10 @@ def exponentials(
             made = _exponential(builder, builder.fsub(numbers, bases))
             out_at.store(made, to_row, builder.add(to_column, first))
             builder.store(builder.fadd(builder.load(total), made), total)
-        return _sum(builder, builder.load(total))
+        return sum_of(builder, builder.load(total))
 
     floats = types.float32
     return floats(source, *_SIZES2, floats, out, *_SIZES3), generate
-
-
-@intrinsic
-def fold(
-    typing: Any,
-    numbers: Any,
-    row: Any,
-    column: Any,
-    factors: Any,
-    addends: Any,
-    group: Any,
-    middle: Any,
-    folded: Any,
-    vectors: Any,
-) -> Generated:
-    """fold(numbers, row, column, factors, addends, group, middle, folded, vectors): a total and a magnitude.
-
-    folded[0] = numbers[row, column..] * factors[group]; the total is the sum of numbers * (addends[group] + middle *
-    factors[group]), the magnitude the largest of what was folded.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        numbers, row, column, factors, addends, group, middle, folded, vectors = values
-        numbers_at, factors_at, addends_at, folded_at = (
-            Rows(context, builder, signature.args[place], value)
-            for place, value in ((0, numbers), (3, factors), (4, addends), (7, folded))
-        )
-        middles = repeated(builder, middle)
-        total, most = (variable(builder, constants(FLOATS, 0.0)) for _ in range(2))
-        with each_vector(builder, vectors) as first:
-            taken = numbers_at.load(row, builder.add(column, first), FLOATS)
-            product = builder.fmul(taken, factors_at.load(group, first, FLOATS))
-            folded_at.store(product, SIZE(0), first)
-            part = _add_product(builder, taken, addends_at.load(group, first, FLOATS), builder.load(total))
-            builder.store(_add_product(builder, product, middles, part), total)
-            builder.store(_larger(builder, _magnitude(builder, product), builder.load(most)), most)
-        largest = reduced(builder, builder.load(most), lambda a, b: _larger(builder, a, b))
-        return context.make_tuple(
-            builder, signature.return_type, (_sum(builder, builder.load(total)), largest)
-        )
-
-    floats = types.float32
-    pair = types.UniTuple(floats, 2)
-    return pair(numbers, *_SIZES2, factors, addends, types.intp, floats, folded, types.intp), generate
-
-
-@intrinsic
-def round_row(typing: Any, numbers: Any, factor: Any, rounded: Any, row: Any, vectors: Any) -> Generated:
-    """round_row(numbers, factor, rounded, row, vectors): the sum of rounded[row] = numbers[0] * factor, as int8."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        numbers, factor, rounded, row, vectors = values
-        numbers_at, rounded_at = (
-            Rows(context, builder, signature.args[place], value)
-            for place, value in ((0, numbers), (2, rounded))
-        )
-        factors = repeated(builder, factor)
-        total = variable(builder, constants(WORDS, 0))
-        with each_vector(builder, vectors) as first:
-            wanted = _add_product(
-                builder, numbers_at.load(SIZE(0), first, FLOATS), factors, constants(FLOATS, 0.5)
-            )
-            whole = builder.fptosi(_floor(builder, wanted), WORDS)
-            rounded_at.store(builder.trunc(whole, _BYTES), row, first)
-            builder.store(builder.add(builder.load(total), whole), total)
-        return reduced(builder, builder.load(total), builder.add)
-
-    return types.int32(numbers, types.float32, rounded, types.intp, types.intp), generate
 
 
 def make_widening(kind: str) -> Any:
@@ -245,8 +162,8 @@ def dot(
         with each_vector(builder, vectors) as first:
             taken = one_at.load(row, builder.add(column, first), FLOATS)
             beside = other_at.load(other_row, builder.add(other_column, first), FLOATS)
-            builder.store(_add_product(builder, taken, beside, builder.load(total)), total)
-        return _sum(builder, builder.load(total))
+            builder.store(add_product(builder, taken, beside, builder.load(total)), total)
+        return sum_of(builder, builder.load(total))
 
     return types.float32(one, *_SIZES2, other, *_SIZES3), generate
 
@@ -278,7 +195,7 @@ def add_weighted(
             taken = source_at.load(row, builder.add(column, first), FLOATS)
             place = builder.add(to_column, first)
             sums = out_at.load(to_row, place, FLOATS)
-            out_at.store(_add_product(builder, taken, weights, sums), to_row, place)
+            out_at.store(add_product(builder, taken, weights, sums), to_row, place)
         return context.get_dummy_value()
 
     return types.void(types.float32, source, *_SIZES2, out, *_SIZES3), generate
@@ -315,7 +232,7 @@ def make_scaling(add: bool) -> Any:
             with each_vector(builder, vectors) as first:
                 place = builder.add(to_column, first)
                 floats = builder.sitofp(whole_at.load(row, builder.add(column, first), WORDS), FLOATS)
-                made = _add_product(builder, floats, units, shifts)
+                made = add_product(builder, floats, units, shifts)
                 if add:
                     made = builder.fadd(out_at.load(to_row, place, FLOATS), made)
                 out_at.store(made, to_row, place)
@@ -333,13 +250,14 @@ def _exponential(builder: Any, numbers: Any) -> Any:
     power = builder.fmul(numbers, constants(FLOATS, _LOG2E))
     counts = builder.fcmp_ordered(">", power, least)
     power = builder.select(counts, power, least)
-    whole = _floor(builder, builder.fadd(power, constants(FLOATS, 0.5)))
-    rest = builder.fsub(power, whole)
+    moved = builder.fadd(power, constants(FLOATS, WHOLE))
+    rest = builder.fsub(power, builder.fsub(moved, constants(FLOATS, WHOLE)))
     made = constants(FLOATS, _EXPONENTIAL[0])
     for coefficient in _EXPONENTIAL[1:]:
-        made = _add_product(builder, made, rest, constants(FLOATS, coefficient))
-    exponents = builder.add(builder.fptosi(whole, WORDS), constants(WORDS, 127))
-    scales = builder.bitcast(builder.shl(exponents, constants(WORDS, 23)), FLOATS)
+        made = add_product(builder, made, rest, constants(FLOATS, coefficient))
+    # The exponent's bias is 127; of WHOLE's own bits none is left.
+    exponents = builder.shl(builder.bitcast(moved, WORDS), constants(WORDS, 23))
+    scales = builder.bitcast(builder.add(exponents, constants(WORDS, 127 << 23)), FLOATS)
     return builder.select(counts, builder.fmul(made, scales), constants(FLOATS, 0.0))
 
 
@@ -359,15 +277,11 @@ def _widened(builder: Any, halves: Any, kind: str) -> Any:
     return builder.fmul(floats, constants(FLOATS, 2.0**112))
 
 
-def _add_product(builder: Any, one: Any, other: Any, addend: Any) -> Any:
+def add_product(builder: Any, one: Any, other: Any, addend: Any) -> Any:
     return builder.fadd(builder.fmul(one, other, flags=_FUSED), addend, flags=_FUSED)
 
 
-def _floor(builder: Any, numbers: Any) -> Any:
-    return call(builder, f"llvm.floor.v{LANES}f32", FLOATS, numbers)
-
-
-def _larger(builder: Any, one: Any, other: Any) -> Any:
+def larger(builder: Any, one: Any, other: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", one, other), one, other)
 
 
@@ -375,10 +289,10 @@ def _smaller(builder: Any, one: Any, other: Any) -> Any:
     return builder.select(builder.fcmp_ordered("<", one, other), one, other)
 
 
-def _magnitude(builder: Any, numbers: Any) -> Any:
+def magnitude(builder: Any, numbers: Any) -> Any:
     words = builder.and_(builder.bitcast(numbers, WORDS), constants(WORDS, 0x7FFFFFFF))
     return builder.bitcast(words, FLOATS)
 
 
-def _sum(builder: Any, numbers: Any) -> Any:
+def sum_of(builder: Any, numbers: Any) -> Any:
     return reduced(builder, numbers, builder.fadd)

@@ -1,7 +1,7 @@
 """Steps of several sessions over one coarse copy on a host: the best keys of each, and attention to all others.
 
-What `rank_together`, a cut and the remainder `coarse` do one after the other, with one exponential for each logit, and a
-few KV heads at a time, whose weights stay in the caches.
+What `rank_together`, a cut and the remainder `coarse` do one after the other, with one exponential for each logit, and
+as many KV heads at a time as there is memory for that is kept.
 
 Shape legend: H KV heads, Q sessions, G group heads, R = Q * G rows of queries, M columns (searched keys) of a session,
 d head dim.
@@ -29,7 +29,7 @@ from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
 from index_store.launch import thread_count
 from index_store.selection.budgets import Selection
 
-_WEIGHTS = 2 * 2**20
+_WEIGHTS = 8 * 2**20
 """Weights in memory that is kept from step to step: new memory costs more than what is computed with it."""
 
 _kept = threading.local()
@@ -176,9 +176,7 @@ def _plan(
 ) -> list[_Pass]:
     """Passes over the context's copy, one for each row at which sessions begin, and over what each has appended."""
 
-    def plan(
-        of: ScalarRows, sessions: list[int], wanted: list[range], behind: int, first_span: int
-    ) -> _Pass:
+    def plan(of: ScalarRows, sessions: list[int], wanted: list[range], behind: int, first_span: int) -> _Pass:
         """behind, first_span: columns and spans of the session before these."""
         heads, _, group = places_HQG.shape
         places = places_HQG[:, sessions].reshape(heads, -1) + behind

@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
@@ -174,10 +173,8 @@ class CoarseRows(LayerIndex):
             scored.append((own, tuple(pieces)))
         return scored
 
-    def _parts(
-        self, asked: Asked, columns_HTGM: Tensor
-    ) -> tuple[Wanted | None, Wanted | None, CodedRows]:
-        """The columns that are the context's rows, those that are appended ones, and these rows; None for no columns."""
+    def _parts(self, asked: Asked, columns_HTGM: Tensor) -> tuple[Wanted | None, Wanted | None, CodedRows]:
+        """The columns of the context's rows, those of appended ones, and these rows; None for no columns."""
         rows = self._own_rows(asked.appended)
         return self._wanted(asked, self.rows, columns_HTGM), self._wanted(asked, rows, columns_HTGM), rows
 

@@ -92,13 +92,13 @@ def test_groups_whose_scores_are_many_attend_in_parts(monkeypatch: pytest.Monkey
     ranked: list[int] = []
     rank = parts.layers[0].sharing
     assert rank is not None
-    together = rank.rank_together
+    together = rank.best_together
 
-    def counting(asked: list[Asked]) -> object:
+    def counting(asked: list[Asked], keeps: list[int]) -> object:
         ranked.append(len(asked))
-        return together(asked)
+        return together(asked, keeps)
 
-    monkeypatch.setattr(rank, "rank_together", counting)
+    monkeypatch.setattr(rank, "best_together", counting)
     for one, other in zip(parts.step(list(range(7))), expected, strict=True):
         assert torch.equal(one, other)
     assert ranked == [4, 3]

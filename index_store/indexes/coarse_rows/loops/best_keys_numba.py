@@ -94,17 +94,7 @@ def _take_best(
     line = weights.reshape(1, weights.size)
     for task in prange(heads * queries * group):
         head, row = task // (queries * group), task % (queries * group)
-        peak, total = np.float32(-np.inf), np.float32(0)
-        for span in range(spans):
-            peak = max(peak, peaks[head, row, span])
-        for span in range(spans):
-            factors[head, row, span] = 0
-            if peaks[head, row, span] > -np.inf:
-                factors[head, row, span] = np.exp(peaks[head, row, span] - peak)
-                total += factors[head, row, span] * totals[head, row, span]
-        for span in range(spans):
-            if total > 0:
-                factors[head, row, span] /= total
+        _find_factors(peaks[head, row], totals[head, row], factors[head, row])
     for task in prange(heads * queries * spans):
         head, query, span = task // (queries * spans), task // spans % queries, task % spans
         if span < shared_spans[query]:
@@ -131,6 +121,19 @@ def _take_best(
             for g in range(group):
                 for k in range(found[head, query]):
                     weights[places[head, query, g] + best[k]] = 0
+
+
+@njit(cache=True, nogil=True)
+def _find_factors(
+    peaks: NDArray[np.float32], totals: NDArray[np.float32], factors: NDArray[np.float32]
+) -> None:  # pragma: no cover - compiled
+    """What makes every span's exponentials of a row the softmax of its logits."""
+    peak, total = peaks.max(), np.float32(0)
+    for span in range(peaks.shape[0]):
+        factors[span] = np.exp(peaks[span] - peak) if peaks[span] > -np.inf else np.float32(0)
+        total += factors[span] * totals[span]
+    if total > 0:
+        factors /= total
 
 
 @njit(cache=True, nogil=True)

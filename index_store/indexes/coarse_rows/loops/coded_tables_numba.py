@@ -1,4 +1,4 @@
-"""Coded rows as tables that compiled loops read, and rows of numbers folded with their scales.
+"""Coded rows as tables that compiled loops read.
 
 Shape legend: H KV heads, N rows, J numbers of a row, g groups of a value's channels.
 """
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.attention.vectors.code import LANES
-from index_store.attention.vectors.floats_numba import fold, make_widening, round_row
+from index_store.attention.vectors.floats_numba import make_widening
 from index_store.launch import njit
 
 _widen_halves = make_widening("float16")
@@ -33,6 +33,17 @@ def row_table(rows_HNJ: Tensor) -> tuple[NDArray[np.generic], int]:
 def half_table(rows_HNJ: Tensor) -> tuple[NDArray[np.generic], int]:
     """`row_table` of float16, as the words that compiled loops can read."""
     return row_table(rows_HNJ.view(torch.int16))
+
+
+@njit(cache=True, nogil=True)
+def at_cache_line(rows: int, width: int) -> NDArray[np.float32]:  # pragma: no cover - compiled
+    """[rows, width] zeros that begin at a cache line, for widths that are multiples of LANES.
+
+    A vector that lies across two lines is loaded, and stored, in two halves.
+    """
+    room = np.zeros(rows * width + LANES, np.float32)
+    first = -(room.ctypes.data // 4) % LANES
+    return room[first : first + rows * width].reshape(rows, width)
 
 
 @njit(cache=True, nogil=True, _nrt=False)
@@ -73,29 +84,3 @@ def widen_groups(
     for n in range(count):
         for g in range(groups):
             floats[g, n] = line[0, n * groups + g]
-
-
-@njit(cache=True, nogil=True, _nrt=False)
-def fold_and_round(
-    numbers: NDArray[np.float32],
-    row: int,
-    column: int,
-    scale: NDArray[np.float32],
-    offset: NDArray[np.float32],
-    group: int,
-    middle: np.float32,
-    scratch: NDArray[np.float32],
-    rounded: NDArray[np.int8],
-    to_row: int,
-    vectors: int,
-) -> tuple[np.float32, np.float32]:  # pragma: no cover - compiled
-    """Rounds numbers[row, column..] * scale to multiples of the 127th part of its largest magnitude.
-
-    Returns that unit and a shift: unit * (multiples . codes) + shift is the product of the numbers and what the codes
-    stand for. scratch: [1, as many numbers].
-    """
-    shift, peak = fold(numbers, row, column, scale, offset, group, middle, scratch, vectors)
-    factor = np.float32(127) / peak if peak > np.float32(1e-30) else np.float32(0)
-    total = round_row(scratch, factor, rounded, to_row, vectors)
-    unit = peak / np.float32(127)
-    return unit, shift - unit * middle * np.float32(total)

@@ -17,14 +17,15 @@ from torch import Tensor
 from index_store.attention.exponentials_numba import exponentiate_in_place, largest
 from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
-from index_store.attention.vectors.floats_numba import make_scaling
+from index_store.attention.vectors.floats_numba import add_weighted, make_scaling
+from index_store.attention.vectors.folding_numba import FOLDED, fold_rows
 from index_store.indexes.coarse_rows.loops.coded_tables_numba import (
-    fold_and_round,
+    at_cache_line,
     half_table,
     row_table,
     widen,
 )
-from index_store.indexes.coarse_rows.loops.packed_codes_numba import ROWS, multiply, pack_keys
+from index_store.indexes.coarse_rows.loops.packed_codes_numba import multiply, pack_keys
 from index_store.indexes.coarse_rows.loops.spans import SPAN, Spans, shift_of
 from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows
 from index_store.launch import launch, njit, prange
@@ -147,17 +148,20 @@ def _score_span(
     """Logits of one head's keys first..end-1; those of a row of queries have the place of key `origin`."""
     rows, dim = queries.shape
     width = (dim + LANES - 1) // LANES * LANES
-    padded = np.zeros((rows, width), np.float32)
+    room = rows + FOLDED  # rows are folded, and multiplied, by fours
+    padded = at_cache_line(1, room * width)
     for r in range(rows):
         for i in range(dim):
-            padded[r, i] = queries[r, i]
-    weights = np.zeros((rows + ROWS, width), np.int8)
-    units, shifts = np.empty(rows, np.float32), np.empty(rows, np.float32)
-    scratch, halves = np.zeros((1, width), np.float32), np.zeros((1, LANES), np.int16)
-    scale, offset = np.zeros((1, width), np.float32), np.zeros((1, width), np.float32)
+            padded[0, r * width + i] = queries[r, i]
+    columns = np.empty((1, FOLDED), np.int64)
+    weights, folded = np.zeros((room, width), np.int8), at_cache_line(FOLDED, width)
+    units, shifts = np.empty((1, room), np.float32), np.empty((1, room), np.float32)
+    unused = np.empty((1, room), np.float32)
+    scratch, halves = np.zeros((1, LANES), np.float32), np.zeros((1, LANES), np.int16)
+    scale, offset = at_cache_line(1, width), at_cache_line(1, width)
     raw = np.empty((max(1, codes.shape[1] // 4), _SCORED_AT_ONCE), np.uint32)
-    packed = np.empty((dim // 4, _SCORED_AT_ONCE), np.uint32)
-    sums = np.empty((_ROWS_AT_ONCE, _SCORED_AT_ONCE), np.int32)
+    packed = at_cache_line(dim // 4, _SCORED_AT_ONCE).view(np.uint32)
+    sums = at_cache_line(_ROWS_AT_ONCE, _SCORED_AT_ONCE).view(np.int32)
     middle = np.float32((1 << bits) - 1) / np.float32(2)
     line = out.reshape(1, out.size)
     low = first
@@ -166,9 +170,24 @@ def _score_span(
         high = min(end, (block + 1) * BLOCK - lead)
         widen(scales, block, dim, halves, scale)
         widen(offsets, block, dim, halves, offset)
-        for r in range(rows):
-            units[r], shifts[r] = fold_and_round(
-                padded, r, 0, scale, offset, 0, middle, scratch, weights, r, width // LANES
+        add_weighted(middle, scale, 0, 0, offset, 0, 0, width // LANES)
+        for r in range(0, rows, FOLDED):
+            for i in range(FOLDED):
+                columns[0, i] = (r + i) * width
+            fold_rows(
+                padded,
+                columns,
+                scale,
+                offset,
+                0,
+                middle,
+                folded,
+                weights,
+                r,
+                units,
+                shifts,
+                unused,
+                width // LANES,
             )
         for part in range(low, high, _SCORED_AT_ONCE):
             count = min(_SCORED_AT_ONCE, high - part)
@@ -177,7 +196,7 @@ def _score_span(
                 some = min(_ROWS_AT_ONCE, rows - begin)
                 multiply(packed, 0, count, weights, begin, some, dim // 4, sums)
                 for r in range(some):
-                    unit, shift = units[begin + r], shifts[begin + r]
+                    unit, shift = units[0, begin + r], shifts[0, begin + r]
                     wanted = max(0, min(count, counts[begin + r] - (part - origin)))
                     place = places[begin + r] + part - origin
                     whole = wanted // LANES

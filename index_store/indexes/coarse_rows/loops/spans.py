@@ -1,6 +1,6 @@
 """Rows of attention weights on the way: exponentials of logits, each relative to the largest of its span of keys.
 
-A logit is exponentiated once, when no softmax over all keys is known yet: what a span's exponentials lack is one factor.
+A logit is exponentiated once, when no softmax over all keys is known yet: a span's exponentials lack one factor.
 
 Shape legend: H KV heads, R rows of queries, S spans.
 """

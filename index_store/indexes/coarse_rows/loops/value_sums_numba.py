@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
-from index_store.attention.vectors.floats_numba import add_up, make_scaling
+from index_store.attention.vectors.floats_numba import add_weighted, make_scaling
+from index_store.attention.vectors.folding_numba import FOLDED, fold_rows
 from index_store.indexes.coarse_rows.loops.coded_tables_numba import (
-    fold_and_round,
+    at_cache_line,
     half_table,
     row_table,
     widen_groups,
@@ -153,85 +154,143 @@ def _attend_part(
     width = dim // groups
     vectors = (width + LANES - 1) // LANES
     raw = np.empty((1, codes.shape[1]), np.uint32)
-    packed = np.empty((BLOCK // 4, dim + LANES), np.uint32)
+    packed = at_cache_line(BLOCK // 4, (dim + 2 * LANES - 1) // LANES * LANES).view(np.uint32)
     line_of = weights.reshape(1, weights.size)
     halves, line = np.zeros((1, LANES), np.int16), np.zeros((1, BLOCK * groups), np.float32)
-    scale, offset = np.zeros((groups, BLOCK), np.float32), np.zeros((groups, BLOCK), np.float32)
-    few, folded = np.zeros((1, BLOCK), np.float32), np.empty((1, BLOCK), np.float32)
+    scale, offset = at_cache_line(groups, BLOCK), at_cache_line(groups, BLOCK)
+    few, folded = at_cache_line(1, FOLDED * BLOCK), at_cache_line(FOLDED, BLOCK)
+    columns = np.empty((1, FOLDED), np.int64)
     rounded = np.zeros((groups * _ROWS_AT_ONCE, BLOCK), np.int8)
-    units, shifts = np.empty(groups * _ROWS_AT_ONCE, np.float32), np.empty(groups * _ROWS_AT_ONCE, np.float32)
-    sums = np.empty((_ROWS_AT_ONCE, width + LANES), np.int32)
-    gathered = np.zeros((rows * groups, vectors * LANES), np.float32)
+    room = groups * _ROWS_AT_ONCE
+    units, shifts = np.empty((1, room), np.float32), np.empty((1, room), np.float32)
+    added = np.empty((1, room), np.float32)
+    sums = at_cache_line(_ROWS_AT_ONCE, (vectors + 1) * LANES).view(np.int32)
+    gathered = at_cache_line(rows * groups, vectors * LANES)
     factors = np.empty(rows, np.float32)
     middle = np.float32((1 << bits) - 1) / np.float32(2)
     totals[:] = 0
-    longest = 0
-    for r in range(rows):
-        longest = max(longest, counts[r])
-        peaks[r] = -np.inf
-        for span in range(first, min(end, (shift + counts[r] + SPAN - 1) // SPAN)):
-            peaks[r] = max(peaks[r], span_peaks[span_rows[r], span_first[r] + span])
+    longest = counts.max()
+    _find_peaks(counts, span_peaks, span_rows, span_first, shift, first, end, peaks)
     begin_at = max(0, first * SPAN - shift)
     # Blocks begin at multiples of BLOCK positions, so weights that begin at a cache line go on to.
     for block in range((shift + begin_at) // BLOCK, (min(end * SPAN, shift + longest) + BLOCK - 1) // BLOCK):
         low = max(block * BLOCK - shift, begin_at)
         keys = min((block + 1) * BLOCK - shift, longest) - low
         if low == begin_at or (shift + low) % SPAN == 0:
+            span = (shift + low) // SPAN
             for r in range(rows):
-                factors[r] = 0
-                if low < counts[r] and peaks[r] > -np.inf:
-                    peak = span_peaks[span_rows[r], span_first[r] + (shift + low) // SPAN]
-                    factors[r] = np.exp(peak - peaks[r])
+                peak = span_peaks[span_rows[r], span_first[r] + span] if low < counts[r] else -np.inf
+                factors[r] = np.exp(peak - peaks[r]) if peak > -np.inf else 0
         widen_groups(scales, low - begin_at, keys, halves, line, scale)
         widen_groups(offsets, low - begin_at, keys, halves, line, offset)
+        for g in range(groups):
+            add_weighted(middle, scale, g, 0, offset, g, 0, BLOCK // LANES)
         pack_values(codes, low - begin_at, keys, bits, raw, packed)
         for begin in range(0, rows, _ROWS_AT_ONCE):
             some = min(_ROWS_AT_ONCE, rows - begin)
-            for r in range(some):
-                own = max(0, min(keys, counts[begin + r] - low))
-                column, factor = places[begin + r] + low, factors[begin + r]
-                if own == BLOCK:
-                    total = _fold_weights(
-                        line_of, column, scale, offset, middle, folded, rounded, r, units, shifts
-                    )
-                else:
-                    few[0, :own] = line_of[0, column : column + own]
-                    few[0, own:] = 0
-                    total = _fold_weights(few, 0, scale, offset, middle, folded, rounded, r, units, shifts)
-                totals[begin + r] += factor * total
-                for g in range(groups):
-                    units[g * _ROWS_AT_ONCE + r] *= factor
-                    shifts[g * _ROWS_AT_ONCE + r] *= factor
+            _fold_rows(
+                line_of,
+                places,
+                counts,
+                low,
+                keys,
+                begin,
+                few,
+                columns,
+                scale,
+                offset,
+                middle,
+                folded,
+                rounded,
+                units,
+                shifts,
+                added,
+            )
             for g in range(groups):
                 multiply(packed, g * width, width, rounded, g * _ROWS_AT_ONCE, some, (keys + 3) // 4, sums)
                 for r in range(some):
-                    unit, addend = units[g * _ROWS_AT_ONCE + r], shifts[g * _ROWS_AT_ONCE + r]
+                    factor, place = factors[begin + r], g * _ROWS_AT_ONCE + r
+                    unit, addend = factor * units[0, place], factor * shifts[0, place]
                     _add_scaled(sums, r, 0, unit, addend, gathered, (begin + r) * groups + g, 0, vectors)
+            for r in range(some):
+                totals[begin + r] += factors[begin + r] * added[0, r]
     for r in range(rows):
         for g in range(groups):
             out[r, g * width : (g + 1) * width] = gathered[r * groups + g, :width]
 
 
 @njit(cache=True, nogil=True, _nrt=False)
-def _fold_weights(
+def _find_peaks(
+    counts: NDArray[np.int64],
+    span_peaks: NDArray[np.float32],
+    span_rows: NDArray[np.int64],
+    span_first: NDArray[np.int64],
+    shift: int,
+    first: int,
+    end: int,
+    peaks: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """The largest peak of spans first..end-1 of every row, as far as it has any."""
+    for r in range(counts.shape[0]):
+        peaks[r] = -np.inf
+        for span in range(first, min(end, (shift + counts[r] + SPAN - 1) // SPAN)):
+            peaks[r] = max(peaks[r], span_peaks[span_rows[r], span_first[r] + span])
+
+
+@njit(cache=True, nogil=True, _nrt=False)
+def _fold_rows(
     weights: NDArray[np.float32],
-    column: int,
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    low: int,
+    keys: int,
+    begin: int,
+    few: NDArray[np.float32],
+    columns: NDArray[np.int64],
     scale: NDArray[np.float32],
-    offset: NDArray[np.float32],
+    centre: NDArray[np.float32],
     middle: np.float32,
     folded: NDArray[np.float32],
     rounded: NDArray[np.int8],
-    row: int,
     units: NDArray[np.float32],
     shifts: NDArray[np.float32],
-) -> np.float32:  # pragma: no cover - compiled
-    """Rounds a block's weights weights[0, column..] for every group of channels; returns their sum."""
-    for g in range(scale.shape[0]):
-        place = g * _ROWS_AT_ONCE + row
-        units[place], shifts[place] = fold_and_round(
-            weights, 0, column, scale, offset, g, middle, folded, rounded, place, BLOCK // LANES
-        )
-    return add_up(weights, 0, column, BLOCK // LANES)  # type: ignore[no-any-return]
+    added: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """Rounds weights of `keys` keys from column low on, of row `begin` and those after, and adds them up.
+
+    For every group of channels. few: scratch for rows that end before the block does.
+    """
+    rows = counts.shape[0]
+    for r in range(0, min(_ROWS_AT_ONCE, rows - begin), FOLDED):
+        whole = keys == BLOCK
+        for i in range(FOLDED):
+            row = min(begin + r + i, rows - 1)
+            columns[0, i] = places[row] + low
+            whole = whole and counts[row] - low >= BLOCK
+        if not whole:
+            few[:] = 0
+            for i in range(FOLDED):
+                for x in range(min(keys, counts[min(begin + r + i, rows - 1)] - low)):
+                    few[0, i * BLOCK + x] = weights[0, columns[0, i] + x]
+                columns[0, i] = i * BLOCK
+        for g in range(scale.shape[0]):
+            place = g * _ROWS_AT_ONCE + r
+            numbers = weights if whole else few
+            fold_rows(
+                numbers,
+                columns,
+                scale,
+                centre,
+                g,
+                middle,
+                folded,
+                rounded,
+                place,
+                units,
+                shifts,
+                added,
+                BLOCK // LANES,
+            )
 
 
 @njit(cache=True, nogil=True, parallel=True)

@@ -1,6 +1,6 @@
-"""Scores of coded keys and sums of coded values, decoded tile by tile: on any device, and what kernels compare with.
+"""What the loops over coded rows do, eagerly: on any device, and what they are compared with.
 
-Shape legend: H KV heads, R rows of queries of a KV head, X keys, d head dim.
+Shape legend: H KV heads, R rows of queries of a KV head, G group heads, X keys, S spans of keys, d head dim.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
+from index_store.indexes.coarse_rows.loops.spans import SPAN
 
 _TILE_BYTES, _DEVICE_TILE_BYTES = 4 * 2**20, 128 * 2**20  # of one tile's rows in float32
 
@@ -59,6 +60,33 @@ def attend_values_reference(rows: DecodedRows, logits_HRX: Tensor, first: int) -
         raise ValueError("there is no tile")
     out /= total.clamp(min=torch.finfo(torch.float32).tiny)
     return AttentionState(out, (base + total.log()).squeeze(-1))
+
+
+def weigh_reference(logits_HRX: Tensor, shift: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Exponentials [H, R, X] of logits, each relative to its span's peak, and these peaks and totals [H, R, S].
+
+    shift: positions of the first span that lie before the first logit.
+    """
+    spans = [
+        logits_HRX[..., max(0, begin) : begin + SPAN] for begin in range(-shift, logits_HRX.shape[2], SPAN)
+    ]
+    peaks = torch.stack([span.amax(-1) for span in spans], dim=-1)
+    bases = peaks.masked_fill(torch.isneginf(peaks), 0.0)
+    weights = [(span - bases[..., number, None]).exp() for number, span in enumerate(spans)]
+    totals = torch.stack([span.sum(-1) for span in weights], dim=-1)
+    return torch.cat(weights, dim=-1), peaks, totals
+
+
+def take_best_reference(
+    weights_HGX: Tensor, peaks_HGS: Tensor, totals_HGS: Tensor, shift: int, keep: int
+) -> tuple[Tensor, Tensor]:
+    """Column ids [H, keep] int32, ascending, of the best keys of a group, and the weights without theirs."""
+    shares = totals_HGS.log().add(peaks_HGS).softmax(-1) / totals_HGS
+    span_X = (shift + torch.arange(weights_HGX.shape[2])) // SPAN
+    sums = (weights_HGX * shares[..., span_X]).sum(1)
+    ids = sums.sort(dim=-1, descending=True, stable=True).indices[:, :keep].sort(-1).values
+    left = weights_HGX.scatter(2, ids[:, None].expand(-1, weights_HGX.shape[1], -1), 0.0)
+    return ids.to(torch.int32), left
 
 
 def _tiles(rows: DecodedRows, beside_HRx: Tensor, first: int, end: int) -> list[tuple[int, int]]:
