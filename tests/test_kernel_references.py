@@ -54,8 +54,8 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
         "index_store.attention.listed_keys_numba",
         "attend_listed_reference",
     ),
-    ("index_store.indexes.coarse_rows.loops.value_sums_numba", "add_values"): (
-        "index_store.indexes.coarse_rows.loops.reference",
+    ("index_store.indexes.coarse_rows.scalars.value_sums_numba", "add_values"): (
+        "index_store.indexes.coarse_rows.scalars.reference",
         "attend_values_reference",
     ),
     ("decode_engine.kernels.slots.gather_rows", "copy_rows"): "rows are those that the test copied from",

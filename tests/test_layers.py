@@ -77,6 +77,7 @@ FLOORS = (
     "index_store/indexes/product_codes",
     "index_store/indexes/row_planes",
     "index_store/indexes/coarse_rows",
+    "index_store/indexes/coarse_rows/scalars",
     "index_store/models",
     "index_store/indexes/interface",
     "index_store/jobs",

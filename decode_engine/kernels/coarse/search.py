@@ -34,7 +34,7 @@ from decode_engine.kernels.fields import (
     searched_keys,
 )
 from decode_engine.kernels.launches import chained, wait_for_launch
-from index_store.indexes.coarse_rows import scalar_rows
+from index_store.indexes.coarse_rows.scalars import scalar_rows
 
 BLOCK = tl.constexpr(scalar_rows.BLOCK)
 RUN = tl.constexpr(coarse_sizes.RUN)

@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from index_store.indexes.coarse_rows.coding_numba import code_rows
-from index_store.indexes.coarse_rows.packing import row_bytes
 from index_store.indexes.coarse_rows.parameters import CoarseParameters
 from index_store.indexes.coarse_rows.product_rows import ProductRows, find_codes
-from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows, value_groups
+from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
+from index_store.indexes.coarse_rows.scalars.packing import row_bytes
+from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows, value_groups
 from index_store.indexes.interface.growing import GrowingRows, grown
 from index_store.indexes.interface.layer_index import AppendedKeys, Growth
 

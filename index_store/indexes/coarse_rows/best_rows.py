@@ -21,11 +21,11 @@ from torch import Tensor
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
-from index_store.indexes.coarse_rows.loops.best_keys_numba import Columns, take_best
-from index_store.indexes.coarse_rows.loops.key_scores_numba import score_keys
-from index_store.indexes.coarse_rows.loops.spans import SPAN, Spans, shift_of, span_count
-from index_store.indexes.coarse_rows.loops.value_sums_numba import add_values
-from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
+from index_store.indexes.coarse_rows.scalars.best_keys_numba import Columns, take_best
+from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys
+from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
+from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, shift_of, span_count
+from index_store.indexes.coarse_rows.scalars.value_sums_numba import add_values
 from index_store.launch import thread_count
 from index_store.selection.budgets import Selection
 
@@ -86,8 +86,8 @@ def attend_best(
     weights = sum((group + 1) * each.room for each in searched)
     step = max(thread_count(), _WEIGHTS // max(1, weights))
     widths = [min(keep, each.columns.count) for keep, each in zip(keeps, searched, strict=True)]
-    ids = torch.zeros(heads, len(searched), max(widths), dtype=torch.int32)
-    counts = torch.zeros(heads, len(searched), dtype=torch.int32)
+    ids = torch.zeros(heads, len(searched), max(widths), dtype=torch.int32, device="cpu")
+    counts = torch.zeros(heads, len(searched), dtype=torch.int32, device="cpu")
     state = AttentionState.empty((heads, len(searched), group), head_dim)
     for first in range(0, heads, step):
         part = slice(first, first + step)

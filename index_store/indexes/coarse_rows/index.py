@@ -21,10 +21,10 @@ from index_store.indexes.coarse_rows.appended import (
     appended_row_bytes,
 )
 from index_store.indexes.coarse_rows.best_rows import Searched, attend_best
-from index_store.indexes.coarse_rows.coding_numba import code_rows
 from index_store.indexes.coarse_rows.parameters import CoarseParameters
 from index_store.indexes.coarse_rows.product_rows import ProductRows, find_codebooks, find_codes
-from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows, value_groups
+from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
+from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows, value_groups
 from index_store.indexes.coarse_rows.scored_codes import CodedRows, ScoredCodes, Wanted, score_rows
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,

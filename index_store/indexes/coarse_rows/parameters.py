@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.coarse_rows.packing import BITS
+from index_store.indexes.coarse_rows.scalars.packing import BITS
 from index_store.indexes.interface.parameters import Parameters
 
 CODINGS = ("scalar", "product")

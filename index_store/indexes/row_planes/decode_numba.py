@@ -13,8 +13,8 @@ from torch import Tensor
 
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.planes_numba import make_refining
-from index_store.indexes.coarse_rows.loops.coded_tables_numba import half_table, row_table
-from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows
+from index_store.indexes.coarse_rows.scalars.coded_tables_numba import half_table, row_table
+from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
 from index_store.launch import launch, njit, prange
 
 _AT_ONCE = 128  # rows of a task

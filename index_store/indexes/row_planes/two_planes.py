@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from index_store.indexes.coarse_rows.packing import pack, unpack
-from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows, parts_of
+from index_store.indexes.coarse_rows.scalars.packing import pack, unpack
+from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows, parts_of
 from index_store.indexes.row_planes.decode_numba import decode_listed, decode_run
 from index_store.launch import on_host
 

@@ -64,8 +64,8 @@ from decode_engine.kernels.records import records_of
 from decode_engine.steps.attention.coarse_steps import CoarseSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from index_store.attention.attention_state import AttentionState
-from index_store.indexes.coarse_rows.coding_numba import code_rows
-from index_store.indexes.coarse_rows.scalar_rows import BLOCK, value_groups
+from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
+from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, value_groups
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS

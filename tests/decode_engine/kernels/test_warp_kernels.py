@@ -38,7 +38,7 @@ from decode_engine.kernels.coarse.warp import (
 )
 from decode_engine.kernels.records import records_of
 from index_store.attention.attention_state import AttentionState
-from index_store.indexes.coarse_rows.coding_numba import code_rows
+from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
 from tests.decode_engine.kernels.problems.coarse_problems import (
     SMALL,
     Searched,

@@ -49,7 +49,7 @@ from decode_engine.kernels.coarse.warp.warp_tiles import (
     value_layout,
     values_of,
 )
-from index_store.indexes.coarse_rows import scalar_rows
+from index_store.indexes.coarse_rows.scalars import scalar_rows
 
 _KEYS, _FIRST, _END, _TAIL_KEYS, _KV, _TAIL = (
     gl.constexpr(field)

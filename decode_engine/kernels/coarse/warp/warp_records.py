@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import records
-from index_store.indexes.coarse_rows import scalar_rows
+from index_store.indexes.coarse_rows.scalars import scalar_rows
 
 _FIELDS = gl.constexpr(records.RECORD_FIELDS)
 _KEY_CODES, _KEY_SCALES, _KEY_OFFSETS = (

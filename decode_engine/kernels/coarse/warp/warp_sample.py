@@ -27,7 +27,7 @@ from decode_engine.kernels.coarse.warp.warp_tiles import (
     load_steps,
     multiply_keys,
 )
-from index_store.indexes.coarse_rows import scalar_rows
+from index_store.indexes.coarse_rows.scalars import scalar_rows
 
 _KEYS, _FIRST, _END = (gl.constexpr(field) for field in (records.KEYS, records.FIRST, records.END))
 _BLOCK = gl.constexpr(scalar_rows.BLOCK)

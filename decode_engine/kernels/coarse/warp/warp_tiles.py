@@ -4,8 +4,8 @@ Codes are loaded in the very layout in which the tensor cores take their operand
 shift and a mask each. What is left are the lowest bits of float16 numbers, f * code * 2**-24 with f a power of two, and
 tensor cores take these as they are. Their sums drop what is below the last bit instead of rounding it, which adds up:
 nothing larger than the codes may be in them. A warp waits for nobody else.
-These functions know codes of 4 and 2 bits, in heads of 128 channels, as `index_store.indexes.coarse_rows.packing` packs
-them.
+These functions know codes of 4 and 2 bits, in heads of 128 channels, as
+`index_store.indexes.coarse_rows.scalars.packing` packs them.
 
 A row of codes is W words of 32 bits. Operands take 16 columns (of keys) or rows (of values) at a time, the channels of
 one of 8 planes: which these are follows from the bits of a lane's words, and only `load_queries`, `load_channels` and

@@ -12,10 +12,10 @@ from torch import Tensor
 from index_store.attention.rows_in_line import RowsInLine
 from index_store.indexes.coarse_rows import best_rows
 from index_store.indexes.coarse_rows.index import CoarseRows
-from index_store.indexes.coarse_rows.loops.best_keys_numba import Columns, take_best
-from index_store.indexes.coarse_rows.loops.key_scores_numba import score_keys, weigh
-from index_store.indexes.coarse_rows.loops.reference import take_best_reference, weigh_reference
-from index_store.indexes.coarse_rows.loops.spans import SPAN, Spans, span_count
+from index_store.indexes.coarse_rows.scalars.best_keys_numba import Columns, take_best
+from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys, weigh
+from index_store.indexes.coarse_rows.scalars.reference import take_best_reference, weigh_reference
+from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, span_count
 from index_store.indexes.interface.layer_index import Asked, Best, LayerSource
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.selection.budgets import TokenCount

@@ -8,7 +8,7 @@ import torch
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.product_rows import ProductRows, find_codes
-from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
+from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
 from index_store.indexes.interface.layer_index import Growth, LayerSource
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.selection.budgets import Threshold

@@ -11,11 +11,11 @@ from index_store.attention.attention_state import AttentionState
 from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.bytes_numba import instruction_sets, make_block_product
 from index_store.attention.vectors.code import LANES
-from index_store.indexes.coarse_rows.coding_numba import code_rows
-from index_store.indexes.coarse_rows.loops.key_scores_numba import score_keys
-from index_store.indexes.coarse_rows.loops.reference import attend_values_reference, score_keys_reference
-from index_store.indexes.coarse_rows.loops.value_sums_numba import attend_values
-from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
+from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
+from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys
+from index_store.indexes.coarse_rows.scalars.reference import attend_values_reference, score_keys_reference
+from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
+from index_store.indexes.coarse_rows.scalars.value_sums_numba import attend_values
 from index_store.launch import njit
 
 HEADS = 2

@@ -18,16 +18,16 @@ from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import add_weighted, make_scaling
 from index_store.attention.vectors.folding_numba import FOLDED, fold_rows
-from index_store.indexes.coarse_rows.loops.coded_tables_numba import (
+from index_store.indexes.coarse_rows.scalars.coded_tables_numba import (
     at_cache_line,
     half_table,
     row_table,
     widen_groups,
 )
-from index_store.indexes.coarse_rows.loops.key_scores_numba import weigh
-from index_store.indexes.coarse_rows.loops.packed_codes_numba import multiply, pack_values
-from index_store.indexes.coarse_rows.loops.spans import SPAN, Spans, shift_of, span_count
-from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows
+from index_store.indexes.coarse_rows.scalars.key_scores_numba import weigh
+from index_store.indexes.coarse_rows.scalars.packed_codes_numba import multiply, pack_values
+from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
+from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, shift_of, span_count
 from index_store.launch import launch, njit, prange
 
 _ROWS_AT_ONCE = 16

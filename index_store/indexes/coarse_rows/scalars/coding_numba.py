@@ -15,7 +15,7 @@ from torch import Tensor
 
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import extremes
-from index_store.indexes.coarse_rows.scalar_rows import (
+from index_store.indexes.coarse_rows.scalars.scalar_rows import (
     BLOCK,
     ScalarRows,
     code_rows_reference,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
+from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
 
 SPAN = 2048
 """Keys whose weights have one peak: with the weights of a group few enough for the second-level cache."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import add_weighted
-from index_store.indexes.coarse_rows.loops.spans import SPAN, Spans, span_count
+from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, span_count
 from index_store.launch import launch, njit, prange
 from index_store.selection.top_k_numba import top_k_row
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
-from index_store.indexes.coarse_rows.loops.spans import SPAN
+from index_store.indexes.coarse_rows.scalars.spans import SPAN
 
 _TILE_BYTES, _DEVICE_TILE_BYTES = 4 * 2**20, 128 * 2**20  # of one tile's rows in float32
 

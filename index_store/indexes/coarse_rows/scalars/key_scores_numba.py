@@ -19,15 +19,15 @@ from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import add_weighted, make_scaling
 from index_store.attention.vectors.folding_numba import FOLDED, fold_rows
-from index_store.indexes.coarse_rows.loops.coded_tables_numba import (
+from index_store.indexes.coarse_rows.scalars.coded_tables_numba import (
     at_cache_line,
     half_table,
     row_table,
     widen,
 )
-from index_store.indexes.coarse_rows.loops.packed_codes_numba import multiply, pack_keys
-from index_store.indexes.coarse_rows.loops.spans import SPAN, Spans, shift_of
-from index_store.indexes.coarse_rows.scalar_rows import BLOCK, ScalarRows
+from index_store.indexes.coarse_rows.scalars.packed_codes_numba import multiply, pack_keys
+from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
+from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, shift_of
 from index_store.launch import launch, njit, prange
 
 _SCORED_AT_ONCE = 64  # keys, so that what is unpacked stays in the first-level cache

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.coarse_rows.packing import pack, row_bytes, unpack
+from index_store.indexes.coarse_rows.scalars.packing import pack, row_bytes, unpack
 
 BLOCK = 128
 """Positions whose keys share a scale and an offset in every channel."""
