@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -39,19 +39,21 @@ _kept = threading.local()
 class Searched:
     """What a session searches: rows of the context's copy, and of the copy of what it appended, one after the other.
 
-    queries_HGD: float32, scaled by 1/sqrt(d). shared, own: ranges of these rows, which may be empty.
+    queries_HGD: float32, scaled by 1/sqrt(d). shared, own: ranges of these rows, which may be empty. columns: that are
+    made of them.
     """
 
     queries_HGD: Tensor
     shared: range
     own_rows: ScalarRows
     own: range
+    columns: Columns
 
-    @property
-    def columns(self) -> Columns:
-        count = len(self.shared) + len(self.own)
-        own_shift = shift_of(self.own_rows, self.own.start)
-        return Columns(count, len(self.shared), self.shared.start % SPAN, own_shift)
+    @classmethod
+    def of(cls, queries_HGD: Tensor, shared: range, own_rows: ScalarRows, own: range) -> Searched:
+        own_shift = shift_of(own_rows, own.start)
+        columns = Columns(len(shared) + len(own), len(shared), shared.start % SPAN, own_shift)
+        return cls(queries_HGD, shared, own_rows, own, columns)
 
     @property
     def room(self) -> int:
@@ -60,7 +62,7 @@ class Searched:
 
     def heads(self, part: slice) -> Searched:
         """The same for some KV heads."""
-        return Searched(self.queries_HGD[part], self.shared, self.own_rows.heads(part), self.own)
+        return replace(self, queries_HGD=self.queries_HGD[part], own_rows=self.own_rows.heads(part))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ def attend_best(
     state = AttentionState.empty((heads, len(searched), group), head_dim)
     for first in range(0, heads, step):
         part = slice(first, first + step)
-        some = [each.heads(part) for each in searched]
+        some = searched if step >= heads else [each.heads(part) for each in searched]
         own = AttentionState(state.out[part], state.lse[part])
         _attend_heads(rows.heads(part), some, widths, ids[part], counts[part], own)
     return [

@@ -122,7 +122,7 @@ class CoarseRows(LayerIndex):
         own = self._own(asked.appended, AppendedScalars).rows
         shared = range(asked.first_key, min(asked.end_key, self.rows.count))
         appended = range(max(0, asked.first_key - own.first_id), max(0, asked.end_key - own.first_id))
-        return Searched(asked.queries_HTGD[:, 0], shared, own, appended)
+        return Searched.of(asked.queries_HTGD[:, 0], shared, own, appended)
 
     def _check(self, asked: Sequence[Asked]) -> None:
         for each in asked:
