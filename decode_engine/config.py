@@ -26,6 +26,7 @@ from index_store.family.parents import GROWN_SHARE
 from index_store.store.dtypes import KV_DTYPES
 
 MAX_LANES = 4
+MAX_SLOT_SHARE = 64
 
 # What a request may ask for, as servers check it and commands check it before they ask.
 MAX_MAX_TOKENS = 32768
@@ -337,6 +338,14 @@ class ServeConfig:
         ),
         AtLeast(1, MAX_LANES),
     ] = 1
+    slot_share: Annotated[
+        int,
+        Option(
+            help="Of contexts in host memory, one row in so many has a slot in GPU memory. Fewer rows are fetched with "
+            "more slots: 8 for four and more sessions on one context, 4 for sixteen.",
+        ),
+        AtLeast(1, MAX_SLOT_SHARE),
+    ] = 16
     waves: Annotated[
         int,
         Option(

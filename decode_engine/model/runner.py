@@ -219,7 +219,7 @@ class ModelRunner:
         """
         if self._stepper is None:
             return Chosen(decode_by_forward(self.forward, sessions, last_tokens, samplers))
-        taken = self._stepper.taken(sessions, samplers)
+        taken = [self._stepper.takes(session) for session in sessions]
         if all(taken):
             return self._stepper.launch(sessions, last_tokens, samplers)
         results: dict[int, int | Exception] = {}

@@ -39,7 +39,7 @@ from index_store.jobs.uploads import Uploads
 from index_store.memory.arena import Arena
 from index_store.memory.devices import context_device, describe_device, memory_budget, pick_device
 from index_store.memory.memory_sizes import free_memory
-from index_store.memory.placement import parse_placement, possible_placements
+from index_store.memory.placement import SlotRoom, parse_placement, possible_placements
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.presets import get_method
 from index_store.models.loading import resolve_model
@@ -146,7 +146,8 @@ class DecodeServer:
         budget = memory_budget(device, config.memory, config.device_memory, free_host)
         placement = parse_placement(config.placement)
         possible = possible_placements(placement, device.type == "cuda")
-        arena = Arena(budget, device=context_device(device), placement=placement, lanes=config.lanes)
+        slots = SlotRoom(config.slot_share, config.lanes)
+        arena = Arena(budget, device=context_device(device), placement=placement, slots=slots)
         session_memory = config.session_memory or free_memory(device) // SHARE
         methods: Sequence[str] = ()
         costs = StepCosts()

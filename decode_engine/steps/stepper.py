@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import compress
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -92,7 +90,6 @@ class Stepper:
         self._graphs: GraphCache[StepGraph] = GraphCache(graph_bytes)
         self._kinds = BatchKinds(dtype, self._caps)
         # Of the sessions that came last: most steps are of the same ones as the step before.
-        self._taken: tuple[_Stepping, list[bool]] = (([], []), [])
         self._divided: tuple[_Stepping, list[list[Part]]] = (([], []), [])
         self._sorted: WeakKeyDictionary[Session, BatchKind | str] = WeakKeyDictionary()
         self._told_by_hand = False
@@ -116,26 +113,6 @@ class Stepper:
     def takes(self, session: Session) -> bool:
         """Whether the session's steps can run here; a reason why not is logged once per method."""
         return isinstance(self._kind(session), BatchKind)
-
-    def taken(self, sessions: Sequence[Session], samplers: Sequence[Sampler]) -> list[bool]:
-        """Which of the sessions that step together are to step here.
-
-        Those that attend to all of a context in host memory, several to the same, share one read of it on the general
-        path; here each would read all of it. Where a repeatable one steps does not depend on others.
-        """
-        stepping = _stepping(sessions, samplers)
-        if self._taken[0] != stepping:
-            sharing = [
-                _reads_host_wholly(session) and not repeatable
-                for session, repeatable in zip(*stepping, strict=True)
-            ]
-            readers = Counter(id(session.context) for session in compress(sessions, sharing))
-            taken = [
-                self.takes(session) and not (shares and readers[id(session.context)] > 1)
-                for session, shares in zip(sessions, sharing, strict=True)
-            ]
-            self._taken = (stepping, taken)
-        return self._taken[1]
 
     def step(
         self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler]
@@ -319,7 +296,3 @@ class Stepper:
 
 def _stepping(sessions: Sequence[Session], samplers: Sequence[Sampler]) -> _Stepping:
     return [*sessions], [sampler.repeatable for sampler in samplers]
-
-
-def _reads_host_wholly(session: Session) -> bool:
-    return session.context.placement.kv_on_host and not session.method.sparse

@@ -32,7 +32,7 @@ from index_store.memory.books import Books, Slot
 from index_store.memory.context_loading import choose_placement, placed_bytes, start_loading
 from index_store.memory.host_memory import PageLocker, default_page_locker
 from index_store.memory.patience import Patience, note_passed
-from index_store.memory.placement import MemoryBytes, Placement
+from index_store.memory.placement import USUAL_ROOM, MemoryBytes, Placement, SlotRoom
 from index_store.memory.resident import IndexKinds, ResidentContext
 from index_store.store.catalog import Store
 from index_store.store.manifest import Manifest
@@ -96,7 +96,7 @@ class Arena:
         kinds: IndexKinds | None = None,
         device: torch.device | None = None,
         placement: Placement | None = None,
-        lanes: int = 1,
+        slots: SlotRoom = USUAL_ROOM,
     ) -> None:
         """`locker` page-locks host memory (CUDA's where there is a GPU); `kinds` are the index classes.
 
@@ -104,7 +104,7 @@ class Arena:
         device: what computes, where that is not the CPU; None for the CPU, in whose memory everything is then.
         placement: of every context; None for in device memory what fits into its budget, else hybrid, and host what has
             indexes that fit only without those which the host can search.
-        lanes: see `placed_bytes`.
+        slots: of contexts in host memory, which count into the device's budget.
         """
         if isinstance(budget, int):
             budget = MemoryBytes(host=budget) if device is None else MemoryBytes(device=budget)
@@ -121,7 +121,7 @@ class Arena:
         self._kinds = kinds
         self._device = device
         self._placement = placement
-        self._lanes = lanes
+        self._slots = slots
         self._waiting: deque[_Waiter] = deque()  # first come first
         self._changed = threading.Condition()
         self._loads = self._hits = self._evictions = 0
@@ -254,8 +254,8 @@ class Arena:
         if self._device is None:
             placement, why = Placement.DEVICE, "the CPU computes"
         elif placement is None:
-            placement, why = choose_placement(manifest, self._device, self._books.budget.device, self._lanes)
-        return placement, placed_bytes(manifest, self._device, placement, self._lanes), why
+            placement, why = choose_placement(manifest, self._device, self._books.budget.device, self._slots)
+        return placement, placed_bytes(manifest, self._device, placement, self._slots), why
 
     def _enter(
         self, manifest: Manifest, check: Callable[[], None], wait_for_memory: bool
@@ -300,6 +300,7 @@ class Arena:
                 self._device,
                 slot.placement,
                 partial(self._end_loading, slot),
+                self._slots,
             )
         except BaseException as error:
             interrupted = StoreError(f"loading context {slot.id} was interrupted; ask again")

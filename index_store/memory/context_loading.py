@@ -19,7 +19,7 @@ from torch import Tensor
 from index_store.errors import InvalidArgumentError, StoreError
 from index_store.memory.device_memory import DeviceBlock, StagedArray, StagingBuffers, device_bytes
 from index_store.memory.host_memory import HostBlock, PageLocker, aligned, paged
-from index_store.memory.placement import MemoryBytes, Placement, slot_bytes
+from index_store.memory.placement import USUAL_ROOM, MemoryBytes, Placement, SlotRoom, slot_bytes
 from index_store.memory.resident import IndexKinds, LayerGate, ResidentContext
 from index_store.store.dtypes import STORED_DTYPES
 from index_store.store.files.reading import Readers
@@ -95,15 +95,15 @@ def placed_bytes(
     manifest: Manifest,
     device: torch.device | None = None,
     placement: Placement = Placement.DEVICE,
-    lanes: int = 1,
+    slots: SlotRoom = USUAL_ROOM,
 ) -> MemoryBytes:
     """Bytes that a context takes in each memory: every array, aligned, and its token ids as int64.
 
     In memory of a device (see `start_loading`) with the padding of rows that some arrays have there, and with slots
-    (`placement.slot_bytes`) for every lane of batches where keys and values are in the host's.
+    (`placement.slot_bytes`) where keys and values are in the host's.
     """
     arrays = _array_bytes(manifest, device, placement)
-    return arrays + MemoryBytes(device=lanes * slot_bytes(manifest)) if placement.kv_on_host else arrays
+    return arrays + MemoryBytes(device=slot_bytes(manifest, slots)) if placement.kv_on_host else arrays
 
 
 def _array_bytes(manifest: Manifest, device: torch.device | None, placement: Placement) -> MemoryBytes:
@@ -119,19 +119,19 @@ def _array_bytes(manifest: Manifest, device: torch.device | None, placement: Pla
 
 
 def choose_placement(
-    manifest: Manifest, device: torch.device, room: int, lanes: int = 1
+    manifest: Manifest, device: torch.device, room: int, slots: SlotRoom = USUAL_ROOM
 ) -> tuple[Placement, str]:
     """Where a context goes beside a device with so many bytes for contexts, and why.
 
-    All of it there if it fits, else its indexes, else those that the host does not search. lanes: see `placed_bytes`.
+    All of it there if it fits, else its indexes, else those that the host does not search. slots: see `placed_bytes`.
     """
     budget = f"the device budget of {room}"
     whole = placed_bytes(manifest, device).device
     if whole <= room:
         return Placement.DEVICE, f"its {whole} bytes fit into {budget}"
     why = f"its {whole} bytes do not fit into {budget}"
-    indexes = placed_bytes(manifest, device, Placement.HYBRID, lanes).device
-    rest = placed_bytes(manifest, device, Placement.HOST, lanes).device
+    indexes = placed_bytes(manifest, device, Placement.HYBRID, slots).device
+    rest = placed_bytes(manifest, device, Placement.HOST, slots).device
     if indexes <= room or rest == indexes:
         return Placement.HYBRID, why
     return (
@@ -147,6 +147,7 @@ def start_loading(
     device: torch.device | None = None,
     placement: Placement = Placement.DEVICE,
     on_end: Callable[[Exception | None], None] = lambda error: None,
+    slots: SlotRoom = USUAL_ROOM,
 ) -> LoadedContext:
     """Reserves memory and begins to read every array into it, layer by layer, head by head, in a few threads.
 
@@ -178,6 +179,7 @@ def start_loading(
             placement=placement,
             device=device,
             gate=gate,
+            slots=slots,
         )
         loaded = LoadedContext(resident, memory)
         layers = _plan_reads(context, memory, device, placement)

@@ -83,7 +83,7 @@ class MemoryBytes:
 
 
 SHARE = 16
-"""One row in so many has a slot: 6.25 %, more than most methods attend to at a step."""
+"""One row in so many has a slot usually: 6.25 %, more than most methods attend to at a step of one session."""
 
 SET = 16
 """Slots come in sets of so many."""
@@ -94,17 +94,35 @@ TAG_BYTES = 8
 COUNT_BYTES = 64
 """Of a layer and KV head: what was found and fetched."""
 
+MARKED = 32
+"""Keys of which a word of four bytes says which ones a step misses."""
 
-def slots_per_head(keys: int) -> int:
+
+@dataclass(frozen=True, slots=True)
+class SlotRoom:
+    """Room on a device for rows of a context in host memory.
+
+    share: one row in so many has a slot. lanes: of batches; each has slots of its own.
+    """
+
+    share: int = SHARE
+    lanes: int = 1
+
+
+USUAL_ROOM = SlotRoom()
+
+
+def slots_per_head(keys: int, share: int = SHARE) -> int:
     """Slots of every layer and KV head of a context of so many tokens; at least one set."""
-    return -(-keys // (SHARE * SET)) * SET
+    return -(-keys // (share * SET)) * SET
 
 
-def slot_bytes(manifest: Manifest) -> int:
-    """Bytes that the slots of all layers take, for one lane of batches; no step fetches rows in 8 bits into slots."""
+def slot_bytes(manifest: Manifest, room: SlotRoom = USUAL_ROOM) -> int:
+    """Bytes that the slots of all layers and lanes take; no step fetches rows in 8 bits into slots."""
     model = manifest.model
     if manifest.rows == INT8:
         return 0
     row = 2 * model.head_dim * stored_dtype(manifest.dtype).torch_dtype.itemsize
-    per_head = slots_per_head(manifest.token_count) * (row + TAG_BYTES) + COUNT_BYTES
-    return len(model.full_layers) * model.kv_heads * per_head
+    keys = manifest.token_count
+    per_head = slots_per_head(keys, room.share) * (row + TAG_BYTES) + COUNT_BYTES + -(-keys // MARKED) * 4
+    return room.lanes * len(model.full_layers) * model.kv_heads * per_head

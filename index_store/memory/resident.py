@@ -22,7 +22,7 @@ from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
-from index_store.memory.placement import Placement
+from index_store.memory.placement import USUAL_ROOM, Placement, SlotRoom
 from index_store.store.dtypes import INT8, stored_dtype
 from index_store.store.manifest import HIGH_PLANE, IndexEntry, Manifest
 
@@ -126,16 +126,18 @@ class ResidentContext:
         placement: Placement = Placement.DEVICE,
         device: torch.device | None = None,
         gate: LayerGate | None = None,
+        slots: SlotRoom = USUAL_ROOM,
     ) -> None:
         """Over loaded tensors.
 
         tokens: [N] int64. kv: layer -> [H, N, 2, d]. arrays: (index name, layer) -> array name -> [H, ...].
         kinds: index classes by kind; all that this package knows by default. placement: which memory they are in.
         device: what computes, and holds the indexes; that of keys and values by default. gate: which layers are there;
-        all without one.
+        all without one. slots: for rows of keys and values in host memory.
         """
         self.manifest = manifest
         self.placement = placement
+        self.slots = slots
         self._device = device or next((layer.device for layer in kv.values()), tokens.device)
         self._gate = gate
         self._tokens: Tensor | None = tokens

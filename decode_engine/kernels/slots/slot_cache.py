@@ -6,7 +6,7 @@ a key, steps that want 82 % as many rows as there are slots found none for 3 % o
 slot has a tag, the id of its key plus 1 (0 when empty), and a stamp, the number of the last step that used it.
 Everything lies in device memory and is found through records; `slot_fetch` reads and changes it.
 
-Shape legend: L layers with a cache, H KV heads, S slots of a KV head, d head dim, C tallies.
+Shape legend: L layers with a cache, H KV heads, S slots of a KV head, d head dim, C tallies, M words of marks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decode_engine.kernels import records
 from index_store.errors import InvalidArgumentError
-from index_store.memory.placement import SET
+from index_store.memory.placement import MARKED, SET
 
 WAYS = SET
 """Slots of a set; their tags are 64 bytes."""
@@ -35,8 +35,8 @@ found no slot."""
 class RowCounts:
     """Rows of the context that steps attended to.
 
-    wanted: all of them. reused: those that were in a slot. fetched: copied into one. bypassed: read from host memory by
-    the attention itself.
+    wanted: all of them. reused: those that were in a slot, or that another session of the step brings into one.
+    fetched: copied into one. bypassed: read from host memory by the attention itself.
     """
 
     wanted: int
@@ -53,7 +53,7 @@ class SlotCache:
     """The cache of a context, for all of its sessions. Made by `make`.
 
     layers: of the model, those that have one. rows_LHS2D: in the dtype of the keys. tags_LHS, stamps_LHS: int32.
-    tallies_LHC: int64.
+    tallies_LHC: int64. missed_LHM: int32, a bit for every key of the context; zeros between steps.
     """
 
     layers: tuple[int, ...]
@@ -61,17 +61,19 @@ class SlotCache:
     tags_LHS: Tensor
     stamps_LHS: Tensor
     tallies_LHC: Tensor
+    missed_LHM: Tensor
 
     @staticmethod
     def make(
         layers: Sequence[int],
         kv_heads: int,
+        keys: int,
         slots: int,
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> SlotCache:
-        """An empty cache with at least that many slots per layer and KV head.
+        """An empty cache for a context of so many keys, with at least that many slots per layer and KV head.
 
         Raises InvalidArgumentError for no layers or slots.
         """
@@ -86,12 +88,13 @@ class SlotCache:
             torch.zeros(shape, dtype=torch.int32, device=device),
             torch.zeros(shape, dtype=torch.int32, device=device),
             torch.zeros(*shape[:2], TALLY_COUNT, dtype=torch.int64, device=device),
+            torch.zeros(*shape[:2], -(-keys // MARKED), dtype=torch.int32, device=device),
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory."""
-        tensors = (self.rows_LHS2D, self.tags_LHS, self.stamps_LHS, self.tallies_LHC)
+        tensors = (self.rows_LHS2D, self.tags_LHS, self.stamps_LHS, self.tallies_LHC, self.missed_LHM)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def clear(self) -> None:
@@ -99,6 +102,7 @@ class SlotCache:
         self.tags_LHS.zero_()
         self.stamps_LHS.zero_()
         self.tallies_LHC.zero_()
+        self.missed_LHM.zero_()
 
     def fields(self, layer: int) -> Mapping[int, int]:
         """What a layer's record says about the cache; nothing for layers without."""
@@ -112,6 +116,7 @@ class SlotCache:
             records.TAGS: self.tags_LHS[at].data_ptr(),
             records.STAMPS: self.stamps_LHS[at].data_ptr(),
             records.TALLIES: self.tallies_LHC[at].data_ptr(),
+            records.MISSED: self.missed_LHM[at].data_ptr(),
             records.SETS: rows_HS2D.shape[1] // WAYS,
         }
 

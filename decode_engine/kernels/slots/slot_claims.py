@@ -26,6 +26,8 @@ from decode_engine.kernels.slots.slot_lookup import (
     LAST_TURN,
     TURN,
     first_slots,
+    marks_of,
+    unmark,
 )
 
 NOWHERE = 1
@@ -113,6 +115,7 @@ def claim_misses(
     ENDED: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     TILE: tl.constexpr,
+    SHARED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Claims slots for a share of the misses, and ends the step of ENDED rows, some perhaps like other programs do."""
@@ -148,6 +151,8 @@ def claim_misses(
         tl.store(tags_ptr + slot, ids + 1, mask=owner)
         at_entry = row.to(tl.int64) * room + (entries & _ENTRY_MASK)
         tl.store(locations_ptr + at_entry, slot, mask=owner)
+        if SHARED:
+            unmark(marks_of(records_ptr, b, head), ids, there)
         bypassed = there & (slot < 0)
         tl.atomic_add(tallies_ptr + _BYPASSED, tl.full([TILE], 1, tl.int64), mask=bypassed, sem="relaxed")
         tl.store(tallies_ptr + _CROWDED, step, mask=bypassed)
@@ -215,13 +220,15 @@ def bring_kernel(
     WORDS: tl.constexpr,
     CLAIM_TILE: tl.constexpr,
     READ_TILE: tl.constexpr,
+    SHARED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """The first `claimers` programs claim, the others read. rows: of the launch that found."""
     if tl.program_id(0) < claimers:
         claim_misses(
             records_ptr, locations_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr, rows,
-            misses_room, room, claimers, HEADS, FIRST_HEAD, SOME_HEADS, ENDED, WORDS * _WORD, CLAIM_TILE, CHAINED,
+            misses_room, room, claimers, HEADS, FIRST_HEAD, SOME_HEADS, ENDED, WORDS * _WORD, CLAIM_TILE, SHARED,
+            CHAINED,
         )  # fmt: skip
     else:
         read_misses(

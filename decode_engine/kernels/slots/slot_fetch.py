@@ -1,13 +1,15 @@
 """Finds the rows that a step attends to in its slot caches, and fetches those that are missing from host memory.
 
 Many rows that a step attends to in the context (listed by searches, sinks, recent window) were attended in the step
-before. Which ones are there is found on the device, in two launches of fixed shape, for a graph that serves any step:
+before. Which ones are there is found on the device, in launches of fixed shape, for a graph that serves any step:
 
 1. find (`slot_lookup`): joins the segments of every row's list, looks every key up, stamps the slots of those that are
-   there with the step's number, and puts the others on one list of misses.
+   there with the step's number, and puts the others on one list of misses, each once.
 2. bring (`slot_claims`): some programs read the missing rows from host memory. Meanwhile others claim slots for them:
    of the two sets of a key, those that this step does not use, the one used longest ago first. A row that has arrived
    is written where its claim says.
+3. settle (`slot_settle`), in batches of several sessions: rows that a session misses and another one brings are looked
+   up again.
 
 Then every entry has a location: a slot, or -1 for "read it at its own address" where no slot was found. Either way
 attention reads the same bytes, so that its result is the same bit for bit.
@@ -29,13 +31,17 @@ the slot.
 - A miss has one reader and one claimer. All that the one tells the other is a number, the target, 0 until the claim is
   decided: it is written once and read until it is not 0, so no order of other memory accesses matters. Claimers wait
   for nobody, and come first among a launch's programs, which begin in that order: those that a reader waits for run.
-- Attention begins when bring has ended.
+- A key that several sessions of a context miss is on the list once: find sets a bit for it in the cache's marks, and
+  who finds the bit set before leaves the key to whoever set it. So it is read once, has one slot, and no tag is there
+  twice. Its claimer takes the bit back, and so does find where the list has no more room: between steps there are no
+  marks, and one that stayed would only have its key read in place. Settle begins when bring has ended: tags are then
+  those of all rows that were brought, and what is not there was not.
+- Attention begins when the last of these has ended.
 - What one launch reads and changes at once is kept twice: the number of the step (find writes CURRENT and reads DONE,
   bring the other way round), and which count is that of the list of misses (TURN and LAST_TURN likewise: bring sets the
   count to 0 that find did not use, and the next find counts there).
 
-Rows of a batch may share a cache, as sessions of one context do. They count one step together, and a key that both
-miss is fetched twice, into slots of which the second is found no more and leaves in its turn.
+Rows of a batch may share a cache, as sessions of one context do. They count one step together.
 
 Cost: 144 bytes per wanted row, most of it tags and from the second-level cache; per missing row 28 bytes on the list,
 128 of stamps, and the row over PCIe, which takes the time: PCIe idles only until find has ended. Misses are listed
@@ -58,6 +64,7 @@ from decode_engine.kernels.launches import chained
 from decode_engine.kernels.slots.gather_rows import WORD, CopyShape, check_shape
 from decode_engine.kernels.slots.slot_claims import bring_kernel
 from decode_engine.kernels.slots.slot_lookup import find_kernel
+from decode_engine.kernels.slots.slot_settle import settle_kernel
 from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import slots_per_head
 
@@ -121,7 +128,8 @@ def fetch_rows(
     joined_RN: [R, N] int32, set to every row's listed keys and then those always attended; locations belong to these.
     row_bytes: of keys and values of one token and KV head. shape: of the programs that read host memory. Rows of
     sessions without a cache stay where they are, and so do misses beyond the room for them. found_RX2: [R, X, 2] int32,
-    set to how many of a row's keys each of the X `find_programs` found in no slot, and in one. heads: of KV heads,
+    set to how many of a row's keys each of the X `find_programs` found in no slot, and in one, or that another session
+    brings into one. heads: of KV heads,
     those whose rows are brought, all by default; of the others nothing is read or set. Fixed launches, which never wait
     for the device.
     Raises InvalidArgumentError for shapes that do not fit.
@@ -143,6 +151,9 @@ def fetch_rows(
     shape = shape or _FETCH
     check_shape(row_bytes, shape)
     of_rows = {"HEADS": all_heads, "FIRST_HEAD": some.start, "SOME_HEADS": len(some)}
+    of_lists = {"SEGMENTS": segments, "SEGMENTS_TILE": triton.next_power_of_2(segments), "TILE": _TILE}
+    finding = {"num_warps": _FIND_WARPS if segments == 1 else _JOIN_WARPS, **chained(records_BF.device)}
+    shared = len(records_BF) > 1
     misses = (buffers.sources_C, buffers.targets_C, buffers.ids_C, buffers.entries_C, buffers.counts_4)
     find_kernel[(programs, some_rows)](
         records_BF,
@@ -156,12 +167,10 @@ def fetch_rows(
         width,
         room,
         **of_rows,
-        SEGMENTS=segments,
-        SEGMENTS_TILE=triton.next_power_of_2(segments),
+        **of_lists,
         ROW_BYTES=row_bytes,
-        TILE=_TILE,
-        num_warps=_FIND_WARPS if segments == 1 else _JOIN_WARPS,
-        **chained(records_BF.device),
+        SHARED=shared,
+        **finding,
     )
     # As many claims a round as rows that are read.
     claimers = triton.cdiv(shape.programs * shape.tile, _CLAIM_TILE)
@@ -178,9 +187,23 @@ def fetch_rows(
         WORDS=row_bytes // WORD,
         CLAIM_TILE=_CLAIM_TILE,
         READ_TILE=shape.tile,
+        SHARED=shared,
         num_warps=shape.warps,
         **chained(records_BF.device),
     )
+    if shared:
+        settle_kernel[(programs, some_rows)](
+            records_BF,
+            lists.counts_RP,
+            joined_RN,
+            buffers.locations_RN,
+            found_RX2,
+            width,
+            room,
+            **of_rows,
+            **of_lists,
+            **finding,
+        )
     return buffers.locations_RN
 
 

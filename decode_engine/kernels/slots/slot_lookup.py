@@ -4,6 +4,9 @@ A program takes the ids of a tile of keys from the segments of their row's list,
 stamps the slots of those that are there, and appends the others to the one list of misses. How many that list holds is
 counted twice, in turns: one count for this step, and one that `slot_claims` sets to 0 meanwhile for the next.
 
+Where a batch may have several sessions on a context, whoever is the first to miss a key marks it, and it alone lists
+the key; the others leave it to that one.
+
 Shape legend: as in `slot_fetch`.
 """
 
@@ -19,7 +22,18 @@ from decode_engine.kernels.attention.key_lists import (
     share_of,
     with_always,
 )
-from decode_engine.kernels.fields import KV, SETS, STAMPS, TAGS, TALLIES, aligned_pointer, field, row_of
+from decode_engine.kernels.fields import (
+    KEYS,
+    KV,
+    MISSED,
+    SETS,
+    STAMPS,
+    TAGS,
+    TALLIES,
+    aligned_pointer,
+    field,
+    row_of,
+)
 from decode_engine.kernels.launches import wait_for_launch
 from decode_engine.kernels.slots.slot_cache import (
     BYPASSED,
@@ -33,6 +47,7 @@ from decode_engine.kernels.slots.slot_cache import (
     WANTED,
     WAYS,
 )
+from index_store.memory.placement import MARKED
 
 TURN, LAST_TURN = 2, 3
 """Of the numbers that belong to a list of misses, behind its two counts: which of them counts in the step that runs,
@@ -41,6 +56,8 @@ ENTRY_BITS = 32
 """Of a miss's entry, below its row."""
 CLAIM_FIRST = 1
 """Added to a miss's source where a slot is to be claimed before the row is read."""
+LEFT = -2
+"""Location of a missing key that another session lists, until `slot_settle` finds its slot."""
 
 _TALLY = tl.constexpr(TALLY_COUNT)
 _DONE = tl.constexpr(DONE)
@@ -56,6 +73,8 @@ _TURN = tl.constexpr(TURN)
 _LAST_TURN = tl.constexpr(LAST_TURN)
 _ENTRY_BITS = tl.constexpr(ENTRY_BITS)
 _CLAIM_FIRST = tl.constexpr(CLAIM_FIRST)
+_LEFT = tl.constexpr(LEFT)
+_MARKED = tl.constexpr(MARKED)
 
 
 @triton.jit
@@ -106,29 +125,58 @@ def slots_of(
 
 
 @triton.jit
+def marks_of(records_ptr: tl.tensor, b: tl.tensor, head: tl.tensor) -> tl.tensor:
+    """Pointer to the marks of a KV head's keys."""
+    words = tl.cdiv(field(records_ptr, b, KEYS), _MARKED)
+    return aligned_pointer(records_ptr, b, head * words, MISSED, tl.int32)
+
+
+@triton.jit
+def mark(marks_ptr: tl.tensor, ids: tl.tensor, missing: tl.tensor) -> tl.tensor:
+    """Marks missing keys; which of them nobody had marked before."""
+    bit = tl.full(ids.shape, 1, tl.int32) << (ids & (_MARKED - 1))
+    before = tl.atomic_or(marks_ptr + ids // _MARKED, bit, mask=missing, sem="relaxed")
+    return missing & ((before & bit) == 0)
+
+
+@triton.jit
+def unmark(marks_ptr: tl.tensor, ids: tl.tensor, marked: tl.tensor) -> None:
+    """Takes back what `mark` did. marks_ptr: of all keys, or of each."""
+    bit = tl.full(ids.shape, 1, tl.int32) << (ids & (_MARKED - 1))
+    tl.atomic_and(marks_ptr + ids // _MARKED, ~bit, mask=marked, sem="relaxed")
+
+
+@triton.jit
 def list_misses(
     sources_ptr: tl.tensor,
     targets_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     entries_ptr: tl.tensor,
     count_ptr: tl.tensor,
+    marks_ptr: tl.tensor,
     room: tl.tensor,
     missing: tl.tensor,
     sources: tl.tensor,
     ids: tl.tensor,
     entries: tl.tensor,
+    SHARED: tl.constexpr,
 ) -> tl.tensor:
-    """Appends missing keys to the list; those that find no room there, 1 or 0 for each."""
-    missing = missing.to(tl.int32)
-    number = tl.sum(missing, 0)
+    """Appends missing keys to the list; 1 or 0 for each: left to another session, and found no room there."""
+    mine = missing
+    if SHARED:
+        mine = mark(marks_ptr, ids, missing)
+    listed = mine.to(tl.int32)
+    number = tl.sum(listed, 0)
     place = tl.atomic_add(count_ptr, number, mask=number > 0, sem="relaxed")
-    place += tl.cumsum(missing, 0) - missing
-    fits = (missing > 0) & (place < room)
+    place += tl.cumsum(listed, 0) - listed
+    fits = mine & (place < room)
+    if SHARED:
+        unmark(marks_ptr, ids, mine & (place >= room))
     tl.store(sources_ptr + place, sources, mask=fits)
     tl.store(targets_ptr + place, tl.zeros_like(sources), mask=fits)
     tl.store(ids_ptr + place, ids, mask=fits)
     tl.store(entries_ptr + place, entries, mask=fits)
-    return missing - fits.to(tl.int32)
+    return missing.to(tl.int32) - listed, listed - fits.to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["misses_room", "width", "room"])
@@ -154,9 +202,10 @@ def find_kernel(
     SEGMENTS_TILE: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     TILE: tl.constexpr,
+    SHARED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """One program per (share of a row's entries but the tail, row)."""
+    """One program per (share of a row's entries but the tail, row). SHARED: rows may be on one context."""
     row = row_of(tl.program_id(1), HEADS, FIRST_HEAD, SOME_HEADS)
     b = row // HEADS
     head = (row % HEADS).to(tl.int64)
@@ -166,6 +215,7 @@ def find_kernel(
     tags_ptr = aligned_pointer(records_ptr, b, head * sets * _WAYS, TAGS, tl.int32)
     stamps_ptr = aligned_pointer(records_ptr, b, head * sets * _WAYS, STAMPS, tl.int32)
     tallies_ptr = aligned_pointer(records_ptr, b, head * _TALLY, TALLIES, tl.int64)
+    marks_ptr = marks_of(records_ptr, b, head)
     source = field(records_ptr, b, KV) + head * field(records_ptr, b, KV + 1)
     ids_ptr += row.to(tl.int64) * SEGMENTS * width
     joined_ptr += row.to(tl.int64) * room
@@ -192,15 +242,16 @@ def find_kernel(
         sought = (ids >= 0) & cached
         slot = slots_of(tags_ptr, ids, sets, sought, _WAYS)
         there = slot >= 0
-        bypassed += list_misses(
-            miss_sources_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr + turn, misses_room,
-            sought & (slot < 0), source + ids.to(tl.int64) * ROW_BYTES, ids, first_entry + entry,
+        left, unlisted = list_misses(
+            miss_sources_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr + turn, marks_ptr,
+            misses_room, sought & (slot < 0), source + ids.to(tl.int64) * ROW_BYTES, ids, first_entry + entry, SHARED,
         )  # fmt: skip
+        bypassed += unlisted
         tl.store(stamps_ptr + slot, tl.zeros([TILE], tl.int32) + step.to(tl.int32), mask=there)
-        tl.store(locations_ptr + entry, slot, mask=entry < stop)
+        tl.store(locations_ptr + entry, tl.where(left > 0, _LEFT, slot), mask=entry < stop)
         tl.store(joined_ptr + entry, ids, mask=entry < stop)
         keys += (ids >= 0).to(tl.int32)
-        reused += there.to(tl.int32)
+        reused += there.to(tl.int32) + left
     wanted = tl.sum(keys, 0)
     found = tl.sum(reused, 0)
     if found_ptr is not None:

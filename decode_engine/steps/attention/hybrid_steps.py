@@ -92,7 +92,7 @@ def slot_cache(context: ResidentContext, layer: int, lane: int = 0) -> SlotCache
     model, keys = context.manifest.model, context.manifest.token_count
 
     def make() -> SlotCache:
-        slots, dtype = slots_per_head(keys), context.kv(layer).dtype
-        return SlotCache.make((layer,), model.kv_heads, slots, model.head_dim, dtype, context.device)
+        slots, dtype = slots_per_head(keys, context.slots.share), context.kv(layer).dtype
+        return SlotCache.make((layer,), model.kv_heads, keys, slots, model.head_dim, dtype, context.device)
 
     return context.derived(("slot_cache", layer, lane), make)

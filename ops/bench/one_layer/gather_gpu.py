@@ -167,7 +167,7 @@ class HybridBench:
         self.plan = step_plan(method, memory.layers, 1, memory.length)
         slots = slots_per_head(memory.length)
         layers = range(memory.layers)
-        self.cache = SlotCache.make(layers, KV_HEADS, slots, HEAD_DIM, DTYPE, DEVICE)
+        self.cache = SlotCache.make(layers, KV_HEADS, memory.length, slots, HEAD_DIM, DTYPE, DEVICE)
         self.lists = [ring_lists(memory.length, self.budget, reuse, slots) for _ in layers]
         self.hybrid, self.device = HostListedSteps(self.plan), DeviceListedSteps(self.plan)
         self.hybrid.rows.copy_shape = shape

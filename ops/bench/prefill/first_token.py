@@ -1,6 +1,7 @@
 """Time to first token: from a cold store, from a warm arena, for a second request on the same context, for 16 at once.
 
 usage: python ops/bench/prefill/first_token.py [--tokens 32768,131072] [--no-cold]
+       python ops/bench/prefill/first_token.py --at-once --tokens 131072 --prompt-tokens 64
 
 On a GPU the model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16; where there is
 none, the packaged reader. Contexts are random, written as files by the store's own writer, with the indexes of all
@@ -15,12 +16,15 @@ is timed.
   `second`, the median of further ones.
 - `together`: requests with prompts of their own that come at once, through the engine: the first and the last of their
   first tokens, and the mean. `alone_s` is one by itself, `apart_s` the last one where each prompt is read by itself, as
-  those with seeds are.
+  those with seeds are. `passes` are the tokens of each pass over the model: one pass where all are read together.
 - `stream`: decode steps of full attention with keys and values in host memory, which every step reads all.
 
 `exact` prompts attend to everything, `sparse` ones to what one search selects for each piece of the prompt. Before a
 time is reported, exact prompts in both placements, and sparse ones with a budget of all keys, are compared with exact
 attention in device memory. One JSON line per figure; the exit code is 1 when a check fails.
+
+With `--at-once` there is no store: contexts are made in memory, and only `together` of exact prompts is measured, after
+the logits of prompts that are read together were compared with those of each by itself in device memory.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,11 +48,19 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 import torch
 import typer
 from harness.checks import compare
+from harness.made_up.contexts import HOST_GB, PlacedContexts, make_ranges, release
 from harness.made_up.random_model import DTYPE, QUERY_STD, make_model
+from harness.made_up.stored_context import write_context
 from harness.page_cache import cached_share, drop_from_page_cache, files_below, read_into_page_cache
 from harness.parsing import parse_counts, parse_method
 from harness.report import reporting
-from harness.steps.prompts_at_once import PromptRunner, first_tokens, read_prompts
+from harness.steps.prompts_at_once import (
+    PromptRunner,
+    Together,
+    first_tokens,
+    read_prompts,
+    together_figures_of,
+)
 from harness.timing import seconds
 from torch import Tensor
 
@@ -75,40 +87,9 @@ PIECE = 512
 """Prompt tokens of one pass, as `serve` has them on a GPU."""
 CHUNKS = {"cpu": 256, "cuda": 512}
 """Prompt tokens of one turn, likewise."""
-WRITERS = 8
 TURNS = 4
 STEPS = 6
 CHECKED_PROMPT = 24
-
-
-def host_chunks(made: ResidentContext, layer: int) -> list[tuple[str, int, Tensor]]:
-    """Array, KV head and contents of one layer's chunks."""
-    arrays = {"kv": made.kv(layer)} | {
-        f"index/{index.name}/{name}": array
-        for index in made.manifest.indexes
-        for name, array in made.index(index.name, layer).arrays().items()
-    }
-    return [(path, head, chunk.cpu()) for path, array in arrays.items() for head, chunk in enumerate(array)]
-
-
-def write_context(store: Store, made: ResidentContext, id_: str) -> Manifest:
-    """Writes a made-up context into the store, several chunks at a time."""
-    manifest = replace(made.manifest, id=id_)
-    entries = {entry.path: entry for entry in manifest.arrays}
-    with store.writer(id_) as writer, ThreadPoolExecutor(WRITERS) as pool:
-        writer.write_tokens(made.tokens())
-        for entry in entries.values():
-            if entry.path != "tokens":
-                writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
-        held = [host_chunks(made, layer) for layer in range(min(DISTINCT, manifest.model.layers))]
-        done = [
-            pool.submit(writer.write_chunk, path, (layer, head), chunk)
-            for layer in range(manifest.model.layers)
-            for path, head, chunk in held[layer % DISTINCT]
-        ]
-        for each in done:
-            each.result()
-        return writer.publish(manifest)
 
 
 class Requests:
@@ -121,10 +102,14 @@ class Requests:
         room = MemoryBytes(2**40, 2**40)
         self.arena = Arena(room, device=DEVICE, placement=placement)
 
+    def lease(self, early: bool = False) -> AbstractContextManager[ResidentContext]:
+        """The context, as long as it is wanted."""
+        return self.arena.acquire(self._store, self._id, early=early)
+
     def first_token(self, method: Method, ids: Sequence[int], prompts: Prompts, early: bool = False) -> float:
         """Seconds from the request to its first token on the host."""
         begin = time.perf_counter()
-        with self.arena.acquire(self._store, self._id, early=early) as context:
+        with self.lease(early) as context:
             session = Session(context, method.on(context.manifest))
             int(self.read(session, ids, prompts).argmax())
             taken = time.perf_counter() - begin
@@ -133,7 +118,7 @@ class Requests:
 
     def logits(self, method: Method, ids: Sequence[int], prompts: Prompts) -> Tensor:
         """After the prompt, [V] float32."""
-        with self.arena.acquire(self._store, self._id) as context:
+        with self.lease() as context:
             session = Session(context, method.on(context.manifest))
             found = self.read(session, ids, prompts)
             session.close()
@@ -141,7 +126,7 @@ class Requests:
 
     def step_seconds(self, method: Method, ids: Sequence[int]) -> float:
         """Median seconds of a decode step after a prompt, by the general path."""
-        with self.arena.acquire(self._store, self._id) as context:
+        with self.lease() as context:
             session = Session(context, method.on(context.manifest))
             token, times = int(self.read(session, ids, Prompts.EXACT).argmax()), []
             for _ in range(STEPS):
@@ -159,14 +144,23 @@ class Requests:
         return logits[-1]
 
     def together(
-        self, method: Method, token_ids: Sequence[Sequence[int]], prompts: Prompts, *, apart: bool = False
-    ) -> list[float]:
-        """Seconds until each of the requests that come at once has its first token, by the engine's turns."""
+        self, method: Method, prompts: Prompts, token_ids: Sequence[Sequence[int]], apart: bool
+    ) -> Together:
+        """Requests that come at once. apart: each prompt is read by itself."""
         runner = PromptRunner(self._model, prompts)
-        with self.arena.acquire(self._store, self._id) as context:
-            return first_tokens(
-                runner, context, method.on(context.manifest), token_ids, CHUNKS[DEVICE.type], apart
-            )
+        with self.lease() as context:
+            fitted = method.on(context.manifest)
+            return first_tokens(runner, context, fitted, token_ids, CHUNKS[DEVICE.type], apart)
+
+
+class HeldRequests(Requests):
+    """Requests on a context that is in memory."""
+
+    def __init__(self, model: Any, context: ResidentContext) -> None:
+        self._model, self._context = model, context
+
+    def lease(self, early: bool = False) -> AbstractContextManager[ResidentContext]:
+        return nullcontext(self._context)
 
 
 def check(
@@ -239,29 +233,46 @@ def together_figures(
     requests: Requests, methods: Sequence[Method], length: int, count: int
 ) -> Iterator[dict[str, Any]]:
     """So many requests that come at once, with prompts of one length; exact prompts, and those of the methods."""
-    prompts_of = [[max(0, token - number) for token in prompt_of(length)] for number in range(count)]
     kinds = [(get_method("full"), Prompts.EXACT)]
     kinds += [(method, prompts) for method in methods for prompts in (Prompts.SPARSE, Prompts.EACH)]
     for method, prompts in kinds:
-        turns = [requests.together(method, prompts_of, prompts) for _ in range(max(1, TURNS // 2))]
-        alone = [requests.together(method, prompts_of[:1], prompts)[0] for _ in range(TURNS)]
-        apart = requests.together(method, prompts_of, prompts, apart=True)
-        best = min(turns, key=max)
+        read = partial(requests.together, method, prompts)
         yield {
             "figure": "together",
             "method": method.name,
             "budget": "" if method.budget is None else method.budget.label,
             "prompts": prompts.value,
-            "prompt_tokens": length,
-            "requests": count,
-            "alone_s": min(alone),
-            "first_s": min(best),
-            "mean_s": statistics.mean(best),
-            "last_s": max(best),
-            "apart_mean_s": statistics.mean(apart),
-            "apart_s": max(apart),
-            "times_alone": max(best) / min(alone),
+            **together_figures_of(read, several_prompts(length, count), TURNS),
         }
+
+
+def several_prompts(length: int, count: int) -> list[list[int]]:
+    """So many different ones."""
+    return [[max(0, token - number) for token in prompt_of(length)] for number in range(count)]
+
+
+def at_once_figures(
+    model: Any, identity: ModelIdentity, tokens: int, length: int, count: int, host_gb: float
+) -> Iterator[dict[str, Any]]:
+    """Exact prompts that come at once on a context made in memory, in both placements; checked, then timed."""
+    full, token_ids = get_method("full"), several_prompts(length, count)
+    placed = PlacedContexts(identity, [full], tokens, 1, DEVICE, make_ranges(host_gb))
+    expected = torch.empty(0)
+    for placement in PLACEMENTS:
+        (context,) = placed.make(placement)
+        requests = HeldRequests(model, context)
+        if not len(expected):
+            expected = torch.stack([requests.logits(full, ids, Prompts.EXACT) for ids in token_ids])
+        sessions = [Session(context, full.on(context.manifest)) for _ in token_ids]
+        found = torch.cat(read_prompts(model, sessions, token_ids, Prompts.EXACT))
+        yield {
+            "figure": "at_once",
+            "placement": placement.value,
+            "logits_difference": compare(found, expected, of=f" of prompts together, {placement.value}"),
+            **together_figures_of(partial(requests.together, full, Prompts.EXACT), token_ids, TURNS),
+        }
+        release([context])
+    placed.release()
 
 
 def figures(
@@ -284,7 +295,7 @@ def figures(
             calibrated_for=QUERY_STD,
         )  # fmt: skip
         begin = time.perf_counter()
-        manifest = write_context(store, made, "0" * 64)
+        manifest = write_context(store, made, "0" * 64, DISTINCT)
         written_s = time.perf_counter() - begin
         made.release()
         del made
@@ -344,6 +355,10 @@ def main(
     folder: Annotated[Path | None, typer.Option(help="Where contexts are written.")] = None,
     cold: Annotated[bool, typer.Option(help="Also time requests that wait for files to be read.")] = True,
     together: Annotated[int, typer.Option(help="Requests that come at once.")] = 16,
+    at_once: Annotated[
+        bool, typer.Option("--at-once", help="Only requests that come at once, on contexts made in memory.")
+    ] = False,
+    host_gb: Annotated[float, typer.Option(help="Page-locked for these in host memory.")] = HOST_GB,
 ) -> None:
     """Times first tokens; one JSON line per figure."""
     parsed, lengths = [parse_method(text) for text in methods.split(",")], parse_counts(prompt_tokens)
@@ -351,6 +366,11 @@ def main(
     places = PLACEMENTS if on_gpu else PLACEMENTS[:1]
     with reporting("first_token", gpu=False) as report:
         model, identity = make_model(layers) if on_gpu else load_reader()
+        for length in parse_counts(tokens) if at_once else ():
+            for row in at_once_figures(model, identity, length, lengths[0], together, host_gb):
+                report.add({"tokens": length, "layers": identity.layers, **row})
+        if at_once:
+            return
         # The first one compiles kernels and is not reported.
         for number, length in enumerate((4096, *parse_counts(tokens))):
             for row in figures(

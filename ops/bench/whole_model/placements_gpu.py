@@ -1,11 +1,13 @@
 """Decode steps of a whole model with its contexts in GPU memory, or partly or wholly in the host's.
 
 usage: python ops/bench/whole_model/placements_gpu.py [--seconds 3] [--cases full@device,pq+dropped:0.01@hybrid2]
+       python ops/bench/whole_model/placements_gpu.py --shapes 131072x16@1 --lists lists.npz [--slot-share 8]
 
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16; steps run through the
 engine's own graphs, as in `decode_gpu.py` and `host_gpu.py`. All placements share the model, its compilation and the
 contents of the contexts: as many layers as fit into `--host-gb` have keys, values and indexes of their own
-(`distinct`), the model's layers take turns over them, and no two sessions share any.
+(`distinct`), the model's layers take turns over them. No two sessions share any, but with a shape such as
+`131072x16@1` there are fewer contexts, which the sessions take in turns.
 
 Cases are `METHOD@WHERE`, methods as in `decode_gpu.py`:
 
@@ -13,12 +15,18 @@ Cases are `METHOD@WHERE`, methods as in `decode_gpu.py`:
   fetched; `hybrid+prefetch`: a layer ahead, too. `host`: query tables are in host memory as well, searched by the
   host's cores. `hybrid2`, `host2`: with a batch in two lanes, for batches of four or more.
 - `full@hybrid`, `full@streamed`: every step reads all keys and values from host memory, in place by a captured step's
-  attention, or through two blocks of GPU memory by the general path; one session.
+  attention, or through two blocks of GPU memory by the general path; one context.
+
+With `--lists`, a file that `shared_lists.py` wrote, sparse methods search as ever and then attend to what a trained
+model's sessions listed there, step by step: rows that steps and sessions have in common are then a trained model's.
+This is for methods whose remainder is dropped, without `prefetch` and lanes. `same_tokens` is the share of sessions
+that said the same as in the first case of the method in this shape: all, since no bit depends on where rows lie.
 
 `step_ms` is the median (P50) and `p99_ms` the 99th percentile of the wall clock of a step with everything around it,
 over `steps` steps after a warm-up, `--turns` or as many as `--seconds` allow; `tokens_per_s` follows from the median,
 `to_full` is that of `full@device` in the same run over it: above 1, the case is faster. `host_mb` were read from host
-memory per step, and `reused` is the share of rows that were found on the device instead. `wait` is the share of a step
+memory per step, where `full` counts a context for each session on it, and `reused` is the share of rows that were found
+on the device, or brought there by another session in the same step, instead. `wait` is the share of a step
 in which the device did nothing but wait for the host's search, from `STILL_TURNS` further steps.
 
 Before a case is timed, the logits of the same graph with a budget of all keys are compared with those of full
@@ -43,14 +51,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
+import numpy as np
 import torch
 import typer
-from harness.checks import compare, failure
+from harness.checks import CheckFailedError, compare, failure
 from harness.made_up.contexts import HOST_GB, PlacedContexts, distinct_layers, make_ranges, release
 from harness.made_up.random_model import make_model
-from harness.parsing import parse_method, parse_shapes
+from harness.parsing import parse_method, parse_shared_shapes
 from harness.report import reporting
-from harness.steps.captured_steps import Lanes, tidy_up, time_captured, whole_difference
+from harness.steps.captured_steps import Lanes, Timed, tidy_up, time_captured, whole_difference
 from harness.steps.general_steps import (
     first_tokens,
     forward,
@@ -59,13 +68,15 @@ from harness.steps.general_steps import (
     step_figures,
     time_general,
 )
+from harness.steps.recorded_lists import RecordedLists
+from harness.steps.replayed_lists import replayed
 
 from decode_engine.config import Compilation, search_cores
 from decode_engine.host_search.thread_loop_numba import compile_search
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.steps.step_graph import StepModel
 from decode_engine.steps.step_model import step_model
-from index_store.memory.placement import Placement
+from index_store.memory.placement import SHARE, Placement, SlotRoom
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 
@@ -84,6 +95,8 @@ CASES = ",".join(
         "full@streamed",
     ]
 )
+LISTED_CASES = "full@device,pq+dropped:0.01@device,pq+dropped:0.01@hybrid,full@hybrid"
+"""Usual ones where lists are replayed."""
 SHAPES = "131072x1,32768x1,131072x4,32768x4,32768x16,131072x16"
 CHECKED_GB = 20.0
 LANES_FROM = 4
@@ -124,25 +137,44 @@ class Case:
         place = "streamed" if self.streamed else self.placement.value
         return {"method": self.label, "placement": place, "lanes": self.lanes, "prefetch": self.prefetch}
 
-    def fits(self, batch: int) -> bool:
-        """Whether there is a point in timing it with so many sessions."""
+    def fits(self, batch: int, contexts: int) -> bool:
+        """Whether there is a point in timing it with so many sessions on so many contexts."""
         reads_all = self.placement.kv_on_host and not self.method.sparse
-        return batch == 1 if reads_all else self.lanes == 1 or batch >= LANES_FROM
+        return contexts == 1 if reads_all else self.lanes == 1 or batch >= LANES_FROM
+
+    @property
+    def replays(self) -> bool:
+        """Whether lists can be replayed in its steps, or it has none."""
+        plain = self.lanes == 1 and not self.prefetch and self.method.drops_remainder
+        kind = "" if self.method.index is None else self.method.index.kind
+        return not self.method.sparse or (plain and not self.placement.index_on_host(kind))
 
 
 class Bench:
-    """The model and what its steps are compared with. runs: its steps, without and with queries foretold."""
+    """The model and what its steps are compared with.
+
+    runs: its steps, without and with queries foretold. recorded: lists to replay.
+    """
 
     def __init__(
-        self, model: Any, runs: tuple[StepModel, StepModel], threads: int, turns: int, seconds: float
+        self,
+        model: Any,
+        runs: tuple[StepModel, StepModel],
+        threads: int,
+        turns: int,
+        seconds: float,
+        recorded: RecordedLists | None = None,
     ) -> None:
         self._model, self._runs = model, runs
         self._threads, self._turns, self._seconds = threads, turns, seconds
+        self._recorded = recorded
         self._expected = torch.empty(0)
+        self._said: dict[str, list[list[int]]] = {}
 
     def expect(self, contexts: list[ResidentContext]) -> None:
         """Computes what full attention to these contexts gives, by the general path."""
         self._expected = full_logits(self._model, contexts)
+        self._said = {}
 
     def measure(self, case: Case, contexts: list[ResidentContext]) -> dict[str, Any]:
         """The case's figures. Raises CheckFailedError when its first step is wrong."""
@@ -158,10 +190,20 @@ class Bench:
         self, case: Case, contexts: list[ResidentContext], searching: SearchThreads
     ) -> dict[str, Any]:
         lanes = Lanes(self._runs[case.prefetch], self._model, contexts, searching)
-        read = sum(context.manifest.kv_bytes for context in contexts) if case.placement.kv_on_host else 0
+        readers = (
+            contexts if case.method.sparse else set(contexts)
+        )  # which is read once for all sessions on it
+        read = sum(context.manifest.kv_bytes for context in readers) if case.placement.kv_on_host else 0
         checked = read <= CHECKED_GB * 1e9
         difference = whole_difference(lanes, case.method, self._expected) if checked else None
-        timed = time_captured(lanes, case.method, self._turns, self._seconds)
+        same: dict[str, float] = {}
+        if self._recorded is None or not case.method.sparse:
+            timed = time_captured(lanes, case.method, self._turns, self._seconds)
+        else:
+            with replayed(self._recorded):
+                lanes = Lanes(self._runs[0], self._model, contexts, searching)
+                timed = time_captured(lanes, case.method, self._turns, self._seconds)
+            same["same_tokens"] = self._compare_said(case, timed)
         steps, still_ms = timed.steps(), lanes.standing_still_ms(timed.tokens, STILL_TURNS)
         return {
             **steps,
@@ -170,14 +212,23 @@ class Bench:
             "captured": all(graph.captured for graph in lanes.graphs),
             "first_step_s": round(timed.first_s, 1),
             "logits_difference": difference,
+            **same,
         }
+
+    def _compare_said(self, case: Case, timed: Timed) -> float:
+        """The share of sessions with the first case's tokens. Raises CheckFailedError for less than half."""
+        first = self._said.setdefault(case.label, timed.said)
+        alike = float(np.equal(first, timed.said).all(0).mean())
+        if alike < 0.5:
+            raise CheckFailedError(f"sessions say {timed.said}, and in the first placement {first}")
+        return round(alike, 3)
 
     def _measure_streamed(self, case: Case, contexts: list[ResidentContext]) -> dict[str, Any]:
         sessions = start_sessions(contexts, case.method)
         difference = compare(forward(self._model, sessions, first_tokens(contexts)), self._expected)
         seconds = time_general(self._model, sessions, self._turns, self._seconds)
         return step_figures(seconds, len(contexts)) | {
-            "host_mb": round(sum(context.manifest.kv_bytes for context in contexts) * 1e-6, 3),
+            "host_mb": round(sum(context.manifest.kv_bytes for context in set(contexts)) * 1e-6, 3),
             "reused": 0.0,
             "captured": False,
             "logits_difference": round(difference, 4),
@@ -185,8 +236,10 @@ class Bench:
 
 
 def main(
-    cases: Annotated[str, typer.Option(help="METHOD@WHERE, comma-separated.")] = CASES,
-    shapes: Annotated[str, typer.Option(help="LENGTHxBATCH, comma-separated.")] = SHAPES,
+    cases: Annotated[str, typer.Option(help="METHOD@WHERE, comma-separated; all that are usual.")] = "",
+    shapes: Annotated[
+        str, typer.Option(help="LENGTHxBATCH or LENGTHxBATCH@CONTEXTS, comma-separated.")
+    ] = SHAPES,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
     compilation: Annotated[
         Compilation, typer.Option(help="Of the model: half a minute for every size of batch, and of lane.")
@@ -197,11 +250,17 @@ def main(
     host_gb: Annotated[
         float, typer.Option(help="Page-locked for keys and values, and again for tables.")
     ] = HOST_GB,
+    lists: Annotated[Path | None, typer.Option(help="Recorded lists, which steps replay.")] = None,
+    slot_share: Annotated[int, typer.Option(help="One row in so many has a slot.")] = SHARE,
 ) -> None:
     """Times decode steps of a whole model in all placements; one JSON line per case."""
-    listed, sizes = [Case.parse(text) for text in cases.split(",")], parse_shapes(shapes)
-    if unfit := [f"{length}x{batch}" for length, batch in sizes if not any(c.fits(batch) for c in listed)]:
+    cases = cases or (CASES if lists is None else LISTED_CASES)
+    listed, sizes = [Case.parse(text) for text in cases.split(",")], parse_shared_shapes(shapes)
+    if unfit := [
+        f"{n}x{batch}" for n, batch, count in sizes if not any(c.fits(batch, count) for c in listed)
+    ]:
         raise typer.BadParameter(f"no case is for batches such as {', '.join(unfit)}")
+    recorded = None if lists is None else read_lists(lists, listed, min(length for length, _, _ in sizes))
     with reporting("placements") as report:
         begun = time.perf_counter()
         on_host = any(case.placement is Placement.HOST for case in listed)
@@ -212,20 +271,25 @@ def main(
         compiling.join()
         threads = threads or search_cores()
         runs = step_model(model, compilation), step_model(model, compilation, prefetch=True)
-        bench = Bench(model, runs, threads, turns, seconds)
+        bench = Bench(model, runs, threads, turns, seconds, recorded)
         typer.echo(f"model and host memory are ready after {time.perf_counter() - begun:.0f} s", err=True)
-        for length, batch in sizes:
+        for length, batch, count in sizes:
             line: dict[str, Any] = {
-                "tokens": length, "batch": batch, "layers": layers,
-                "distinct": distinct_layers(identity, length, batch, ranges), "compilation": compilation.value,
-                "threads": threads,
+                "tokens": length, "batch": batch, "contexts": count, "layers": layers,
+                "distinct": distinct_layers(identity, length, count, ranges), "compilation": compilation.value,
+                "threads": threads, "slot_share": slot_share,
             }  # fmt: skip
-            fitting = [case for case in listed if case.fits(batch)]
-            make = partial(PlacedContexts, identity, methods_of(fitting), length, batch, model.device, ranges)
-            for row in shape_figures(bench, make, fitting):
+            fitting = [case for case in listed if case.fits(batch, count)]
+            make = partial(
+                PlacedContexts, identity, methods_of(fitting), length, count, model.device, ranges,
+                SlotRoom(slot_share),
+            )  # fmt: skip
+            for row in shape_figures(bench, make, fitting, batch):
                 report.add(line | row)
             tidy_up()
-            typer.echo(f"{length}x{batch} is done after {time.perf_counter() - begun:.0f} s", err=True)
+            typer.echo(
+                f"{length}x{batch}@{count} is done after {time.perf_counter() - begun:.0f} s", err=True
+            )
 
 
 def methods_of(cases: Sequence[Case]) -> list[Method]:
@@ -233,8 +297,21 @@ def methods_of(cases: Sequence[Case]) -> list[Method]:
     return list({case.label: case.method for case in cases}.values())
 
 
+def read_lists(path: Path, cases: Sequence[Case], length: int) -> RecordedLists:
+    """The file's. Raises typer.BadParameter for cases that cannot replay them, and contexts that are too short."""
+    unfit = [f"{case.label}@{case.placement.value}" for case in cases if not case.replays]
+    if unfit:
+        raise typer.BadParameter(
+            f"lists are replayed where the remainder is dropped, not in {', '.join(unfit)}"
+        )
+    recorded = RecordedLists.load(path)
+    if recorded.tokens > length:
+        raise typer.BadParameter(f"the lists are of {recorded.tokens} tokens, contexts have {length}")
+    return recorded
+
+
 def shape_figures(
-    bench: Bench, make: Callable[[], PlacedContexts], cases: Sequence[Case]
+    bench: Bench, make: Callable[[], PlacedContexts], cases: Sequence[Case], batch: int
 ) -> Iterator[dict[str, Any]]:
     """A row for each case, in their order; the error in all of them where there is nothing to run them on."""
     lacking: dict[str, str] = {}
@@ -242,14 +319,16 @@ def shape_figures(
     try:
         placed = make()
         in_device = placed.make(Placement.DEVICE)
-        bench.expect(in_device)
+        bench.expect(seated(in_device, batch))
         release(in_device)
     except Exception as error:
         lacking = failure(error)
     full: float | None = None
     for case in cases:
         tidy_up()
-        row = case.names() | (lacking if placed is None or lacking else case_figures(bench, placed, case))
+        row = case.names() | (
+            lacking if placed is None or lacking else case_figures(bench, placed, case, batch)
+        )
         if "error" not in row:
             if (case.label, case.placement) == ("full", Placement.DEVICE):
                 full = row["tokens_per_s"]
@@ -260,12 +339,17 @@ def shape_figures(
         placed.release()
 
 
-def case_figures(bench: Bench, placed: PlacedContexts, case: Case) -> dict[str, Any]:
+def seated(contexts: Sequence[ResidentContext], batch: int) -> list[ResidentContext]:
+    """The context of each session."""
+    return [contexts[session % len(contexts)] for session in range(batch)]
+
+
+def case_figures(bench: Bench, placed: PlacedContexts, case: Case, batch: int) -> dict[str, Any]:
     """The case's figures, or its error."""
     contexts: list[ResidentContext] = []
     try:
         contexts = placed.make(case.placement)
-        return bench.measure(case, contexts)
+        return bench.measure(case, seated(contexts, batch))
     except Exception as error:  # other cases may well run
         return failure(error)
     finally:

@@ -11,13 +11,13 @@ import torch
 
 from decode_engine.cli.ask_command import AskConfig
 from decode_engine.cli.tune_command import TuneConfig
-from decode_engine.config import MAX_LANES, Compilation, ServeConfig
+from decode_engine.config import MAX_LANES, MAX_SLOT_SHARE, Compilation, ServeConfig
 from decode_engine.evaluation.settings import EvaluationConfig
 from decode_engine.rpc.door.options import Address, is_loopback
 from index_store.cli.options import Spelled, options_of
 from index_store.errors import InvalidArgumentError
 from index_store.memory.devices import context_device, default_budget, memory_budget, pick_device
-from index_store.memory.placement import MemoryBytes
+from index_store.memory.placement import USUAL_ROOM, MemoryBytes
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:0", "localhost:50051", "[::1]:1", "some.host:65535"])
@@ -47,6 +47,7 @@ def test_loopback() -> None:
         "threads",
         "search_threads",
         "lanes",
+        "slot_share",
         "waves",
         "grace",
     ],
@@ -59,11 +60,16 @@ def test_limits_are_checked_and_named_as_their_flags(field: str) -> None:
 def test_too_many_lanes_and_search_threads_are_refused() -> None:
     for field, flag, value, expected in (
         ("lanes", "--lanes", MAX_LANES + 1, f"1 to {MAX_LANES}"),
+        ("slot_share", "--slot-share", MAX_SLOT_SHARE + 1, f"1 to {MAX_SLOT_SHARE}"),
         ("threads", "--threads", 10**6, "at most"),
         ("search_threads", "--search-threads", 10**6, "at most"),
     ):
         with pytest.raises(InvalidArgumentError, match=rf"^{flag} is {value}, expected {expected}"):
             ServeConfig(Path(), "reader", **{field: value})
+
+
+def test_slots_are_as_many_as_contexts_have_otherwise() -> None:
+    assert ServeConfig(Path(), "reader").slot_share == USUAL_ROOM.share
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "gpu", "CPU", ""])

@@ -9,9 +9,11 @@ import torch
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.kernels import records
+from decode_engine.kernels.attention.row_groups import CONTEXT, HEADER, MEMBERS, TASK_FIELDS, WHAT
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
+from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.attention.step_batch import StepBatch, step_counts
 from decode_engine.steps.graph_cache import GraphCache
 from decode_engine.steps.stepper import Stepper
@@ -144,20 +146,28 @@ def test_placements_are_batches_of_their_own(runner: ModelRunner) -> None:
     assert len(stepper._graphs) == 2
 
 
-def test_sessions_that_read_one_context_wholly_share_the_read_elsewhere(runner: ModelRunner) -> None:
+def test_sessions_that_attend_to_all_of_a_context_in_host_memory_read_it_together(
+    runner: ModelRunner,
+) -> None:
+    """One batch has them all, and one task each part of the context for both."""
     stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
-    one = start(runner, [5], placement=Placement.HYBRID)
+    one, other = (start(runner, [5], placement=Placement.HYBRID) for _ in range(2))
     again = runner.start(one.context, METHODS["full"].on(one.context.manifest))
-    other = start(runner, [5], placement=Placement.HYBRID)
-    here = [start(runner, [5]), start(runner, [5])]
-    greedy, seeded = Sampler(GREEDY), Sampler(SamplingParameters(1.0, seed=1))
-    assert stepper.taken([one, again, other, *here], [greedy] * 5) == [False, False, True, True, True]
-    assert stepper.taken([one, other], [greedy] * 2) == [True, True]
-    # Where one with a seed steps does not depend on who else is there.
-    assert stepper.taken([one, again], [greedy, seeded]) == [True, True]
-    sparse = start(runner, [5], name="multipole", placement=Placement.HYBRID)
-    again = runner.start(sparse.context, METHODS["multipole"].on(sparse.context.manifest))
-    assert stepper.taken([sparse, again], [greedy] * 2) == [True, True]
+    sessions = [one, other, again]
+    assert stepper.step(sessions, [1, 2, 3], [Sampler(GREEDY)] * 3) == [2, 3, 4]
+    batch = stepper.graph(sessions).batch
+    assert batch.sessions[:3] == sessions
+    (attention,) = batch.attentions
+    assert isinstance(attention, DenseSteps)
+    members = {members for members, what in tasks_of(attention) if what & CONTEXT}
+    assert members == {1, 2}
+
+
+def tasks_of(attention: DenseSteps) -> list[tuple[int, int]]:
+    """Members of each task, and what they attend to."""
+    table, size = attention._groups.table, attention._groups.size
+    rows = table[HEADER + 3 * size :].view(-1, TASK_FIELDS)[: int(table[0])]
+    return [(int(row[MEMBERS]), int(row[WHAT])) for row in rows]
 
 
 def test_sessions_with_seeds_step_in_graphs_of_one_shape(runner: ModelRunner) -> None:

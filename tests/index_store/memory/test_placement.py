@@ -25,6 +25,7 @@ from index_store.memory.context_loading import choose_placement, placed_bytes
 from index_store.memory.placement import (
     MemoryBytes,
     Placement,
+    SlotRoom,
     parse_placement,
     possible_placements,
     slot_bytes,
@@ -156,13 +157,17 @@ def test_sizes() -> None:
     assert NEEDED.host == manifest.model.layers * pages + 512
     slots = slot_bytes(manifest)
     assert 0 < slots < NEEDED.device < resident_bytes(manifest, CPU) - manifest.kv_bytes + slots
-    assert placed_bytes(manifest, CPU, Placement.HYBRID, lanes=3) == NEEDED + MemoryBytes(device=2 * slots)
+    three = placed_bytes(manifest, CPU, Placement.HYBRID, SlotRoom(lanes=3))
+    assert three == NEEDED + MemoryBytes(device=2 * slots)
     assert placed_bytes(manifest) == MemoryBytes(host=resident_bytes(manifest))
     assert placed_bytes(manifest, CPU) == MemoryBytes(device=resident_bytes(manifest, CPU))
 
 
 def test_every_lane_has_slots_of_its_own(stored: Store, context: SyntheticContext) -> None:
-    one, two = (Arena(NEEDED, RecordingLocker(), KINDS, CPU, Placement.HYBRID, lanes) for lanes in (1, 2))
+    one, two = (
+        Arena(NEEDED, RecordingLocker(), KINDS, CPU, Placement.HYBRID, SlotRoom(lanes=lanes))
+        for lanes in (1, 2)
+    )
     with pytest.raises(MemoryBudgetError), two.acquire(stored, context.id):
         pass
     with one.acquire(stored, context.id):

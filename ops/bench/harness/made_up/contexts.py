@@ -16,7 +16,7 @@ from decode_engine.model.warm_up import made_up_context
 from harness.made_up.random_model import DTYPE, QUERY_STD
 from index_store.memory.devices import finish
 from index_store.memory.host_memory import HostBlock, aligned, copy_source, default_page_locker
-from index_store.memory.placement import HOST_SEARCHED, Placement
+from index_store.memory.placement import HOST_SEARCHED, USUAL_ROOM, Placement, SlotRoom
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.store.context_id import ModelIdentity
@@ -104,12 +104,14 @@ class PlacedContexts:
         batch: int,
         device: torch.device,
         ranges: Sequence[HostRange] = (),
+        slots: SlotRoom = USUAL_ROOM,
     ) -> None:
         """With the indexes of all methods.
 
         ranges: one for keys and values, and one for query tables where contexts are placed on the host; what was there
-        is lost. Without any, contexts are placed on the device alone.
+        is lost. Without any, contexts are placed on the device alone. slots: of contexts in host memory.
         """
+        self._slots = slots
         self.distinct = distinct_layers(identity, length, batch, ranges)
         for each in ranges:
             each.clear()
@@ -149,7 +151,13 @@ class PlacedContexts:
             for layer in entry.layers
         }
         return ResidentContext(
-            manifest, source.tokens(), kv, arrays, placement=placement, device=source.device
+            manifest,
+            source.tokens(),
+            kv,
+            arrays,
+            placement=placement,
+            device=source.device,
+            slots=self._slots,
         )
 
     def _keys_values(self, row: int, source: ResidentContext, layer: int, placement: Placement) -> Tensor:

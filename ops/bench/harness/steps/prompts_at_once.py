@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from decode_engine.model.decode_attention import packed
 from harness.checks import CheckFailedError
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
+
+Together = tuple[list[float], list[int]]
+"""Of requests that come at once: seconds until each has its first token, and the tokens of each pass."""
 
 
 @torch.inference_mode()
@@ -41,15 +45,20 @@ def read_prompts(
 
 @dataclass(frozen=True)
 class PromptRunner:
-    """What the engine needs of a model to read prompts of one kind, and to decode nothing."""
+    """What the engine needs of a model to read prompts of one kind, and to decode nothing.
+
+    passes: tokens of each pass over the model until now.
+    """
 
     model: Any
     prompts: Prompts
+    passes: list[int] = field(default_factory=list)
 
     def read(
         self, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]], *, all_logits: bool = False
     ) -> list[Tensor]:
         """As `Runner.read`."""
+        self.passes.append(sum(map(len, token_ids)))
         return read_prompts(self.model, sessions, token_ids, self.prompts)
 
     def launch(
@@ -66,8 +75,8 @@ def first_tokens(
     token_ids: Sequence[Sequence[int]],
     chunk: int,
     apart: bool,
-) -> list[float]:
-    """Seconds until each request has its first token. apart: each prompt is read by itself, as those with seeds are."""
+) -> Together:
+    """Reads them by the engine's turns. apart: each prompt is read by itself, as those with seeds are."""
     engine: Engine[Session] = Engine(runner, max_sessions=len(token_ids), prompt_chunk=chunk)
     sampling = SamplingParameters(temperature=1.0, seed=0) if apart else SamplingParameters()
     cost = prompt_cost(fitted, runner.prompts, context.device)
@@ -87,4 +96,29 @@ def first_tokens(
                 raise event
             if isinstance(event, Finished):
                 taken.append(now)
-    return taken
+    return taken, runner.passes
+
+
+def together_figures_of(
+    read: Callable[[Sequence[Sequence[int]], bool], Together], token_ids: Sequence[Sequence[int]], turns: int
+) -> dict[str, Any]:
+    """Times of requests with these prompts that come at once, and of the first by itself.
+
+    read: has some of them read, each by itself or not. turns: that are timed of the latter, and half as many of all.
+    """
+    all_of = [read(token_ids, False) for _ in range(max(1, turns // 2))]
+    alone = min(read(token_ids[:1], False)[0][0] for _ in range(turns))
+    apart, _ = read(token_ids, True)
+    best, passes = min(all_of, key=lambda turn: max(turn[0]))
+    return {
+        "prompt_tokens": len(token_ids[0]),
+        "requests": len(token_ids),
+        "passes": passes,
+        "alone_s": alone,
+        "first_s": min(best),
+        "mean_s": statistics.mean(best),
+        "last_s": max(best),
+        "apart_mean_s": statistics.mean(apart),
+        "apart_s": max(apart),
+        "times_alone": max(best) / alone,
+    }

@@ -53,7 +53,7 @@ def cached_sequence(
     tail_kv = torch.randn(heads, tail + 1, 2, head_dim, generator=generator).to(device, dtype)
     first = min(first, keys)
     sequence = ListedSequence(kv[:, :keys], tail_kv, tail, first, max(first, keys - recent), 0)
-    cache = SlotCache.make((1, LAYER, 7), heads, slots, head_dim, dtype, device) if slots else None
+    cache = SlotCache.make((1, LAYER, 7), heads, keys, slots, head_dim, dtype, device) if slots else None
     if cache is not None:
         cache.rows_LHS2D.fill_(torch.nan)
     return CachedSequence(sequence, cache)
@@ -199,6 +199,53 @@ def check_head(
         if place >= 0:
             assert torch.equal(rows[place].view(torch.int16), kv[key].view(torch.int16))
     return RowCounts(len(places), len(reused), len(places) - len(reused) - fetched)
+
+
+def check_shared(
+    steps: Steps, seated: Sequence[CachedSequence | None], wanted: Sequence[Sequence[Sequence[int]]]
+) -> RowCounts:
+    """A step in which every session reads its keys' own rows, and each missing row was brought at most once.
+
+    Returns what it counted over all sessions, which are those of one context, and idle rows.
+    """
+    (context,) = {id(each): each for each in seated if each is not None}.values()
+    cache = context.cache
+    assert cache is not None
+    before, counts = context.state()[0], cache.counts()
+    located = steps.fetch(seated, wanted)
+    after, changed = context.state()[0], cache.counts()
+    brought = in_place = 0
+    for head in range(steps.heads):
+        held, holds = slots_of(before[head]), slots_of(after[head])
+        rows = cache.rows_LHS2D[1, head].cpu()
+        places: dict[int, int] = {}
+        for of_session in located:
+            for key, place in of_session[head].items():
+                assert places.setdefault(key, place) == place, "sessions read a key in different places"
+                in_place += place < 0
+        for key, place in places.items():
+            if place >= 0:
+                assert holds[key] == place
+                assert torch.equal(rows[place], context.sequence.kv_HN2D[head, key])
+            if key in held:
+                assert place == held[key], "a wanted row was evicted"
+        brought += len(holds.keys() - held.keys())
+    wants = sum(len(of_head) for of_session in located for of_head in of_session)
+    found = steps.found_RX2.sum((0, 1)).tolist()
+    assert found == [brought + in_place, wants - brought - in_place]
+    step = RowCounts(
+        changed.wanted - counts.wanted, changed.reused - counts.reused, changed.bypassed - counts.bypassed
+    )
+    assert step == RowCounts(wants, wants - brought - in_place, in_place)
+    assert not cache.missed_LHM.any(), "marks are left"
+    return step
+
+
+def slots_of(tags: Tensor) -> dict[int, int]:
+    """Slots by the keys that they hold."""
+    held = [(tag - 1, slot) for slot, tag in enumerate(tags.tolist()) if tag]
+    assert len(dict(held)) == len(held), "a key is in two slots"
+    return dict(held)
 
 
 def sets_of(key: int, sets: int) -> set[int]:

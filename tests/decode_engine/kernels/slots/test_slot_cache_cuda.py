@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -16,7 +18,12 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import get_method
 from index_store.store.context_id import ModelIdentity
 from tests.decode_engine.kernels.problems.cluster_problems import make_problem, random_lists
-from tests.decode_engine.kernels.problems.slot_problems import Steps, cached_sequence, next_wanted
+from tests.decode_engine.kernels.problems.slot_problems import (
+    Steps,
+    cached_sequence,
+    check_shared,
+    next_wanted,
+)
 from tests.decode_engine.steps.attention.test_hybrid_steps import (
     GivenHybridSteps,
     GivenSteps,
@@ -46,10 +53,32 @@ def test_many_programs_claim_slots_at_once(slots: int, shape: CopyShape | None) 
         steps.check(sessions, last)
 
 
+def test_sessions_on_one_context_at_full_size() -> None:
+    """Sixteen sessions whose programs run at once miss some of the same keys, with too few slots and with enough."""
+    choose = random.Random(5)
+    for slots in (2_000, 6_000):
+        context = cached_sequence(20_000, slots, heads=4, head_dim=128, dtype=torch.bfloat16, device="cuda")
+        steps = Steps(16, heads=4, keys=2**15, segments=4, device="cuda")
+        searched = range(context.sequence.first, context.sequence.end)
+        for _ in range(4):
+            seated = [choose.choice([context, context, context, None]) for _ in range(15)] + [context]
+            common = [choose.sample(searched, 600) for _ in range(4)]
+            wanted = [
+                [
+                    []
+                    if each is None
+                    else sorted({*choose.sample(of_head, 300), *choose.sample(searched, 150)})
+                    for of_head in common
+                ]
+                for each in seated
+            ]
+            check_shared(steps, seated, wanted)
+
+
 def test_a_replayed_graph_fetches_what_its_lists_name() -> None:
     problem = make_problem([900, 0, 333], head_dim=128, tails=(70, 0, 5), dtype=torch.bfloat16, device="cuda")
     caches: list[SlotCache | None] = [
-        SlotCache.make((0, 1), problem.heads, 300, 128, torch.bfloat16, "cuda") for _ in range(3)
+        SlotCache.make((0, 1), problem.heads, 900, 300, 128, torch.bfloat16, "cuda") for _ in range(3)
     ]
     hybrid = make_steps(GivenHybridSteps, problem, "csattention+dropped", 1024)
     plain = make_steps(GivenSteps, problem, "csattention+dropped", 1024)

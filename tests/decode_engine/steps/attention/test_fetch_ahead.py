@@ -130,7 +130,9 @@ def test_contexts_on_the_device_are_left_alone(runner: ModelRunner) -> None:
 def test_what_was_foretold_is_found(right: bool) -> None:
     """Two layers whose lists are given: all of the second's rows are there before its turn, or none but the others."""
     problem = make_problem([90, 33], per_cluster=16, tails=(5, 0), dtype=DTYPE, device=DEVICE, recent=10)
-    layers = [[SlotCache.make((n,), problem.heads, 128, 64, DTYPE, DEVICE) for _ in range(2)] for n in (0, 1)]
+    layers = [
+        [SlotCache.make((n,), problem.heads, 90, 128, 64, DTYPE, DEVICE) for _ in range(2)] for n in (0, 1)
+    ]
     placed = [in_host_memory(problem, list(layers[n]), n) for n in (0, 1)]
     hybrid = make_steps(GivenHybridSteps, problem, "csattention+dropped")
     lists = [random_lists(problem, 0.3, 2, seed=seed) for seed in (0, 1, 2)]

@@ -22,7 +22,7 @@ from decode_engine.steps.attention.hybrid_steps import HybridSteps, slot_cache
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.registry import step_attention_for
 from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
-from index_store.memory.placement import Placement, slot_bytes
+from index_store.memory.placement import Placement, SlotRoom, slot_bytes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
@@ -117,7 +117,8 @@ def test_a_cache_changes_no_bit(expression: str, slots: int) -> None:
         [90, 0, 33], per_cluster=16, tails=(5, 0, 40), dtype=DTYPE, device=DEVICE, recent=10
     )
     caches = [
-        SlotCache.make((0, 1), problem.heads, slots, 64, DTYPE, DEVICE) if b != 2 else None for b in range(3)
+        SlotCache.make((0, 1), problem.heads, 90, slots, 64, DTYPE, DEVICE) if b != 2 else None
+        for b in range(3)
     ]
     for cache in caches:
         if cache is not None:
@@ -142,13 +143,38 @@ def test_a_cache_changes_no_bit(expression: str, slots: int) -> None:
     assert (counts.bypassed == 0) == (slots == 128)
 
 
+def test_who_shares_a_context_changes_no_bit() -> None:
+    """Of what a session gets, which reads rows that the other one has brought, in this step or before."""
+    problem = make_problem([90, 90], heads=1, tails=(5, 40), dtype=DTYPE, device=DEVICE, recent=10)
+    cache = SlotCache.make((0,), 1, 90, 32, 64, DTYPE, DEVICE)
+    cache.rows_LHS2D.fill_(torch.nan)
+    steps = make_steps(GivenHybridSteps, problem, "csattention+dropped", 1)
+    rows, _copies = in_host_memory(problem, [cache, cache], 0)
+    context = [records.KV, records.KV_HEAD]
+    rows[1, context] = rows[0, context]
+    uncached, alone = rows.clone(), rows.clone()
+    uncached[:, records.SLOTS :] = 0
+    alone[1] = 0
+    for turn in range(2):
+        lists = random_lists(problem, 0.4, 1, seed=turn)
+        expected = attend(steps, 0, problem, lists, uncached)
+        together = attend(steps, 0, problem, lists, rows)
+        assert torch.equal(together, expected)
+        lists.counts_RP[1] = 0
+        assert torch.equal(attend(steps, 0, problem, lists, alone)[0], expected[0])
+    counts = cache.counts()
+    assert min(counts.reused, counts.fetched, counts.bypassed) > 0
+
+
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_shapes(group: int, head_dim: int) -> None:
     problem = make_problem(
         [90, 41], heads=3, group=group, head_dim=head_dim, tails=(2,), dtype=DTYPE, device=DEVICE
     )
-    caches: list[SlotCache | None] = [SlotCache.make((0,), 3, 48, head_dim, DTYPE, DEVICE) for _ in range(2)]
+    caches: list[SlotCache | None] = [
+        SlotCache.make((0,), 3, 90, 48, head_dim, DTYPE, DEVICE) for _ in range(2)
+    ]
     steps = make_steps(GivenHybridSteps, problem, "csattention+dropped", 1)
     rows, _copies = in_host_memory(problem, caches, 0)
     for turn in range(2):
@@ -187,6 +213,11 @@ def test_slots_are_a_share_of_the_context(tokens: int) -> None:
     assert slot_cache(context, 1) is caches[1]
     assert {cache.tags_LHS.shape[2] for cache in caches} == {max(16, -(-tokens // 256) * 16)}
     assert sum(cache.nbytes for cache in caches) == slot_bytes(context.manifest)
+    many = made_up_context(identity, "bfloat16", get_method("full"), tokens)
+    many.slots = SlotRoom(share=4)
+    caches = [slot_cache(many, layer) for layer in range(2)]
+    assert {cache.tags_LHS.shape[2] for cache in caches} == {max(16, -(-tokens // 64) * 16)}
+    assert sum(cache.nbytes for cache in caches) == slot_bytes(many.manifest, many.slots)
 
 
 def test_sessions_of_a_context_share_its_cache() -> None:

@@ -23,6 +23,7 @@ from decode_engine.steps.attention import dense_steps
 from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
+from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import METHODS
 from index_store.models.resolve import resolve_model
@@ -50,8 +51,17 @@ def stepper(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Stepper:
 
 
 def make_contexts(runner: ModelRunner, lengths: Sequence[int]) -> list[ResidentContext]:
+    """Every other one in host memory, where sessions on one context share it as they do in the device's."""
+    places = (Placement.DEVICE, Placement.HYBRID)
     return [
-        made_up_context(runner.identity, runner.kv_dtype, METHODS["full"], length, seed=number)
+        made_up_context(
+            runner.identity,
+            runner.kv_dtype,
+            METHODS["full"],
+            length,
+            seed=number,
+            placement=places[number % 2],
+        )
         for number, length in enumerate(lengths)
     ]
 

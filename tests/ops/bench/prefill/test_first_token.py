@@ -67,3 +67,24 @@ def test_wrong_logits_are_not_timed(
     assert next(rows)["figure"] == "written"
     with pytest.raises(CheckFailedError, match="sparse_quest, device"):
         next(rows)
+
+
+def test_prompts_at_once_are_read_in_one_pass(bench: ModuleType) -> None:
+    """In either placement, unless each is read by itself."""
+    rows = list(bench.at_once_figures(make_model(), IDENTITY, 300, 5, 3, 0.01))
+    assert [(row["placement"], row["passes"]) for row in rows] == [("device", [15]), ("hybrid", [15])]
+    assert all(row["logits_difference"] < 0.1 and row["times_alone"] > 0 for row in rows)
+
+
+def test_prompts_that_are_read_wrongly_together_are_not_timed(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = bench.read_prompts
+
+    def spoiled(model: Any, sessions: Any, ids: Any, prompts: Prompts) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = original(model, sessions, ids, prompts)
+        return found[::-1]
+
+    monkeypatch.setattr(bench, "read_prompts", spoiled)
+    with pytest.raises(CheckFailedError, match="prompts together, device"):
+        next(bench.at_once_figures(make_model(), IDENTITY, 300, 5, 3, 0.01))

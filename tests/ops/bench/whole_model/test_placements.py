@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
 from harness.made_up import contexts
-from harness.steps import captured_steps
+from harness.steps import captured_steps, general_steps
+from harness.steps.recorded_lists import RecordedLists
 
 from decode_engine.config import Compilation
 from decode_engine.steps.step_model import step_model
+from index_store.memory.placement import USUAL_ROOM, SlotRoom
 from index_store.methods.presets import get_method
 from tests.ops.bench.conftest import Run, load_bench
 from tests.support.tiny_model import IDENTITY, make_model
@@ -42,8 +46,9 @@ def test_cases(bench: ModuleType) -> None:
         ("hybrid", 1, False, False),
         ("hybrid", 1, False, True),
     ]
-    fits = [[case.fits(batch) for batch in (1, 4)] for case in listed]
+    fits = [[case.fits(batch, batch) for batch in (1, 4)] for case in listed]
     assert fits == [[True, True]] * 5 + [[False, True], [True, True], [False, True]] + [[True, False]] * 2
+    assert all(bench.Case.parse(text).replays for text in bench.LISTED_CASES.split(","))
     with_period = bench.Case.parse("csattention@period=4:0.05@device")
     assert with_period.method.schedule.period == 4
     for wrong in ("full", "full@disk", "pq+dropped:0.01@streamed"):
@@ -57,19 +62,27 @@ def test_a_shape_without_a_case_is_refused(bench: ModuleType) -> None:
 
 
 def figures(
-    bench: ModuleType, cases: str, batch: int, gigabytes: float = 2**22 * 1e-9
+    bench: ModuleType,
+    cases: str,
+    batch: int,
+    gigabytes: float = 2**22 * 1e-9,
+    *,
+    count: int | None = None,
+    recorded: RecordedLists | None = None,
 ) -> list[dict[str, Any]]:
+    """count: of contexts, one for each session by default."""
     model = make_model(WIDE)
     listed = [bench.Case.parse(text) for text in cases.split(",")]
     methods = bench.methods_of(listed)
     ranges = contexts.make_ranges(gigabytes, methods)
     foretelling = step_model(model, Compilation.OFF, prefetch=True)
-    runs = bench.Bench(model, (step_model(model, Compilation.OFF), foretelling), 1, 2, 60.0)
+    runs = bench.Bench(model, (step_model(model, Compilation.OFF), foretelling), 1, 2, 60.0, recorded)
 
     def make() -> Any:
-        return contexts.PlacedContexts(WIDE, methods, LENGTH, batch, model.device, ranges)
+        slots = USUAL_ROOM if recorded is None else SlotRoom(share=1)
+        return contexts.PlacedContexts(WIDE, methods, LENGTH, count or batch, model.device, ranges, slots)
 
-    return list(bench.shape_figures(runs, make, listed))
+    return list(bench.shape_figures(runs, make, listed, batch))
 
 
 @pytest.mark.slow
@@ -104,6 +117,27 @@ def test_every_case_has_its_figures(bench: ModuleType, cases: str, batch: int) -
         else:
             assert 0 < row["host_mb"] < at_most
             assert row["wait"] >= 0
+
+
+def test_sessions_on_one_context_replay_lists(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They say the same in both placements, and find in slots what the warm-up has brought."""
+    monkeypatch.setattr(general_steps, "WARM_UP", 1)
+    keys = np.arange(20, 60, 2, dtype=np.int32)
+    recorded = RecordedLists(np.stack([keys, keys + 1])[:, None, None].repeat(2, axis=1), LENGTH)
+    recorded.save(tmp_path / "lists.npz")
+    cases = [bench.Case.parse(f"pq+dropped:0.05@{where}") for where in ("device", "hybrid")]
+    read = bench.read_lists(tmp_path / "lists.npz", cases, LENGTH)
+    assert np.array_equal(read.ids_SBRW, recorded.ids_SBRW)
+    labels = ",".join(f"{case.label}@{case.placement.value}" for case in cases)
+    device, hybrid = figures(bench, labels, 2, count=1, recorded=read)
+    assert device["same_tokens"] == hybrid["same_tokens"] == 1.0
+    assert hybrid["reused"] == 1.0
+    with pytest.raises(typer.BadParameter, match="remainder is dropped"):
+        bench.read_lists(tmp_path / "lists.npz", [bench.Case.parse("pq:0.01@hybrid")], LENGTH)
+    with pytest.raises(typer.BadParameter, match="contexts have 100"):
+        bench.read_lists(tmp_path / "lists.npz", cases, 100)
 
 
 @pytest.mark.parametrize("case", ["full@streamed", "full@device"])
