@@ -23,7 +23,7 @@ from index_store.cli.options import (
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
 from index_store.methods.default import DEFAULT_METHOD
-from index_store.store.dtypes import AS_DTYPE, KV_DTYPES, ROW_CODINGS
+from index_store.store.description.dtypes import AS_DTYPE, KV_DTYPES, ROW_CODINGS
 
 if TYPE_CHECKING:
     import torch

@@ -11,15 +11,15 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from decode_engine.config import (
+from decode_engine.rpc.client import Client, ContextInfo, Keep, Summary, Usage
+from decode_engine.rpc.door.options import ServerConfig
+from decode_engine.settings.request_bounds import (
     MAX_MAX_TOKENS,
     MAX_NAME_CHARACTERS,
     MAX_SEED,
     MAX_STOP_LENGTH,
     MAX_TEMPERATURE,
 )
-from decode_engine.rpc.client import Client, ContextInfo, Keep, Summary, Usage
-from decode_engine.rpc.door.options import ServerConfig
 from index_store.cli.checks import AtLeast, Characters, Filled, MoreThan
 from index_store.cli.console import print_json
 from index_store.cli.options import FormatOption, OutputFormat, check_bounds, configured

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from decode_engine.config import DistractorsOption, ModelOption, TextOption
 from decode_engine.evaluation.tasks import FAMILIES, make_document, source_text, write_questions
+from decode_engine.settings.command_options import DistractorsOption, ModelOption, TextOption
 from index_store.cli.checks import AtLeast, OneOf, OutputFile
 from index_store.cli.console import print_json
 from index_store.cli.options import FormatOption, OutputFormat, configured

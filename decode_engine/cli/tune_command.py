@@ -14,8 +14,13 @@ import typer
 from typer import Option
 
 from decode_engine.cli.logs import say_device
-from decode_engine.config import DeviceOption, PlacementOption, check_device, check_placement
 from decode_engine.evaluation.settings import CONTINUATION_TOKENS, TUNED_QUERIES
+from decode_engine.settings.command_options import (
+    DeviceOption,
+    PlacementOption,
+    check_device,
+    check_placement,
+)
 from index_store.cli.app import fail
 from index_store.cli.checks import Filled, InputFile, MoreThan
 from index_store.cli.console import format_bytes, print_json, print_table
@@ -34,7 +39,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.methods.expressions import EXPRESSION_HELP
 from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 from index_store.store.tuned_defaults import TunedDefault
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from decode_engine.config import Prompts
+from decode_engine.settings.command_options import Prompts
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import FittedMethod

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from decode_engine.config import MAX_SEED, MAX_TEMPERATURE, MAX_TOP_LOGPROBS
 from decode_engine.engine.sampling.grammar import Grammar
 from decode_engine.engine.sampling.logit_rules import LogitRules, RuledLogits
 from decode_engine.engine.sampling.logprobs import TokenLogprob, token_logprobs
+from decode_engine.settings.request_bounds import MAX_SEED, MAX_TEMPERATURE, MAX_TOP_LOGPROBS
 from index_store.errors import InvalidArgumentError, SparseKVError
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15

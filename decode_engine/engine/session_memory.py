@@ -14,7 +14,7 @@ from decode_engine.layers.tail import Tail
 from index_store.indexes.interface.layer_index import Growth
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.method import FittedMethod
-from index_store.store.dtypes import stored_dtype
+from index_store.store.description.dtypes import stored_dtype
 
 SHARE = 4
 """Sessions may hold one part in this many of the memory that is free when the model has been loaded."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from decode_engine.config import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from decode_engine.engine.requests import TokenText
+from decode_engine.settings.request_bounds import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from index_store.errors import InvalidArgumentError
 
 _REPLACEMENT = "�"

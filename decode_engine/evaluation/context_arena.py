@@ -10,7 +10,7 @@ from index_store.memory.arena import Arena
 from index_store.memory.context_loading import choose_placement, placed_bytes
 from index_store.memory.devices import context_device, default_budget
 from index_store.memory.placement import MemoryBytes, Placement, parse_placement
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 
 
 def arena_for(manifests: Iterable[Manifest], device: torch.device, placement: str) -> Arena:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from index_store.errors import InvalidArgumentError, SparseKVError
-from index_store.store.dtypes import AS_DTYPE
+from index_store.store.description.dtypes import AS_DTYPE
 
 MUSE_SETTINGS: Mapping[str, type[int] | type[float]] = {
     "block": int,

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode_engine.config import Prompts
 from decode_engine.evaluation.probe import LayerSample, Probe
 from decode_engine.evaluation.settings import WARM_UP_STEPS
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
+from decode_engine.settings.command_options import Prompts
 from index_store.memory.devices import finish
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from decode_engine.config import (
+from decode_engine.evaluation.prefill_command import attention_flags
+from decode_engine.evaluation.tasks import FAMILIES, DocumentSet, get_family, parse_length
+from decode_engine.settings.command_options import (
     DeviceOption,
     DistractorsOption,
     ModelOption,
@@ -19,13 +21,11 @@ from decode_engine.config import (
     check_device,
     check_placement,
 )
-from decode_engine.evaluation.prefill_command import attention_flags
-from decode_engine.evaluation.tasks import FAMILIES, DocumentSet, get_family, parse_length
 from index_store.cli.checks import AtLeast, InputFile, MoreThan, OneOf, OutputFolder
 from index_store.cli.options import AUTO, check_bounds, comma_separated
 from index_store.errors import InvalidArgumentError
 from index_store.methods.expressions import EXPRESSION_HELP
-from index_store.store.dtypes import AS_DTYPE, ROW_CODINGS
+from index_store.store.description.dtypes import AS_DTYPE, ROW_CODINGS
 
 if TYPE_CHECKING:
     from index_store.methods.method import Method

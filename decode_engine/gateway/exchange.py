@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from decode_engine.config import MAX_REQUEST_BYTES
 from decode_engine.errors import TooManyRequestsError
 from decode_engine.gateway.failures import HttpError
+from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 
 ResultT = TypeVar("ResultT")

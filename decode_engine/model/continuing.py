@@ -12,12 +12,12 @@ from datetime import timedelta
 
 import torch
 
-from decode_engine.config import Prompts
 from decode_engine.engine.prompt_pieces import stored_cost
 from decode_engine.engine.requests import Keeping, StoredTokens
 from decode_engine.errors import InternalError, PromptTooLongError
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
+from decode_engine.settings.command_options import Prompts
 from index_store.family.children import (
     EXACT,
     Continuation,
@@ -32,8 +32,8 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
 from index_store.models.loading import Tokenizer
 from index_store.store.catalog import Store, utc_now
-from index_store.store.context_id import ModelIdentity
-from index_store.store.manifest import Manifest
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)

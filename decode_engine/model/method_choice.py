@@ -25,8 +25,8 @@ from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
-from index_store.store.dtypes import INT8
-from index_store.store.manifest import Manifest
+from index_store.store.description.dtypes import INT8
+from index_store.store.description.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 

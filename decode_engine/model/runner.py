@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decode_engine.config import Compilation, Prompts, search_cores
 from decode_engine.engine.prompt_pieces import PromptCost, prompt_cost
 from decode_engine.engine.requests import Step
 from decode_engine.engine.sampler import Sampler
@@ -22,6 +21,7 @@ from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.decode_attention import ATTENTION_NAME, packed, register_attention
 from decode_engine.model.decode_check import check_decoding
 from decode_engine.model.row_products_numba import keep_rows_apart
+from decode_engine.settings.command_options import Compilation, Prompts, search_cores
 from decode_engine.steps.layer_ahead import predicted_queries
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
@@ -31,7 +31,7 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
 from index_store.models.identity import require_dtype, require_model
 from index_store.models.loading import ModelFolder, load_model, load_tokenizer
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 
 
 class ModelRunner:

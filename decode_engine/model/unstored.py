@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from index_store.store.context_id import ModelIdentity
-from index_store.store.manifest import IndexEntry, Manifest, kv_entry, tokens_entry, window_entry
+from index_store.store.description.array_shapes import kv_entry, tokens_entry, window_entry
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.manifest import IndexEntry, Manifest
 
 
 def unstored_manifest(

@@ -23,9 +23,10 @@ from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.selection.threshold_curve import KEEP_GRID
-from index_store.store.context_id import ModelIdentity
-from index_store.store.dtypes import dtype_name, stored_dtype
-from index_store.store.manifest import IndexEntry, Manifest, index_array_entry
+from index_store.store.description.array_shapes import index_array_entry
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.dtypes import dtype_name, stored_dtype
+from index_store.store.description.manifest import IndexEntry, Manifest
 from index_store.store.stored_context import QuerySample
 
 _TOKENS = 512

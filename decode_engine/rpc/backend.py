@@ -15,14 +15,15 @@ from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc.contexts.names import COLLECTION
 from decode_engine.rpc.creation.operations import Operations
 from decode_engine.rpc.creation.orders import Workshop
-from decode_engine.rpc.describe import describe_broken, describe_context
+from decode_engine.rpc.messages.describe import describe_broken, describe_context
 from decode_engine.rpc.transport.status import Paths
 from index_store.errors import ContextNotFoundError, SparseKVError
 from index_store.family.prefixes import longest_prefix
 from index_store.memory.arena import Arena
-from index_store.store.catalog import BrokenContext, Store
-from index_store.store.context_id import first_digest
-from index_store.store.manifest import Manifest
+from index_store.store.catalog import Store
+from index_store.store.description.context_id import first_digest
+from index_store.store.description.manifest import Manifest
+from index_store.store.listing import BrokenContext
 from index_store.store.tuned_defaults import TunedDefault
 from sparsekv.v1 import context_pb2
 

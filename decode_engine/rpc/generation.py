@@ -28,14 +28,8 @@ from decode_engine.model.continuing import (
 )
 from decode_engine.model.method_choice import AUTO
 from decode_engine.rpc.backend import ServiceBackend
-from decode_engine.rpc.describe import logprob_messages, summarise, token_messages
-from decode_engine.rpc.prompts.stored_messages import StoredMessages
-from decode_engine.rpc.prompts.tool_fields import CallMode, CallPlan, plan_calls
-from decode_engine.rpc.prompts.turn_tokens import conversation_tokens
-from decode_engine.rpc.transport.appointments import Appointments, Bell
-from decode_engine.rpc.transport.calls import Call
-from decode_engine.rpc.transport.stalled import forget_error
-from decode_engine.rpc.validation import (
+from decode_engine.rpc.messages.describe import logprob_messages, summarise, token_messages
+from decode_engine.rpc.messages.validation import (
     Order,
     check_named_tokens,
     choose_method,
@@ -43,10 +37,16 @@ from decode_engine.rpc.validation import (
     parse_order,
     prompt_tokens,
 )
+from decode_engine.rpc.prompts.stored_messages import StoredMessages
+from decode_engine.rpc.prompts.tool_fields import CallMode, CallPlan, plan_calls
+from decode_engine.rpc.prompts.turn_tokens import conversation_tokens
+from decode_engine.rpc.transport.appointments import Appointments, Bell
+from decode_engine.rpc.transport.calls import Call
+from decode_engine.rpc.transport.stalled import forget_error
 from index_store.methods.method import FittedMethod, Method
 from index_store.models.loading import Tokenizer
-from index_store.store.context_id import ModelIdentity
-from index_store.store.manifest import Manifest
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.manifest import Manifest
 from sparsekv.v1 import conversation_pb2, generation_pb2
 
 _FIRST_NOTICE_S = 0.25

@@ -16,7 +16,6 @@ import torch
 from google.longrunning import operations_pb2, operations_pb2_grpc
 from grpc import aio
 
-from decode_engine.config import ServeConfig
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.session_memory import SHARE
 from decode_engine.host_search.workers import SearchThreads
@@ -25,15 +24,17 @@ from decode_engine.model.method_choice import AUTO, StepCosts, measure_steps
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import prepare_for, warm_up
 from decode_engine.rpc.backend import BackendSlot, ServiceBackend
+from decode_engine.rpc.context_service import ContextService, OperationsService
 from decode_engine.rpc.contexts.defaults import own_methods
 from decode_engine.rpc.creation.orders import Workshop
 from decode_engine.rpc.creation.own_worker import OwnWorker, worker_command
 from decode_engine.rpc.door.options import certificates_of, warn_of_exposure
 from decode_engine.rpc.door.rules import Door
-from decode_engine.rpc.service import ContextService, GenerationService, OperationsService
+from decode_engine.rpc.generation_service import GenerationService
 from decode_engine.rpc.transport.calls import Limits
 from decode_engine.rpc.transport.listener import Listener
 from decode_engine.rpc.transport.status import Paths
+from decode_engine.settings.config import ServeConfig
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.uploads import Uploads
 from index_store.memory.arena import Arena

@@ -15,7 +15,7 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.placement import Placement
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import FittedMethod, Method
-from index_store.store.dtypes import INT8, stored_dtype
+from index_store.store.description.dtypes import INT8, stored_dtype
 
 _LEAST_KEYS = 2**12
 

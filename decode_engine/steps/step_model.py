@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode_engine.config import Compilation
+from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.layer_ahead import foretell_queries
 from decode_engine.steps.operator import foresees
 from decode_engine.steps.step_graph import StepModel

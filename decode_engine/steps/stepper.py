@@ -31,7 +31,7 @@ from index_store.attention.logit_form import LogitForm
 from index_store.errors import SparseKVError
 from index_store.memory.placement import Placement
 from index_store.methods.method import FittedMethod, Method
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 
 _GRAPH_SHARE = 8  # captured steps may hold one part in this many of a device's memory
 

@@ -17,8 +17,11 @@ from index_store.cli.labels import LabelArguments, labels_text, parse_labels, wi
 from index_store.cli.options import FormatOption, OutputFormat, StoreOption
 from index_store.errors import ParentMissingError, SparseKVError
 from index_store.family.parents import parent_of
-from index_store.store.catalog import BrokenContext, Leftover, Store
-from index_store.store.manifest import Manifest
+from index_store.store.catalog import Store
+from index_store.store.clean_up import clean_up, find_leftovers
+from index_store.store.description.manifest import Manifest
+from index_store.store.files.leftovers import Leftover
+from index_store.store.listing import BrokenContext
 
 app = new_app("Look at a store of contexts, check it, clean it up.")
 
@@ -49,7 +52,7 @@ def list_contexts(store: StoreOption, output: FormatOption = OutputFormat.TEXT) 
     """
     opened = Store(store)
     entries = [(entry, _is_expired(opened, entry)) for entry in opened.entries()]
-    leftovers = opened.leftovers()
+    leftovers = find_leftovers(opened)
     if output is OutputFormat.JSON:
         contexts = [report.summary(*entry) for entry in entries]
         print_json({"store": str(store), "contexts": contexts, "leftovers": report.leftover_list(leftovers)})
@@ -97,7 +100,7 @@ def verify_contexts(
     opened = Store(store)
     ids = _resolve_all(opened, refs) if refs else [entry.id for entry in opened.entries()]
     results = {id_: _verify(opened, id_) for id_ in ids}
-    leftovers = opened.leftovers() if not refs else ()
+    leftovers = find_leftovers(opened) if not refs else ()
     if output is OutputFormat.JSON:
         contexts = [
             {"id": id_, "ok": not errors, "errors": [report.error_object(error) for error in errors]}
@@ -201,7 +204,7 @@ def collect_garbage(
 
     Leftovers are what killed jobs and deletions left; what a running job writes is not touched.
     """
-    removed = Store(store).gc(dry_run=dry_run)
+    removed = clean_up(Store(store), dry_run=dry_run)
     total = sum(item.nbytes for item in removed)
     if output is OutputFormat.JSON:
         items = [{"kind": item.kind, "path": str(item.path), "bytes": item.nbytes} for item in removed]

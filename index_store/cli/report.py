@@ -11,10 +11,11 @@ from index_store.cli.console import format_bytes, format_time
 from index_store.cli.labels import labels_text
 from index_store.errors import SparseKVError
 from index_store.selection.threshold_curve import KEEP_GRID
-from index_store.store.catalog import BrokenContext, Leftover
-from index_store.store.dtypes import INT8
-from index_store.store.json_fields import Scalar
-from index_store.store.manifest import HIGH_PLANE, IndexEntry, Manifest
+from index_store.store.description.dtypes import INT8
+from index_store.store.description.json_fields import Scalar
+from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest
+from index_store.store.files.leftovers import Leftover
+from index_store.store.listing import BrokenContext
 
 LIST_COLUMNS = ("ID", "NAME", "STATE", "MODEL", "METHODS", "TOKENS", "KV", "INDEX", "CREATED", "EXPIRES")
 LIST_RIGHT = ("TOKENS", "KV", "INDEX")

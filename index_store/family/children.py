@@ -27,10 +27,11 @@ from index_store.errors import (
     InvalidArgumentError,
 )
 from index_store.store.catalog import Store, utc_now
-from index_store.store.context_id import Parent, context_id, continued_digests
-from index_store.store.dtypes import stored_dtype
+from index_store.store.description.array_shapes import kv_entry, tokens_entry, window_entry
+from index_store.store.description.context_id import Parent, context_id, continued_digests
+from index_store.store.description.dtypes import stored_dtype
+from index_store.store.description.manifest import Manifest
 from index_store.store.files.reading import read_bounded
-from index_store.store.manifest import Manifest, kv_entry, tokens_entry, window_entry
 
 ATTENTION = "attention"
 """Note of a manifest: how the tokens attended to what was before them when their keys and values were computed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from index_store.errors import ContextNotFoundError, ParentMissingError
 from index_store.store.catalog import Store
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 
 
 def parent_of(store: Store, child: Manifest) -> Manifest | None:

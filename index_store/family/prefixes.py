@@ -17,8 +17,8 @@ from torch import Tensor
 from index_store.errors import SparseKVError
 from index_store.family.parents import parent_of
 from index_store.store.catalog import Store
-from index_store.store.context_id import DIGEST_DIGITS, PREFIX_BLOCK, continued_digests
-from index_store.store.manifest import Manifest
+from index_store.store.description.context_id import DIGEST_DIGITS, PREFIX_BLOCK, continued_digests
+from index_store.store.description.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)

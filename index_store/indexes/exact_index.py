@@ -18,7 +18,7 @@ from index_store.indexes.interface.layer_index import (
 )
 from index_store.indexes.row_planes.two_planes import TwoPlanes
 from index_store.selection.ranking import Items, Ranking
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 
 
 class AppendedExact(AppendedKeys):

@@ -25,7 +25,7 @@ from index_store.indexes.interface.layer_index import (
 )
 from index_store.indexes.interface.parameters import Parameters
 from index_store.selection.ranking import Items, Members, Ranking
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 
 # Of the range of float32, in half its bytes, whatever the keys' own type; rounding goes away from the keys.
 _BOUND_DTYPE = torch.bfloat16

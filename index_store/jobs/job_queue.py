@@ -1,14 +1,11 @@
 """A durable queue of prefill jobs beside a store's contexts: workers take jobs from it, servers add and watch them.
 
-`jobs/<id>/` holds one job: `job.json` (`job_record`), `tokens` (uint32) and perhaps `conversation` (the messages that
-they are), both until it has ended, `cancel` (a file that says
-that it is not wanted any more), and whatever its workers keep there to go on from. Only who holds the job's lock writes
-`job.json`; the lock dies with its process, so a job without one is nobody's. A job appears by one rename.
+`jobs/<id>/` holds one job (`job_folder`). Only who holds the job's lock writes its record; the lock dies with its
+process, so a job without one is nobody's. A job appears by one rename.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -28,24 +25,20 @@ from index_store.errors import (
     QueueFullError,
     StoreUnavailableError,
 )
-from index_store.jobs.job_record import JobRecord, JobState, is_job_id, parse_job, render_job
-from index_store.store.catalog import JOB_LOCK_PREFIX
+from index_store.jobs.job_folder import JobFolder, ReadRecord
+from index_store.jobs.job_record import JobRecord, JobState, is_job_id
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     TRASH_PREFIX,
     discard,
     make_folder,
-    new_file,
     permissions_in,
     remove_tree,
-    replace_file,
     storing,
-    sync_path,
-    sync_tree,
-    unused_name,
 )
 from index_store.store.files.locks import is_locked, locked_file
-from index_store.store.files.reading import WrongFileError, read_file, unavailable
+from index_store.store.files.reading import unavailable
+from index_store.store.store_folders import JOB_LOCK_PREFIX
 
 MOST_JOBS = 1000
 """Jobs that have not ended."""
@@ -55,9 +48,6 @@ MOST_ENDED = 1000
 KEPT_ENDED = timedelta(days=7)
 """How many jobs that have ended are remembered, and how long."""
 
-_RECORD, _TOKENS, _CONVERSATION, _CANCEL = "job.json", "tokens", "conversation", "cancel"
-_LARGEST = 1 << 20
-_LARGEST_CONVERSATION = 1 << 28
 _QUEUE_LOCK = f"{JOB_LOCK_PREFIX}queue"
 _STRAY = timedelta(hours=1)
 _RETRY_S = 5.0
@@ -79,51 +69,32 @@ Entry = JobRecord | BrokenJob
 class Claim:
     """A job that this process works on: its lock is held. To be used by one thread."""
 
-    def __init__(self, queue: JobQueue, record: JobRecord) -> None:
+    def __init__(self, files: JobFolder, record: JobRecord) -> None:
         self.record = record
-        self.folder = queue.folder(record.id)
-        self._queue = queue
+        self.folder = files.path
+        self._files = files
 
     def write(self, record: JobRecord) -> None:
         """Replaces the record, durably. Raises StoreFullError or StoreError."""
-        self._queue.write(record)
+        self._files.write(record)
         self.record = record
 
     def unwanted(self) -> bool:
         """Whether the job is to be cancelled."""
-        return self._queue.unwanted(self.record.id)
+        return self._files.unwanted
 
     def tokens(self) -> NDArray[np.uint32]:
         """The document, uint32 [tokens]. Raises JobCorruptError, StoreUnavailableError."""
-        expected = self.record.order.tokens * 4
-        data = self._read(_TOKENS, expected)
-        if len(data) != expected:
-            raise _damaged(self.folder / _TOKENS, f"{len(data)} bytes, expected {expected}")
-        return np.frombuffer(data, dtype="<u4")
+        return self._files.tokens(self.record)
 
     def conversation(self) -> bytes | None:
         """What is kept of the messages that the tokens are, None for a text. Raises as `tokens` does."""
-        expected = self.record.order.conversation
-        if not expected:
-            return None
-        data = self._read(_CONVERSATION, _LARGEST_CONVERSATION)
-        if hashlib.sha256(data).hexdigest() != expected:
-            raise _damaged(self.folder / _CONVERSATION, "not what was written")
-        return data
-
-    def _read(self, name: str, most: int) -> bytes:
-        path = self.folder / name
-        try:
-            return read_file(path, most)[0]
-        except (FileNotFoundError, WrongFileError) as error:
-            raise _damaged(path, error.strerror or "not there") from error
-        except OSError as error:
-            raise unavailable(path, error) from error
+        return self._files.conversation(self.record)
 
     def end(self, record: JobRecord) -> None:
         """Has the job have ended, and removes what only an open one needs."""
         self.write(record)
-        self._queue.clear(record.id)
+        self._files.clear()
 
 
 class JobQueue:
@@ -147,7 +118,7 @@ class JobQueue:
         self._most_jobs = most_jobs
         self._most_bytes = most_bytes
         self._clock = clock
-        self._known: dict[str, tuple[tuple[int, int, int], JobRecord]] = {}
+        self._known: dict[str, ReadRecord] = {}
         self._told: set[str] = set()
 
     def repeated(self, record_id: str, request: str, digest: str) -> JobRecord | None:
@@ -185,13 +156,13 @@ class JobQueue:
             jobs = [entry for entry in entries if isinstance(entry, JobRecord)]
             for job in jobs:
                 alike = job.order == record.order and job.state is record.state
-                if alike and not record.request and not self.unwanted(job.id):
+                if alike and not record.request and not self._files(job.id).unwanted:
                     return job
             self._forget([job for job in jobs if not job.open])
             if record.open:
                 self._check_room(record, [job for job in jobs if job.open])
             with storing("queueing a job", self._jobs):
-                self._create(record, tokens, conversation)
+                self._files(record.id).create(record, tokens, conversation)
         return record
 
     def entries(self) -> list[Entry]:
@@ -228,35 +199,12 @@ class JobQueue:
 
     def get(self, id_: str) -> JobRecord:
         """A job's record. Raises JobNotFoundError, JobCorruptError."""
-        path = self.folder(id_) / _RECORD
-        try:
-            status = os.stat(path)
-            seen = (status.st_mtime_ns, status.st_ino, status.st_size)
-            known = self._known.get(id_)
-            if known is not None and known[0] == seen:
-                return known[1]
-            data, status = read_file(path, _LARGEST)
-        except (FileNotFoundError, NotADirectoryError):
-            if path.parent.is_dir():
-                raise _damaged(path, "not there") from None
-            raise JobNotFoundError(f"there is no operation {id_}", operation=id_) from None
-        except WrongFileError as error:
-            raise _damaged(path, error.strerror or "no file") from error
-        except OSError as error:
-            raise unavailable(path, error) from error
-        record = parse_job(data, str(path))
-        if record.id != id_:
-            raise _damaged(path, f"of job {record.id}")
-        self._known[id_] = ((status.st_mtime_ns, status.st_ino, status.st_size), record)
-        return record
+        found = self._known[id_] = self._files(id_).read(self._known.get(id_))
+        return found.record
 
     def held(self, id_: str) -> bool:
         """Whether a worker has the job now."""
         return is_locked(self._lock(id_))
-
-    def unwanted(self, id_: str) -> bool:
-        """Whether the job is to be cancelled."""
-        return (self.folder(id_) / _CANCEL).exists()
 
     def cancel(self, id_: str) -> None:
         """Has an open job end as cancelled: at once where no worker has it, soon otherwise; nothing happens to others.
@@ -265,12 +213,7 @@ class JobQueue:
         """
         if not self.get(id_).open:
             return
-        with storing("cancelling a job", self.folder(id_)):
-            try:
-                new_file(self.folder(id_) / _CANCEL, permissions_in(self._jobs)).close()
-                sync_path(self.folder(id_))
-            except FileNotFoundError as error:
-                raise JobNotFoundError(f"there is no operation {id_}", operation=id_) from error
+        self._files(id_).mark_unwanted()
         with self._claimed(id_) as claim:
             if claim is not None:
                 claim.end(self.cancelled(claim.record))
@@ -333,7 +276,7 @@ class JobQueue:
         ended = [entry for entry in self.entries() if isinstance(entry, JobRecord) and not entry.open]
         self._forget(ended)
         for record in ended[:MOST_ENDED]:
-            self.clear(record.id)
+            self._files(record.id).clear()
 
     def folder(self, id_: str) -> Path:
         """A job's folder. Only well-formed ids become paths."""
@@ -341,19 +284,8 @@ class JobQueue:
             raise InvalidArgumentError(f"job id {id_[:80]!r} is not 32 lower-case hex digits")
         return self._jobs / id_
 
-    def write(self, record: JobRecord) -> None:
-        """Replaces a job's record; for who holds its lock."""
-        path = self.folder(record.id) / _RECORD
-        with storing("writing a job", path):
-            replace_file(path, render_job(record), permissions_in(self._jobs))
-
-    def clear(self, id_: str) -> None:
-        """Removes all of an ended job but its record."""
-        folder = self.folder(id_)
-        with storing("removing what a job needs no more", folder):
-            for path in folder.iterdir() if folder.is_dir() else ():
-                if path.name != _RECORD:
-                    remove_tree(path)
+    def _files(self, id_: str) -> JobFolder:
+        return JobFolder(id_, self.folder(id_))
 
     @contextmanager
     def _claimed(self, id_: str) -> Iterator[Claim | None]:
@@ -363,7 +295,7 @@ class JobQueue:
             if held:
                 with suppress(JobNotFoundError):
                     entry = self.entry(id_)  # as it is now that nobody else changes it
-            yield Claim(self, entry) if isinstance(entry, JobRecord) and entry.open else None
+            yield Claim(self._files(id_), entry) if isinstance(entry, JobRecord) and entry.open else None
 
     def _forget(self, ended: Sequence[JobRecord]) -> None:
         """Removes records of jobs that ended long ago, and the oldest where there are too many."""
@@ -381,28 +313,6 @@ class JobQueue:
             permissions = permissions_in(self._store / "contexts")
             make_folder(self._jobs, permissions)
             make_folder(self._locks, permissions)
-
-    def _create(
-        self, record: JobRecord, tokens: NDArray[np.uint32] | None, conversation: bytes | None
-    ) -> None:
-        permissions = permissions_in(self._jobs)
-        folder = unused_name(self._jobs, f"{TEMPORARY_PREFIX}{record.id}")
-        folder.mkdir(permissions)
-        try:
-            if record.open and tokens is not None:
-                with new_file(folder / _TOKENS, permissions) as file:
-                    file.write(np.ascontiguousarray(tokens, dtype="<u4").data)
-                if conversation is not None:
-                    with new_file(folder / _CONVERSATION, permissions) as file:
-                        file.write(conversation)
-            with new_file(folder / _RECORD, permissions) as file:
-                file.write(render_job(record))
-            sync_tree(folder)
-            os.rename(folder, self.folder(record.id))
-            sync_path(self._jobs)
-        except BaseException:
-            remove_tree(folder)
-            raise
 
     def _check_room(self, record: JobRecord, jobs: Sequence[JobRecord]) -> None:
         queued = sum(job.order.tokens * 4 for job in jobs)
@@ -426,10 +336,3 @@ class JobQueue:
 
 def _newest_first(record: JobRecord) -> tuple[float, str]:
     return (-record.created_at.timestamp(), record.id)
-
-
-def _damaged(path: Path, found: str) -> JobCorruptError:
-    return JobCorruptError(
-        f"{path}: the file is {found}; remove the job's folder, or delete its operation, and create the context again",
-        path=path,
-    )

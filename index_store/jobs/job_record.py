@@ -20,9 +20,9 @@ from index_store.errors import (
     ManifestError,
     SparseKVError,
 )
-from index_store.store.context_id import is_context_id
-from index_store.store.dtypes import AS_DTYPE, KV_DTYPES, ROW_CODINGS
-from index_store.store.json_fields import (
+from index_store.store.description.context_id import is_context_id
+from index_store.store.description.dtypes import AS_DTYPE, KV_DTYPES, ROW_CODINGS
+from index_store.store.description.json_fields import (
     JsonFields,
     check_labels,
     check_name,
@@ -35,7 +35,7 @@ from index_store.store.json_fields import (
     is_text,
     shown,
 )
-from index_store.store.manifest_json import render_document
+from index_store.store.description.manifest_json import render_document
 
 JOB_VERSION = 1
 MOST_METHODS = 16

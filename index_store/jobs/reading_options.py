@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from index_store.store.dtypes import AS_DTYPE
+from index_store.store.description.dtypes import AS_DTYPE
 
 DENSE_KEEP = 0.02
 """Share of the keys that the exact selection may have by which layers are found that stay dense."""

@@ -28,52 +28,16 @@ from index_store.errors import (
     InvalidArgumentError,
     StoreError,
 )
-from index_store.memory.books import Books, Slot
+from index_store.memory.books import ArenaStats, Books, Slot
 from index_store.memory.context_loading import choose_placement, placed_bytes, start_loading
 from index_store.memory.host_memory import PageLocker, default_page_locker
 from index_store.memory.patience import Patience, note_passed
 from index_store.memory.placement import USUAL_ROOM, MemoryBytes, Placement, SlotRoom
 from index_store.memory.resident import IndexKinds, ResidentContext
 from index_store.store.catalog import Store
-from index_store.store.manifest import Manifest
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaStats:
-    """What the arena holds now, and what it did so far.
-
-    used includes contexts that are being loaded or freed; leased is the part that cannot be evicted now. contexts:
-    those that are wholly there.
-    """
-
-    budget: MemoryBytes
-    used: MemoryBytes
-    leased: MemoryBytes
-    page_locked_bytes: int
-    contexts: int
-    leases: int
-    loads: int
-    hits: int
-    evictions: int
-
-    @property
-    def budget_bytes(self) -> int:
-        """Of both memories."""
-        return self.budget.total
-
-    @property
-    def used_bytes(self) -> int:
-        """Of both memories."""
-        return self.used.total
-
-    @property
-    def leased_bytes(self) -> int:
-        """Of both memories."""
-        return self.leased.total
-
+from index_store.store.description.manifest import Manifest
 
 _CHECK_INTERVAL_S = 0.05
-
 
 logger = logging.getLogger(__name__)
 
@@ -218,18 +182,7 @@ class Arena:
     def stats(self) -> ArenaStats:
         """The present state, consistent in itself."""
         with self._changed:
-            slots = list(self._books)
-            return ArenaStats(
-                budget=self._books.budget,
-                used=self._books.held(),
-                leased=self._books.leased(),
-                page_locked_bytes=self._books.page_locked_bytes,
-                contexts=sum(slot.complete for slot in slots),
-                leases=sum(slot.leases for slot in slots),
-                loads=self._loads,
-                hits=self._hits,
-                evictions=self._evictions,
-            )
+            return self._books.stats(self._loads, self._hits, self._evictions)
 
     def _current_manifest(self, store: Store, id_: str, expired: bool) -> Manifest:
         """The manifest as stored now: what was deleted or has expired is not served from memory either."""

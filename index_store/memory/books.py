@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from index_store.errors import MemoryBudgetError
 from index_store.memory.context_loading import LoadedContext
 from index_store.memory.placement import MemoryBytes, Placement
-from index_store.store.manifest import ArrayEntry, Manifest
+from index_store.store.description.array_entry import ArrayEntry
+from index_store.store.description.manifest import Manifest
 
 _Key = tuple[str, tuple[ArrayEntry, ...]]
 
@@ -51,6 +52,40 @@ class Slot:
     def stuck(self) -> bool:
         """Of one that is leaving: loading has failed, and something may still be read into the memory."""
         return self.holds and self.error is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaStats:
+    """What the arena holds now, and what it did so far.
+
+    used includes contexts that are being loaded or freed; leased is the part that cannot be evicted now. contexts:
+    those that are wholly there.
+    """
+
+    budget: MemoryBytes
+    used: MemoryBytes
+    leased: MemoryBytes
+    page_locked_bytes: int
+    contexts: int
+    leases: int
+    loads: int
+    hits: int
+    evictions: int
+
+    @property
+    def budget_bytes(self) -> int:
+        """Of both memories."""
+        return self.budget.total
+
+    @property
+    def used_bytes(self) -> int:
+        """Of both memories."""
+        return self.used.total
+
+    @property
+    def leased_bytes(self) -> int:
+        """Of both memories."""
+        return self.leased.total
 
 
 class Books:
@@ -156,6 +191,20 @@ class Books:
     def can_keep_promises(self) -> bool:
         """Whether all promised memory will be free, once what is being freed is."""
         return (_sum(self) + self._stuck()).fits(self.budget)
+
+    def stats(self, loads: int, hits: int, evictions: int) -> ArenaStats:
+        """The present state, beside what the arena has counted."""
+        return ArenaStats(
+            budget=self.budget,
+            used=self.held(),
+            leased=self.leased(),
+            page_locked_bytes=self.page_locked_bytes,
+            contexts=sum(slot.complete for slot in self),
+            leases=sum(slot.leases for slot in self),
+            loads=loads,
+            hits=hits,
+            evictions=evictions,
+        )
 
     def _stuck(self) -> MemoryBytes:
         return _sum(slot for slot in self._leaving if slot.stuck)

@@ -21,9 +21,10 @@ from index_store.memory.device_memory import DeviceBlock, StagedArray, StagingBu
 from index_store.memory.host_memory import HostBlock, PageLocker, aligned, paged
 from index_store.memory.placement import USUAL_ROOM, MemoryBytes, Placement, SlotRoom, slot_bytes
 from index_store.memory.resident import IndexKinds, LayerGate, ResidentContext
-from index_store.store.dtypes import STORED_DTYPES
+from index_store.store.description.array_entry import ArrayEntry
+from index_store.store.description.dtypes import STORED_DTYPES
+from index_store.store.description.manifest import Manifest
 from index_store.store.files.reading import Readers
-from index_store.store.manifest import ArrayEntry, Manifest
 from index_store.store.stored_context import Context
 
 _MAX_THREADS = 4

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from index_store.errors import InvalidArgumentError
-from index_store.store.dtypes import INT8, stored_dtype
-from index_store.store.manifest import Manifest
+from index_store.store.description.dtypes import INT8, stored_dtype
+from index_store.store.description.manifest import Manifest
 
 
 class Placement(Enum):

@@ -23,8 +23,8 @@ from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
 from index_store.memory.placement import USUAL_ROOM, Placement, SlotRoom
-from index_store.store.dtypes import INT8, stored_dtype
-from index_store.store.manifest import HIGH_PLANE, IndexEntry, Manifest
+from index_store.store.description.dtypes import INT8, stored_dtype
+from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest
 
 _CHECK_INTERVAL_S = 0.01  # others may wait for the thread that waits here
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from index_store.errors import MethodUnsupportedError
 from index_store.methods.schedules import Schedule
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 
 EXPRESSION_HELP = "PRESET[+REMAINDER][@period=P|@lag|@ahead][@correct=COSINE][@OPTION=VALUE]"
 

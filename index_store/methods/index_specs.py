@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 
 
 def _nothing() -> Mapping[str, Scalar]:

@@ -18,9 +18,9 @@ from index_store.selection.budgets import Budget, Threshold
 from index_store.selection.pieces import ScoredRows
 from index_store.selection.remainders import MOMENTS, Dropped, Monopole, Remainder
 from index_store.selection.threshold_curve import ThresholdCurve
-from index_store.store.context_id import ModelIdentity
-from index_store.store.json_fields import Scalar
-from index_store.store.manifest import IndexEntry, Manifest
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.json_fields import Scalar
+from index_store.store.description.manifest import IndexEntry, Manifest
 
 
 def _nothing() -> Mapping[str, Scalar]:

@@ -18,9 +18,9 @@ from index_store.models.configuration import max_positions, read_config
 from index_store.models.folder import ModelFolder, hash_file
 from index_store.models.tokenizer import tokenizer_fingerprint
 from index_store.models.weights import weight_files
-from index_store.store.context_id import ModelIdentity
-from index_store.store.dtypes import KV_DTYPES
-from index_store.store.manifest import Manifest
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.dtypes import KV_DTYPES
+from index_store.store.description.manifest import Manifest
 
 # Entries of config.json that name the software or the place, not the function that the model computes.
 _INCIDENTAL_CONFIG = frozenset({"_name_or_path", "transformers_version", "use_cache", "_attn_implementation"})

@@ -24,8 +24,8 @@ from index_store.models.identity import attention_of, check_positions, checkpoin
 from index_store.models.resolve import resolve_model
 from index_store.models.self_check import Examination, Verdict, examine, remembered
 from index_store.models.tokenizer import Tokenizer, load_tokenizer
-from index_store.store.context_id import ModelIdentity
-from index_store.store.dtypes import stored_dtype
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.dtypes import stored_dtype
 
 __all__ = [
     "LoadedModel",

@@ -30,7 +30,7 @@ from index_store.attention.logit_form import LogitForm
 from index_store.attention.widths import narrow, widen
 from index_store.models.attention_reading import LayerReading
 from index_store.models.folder import cache_folder
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 
 TOKENS, CONTEXT = 96, 48
 """Tokens of the text, and how many of them are the context where it is cut in two."""

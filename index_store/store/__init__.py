@@ -1,1 +1,1 @@
-"""Contexts at rest: manifests, arrays on disk, writing, the catalog. Knows nothing of devices or methods."""
+"""Contexts at rest: the catalog, writing, cleaning up, and arrays on disk. Knows nothing of devices or methods."""

@@ -1,17 +1,12 @@
-"""A store of contexts in a local folder: list, find, open, delete, verify, clean up.
-
-Layout: `contexts/<id>/` holds one published context (`manifest.json` and its zarr arrays); names that begin with a
-dot are contexts being written (`.tmp-`) or removed (`.trash-`), which no reader sees. `locks/` holds the locks of
-running jobs and of families, `defaults/<id>.json` what a context was tuned to.
+"""A store of contexts in a local folder (`store_folders`): list, find, open, change, delete, verify.
 
 What reads and writes arrays takes seconds to import: it is imported where it is needed, so that listing takes none.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -32,23 +27,20 @@ from index_store.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from index_store.store.context_id import is_context_id
-from index_store.store.files.additions import remove_unlisted, unlisted_arrays, unlisted_indexes
+from index_store.store.description.context_id import is_context_id
+from index_store.store.description.manifest import Manifest
+from index_store.store.description.manifest_json import MANIFEST_NAME, render_manifest
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
-    TRASH_PREFIX,
     discard,
-    make_folder,
-    permissions_in,
     storing,
 )
-from index_store.store.files.leftovers import Leftover, dead_folders, free_locks, leftover, removed
-from index_store.store.files.locks import is_locked, locked_file, locked_within
+from index_store.store.files.leftovers import dead_folders, log_failure, removed
+from index_store.store.files.locks import locked_file, locked_within
 from index_store.store.files.reading import READ_LIMIT_S, read_bounded
 from index_store.store.files.replacing import replace_file
 from index_store.store.listing import BrokenContext, Entry, Listing
-from index_store.store.manifest import Manifest
-from index_store.store.manifest_json import MANIFEST_NAME, render_manifest
+from index_store.store.store_folders import StoreFolders
 from index_store.store.tuned_defaults import DefaultsFolder, TunedDefault, TunedDefaultError
 
 if TYPE_CHECKING:
@@ -56,30 +48,18 @@ if TYPE_CHECKING:
     from index_store.store.writer import ContextWriter
     from index_store.store.zarr_io import Problem
 
-__all__ = ["CHANGEABLE", "BrokenContext", "Entry", "Leftover", "Store", "utc_now"]
-
-JOB_LOCK_PREFIX = "job-"
-"""Of the names of locks on jobs that make contexts (`index_store.jobs`)."""
-
 CHANGEABLE = ("name", "expires_at", "labels", "pinned")
 """What may change of a context at any time."""
 
 _MIN_PREFIX = 6
 _RESOURCE = "contexts/"
-_FAMILY = ".family"
 
 Result = TypeVar("Result")
-
-logger = logging.getLogger(__name__)
 
 
 def utc_now() -> datetime:
     """The present time, timezone-aware."""
     return datetime.now(UTC)
-
-
-def _log_failure(error: StoreError) -> None:
-    logger.warning("not removed: %s", error)
 
 
 class Store:
@@ -101,18 +81,14 @@ class Store:
         read_limit_s: how long one step of reading may take (see `files/reading.py`).
         """
         self.path = Path(path)
-        self._contexts = self.path / "contexts"
-        self._locks = self.path / "locks"
-        self._defaults = DefaultsFolder(self.path / "defaults")
-        self._listing = Listing(self._contexts)
+        self.folders = StoreFolders(self.path)
+        self._defaults = DefaultsFolder(self.folders.defaults)
+        self._listing = Listing(self.folders.contexts)
         self._clock = clock
         self._limit_s = read_limit_s
         if create:
-            with storing("creating the store", self.path):
-                make_folder(self.path)
-                make_folder(self._contexts)
-                make_folder(self._locks)
-        if not self.bounded(self._contexts.is_dir):
+            self.folders.make()
+        if not self.bounded(self.folders.contexts.is_dir):
             raise StoreError(
                 f"{self.path}: no store here (no folder 'contexts'); `prefill-worker run --store` makes one",
                 path=self.path,
@@ -139,7 +115,7 @@ class Store:
     def manifest(self, id_: str) -> Manifest:
         """The manifest of a context, checked. Raises ContextNotFoundError, a ContextCorruptError or
         FormatVersionError."""
-        return self.bounded(partial(self._listing.manifest, self._folder(id_).name))
+        return self.bounded(partial(self._listing.manifest, self.folders.context(id_).name))
 
     def resolve(self, ref: str) -> str:
         """The id that a reference means: a full id, `contexts/<id>`, an id's first 6 or more digits, or a name.
@@ -150,7 +126,7 @@ class Store:
         Raises ContextNotFoundError, or ContextAmbiguousError when several contexts fit.
         """
         digits = ref.removeprefix(_RESOURCE).lower()
-        if is_context_id(digits) and self.bounded(self._folder(digits).is_dir):
+        if is_context_id(digits) and self.bounded(self.folders.context(digits).is_dir):
             return digits
         fits = [
             entry
@@ -188,7 +164,7 @@ class Store:
         manifest = manifest or self.manifest(id_)
         if not expired:
             self.check_expiry(manifest)
-        folder = self._folder(id_)
+        folder = self.folders.context(id_)
         for problem in chain(check_metadata(folder, manifest.arrays), check_chunks(folder, manifest.arrays)):
             if not folder.is_dir():
                 raise ContextNotFoundError(f"{self.path}: no context {id_}", context=id_)
@@ -199,7 +175,7 @@ class Store:
         """A context of which a few arrays are read, without a look at the files of the others."""
         from index_store.store.stored_context import Context
 
-        return Context(self._folder(manifest.id), manifest, self._limit_s)
+        return Context(self.folders.context(manifest.id), manifest, self._limit_s)
 
     def check_expiry(self, manifest: Manifest) -> None:
         """Raises ContextExpiredError once the context's time to live has passed."""
@@ -221,8 +197,7 @@ class Store:
     @contextmanager
     def family_lock(self, id_: str) -> Iterator[None]:
         """Held for moments by whoever publishes a child of the context, and by whoever removes it."""
-        path = self._lock_path(id_)
-        with locked_file(path.with_name(path.name + _FAMILY)):
+        with locked_file(self.folders.family_lock_path(id_)):
             yield
 
     def delete(self, id_: str, *, recursive: bool = False) -> Sequence[str]:
@@ -241,21 +216,21 @@ class Store:
         return [*children, id_]
 
     def _delete(self, id_: str) -> bool:
-        with storing("deleting", self._folder(id_)):
-            removed = discard(self._folder(id_))
+        with storing("deleting", self.folders.context(id_)):
+            removed = discard(self.folders.context(id_))
         self._defaults.remove(id_)
         return removed
 
     def default_method(self, id_: str) -> TunedDefault | None:
         """What the context was tuned to; None when it was not. Raises TunedDefaultError for a damaged record."""
-        return self.bounded(partial(self._defaults.read, self._folder(id_).name))
+        return self.bounded(partial(self._defaults.read, self.folders.context(id_).name))
 
     def set_default_method(self, id_: str, default: TunedDefault) -> None:
         """Replaces what the context was tuned to; the context itself stays as it is.
 
         Raises ContextNotFoundError, InvalidArgumentError for a record of another context, StoreFullError or StoreError.
         """
-        folder = self._folder(id_)
+        folder = self.folders.context(id_)
         if default.context != id_:
             raise InvalidArgumentError(f"the tuned default is of context {default.context}, expected {id_}")
         with self.lock(id_):
@@ -272,7 +247,7 @@ class Store:
         Raises ContextBusyError where others write the context for longer than `wait_s`, what `manifest` and `change`
         raise, InvalidArgumentError for any other change, StoreFullError or StoreError.
         """
-        with locked_within(self._lock_path(id_), wait_s) as held:
+        with locked_within(self.folders.lock_path(id_), wait_s) as held:
             if not held:
                 raise ContextBusyError(
                     f"a job changes context {id_[:12]}; try again when it is done", context=id_
@@ -281,8 +256,8 @@ class Store:
             wanted = change(present)
             if wanted != replace(present, **{name: getattr(wanted, name) for name in CHANGEABLE}):
                 raise InvalidArgumentError(f"context {id_[:12]}: only {', '.join(CHANGEABLE)} can be changed")
-            path = self._folder(id_) / MANIFEST_NAME
-            replace_file(path, render_manifest(wanted), self._contexts, self._locks)
+            path = self.folders.context(id_) / MANIFEST_NAME
+            replace_file(path, render_manifest(wanted), self.folders.contexts, self.folders.locks)
             return wanted
 
     def verify(self, id_: str, on_bytes: Callable[[int], None] = lambda _: None) -> Sequence[Problem]:
@@ -303,7 +278,7 @@ class Store:
             manifest = self.manifest(id_)
         except (ContextCorruptError, StoreUnavailableError) as error:
             return [error, *self._default_problems(id_)]
-        folder = self._folder(id_)
+        folder = self.folders.context(id_)
         problems = [
             *check_metadata(folder, manifest.arrays),
             *verify_chunks(folder, manifest.arrays, on_bytes),
@@ -320,76 +295,6 @@ class Store:
         except (TunedDefaultError, StoreUnavailableError) as error:
             yield error
 
-    def leftovers(self) -> Sequence[Leftover]:
-        """Folders that killed jobs and interrupted deletions left, with size and age; nothing is changed.
-
-        What a job is still writing is none. `gc` removes them.
-        """
-        with storing("looking for leftovers", self.path):
-            return list(self._folders_left())
-
-    def gc(
-        self, dry_run: bool = False, on_failure: Callable[[StoreError], None] = _log_failure
-    ) -> Sequence[Leftover]:
-        """Removes what nobody can use, leftovers and expired contexts without living children, and returns it.
-
-        With `dry_run` only returns it, which works on a store that cannot be written to. What cannot be removed is told
-        to `on_failure` and left; the rest is removed all the same.
-        """
-        with storing("looking for leftovers", self.path):
-            found = chain(self._folders_left(), self._expired(), self._files_left())
-            return [item for item in found if dry_run or removed(item, on_failure)]
-
-    def _folders_left(self) -> Iterator[Leftover]:
-        yield from dead_folders("temporary", self._contexts, TEMPORARY_PREFIX, self._locks)
-        yield from dead_folders("trash", self._contexts, TRASH_PREFIX, None)
-        for manifest in self.list():
-            if not is_locked(self._locks / manifest.id):  # otherwise they may be a living writer's
-                folder = self._folder(manifest.id)
-                for path in unlisted_indexes(folder, manifest.stored_indexes):
-                    yield leftover("index", path, partial(self._remove_unlisted, manifest.id, path))
-                for path in unlisted_arrays(folder, manifest.array_folder):
-                    yield leftover("array", path, partial(self._remove_unlisted, manifest.id, path))
-
-    def _files_left(self) -> Iterator[Leftover]:
-        """Tuned defaults of contexts that are gone, what killed writers left of one, and locks of dead jobs."""
-        for id_, path in self._defaults.files():
-            current = path == self._defaults.path(id_) and self._folder(id_).is_dir()
-            if not current and not is_locked(self._locks / id_):
-                yield leftover("default", path, partial(self._remove_default, id_, path))
-        # Of a context, or of what is being written.
-        yield from free_locks(self._locks, _is_lock_name)
-
-    def _expired(self) -> Iterator[Leftover]:
-        needed = {entry.parent.id for entry in self.list() if entry.parent and not self.expired(entry)}
-        for manifest in self.list():
-            if self.expired(manifest) and manifest.id not in needed:
-                folder = self._folder(manifest.id)
-                yield leftover("expired", folder, partial(self._remove_expired, manifest.id))
-
-    def _remove_expired(self, id_: str) -> bool:
-        # A job may be replacing it, or may have removed it: then it is not ours to remove.
-        with locked_file(self._lock_path(id_), wait=False) as held, self.family_lock(id_):
-            try:
-                unused = held and self.expired(self.manifest(id_)) and not self.children(id_, living=True)
-                return unused and discard(self._folder(id_))
-            except (ContextNotFoundError, ContextCorruptError, FormatVersionError):
-                return False
-
-    def _remove_unlisted(self, id_: str, path: Path) -> bool:
-        with locked_file(self._lock_path(id_), wait=False) as held, suppress(SparseKVError):
-            present = self.manifest(id_)
-            folder, indexes = self._folder(id_), present.stored_indexes
-            return held and remove_unlisted(path, folder, indexes, present.array_folder)
-        return False
-
-    def _remove_default(self, id_: str, path: Path) -> bool:
-        with locked_file(self._lock_path(id_), wait=False) as held:
-            there = held and path.exists()
-            if there:
-                path.unlink()
-            return there
-
     def bounded(self, work: Callable[[], Result]) -> Result:
         """Returns what `work` returns, under one limit: for work that asks the store many things in a row.
 
@@ -403,7 +308,7 @@ class Store:
 
         `on_wait` is called once when another job holds it. After waiting, look whether the context is there.
         """
-        with locked_file(self._lock_path(id_), on_wait):
+        with locked_file(self.folders.lock_path(id_), on_wait):
             yield
 
     def writer(self, id_: str, folder: Path | None = None) -> ContextWriter:
@@ -413,12 +318,12 @@ class Store:
         """
         from index_store.store.writer import ContextWriter
 
-        for item in dead_folders("temporary", self._contexts, TEMPORARY_PREFIX, self._locks):
-            removed(item, _log_failure)
+        for item in dead_folders("temporary", self.folders.contexts, TEMPORARY_PREFIX, self.folders.locks):
+            removed(item, log_failure)
         return ContextWriter(
-            self._contexts,
-            self._lock_path(id_).parent,
-            self._folder(id_).name,
+            self.folders.contexts,
+            self.folders.lock_path(id_).parent,
+            self.folders.context(id_).name,
             lambda: self._ready(id_),
             folder,
         )
@@ -430,19 +335,3 @@ class Store:
         except SparseKVError:
             return False
         return True
-
-    def _lock_path(self, id_: str) -> Path:
-        with storing("creating the locks' folder", self._locks):
-            make_folder(self._locks, permissions_in(self._contexts))
-        return self._locks / self._folder(id_).name
-
-    def _folder(self, id_: str) -> Path:
-        # Only well-formed ids become paths, so that no reference leads outside the store.
-        if not is_context_id(id_):
-            raise InvalidArgumentError(f"context id {id_[:80]!r} is not 64 lower-case hex digits")
-        return self._contexts / id_
-
-
-def _is_lock_name(name: str) -> bool:
-    """Whether a file of that name in the locks' folder is one: of a context, of a folder being written, or of a job."""
-    return is_context_id(name.removesuffix(_FAMILY)) or name.startswith((TEMPORARY_PREFIX, JOB_LOCK_PREFIX))

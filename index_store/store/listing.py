@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from index_store.errors import ContextNotFoundError, ManifestError, SparseKVError
-from index_store.store.context_id import is_context_id
+from index_store.store.description.context_id import is_context_id
+from index_store.store.description.manifest import Manifest
+from index_store.store.description.manifest_json import MANIFEST_NAME, parse_manifest
 from index_store.store.files.reading import WrongFileError, may_block, read_file, unavailable
-from index_store.store.manifest import Manifest
-from index_store.store.manifest_json import MANIFEST_NAME, parse_manifest
 
 _LARGEST_MANIFEST = 64 << 20
 _LOOKED_AT_TOGETHER = 64

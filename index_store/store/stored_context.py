@@ -21,10 +21,11 @@ from index_store.errors import (
     MissingChunkError,
     UnexpectedFileError,
 )
+from index_store.store.description.array_entry import ArrayEntry
+from index_store.store.description.manifest import Manifest
+from index_store.store.description.manifest_json import MANIFEST_NAME
 from index_store.store.files.additions import replaced_arrays
 from index_store.store.files.reading import READ_LIMIT_S, read_bounded
-from index_store.store.manifest import ArrayEntry, Manifest
-from index_store.store.manifest_json import MANIFEST_NAME
 from index_store.store.zarr_io import (
     METADATA_NAME,
     Pieces,

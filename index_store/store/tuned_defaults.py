@@ -13,16 +13,8 @@ from datetime import datetime
 from pathlib import Path
 
 from index_store.errors import ContextCorruptError, ManifestError
-from index_store.store.context_id import is_context_id
-from index_store.store.files.durable import (
-    TEMPORARY_PREFIX,
-    make_folder,
-    permissions_in,
-    replace_file,
-    storing,
-)
-from index_store.store.files.reading import WrongFileError, read_file, unavailable
-from index_store.store.json_fields import (
+from index_store.store.description.context_id import is_context_id
+from index_store.store.description.json_fields import (
     MOST,
     JsonFields,
     are_numbers,
@@ -32,7 +24,15 @@ from index_store.store.json_fields import (
     is_number,
     shown,
 )
-from index_store.store.manifest_json import render_document
+from index_store.store.description.manifest_json import render_document
+from index_store.store.files.durable import (
+    TEMPORARY_PREFIX,
+    make_folder,
+    permissions_in,
+    replace_file,
+    storing,
+)
+from index_store.store.files.reading import WrongFileError, read_file, unavailable
 
 DEFAULT_VERSION = 1
 TARGETS = ("mass", "kl")

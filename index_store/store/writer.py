@@ -26,7 +26,11 @@ from torch import Tensor
 from zarr.codecs import Crc32cCodec
 
 from index_store.errors import ContextNotFoundError, InvalidArgumentError, MissingChunkError
-from index_store.store.dtypes import STORED_DTYPES, dtype_name
+from index_store.store.description.array_entry import ArrayEntry, join_checksums
+from index_store.store.description.array_shapes import conversation_entry, tokens_entry
+from index_store.store.description.dtypes import STORED_DTYPES, dtype_name
+from index_store.store.description.manifest import FORMAT_VERSION, Manifest
+from index_store.store.description.manifest_json import MANIFEST_NAME, render_manifest
 from index_store.store.files.additions import move_arrays, move_indexes
 from index_store.store.files.array_files import FolderStore
 from index_store.store.files.durable import (
@@ -42,15 +46,6 @@ from index_store.store.files.durable import (
 )
 from index_store.store.files.locks import locked_file
 from index_store.store.files.reading import Readers
-from index_store.store.manifest import (
-    FORMAT_VERSION,
-    ArrayEntry,
-    Manifest,
-    conversation_entry,
-    join_checksums,
-    tokens_entry,
-)
-from index_store.store.manifest_json import MANIFEST_NAME, render_manifest
 from index_store.store.zarr_io import (
     METADATA_NAME,
     Forgotten,

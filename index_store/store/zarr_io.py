@@ -30,7 +30,9 @@ from index_store.errors import (
     StoreUnavailableError,
     TruncatedChunkError,
 )
-from index_store.store.dtypes import STORED_DTYPES
+from index_store.store.description.array_entry import ArrayEntry
+from index_store.store.description.dtypes import STORED_DTYPES
+from index_store.store.description.json_fields import shown
 from index_store.store.files.durable import CHECKSUM_BYTES
 from index_store.store.files.reading import (
     WrongFileError,
@@ -39,8 +41,6 @@ from index_store.store.files.reading import (
     read_file,
     unavailable,
 )
-from index_store.store.json_fields import shown
-from index_store.store.manifest import ArrayEntry
 
 METADATA_NAME = "zarr.json"
 _PIECE_BYTES = 16 << 20

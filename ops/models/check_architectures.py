@@ -19,8 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "protos")]
 
 import torch  # noqa: E402
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM  # noqa: E402
+from model_tables import write_tables  # noqa: E402
+from tiny_models import make_model, tiny_config  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
@@ -41,7 +42,7 @@ from index_store.methods.presets import METHODS  # noqa: E402
 from index_store.models.identity import attention_of, identify  # noqa: E402
 from index_store.models.loading import resolve_model  # noqa: E402
 from index_store.store.catalog import Store  # noqa: E402
-from index_store.store.manifest import Manifest  # noqa: E402
+from index_store.store.description.manifest import Manifest  # noqa: E402
 from prefill_worker.config import PrefillConfig  # noqa: E402
 from prefill_worker.jobs.job import run_job  # noqa: E402
 from tests.support.layers import ALL_METHODS, with_everything  # noqa: E402
@@ -50,110 +51,6 @@ from tests.support.models import write_tokenizer  # noqa: E402
 LENGTHS = (300, 3000)
 NEW_TOKENS = 64
 PROMPT = (70, 71, 72, 73, 74)
-WINDOW = 256
-LARGEST = 1e9  # parameters of a model that is made
-PAGE = ROOT / "docs" / "models.md"
-BEGIN, END = "<!-- tables -->", "<!-- end of the tables -->"
-
-SMALL: Mapping[str, object] = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "max_position_embeddings": 8192,
-    "sliding_window": WINDOW,
-    "pad_token_id": 1,
-    "eos_token_id": 0,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_embd": 64,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_positions": 8192,
-    "d_model": 64,
-    "ffn_dim": 96,
-    "decoder_layers": 4,
-    "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 96,
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": 300,
-    "global_head_dim": 32,
-    "rotary_dim": 8,
-}
-_MIXED = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
-_ROPE = {"rope_type": "default", "rope_theta": 1e4}
-_DBRX = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}
-_CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"]
-_ASSISTANT = {
-    "layer_types": _MIXED,
-    "num_kv_shared_layers": 4,
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 0,
-    "enable_moe_block": False,
-    "use_double_wide_mlp": False,
-}
-PARTICULAR: Mapping[str, Mapping[str, object]] = {
-    "gemma3": {"layer_types": _MIXED},
-    "gemma3_text": {"layer_types": _MIXED},
-    "gemma3n": {"layer_types": _MIXED, "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 4},
-    "gemma3n_text": {
-        "layer_types": _MIXED,
-        "num_kv_shared_layers": 0,
-        "activation_sparsity_pattern": [0.0] * 4,
-    },
-    "gemma4_unified_assistant": _ASSISTANT,
-    "gemma4_assistant": _ASSISTANT,
-    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
-    "dbrx": {"attn_config": _DBRX, "ffn_config": {"ffn_hidden_size": 96}},
-    "starcoder2": {"sliding_window": WINDOW},
-    "phi3": {"sliding_window": WINDOW},
-    "laguna": {"sliding_window": WINDOW, "layer_types": _MIXED},
-    "mellum": {"sliding_window": WINDOW, "layer_types": _MIXED},
-    "lfm2": {"layer_types": _CONVOLUTIONS},
-    "lfm2_moe": {"layer_types": _CONVOLUTIONS},
-    "xmod": {"default_language": "en_XX"},
-    "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 1},
-    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
-    "llama4": {"attention_chunk_size": 64},
-    "llama4_text": {"attention_chunk_size": 64},
-}
-"""Settings that the small ones do not go with, or that show what an architecture is known for."""
-
-
-def tiny_config(kind: str) -> Any:
-    """A small configuration of the architecture; its own where a small one cannot be made."""
-    made_of = CONFIG_MAPPING[kind]
-    try:
-        whole = made_of()
-    except Exception:  # its own settings do not go together
-        whole, text = None, CONFIG_MAPPING[f"{kind.removesuffix('_assistant')}_text"]()
-    else:
-        try:
-            text = whole.get_text_config()
-        except ValueError:
-            return whole
-    known, names = text.to_dict(), getattr(type(text), "attribute_map", {})
-    settings = {name: value for name, value in SMALL.items() if name in known and name not in names}
-    settings |= {own: SMALL[name] for name, own in names.items() if name in SMALL and own in known}
-    if known.get("sliding_window") is None:
-        settings.pop("sliding_window", None)
-    settings |= PARTICULAR.get(kind, {})
-    if whole is None:
-        settings["model_type"] = text.model_type
-    place = next((name for name in made_of.sub_configs if getattr(whole, name, text) is text), None)
-    try:
-        return made_of(**({place: settings} if place else settings))
-    except Exception:
-        return made_of()
 
 
 def check(kind: str, folder: Path) -> dict[str, Any]:
@@ -170,7 +67,7 @@ def check(kind: str, folder: Path) -> dict[str, Any]:
         except Exception:  # there is no usual one
             return {"refused": refusal}
         return {"failed": f"small: {refusal}"} if usual is None else {"refused": usual}
-    model = _make_model(config)
+    model = make_model(config)
     if isinstance(model, str):
         return {"failed": model}
     model.save_pretrained(folder)
@@ -202,25 +99,6 @@ def _refusal(config: Any, folder: Path) -> str | None:
     except SparseKVError as error:
         return _clause(error)
     return None
-
-
-def _make_model(config: Any) -> Any:
-    """With random weights that make attention peaked; or why there is none."""
-    try:
-        with torch.device("meta"):
-            size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
-    except ImportError:  # for what is not text
-        return _make_model(config.get_text_config())
-    if size > LARGEST:
-        return f"its smallest configuration has {size} parameters"
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    for name, weight in model.named_parameters():
-        if weight.dim() >= 2:
-            torch.nn.init.normal_(weight, std=1.0 if "embed" in name else 0.2)
-        elif "sink" in name:
-            torch.nn.init.normal_(weight)
-    return model.eval()
 
 
 def _describe(folder: Path) -> str:
@@ -319,49 +197,6 @@ def _differing(runner: ModelRunner, context: ResidentContext, without: list[str]
                 yield name
 
 
-def write_tables(lines: Path) -> None:
-    """Puts the tables into the page, in place of those between the marks."""
-    results = [json.loads(line) for line in lines.read_text().splitlines()]
-    served = [each for each in results if "attention" in each]
-    wrong = [
-        each["kind"]
-        for each in results
-        if "failed" in each or each.get("differing") or set(each.get("equal", {}).values()) - {NEW_TOKENS}
-    ]
-    if wrong:
-        raise SystemExit(f"not right: {', '.join(wrong)}")
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for each in served:
-        kinds[each["attention"] or "causal, full"].append(each["kind"])
-    refused: dict[str, list[str]] = defaultdict(list)
-    for each in results:
-        if "refused" in each:
-            refused[_pattern(each["refused"])].append(each["kind"])
-    ahead = [each["kind"] for each in served if not each["ahead"]]
-    unturned = [each["kind"] for each in served if each["without"]]
-    rows = [f"**Served** ({len(served)} of {len(results)}):", "", "| attention | `model_type` |", "|---|---|"]
-    rows += [f"| {what} | {', '.join(sorted(names))} |" for what, names in sorted(kinds.items())]
-    rows += [
-        "",
-        f"Without prediction of the next layer's queries (`--prefetch`, `@ahead`): {', '.join(sorted(ahead))}.",
-    ]
-    rows += ["", f"Without `multipole-windowed`: {', '.join(sorted(unturned))}.", ""]
-    rows += [f"**Refused** ({len(results) - len(served)}):", "", "| why | `model_type` |", "|---|---|"]
-    rows += [f"| {why} | {', '.join(sorted(names))} |" for why, names in sorted(refused.items())]
-    page = PAGE.read_text()
-    before, rest = page.split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{chr(10).join(rows)}\n{END}{after}")
-
-
-def _pattern(sentence: str) -> str:
-    """A refusal without the numbers of this model."""
-    sentence = re.sub(r"\((?:\w+Error|AssertionError): .*\)$", "(the error of transformers)", sentence)
-    sentence = re.sub(r"^\S+ is an encoder", "it is an encoder", sentence)
-    sentence = re.sub(r"^its text part \(\w+\)", "its text part", sentence)
-    return re.sub(r"\d+", "N", sentence).replace("|", "\\|")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -375,7 +210,7 @@ def main() -> None:
     )
     chosen = parser.parse_args()
     if chosen.table is not None:
-        write_tables(chosen.table)
+        write_tables(chosen.table, NEW_TOKENS)
         return
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()

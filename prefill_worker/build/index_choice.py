@@ -14,9 +14,9 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
-from index_store.store.context_id import ModelIdentity
-from index_store.store.json_fields import Scalar
-from index_store.store.manifest import HIGH_PLANE
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.json_fields import Scalar
+from index_store.store.description.manifest import HIGH_PLANE
 from index_store.store.stored_context import QuerySample
 from prefill_worker.config import PrefillConfig
 

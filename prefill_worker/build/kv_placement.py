@@ -11,7 +11,7 @@ import torch
 
 from index_store.errors import MemoryBudgetError
 from index_store.memory.memory_sizes import free_memory
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 from prefill_worker.reading.causal_attention import PAST_BLOCK
 
 FREE_SHARE = 0.9

@@ -16,16 +16,16 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.selection.clustered_keys import ScoredClusters
-from index_store.store.dtypes import INT8, dtype_name
-from index_store.store.manifest import (
-    ArrayEntry,
-    IndexEntry,
+from index_store.store.description.array_entry import ArrayEntry
+from index_store.store.description.array_shapes import (
     index_array_entry,
     kv_entry,
     plane_entry,
     queries_entry,
     window_entry,
 )
+from index_store.store.description.dtypes import INT8, dtype_name
+from index_store.store.description.manifest import IndexEntry
 from index_store.store.stored_context import QuerySample
 from index_store.store.writer import ContextWriter
 from prefill_worker.build.layer_records import KeptArray

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from index_store.errors import ManifestError
-from index_store.store.json_fields import JsonFields
+from index_store.store.description.json_fields import JsonFields
 from prefill_worker.build.dense_layers import Selectivity
 
 

@@ -26,9 +26,10 @@ from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.interface.layer_index import ClusterStarts, LayerIndex, LayerSource
 from index_store.indexes.row_planes.two_planes import find_low_plane
 from index_store.methods.index_specs import IndexSpec
-from index_store.store.context_id import ModelIdentity
-from index_store.store.dtypes import AS_DTYPE
-from index_store.store.manifest import HIGH_PLANE, ArrayEntry, IndexEntry
+from index_store.store.description.array_entry import ArrayEntry
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.dtypes import AS_DTYPE
+from index_store.store.description.manifest import HIGH_PLANE, IndexEntry
 from index_store.store.stored_context import QuerySample
 from index_store.store.writer import ContextWriter
 from prefill_worker.build.dense_layers import EXACT, Selectivity, measure_selectivity

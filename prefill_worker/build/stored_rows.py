@@ -11,7 +11,7 @@ from torch import Tensor
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.indexes.interface.layer_index import ClusterStarts
 from index_store.indexes.row_planes.stored import read_rows
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 from index_store.store.stored_context import Context, QuerySample
 from prefill_worker.reading.capture import Capture
 

@@ -19,11 +19,11 @@ from index_store.cli.entry import INTERRUPTED
 from index_store.cli.logs import LogLevel, LogLevelOption, logging_to_stderr
 from index_store.cli.options import FormatOption, OutputFormat, QuietOption, configured
 from index_store.cli.report import layers_text, rows_text
-from index_store.store.dtypes import AS_DTYPE
+from index_store.store.description.dtypes import AS_DTYPE
 from prefill_worker.config import AddIndexConfig, DetachConfig, RunConfig, WorkerConfig
 
 if TYPE_CHECKING:
-    from index_store.store.manifest import IndexEntry, Manifest
+    from index_store.store.description.manifest import IndexEntry, Manifest
     from prefill_worker.jobs.report import PrefillReport
 
 app = new_app(

@@ -12,8 +12,8 @@ from index_store.errors import InvalidArgumentError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
 from index_store.store.catalog import Store
-from index_store.store.dtypes import stored_dtype
-from index_store.store.manifest import IndexEntry, Manifest
+from index_store.store.description.dtypes import stored_dtype
+from index_store.store.description.manifest import IndexEntry, Manifest
 from index_store.store.stored_context import Context
 from index_store.store.writer import ContextWriter
 from prefill_worker.build.index_choice import check_build, choose_indexes

@@ -18,10 +18,10 @@ from torch import Tensor
 from index_store.family.prefixes import longest_beginning
 from index_store.indexes.row_planes.stored import read_rows
 from index_store.store.catalog import Store
-from index_store.store.context_id import first_digest
-from index_store.store.dtypes import AS_DTYPE
-from index_store.store.json_fields import Scalar
-from index_store.store.manifest import Manifest
+from index_store.store.description.context_id import first_digest
+from index_store.store.description.dtypes import AS_DTYPE
+from index_store.store.description.json_fields import Scalar
+from index_store.store.description.manifest import Manifest
 from index_store.store.stored_context import Context
 from prefill_worker.jobs.prepared_job import PreparedJob
 from prefill_worker.reading.capture import Capture

@@ -11,8 +11,8 @@ from index_store.cli.options import parse_ttl
 from index_store.errors import InvalidArgumentError
 from index_store.methods.index_specs import IndexSpec
 from index_store.store.catalog import utc_now
-from index_store.store.json_fields import Scalar
-from index_store.store.manifest import IndexEntry, Manifest
+from index_store.store.description.json_fields import Scalar
+from index_store.store.description.manifest import IndexEntry, Manifest
 from prefill_worker.build.index_choice import ChosenIndexes, fitted
 
 

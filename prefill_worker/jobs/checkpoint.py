@@ -18,6 +18,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from index_store.errors import ManifestError
+from index_store.store.description.json_fields import JsonFields
+from index_store.store.description.manifest_json import render_document
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     make_folder,
@@ -28,8 +30,6 @@ from index_store.store.files.durable import (
     storing,
 )
 from index_store.store.files.reading import read_file
-from index_store.store.json_fields import JsonFields
-from index_store.store.manifest_json import render_document
 from prefill_worker.build.layer_records import LayerRecord, parse_record
 from prefill_worker.reading.capture import Capture
 

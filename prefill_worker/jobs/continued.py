@@ -20,8 +20,8 @@ from index_store.cli.progress import Reporter, Update
 from index_store.errors import ContextCorruptError, ContextExpiredError, ContextNotFoundError
 from index_store.family.children import EXACT, Continuation, OwnRows, child_id, publish_child
 from index_store.store.catalog import Store, utc_now
-from index_store.store.dtypes import stored_dtype
-from index_store.store.manifest import Manifest
+from index_store.store.description.dtypes import stored_dtype
+from index_store.store.description.manifest import Manifest
 from prefill_worker.build.kv_placement import device_limit, place_kv
 from prefill_worker.build.stages import Clock
 from prefill_worker.jobs.beginnings import TakenBeginning

@@ -27,18 +27,11 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.indexes.row_planes.two_planes import find_low_plane
 from index_store.methods.index_specs import IndexSpec
 from index_store.store.catalog import CHANGEABLE, Store
-from index_store.store.dtypes import INT8
+from index_store.store.description.array_entry import ArrayEntry
+from index_store.store.description.array_shapes import kv_entry, plane_entry, queries_entry, window_entry
+from index_store.store.description.dtypes import INT8
+from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest
 from index_store.store.files.additions import WHOLE
-from index_store.store.manifest import (
-    HIGH_PLANE,
-    ArrayEntry,
-    IndexEntry,
-    Manifest,
-    kv_entry,
-    plane_entry,
-    queries_entry,
-    window_entry,
-)
 from index_store.store.stored_context import Context
 from index_store.store.writer import ContextWriter
 from prefill_worker.build.layer_writing import LayerWriting

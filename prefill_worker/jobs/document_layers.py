@@ -10,8 +10,8 @@ from index_store.cli.progress import Reporter
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.methods.index_specs import IndexSpec
 from index_store.models.attention_reading import logit_cap
-from index_store.store.dtypes import dtype_name, stored_dtype
-from index_store.store.json_fields import Scalar
+from index_store.store.description.dtypes import dtype_name, stored_dtype
+from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import Context
 from index_store.store.writer import ContextWriter
 from prefill_worker.build.index_choice import check_build

@@ -14,9 +14,12 @@ from index_store.errors import ContextCorruptError, ContextExpiredError, Context
 from index_store.models.attention_reading import logit_cap
 from index_store.models.identity import attention_of
 from index_store.store.catalog import Store, utc_now
-from index_store.store.context_id import continued_digests, first_digest
-from index_store.store.json_fields import Scalar
-from index_store.store.manifest import ArrayEntry, Manifest, window_entry
+from index_store.store.clean_up import clean_up
+from index_store.store.description.array_entry import ArrayEntry
+from index_store.store.description.array_shapes import window_entry
+from index_store.store.description.context_id import continued_digests, first_digest
+from index_store.store.description.json_fields import Scalar
+from index_store.store.description.manifest import Manifest
 from prefill_worker.build.kv_placement import UsedMemory
 from prefill_worker.build.layer_writing import WrittenLayers
 from prefill_worker.build.stages import Clock
@@ -61,7 +64,7 @@ def carry_out(
             return PrefillReport(changes.present, False, clock.seconds)
         told = "; ".join(f"{what}: {words}" for what, words in changes.told().items())
         reporter.note(f"the store has context {id_[:12]} already, to be changed: {told}")
-    store.gc()
+    clean_up(store)
     with store.lock(id_, lambda: reporter.note(f"another job is writing context {id_[:12]}; waiting for it")):
         changes = _planned(job, _find(store, id_, reporter.note))
         if changes is not None:

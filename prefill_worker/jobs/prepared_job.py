@@ -24,9 +24,10 @@ from index_store.models.loading import (
     load_tokenizer,
     resolve_model,
 )
-from index_store.store.context_id import ModelIdentity, context_id
-from index_store.store.dtypes import INT8, stored_dtype
-from index_store.store.manifest import ArrayEntry, kv_entry, plane_entry, window_entry
+from index_store.store.description.array_entry import ArrayEntry
+from index_store.store.description.array_shapes import kv_entry, plane_entry, window_entry
+from index_store.store.description.context_id import ModelIdentity, context_id
+from index_store.store.description.dtypes import INT8, stored_dtype
 from prefill_worker.build import dense_layers as rule
 from prefill_worker.build.dense_layers import Selectivity
 from prefill_worker.build.index_choice import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 from prefill_worker.build.kv_placement import UsedMemory
 
 

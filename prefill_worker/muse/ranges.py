@@ -22,7 +22,7 @@ from index_store.attention.attention_state import AttentionState
 from index_store.attention.fused import attend_to_themselves
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.layer_index import ClusterStarts
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 from prefill_worker.muse.backend import KERNEL_DIMS, backend_for
 from prefill_worker.muse.kernels.clusters import STRETCH, BoundedClusters
 from prefill_worker.muse.kernels.reference import KeyValueMoments

@@ -25,7 +25,7 @@ from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.attention.sliding import attend_masked, attend_window
 from index_store.attention.widths import narrow, widen
 from index_store.indexes.interface.layer_index import ClusterStarts
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 from index_store.store.stored_context import QuerySample
 from prefill_worker.muse.ranges import RangeAttention
 from prefill_worker.reading.causal_attention import attend_causally

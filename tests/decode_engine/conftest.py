@@ -11,9 +11,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from decode_engine.config import ServeConfig
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
+from decode_engine.settings.config import ServeConfig
 from index_store.cli.progress import LineReporter
 from index_store.methods.presets import METHODS
 from index_store.store.catalog import Store

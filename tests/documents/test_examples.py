@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from decode_engine.__main__ import main
-from decode_engine.config import ServeConfig
 from decode_engine.rpc.server import DecodeServer
+from decode_engine.settings.config import ServeConfig
 from index_store.store.catalog import Store
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"

@@ -166,7 +166,7 @@ def test_expressions_in_the_documents_mean_something(document: Path) -> None:
 
 
 def test_the_page_of_the_api_is_what_the_code_says() -> None:
-    command = [sys.executable, str(ROOT / "ops/api_page.py"), "--check"]
+    command = [sys.executable, str(ROOT / "ops/pages/api_page.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -17,14 +17,19 @@ from index_store.models.resolve import resolve_model
 from index_store.models.tokenizer import load_tokenizer
 from tests.ops.scripts import load_script
 
-OPS = Path(__file__).resolve().parents[2] / "ops"
-DEMO = [sys.executable, str(OPS / "demo_run.py")]
+DEMONSTRATION = Path(__file__).resolve().parents[2] / "ops" / "demonstration"
+DEMO = [sys.executable, str(DEMONSTRATION / "demo_run.py")]
 SMALL = ["--tokens", "1500", "--facts", "4", "--ask", "3"]
 
 
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
-    return load_script(OPS / "demo_run.py")
+    return load_script(DEMONSTRATION / "demo_run.py")
+
+
+@pytest.fixture(scope="module")
+def answers() -> ModuleType:
+    return load_script(DEMONSTRATION / "demo_answers.py")
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +78,12 @@ def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
     ],
 )
 def test_an_answer_is_right_when_the_expected_words_stand_in_it(
-    demo: ModuleType, text: str, expected: str | None, correct: bool | None
+    answers: ModuleType, text: str, expected: str | None, correct: bool | None
 ) -> None:
-    assert demo.is_correct(text, expected) is correct
+    assert answers.is_correct(text, expected) is correct
 
 
-def test_clearly_worse_means_more_than_one_in_ten(demo: ModuleType) -> None:
+def test_clearly_worse_means_more_than_one_in_ten(answers: ModuleType) -> None:
     summary = {
         "with_known_answer": 20,
         "correct_full": 20,
@@ -86,19 +91,19 @@ def test_clearly_worse_means_more_than_one_in_ten(demo: ModuleType) -> None:
         "questions": 20,
         "same_answer": 0,
     }
-    assert not demo.is_clearly_worse(summary)
-    assert demo.is_clearly_worse(summary | {"correct_sparse": 17})
+    assert not answers.is_clearly_worse(summary)
+    assert answers.is_clearly_worse(summary | {"correct_sparse": 17})
     unknown = summary | {"with_known_answer": 0}
-    assert demo.is_clearly_worse(unknown | {"same_answer": 13})
-    assert not demo.is_clearly_worse(unknown | {"same_answer": 14})
+    assert answers.is_clearly_worse(unknown | {"same_answer": 13})
+    assert not answers.is_clearly_worse(unknown | {"same_answer": 14})
 
 
-def test_questions_that_cannot_be_read_are_named(demo: ModuleType, tmp_path: Path) -> None:
+def test_questions_that_cannot_be_read_are_named(answers: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "q").write_text('{"question": "What?"}\n\n{"answer": "1"}\n')
-    with pytest.raises(demo.DemoError, match="line 3"):
-        demo.read_questions(tmp_path / "q")
+    with pytest.raises(answers.DemoError, match="line 3"):
+        answers.read_questions(tmp_path / "q")
     (tmp_path / "q").write_text('{"question": "What?"}\n')
-    assert demo.read_questions(tmp_path / "q") == [{"question": "What?"}]
+    assert answers.read_questions(tmp_path / "q") == [{"question": "What?"}]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +217,7 @@ print(json.dumps({"document": document.read_text(), "questions": questions}))
 def test_a_short_text_is_used_as_it_is_long(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("It was a quiet morning in the village. " * 150)
-    paths = os.pathsep.join([str(OPS), *sys.path])
+    paths = os.pathsep.join([str(DEMONSTRATION), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", MAKE_DOCUMENT, str(text), str(tmp_path)],
         env=os.environ | {"PYTHONPATH": paths},

@@ -18,7 +18,7 @@ from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.selection.budgets import Ratio, Threshold
 from index_store.selection.mass import Mass
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
 
 _WITH_OTHER_REMAINDERS = (

@@ -9,7 +9,7 @@ from index_store.memory.context_loading import LoadedContext, placed_bytes, star
 from index_store.memory.device_memory import DeviceBlock, device_bytes
 from index_store.memory.placement import Placement
 from index_store.memory.resident import IndexKinds
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 from index_store.store.stored_context import Context
 
 

@@ -16,21 +16,19 @@ from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.selection.threshold_curve import KEEP_GRID
 from index_store.store.catalog import Store
-from index_store.store.context_id import ModelIdentity, context_id
-from index_store.store.dtypes import STORED_DTYPES, dtype_name
-from index_store.store.files.additions import WHOLE
-from index_store.store.json_fields import Scalar
-from index_store.store.manifest import (
-    HIGH_PLANE,
-    ArrayEntry,
-    IndexEntry,
-    Manifest,
+from index_store.store.description.array_entry import ArrayEntry
+from index_store.store.description.array_shapes import (
     index_array_entry,
     kv_entry,
     plane_entry,
     queries_entry,
     tokens_entry,
 )
+from index_store.store.description.context_id import ModelIdentity, context_id
+from index_store.store.description.dtypes import STORED_DTYPES, dtype_name
+from index_store.store.description.json_fields import Scalar
+from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest
+from index_store.store.files.additions import WHOLE
 
 CREATED = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decode_engine.model.decode_attention import ATTENTION_NAME, register_attention
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 
 IDENTITY = ModelIdentity("tiny", "llama", "0" * 64, "0" * 64, 3, 4, 2, 32, 300, 2**16)
 

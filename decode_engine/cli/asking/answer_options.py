@@ -11,7 +11,9 @@ from typing import Annotated
 
 from typer import Option
 
-from decode_engine.config import (
+from decode_engine.rpc.client import GenerateOptions
+from decode_engine.rpc.door.options import ServerConfig
+from decode_engine.settings.request_bounds import (
     LONGEST_WAIT_S,
     MAX_ANSWERS,
     MAX_BIASED_TOKENS,
@@ -30,8 +32,6 @@ from decode_engine.config import (
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
 )
-from decode_engine.rpc.client import GenerateOptions
-from decode_engine.rpc.door.options import ServerConfig
 from index_store.cli.checks import AtLeast, Characters, Filled, InputFile, MoreThan
 from index_store.cli.options import check_bounds
 from index_store.errors import InvalidArgumentError, SparseKVError

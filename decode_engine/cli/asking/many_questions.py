@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from decode_engine.cli.asking.answer_options import as_flags, read_utf8
-from decode_engine.config import MAX_BATCH
 from decode_engine.rpc.client import BatchItem, Client, GenerateOptions
+from decode_engine.settings.request_bounds import MAX_BATCH
 from index_store.cli.progress import Update
 from index_store.errors import InvalidArgumentError
 

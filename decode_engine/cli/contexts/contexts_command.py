@@ -13,9 +13,9 @@ from typer import Option
 from decode_engine.cli.contexts.create_command import create_context, extend_context
 from decode_engine.cli.contexts.references import RecursiveOption, ReferenceArgument, ReferenceArguments
 from decode_engine.cli.contexts.shown import context_object, detail_rows, id_of, print_contexts, print_rows
-from decode_engine.config import MAX_NAME_CHARACTERS
 from decode_engine.rpc.client import NEVER, Client, ContextChanges, ContextInfo
 from decode_engine.rpc.door.options import ServerConfig
+from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS
 from index_store.cli.app import new_group
 from index_store.cli.checks import Characters
 from index_store.cli.console import on_terminal, print_json

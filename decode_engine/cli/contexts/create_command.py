@@ -13,9 +13,9 @@ from typer import Option
 from decode_engine.cli.asking.operation_progress import operation_progress
 from decode_engine.cli.contexts.references import ReferenceArgument
 from decode_engine.cli.contexts.shown import context_object, detail_rows, id_of, operation_object, print_rows
-from decode_engine.config import MAX_NAME_CHARACTERS
 from decode_engine.rpc.client import Client, Keep
 from decode_engine.rpc.door.options import ServerConfig
+from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS
 from index_store.cli.checks import AtLeast, Characters, Filled, InputFile, OneOf
 from index_store.cli.console import format_bytes, print_json
 from index_store.cli.documents import STANDARD_INPUT, document_name, read_document, read_messages
@@ -32,7 +32,7 @@ from index_store.cli.options import (
 from index_store.cli.progress import reporter_for
 from index_store.errors import InvalidArgumentError
 from index_store.methods.default import DEFAULT_METHOD
-from index_store.store.dtypes import AS_DTYPE, ROW_CODINGS
+from index_store.store.description.dtypes import AS_DTYPE, ROW_CODINGS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ import typer
 from typer import Option
 
 from decode_engine.cli.serving.stopping import stop_signals
-from decode_engine.config import LONGEST_WAIT_S
 from decode_engine.rpc.door.options import (
     DEFAULT_LISTEN,
     AllowRemoteOption,
@@ -25,6 +24,7 @@ from decode_engine.rpc.door.options import (
     check_door,
     warn_of_exposure,
 )
+from decode_engine.settings.request_bounds import LONGEST_WAIT_S
 from index_store.cli.checks import Address, AtLeast, Filled
 from index_store.cli.logs import LogLevel, LogLevelOption, logging_to_stderr
 from index_store.cli.options import FormatOption, OutputFormat, check_bounds, configured

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from decode_engine.cli.serving.stopping import stop_signals
-from decode_engine.config import ServeConfig
 from decode_engine.errors import AddressError
 from decode_engine.rpc.door.options import certificates_of
+from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel, LogLevelOption, logging_to_stderr
 from index_store.cli.options import FormatOption, OutputFormat, configured
 from index_store.errors import SparseKVError

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decode_engine.config import (
+from decode_engine.settings.request_bounds import (
     MAX_BIASED_TOKENS,
     MAX_LOGIT_BIAS,
     MAX_MAX_TOKENS,

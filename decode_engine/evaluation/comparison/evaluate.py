@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode_engine.config import Prompts
 from decode_engine.evaluation.comparison.machine import describe_machine, return_free_memory
 from decode_engine.evaluation.comparison.results import Results, write_results
 from decode_engine.evaluation.comparison.summary import (
@@ -36,6 +35,7 @@ from decode_engine.evaluation.scoring import (
 from decode_engine.evaluation.settings import TIMED_STEPS, WARM_UP_STEPS, EvaluationConfig, Variant
 from decode_engine.evaluation.tasks import Document, Question, chat_question, make_documents, source_text
 from decode_engine.model.runner import ModelRunner
+from decode_engine.settings.command_options import Prompts
 from index_store.cli.progress import Advance, StartStage
 from index_store.errors import InvalidArgumentError
 from index_store.memory.context_loading import placed_bytes
@@ -45,8 +45,8 @@ from index_store.memory.resident import ResidentContext
 from index_store.models.conversation.messages import Message, Role
 from index_store.models.loading import Tokenizer, resolve_model
 from index_store.store.catalog import Store
-from index_store.store.dtypes import AS_DTYPE, INT8
-from index_store.store.manifest import HIGH_PLANE, Manifest
+from index_store.store.description.dtypes import AS_DTYPE, INT8
+from index_store.store.description.manifest import HIGH_PLANE, Manifest
 
 OBSERVED_QUESTIONS = 4
 """Questions per context at which searching layers are compared with exact attention, besides the plain text."""

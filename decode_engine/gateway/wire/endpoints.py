@@ -2,18 +2,6 @@
 
 from __future__ import annotations
 
-from decode_engine.config import (
-    MAX_ANSWERS,
-    MAX_CHOICES,
-    MAX_INT32,
-    MAX_LOGIT_BIAS,
-    MAX_MAX_TOKENS,
-    MAX_SEARCH_PERIOD,
-    MAX_SEED,
-    MAX_STOP_TOKENS,
-    MAX_TEMPERATURE,
-    MAX_TOP_LOGPROBS,
-)
 from decode_engine.gateway.wire.parameters import (
     BIAS,
     FLAG,
@@ -36,6 +24,18 @@ from decode_engine.gateway.wire.parameters import (
 )
 from decode_engine.gateway.wire.response_items import FLAT_TOOL_CHOICE
 from decode_engine.gateway.wire.tool_shapes import TOOL_CHOICE
+from decode_engine.settings.request_bounds import (
+    MAX_ANSWERS,
+    MAX_CHOICES,
+    MAX_INT32,
+    MAX_LOGIT_BIAS,
+    MAX_MAX_TOKENS,
+    MAX_SEARCH_PERIOD,
+    MAX_SEED,
+    MAX_STOP_TOKENS,
+    MAX_TEMPERATURE,
+    MAX_TOP_LOGPROBS,
+)
 
 _KEEPS_NOTHING = "nothing about requests is kept here"
 _NO_BEST = "all answers are sent; `n` says how many"

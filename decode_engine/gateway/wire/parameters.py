@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from decode_engine.config import MAX_BIASED_TOKENS, MAX_CHOICES, MAX_STOP_STRINGS
+from decode_engine.settings.request_bounds import MAX_BIASED_TOKENS, MAX_CHOICES, MAX_STOP_STRINGS
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import MAX_MESSAGES, MAX_TOOLS
 

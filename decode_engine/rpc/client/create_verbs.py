@@ -13,11 +13,11 @@ from google.longrunning import operations_pb2
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.empty_pb2 import Empty
 
-from decode_engine.config import MAX_REQUEST_BYTES
 from decode_engine.rpc.client.replies import ContextInfo, read_context
 from decode_engine.rpc.client.verbs import CONTEXTS, Call, message
 from decode_engine.rpc.prompts.wire_messages import write_conversation
 from decode_engine.rpc.transport.status import error_of
+from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.models.conversation.messages import Conversation
 from index_store.models.conversation.messages import Message as ChatMessage

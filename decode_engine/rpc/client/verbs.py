@@ -13,7 +13,6 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
-from decode_engine.config import MAX_REQUEST_BYTES
 from decode_engine.rpc.client.replies import (
     ContextInfo,
     ContextPage,
@@ -26,6 +25,7 @@ from decode_engine.rpc.client.replies import (
     read_reply,
 )
 from decode_engine.rpc.prompts.wire_messages import write_conversation, write_messages
+from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Conversation, Tool
 from index_store.models.conversation.messages import Message as ChatMessage

@@ -10,7 +10,7 @@ from index_store.errors import SparseKVError
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.store.catalog import Store
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 from index_store.store.tuned_defaults import TunedDefault
 
 logger = logging.getLogger(__name__)

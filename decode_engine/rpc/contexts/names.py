@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from index_store.errors import InvalidArgumentError
-from index_store.store.context_id import is_context_id
+from index_store.store.description.context_id import is_context_id
 
 COLLECTION = "contexts/"
 

@@ -15,8 +15,8 @@ from decode_engine.rpc.contexts.names import parse_name
 from decode_engine.rpc.contexts.ordering import Key, parse_order
 from index_store.errors import ContextNotFoundError, InvalidArgumentError
 from index_store.store.catalog import Store
+from index_store.store.description.manifest import Manifest
 from index_store.store.listing import Entry
-from index_store.store.manifest import Manifest
 from sparsekv.v1 import context_pb2
 
 DEFAULT_PAGE_SIZE = 50

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from index_store.errors import InvalidArgumentError, ManifestError
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 from sparsekv.v1 import context_pb2
 
 _FIELDS = ("display_name", "expire_time", "labels", "pinned")

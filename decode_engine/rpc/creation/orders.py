@@ -37,10 +37,10 @@ from index_store.models.conversation.messages import Conversation
 from index_store.models.identity import require_dtype, require_model
 from index_store.models.loading import Tokenizer
 from index_store.store.catalog import Store
-from index_store.store.context_id import ModelIdentity, context_id
-from index_store.store.dtypes import AS_DTYPE, INT8, ROW_CODINGS
-from index_store.store.json_fields import check_labels
-from index_store.store.manifest import Manifest
+from index_store.store.description.context_id import ModelIdentity, context_id
+from index_store.store.description.dtypes import AS_DTYPE, INT8, ROW_CODINGS
+from index_store.store.description.json_fields import check_labels
+from index_store.store.description.manifest import Manifest
 from sparsekv.v1 import context_pb2
 
 MOST_NAME_CHARACTERS = 500

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from decode_engine.rpc.door.refusals import TokenFileError
 from index_store.errors import InvalidArgumentError
+from index_store.store.description.manifest_json import render_document
 from index_store.store.files.durable import TEMPORARY_PREFIX, new_file, storing, sync_path
 from index_store.store.files.locks import locked_file
 from index_store.store.files.reading import read_file
-from index_store.store.manifest_json import render_document
 
 FORMAT_VERSION = 1
 MAX_TOKENS = 10_000

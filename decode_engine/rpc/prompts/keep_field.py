@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from decode_engine.config import MAX_NAME_CHARACTERS, MAX_TTL_S
 from decode_engine.model.continuing import KeepOptions
+from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS, MAX_TTL_S
 from index_store.errors import InvalidArgumentError
 from sparsekv.v1 import generation_pb2
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from index_store.family.parents import parent_of
 from index_store.models.conversation.turns import StoredConversation
 from index_store.store.catalog import Store
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)

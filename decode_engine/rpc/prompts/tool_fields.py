@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from decode_engine.config import MAX_CONSTRAINT_BYTES
 from decode_engine.engine.sampling.call_grammar import call_constraint
 from decode_engine.engine.sampling.matching import Constraint
+from decode_engine.settings.request_bounds import MAX_CONSTRAINT_BYTES
 from index_store.models.conversation.call_syntax import CallReader, CallSyntax
 from index_store.models.conversation.messages import MAX_NAME, Tool, refused
 from index_store.models.loading import Tokenizer

@@ -22,7 +22,6 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from decode_engine.config import MAX_REQUEST_BYTES
 from decode_engine.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -33,6 +32,7 @@ from decode_engine.rpc.door.rules import Door
 from decode_engine.rpc.transport.stalled import Abandoned, Stalls, forget_error, hang_up, host_of
 from decode_engine.rpc.transport.status import Paths, code_of, public_error, reason_of, to_trailers
 from decode_engine.rpc.transport.work import Work
+from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 
 ResultT = TypeVar("ResultT")

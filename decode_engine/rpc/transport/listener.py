@@ -19,13 +19,13 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
-from decode_engine.config import MAX_REQUEST_BYTES
 from decode_engine.errors import AddressError
 from decode_engine.rpc.door.certificates import Certificates
 from decode_engine.rpc.door.rules import Door
 from decode_engine.rpc.transport.calls import Gate, Limits
 from decode_engine.rpc.transport.health import Health
 from decode_engine.rpc.transport.status import Paths
+from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 
 ResultT = TypeVar("ResultT")
 

@@ -21,7 +21,7 @@ from index_store.indexes.key_clusters.parameters import ClusterParameters
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 
 
 class ClusterSelection(KeySelection):

@@ -24,7 +24,7 @@ from index_store.indexes.coarse_rows.parameters import CoarseParameters
 from index_store.indexes.coarse_rows.scalars.scalar_rows import value_groups
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 
 _ADDRESSES = {
     records.KEY_CODES: "key_codes",

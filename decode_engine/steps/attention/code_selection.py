@@ -18,7 +18,7 @@ from index_store.errors import MethodUnsupportedError
 from index_store.indexes.product_codes.index import CodeParameters, ProductCodes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 
 
 class CodeSelection(KeySelection):

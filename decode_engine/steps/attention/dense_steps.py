@@ -21,7 +21,7 @@ from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
 from index_store.attention.layer_shape import LayerShape
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 
 _KEYS_PER_SPLIT = 64
 """Of a window."""

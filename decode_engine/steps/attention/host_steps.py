@@ -36,7 +36,7 @@ from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 
 _LIMIT_NS = 2_000_000_000
 """How long the device waits for a list before it gives the step up."""

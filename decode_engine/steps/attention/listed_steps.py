@@ -49,7 +49,7 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method
 from index_store.selection.remainders import Centred, Coarse, Dipole, Monopole
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 
 
 class ListedSteps(StepAttention):

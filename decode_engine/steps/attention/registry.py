@@ -18,7 +18,7 @@ from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.selection.budgets import Ratio, TokenCount
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 
 _CLASSES: Mapping[tuple[bool, bool], tuple[type[StepAttention], ...]] = MappingProxyType(
     {

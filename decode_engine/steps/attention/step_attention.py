@@ -24,8 +24,8 @@ from decode_engine.kernels.device_queue import DeviceQueue
 from index_store.attention.logit_form import LogitForm
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.store.context_id import ModelIdentity
-from index_store.store.manifest import Manifest
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.manifest import Manifest
 
 if TYPE_CHECKING:
     from decode_engine.layers.session import Session

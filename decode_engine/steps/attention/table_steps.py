@@ -27,7 +27,7 @@ from index_store.errors import MethodUnsupportedError
 from index_store.indexes.query_tables.parameters import TableParameters, TableSearch
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)

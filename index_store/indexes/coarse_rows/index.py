@@ -39,7 +39,7 @@ from index_store.launch import on_host
 from index_store.selection.budgets import Selection
 from index_store.selection.pieces import ScoredRows
 from index_store.selection.ranking import Items, Ranking
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 
 
 class CoarseRows(LayerIndex):

@@ -23,7 +23,7 @@ from index_store.indexes.interface.parameters import Parameters
 from index_store.selection.budgets import Selection
 from index_store.selection.pieces import Piece
 from index_store.selection.ranking import Ranking
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
 
 

@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Self
 
 from index_store.errors import InvalidArgumentError
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 
 _KINDS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 

@@ -22,7 +22,7 @@ from index_store.indexes.key_clusters.index import KeyClusters, score_clusters
 from index_store.indexes.key_clusters.parameters import ClusterParameters, TreeParameters, TreeSearch
 from index_store.indexes.key_clusters.tree_numba import search_tree
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 
 
 class ClusterTree(KeyClusters):

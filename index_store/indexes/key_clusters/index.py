@@ -23,7 +23,7 @@ from index_store.indexes.key_clusters.parameters import ClusterParameters, Clust
 from index_store.indexes.key_clusters.windowed_rope import move_queries
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.selection.ranking import Items, Members, Ranking
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 
 
 class KeyClusters(LayerIndex):

@@ -31,7 +31,7 @@ from index_store.indexes.kmeans.kmeans import euclidean_kmeans
 from index_store.indexes.product_codes.products import score_codes_by_products
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes
 from index_store.selection.ranking import Items, Ranking
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 
 _MAX_BITS = 8
 _KEYS_AT_ONCE = 2048  # keys compared with all codewords at a time

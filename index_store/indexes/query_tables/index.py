@@ -37,7 +37,7 @@ from index_store.indexes.query_tables.parameters import TableParameters, TableSe
 from index_store.indexes.query_tables.products import sum_rows_by_products
 from index_store.indexes.query_tables.search_numba import TableReads, softmax_sum_rows, sum_rows
 from index_store.selection.ranking import Items, Ranking
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 
 _LEAST_ENTRIES = 16  # of what is inserted into a list
 

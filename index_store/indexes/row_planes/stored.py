@@ -10,8 +10,9 @@ from torch import Tensor
 
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.row_planes.two_planes import TwoPlanes
-from index_store.store.dtypes import INT8, stored_dtype
-from index_store.store.manifest import HIGH_PLANE, ArrayEntry
+from index_store.store.description.array_entry import ArrayEntry
+from index_store.store.description.dtypes import INT8, stored_dtype
+from index_store.store.description.manifest import HIGH_PLANE
 from index_store.store.stored_context import Context
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from pathlib import Path
 from index_store.errors import StoreError
 from index_store.store.files.durable import remove_tree, storing
 from index_store.store.files.locks import clear_free_lock, is_locked, locked_file
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,11 @@ def removed(item: Leftover, on_failure: Callable[[StoreError], None]) -> bool:
     except StoreError as error:
         on_failure(error)
         return False
+
+
+def log_failure(error: StoreError) -> None:
+    """Logs what could not be removed."""
+    logger.warning("not removed: %s", error)
 
 
 def _removal(path: Path, lock: Path | None) -> Callable[[], bool]:

@@ -19,7 +19,7 @@ from decode_engine.steps.attention.table_steps import TableSteps
 from harness.checks import CheckFailedError
 from harness.timing import eager_us, fastest, graph_us, kernel_us
 from index_store.methods.method import Method
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
 ON_GPU = torch.cuda.is_available()

@@ -16,7 +16,7 @@ from harness.checks import CheckFailedError
 from index_store.cli.progress import SilentReporter
 from index_store.models.resolve import resolve_model
 from index_store.models.tokenizer import Tokenizer, load_tokenizer
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 from prefill_worker.build.stages import Clock
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import carry_out

@@ -85,7 +85,7 @@ from index_store.indexes.query_tables.build_triton import build_device_tables
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 
 RECENT, TAIL, PER_CLUSTER, BLOCK = 128, 64, 16, 8192
 SAMPLE = 1024

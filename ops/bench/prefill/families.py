@@ -37,7 +37,7 @@ from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.presets import get_method
 from index_store.models.loading import load_tokenizer, resolve_model
 from index_store.store.catalog import Store
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
 from prefill_worker.jobs.report import PrefillReport

@@ -64,10 +64,10 @@ from harness.steps.prompts_at_once import (
 from harness.timing import seconds
 from torch import Tensor
 
-from decode_engine.config import Prompts
 from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import ATTENTION_NAME, register_attention
 from decode_engine.model.warm_up import made_up_context
+from decode_engine.settings.command_options import Prompts
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
@@ -76,8 +76,8 @@ from index_store.methods.presets import get_method
 from index_store.models.loading import load_model, resolve_model
 from index_store.selection.budgets import Ratio
 from index_store.store.catalog import Store
-from index_store.store.context_id import ModelIdentity
-from index_store.store.manifest import Manifest
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.manifest import Manifest
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PLACEMENTS = (Placement.DEVICE, Placement.HYBRID)

@@ -40,7 +40,7 @@ from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.store.catalog import Store
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 from prefill_worker.build.index_choice import check_build
 from prefill_worker.build.kv_placement import DeviceMeter
 from prefill_worker.build.layer_writing import LayerWriting

@@ -40,7 +40,7 @@ from kills.processes import service
 from decode_engine.rpc.client import Client, ContextInfo
 from index_store.errors import ContextNotFoundError
 from index_store.store.catalog import Store
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 
 LONGEST_PAUSE_S = 4.0
 

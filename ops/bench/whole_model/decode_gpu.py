@@ -63,8 +63,8 @@ from harness.steps.general_steps import full_logits, measure_general
 from harness.timing import copy_bandwidth, event_ms
 from torch import Tensor
 
-from decode_engine.config import Compilation, search_cores
 from decode_engine.host_search.workers import SearchThreads
+from decode_engine.settings.command_options import Compilation, search_cores
 from decode_engine.steps import batch_kinds
 from decode_engine.steps.attention.step_attention import StepAttention
 from decode_engine.steps.step_graph import StepGraph
@@ -72,7 +72,7 @@ from decode_engine.steps.step_model import step_model
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 
 TURNS = 25
 REST_BAR, SPEEDUP_BARS = 1.35, {1: 1.7, 4: 2.5}

@@ -71,9 +71,9 @@ from harness.steps.general_steps import (
 from harness.steps.recorded_lists import RecordedLists
 from harness.steps.replayed_lists import replayed
 
-from decode_engine.config import Compilation, search_cores
 from decode_engine.host_search.thread_loop_numba import compile_search
 from decode_engine.host_search.workers import SearchThreads
+from decode_engine.settings.command_options import Compilation, search_cores
 from decode_engine.steps.step_graph import StepModel
 from decode_engine.steps.step_model import step_model
 from index_store.memory.placement import SHARE, Placement, SlotRoom

@@ -41,7 +41,6 @@ from harness.report import reporting
 from harness.steps.general_steps import first_tokens, forward, start_sessions
 from torch import Tensor
 
-from decode_engine.config import Compilation
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.stepping import decode_by_forward
 from decode_engine.evaluation.tasks import parse_length
@@ -49,13 +48,14 @@ from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import ATTENTION_NAME, register_attention
 from decode_engine.model.row_products_numba import keep_rows_apart
 from decode_engine.model.warm_up import made_up_context
+from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.models.loading import load_model, resolve_model
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 
 OTHERS = 15
 WARM_UP = 2

@@ -11,9 +11,10 @@ import torch
 
 from decode_engine.cli.ask_command import AskConfig
 from decode_engine.cli.tune_command import TuneConfig
-from decode_engine.config import MAX_LANES, MAX_SLOT_SHARE, Compilation, ServeConfig
 from decode_engine.evaluation.settings import EvaluationConfig
 from decode_engine.rpc.door.options import Address, is_loopback
+from decode_engine.settings.command_options import Compilation
+from decode_engine.settings.config import MAX_LANES, MAX_SLOT_SHARE, ServeConfig
 from index_store.cli.options import Spelled, options_of
 from index_store.errors import InvalidArgumentError
 from index_store.memory.devices import context_device, default_budget, memory_budget, pick_device

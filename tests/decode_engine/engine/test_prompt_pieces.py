@@ -10,14 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_engine.config import Prompts
 from decode_engine.engine.prompt_pieces import PromptCost, cut_prompt, prompt_cost
 from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
+from decode_engine.settings.command_options import Prompts
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import resolve_model
-from index_store.store.manifest import Manifest, kv_entry, tokens_entry
+from index_store.store.description.array_shapes import kv_entry, tokens_entry
+from index_store.store.description.manifest import Manifest
 from tests.support.models import write_model_folder
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

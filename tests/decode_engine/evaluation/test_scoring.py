@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_engine.config import Prompts
 from decode_engine.evaluation.comparison.summary import StoredBytes, cluster_mean
 from decode_engine.evaluation.scoring import (
     Segment,
@@ -20,6 +19,7 @@ from decode_engine.evaluation.scoring import (
     seconds_per_token,
 )
 from decode_engine.model.runner import ModelRunner
+from decode_engine.settings.command_options import Prompts
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import get_method

@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from decode_engine.config import MAX_REQUEST_BYTES
 from decode_engine.gateway.bounds import Bounds
 from decode_engine.gateway.serving import Gateway
 from decode_engine.rpc.client import Client
@@ -21,6 +20,7 @@ from decode_engine.rpc.door.certificates import Certificates
 from decode_engine.rpc.door.rules import Door
 from decode_engine.rpc.door.tokens import TokenFile
 from decode_engine.rpc.server import DecodeServer
+from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from tests.support.serving.service import wait_until
 
 CERTIFICATES = Path(__file__).parents[2] / "support" / "certificates"

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-from decode_engine.config import MAX_REQUEST_BYTES
 from decode_engine.gateway import exchange
 from decode_engine.gateway.bounds import Bounds
 from decode_engine.gateway.serving import Gateway
@@ -19,6 +18,7 @@ from decode_engine.gateway.wire import messages_shape
 from decode_engine.gateway.wire.bodies import chat_order, completion_order, response_order
 from decode_engine.gateway.wire.parameters import shown
 from decode_engine.rpc.server import DecodeServer
+from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 from tests.decode_engine.gateway.test_clients import _read, raw
 from tests.support.serving.service import wait_until

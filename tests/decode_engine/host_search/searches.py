@@ -14,7 +14,7 @@ from decode_engine.host_search.mailbox import Mailbox, MailboxSizes, SearchedRow
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.selection.budgets import best_keys
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 
 HEADS, GROUP, DIM, SUBSPACES, CENTROIDS = 2, 3, 16, 4, 5
 SECONDS = 20.0

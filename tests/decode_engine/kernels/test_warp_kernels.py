@@ -1,7 +1,7 @@
 """Kernels of one warp over coarse copies find what the references find; and they compile to code that needs no memory.
 
-They run program by program in numpy (`tests.support.warp_interpreter`), which knows what tensors hold and not which
-lane holds it; the compiler refuses layouts that are not what tensor cores take.
+They run program by program in numpy (`tests.support.warps.warp_interpreter`), which knows what tensors hold and not
+which lane holds it; the compiler refuses layouts that are not what tensor cores take.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tests.decode_engine.kernels.problems.coarse_problems import (
     make_sequence,
     make_sizes,
 )
-from tests.support.warp_interpreter import interpreted
+from tests.support.warps.warp_launches import interpreted
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (

@@ -15,7 +15,7 @@ from decode_engine.model.unstored import unstored_manifest
 from index_store.memory.placement import Placement
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import resolve_model
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 from tests.support.models import write_model_folder
 from tests.support.store import in_planes
 from tests.support.tiny_model import IDENTITY

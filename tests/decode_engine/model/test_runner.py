@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from decode_engine.config import Prompts
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
+from decode_engine.settings.command_options import Prompts
 from index_store.attention.attention_state import AttentionState
 from index_store.errors import (
     DtypeMismatchError,

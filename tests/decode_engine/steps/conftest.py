@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_engine.config import Compilation
 from decode_engine.model.runner import ModelRunner
+from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.models.resolve import resolve_model

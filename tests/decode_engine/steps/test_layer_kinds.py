@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_engine.config import Compilation
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.layers.session import Session
 from decode_engine.layers.window_layer import keys_in_window
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
+from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.attention.dense_steps import WindowSteps
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper

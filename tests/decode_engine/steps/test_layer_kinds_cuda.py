@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_engine.config import Compilation
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
+from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.methods.presets import get_method

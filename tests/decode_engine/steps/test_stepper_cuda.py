@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_engine.config import Compilation
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.stepping import Flight
 from decode_engine.kernels import records
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
+from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.attention.step_batch import step_counts
 from decode_engine.steps.step_graph import StepGraph
 from decode_engine.steps.step_model import step_model

@@ -34,9 +34,11 @@ from index_store.family.children import (
 from index_store.family.parents import parent_of
 from index_store.memory.arena import Arena
 from index_store.store.catalog import Store
-from index_store.store.context_id import continued_digests, first_digest
-from index_store.store.manifest import Manifest, Parent, kv_entry, window_entry
-from index_store.store.manifest_json import parse_manifest, render_manifest
+from index_store.store.clean_up import clean_up, find_leftovers
+from index_store.store.description.array_shapes import kv_entry, window_entry
+from index_store.store.description.context_id import Parent, continued_digests, first_digest
+from index_store.store.description.manifest import Manifest
+from index_store.store.description.manifest_json import parse_manifest, render_manifest
 from tests.index_store.store.writing.test_killed_writers import Processes
 from tests.support.store import CREATED, SyntheticContext, continuation, other_model, synthetic_context
 
@@ -162,14 +164,14 @@ def test_an_expired_parent_stays_as_long_as_a_child_lives(tmp_path: Path) -> Non
     shelf = Shelf(tmp_path / "store", synthetic_context(tokens=40, created=NOW, ttl=timedelta(hours=1)))
     child = shelf.child(expires_at=NOW + timedelta(hours=3))
     shelf.now = NOW + timedelta(hours=2)
-    assert not [item for item in shelf.store.gc() if item.kind == "expired"]
+    assert not [item for item in clean_up(shelf.store) if item.kind == "expired"]
     assert len(read_own_rows(shelf.store, child).token_ids) == 5
     with pytest.raises(ContextExpiredError):
         shelf.store.open(shelf.root.id)
     with Arena(2**24).acquire(shelf.store, shelf.root.id, expired=True) as resident:
         assert torch.equal(resident.tokens(), shelf.parent.tokens)
     shelf.now = NOW + timedelta(hours=4)
-    assert {item.kind for item in shelf.store.gc()} == {"expired"}
+    assert {item.kind for item in clean_up(shelf.store)} == {"expired"}
     assert not shelf.store.list()
 
 
@@ -179,7 +181,7 @@ def test_a_child_is_not_published_when_its_parent_was_removed_meanwhile(shelf: S
     with pytest.raises(ContextNotFoundError):
         publish_child(shelf.store, made)
     assert not shelf.store.list()
-    assert not shelf.store.leftovers()
+    assert not find_leftovers(shelf.store)
 
 
 def test_a_child_whose_parent_vanished_is_told_and_removed(
@@ -262,7 +264,7 @@ def test_a_keeper_killed_at_any_step_leaves_a_whole_child_or_none(shelf: Shelf) 
             for child in shelf.store.children(shelf.root.id):  # killed after the rename
                 assert (child.id, shelf.store.verify(child.id)) == (made.id(), [])
                 shelf.store.delete(child.id)
-            shelf.store.gc()
+            clean_up(shelf.store)
             assert [entry.id for entry in shelf.store.entries()] == [shelf.root.id]
             steps += 1
     finally:
@@ -297,7 +299,7 @@ def test_who_makes_a_child_whole_and_is_killed_leaves_the_child_or_all_of_it(she
                 shelf.store.delete(child.id)
                 child = shelf.child()
             elif steps % 2:
-                shelf.store.gc()
+                clean_up(shelf.store)
                 assert shelf.store.verify(child.id) == []
             steps += 1
     finally:
@@ -306,7 +308,7 @@ def test_who_makes_a_child_whole_and_is_killed_leaves_the_child_or_all_of_it(she
     assert read_own_rows(shelf.store, child)  # by who has begun to before
     with shelf.store.open(child.id) as whole:
         assert len(whole.tokens()) == 305
-    assert {left.path.name for left in shelf.store.gc() if left.kind == "array"} == replaced
+    assert {left.path.name for left in clean_up(shelf.store) if left.kind == "array"} == replaced
     assert shelf.store.verify(child.id) == []
     made = shelf.made()
     shelf.store.delete(shelf.root.id)
@@ -340,7 +342,7 @@ def test_random_families_keep_their_rules(shelf: Shelf) -> None:
             for child in shelf.store.children(root)[:1]:
                 shelf.store.delete(child.id)
         elif action == "gc":
-            shelf.store.gc()
+            clean_up(shelf.store)
         elif action == "wait":
             shelf.now += timedelta(minutes=2)
         for entry in shelf.store.list():

@@ -20,7 +20,7 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.arena import Arena
 from index_store.selection.budgets import Ratio
 from index_store.store.catalog import Store
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
 from tests.support.search import rows, source, step
 from tests.support.store import indexed_context

@@ -33,7 +33,7 @@ from index_store.jobs.job_record import (
     render_job,
 )
 from index_store.store.catalog import Store
-from index_store.store.manifest_json import render_document
+from index_store.store.description.manifest_json import render_document
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 

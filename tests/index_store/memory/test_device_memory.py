@@ -21,7 +21,7 @@ from index_store.memory.device_memory import DeviceBlock, StagedArray, StagingBu
 from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
-from index_store.store.dtypes import STORED_DTYPES
+from index_store.store.description.dtypes import STORED_DTYPES
 from tests.support.layers import build_index, small_spec
 from tests.support.memory import copy_padded, load_context, resident_bytes
 from tests.support.store import KINDS, RecordedIndex, SyntheticContext, indexed_context, synthetic_context

@@ -31,8 +31,8 @@ from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
-from index_store.store.dtypes import STORED_DTYPES
-from index_store.store.manifest import IndexEntry
+from index_store.store.description.dtypes import STORED_DTYPES
+from index_store.store.description.manifest import IndexEntry
 from tests.support.layers import build_index, small_spec
 from tests.support.memory import resident_bytes
 from tests.support.store import (

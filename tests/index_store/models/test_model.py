@@ -1,4 +1,4 @@
-"""Models: found, identified by content, refused with a sentence, loaded; and their tokenizers."""
+"""Models: found, identified by content, refused with a sentence, loaded."""
 
 from __future__ import annotations
 
@@ -22,12 +22,7 @@ from index_store.models.loading import (
     load_tokenizer,
     resolve_model,
 )
-from tests.support.models import BEGIN_TOKEN, FAMILIES, write_model_folder
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(tmp_path_factory.mktemp("models") / "llama")
+from tests.support.models import FAMILIES, write_model_folder
 
 
 def copy_with(folder: Path, target: Path, file: str = "config.json", **changes: object) -> Path:
@@ -334,77 +329,3 @@ def test_code_in_a_model_folder_is_not_run(llama: Path, tmp_path: Path) -> None:
     with suppress(ModelUnsupportedError):
         load_tokenizer(resolve_model(str(tokenizer)))
     assert not (tmp_path / "ran").exists()
-
-
-def test_tokenizer_round_trip_and_special_ids(llama: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(resolve_model(str(llama)))
-    assert tokenizer.decode(tokenizer.encode("Grüße, 東京!\n ok")) == "Grüße, 東京!\n ok"
-    assert tokenizer.encode("") == []
-    assert tokenizer.prefix_ids == ()
-    assert tokenizer.eos_ids == (0,)
-    assert tokenizer.decode([0, *tokenizer.encode("end"), 0]) == "end"
-
-    several = tmp_path / "several"
-    shutil.copytree(llama, several)
-    (several / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5]}))
-    assert load_tokenizer(resolve_model(str(several))).eos_ids == (0, 5)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "its tokenizer.json is not JSON"),
-        ("[]", "its tokenizer.json is not a JSON object"),
-        ("{}", "its tokenizer.json has no field 'model'"),
-        ('{"model": {}, "added_tokens": []}', "its tokenizer cannot be loaded from tokenizer.json"),
-    ],
-)
-def test_a_broken_tokenizer_is_named(llama: Path, tmp_path: Path, text: str, message: str) -> None:
-    folder = Path(shutil.copytree(llama, tmp_path / "broken"))
-    (folder / "tokenizer.json").write_text(text)
-    with pytest.raises(ModelUnsupportedError, match=f"{message}.*anew from where the model comes from"):
-        load_tokenizer(resolve_model(str(folder)))
-
-
-def test_begin_token_is_for_the_context_not_for_questions(tmp_path: Path) -> None:
-    template = "{{ bos_token }}{% for message in messages %}Q: {{ message['content'] }} A:{% endfor %}"
-    folder = write_model_folder(tmp_path / "model", add_begin=True, chat_template=template)
-    tokenizer = load_tokenizer(resolve_model(str(folder)))
-    assert tokenizer.prefix_ids == (2,)
-    assert 2 not in tokenizer.encode("text")
-    assert tokenizer.format_question("Why?") == "Q: Why? A:"
-    assert BEGIN_TOKEN not in tokenizer.format_question("Why?")
-
-
-TURNS = (
-    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|begin|>system\nBe kind.<|end|>\n"
-    "{% endif %}<|begin|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
-)
-
-
-def test_a_question_is_one_more_turn(tmp_path: Path) -> None:
-    """Also where the token that opens a turn is called the begin-of-text token, and a system message comes unasked."""
-    folder = write_model_folder(tmp_path / "model", chat_template=TURNS)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": BEGIN_TOKEN}))
-    tokenizer = load_tokenizer(resolve_model(str(folder)))
-    assert tokenizer.format_question("Why?") == "<|begin|>user\nWhy?<|end|>\n<|begin|>assistant\n"
-
-
-def test_a_template_that_forgets_earlier_turns_is_refused(tmp_path: Path) -> None:
-    folder = write_model_folder(tmp_path / "model", chat_template="Q: {{ messages[-1]['content'] }} A:")
-    with pytest.raises(InvalidArgumentError, match="leaves earlier turns out"):
-        load_tokenizer(resolve_model(str(folder))).format_question("Why?")
-
-
-def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:
-    folder = write_model_folder(tmp_path / "model", chat_template=None)
-    with pytest.raises(InvalidArgumentError, match="no chat template"):
-        load_tokenizer(resolve_model(str(folder))).format_question("Why?")
-
-
-def test_a_broken_chat_template_says_so(tmp_path: Path) -> None:
-    folder = write_model_folder(tmp_path / "model", chat_template="{{ raise_exception('only in French') }}")
-    with pytest.raises(InvalidArgumentError, match="only in French"):
-        load_tokenizer(resolve_model(str(folder))).format_question("Why?")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from index_store.errors import InvalidArgumentError
-from index_store.store.context_id import context_id
+from index_store.store.description.context_id import context_id
 from tests.support.store import MODEL, other_model
 
 

@@ -14,9 +14,10 @@ import pytest
 
 from index_store.errors import ContextCorruptError, ContextNotFoundError
 from index_store.store import listing
-from index_store.store.catalog import BrokenContext, Store
-from index_store.store.manifest import Manifest
-from index_store.store.manifest_json import render_manifest
+from index_store.store.catalog import Store
+from index_store.store.description.manifest import Manifest
+from index_store.store.description.manifest_json import render_manifest
+from index_store.store.listing import BrokenContext
 from tests.support.serving.many_contexts import write_manifests
 
 COUNT = 40

@@ -7,9 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import google_crc32c
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,17 +16,12 @@ from index_store.errors import (
     ChecksumError,
     ContextCorruptError,
     DtypeMismatchError,
-    FormatVersionError,
     ManifestError,
     ModelMismatchError,
 )
 from index_store.models.identity import require_dtype, require_model
 from index_store.selection.threshold_curve import KEEP_GRID
-from index_store.store.context_id import ModelIdentity
-from index_store.store.manifest import (
-    ArrayEntry,
-    IndexEntry,
-    Manifest,
+from index_store.store.description.array_shapes import (
     conversation_entry,
     index_array_entry,
     kv_entry,
@@ -36,10 +29,11 @@ from index_store.store.manifest import (
     tokens_entry,
     window_entry,
 )
-from index_store.store.manifest_json import parse_manifest, render_document, render_manifest
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.manifest import IndexEntry, Manifest
+from index_store.store.description.manifest_json import parse_manifest, render_document, render_manifest
+from tests.index_store.store.manifest_documents import WHERE, document
 from tests.support.store import MODEL, THRESHOLDS, SyntheticContext, other_model, synthetic_context
-
-WHERE = "store/contexts/x/manifest.json"
 
 texts = st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=20)
 sizes = st.integers(1, 6)
@@ -156,48 +150,6 @@ def test_truncated(context: SyntheticContext, cut: int) -> None:
         parse_manifest(render_manifest(context.manifest)[:cut], WHERE)
 
 
-def document(context: SyntheticContext) -> dict[str, Any]:
-    """The manifest's JSON without its checksum, to be changed and sealed again."""
-    parsed: dict[str, Any] = json.loads(render_manifest(context.manifest))
-    del parsed["checksum"]
-    return parsed
-
-
-def test_newer_version(context: SyntheticContext) -> None:
-    newer = document(context) | {"format_version": 6, "something_new": [1]}
-    with pytest.raises(
-        FormatVersionError, match=f"{WHERE}.*version 6.*reads versions 2 to 5; update sparsekv"
-    ) as caught:
-        parse_manifest(render_document(newer), WHERE)
-    assert caught.value.metadata == {"found": "6", "expected": "5", "path": WHERE}
-
-
-def test_the_version_before(context: SyntheticContext) -> None:
-    """Which had the salt in clear text; nothing but the version remains of it."""
-    older = document(context) | {"format_version": 2, "salt": "owner\n7"}
-    read = parse_manifest(render_document(older), WHERE)
-    assert read == replace(context.manifest, format_version=2)
-    assert render_manifest(read) == render_manifest(context.manifest)
-    with pytest.raises(ManifestError, match="'salt' is missing"):
-        parse_manifest(render_document(document(context) | {"format_version": 2}), WHERE)
-    with pytest.raises(ManifestError, match="'salt' is 'owner', expected no such field"):
-        parse_manifest(render_document(document(context) | {"salt": "owner"}), WHERE)
-
-
-def test_newer_version_without_our_checksum(context: SyntheticContext) -> None:
-    newer = document(context) | {"format_version": 6}
-    with pytest.raises(FormatVersionError, match="version 6"):
-        parse_manifest(json.dumps(newer).encode(), WHERE)
-
-
-def test_contexts_of_the_version_before_are_read(context: SyntheticContext) -> None:
-    """Without windows it was written in the same way."""
-    older = document(context) | {"format_version": 2, "salt": ""}
-    manifest = parse_manifest(render_document(older), WHERE)
-    assert manifest == replace(context.manifest, format_version=2)
-    assert manifest.model.full_layers == (0, 1, 2)
-
-
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -234,19 +186,6 @@ def test_labels_pins_and_messages_survive_and_are_bounded(context: SyntheticCont
     ):
         with pytest.raises(ManifestError, match=message):
             parse_manifest(render_document(document(context) | {name: value}), WHERE)
-
-
-def test_older_version(context: SyntheticContext) -> None:
-    """As version 1 wrote it: without the fields that came later."""
-    older = document(context) | {"format_version": 1}
-    del older["queries"], older["query_positions"]
-    for index in older["indexes"]:
-        del index["thresholds"]
-    with pytest.raises(
-        FormatVersionError,
-        match=f"{WHERE}.*version 1, .* reads versions 2 to 5; the context was made by an older sparsekv: prefill",
-    ):
-        parse_manifest(render_document(older), WHERE)
 
 
 def test_missing_checksum_of_our_version(context: SyntheticContext) -> None:
@@ -371,18 +310,6 @@ def test_bad_field(context: SyntheticContext, path: tuple[Any, ...], value: obje
     assert caught.value.metadata["path"] == WHERE
 
 
-def test_checksums_follow_the_chunks(context: SyntheticContext) -> None:
-    kv = context.manifest.kv
-    assert kv.layout == context.draft.kv
-    assert kv.layout.checksums is None
-    assert len(kv.checksums or "") == 8 * 3 * 2
-    for layer, head, *_ in kv.chunk_indices():
-        raw = context.kv[layer, head].view(torch.int16).numpy().tobytes()
-        assert kv.checksum((layer, head)) == kv.checksum((layer, head, 0, 0, 0)) == google_crc32c.value(raw)
-    assert kv.checksum((1,)) == kv.checksum((1, 0))
-    assert parse_manifest(render_manifest(context.manifest), WHERE).kv.checksums == kv.checksums
-
-
 def test_a_missing_checksums_field_is_named(context: SyntheticContext) -> None:
     altered = document(context)
     del altered["kv"]["checksums"]
@@ -440,9 +367,3 @@ def test_require_dtype(context: SyntheticContext) -> None:
     require_dtype(context.manifest, "bfloat16")
     with pytest.raises(DtypeMismatchError, match="as bfloat16, expected float16"):
         require_dtype(context.manifest, "float16")
-
-
-@pytest.mark.parametrize("path", ["", "/kv", "a//b", "../x", "a/../b", "a/.hidden", "a\\b", "a b", "ä"])
-def test_array_paths_stay_inside(path: str) -> None:
-    with pytest.raises(ManifestError, match="'path'"):
-        ArrayEntry(path, (1,), (1,), "int8")

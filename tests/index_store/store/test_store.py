@@ -19,8 +19,9 @@ from index_store.errors import (
     ManifestError,
     StoreError,
 )
-from index_store.store.catalog import BrokenContext, Store
-from index_store.store.dtypes import STORED_DTYPES, dtype_name
+from index_store.store.catalog import Store
+from index_store.store.description.dtypes import STORED_DTYPES, dtype_name
+from index_store.store.listing import BrokenContext
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path
 from tests.support.store import CREATED, SyntheticContext, synthetic_context
 

@@ -18,6 +18,7 @@ from index_store.errors import (
     SparseKVError,
 )
 from index_store.store.catalog import Store
+from index_store.store.clean_up import clean_up
 from index_store.store.tuned_defaults import TunedDefault, TunedDefaultError, parse_default, render_default
 from tests.support.store import CREATED, synthetic_context
 
@@ -51,7 +52,7 @@ def test_a_record_survives_the_store(tmp_path: Path, default: TunedDefault) -> N
     assert files == {path: path.read_bytes() for path in (tmp_path / "contexts").rglob("*") if path.is_file()}
     assert [path.name for path in (tmp_path / "defaults").iterdir()] == [f"{id_}.json"]
     assert not store.verify(id_)
-    assert store.gc() == []
+    assert clean_up(store) == []
 
 
 def test_it_goes_with_its_context(tmp_path: Path) -> None:
@@ -64,9 +65,9 @@ def test_it_goes_with_its_context(tmp_path: Path) -> None:
     store.delete(one)
     assert store.default_method(one) is None
     now += timedelta(days=2)
-    assert [item.kind for item in store.gc(dry_run=True)] == ["expired"]
+    assert [item.kind for item in clean_up(store, dry_run=True)] == ["expired"]
     assert store.default_method(two) is not None
-    assert [item.kind for item in store.gc()] == ["expired", "default"]
+    assert [item.kind for item in clean_up(store)] == ["expired", "default"]
     assert list((tmp_path / "defaults").iterdir()) == []
 
 
@@ -79,8 +80,8 @@ def test_a_clean_up_removes_what_killed_writers_left(tmp_path: Path) -> None:
     foreign = tmp_path / "defaults" / "notes.txt"
     foreign.write_text("keep me")
     with store.lock(id_):
-        assert store.gc() == []
-    assert [(item.kind, item.path, item.nbytes) for item in store.gc()] == [("default", left, 1)]
+        assert clean_up(store) == []
+    assert [(item.kind, item.path, item.nbytes) for item in clean_up(store)] == [("default", left, 1)]
     assert store.default_method(id_) == record(id_)
     assert foreign.exists()
 

@@ -11,7 +11,7 @@ import torch
 import typer
 from harness.checks import CheckFailedError
 
-from decode_engine.config import Compilation
+from decode_engine.settings.command_options import Compilation
 from index_store.methods.presets import METHODS
 from tests.ops.bench.conftest import Run, load_bench
 from tests.support.tiny_model import IDENTITY, make_model

@@ -12,8 +12,8 @@ import pytest
 from harness.checks import CheckFailedError
 from harness.streams import Heard
 
-from decode_engine.config import ServeConfig
 from decode_engine.rpc.server import DecodeServer
+from decode_engine.settings.config import ServeConfig
 from tests.decode_engine.conftest import TEXT, make_library
 from tests.ops.bench.conftest import Run, load_bench
 

@@ -16,7 +16,7 @@ from index_store.errors import InvalidArgumentError, StoreFullError
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.store.catalog import Store
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 from index_store.store.writer import ContextWriter
 from prefill_worker.build import layer_arrays, layer_writing
 from prefill_worker.build.layer_writing import UNDER_WAY, LayerWriting, WrittenLayers

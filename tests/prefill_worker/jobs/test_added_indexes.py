@@ -18,7 +18,7 @@ from index_store.errors import (
 )
 from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
-from index_store.store.manifest import IndexEntry, Manifest
+from index_store.store.description.manifest import IndexEntry, Manifest
 from index_store.store.writer import ContextWriter
 from prefill_worker.config import AddIndexConfig
 from prefill_worker.jobs import document_layers, means

@@ -12,8 +12,8 @@ import torch
 from index_store.cli.progress import LineReporter
 from index_store.family.prefixes import longest_beginning, longest_prefix
 from index_store.store.catalog import Store
-from index_store.store.context_id import first_digest
-from index_store.store.manifest import Manifest
+from index_store.store.description.context_id import first_digest
+from index_store.store.description.manifest import Manifest
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
 from tests.support.models import LAYER_KINDS, write_model_folder

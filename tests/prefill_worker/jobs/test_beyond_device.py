@@ -14,7 +14,7 @@ from torch import Tensor
 from index_store.errors import InvalidArgumentError, MemoryBudgetError
 from index_store.models.loading import load_model, resolve_model
 from index_store.store.catalog import Store
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 from prefill_worker.build import kv_placement
 from prefill_worker.build.kv_placement import JobSizes, place_kv
 from prefill_worker.config import PrefillConfig

@@ -16,7 +16,7 @@ import torch
 from index_store.cli.progress import LineReporter
 from index_store.models.loading import identify, load_model, load_tokenizer, resolve_model
 from index_store.store.catalog import Store
-from index_store.store.manifest_json import render_manifest
+from index_store.store.description.manifest_json import render_manifest
 from prefill_worker.jobs import means
 from prefill_worker.jobs.job import run_job
 from tests.prefill_worker.conftest import DOCUMENT

@@ -18,7 +18,7 @@ from index_store.memory.arena import Arena
 from index_store.memory.context_loading import placed_bytes
 from index_store.memory.placement import MemoryBytes, Placement, slot_bytes
 from index_store.store.catalog import Store
-from index_store.store.manifest import HIGH_PLANE, Manifest
+from index_store.store.description.manifest import HIGH_PLANE, Manifest
 from prefill_worker.config import AddIndexConfig, DetachConfig
 from prefill_worker.jobs.added_indexes import run_add_index
 from prefill_worker.jobs.detached import run_detach

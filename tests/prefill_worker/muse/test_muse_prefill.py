@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from index_store.errors import InvalidArgumentError
 from index_store.store.catalog import Store
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 from prefill_worker.muse.ranges import RangeAttention, label_points, planned_bytes
 from prefill_worker.muse.settings import MuseSettings
 from prefill_worker.reading.capture import Capture

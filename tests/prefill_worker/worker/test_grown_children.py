@@ -15,7 +15,8 @@ import torch
 from index_store.family.children import publish_child, read_own_rows
 from index_store.jobs.job_record import MOST_PRIORITY, JobRecord, JobState
 from index_store.store.catalog import utc_now
-from index_store.store.manifest import Manifest
+from index_store.store.clean_up import find_leftovers
+from index_store.store.description.manifest import Manifest
 from prefill_worker.build.layer_arrays import IndexWriting
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.prefill_worker.worker.test_queue_worker import (
@@ -144,7 +145,7 @@ def test_a_child_that_is_deleted_meanwhile_stays_so(shop: Shop, monkeypatch: pyt
     assert job.failure is not None
     assert job.failure.reason == "CONTEXT_NOT_FOUND"
     assert [entry.id for entry in shop.contexts.entries()] != [child.id]
-    assert shop.contexts.leftovers() == []
+    assert find_leftovers(shop.contexts) == []
 
 
 @pytest.mark.slow

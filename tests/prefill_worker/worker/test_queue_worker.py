@@ -18,11 +18,12 @@ import pytest
 
 from index_store.cli.progress import SilentReporter
 from index_store.errors import StoreFullError
+from index_store.jobs.job_folder import JobFolder
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import JobOrder, JobRecord, JobState
 from index_store.models.loading import identify, resolve_model
 from index_store.store.catalog import Store
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 from prefill_worker.build.layer_arrays import IndexWriting
 from prefill_worker.config import PrefillConfig, WorkerConfig
 from prefill_worker.jobs import prepared_job
@@ -314,13 +315,13 @@ def test_a_fault_ends_the_job_and_not_the_worker(shop: Shop, monkeypatch: pytest
 def test_a_full_disk_ends_neither_the_worker_nor_the_job(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     job = shop.order()
     worker, stopping, tries = shop.worker(), Event(), []
-    write = worker._queue.write
+    write = JobFolder.write
 
-    def refuse_once(record: JobRecord) -> None:
+    def refuse_once(folder: JobFolder, record: JobRecord) -> None:
         tries.append(record)
         if len(tries) == 1:
             raise StoreFullError("no space is left")
-        write(record)
+        write(folder, record)
 
     def work() -> bool:
         if not shop.queue.get(job.id).open:
@@ -329,7 +330,7 @@ def test_a_full_disk_ends_neither_the_worker_nor_the_job(shop: Shop, monkeypatch
 
     work_once = worker.work_once
     monkeypatch.setattr(queue_worker, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(worker._queue, "write", refuse_once)
+    monkeypatch.setattr(JobFolder, "write", refuse_once)
     monkeypatch.setattr(worker, "work_once", work)
     worker.run(stopping)
     shop.made(job)

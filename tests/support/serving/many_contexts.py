@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from index_store.store.manifest_json import render_document, render_manifest
+from index_store.store.description.manifest_json import render_document, render_manifest
 from tests.support.store import CREATED, SyntheticContext, synthetic_context
 
 

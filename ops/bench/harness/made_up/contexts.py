@@ -19,8 +19,8 @@ from index_store.memory.host_memory import HostBlock, aligned, copy_source, defa
 from index_store.memory.placement import HOST_SEARCHED, USUAL_ROOM, Placement, SlotRoom
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.store.context_id import ModelIdentity
-from index_store.store.dtypes import stored_dtype
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.dtypes import stored_dtype
 
 HOST_GB = 17.2
 """Of keys and values in host memory: those of one sequence of 128K tokens."""

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decode_engine.model.decode_attention import ATTENTION_NAME, register_attention
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 
 DTYPE = "bfloat16"
 VOCABULARY = 128256

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode_engine.config import Prompts
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.prompt_pieces import prompt_cost
 from decode_engine.engine.requests import Finished, Request, Step
@@ -19,6 +18,7 @@ from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.text import TextStream
 from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import packed
+from decode_engine.settings.command_options import Prompts
 from harness.checks import CheckFailedError
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod

@@ -24,8 +24,8 @@ from index_store.indexes.key_clusters.build_triton import build_device_clusters
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
-from index_store.store.context_id import ModelIdentity
-from index_store.store.manifest import Manifest
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.manifest import Manifest
 from tests.decode_engine.kernels.problems.cluster_problems import (
     Problem,
     make_problem,

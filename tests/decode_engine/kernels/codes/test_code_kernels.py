@@ -27,7 +27,7 @@ from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio, TokenCount
 from index_store.selection.mass import Mass
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 from tests.decode_engine.kernels.problems.code_problems import (
     DEVICE,
     SMALL,

@@ -122,7 +122,7 @@ def take_steps(group: int, head_dim: int, methods: Sequence[str], where: str = "
     from index_store.attention.logit_form import LogitForm
     from index_store.memory.placement import Placement
     from index_store.methods.presets import get_method
-    from index_store.store.context_id import ModelIdentity
+    from index_store.store.description.context_id import ModelIdentity
 
     digest = "0" * 16
     model = ModelIdentity("test", "test", digest, digest, 2, HEADS * group, HEADS, head_dim, 2, 2 * KEYS)

@@ -16,7 +16,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import get_method
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 from tests.decode_engine.kernels.problems.cluster_problems import make_problem, random_lists
 from tests.decode_engine.kernels.problems.slot_problems import (
     Steps,

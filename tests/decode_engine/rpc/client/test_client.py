@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 import pytest
 
-from decode_engine.config import MAX_REQUEST_BYTES
 from decode_engine.errors import DeadlineExceededError, InternalError, ServerUnreachableError
 from decode_engine.rpc.client import AsyncClient, Client, Keep
+from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Message, Role, Tool
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc

@@ -15,6 +15,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from decode_engine.rpc.client import NEVER, Client
 from index_store.errors import ContextBusyError, ContextNotFoundError
 from index_store.store.catalog import Store
+from index_store.store.clean_up import clean_up
 from sparsekv.v1 import context_pb2
 from tests.decode_engine.conftest import Library, Stubs
 from tests.support.serving.service import fails
@@ -50,11 +51,11 @@ def test_a_pinned_context_does_not_expire(library: Library, client: Client) -> N
     passed = datetime(2020, 1, 1, tzinfo=UTC)
     assert client.update_context(name, pinned=True, expire_time=passed).state == "ready"
     store = Store(library.store)
-    assert not [item for item in store.gc(dry_run=True) if item.kind == "expired"]
+    assert not [item for item in clean_up(store, dry_run=True) if item.kind == "expired"]
     with client.generate(name, text="The", max_tokens=2) as generation:
         generation.read()
     assert client.update_context(name, pinned=False).state == "expired"
-    assert [item.path.name for item in store.gc() if item.kind == "expired"] == [
+    assert [item.path.name for item in clean_up(store) if item.kind == "expired"] == [
         name.removeprefix("contexts/")
     ]
     with pytest.raises(ContextNotFoundError):
@@ -76,7 +77,7 @@ def test_an_update_waits_for_no_job(
     library: Library, client: Client, lamp: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does the client's library repeat it, three times after ten seconds each."""
-    monkeypatch.setattr("decode_engine.rpc.service._BUSY_S", 0.1)
+    monkeypatch.setattr("decode_engine.rpc.context_service._BUSY_S", 0.1)
     began = time.monotonic()
     with (
         Store(library.store).lock(lamp.removeprefix("contexts/")),

@@ -11,6 +11,7 @@ from decode_engine.rpc.server import DecodeServer
 from index_store.cli.progress import LineReporter
 from index_store.errors import InvalidArgumentError
 from index_store.store.catalog import Store
+from index_store.store.clean_up import clean_up
 from prefill_worker.config import AddIndexConfig, DetachConfig
 from prefill_worker.jobs.added_indexes import run_add_index
 from prefill_worker.jobs.detached import run_detach
@@ -54,7 +55,7 @@ def test_a_child_made_whole_needs_nobody(library: Library) -> None:
         again.read()
         assert again.summary.kept_context == child
         assert client.get_context(child).parent == ""
-        (replaced,) = {left.kind for left in Store(library.store).gc()}
+        (replaced,) = {left.kind for left in clean_up(Store(library.store))}
         assert (replaced, Store(library.store).verify(report.manifest.id)) == ("array", [])
         begun += [token for piece in pieces for token in piece.token_ids]
         assert (len(begun), begun[:12]) == (400, expected)

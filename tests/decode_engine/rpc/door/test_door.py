@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import pytest
 
-from decode_engine.config import ServeConfig
 from decode_engine.errors import ServerUnreachableError
 from decode_engine.rpc.client import Client, Credentials
 from decode_engine.rpc.door.certificates import Certificates
@@ -25,6 +24,7 @@ from decode_engine.rpc.door.refusals import (
 from decode_engine.rpc.door.rules import Door, FailedAttempts
 from decode_engine.rpc.door.tokens import TokenFile
 from decode_engine.rpc.transport.listener import Listener
+from decode_engine.settings.config import ServeConfig
 from index_store.errors import InvalidArgumentError
 from sparsekv.v1 import context_pb2, context_pb2_grpc
 

@@ -16,7 +16,6 @@ from google.protobuf.empty_pb2 import Empty
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from decode_engine.config import MAX_REQUEST_BYTES
 from decode_engine.errors import DeadlineExceededError
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.client.connection import translate
@@ -25,6 +24,7 @@ from decode_engine.rpc.transport import listener as listener_module
 from decode_engine.rpc.transport.calls import Call, Limits, Traffic
 from decode_engine.rpc.transport.listener import Listener
 from decode_engine.rpc.transport.status import error_info
+from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 from tests.support.serving.raw_http2 import CHECK, GENERATE, GOAWAY, REFLECT, RawConnection

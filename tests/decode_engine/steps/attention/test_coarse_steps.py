@@ -29,7 +29,7 @@ from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.selection.budgets import Ratio, TokenCount
 from index_store.selection.mass import Mass
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 
 H, G, D, SIZE = 2, 3, 64, 3
 IDENTITY = ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, H * G, H, D, 2, 4096)

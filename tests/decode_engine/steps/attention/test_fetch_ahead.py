@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decode_engine.config import Compilation
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.kernels.slots.slot_cache import SlotCache
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
+from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.attention.fetch_ahead import FetchAhead
 from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
 from decode_engine.steps.attention.step_batch import StepBatch
@@ -32,7 +32,7 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.models.resolve import resolve_model
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 from tests.decode_engine.kernels.problems.cluster_problems import make_problem, random_lists
 from tests.decode_engine.steps.attention.test_hybrid_steps import (
     GivenHybridSteps,

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from decode_engine.config import Compilation
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.host_search.turns_triton import Lane
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
+from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.attention.host_steps import HostSteps, HostTableSelection
 from decode_engine.steps.attention.hybrid_steps import HybridSteps, slot_cache
 from decode_engine.steps.attention.registry import step_attention_for

@@ -27,8 +27,8 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.selection.budgets import TokenCount
-from index_store.store.context_id import ModelIdentity
-from index_store.store.manifest import Manifest
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.manifest import Manifest
 from tests.decode_engine.kernels.problems.cluster_problems import Problem, make_problem, random_lists
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -31,8 +31,8 @@ from index_store.methods.presets import get_method
 from index_store.selection.budgets import Ratio, Threshold, TokenCount
 from index_store.selection.mass import Mass
 from index_store.selection.remainders import REMAINDERS
-from index_store.store.context_id import ModelIdentity
-from index_store.store.manifest import Manifest
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.manifest import Manifest
 
 H, G, D, N = 2, 3, 64, 300
 IDENTITY = ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, H * G, H, D, 2, 4096)

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_engine.config import Compilation
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.kernels.attention.partials import merge_partials_reference
 from decode_engine.kernels.attention.row_groups import Seat
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
+from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.attention import dense_steps
 from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.step_model import step_model

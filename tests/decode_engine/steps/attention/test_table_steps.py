@@ -23,7 +23,7 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 from tests.decode_engine.kernels.problems.table_problems import DEVICE
 
 IDENTITY = ModelIdentity("tiny", "LlamaForCausalLM", "f", "t", 2, 6, 2, 64, 100, 2**20)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_engine.config import Compilation
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.host_search.mailbox import Mailbox
 from decode_engine.host_search.mailbox_triton import await_lists
@@ -23,6 +22,7 @@ from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
+from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.attention.host_steps import HostSteps
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper

@@ -15,7 +15,7 @@ from index_store.selection.budgets import Threshold
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.selection.remainders import REMAINDERS, ExactKeys
 from index_store.selection.threshold_curve import ThresholdCurve
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
 from tests.index_store.indexes.coarse_rows.test_scalar_rows import random_rows
 from tests.support.search import step

@@ -14,7 +14,7 @@ from index_store.indexes.key_clusters.cluster_tree import ClusterTree, expand
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_clusters.parameters import TreeParameters
 from index_store.indexes.key_clusters.tree_numba import search_tree, search_tree_reference
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 from tests.index_store.indexes.key_clusters.test_key_clusters import (
     DIM,
     FLAT,

@@ -17,7 +17,7 @@ from index_store.indexes.key_clusters.cluster_tree import ClusterTree
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_clusters.windowed_rope import move_queries, undo_rotary
 from index_store.selection.clustered_keys import ScoredClusters
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
 
 HEADS, KEYS, DIM, GROUP = 2, 700, 16, 3

@@ -10,7 +10,7 @@ from index_store.indexes.kmeans.kmeans import euclidean_kmeans
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes, score_codes_reference
 from index_store.selection.budgets import Ratio
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
 from tests.support.search import rows, step
 

@@ -14,7 +14,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.selection.budgets import Ratio
 from index_store.selection.ranking import Items, Ranking
-from index_store.store.json_fields import Scalar
+from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
 from tests.support.search import source, step
 

@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from decode_engine.rpc.describe import describe_context
+from decode_engine.rpc.messages.describe import describe_context
 from index_store.cli import report
 from index_store.errors import (
     ContextCorruptError,
@@ -23,8 +23,10 @@ from index_store.errors import (
     SparseKVError,
 )
 from index_store.memory.context_loading import placed_bytes
-from index_store.store.catalog import BrokenContext, Store
-from index_store.store.manifest_json import parse_manifest, render_document, render_manifest
+from index_store.store.catalog import Store
+from index_store.store.clean_up import clean_up
+from index_store.store.description.manifest_json import parse_manifest, render_document, render_manifest
+from index_store.store.listing import BrokenContext
 from index_store.store.tuned_defaults import parse_default, render_default
 from tests.index_store.store.test_tuned_defaults import record
 from tests.support.serving.many_contexts import write_manifests
@@ -169,7 +171,7 @@ def test_one_bad_context_hides_no_other(tmp_path: Path, context: SyntheticContex
     assert (broken.id, str(path) in broken.error.message) == (bad, True)
     assert store.resolve("handbook") == context.id
     assert store.resolve(bad[:10]) == bad
-    assert store.gc() == []
+    assert clean_up(store) == []
     assert store.verify(context.id) == []
     with pytest.raises((ContextCorruptError, FormatVersionError)):
         store.manifest(bad)

@@ -14,7 +14,7 @@ import torch
 from index_store.errors import ChecksumError, InvalidArgumentError
 from index_store.memory.arena import Arena
 from index_store.store.catalog import Store
-from index_store.store.manifest import index_array_entry
+from index_store.store.description.array_shapes import index_array_entry
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path, read_chunk_into
 from tests.support.memory import load_context
 from tests.support.store import KINDS, SyntheticContext, synthetic_context

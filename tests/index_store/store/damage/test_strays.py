@@ -8,6 +8,7 @@ from pathlib import Path
 
 from index_store.errors import UnexpectedFileError
 from index_store.store.catalog import Store
+from index_store.store.clean_up import clean_up
 from tests.support.store import SyntheticContext
 
 
@@ -18,11 +19,11 @@ def test_gc_removes_locks_that_nobody_holds(store: Store) -> None:
     left.touch()
     (locks / "notes.txt").touch()
     with store.lock("1" * 64):
-        assert [(item.kind, item.path) for item in store.gc(dry_run=True)] == [("lock", left)]
+        assert [(item.kind, item.path) for item in clean_up(store, dry_run=True)] == [("lock", left)]
         assert left.exists()
-        assert [(item.kind, item.path) for item in store.gc()] == [("lock", left)]
+        assert [(item.kind, item.path) for item in clean_up(store)] == [("lock", left)]
         assert sorted(os.listdir(locks)) == ["1" * 64, "notes.txt"]
-    assert store.gc() == []
+    assert clean_up(store) == []
 
 
 def test_gc_takes_no_lock_from_jobs_that_come_and_go(store: Store) -> None:
@@ -40,7 +41,7 @@ def test_gc_takes_no_lock_from_jobs_that_come_and_go(store: Store) -> None:
     with ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(work) for _ in range(3)]
         while not all(job.done() for job in jobs):
-            store.gc()
+            clean_up(store)
         for job in jobs:
             job.result()
     assert most == 1

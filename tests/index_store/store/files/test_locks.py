@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from index_store.store.catalog import Store
+from index_store.store.clean_up import clean_up, find_leftovers
 from index_store.store.files import locks
 from index_store.store.files.locks import clear_free_lock, is_locked, locked_file
 from tests.support.store import synthetic_context
@@ -54,7 +55,8 @@ def test_network_file_systems_get_locks_that_they_take(store: Store, monkeypatch
     context = synthetic_context()
     with store.lock(context.id):
         context.write(store)
-        store.leftovers()
-    assert [item.kind for item in store.gc()] == ["lock"]  # the temporary folder went when the next job came
+        find_leftovers(store)
+    # The temporary folder went when the next job came.
+    assert [item.kind for item in clean_up(store)] == ["lock"]
     assert any(f".tmp-{context.id}" in path for path, _ in asked)
     assert os.listdir(store.path / "locks") == []

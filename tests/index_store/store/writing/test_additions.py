@@ -17,8 +17,9 @@ import torch
 from index_store.errors import ContextNotFoundError, InvalidArgumentError, UnexpectedFileError
 from index_store.store import listing
 from index_store.store.catalog import Store
-from index_store.store.manifest import FORMAT_VERSION
-from index_store.store.manifest_json import render_document, render_manifest
+from index_store.store.clean_up import clean_up, find_leftovers
+from index_store.store.description.manifest import FORMAT_VERSION
+from index_store.store.description.manifest_json import render_document, render_manifest
 from index_store.store.writer import ContextWriter
 from tests.index_store.store.writing.test_killed_writers import Processes
 from tests.support.store import CREATED, SyntheticContext, add_index, synthetic_context
@@ -54,7 +55,7 @@ def test_readers_keep_their_view(stored: Store, context: SyntheticContext) -> No
         assert earlier.manifest == context.manifest
     assert stored.verify(context.id) == []
     assert names(stored) == [context.id]
-    assert stored.gc() == []
+    assert clean_up(stored) == []
 
 
 def test_a_context_without_any_index_gains_two(store: Store) -> None:
@@ -160,12 +161,12 @@ def test_killed_at_any_step(tmp_path: Path, processes: Processes, indexes: tuple
         problems = store.verify(context.id)
         assert all(isinstance(problem, UnexpectedFileError) for problem in problems)
         store.open(context.id).close()
-        removed = {item.kind for item in store.gc()}
+        removed = {item.kind for item in clean_up(store)}
         assert removed <= {"temporary", "index", "lock"}
         assert ("index" in removed) == bool(problems)
         states["new" if found == added else "stray" if problems else "old"] += 1
         assert store.verify(context.id) == []
-        assert store.gc() == []
+        assert clean_up(store) == []
         assert names(store) == [context.id]
         if found != added and step % 4 == 0:
             assert add_index(store, found)[0] == added
@@ -191,10 +192,10 @@ def test_clean_up_leaves_what_a_living_writer_has_moved(stored: Store, context: 
     moved.mkdir()
     (moved / "zarr.json").write_text("{}")
     with stored.lock(context.id):
-        assert stored.gc() == []
-        assert stored.leftovers() == []
-    assert [item.kind for item in stored.gc(dry_run=True)] == ["index"]
+        assert clean_up(stored) == []
+        assert find_leftovers(stored) == []
+    assert [item.kind for item in clean_up(stored, dry_run=True)] == ["index"]
     assert moved.is_dir()
-    assert [item.path for item in stored.gc()] == [moved]
+    assert [item.path for item in clean_up(stored)] == [moved]
     assert not moved.exists()
     assert stored.verify(context.id) == []

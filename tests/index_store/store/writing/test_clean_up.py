@@ -17,8 +17,8 @@ from index_store.errors import (
     MissingChunkError,
     StoreError,
 )
-from index_store.store import catalog
 from index_store.store.catalog import Store
+from index_store.store.clean_up import clean_up, find_leftovers
 from index_store.store.files.locks import locked_file
 from index_store.store.zarr_io import chunk_path
 from tests.support.store import CREATED, SyntheticContext, synthetic_context
@@ -39,17 +39,17 @@ def test_expired_context(store: Store) -> None:
     now = CREATED + timedelta(minutes=30)
     early = Store(store.path, clock=lambda: now)
     assert early.open(context.id).manifest.id == context.id
-    assert early.gc() == []
+    assert clean_up(early) == []
     with pytest.raises(ContextExpiredError, match=f"{context.id} expired at 2026-01-02 04:04:05") as caught:
         store.open(context.id)
     assert caught.value.metadata["context"] == context.id
     assert store.list() == [context.manifest]
     assert store.expired(context.manifest)
-    (would,) = store.gc(dry_run=True)
+    (would,) = clean_up(store, dry_run=True)
     assert (would.kind, would.path) == ("expired", folder(store, context.id))
     assert would.nbytes > context.manifest.kv_bytes
     assert store.list() == [context.manifest]
-    assert store.gc() == [would]
+    assert clean_up(store) == [would]
     assert store.list() == []
     assert os.listdir(store.path / "contexts") == []
 
@@ -58,8 +58,8 @@ def test_expired_context_that_a_job_is_replacing_is_left_alone(store: Store) -> 
     context = synthetic_context(ttl=timedelta(hours=1))
     context.write(store)
     with store.lock(context.id):
-        assert store.gc() == []
-    assert len(store.gc()) == 1
+        assert clean_up(store) == []
+    assert len(clean_up(store)) == 1
 
 
 def test_a_clean_up_and_a_job_remove_the_same_expired_context(
@@ -75,8 +75,8 @@ def test_a_clean_up_and_a_job_remove_the_same_expired_context(
             other.delete(first.id)
         return locked_file(path, wait=wait)
 
-    monkeypatch.setattr(catalog, "locked_file", removed_meanwhile)
-    assert {item.path for item in store.gc()} == {folder(store, second.id)}
+    monkeypatch.setattr("index_store.store.clean_up.locked_file", removed_meanwhile)
+    assert {item.path for item in clean_up(store)} == {folder(store, second.id)}
     assert os.listdir(store.path / "contexts") == []
     assert os.listdir(store.path / "locks") == []
 
@@ -97,12 +97,12 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(
     failures: list[StoreError] = []
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", rename)
-        assert len(store.gc(on_failure=failures.append)) == 2
-        assert store.gc() == []  # which logs it
+        assert len(clean_up(store, on_failure=failures.append)) == 2
+        assert clean_up(store) == []  # which logs it
     (failure,) = failures
     assert contexts[1].id in failure.message
     assert contexts[1].id in caplog.text
-    assert [item.path for item in store.gc()] == [folder(store, contexts[1].id)]
+    assert [item.path for item in clean_up(store)] == [folder(store, contexts[1].id)]
 
 
 def test_of_a_linked_context_only_the_link_is_removed(
@@ -119,7 +119,7 @@ def test_of_a_linked_context_only_the_link_is_removed(
     left.symlink_to(elsewhere, target_is_directory=True)
     dangling = stored.path / "contexts" / f".trash-{context.id}-02"
     dangling.symlink_to(tmp_path / "nowhere")
-    assert [item.path for item in stored.gc()] == [left, dangling]
+    assert [item.path for item in clean_up(stored)] == [left, dangling]
     assert os.listdir(stored.path / "contexts") == []
     assert (elsewhere / "manifest.json").exists()
 
@@ -129,13 +129,13 @@ def test_leftovers_have_size_and_age(store: Store) -> None:
     trash.mkdir()
     with store.writer("2" * 64) as writer:  # what is being written is none
         writer.write_tokens([1, 2])
-        assert [item.kind for item in store.leftovers()] == ["trash"]
+        assert [item.kind for item in find_leftovers(store)] == ["trash"]
     dead = store.path / "contexts" / f".tmp-{'0' * 64}-0123"
     (dead / "kv").mkdir(parents=True)
     (dead / "kv" / "0").write_bytes(b"x" * 1000)
     for path in (dead / "kv" / "0", dead / "kv", dead):
         os.utime(path, (1_000_000, 1_000_000 + (path == dead)))
-    first, second = store.leftovers()
+    first, second = find_leftovers(store)
     assert (first.kind, first.path, first.nbytes) == ("temporary", dead, 1000)
     assert first.changed_at == datetime.fromtimestamp(1_000_001, UTC)
     assert (second.kind, second.path, second.nbytes) == ("trash", trash, 0)
@@ -165,9 +165,9 @@ def test_a_store_that_cannot_be_written_to_is_read(
         store = Store(stored.path, create=create)
         assert store.entries() == [context.manifest]
         assert store.verify(context.id) == []
-        assert [item.path for item in store.leftovers()] == [dead]
-        assert [item.path for item in store.gc(dry_run=True)] == [dead]
-        assert store.gc() == []
+        assert [item.path for item in find_leftovers(store)] == [dead]
+        assert [item.path for item in clean_up(store, dry_run=True)] == [dead]
+        assert clean_up(store) == []
         with pytest.raises(StoreError, match="Read-only file system"):
             store.delete(context.id)
 
@@ -200,9 +200,9 @@ def test_gc_finishes_a_deletion_that_was_interrupted(stored: Store, context: Syn
     trash = stored.path / "contexts" / f".trash-{context.id}-0123"
     folder(stored, context.id).rename(trash)
     assert stored.list() == []
-    assert [(item.kind, item.path) for item in stored.gc(dry_run=True)] == [("trash", trash)]
+    assert [(item.kind, item.path) for item in clean_up(stored, dry_run=True)] == [("trash", trash)]
     assert trash.exists()
-    assert [item.kind for item in stored.gc()] == ["trash"]
+    assert [item.kind for item in clean_up(stored)] == ["trash"]
     assert not trash.exists()
 
 
@@ -210,7 +210,7 @@ def test_gc_spares_what_is_being_written(store: Store) -> None:
     context = synthetic_context()
     with store.writer(context.id) as writer:
         writer.write_tokens(context.tokens)
-        assert store.gc() == []
+        assert clean_up(store) == []
         with store.writer(context.id):
             assert len(list((store.path / "contexts").iterdir())) == 2
         assert store.list() == []
@@ -221,9 +221,9 @@ def test_gc_removes_temporary_folders_without_a_writer(store: Store) -> None:
     dead = store.path / "contexts" / f".tmp-{'0' * 64}-0123"
     (dead / "kv").mkdir(parents=True)
     (dead / "kv" / "zarr.json").write_text("{}")
-    assert [(item.kind, item.nbytes) for item in store.gc(dry_run=True)] == [("temporary", 2)]
+    assert [(item.kind, item.nbytes) for item in clean_up(store, dry_run=True)] == [("temporary", 2)]
     assert dead.exists()
-    assert [item.path for item in store.gc()] == [dead]
+    assert [item.path for item in clean_up(store)] == [dead]
     dead.mkdir()
     with store.writer("1" * 64):
         assert not dead.exists()
@@ -233,7 +233,7 @@ def test_gc_waits_for_nobody(store: Store) -> None:
     held = store.path / "contexts" / f".tmp-{'0' * 64}-0123"
     held.mkdir()
     with locked_file(store.path / "locks" / held.name):
-        assert store.gc() == store.leftovers() == []
-        assert store.gc(dry_run=True) == []
-    assert len(store.gc()) == 1
+        assert clean_up(store) == find_leftovers(store) == []
+        assert clean_up(store, dry_run=True) == []
+    assert len(clean_up(store)) == 1
     assert not held.exists()

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from index_store.store.catalog import Store
+from index_store.store.clean_up import clean_up
 from tests.support.store import synthetic_context
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -92,7 +93,7 @@ def test_writer_killed_at_any_step(store: Store, processes: Processes) -> None:
             assert visible == {kept.id}
             (left,) = (name for name in names(store) if name.startswith("."))
             assert left.startswith(f".tmp-{context.id}-")
-            assert [item.kind for item in store.gc()] == ["temporary"]
+            assert [item.kind for item in clean_up(store)] == ["temporary"]
         assert names(store) == [kept.id]
         steps += 1
     # 7 arrays, 1 + 6 + 6 + 4 * 4 chunks, the sync, and the rename's sync
@@ -126,7 +127,7 @@ def test_writer_killed_at_random_moments(store: Store, processes: Processes) -> 
     assert killed == 8
     for id_ in expected:
         assert store.verify(id_) == []
-    store.gc()
+    clean_up(store)
     assert set(names(store)) == expected
 
 
@@ -197,7 +198,7 @@ def test_clean_up_never_takes_a_living_writer(store: Store) -> None:
     def clean() -> None:
         while not done.is_set():
             # It may take a folder that is empty and not locked yet: the writer then makes another.
-            assert sum(item.nbytes for item in store.gc()) == 0
+            assert sum(item.nbytes for item in clean_up(store)) == 0
 
     with ThreadPoolExecutor(5) as pool:
         cleaners = [pool.submit(clean) for _ in range(2)]

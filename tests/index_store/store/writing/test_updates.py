@@ -13,9 +13,10 @@ import pytest
 
 from index_store.errors import ContextBusyError, ContextNotFoundError, InvalidArgumentError, ManifestError
 from index_store.store.catalog import Store
+from index_store.store.clean_up import clean_up
+from index_store.store.description.manifest import FORMAT_VERSION, Manifest
+from index_store.store.description.manifest_json import MANIFEST_NAME, render_document
 from index_store.store.files import replacing
-from index_store.store.manifest import FORMAT_VERSION, Manifest
-from index_store.store.manifest_json import MANIFEST_NAME, render_document
 from tests.support.store import CREATED, synthetic_context
 
 
@@ -45,9 +46,9 @@ def test_a_pinned_context_expires_when_it_is_unpinned(store: Store) -> None:
     assert store.expired(store.manifest(id_))
     store.update(id_, lambda present: replace(present, pinned=True))
     assert not store.expired(store.manifest(id_))
-    assert store.gc() == []
+    assert clean_up(store) == []
     store.update(id_, lambda present: replace(present, pinned=False))
-    assert [item.kind for item in store.gc()] == ["expired"]
+    assert [item.kind for item in clean_up(store)] == ["expired"]
 
 
 def test_an_older_manifest_is_written_as_one_of_this_version(store: Store) -> None:
@@ -110,5 +111,5 @@ def test_what_a_killed_update_leaves_is_removed(store: Store, monkeypatch: pytes
         with pytest.raises(Killed):
             store.update(id_, lambda present: replace(present, pinned=True))
     assert store.manifest(id_) == context.manifest
-    assert [item.path for item in store.gc()] == left
+    assert [item.path for item in clean_up(store)] == left
     assert not left[0].exists()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness.checks import CheckFailedError
 
-from decode_engine.config import Prompts
+from decode_engine.settings.command_options import Prompts
 from index_store.methods.presets import get_method
 from tests.ops.bench.conftest import load_bench
 from tests.support.tiny_model import IDENTITY, make_model

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from decode_engine.config import Compilation
+from decode_engine.settings.command_options import Compilation
 from index_store.memory.placement import Placement
 from tests.ops.bench.conftest import FOLDER, Run, load_bench
 from tests.support.tiny_model import IDENTITY, make_model

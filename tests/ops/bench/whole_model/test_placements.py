@@ -15,7 +15,7 @@ from harness.made_up import contexts
 from harness.steps import captured_steps, general_steps
 from harness.steps.recorded_lists import RecordedLists
 
-from decode_engine.config import Compilation
+from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.step_model import step_model
 from index_store.memory.placement import USUAL_ROOM, SlotRoom
 from index_store.methods.presets import get_method

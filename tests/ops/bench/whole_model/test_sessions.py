@@ -16,7 +16,7 @@ from index_store.memory.context_loading import placed_bytes
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.presets import METHODS, get_method
-from index_store.store.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity
 from tests.ops.bench.conftest import Run, load_bench
 
 LARGE = ModelIdentity("large", "llama", "0" * 64, "0" * 64, 32, 32, 8, 128, 128256, 2**17)

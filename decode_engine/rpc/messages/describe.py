@@ -17,15 +17,15 @@ from index_store.errors import FormatVersionError, StoreUnavailableError
 from index_store.family.parents import outgrown
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.jobs.uploads import Upload
-from index_store.memory.arena import ArenaStats
+from index_store.memory.books import ArenaStats
 from index_store.memory.placement import Placement
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio, Threshold, TokenCount
 from index_store.selection.mass import Mass
-from index_store.store.catalog import BrokenContext
-from index_store.store.dtypes import stored_dtype
-from index_store.store.manifest import IndexEntry, Manifest
+from index_store.store.description.dtypes import stored_dtype
+from index_store.store.description.manifest import IndexEntry, Manifest
+from index_store.store.listing import BrokenContext
 from index_store.store.tuned_defaults import TunedDefault
 from sparsekv.v1 import context_pb2, generation_pb2
 

@@ -14,9 +14,10 @@ import google_crc32c
 
 from index_store.attention.layer_shape import WindowLayers
 from index_store.errors import ChecksumError, FormatVersionError, ManifestError
-from index_store.store.context_id import ModelIdentity, Parent
-from index_store.store.json_fields import JsonFields, field_error, is_integer, shown
-from index_store.store.manifest import FORMAT_VERSION, READABLE_VERSIONS, ArrayEntry, IndexEntry, Manifest
+from index_store.store.description.array_entry import ArrayEntry
+from index_store.store.description.context_id import ModelIdentity, Parent
+from index_store.store.description.json_fields import JsonFields, field_error, is_integer, shown
+from index_store.store.description.manifest import FORMAT_VERSION, READABLE_VERSIONS, IndexEntry, Manifest
 
 MANIFEST_NAME = "manifest.json"
 _INDENT = re.compile(rb"\n *(?=[^\n ])")

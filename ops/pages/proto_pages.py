@@ -16,7 +16,7 @@ from google.protobuf.descriptor_pb2 import (
 )
 from grpc_tools import protoc  # type: ignore[import-untyped]
 
-PROTOS = Path(__file__).resolve().parent.parent / "protos"
+PROTOS = Path(__file__).resolve().parents[2] / "protos"
 FILES = ("context", "generation", "conversation")
 
 Place = tuple[int, ...]

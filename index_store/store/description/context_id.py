@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from index_store.attention.layer_shape import LayerShape, WindowLayers
 from index_store.errors import InvalidArgumentError
-from index_store.store.json_fields import check_name, check_positive, field_error
+from index_store.store.description.json_fields import check_name, check_positive, field_error
 
 if TYPE_CHECKING:
     import numpy as np

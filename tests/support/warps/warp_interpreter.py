@@ -8,20 +8,15 @@ Whether the layouts that kernels claim are what the hardware has is checked wher
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FunctionType, ModuleType, SimpleNamespace
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from triton._C.libtriton import interpreter as memory
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.language import pointer_type
-from triton.runtime.jit import ConstexprFunction
 
 _DTYPES = {
     "int1": np.bool_, "uint8": np.uint8, "int8": np.int8, "int32": np.int32, "int64": np.int64,
@@ -347,7 +342,7 @@ def _unpacked(asm: str, words: Numbers, count: int) -> tuple[Numbers, ...]:
     return tuple(found)
 
 
-def _multiply(a: Numbers, b: Numbers, acc: Numbers) -> Numbers:
+def multiply(a: Numbers, b: Numbers, acc: Numbers) -> Numbers:
     """As tensor cores do: 16 products at a time, exact, are added, and what float32 cannot hold is dropped."""
     found = acc.array
     left, right = a.array.astype(np.float64), b.array.astype(np.float64)
@@ -356,55 +351,3 @@ def _multiply(a: Numbers, b: Numbers, acc: Numbers) -> Numbers:
         rounded = exact.astype(np.float32)
         found = np.where(np.abs(rounded) > np.abs(exact), np.nextafter(rounded, np.float32(0)), rounded)
     return Numbers(found)
-
-
-class _Launched:
-    """A kernel as launches call it: kernel[grid](...)."""
-
-    def __init__(self, kernel: FunctionType, modules: tuple[ModuleType, ...]) -> None:
-        self._kernel, self._modules = kernel, modules
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        sizes = (*grid, 1)[:2]
-
-        def run(*arguments: Any, num_warps: int, **constants: Any) -> None:
-            numbers = [_argument(each) for each in arguments]
-            for program in itertools.product(*map(range, sizes)):
-                language = Language(program, sizes)
-                for module in self._modules:
-                    module.gl = language  # type: ignore[attr-defined]
-                    if hasattr(module, "async_copy"):
-                        module.async_copy = language.copies
-                self._kernel(*numbers, **constants)
-
-        return run
-
-
-def _argument(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return Numbers(np.uint64(value.data_ptr()), None, torch.empty(0, dtype=value.dtype).numpy().dtype)
-    if isinstance(value, int):
-        return Numbers(np.int32(value))
-    return Numbers(np.float32(value)) if isinstance(value, float) else value
-
-
-@contextmanager
-def interpreted(*modules: ModuleType) -> Iterator[None]:
-    """Kernels of these modules, and those that they import of each other, run here."""
-    kept = [dict(vars(module)) for module in modules]
-    try:
-        for module in modules:
-            for name, value in list(vars(module).items()):
-                if isinstance(value, GluonJITFunction):
-                    launched = value.__name__.endswith("_kernel")
-                    vars(module)[name] = _Launched(value.fn, modules) if launched else value.fn
-                elif isinstance(value, ConstexprFunction):
-                    vars(module)[name] = value.fn
-                elif isinstance(value, gl.constexpr):
-                    vars(module)[name] = value.value
-                elif name == "mma_v2":
-                    vars(module)[name] = _multiply
-        yield
-    finally:
-        for module, before in zip(modules, kept, strict=True):
-            vars(module).update(before)

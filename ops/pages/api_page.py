@@ -1,6 +1,7 @@
-"""Writes the parts of docs/api.md that are made from the code: `python ops/api_page.py`, or `--check` to compare only.
+"""Writes the parts of docs/api.md that are made from the code.
 
-Parts stand between `<!-- generated: NAME -->` and `<!-- end -->`.
+`python ops/pages/api_page.py`, or with `--check` to compare only. Parts stand between
+`<!-- generated: NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
 from decode_engine.gateway.wire.parameters import describe
 from decode_engine.rpc.transport.status import CODES
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "api.md"
 PROTOS = ("context", "generation")
 
@@ -77,7 +78,9 @@ def main() -> None:
     page = PAGE.read_text()
     made = render(page)
     if "--check" in sys.argv[1:]:
-        sys.exit(0 if made == page else f"{PAGE} is not what the code says: run `python ops/api_page.py`")
+        sys.exit(
+            0 if made == page else f"{PAGE} is not what the code says: run `python ops/pages/api_page.py`"
+        )
     PAGE.write_text(made)
 
 

@@ -6,16 +6,6 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from decode_engine.config import (
-    MAX_ANSWERS,
-    MAX_BATCH,
-    MAX_CHOICES,
-    MAX_CONSTRAINT_BYTES,
-    MAX_MAX_TOKENS,
-    MAX_PROMPT_LOGPROBS,
-    MAX_SEARCH_PERIOD,
-    MAX_STOP_TOKENS,
-)
 from decode_engine.engine.sampler import SamplingParameters
 from decode_engine.engine.sampling.logit_rules import LogitRules
 from decode_engine.engine.sampling.matching import Constraint
@@ -30,13 +20,23 @@ from decode_engine.rpc.prompts.stored_messages import StoredMessages
 from decode_engine.rpc.prompts.tool_fields import ToolChoice, parse_tool_choice
 from decode_engine.rpc.prompts.turn_tokens import conversation_tokens, turn_tokens
 from decode_engine.rpc.prompts.wire_messages import parse_messages
+from decode_engine.settings.request_bounds import (
+    MAX_ANSWERS,
+    MAX_BATCH,
+    MAX_CHOICES,
+    MAX_CONSTRAINT_BYTES,
+    MAX_MAX_TOKENS,
+    MAX_PROMPT_LOGPROBS,
+    MAX_SEARCH_PERIOD,
+    MAX_STOP_TOKENS,
+)
 from index_store.errors import InvalidArgumentError
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.models.conversation.messages import MAX_MESSAGES, Message, Role, Tool, check_tools, refused
 from index_store.models.loading import Tokenizer
-from index_store.store.context_id import ModelIdentity
-from index_store.store.manifest import Manifest
+from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.manifest import Manifest
 from index_store.store.tuned_defaults import TunedDefault
 from sparsekv.v1 import generation_pb2
 

@@ -8,19 +8,29 @@ ManifestError and name field, value and (when read from a file) path.
 from __future__ import annotations
 
 import itertools
-import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from index_store.attention.layer_shape import LayerShape
-from index_store.errors import InvalidArgumentError
 from index_store.selection.threshold_curve import KEEP_GRID, are_thresholds
-from index_store.store.context_id import DIGEST_DIGITS, PREFIX_BLOCK, ModelIdentity, Parent, is_context_id
-from index_store.store.dtypes import AS_DTYPE, INT8, KV_DTYPES, PLANE_DTYPE, STORED_DTYPES
-from index_store.store.files.additions import WHOLE
-from index_store.store.json_fields import (
+from index_store.store.description.array_entry import HEX, PATH_PART, ArrayEntry
+from index_store.store.description.array_shapes import (
+    conversation_entry,
+    kv_entry,
+    plane_entry,
+    queries_entry,
+    tokens_entry,
+    window_entry,
+)
+from index_store.store.description.context_id import (
+    DIGEST_DIGITS,
+    PREFIX_BLOCK,
+    ModelIdentity,
+    Parent,
+    is_context_id,
+)
+from index_store.store.description.dtypes import AS_DTYPE, INT8, KV_DTYPES, PLANE_DTYPE
+from index_store.store.description.json_fields import (
     MOST,
     Scalar,
     are_numbers,
@@ -33,6 +43,7 @@ from index_store.store.json_fields import (
     field_error,
     is_number,
 )
+from index_store.store.files.additions import WHOLE
 
 FORMAT_VERSION = 5
 """What is written: 2 added calibrated thresholds and a sample of the queries, 3 leaves the salt out and has layers with
@@ -44,101 +55,6 @@ HIGH_PLANE = "coarse_rows"
 """The index, of that kind, that has four of the 8 bits of rows: the coarse copy in its usual form."""
 
 _HIGH_PARAMETERS: Mapping[str, Scalar] = {"coding": "scalar", "key_bits": 4, "value_bits": 4}
-
-_PATH_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_HEX = re.compile(r"[0-9a-f]+")
-_CHECKSUM_DIGITS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayEntry:
-    """One zarr array of a context. `dtype` is the logical name: "bfloat16" is stored as uint16.
-
-    checksums: crc32c of every chunk, 8 hex digits each, in C order of the grid. They tie each file to its place: a
-    chunk that is intact but belongs elsewhere is found. None while the array is planned or being written.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    chunks: tuple[int, ...]
-    dtype: str
-    checksums: str | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        parts = self.path.split("/")
-        if not all(_PATH_PART.fullmatch(part) for part in parts):
-            raise field_error("path", self.path, "names of letters, digits, '_', '-', '.' joined by '/'")
-        if self.dtype not in STORED_DTYPES:
-            raise field_error(f"{self.path}.dtype", self.dtype, f"one of {', '.join(STORED_DTYPES)}")
-        if not self.shape or not all(size > 0 for size in self.shape):
-            raise field_error(f"{self.path}.shape", self.shape, "one or more positive sizes")
-        if self.nbytes > MOST:
-            raise field_error(f"{self.path}.shape", self.shape, f"at most {MOST} bytes")
-        divides = len(self.chunks) == len(self.shape) and all(
-            chunk > 0 and size % chunk == 0 for chunk, size in zip(self.chunks, self.shape, strict=True)
-        )
-        if not divides:
-            raise field_error(f"{self.path}.chunks", self.chunks, f"sizes that divide the shape {self.shape}")
-        if self.checksums is not None:
-            self._check_checksums(self.checksums)
-
-    @property
-    def layout(self) -> ArrayEntry:
-        """The array without its checksums: what is known before it is written."""
-        return replace(self, checksums=None)
-
-    def below(self, folder: str) -> ArrayEntry:
-        """The array in a folder; "" for none."""
-        return replace(self, path=f"{folder}/{self.path}") if folder else self
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """Chunks along each dimension."""
-        return tuple(size // chunk for size, chunk in zip(self.shape, self.chunks, strict=True))
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return STORED_DTYPES[self.dtype].itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole array, without checksums."""
-        return math.prod(self.shape) * self.itemsize
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one chunk, without its checksum."""
-        return math.prod(self.chunks) * self.itemsize
-
-    def chunk_indices(self) -> Iterator[tuple[int, ...]]:
-        """Grid coordinates of every chunk, in C order."""
-        return itertools.product(*map(range, self.grid))
-
-    def checksum(self, indices: Sequence[int]) -> int:
-        """The crc32c of the chunk at the given grid coordinates; coordinates left out are 0.
-
-        Raises InvalidArgumentError when the array has no checksums, because it was not written yet.
-        """
-        if self.checksums is None:
-            raise InvalidArgumentError(f"{self.path}: no checksums are known; the array was not published")
-        position = 0
-        for index, count in itertools.zip_longest(indices, self.grid, fillvalue=0):
-            position = position * count + index
-        start = position * _CHECKSUM_DIGITS
-        return int(self.checksums[start : start + _CHECKSUM_DIGITS], 16)
-
-    def _check_checksums(self, checksums: str) -> None:
-        count = math.prod(self.grid)
-        if len(checksums) != count * _CHECKSUM_DIGITS or not _HEX.fullmatch(checksums):
-            found = f"{len(checksums) / _CHECKSUM_DIGITS:g} checksums, {checksums}"
-            expected = f"{count} of {_CHECKSUM_DIGITS} lower-case hex digits each, one per chunk"
-            raise field_error(f"{self.path}.checksums", found, expected)
-
-
-def join_checksums(checksums: Iterable[int]) -> str:
-    """Checksums in C order of their chunks, as an ArrayEntry keeps them."""
-    return "".join(f"{checksum:0{_CHECKSUM_DIGITS}x}" for checksum in checksums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +74,7 @@ class IndexEntry:
     thresholds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not _PATH_PART.fullmatch(self.name):
+        if not PATH_PART.fullmatch(self.name):
             raise field_error("index.name", self.name, "letters, digits, '_', '-', '.'")
         check_name(f"index.{self.name}.kind", self.kind)
         if not are_scalars(self.parameters):
@@ -254,7 +170,7 @@ class Manifest:
         self._check_arrays()
         digits = (self.token_count // PREFIX_BLOCK + 1) * DIGEST_DIGITS
         if self.prefix_digests and (
-            len(self.prefix_digests) != digits or not _HEX.fullmatch(self.prefix_digests)
+            len(self.prefix_digests) != digits or not HEX.fullmatch(self.prefix_digests)
         ):
             raise field_error(
                 "prefix_digests", self.prefix_digests, f"{digits} lower-case hex digits, or none"
@@ -412,65 +328,3 @@ class Manifest:
         placed = None if expected is None else expected.below(self.array_folder)
         if (None if found is None else found.layout) != placed:
             raise field_error(name, found, f"{placed}")
-
-
-def tokens_entry(token_count: int) -> ArrayEntry:
-    """The array of token ids: uint32 [N], one chunk."""
-    return ArrayEntry("tokens", (token_count,), (token_count,), "uint32")
-
-
-def conversation_entry(nbytes: int) -> ArrayEntry:
-    """The array of a conversation's messages: uint8 [bytes], one chunk."""
-    return ArrayEntry("conversation", (nbytes,), (nbytes,), "uint8")
-
-
-def kv_entry(model: ModelIdentity, token_count: int, dtype: str, *, whole: bool = True) -> ArrayEntry:
-    """The array of keys and values: [layers, kv_heads, N, 2, d], one chunk per (layer, KV head).
-
-    It has the layers whose queries see all keys. Where there are none, it has all layers, and the tokens that they
-    keep. whole: False for a child, whose `token_count` own tokens are kept in every layer.
-    """
-    layers = model.full_layers or model.window_layers
-    return _rows_entry("kv", layers, model.shape(layers[0]), token_count, dtype, whole)
-
-
-def plane_entry(model: ModelIdentity, token_count: int) -> ArrayEntry:
-    """The low plane of keys and values in 8 bits, in place of `kv_entry`: uint8 [layers, kv_heads, N, 2, d/2]."""
-    rest = (token_count, 2, model.head_dim // 2)
-    return ArrayEntry("kv", (len(model.full_layers), model.kv_heads, *rest), (1, 1, *rest), PLANE_DTYPE)
-
-
-def window_entry(
-    model: ModelIdentity, token_count: int, dtype: str, *, whole: bool = True
-) -> ArrayEntry | None:
-    """Keys and values of layers with a sliding window; None where all layers are in that of `kv_entry`, as there."""
-    if model.window is None or not model.full_layers:
-        return None
-    return _rows_entry("window", model.window_layers, model.window.shape, token_count, dtype, whole)
-
-
-def _rows_entry(
-    path: str, layers: Sequence[int], shape: LayerShape, token_count: int, dtype: str, whole: bool
-) -> ArrayEntry:
-    rest = (shape.kept(token_count) if whole else token_count, 2, shape.head_dim)
-    return ArrayEntry(path, (len(layers), shape.kv_heads, *rest), (1, 1, *rest), dtype)
-
-
-def queries_entry(model: ModelIdentity, rows: int) -> ArrayEntry | None:
-    """The array of sampled queries: float32 [layers, kv_heads, rows, group, d], one chunk per (layer, KV head).
-
-    Of the layers whose queries see all keys; None without such layers, and without rows.
-    """
-    layers = len(model.full_layers)
-    if not layers or not rows:
-        return None
-    rest = (rows, model.query_heads // model.kv_heads, model.head_dim)
-    return ArrayEntry("queries", (layers, model.kv_heads, *rest), (1, 1, *rest), "float32")
-
-
-def index_array_entry(
-    index: str, array: str, layers: int, head_shape: Sequence[int], dtype: str
-) -> ArrayEntry:
-    """An index array: `head_shape` is [H, ...], the shape of one layer; stored as [layers, H, ...]."""
-    shape = tuple(head_shape)
-    return ArrayEntry(f"index/{index}/{array}", (layers, *shape), (1, 1, *shape[1:]), dtype)

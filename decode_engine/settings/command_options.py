@@ -1,0 +1,169 @@
+"""Options that several commands share, and how they are checked against the machine that the command runs on."""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from index_store.cli.checks import AtLeast, Filled, InputFile, OneOf
+from index_store.cli.options import AUTO
+from index_store.errors import InvalidArgumentError
+
+
+def check_device(device: str) -> None:
+    """Raises InvalidArgumentError unless it is auto, cpu, or cuda on a machine that has a CUDA device."""
+    if device not in ("auto", "cpu"):
+        from index_store.memory.devices import pick_device
+
+        pick_device(device)
+
+
+def search_cores() -> int:
+    """Threads that search on the host beside a GPU: two cores stay for the engine and whatever else runs."""
+    return max(1, available_cores() - 2)
+
+
+def check_placement(placement: str, device: str, device_memory: int | None = None) -> None:
+    """Raises InvalidArgumentError for an unknown placement, and for one or a budget that needs a GPU without one."""
+    from index_store.memory.placement import parse_placement
+
+    chosen = parse_placement(placement)
+    beside = chosen is not None and chosen.kv_on_host
+    if beside or device_memory is not None:
+        from index_store.memory.devices import pick_device
+
+        if pick_device(device).type == "cpu":
+            flag, use = (
+                (f"--placement is {placement}", "--placement auto")
+                if beside
+                else ("--device-memory is given", "--memory")
+            )
+            raise InvalidArgumentError(
+                f"{flag}, but the CPU computes here and everything is in its memory; use {use}",
+                field="placement",
+            )
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not everywhere
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Compilation(Enum):
+    """How the model around the attention is compiled: not at all, by default rules, or by trying kernels out.
+
+    Compiled kernels are kept in torch's own cache on disk; the first start with a model takes up to a minute for every
+    size of batch. Kernels are tried out for single sessions only: for larger batches those found that way were slower
+    than the library's (an 8B model on an H200, 4 sessions: 6.2 against 4.9 ms).
+    """
+
+    OFF = "off"
+    DEFAULT = "default"
+    MAX_AUTOTUNE = "max-autotune"
+
+
+def check_compilation(compilation: Compilation, device: str) -> None:
+    """Raises InvalidArgumentError where the model is to be compiled and nothing is: on a CPU."""
+    if compilation is Compilation.OFF:
+        return
+    from index_store.memory.devices import pick_device
+
+    if pick_device(device).type == "cpu":
+        raise InvalidArgumentError(
+            f"--compile is {compilation.value}, but the CPU computes here, where steps are not compiled; "
+            "use --compile off",
+            field="compile",
+        )
+
+
+def check_prefetch(prefetch: bool, device: str, placement: str) -> None:
+    """Raises InvalidArgumentError where rows are to be fetched ahead and nothing is fetched.
+
+    That is on a CPU, and where contexts lie in GPU memory.
+    """
+    if not prefetch:
+        return
+    from index_store.memory.devices import pick_device
+    from index_store.memory.placement import Placement
+
+    if pick_device(device).type == "cpu":
+        raise InvalidArgumentError(
+            "--prefetch is given, but the CPU computes here and reads keys and values where they are; leave it out",
+            field="prefetch",
+        )
+    if placement == Placement.DEVICE.value:
+        raise InvalidArgumentError(
+            f"--prefetch is given, but with --placement {placement} no keys and values are in host memory; leave it "
+            "out, or use --placement auto or hybrid",
+            field="prefetch",
+        )
+
+
+def check_prefill(prefill: bool, device: str) -> None:
+    """Raises InvalidArgumentError where contexts are to be made beside a server that computes on a GPU."""
+    if not prefill:
+        return
+    from index_store.memory.devices import pick_device
+
+    if pick_device(device).type != "cpu":
+        raise InvalidArgumentError(
+            "--prefill is given, but a GPU computes here, and a worker on it would make answers wait and hold the "
+            "model a second time; run `prefill-worker serve` on another device or machine that shares the store",
+            field="prefill",
+        )
+
+
+class Prompts(Enum):
+    """What the tokens of a prompt attend to.
+
+    EXACT: all of the context, whatever the method. SPARSE: what one search selects for all tokens of a piece of the
+    prompt together. EACH: every token to what a search of its own selects, like the tokens of an answer. AUTO: exact on
+    a GPU, each on a CPU.
+    """
+
+    AUTO = "auto"
+    EXACT = "exact"
+    SPARSE = "sparse"
+    EACH = "each"
+
+
+ModelOption = Annotated[
+    str, Option("--model", help="'reader', or the path of a Hugging Face model folder."), Filled()
+]
+TextOption = Annotated[
+    tuple[Path, ...],
+    Option("--text", help="Text to make contexts of, may be repeated; packaged novels by default."),
+    InputFile(),
+]
+DistractorsOption = Annotated[
+    int | None,
+    Option("--distractors", help="Further statements that resemble an asked one; by task if not given."),
+    AtLeast(0, 1_000_000),
+]
+DeviceOption = Annotated[
+    str,
+    Option(help="Where the model and its contexts are: auto (a GPU if there is one), cpu or cuda."),
+    OneOf(AUTO, "cpu", "cuda"),
+]
+PlacementOption = Annotated[
+    str,
+    Option(
+        help="Where contexts are beside a GPU: device (all in its memory), hybrid (keys and values in host memory, "
+        "indexes in the GPU's), host (query tables in host memory too, searched by the CPU), or auto (device for what "
+        "fits there, else hybrid, host for indexes that do not fit either).",
+    ),
+    OneOf(AUTO, "device", "hybrid", "host"),
+]
+PromptsOption = Annotated[
+    Prompts,
+    Option(
+        help="What the tokens of a prompt attend to: all of the context (exact), what one search selects for all of "
+        "them together (sparse), what a search for each selects (each). auto: exact on a GPU, each on a CPU."
+    ),
+]

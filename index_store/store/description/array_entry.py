@@ -1,0 +1,111 @@
+"""One array of a context: its path, its shape, how it is cut into chunks, and the checksum of each.
+
+Constructing one checks it. Errors are ManifestError and name field and value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from index_store.errors import InvalidArgumentError
+from index_store.store.description.dtypes import STORED_DTYPES
+from index_store.store.description.json_fields import MOST, field_error
+
+PATH_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+HEX = re.compile(r"[0-9a-f]+")
+_CHECKSUM_DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayEntry:
+    """One zarr array of a context. `dtype` is the logical name: "bfloat16" is stored as uint16.
+
+    checksums: crc32c of every chunk, 8 hex digits each, in C order of the grid. They tie each file to its place: a
+    chunk that is intact but belongs elsewhere is found. None while the array is planned or being written.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    dtype: str
+    checksums: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        parts = self.path.split("/")
+        if not all(PATH_PART.fullmatch(part) for part in parts):
+            raise field_error("path", self.path, "names of letters, digits, '_', '-', '.' joined by '/'")
+        if self.dtype not in STORED_DTYPES:
+            raise field_error(f"{self.path}.dtype", self.dtype, f"one of {', '.join(STORED_DTYPES)}")
+        if not self.shape or not all(size > 0 for size in self.shape):
+            raise field_error(f"{self.path}.shape", self.shape, "one or more positive sizes")
+        if self.nbytes > MOST:
+            raise field_error(f"{self.path}.shape", self.shape, f"at most {MOST} bytes")
+        divides = len(self.chunks) == len(self.shape) and all(
+            chunk > 0 and size % chunk == 0 for chunk, size in zip(self.chunks, self.shape, strict=True)
+        )
+        if not divides:
+            raise field_error(f"{self.path}.chunks", self.chunks, f"sizes that divide the shape {self.shape}")
+        if self.checksums is not None:
+            self._check_checksums(self.checksums)
+
+    @property
+    def layout(self) -> ArrayEntry:
+        """The array without its checksums: what is known before it is written."""
+        return replace(self, checksums=None)
+
+    def below(self, folder: str) -> ArrayEntry:
+        """The array in a folder; "" for none."""
+        return replace(self, path=f"{folder}/{self.path}") if folder else self
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Chunks along each dimension."""
+        return tuple(size // chunk for size, chunk in zip(self.shape, self.chunks, strict=True))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return STORED_DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array, without checksums."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk, without its checksum."""
+        return math.prod(self.chunks) * self.itemsize
+
+    def chunk_indices(self) -> Iterator[tuple[int, ...]]:
+        """Grid coordinates of every chunk, in C order."""
+        return itertools.product(*map(range, self.grid))
+
+    def checksum(self, indices: Sequence[int]) -> int:
+        """The crc32c of the chunk at the given grid coordinates; coordinates left out are 0.
+
+        Raises InvalidArgumentError when the array has no checksums, because it was not written yet.
+        """
+        if self.checksums is None:
+            raise InvalidArgumentError(f"{self.path}: no checksums are known; the array was not published")
+        position = 0
+        for index, count in itertools.zip_longest(indices, self.grid, fillvalue=0):
+            position = position * count + index
+        start = position * _CHECKSUM_DIGITS
+        return int(self.checksums[start : start + _CHECKSUM_DIGITS], 16)
+
+    def _check_checksums(self, checksums: str) -> None:
+        count = math.prod(self.grid)
+        if len(checksums) != count * _CHECKSUM_DIGITS or not HEX.fullmatch(checksums):
+            found = f"{len(checksums) / _CHECKSUM_DIGITS:g} checksums, {checksums}"
+            expected = f"{count} of {_CHECKSUM_DIGITS} lower-case hex digits each, one per chunk"
+            raise field_error(f"{self.path}.checksums", found, expected)
+
+
+def join_checksums(checksums: Iterable[int]) -> str:
+    """Checksums in C order of their chunks, as an ArrayEntry keeps them."""
+    return "".join(f"{checksum:0{_CHECKSUM_DIGITS}x}" for checksum in checksums)

@@ -1,0 +1,58 @@
+"""Where things lie in a store's folder, and by which files they are locked.
+
+`contexts/<id>/` holds one published context (`manifest.json` and its zarr arrays); names that begin with a dot are
+contexts being written (`.tmp-`) or removed (`.trash-`), which no reader sees. `locks/` holds the locks of running jobs
+and of families, `defaults/<id>.json` what a context was tuned to.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from index_store.errors import InvalidArgumentError
+from index_store.store.description.context_id import is_context_id
+from index_store.store.files.durable import TEMPORARY_PREFIX, make_folder, permissions_in, storing
+
+JOB_LOCK_PREFIX = "job-"
+"""Of the names of locks on jobs that make contexts (`index_store.jobs`)."""
+
+_FAMILY = ".family"
+
+
+class StoreFolders:
+    """The folders of one store. Nothing is made here but folders, and nothing is locked."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.contexts = path / "contexts"
+        self.locks = path / "locks"
+        self.defaults = path / "defaults"
+
+    def make(self) -> None:
+        """Makes what does not exist of the store. Raises StoreFullError or StoreError."""
+        with storing("creating the store", self.path):
+            for folder in (self.path, self.contexts, self.locks):
+                make_folder(folder)
+
+    def context(self, id_: str) -> Path:
+        """Where a context is, or would be. Raises InvalidArgumentError for what is no id."""
+        # Only well-formed ids become paths, so that no reference leads outside the store.
+        if not is_context_id(id_):
+            raise InvalidArgumentError(f"context id {id_[:80]!r} is not 64 lower-case hex digits")
+        return self.contexts / id_
+
+    def lock_path(self, id_: str) -> Path:
+        """The file by which writers of a context exclude each other; makes the folder of locks where it is missing."""
+        with storing("creating the locks' folder", self.locks):
+            make_folder(self.locks, permissions_in(self.contexts))
+        return self.locks / self.context(id_).name
+
+    def family_lock_path(self, id_: str) -> Path:
+        """The file by which publishing a context's children and removing it exclude each other; likewise."""
+        path = self.lock_path(id_)
+        return path.with_name(path.name + _FAMILY)
+
+
+def is_lock_name(name: str) -> bool:
+    """Whether a file of that name in the locks' folder is one: of a context, of a folder being written, or of a job."""
+    return is_context_id(name.removesuffix(_FAMILY)) or name.startswith((TEMPORARY_PREFIX, JOB_LOCK_PREFIX))

@@ -1,0 +1,1 @@
+"""Kernels of one warp without a GPU: programs in numpy."""
