@@ -9,7 +9,7 @@ from torch import Tensor
 
 from index_store.memory.resident import ResidentContext
 from index_store.store.catalog import Store
-from index_store.store.manifest import Manifest
+from index_store.store.description.manifest import Manifest
 
 _WRITERS = 8
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 from harness.checks import CheckFailedError
-from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
 from index_store.indexes.coarse_rows.index import CoarseRows
-from index_store.indexes.coarse_rows.scored_codes import ScoredCodes
+from index_store.indexes.interface.layer_index import Asked, Best
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.presets import get_method
 from index_store.selection.ranking import Ranking
@@ -78,13 +78,16 @@ def test_a_spoiled_coarse_copy_fails_the_check(bench: ModuleType) -> None:
     index = CoarseRows.build(INDEX_SPECS["coarse_rows"].parameters, bench.layer_source(problem, 0), 0)
     sparse = bench.SparseBench(problem, index, get_method("refined", 0.05))
     sparse.check()
-    attend = ScoredCodes.attend_together
+    find = CoarseRows.best_together
 
-    def spoiled(pieces: Sequence[ScoredCodes], logits: Sequence[Tensor]) -> list[AttentionState]:
-        return attend(pieces, [each - 0.5 for each in logits])
+    def spoiled(index: CoarseRows, asked: Sequence[Asked], keeps: Sequence[int]) -> list[Best]:
+        best = find(index, asked, keeps)
+        found = [each.others for each in best]
+        states = [None if state is None else AttentionState(state.out, state.lse - 0.5) for state in found]
+        return [replace(each, others=state) for each, state in zip(best, states, strict=True)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ScoredCodes, "attend_together", spoiled)
+        patch.setattr(CoarseRows, "best_together", spoiled)
         with pytest.raises(CheckFailedError, match="coarse attention: relative error"):
             sparse.check()
 
