@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Self
 
 from torch import Tensor
@@ -118,8 +119,13 @@ class CoarseRows(LayerIndex):
             best.append(Best(selection, others, *read))
         return best
 
+    @cached_property
+    def _no_rows(self) -> ScalarRows:
+        """What a session has appended that has appended nothing."""
+        return AppendedScalars(self.scalars).rows
+
     def _searched(self, asked: Asked) -> Searched:
-        own = self._own(asked.appended, AppendedScalars).rows
+        own = self._no_rows if asked.appended is None else self._own(asked.appended, AppendedScalars).rows
         shared = range(asked.first_key, min(asked.end_key, self.rows.count))
         appended = range(max(0, asked.first_key - own.first_id), max(0, asked.end_key - own.first_id))
         return Searched.of(asked.queries_HTGD[:, 0], shared, own, appended)
