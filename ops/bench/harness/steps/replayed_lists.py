@@ -37,6 +37,8 @@ def replaying(selection: type[KeySelection], recorded: RecordedLists) -> type[Ke
     """The search with other results."""
 
     class Replayed(selection):  # type: ignore[misc, valid-type]
+        lists: KeyLists
+
         def __init__(self, plan: StepPlan) -> None:
             super().__init__(plan)
             self._searched = self.lists
