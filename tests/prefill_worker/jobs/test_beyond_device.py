@@ -149,6 +149,13 @@ def memory_of(report: PrefillReport) -> tuple[str, int | None]:
     return report.memory.keys_and_values, report.memory.device_limit
 
 
+@pytest.fixture
+def host_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory that holds what is planned, however much of this machine's is free."""
+    monkeypatch.setattr(kv_placement, "free_memory", lambda device: 20 * GB)
+
+
+@pytest.mark.usefixtures("host_room")
 def test_what_fits_stays_on_the_device_and_blocks_are_as_large_as_fit() -> None:
     needed = place_kv(SIZES, None).needed
     assert place_kv(SIZES, needed).block_tokens is None
@@ -171,6 +178,7 @@ def test_what_fits_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place_kv(SIZES, least).block_tokens == 1024
 
 
+@pytest.mark.usefixtures("host_room")
 def test_clusters_of_approximate_attention_count() -> None:
     """Of 131,072 tokens 4 ranges are kept a layer: 2.1 GB of covariances with the 8 KV heads of 128 dimensions."""
     held = planned_bytes(MuseSettings(), LLAMA, LLAMA_TOKENS, torch.bfloat16)
