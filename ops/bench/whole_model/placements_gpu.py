@@ -46,6 +46,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from zipfile import BadZipFile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness  # noqa: F401 - before torch: sets up OpenMP
@@ -298,13 +299,16 @@ def methods_of(cases: Sequence[Case]) -> list[Method]:
 
 
 def read_lists(path: Path, cases: Sequence[Case], length: int) -> RecordedLists:
-    """The file's. Raises typer.BadParameter for cases that cannot replay them, and contexts that are too short."""
+    """The file's. Raises typer.BadParameter for other files, cases that cannot replay them, and too short contexts."""
     unfit = [f"{case.label}@{case.placement.value}" for case in cases if not case.replays]
     if unfit:
         raise typer.BadParameter(
             f"lists are replayed where the remainder is dropped, not in {', '.join(unfit)}"
         )
-    recorded = RecordedLists.load(path)
+    try:
+        recorded = RecordedLists.load(path)
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
+        raise typer.BadParameter(f"{path} holds no lists that shared_lists.py wrote: {error}") from error
     if recorded.tokens > length:
         raise typer.BadParameter(f"the lists are of {recorded.tokens} tokens, contexts have {length}")
     return recorded

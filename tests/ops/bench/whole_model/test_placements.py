@@ -198,3 +198,12 @@ def test_every_line_is_printed(bench: ModuleType, run: Run, monkeypatch: pytest.
             (False, LENGTH, "device"),
         ],
     )
+
+
+@pytest.mark.parametrize("contents", [None, b"", b"no lists"])
+def test_a_file_without_lists_is_refused(bench: ModuleType, tmp_path: Path, contents: bytes | None) -> None:
+    path = tmp_path / "lists.npz"
+    if contents is not None:
+        path.write_bytes(contents)
+    with pytest.raises(typer.BadParameter, match=r"holds no lists that shared_lists\.py wrote"):
+        bench.read_lists(path, [], 100)
