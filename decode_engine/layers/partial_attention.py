@@ -14,7 +14,8 @@ from torch import Tensor
 
 from decode_engine.layers.host_rows import stream_blocks
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.fused import HALVES, attend_fused, attend_to_all, attend_to_themselves
+from index_store.attention.fused import HALVES, attend_fused, attend_to_themselves
+from index_store.attention.many_queries import attend_many
 from index_store.attention.sliding import attend_masked
 from index_store.indexes.row_planes.two_planes import ContextRows
 
@@ -119,7 +120,7 @@ def _attend_parts(q_HRD: Tensor, kv_HPN2D: Tensor) -> list[AttentionState]:
 
 
 def _attend_fused(q_HTGD: Tensor, kv_HN2D: Tensor, causal: bool) -> AttentionState:
-    """`attend_shared` on a GPU by torch's fused kernel, in the dtype of keys and values: no logits in memory.
+    """`attend_shared` on a GPU by torch's fused kernels, in the dtype of keys and values: no logits in memory.
 
     Queries lose nothing by the conversion: divided by their scale they are what the model made, in that dtype.
     """
@@ -128,8 +129,7 @@ def _attend_fused(q_HTGD: Tensor, kv_HN2D: Tensor, causal: bool) -> AttentionSta
     before = kv_HN2D.shape[1] - positions if causal else kv_HN2D.shape[1]
     states = []
     if before > 0:
-        past = attend_to_all(q, kv_HN2D[:, :before])
-        states.append(AttentionState(past.out.float(), past.lse))
+        states.append(attend_many(q, kv_HN2D[:, :before]))
     if causal:
         own = attend_to_themselves(q.transpose(1, 2), kv_HN2D[:, before:])
         states.append(AttentionState(own.out.transpose(1, 2).float(), own.lse.transpose(1, 2)))

@@ -25,12 +25,14 @@ from decode_engine.settings.command_options import Compilation, Prompts, search_
 from decode_engine.steps.layer_ahead import predicted_queries
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
+from index_store.attention.many_queries import prepare_many
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
 from index_store.models.identity import require_dtype, require_model
 from index_store.models.loading import ModelFolder, load_model, load_tokenizer
+from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import Manifest
 
 
@@ -107,6 +109,12 @@ class ModelRunner:
         self.check(fitted.manifest)
         if self._stepper is not None:
             self._stepper.prepare(fitted, sessions, placement)
+
+    def prepare_prompts(self) -> None:
+        """Prepares attention of many queries on a GPU, for the calling thread alone: the one that reads prompts."""
+        dtype = stored_dtype(self.kv_dtype).torch_dtype
+        for shape in {self.identity.shape(layer) for layer in self.identity.full_layers}:
+            prepare_many(shape.kv_heads, shape.head_dim, dtype, self.device)
 
     def start(
         self, context: ResidentContext, fitted: FittedMethod, waiting: Callable[[], None] = lambda: None

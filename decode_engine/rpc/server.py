@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -177,7 +178,7 @@ class DecodeServer:
             max_waiting=config.max_waiting,
             prompt_chunk=config.prompt_chunk or _PROMPT_CHUNKS[device.type],
             session_memory=session_memory,
-            on_start=self._set_threads,
+            on_start=partial(self._begin, runner),
             on_crash=lambda error: self._listener.set_serving(False),
         )
         workshop = Workshop(
@@ -229,6 +230,12 @@ class DecodeServer:
         if self._backend is not None:
             self._backend.arena.clear()
             self._backend.runner.close()
+
+    def _begin(self, runner: ModelRunner) -> None:
+        """On the engine's thread, before its first turn: what a thread prepares for itself alone."""
+        self._set_threads()
+        if self._config.warm_up:
+            runner.prepare_prompts()
 
     def _set_threads(self) -> None:
         """Sets the threads of kernels and matrix products; numba keeps the number per calling thread."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.fused import attend_to_all, attend_to_themselves, cudnn_takes
+from index_store.attention.many_queries import divide_past
 from index_store.attention.sliding import attend_masked
 
 PAST_BLOCK = 65_536
@@ -90,17 +91,6 @@ def _blocks(past: Tensor | Past, largest: int, by_cudnn: bool) -> Iterator[Tenso
         yield from (past[:, start:end] for start, end in ranges)
     else:
         yield from past.blocks(ranges)
-
-
-def divide_past(count: int, largest: int, smallest: int) -> Iterator[tuple[int, int]]:
-    """First and end of the blocks of the past: as many of the largest as fit, then halves down to the smallest."""
-    start, size = 0, largest
-    while start < count:
-        while size > smallest and count - start < size:
-            size = max(smallest, size // 2)
-        end = min(start + size, count)
-        yield start, end
-        start = end
 
 
 def _cudnn_takes(queries_HGTD: Tensor) -> bool:

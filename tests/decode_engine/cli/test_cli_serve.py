@@ -8,15 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from decode_engine.cli.ask_command import summary_lines
 from decode_engine.errors import ShuttingDownError
+from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc import server as server_module
 from decode_engine.rpc.client import Client, SelectionFigures, Summary, Timings
 from decode_engine.rpc.server import DecodeServer
@@ -184,11 +187,36 @@ def test_without_warm_up_nothing_runs_before_the_first_request(
 ) -> None:
     for step in ("warm_up", "prepare_for"):
         monkeypatch.setattr(server_module, step, None)
+    monkeypatch.setattr(ModelRunner, "prepare_prompts", None)
     with DecodeServer(library.config(warm_up=False)) as server, Client(server.address) as client:
         server.load()
         with client.generate(lamp, text="Who?", max_tokens=3) as generation:
             generation.read()
             assert generation.summary.completion_tokens == 3
+
+
+def test_attention_of_prompts_is_prepared_by_the_thread_that_reads_them(
+    library: Library, lamp: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    read = ModelRunner.read
+
+    def noted(work: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            threads.append(f"{work.__name__}: {threading.current_thread().name}")
+            return work(*args, **options)
+
+        return wrapped
+
+    monkeypatch.setattr(server_module, "warm_up", lambda *_: [])
+    monkeypatch.setattr(server_module, "prepare_for", lambda *_: None)
+    monkeypatch.setattr(ModelRunner, "prepare_prompts", noted(ModelRunner.prepare_prompts))
+    monkeypatch.setattr(ModelRunner, "read", noted(read))
+    with DecodeServer(library.config(warm_up=True)) as server, Client(server.address) as client:
+        server.load()
+        with client.generate(lamp, text="Who?", max_tokens=1) as generation:
+            generation.read()
+    assert threads[:2] == ["prepare_prompts: decode-engine", "read: decode-engine"]
 
 
 @pytest.mark.parametrize(("level", "told"), [("debug", 3), ("info", 2), ("warning", 1), ("error", 0)])

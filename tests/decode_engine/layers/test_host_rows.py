@@ -24,6 +24,7 @@ from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import LayerAttention, LayerSearch, SparseLayer
 from index_store.attention.attention_state import AttentionState
+from index_store.attention.many_queries import Division
 from index_store.indexes.row_planes.two_planes import ContextRows
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes, Placement
@@ -100,6 +101,12 @@ def test_streamed_blocks_are_all_rows_in_order(
     blocks = [block.cpu().clone() for block in stream_blocks(host_only(kv, device), device)]
     assert all(block.shape[1] <= rows for block in blocks)
     assert torch.equal(torch.cat([kv[:, :0], *blocks], dim=1), kv)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32])
+def test_streamed_blocks_are_as_long_as_attention_of_many_queries_takes_them(heads: int) -> None:
+    row_bytes = 2 * 128 * 2
+    assert host_rows.STREAM_BYTES // (heads * row_bytes) == Division.of(heads, row_bytes, 132).shortest
 
 
 @pytest.mark.parametrize("device", DEVICES)

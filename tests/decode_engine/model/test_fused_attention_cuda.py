@@ -15,7 +15,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("keys", "positions", "group", "dim"), [(700, 40, 4, 128), (9, 9, 1, 64), (33, 8, 8, 64)]
+    ("keys", "positions", "group", "dim"),
+    [(700, 40, 4, 128), (9, 9, 1, 64), (33, 8, 8, 64), (20_000, 1600, 4, 128)],
 )
 def test_fused_states_equal_plain_ones(causal: bool, keys: int, positions: int, group: int, dim: int) -> None:
     generator = torch.Generator("cuda").manual_seed(0)

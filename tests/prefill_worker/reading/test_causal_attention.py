@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefill_worker.reading.causal_attention import attend_causally, divide_past
+from prefill_worker.reading.causal_attention import attend_causally
 
 
 def textbook(queries_HGTD: Tensor, past_HS2D: Tensor, chunk_HT2D: Tensor) -> Tensor:
@@ -50,15 +50,3 @@ def test_the_future_does_not_matter() -> None:
     after = attend_causally(queries, [past], chunk).out
     assert torch.equal(before[:, :, :4], after[:, :, :4])
     assert not torch.equal(before[:, :, 4:], after[:, :, 4:])
-
-
-@pytest.mark.parametrize("count", [0, 1, 8, 9, 31, 32, 33, 100, 127])
-def test_the_past_is_divided_without_gaps_into_few_lengths(count: int) -> None:
-    blocks = list(divide_past(count, 32, 8))
-    assert [key for start, end in blocks for key in range(start, end)] == list(range(count))
-    sizes = [end - start for start, end in blocks]
-    assert sizes == sorted(sizes, reverse=True)
-    assert all(size in (8, 16, 32) for size in sizes[:-1])
-    assert list(divide_past(count, 32, 32)) == [
-        (start, min(start + 32, count)) for start in range(0, count, 32)
-    ]
