@@ -7,11 +7,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from harness import layer
 from harness.checks import CheckFailedError
 
 from decode_engine.kernels.slots.gather_rows import CopyShape
 from decode_engine.kernels.tables.sizes import TableShape, TableSizes
+from index_store.attention.attention_state import AttentionState
 from tests.ops.bench.conftest import load_bench
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -90,6 +92,31 @@ def test_wrong_attention_of_many_sessions_is_not_timed(monkeypatch: pytest.Monke
     monkeypatch.setattr(steps.attention, "attend", lambda layer, q, records: 2 * right(layer, q, records))
     with pytest.raises(CheckFailedError, match=r"session \d: relative error"):
         steps.check()
+
+
+def test_wrong_attention_of_many_prompts_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load_bench("one_layer/prompts_gpu")
+    monkeypatch.setattr(bench, "KV_HEADS", 2)
+    monkeypatch.setattr(bench, "event_ms", lambda way: 2.0 if way() else 0.0)
+    expected = {"figure": "attend", "rows": 100, "keys": 256, "divided": False, "over_flash": 1.0}
+    (row,) = bench.figures([100], [256], False)
+    assert expected.items() <= row.items()
+    assert row["chosen_tflops"] == row["cudnn_tflops"] == pytest.approx(4 * 2 * 100 * 256 * 128 / 2e9)
+    (row,) = bench.figures([100], [300], False)
+    assert "cudnn_ms" not in row
+    case = bench.Case(100, torch.randn(2, 300, 2, 128, device=layer.DEVICE).to(layer.DTYPE))
+    for division in bench.neighbours(bench.Division(64, 128, 32)):
+        assert case.measure("divided", lambda division=division: case.divided(division))
+    right = bench.attend_many
+    for factor, message in ((2.0, "chosen: relative error"), (1.0, "chosen, log-sum-exp")):
+
+        def wrong(*args: Any, factor: float = factor) -> AttentionState:
+            state = right(*args)
+            return AttentionState(factor * state.out, state.lse + 1)
+
+        monkeypatch.setattr(bench, "attend_many", wrong)
+        (row,) = bench.figures([100], [256], False)
+        assert row["error"].startswith(message)
 
 
 def test_bars_of_many_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
