@@ -14,6 +14,7 @@ from decode_engine.kernels.tables.device_functions import searched
 
 BINS = tl.constexpr(table_sizes.BINS)
 PAIRS = tl.constexpr(table_sizes.BINS // 2)
+LIMIT_WORDS = tl.constexpr(table_sizes.LIMIT_WORDS)
 _BIN_SHIFT = tl.constexpr(table_sizes.BIN_SHIFT)
 _LEAST_BIN = tl.constexpr(table_sizes.LEAST_BIN)
 _ALL_SUMS = tl.constexpr(-(2**30))
@@ -41,10 +42,14 @@ def linear_bin(sums: tl.tensor, reach: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def linear_cut(bin: tl.tensor, reach: tl.tensor) -> tl.tensor:
-    """The least sum of a bin: also where rounding moves it by one, since many keys may have just that sum."""
-    least = tl.ceil(bin.to(tl.float32) * (2.0 * reach / BINS) - reach).to(tl.int32)
-    least -= (linear_bin(least - 1, reach) >= bin).to(tl.int32)
-    least += (linear_bin(least, reach) < bin).to(tl.int32)
+    """The least sum of a bin: also where rounding moves it by one, since many keys may have just that sum.
+
+    Both corrections are computed side by side, since all keys of a tile wait for them: never do both apply.
+    """
+    least = tl.ceil(bin.to(tl.float32) * (reach * (2.0 / BINS)) - reach).to(tl.int32)
+    too_high = linear_bin(least - 1, reach) >= bin
+    too_low = linear_bin(least, reach) < bin
+    least += too_low.to(tl.int32) - too_high.to(tl.int32)
     return tl.where(bin >= BINS, _NO_SUM, tl.where(bin > 0, least, _ALL_SUMS))
 
 
@@ -76,20 +81,37 @@ def bin_or_none(bin: tl.tensor, there: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def load_histograms(histograms_ptr: tl.tensor, bh: tl.tensor, S: tl.constexpr) -> tl.tensor:
-    """The histograms of a head's S sampling programs, [S, BINS / 2], past the first-level cache: two bins in a word.
+    """The histograms of a head's S sampling programs, S times [BINS / 2], past the first-level cache: two bins in a
+    word.
 
-    Their sums have room in 16 bits, too: a sample has less than 2^16 keys (MAX_SAMPLERS).
+    One by one, so that a thread holds the same bins of all, and adds them up without other warps.
     """
-    places = (bh * S + tl.arange(0, S))[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-    return tl.load(histograms_ptr.to(tl.pointer_type(tl.int32)) + places, cache_modifier=".cg")
+    places = histograms_ptr.to(tl.pointer_type(tl.int32)) + bh * S * PAIRS + tl.arange(0, PAIRS)
+    loaded = ()
+    for s in tl.static_range(S):
+        loaded += (tl.load(places + s * PAIRS, cache_modifier=".cg"),)  # type: ignore[assignment]
+    return loaded
+
+
+@triton.jit
+def sum_histograms(loaded: tl.tensor, S: tl.constexpr) -> tl.tensor:
+    """The sum of what `load_histograms` returns, two bins in a word.
+
+    It has room in 16 bits, too: a sample has less than 2^16 keys (MAX_SAMPLERS).
+    """
+    total = loaded[0]
+    for s in tl.static_range(1, S):
+        total += loaded[s]
+    return total
 
 
 @triton.jit
 def threshold(sequence: tl.tensor, counts: tl.tensor) -> tl.tensor:
-    """A limit that about `keep` keys pass, int64: the border bin, above which all are kept, and below which number a
-    key of that bin has to draw to be kept (`border`).
+    """A limit that about `keep` keys pass: the border bin, above which all are kept, and below which number a key of
+    that bin has to draw to be kept (`border`); int32.
 
-    It is read from the histogram of a sample of the keys, two bins in a word.
+    It is read from the histogram of a sample of the keys, two bins in a word. What is needed of the pair of bins with
+    the border comes in one sum over all pairs: every other sum would be a wait of all warps more.
     """
     _, _, span, keep, _ = sequence
     pairs = tl.arange(0, PAIRS)
@@ -97,25 +119,29 @@ def threshold(sequence: tl.tensor, counts: tl.tensor) -> tl.tensor:
     total = tl.sum(of_pair, 0)
     at_least = total - tl.cumsum(of_pair, 0) + of_pair
     wanted = keep * total.to(tl.float32) / tl.maximum(span, 1).to(tl.float32)
-    pair = tl.sum((at_least.to(tl.float32) >= wanted).to(tl.int32), 0) - 1
-    reaching = tl.sum(tl.where(pairs == pair, at_least, 0), 0)
-    both = tl.sum(tl.where(pairs == pair, counts, 0), 0)
-    lower, upper = both & 0xFFFF, (both >> 16) & 0xFFFF
+    over = (at_least - of_pair).to(tl.float32)
+    here = (at_least.to(tl.float32) >= wanted) & ((over < wanted) | (pairs == PAIRS - 1))
+    place = ((pairs << 16) + at_least).to(tl.int64) << 32
+    found = tl.sum(tl.where(here, place | (counts.to(tl.int64) & 0xFFFFFFFF), 0), 0)
+    lower, upper = found.to(tl.int32) & 0xFFFF, (found >> 16).to(tl.int32) & 0xFFFF
+    reaching, pair = (found >> 32).to(tl.int32) & 0xFFFF, (found >> 48).to(tl.int32)
     in_upper = (reaching - lower).to(tl.float32) >= wanted
     inside = tl.where(in_upper, upper, lower)
     above = reaching - lower - tl.where(in_upper, upper, 0)
-    below = draws_below((wanted - above.to(tl.float32)) / tl.maximum(inside, 1).to(tl.float32))
-    border = tl.where(keep >= span, -1, 2 * pair + in_upper.to(tl.int32))
-    return (border.to(tl.int64) << 32) | (below.to(tl.int64) & 0xFFFFFFFF)
+    draws = draws_below((wanted - above.to(tl.float32)) / tl.maximum(inside, 1).to(tl.float32))
+    return tl.where(keep >= span, -1, 2 * pair + in_upper.to(tl.int32)), draws
 
 
 @triton.jit
-def border_bin(limit: tl.tensor) -> tl.tensor:
-    """The bin of a limit; of those above it all keys are kept."""
-    return (limit >> 32).to(tl.int32)
+def store_limit(limit_ptr: tl.tensor, least: tl.tensor, above: tl.tensor, draws: tl.tensor) -> None:
+    """Leaves a limit for those that compare with it: the scores from which keys are kept if they draw less than
+    `draws`, and from which all are."""
+    tl.store(limit_ptr, least.to(tl.int32, bitcast=True))
+    tl.store(limit_ptr + 1, above.to(tl.int32, bitcast=True))
+    tl.store(limit_ptr + 2, draws)
 
 
 @triton.jit
-def border_draws(limit: tl.tensor) -> tl.tensor:
-    """The number below which a key of the border bin has to draw."""
-    return limit.to(tl.int32)
+def load_limit(limit_ptr: tl.tensor) -> tl.tensor:
+    """What `store_limit` left, scores as the bits of their type."""
+    return tl.load(limit_ptr), tl.load(limit_ptr + 1), tl.load(limit_ptr + 2)

@@ -30,10 +30,15 @@ from decode_engine.kernels.tables.device_functions import (
 )
 from decode_engine.kernels.tables.limits import (
     BINS,
+    LIMIT_WORDS,
     count_keys,
     linear_bin,
+    linear_cut,
     load_histograms,
     octave_bin,
+    octave_cut,
+    store_limit,
+    sum_histograms,
     threshold,
 )
 from decode_engine.kernels.tables.sizes import TableSizes, TableWork
@@ -130,7 +135,7 @@ def sample_pooled_kernel(
         sequence, word, mask, linear_bin(a0, reach), linear_bin(a1, reach), linear_bin(a2, reach),
         linear_bin(a3, reach), SAMPLE_WORDS,
     )  # fmt: skip
-    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, S, EARLY)
+    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, reach, S, EARLY)
     let_next_begin(CHAINED)
 
 
@@ -142,16 +147,25 @@ def store_histogram(
     limits_ptr: tl.tensor,
     counts: tl.tensor,
     bh: tl.tensor,
+    reach: tl.tensor | None,
     S: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Leaves one of a head's S histograms; the last program, if EARLY, reads the threshold off their sum."""
+    """Leaves one of a head's S histograms; the last program, if EARLY, reads the limit off their sum.
+
+    reach: of linear bins; None for octaves.
+    """
     tl.store(histograms_ptr + (bh * S + tl.program_id(0)) * BINS + tl.arange(0, BINS), counts)
     if EARLY:
         last = arrives_last(arrivals_ptr, bh)
         if last:
-            total = tl.sum(load_histograms(histograms_ptr, bh, S), 0)
-            tl.store(limits_ptr + bh, threshold(sequence, total))
+            total = sum_histograms(load_histograms(histograms_ptr, bh, S), S)
+            border, draws = threshold(sequence, total)
+            if reach is None:
+                least, above = octave_cut(border), octave_cut(border + 1)
+            else:
+                least, above = linear_cut(border, reach), linear_cut(border + 1, reach)
+            store_limit(limits_ptr + bh * LIMIT_WORDS, least, above, draws)
 
 
 @triton.jit
@@ -267,7 +281,7 @@ def combine_kernel(
         sequence, word, inside, octave_bin(w0), octave_bin(w1), octave_bin(w2), octave_bin(w3),
         SAMPLE_WORDS,
     )  # fmt: skip
-    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, S, True)
+    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, None, S, True)
     let_next_begin(CHAINED)
 
 

@@ -21,11 +21,11 @@ from decode_engine.kernels.tables.device_functions import (
     tile_words,
 )
 from decode_engine.kernels.tables.limits import (
-    border_bin,
-    border_draws,
+    LIMIT_WORDS,
     linear_cut,
     load_histograms,
-    octave_cut,
+    load_limit,
+    sum_histograms,
     threshold,
 )
 from decode_engine.kernels.tables.search import search, summed_weights
@@ -98,6 +98,7 @@ def keep_pooled(
     head: tl.tensor,
     tile: tl.tensor,
     J: tl.constexpr,
+    S: tl.constexpr,
     BW: tl.constexpr,
     EARLY: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -108,11 +109,13 @@ def keep_pooled(
     """
     word, mask = tile_words(sequence, tile, BW)
     sums = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
-    reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
-    limit = counted if EARLY else threshold(sequence, tl.sum(counted, 0))
-    border = border_bin(limit)
-    least, above = linear_cut(border, reach), linear_cut(border + 1, reach)
-    return compact(sequence, sums, least, above, border_draws(limit), head, word, ids_ptr, BW)
+    if EARLY:
+        least, above, draws = counted
+    else:
+        reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
+        border, draws = threshold(sequence, sum_histograms(counted, S))
+        least, above = linear_cut(border, reach), linear_cut(border + 1, reach)
+    return compact(sequence, sums, least, above, draws, head, word, ids_ptr, BW)
 
 
 @triton.jit
@@ -138,9 +141,9 @@ def keep_per_head(
         slot = bh * L + g
         factor = tl.exp2(tl.load(peaks_ptr + slot * P + tile) - tl.load(normalisers_ptr + slot))
         w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, BW), mask, w, BW)
-    border = border_bin(limit)
-    least, above = octave_cut(border), octave_cut(border + 1)
-    return compact(sequence, w, least, above, border_draws(limit), head, word, ids_ptr, BW)
+    least, above, draws = limit
+    least, above = least.to(tl.float32, bitcast=True), above.to(tl.float32, bitcast=True)
+    return compact(sequence, w, least, above, draws, head, word, ids_ptr, BW)
 
 
 @triton.jit
@@ -171,7 +174,8 @@ def keep_keys(
     count = 0
     if (tile >= 0) & (tile < tile_count(sequence, BW)):
         # Read first, added up last: the scores are on their way meanwhile.
-        counted = tl.load(limits_ptr + bh) if EARLY else load_histograms(histograms_ptr, bh, S)
+        limit_ptr = limits_ptr + bh * LIMIT_WORDS
+        counted = load_limit(limit_ptr) if EARLY else load_histograms(histograms_ptr, bh, S)
         if POOLED:
             count = keep_pooled(
                 sequence,
@@ -184,6 +188,7 @@ def keep_keys(
                 head,
                 tile,
                 J,
+                S,
                 BW,
                 EARLY,
                 ASSEMBLY,
