@@ -13,6 +13,8 @@ from decode_engine.kernels.tables import sizes as table_sizes
 from decode_engine.kernels.tables.device_functions import searched
 
 BINS = tl.constexpr(table_sizes.BINS)
+_PART = tl.constexpr(table_sizes.BINS // 4)  # the numbers of keys of four parts fit into 64 bits
+_PART_BITS = tl.constexpr((table_sizes.BINS // 4).bit_length() - 1)
 PAIRS = tl.constexpr(table_sizes.BINS // 2)
 LIMIT_WORDS = tl.constexpr(table_sizes.LIMIT_WORDS)
 _BIN_SHIFT = tl.constexpr(table_sizes.BIN_SHIFT)
@@ -54,7 +56,7 @@ def linear_cut(bin: tl.tensor, reach: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def count_keys(
+def bins_of_keys(
     sequence: tl.tensor,
     word: tl.tensor,
     mask: tl.tensor,
@@ -64,13 +66,39 @@ def count_keys(
     b3: tl.tensor,
     WORDS: tl.constexpr,
 ) -> tl.tensor:
-    """How many keys of WORDS words are in each bin, by the bins of every word's four; only searched ones count."""
+    """The bins of all keys of WORDS words, by the bins of every word's four; -1 for those that are not searched."""
     b0 = bin_or_none(b0, searched(word, 0, sequence) & mask)
     b1 = bin_or_none(b1, searched(word, 1, sequence) & mask)
     b2 = bin_or_none(b2, searched(word, 2, sequence) & mask)
     b3 = bin_or_none(b3, searched(word, 3, sequence) & mask)
-    bins = tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * WORDS])
-    return tl.histogram(tl.maximum(bins, 0), BINS, mask=bins >= 0)
+    return tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * WORDS])
+
+
+@triton.jit
+def store_counts(sequence: tl.tensor, histogram_ptr: tl.tensor, bins: tl.tensor, MOST: tl.constexpr) -> None:
+    """Writes how many of a program's keys are in each bin, down to where the border cannot be any more.
+
+    MOST: keys that all programs of the head sample together, at most. The border is above a part of the bins if in the
+    parts over it this program alone finds as many keys as are wanted of all of them: then those of the part are counted
+    as one number, in its first bin. A histogram takes time for its bins, and for their square where warps add theirs
+    up. With a quarter of the bins at a time, of which most often two are counted, that is an eighth of the square.
+    """
+    _, _, span, keep, _ = sequence
+    wanted = keep.to(tl.float32) * MOST / tl.maximum(span, 1).to(tl.float32) + 1.0
+    part_of = bins >> _PART_BITS
+    one = (bins >= 0).to(tl.int64)
+    tally = tl.sum(one << (tl.maximum(part_of, 0) * 16), 0)
+    n = tl.arange(0, _PART)
+    above = 0
+    for turn in range(BINS // _PART):
+        part = BINS // _PART - 1 - turn
+        count = (tally >> (16 * part)).to(tl.int32) & 0xFFFF
+        part_ptr = histogram_ptr + part * _PART + n
+        if (count > 0) & (above < wanted):
+            tl.store(part_ptr, tl.histogram(bins & (_PART - 1), _PART, mask=part_of == part))
+        else:
+            tl.store(part_ptr, tl.where(n == 0, count, 0))
+        above += count
 
 
 @triton.jit

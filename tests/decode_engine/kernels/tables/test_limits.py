@@ -1,4 +1,4 @@
-"""Limits of the query-table kernels: the one read off a sample's counts, and the scores where bins begin.
+"""Limits of the query-table kernels: what is counted, the limit read off it, and the scores where bins begin.
 
 Shape legend: S sampling programs of a KV head, K keys that each of them samples.
 """
@@ -19,6 +19,7 @@ from decode_engine.kernels.tables.limits import (
     linear_bin,
     linear_cut,
     load_histograms,
+    store_counts,
     sum_histograms,
     threshold,
 )
@@ -26,6 +27,20 @@ from decode_engine.kernels.tables.sizes import SAMPLE_KEYS
 from tests.decode_engine.kernels.problems.table_problems import DEVICE
 
 PROGRAMS = 4
+
+
+@triton.jit
+def counts_kernel(
+    bins_ptr: tl.tensor,
+    histograms_ptr: tl.tensor,
+    span: tl.tensor,
+    keep: tl.tensor,
+    S: tl.constexpr,
+    K: tl.constexpr,
+) -> None:
+    """One sampling program's counts."""
+    bins = tl.load(bins_ptr + tl.program_id(0) * K + tl.arange(0, K))
+    store_counts((0, 0, span, keep, 0), histograms_ptr + tl.program_id(0) * BINS, bins, S * K)
 
 
 @triton.jit
@@ -73,30 +88,44 @@ def sampled_bins(name: str) -> Tensor:
     return bins
 
 
-def counted(bins_SK: Tensor) -> Tensor:
-    """Histograms [S, BINS] as programs leave them."""
-    every = [bins[bins >= 0].long().bincount(minlength=BINS.value) for bins in bins_SK]
-    return torch.stack(every).to(torch.int16).to(DEVICE)
+def counted(bins_SK: Tensor, span: int, keep: int) -> Tensor:
+    """Histograms [S, BINS] by the kernel."""
+    histograms = torch.full((PROGRAMS, BINS.value), -7, dtype=torch.int16, device=DEVICE)
+    counts_kernel[(PROGRAMS,)](bins_SK.to(DEVICE), histograms, span, keep, S=PROGRAMS, K=SAMPLE_KEYS)
+    return histograms
 
 
 @pytest.mark.parametrize("name", ["normal", "low", "high", "edge", "uniform", "equal", "apart", "few"])
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.05, 0.3, 0.9, 0.999])
-def test_limits_equal_the_reference(share: float, name: str) -> None:
+def test_limits_are_those_of_all_bins(share: float, name: str) -> None:
     bins, span = sampled_bins(name), 50_000
     keep = round(share * span)
+    histograms = counted(bins, span, keep)
     there = bins[bins >= 0]
     expected = reference.threshold(there.long(), SimpleNamespace(keep=keep, first=0, end=span))  # type: ignore[arg-type]
     limit = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    limit_kernel[(1,)](counted(bins), limit, span, keep, S=PROGRAMS)
+    limit_kernel[(1,)](histograms, limit, span, keep, S=PROGRAMS)
     border, draws = limit.tolist()
     assert border == expected[0]
     assert abs(draws - int(expected[1])) <= 2**9  # a share is rounded otherwise
+    every = torch.stack([program[program >= 0].long().bincount(minlength=BINS.value) for program in bins])
+    assert torch.equal(histograms.sum(1).cpu(), every.sum(1))
+    assert torch.equal(histograms[:, border:].long().cpu(), every[:, border:])
 
 
 def test_where_every_key_is_kept_nothing_has_to_be_drawn() -> None:
     limit = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    limit_kernel[(1,)](counted(sampled_bins("normal")), limit, 5000, 5000, S=PROGRAMS)
+    limit_kernel[(1,)](counted(sampled_bins("normal"), 5000, 5000), limit, 5000, 5000, S=PROGRAMS)
     assert int(limit[0]) == -1
+
+
+def test_bins_far_below_the_border_are_counted_together() -> None:
+    """Otherwise the test above compares nothing but a histogram with itself."""
+    bins = sampled_bins("normal")
+    few, many = counted(bins, 50_000, 500), counted(bins, 50_000, 49_000)
+    assert int((few != 0).sum()) < int((many != 0).sum())
+    assert not few[:, 1:128].any()
+    assert many[:, 100:256].any(1).all()
 
 
 def test_bins_begin_where_their_least_sum_lies() -> None:
