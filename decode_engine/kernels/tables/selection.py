@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.border import DRAW_STEP, draw
+from decode_engine.kernels.border import draw
 from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
 from decode_engine.kernels.tables.device_functions import (
     load_sequence,
@@ -49,19 +49,18 @@ def compact(
     """Writes the ids of the searched keys that are kept, ascending, and returns how many there are: those whose score
     reaches `above`, and of those that only reach `least` the ones that draw less than `draws`.
 
+    The four keys of a word draw together: a number for every key would double the instructions of their comparison.
+
     First the few words of which a key is kept, into the end of the tile's room, then their keys: a store for each key
     of every word would cost more than the scores do. At worst every word is kept: then its place is overwritten only
     by the keys of words up to itself.
     """
     s0, s1, s2, s3 = scores
-    drawn = draw(word * 4, head)
-    k0 = (s0 >= tl.where(drawn < draws, least, above)) & searched(word, 0, sequence)
-    drawn += DRAW_STEP
-    k1 = (s1 >= tl.where(drawn < draws, least, above)) & searched(word, 1, sequence)
-    drawn += DRAW_STEP
-    k2 = (s2 >= tl.where(drawn < draws, least, above)) & searched(word, 2, sequence)
-    drawn += DRAW_STEP
-    k3 = (s3 >= tl.where(drawn < draws, least, above)) & searched(word, 3, sequence)
+    wanted = tl.where(draw(word, head) < draws, least, above)
+    k0 = (s0 >= wanted) & searched(word, 0, sequence)
+    k1 = (s1 >= wanted) & searched(word, 1, sequence)
+    k2 = (s2 >= wanted) & searched(word, 2, sequence)
+    k3 = (s3 >= wanted) & searched(word, 3, sequence)
     kept = k0.to(tl.int32) | (k1.to(tl.int32) << 1) | (k2.to(tl.int32) << 2) | (k3.to(tl.int32) << 3)
     some = (kept != 0).to(tl.int32)
     words_ptr = ids_ptr + 3 * BW
