@@ -3,7 +3,7 @@
 A threshold is a bin of scores. Keys above it are kept; of those inside it as many as are still wanted, whatever their
 scores are, so that scores which are flat or tied keep as many keys as others. Each key draws a number that follows from
 its place: multiples of the golden ratio, whose fractions cover every share evenly on any stretch of keys. KV heads draw
-others.
+others. Over query tables the four keys of a word draw together.
 
 Samples are runs of keys at even distances, which move against one another from stretch to stretch of a context: of text
 that repeats itself they hold all parts. Where keys are ranked by their weights, softmaxes summed over a group's heads,

@@ -13,7 +13,10 @@ from decode_engine.kernels.tables import sizes as table_sizes
 from decode_engine.kernels.tables.device_functions import searched
 
 BINS = tl.constexpr(table_sizes.BINS)
+_PART = tl.constexpr(table_sizes.BINS // 4)  # the numbers of keys of four parts fit into 64 bits
+_PART_BITS = tl.constexpr((table_sizes.BINS // 4).bit_length() - 1)
 PAIRS = tl.constexpr(table_sizes.BINS // 2)
+LIMIT_WORDS = tl.constexpr(table_sizes.LIMIT_WORDS)
 _BIN_SHIFT = tl.constexpr(table_sizes.BIN_SHIFT)
 _LEAST_BIN = tl.constexpr(table_sizes.LEAST_BIN)
 _ALL_SUMS = tl.constexpr(-(2**30))
@@ -41,15 +44,19 @@ def linear_bin(sums: tl.tensor, reach: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def linear_cut(bin: tl.tensor, reach: tl.tensor) -> tl.tensor:
-    """The least sum of a bin: also where rounding moves it by one, since many keys may have just that sum."""
-    least = tl.ceil(bin.to(tl.float32) * (2.0 * reach / BINS) - reach).to(tl.int32)
-    least -= (linear_bin(least - 1, reach) >= bin).to(tl.int32)
-    least += (linear_bin(least, reach) < bin).to(tl.int32)
+    """The least sum of a bin: also where rounding moves it by one, since many keys may have just that sum.
+
+    Both corrections are computed side by side, since all keys of a tile wait for them: never do both apply.
+    """
+    least = tl.ceil(bin.to(tl.float32) * (reach * (2.0 / BINS)) - reach).to(tl.int32)
+    too_high = linear_bin(least - 1, reach) >= bin
+    too_low = linear_bin(least, reach) < bin
+    least += too_low.to(tl.int32) - too_high.to(tl.int32)
     return tl.where(bin >= BINS, _NO_SUM, tl.where(bin > 0, least, _ALL_SUMS))
 
 
 @triton.jit
-def count_keys(
+def bins_of_keys(
     sequence: tl.tensor,
     word: tl.tensor,
     mask: tl.tensor,
@@ -59,13 +66,39 @@ def count_keys(
     b3: tl.tensor,
     WORDS: tl.constexpr,
 ) -> tl.tensor:
-    """How many keys of WORDS words are in each bin, by the bins of every word's four; only searched ones count."""
+    """The bins of all keys of WORDS words, by the bins of every word's four; -1 for those that are not searched."""
     b0 = bin_or_none(b0, searched(word, 0, sequence) & mask)
     b1 = bin_or_none(b1, searched(word, 1, sequence) & mask)
     b2 = bin_or_none(b2, searched(word, 2, sequence) & mask)
     b3 = bin_or_none(b3, searched(word, 3, sequence) & mask)
-    bins = tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * WORDS])
-    return tl.histogram(tl.maximum(bins, 0), BINS, mask=bins >= 0)
+    return tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * WORDS])
+
+
+@triton.jit
+def store_counts(sequence: tl.tensor, histogram_ptr: tl.tensor, bins: tl.tensor, MOST: tl.constexpr) -> None:
+    """Writes how many of a program's keys are in each bin, down to where the border cannot be any more.
+
+    MOST: keys that all programs of the head sample together, at most. The border is above a part of the bins if in the
+    parts over it this program alone finds as many keys as are wanted of all of them: then those of the part are counted
+    as one number, in its first bin. A histogram takes time for its bins, and for their square where warps add theirs
+    up. With a quarter of the bins at a time, of which most often two are counted, that is an eighth of the square.
+    """
+    _, _, span, keep, _ = sequence
+    wanted = keep.to(tl.float32) * MOST / tl.maximum(span, 1).to(tl.float32) + 1.0
+    part_of = bins >> _PART_BITS
+    one = (bins >= 0).to(tl.int64)
+    tally = tl.sum(one << (tl.maximum(part_of, 0) * 16), 0)
+    n = tl.arange(0, _PART)
+    above = 0
+    for turn in range(BINS // _PART):
+        part = BINS // _PART - 1 - turn
+        count = (tally >> (16 * part)).to(tl.int32) & 0xFFFF
+        part_ptr = histogram_ptr + part * _PART + n
+        if (count > 0) & (above < wanted):
+            tl.store(part_ptr, tl.histogram(bins & (_PART - 1), _PART, mask=part_of == part))
+        else:
+            tl.store(part_ptr, tl.where(n == 0, count, 0))
+        above += count
 
 
 @triton.jit
@@ -76,20 +109,37 @@ def bin_or_none(bin: tl.tensor, there: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def load_histograms(histograms_ptr: tl.tensor, bh: tl.tensor, S: tl.constexpr) -> tl.tensor:
-    """The histograms of a head's S sampling programs, [S, BINS / 2], past the first-level cache: two bins in a word.
+    """The histograms of a head's S sampling programs, S times [BINS / 2], past the first-level cache: two bins in a
+    word.
 
-    Their sums have room in 16 bits, too: a sample has less than 2^16 keys (MAX_SAMPLERS).
+    One by one, so that a thread holds the same bins of all, and adds them up without other warps.
     """
-    places = (bh * S + tl.arange(0, S))[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-    return tl.load(histograms_ptr.to(tl.pointer_type(tl.int32)) + places, cache_modifier=".cg")
+    places = histograms_ptr.to(tl.pointer_type(tl.int32)) + bh * S * PAIRS + tl.arange(0, PAIRS)
+    loaded = ()
+    for s in tl.static_range(S):
+        loaded += (tl.load(places + s * PAIRS, cache_modifier=".cg"),)  # type: ignore[assignment]
+    return loaded
+
+
+@triton.jit
+def sum_histograms(loaded: tl.tensor, S: tl.constexpr) -> tl.tensor:
+    """The sum of what `load_histograms` returns, two bins in a word.
+
+    It has room in 16 bits, too: a sample has less than 2^16 keys (MAX_SAMPLERS).
+    """
+    total = loaded[0]
+    for s in tl.static_range(1, S):
+        total += loaded[s]
+    return total
 
 
 @triton.jit
 def threshold(sequence: tl.tensor, counts: tl.tensor) -> tl.tensor:
-    """A limit that about `keep` keys pass, int64: the border bin, above which all are kept, and below which number a
-    key of that bin has to draw to be kept (`border`).
+    """A limit that about `keep` keys pass: the border bin, above which all are kept, and below which number a key of
+    that bin has to draw to be kept (`border`); int32.
 
-    It is read from the histogram of a sample of the keys, two bins in a word.
+    It is read from the histogram of a sample of the keys, two bins in a word. What is needed of the pair of bins with
+    the border comes in one sum over all pairs: every other sum would be a wait of all warps more.
     """
     _, _, span, keep, _ = sequence
     pairs = tl.arange(0, PAIRS)
@@ -97,25 +147,29 @@ def threshold(sequence: tl.tensor, counts: tl.tensor) -> tl.tensor:
     total = tl.sum(of_pair, 0)
     at_least = total - tl.cumsum(of_pair, 0) + of_pair
     wanted = keep * total.to(tl.float32) / tl.maximum(span, 1).to(tl.float32)
-    pair = tl.sum((at_least.to(tl.float32) >= wanted).to(tl.int32), 0) - 1
-    reaching = tl.sum(tl.where(pairs == pair, at_least, 0), 0)
-    both = tl.sum(tl.where(pairs == pair, counts, 0), 0)
-    lower, upper = both & 0xFFFF, (both >> 16) & 0xFFFF
+    over = (at_least - of_pair).to(tl.float32)
+    here = (at_least.to(tl.float32) >= wanted) & ((over < wanted) | (pairs == PAIRS - 1))
+    place = ((pairs << 16) + at_least).to(tl.int64) << 32
+    found = tl.sum(tl.where(here, place | (counts.to(tl.int64) & 0xFFFFFFFF), 0), 0)
+    lower, upper = found.to(tl.int32) & 0xFFFF, (found >> 16).to(tl.int32) & 0xFFFF
+    reaching, pair = (found >> 32).to(tl.int32) & 0xFFFF, (found >> 48).to(tl.int32)
     in_upper = (reaching - lower).to(tl.float32) >= wanted
     inside = tl.where(in_upper, upper, lower)
     above = reaching - lower - tl.where(in_upper, upper, 0)
-    below = draws_below((wanted - above.to(tl.float32)) / tl.maximum(inside, 1).to(tl.float32))
-    border = tl.where(keep >= span, -1, 2 * pair + in_upper.to(tl.int32))
-    return (border.to(tl.int64) << 32) | (below.to(tl.int64) & 0xFFFFFFFF)
+    draws = draws_below((wanted - above.to(tl.float32)) / tl.maximum(inside, 1).to(tl.float32))
+    return tl.where(keep >= span, -1, 2 * pair + in_upper.to(tl.int32)), draws
 
 
 @triton.jit
-def border_bin(limit: tl.tensor) -> tl.tensor:
-    """The bin of a limit; of those above it all keys are kept."""
-    return (limit >> 32).to(tl.int32)
+def store_limit(limit_ptr: tl.tensor, least: tl.tensor, above: tl.tensor, draws: tl.tensor) -> None:
+    """Leaves a limit for those that compare with it: the scores from which keys are kept if they draw less than
+    `draws`, and from which all are."""
+    tl.store(limit_ptr, least.to(tl.int32, bitcast=True))
+    tl.store(limit_ptr + 1, above.to(tl.int32, bitcast=True))
+    tl.store(limit_ptr + 2, draws)
 
 
 @triton.jit
-def border_draws(limit: tl.tensor) -> tl.tensor:
-    """The number below which a key of the border bin has to draw."""
-    return limit.to(tl.int32)
+def load_limit(limit_ptr: tl.tensor) -> tl.tensor:
+    """What `store_limit` left, scores as the bits of their type."""
+    return tl.load(limit_ptr), tl.load(limit_ptr + 1), tl.load(limit_ptr + 2)

@@ -161,7 +161,7 @@ def kept_keys(
         sample = spread_sample(keys, sizes)
     bins = bins.clamp(0, BINS - 1)
     border, draws = threshold(bins[searched & sample], sequence)
-    drawn = draw_reference(keys, h) < draws
+    drawn = draw_reference(keys // 4, h) < draws  # the keys of a word together
     return ((bins > border) | ((bins == border) & drawn)) & searched
 
 

@@ -30,10 +30,16 @@ from decode_engine.kernels.tables.device_functions import (
 )
 from decode_engine.kernels.tables.limits import (
     BINS,
-    count_keys,
+    LIMIT_WORDS,
+    bins_of_keys,
     linear_bin,
+    linear_cut,
     load_histograms,
     octave_bin,
+    octave_cut,
+    store_counts,
+    store_limit,
+    sum_histograms,
     threshold,
 )
 from decode_engine.kernels.tables.sizes import TableSizes, TableWork
@@ -126,11 +132,11 @@ def sample_pooled_kernel(
         wait_alone(CHAINED)
     a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
-    counts = count_keys(
+    bins = bins_of_keys(
         sequence, word, mask, linear_bin(a0, reach), linear_bin(a1, reach), linear_bin(a2, reach),
         linear_bin(a3, reach), SAMPLE_WORDS,
     )  # fmt: skip
-    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, S, EARLY)
+    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, bins, bh, reach, S, EARLY)
     let_next_begin(CHAINED)
 
 
@@ -140,18 +146,27 @@ def store_histogram(
     histograms_ptr: tl.tensor,
     arrivals_ptr: tl.tensor,
     limits_ptr: tl.tensor,
-    counts: tl.tensor,
+    bins: tl.tensor,
     bh: tl.tensor,
+    reach: tl.tensor | None,
     S: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Leaves one of a head's S histograms; the last program, if EARLY, reads the threshold off their sum."""
-    tl.store(histograms_ptr + (bh * S + tl.program_id(0)) * BINS + tl.arange(0, BINS), counts)
+    """Leaves one of a head's S histograms; the last program, if EARLY, reads the limit off their sum.
+
+    reach: of linear bins; None for octaves.
+    """
+    store_counts(sequence, histograms_ptr + (bh * S + tl.program_id(0)) * BINS, bins, S * 4 * SAMPLE_WORDS)
     if EARLY:
         last = arrives_last(arrivals_ptr, bh)
         if last:
-            total = tl.sum(load_histograms(histograms_ptr, bh, S), 0)
-            tl.store(limits_ptr + bh, threshold(sequence, total))
+            total = sum_histograms(load_histograms(histograms_ptr, bh, S), S)
+            border, draws = threshold(sequence, total)
+            if reach is None:
+                least, above = octave_cut(border), octave_cut(border + 1)
+            else:
+                least, above = linear_cut(border, reach), linear_cut(border + 1, reach)
+            store_limit(limits_ptr + bh * LIMIT_WORDS, least, above, draws)
 
 
 @triton.jit
@@ -263,11 +278,11 @@ def combine_kernel(
     block = within // MINI_WORDS * tiles + tile
     word = block * MINI_WORDS + within % MINI_WORDS
     inside = inside & (block < blocks)
-    counts = count_keys(
+    bins = bins_of_keys(
         sequence, word, inside, octave_bin(w0), octave_bin(w1), octave_bin(w2), octave_bin(w3),
         SAMPLE_WORDS,
     )  # fmt: skip
-    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, counts, bh, S, True)
+    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, bins, bh, None, S, True)
     let_next_begin(CHAINED)
 
 
@@ -319,7 +334,7 @@ def search(q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWor
     combine_kernel[(sizes.samplers, rows)](
         records_BF, *scored, work.normalisers, *found, sizes.tiles, L=sizes.queries, BW=words,
         PP=triton.next_power_of_2(sizes.tiles), LP=triton.next_power_of_2(sizes.queries),
-        S=sizes.samplers, **options,
+        S=sizes.samplers, maxnreg=64, **options,  # eight programs fit into a multiprocessor
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.border import DRAW_STEP, draw
+from decode_engine.kernels.border import draw
 from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
 from decode_engine.kernels.tables.device_functions import (
     load_sequence,
@@ -21,11 +21,11 @@ from decode_engine.kernels.tables.device_functions import (
     tile_words,
 )
 from decode_engine.kernels.tables.limits import (
-    border_bin,
-    border_draws,
+    LIMIT_WORDS,
     linear_cut,
     load_histograms,
-    octave_cut,
+    load_limit,
+    sum_histograms,
     threshold,
 )
 from decode_engine.kernels.tables.search import search, summed_weights
@@ -49,19 +49,18 @@ def compact(
     """Writes the ids of the searched keys that are kept, ascending, and returns how many there are: those whose score
     reaches `above`, and of those that only reach `least` the ones that draw less than `draws`.
 
+    The four keys of a word draw together: a number for every key would double the instructions of their comparison.
+
     First the few words of which a key is kept, into the end of the tile's room, then their keys: a store for each key
     of every word would cost more than the scores do. At worst every word is kept: then its place is overwritten only
     by the keys of words up to itself.
     """
     s0, s1, s2, s3 = scores
-    drawn = draw(word * 4, head)
-    k0 = (s0 >= tl.where(drawn < draws, least, above)) & searched(word, 0, sequence)
-    drawn += DRAW_STEP
-    k1 = (s1 >= tl.where(drawn < draws, least, above)) & searched(word, 1, sequence)
-    drawn += DRAW_STEP
-    k2 = (s2 >= tl.where(drawn < draws, least, above)) & searched(word, 2, sequence)
-    drawn += DRAW_STEP
-    k3 = (s3 >= tl.where(drawn < draws, least, above)) & searched(word, 3, sequence)
+    wanted = tl.where(draw(word, head) < draws, least, above)
+    k0 = (s0 >= wanted) & searched(word, 0, sequence)
+    k1 = (s1 >= wanted) & searched(word, 1, sequence)
+    k2 = (s2 >= wanted) & searched(word, 2, sequence)
+    k3 = (s3 >= wanted) & searched(word, 3, sequence)
     kept = k0.to(tl.int32) | (k1.to(tl.int32) << 1) | (k2.to(tl.int32) << 2) | (k3.to(tl.int32) << 3)
     some = (kept != 0).to(tl.int32)
     words_ptr = ids_ptr + 3 * BW
@@ -98,6 +97,7 @@ def keep_pooled(
     head: tl.tensor,
     tile: tl.tensor,
     J: tl.constexpr,
+    S: tl.constexpr,
     BW: tl.constexpr,
     EARLY: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -108,11 +108,13 @@ def keep_pooled(
     """
     word, mask = tile_words(sequence, tile, BW)
     sums = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
-    reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
-    limit = counted if EARLY else threshold(sequence, tl.sum(counted, 0))
-    border = border_bin(limit)
-    least, above = linear_cut(border, reach), linear_cut(border + 1, reach)
-    return compact(sequence, sums, least, above, border_draws(limit), head, word, ids_ptr, BW)
+    if EARLY:
+        least, above, draws = counted
+    else:
+        reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
+        border, draws = threshold(sequence, sum_histograms(counted, S))
+        least, above = linear_cut(border, reach), linear_cut(border + 1, reach)
+    return compact(sequence, sums, least, above, draws, head, word, ids_ptr, BW)
 
 
 @triton.jit
@@ -138,9 +140,9 @@ def keep_per_head(
         slot = bh * L + g
         factor = tl.exp2(tl.load(peaks_ptr + slot * P + tile) - tl.load(normalisers_ptr + slot))
         w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, BW), mask, w, BW)
-    border = border_bin(limit)
-    least, above = octave_cut(border), octave_cut(border + 1)
-    return compact(sequence, w, least, above, border_draws(limit), head, word, ids_ptr, BW)
+    least, above, draws = limit
+    least, above = least.to(tl.float32, bitcast=True), above.to(tl.float32, bitcast=True)
+    return compact(sequence, w, least, above, draws, head, word, ids_ptr, BW)
 
 
 @triton.jit
@@ -171,7 +173,8 @@ def keep_keys(
     count = 0
     if (tile >= 0) & (tile < tile_count(sequence, BW)):
         # Read first, added up last: the scores are on their way meanwhile.
-        counted = tl.load(limits_ptr + bh) if EARLY else load_histograms(histograms_ptr, bh, S)
+        limit_ptr = limits_ptr + bh * LIMIT_WORDS
+        counted = load_limit(limit_ptr) if EARLY else load_histograms(histograms_ptr, bh, S)
         if POOLED:
             count = keep_pooled(
                 sequence,
@@ -184,6 +187,7 @@ def keep_keys(
                 head,
                 tile,
                 J,
+                S,
                 BW,
                 EARLY,
                 ASSEMBLY,
