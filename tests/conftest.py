@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import index_store  # noqa: F401 - before torch: it says that idle OpenMP threads sleep, and tests import torch first
-from tests.support.interpreter import patch_once
+from tests.support.interpreter.speed import patch_once
 
 # Triton reads this once, when it is imported first: without a device its kernels run in its interpreter.
 if not Path("/dev/nvidia0").exists():
@@ -75,3 +76,12 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         fetch = CopyShape(programs=5)  # beside three that claim slots; many rows take several rounds
         monkeypatch.setattr("decode_engine.kernels.slots.slot_fetch._FETCH", fetch)
         monkeypatch.setattr("decode_engine.steps.attention.fetch_ahead.FetchAhead.copy_shape", fetch)
+
+
+@pytest.fixture
+def watched() -> Iterator[None]:
+    """Kernels in the interpreter come to no memory but that of tensors, or raise."""
+    from tests.support.interpreter.addresses import watched_addresses
+
+    with watched_addresses():
+        yield

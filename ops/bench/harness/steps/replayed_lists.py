@@ -44,7 +44,6 @@ def replaying(selection: type[KeySelection], recorded: RecordedLists) -> type[Ke
             self._searched = self.lists
             self.lists = KeyLists.allocate(plan.rows, 1, plan.max_keys, plan.device)
             self._ids_LSRW = rows_of_layers(recorded, plan).to(plan.device)
-            self.lists.counts_RP.fill_(self._ids_LSRW.shape[3])  # entries of -1 do not count
             self._step_1 = torch.zeros(1, dtype=torch.int64, device=plan.device)
             self._first_layer: int | None = None
 
@@ -56,6 +55,11 @@ def replaying(selection: type[KeySelection], recorded: RecordedLists) -> type[Ke
                 self._first_layer = layer
                 longest = records_BF[:, records.TAIL_KEYS].amax(0, keepdim=True)
                 torch.remainder(longest, self._ids_LSRW.shape[1], out=self._step_1)
+                # Entries of -1 do not count. Idle rows, as all are before a graph is captured, list nothing: they have
+                # no addresses to read keys from.
+                searching_B = records_BF[:, records.END] > records_BF[:, records.FIRST]
+                counts_BH = self.lists.counts_RP.view(len(records_BF), -1)
+                counts_BH.copy_(searching_B[:, None] * self._ids_LSRW.shape[3])
             ids_1RW = self._ids_LSRW[layer].index_select(0, self._step_1)
             self.lists.ids_RPW[:, 0, : ids_1RW.shape[2]].copy_(ids_1RW[0])
             return self.lists

@@ -119,10 +119,11 @@ def test_every_case_has_its_figures(bench: ModuleType, cases: str, batch: int) -
             assert row["wait"] >= 0
 
 
+@pytest.mark.usefixtures("watched")
 def test_sessions_on_one_context_replay_lists(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They say the same in both placements, and find in slots what the warm-up has brought."""
+    """They say the same in both placements, and find in slots what the warm-up has brought. A row of four is idle."""
     monkeypatch.setattr(general_steps, "WARM_UP", 1)
     keys = np.arange(20, 60, 2, dtype=np.int32)
     recorded = RecordedLists(np.stack([keys, keys + 1])[:, None, None].repeat(2, axis=1), LENGTH)
@@ -131,7 +132,7 @@ def test_sessions_on_one_context_replay_lists(
     read = bench.read_lists(tmp_path / "lists.npz", cases, LENGTH)
     assert np.array_equal(read.ids_SBRW, recorded.ids_SBRW)
     labels = ",".join(f"{case.label}@{case.placement.value}" for case in cases)
-    device, hybrid = figures(bench, labels, 2, count=1, recorded=read)
+    device, hybrid = figures(bench, labels, 3, count=1, recorded=read)
     assert device["same_tokens"] == hybrid["same_tokens"] == 1.0
     assert hybrid["reused"] == 1.0
     with pytest.raises(typer.BadParameter, match="remainder is dropped"):
