@@ -167,6 +167,7 @@ class Bench(Steps):
             *(replace(shape, registers=limit) for limit in (64, 80, 96, 128, 0)),
             *(replace(shape, warps=warps) for warps in (4, 8)),
             replace(shape, exact_programs=3 - shape.exact_programs),
+            replace(shape, early_threshold=not shape.early_threshold),
             replace(shape, tile_keys=shape.tile_keys * 2),
             replace(shape, tile_keys=shape.tile_keys // 2),
             replace(shape, sample_programs=shape.sample_programs * 2),

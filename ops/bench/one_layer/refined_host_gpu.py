@@ -1,0 +1,161 @@
+"""Decode attention of `refined` with exact rows in host memory, against torch's best full attention in the GPU's memory.
+
+usage: python ops/bench/one_layer/refined_host_gpu.py [--bars] [--keeps 0.0025,0.005,0.01] [--bits 4]
+
+Regime: one layer of a decode step, batch 1, 32 query heads, 8 KV heads, head dimension 128, bfloat16; coarse copies in
+the GPU's memory, keys and values in host memory as the arena makes it, 512 bytes a row. Several layers take turns, so
+that no step finds its data in the second-level cache. Slots are emptied before every step: each row that is attended
+exactly is fetched. `step_us` is that step without the time of emptying, which is `empty_us`; `reused_us` the same step
+where all of its rows are in slots; `device_us` the step with keys and values in the GPU's memory. `fetched_mb` are read
+from host memory in a step.
+
+Times are medians inside a CUDA graph of all layers. `full_us` is the fastest of torch's backends on the same keys,
+values and queries in the GPU's memory in the same run; `ratio` is the step's to it: below 1, the step is faster. Before
+a time is reported, the output is compared with that of the step in the GPU's memory: they differ by the order of sums.
+
+One JSON line per figure; the exit code is 1 when a check fails, or when --bars is given and a figure misses its bar.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import harness  # noqa: F401 - before torch: sets up OpenMP
+
+# isort: split
+import torch
+import typer
+from harness.checks import CheckFailedError, check_close
+from harness.layer import DEVICE, DTYPE, HEAD_DIM, KV_HEADS, ROW, step_plan
+from harness.report import reporting
+from harness.timing import fastest, full_attention_us, graph_us
+from refined_gpu import LENGTH, CoarseMemory, Figure
+from torch import Tensor
+
+from decode_engine.kernels import records
+from decode_engine.kernels.slots.slot_cache import SlotCache
+from decode_engine.steps.attention.hybrid_steps import HybridSteps
+from decode_engine.steps.attention.listed_steps import ListedSteps
+from index_store.memory.host_memory import HostBlock, default_page_locker
+from index_store.memory.placement import slots_per_head
+
+BARS = {0.0025: 0.55, 0.005: 0.78}
+"""Most ratios by what is kept, with rows in bfloat16."""
+
+
+class HostMemory(CoarseMemory):
+    """With a copy of all keys and values in host memory."""
+
+    def __init__(self, length: int, clustered: bool) -> None:
+        super().__init__(length, 1, clustered)
+        locker, size = default_page_locker(), self.kv[0, 0].nbytes
+        mapped = DEVICE.type == "cuda"
+        self.blocks = [HostBlock(size, locker, gathered=mapped, huge_pages=not mapped) for _ in self.kv]
+        self.host_kv = [block.take(self.kv.shape[2:], DTYPE) for block in self.blocks]
+        for block, host, kv in zip(self.blocks, self.host_kv, self.kv, strict=True):
+            host.copy_(kv[0])
+            block.lock()
+
+    def host_records(self, layer: int, cache: SlotCache) -> Tensor:
+        """[1, RECORD_FIELDS] on the device."""
+        rows = self.records(layer).cpu()
+        rows[0, records.KV] = self.host_kv[layer].data_ptr()
+        for field, value in cache.fields(layer).items():
+            rows[0, field] = value
+        return rows.to(DEVICE)
+
+
+class Bench:
+    """Steps that keep one share of the keys."""
+
+    def __init__(self, memory: HostMemory, bits: int, keep: float) -> None:
+        self.memory, self.budget = memory, round(keep * memory.kv.shape[3])
+        memory.code(bits, self.budget)
+        length = memory.kv.shape[3]
+        plan = step_plan(Figure("", 1, bits, {keep: 0.0}).method(), memory.layers, 1, length)
+        self.layers = range(memory.layers)
+        slots = slots_per_head(length)
+        self.cache = SlotCache.make(self.layers, KV_HEADS, length, slots, HEAD_DIM, DTYPE, DEVICE)
+        self.hybrid, self.device = HybridSteps(plan), ListedSteps(plan)
+        self.on_host = [memory.host_records(layer, self.cache) for layer in self.layers]
+        self.on_device = [memory.records(layer) for layer in self.layers]
+
+    def empty(self, layer: int) -> None:
+        self.cache.tags_LHS[layer].zero_()
+
+    def step(self, layer: int, *, empty: bool) -> Tensor:
+        if empty:
+            self.empty(layer)
+        return self.hybrid.attend(layer, self.memory.q[layer], self.on_host[layer])
+
+    def step_on_device(self, layer: int) -> Tensor:
+        return self.device.attend(layer, self.memory.q[layer], self.on_device[layer])
+
+    def check(self) -> float:
+        """Relative error of steps; raises CheckFailedError where it is too large."""
+        return max(
+            check_close(f"layer {layer}", self.step(layer, empty=True), self.step_on_device(layer).float(), 1e-2)
+            for layer in {0, self.memory.layers - 1}
+        )
+
+    def fetched(self) -> float:
+        """Rows that a layer's step fetches."""
+        self.cache.clear()
+        for layer in self.layers:
+            self.step(layer, empty=True)
+        counts = self.cache.counts()
+        if not 0.5 < counts.fetched / (self.budget * KV_HEADS * self.memory.layers) < 2.0:
+            raise CheckFailedError(f"{counts} in {self.memory.layers} steps that keep {self.budget} keys of each head")
+        return counts.fetched / self.memory.layers
+
+    def times(self) -> dict[str, float]:
+        turns = 8
+        empty_us = graph_us([partial(self.empty, layer) for layer in self.layers], turns)
+        step_us = graph_us([partial(self.step, layer, empty=True) for layer in self.layers], turns)
+        return {
+            "step_us": step_us - empty_us,
+            "empty_us": empty_us,
+            "reused_us": graph_us([partial(self.step, layer, empty=False) for layer in self.layers], turns),
+            "device_us": graph_us([partial(self.step_on_device, layer) for layer in self.layers], turns),
+        }
+
+
+def figure(memory: HostMemory, bits: int, keep: float, full: dict[str, float]) -> dict[str, Any]:
+    """One share's figures. Raises CheckFailedError when its output is wrong."""
+    bench, best = Bench(memory, bits, keep), fastest(full)
+    row: dict[str, Any] = {"keep": keep, "bits": bits, "error": bench.check()}
+    row |= {"fetched_mb": bench.fetched() * ROW * 1e-6, **bench.times(), **best}
+    return row | {"ratio": row["step_us"] / float(best["full_us"]), "bar": BARS.get(keep)}
+
+
+def main(
+    keeps: Annotated[str, typer.Option(help="Shares of the keys that are kept, comma-separated.")] = (
+        "0.0025,0.005,0.01"
+    ),
+    bits: Annotated[int, typer.Option(help="Of codes.")] = 4,
+    length: Annotated[int, typer.Option(help="Tokens of the context.")] = LENGTH,
+    bars: Annotated[bool, typer.Option("--bars", help="Fail when a figure misses its bar.")] = False,
+) -> None:
+    """Times one layer's decode attention of `refined` to a context in host memory; one JSON line per figure."""
+    with reporting("refined_host_gpu", bars) as report:
+        torch.manual_seed(0)
+        for keys in ("random", "clustered"):
+            memory = HostMemory(length, keys == "clustered")
+            full = full_attention_us(memory.q.flatten(2, 3), memory.kv)
+            for keep in (float(part) for part in keeps.split(",")):
+                row = figure(memory, bits, keep, full)
+                missed = row["bar"] is not None and row["ratio"] > row["bar"]
+                report.add(
+                    row | {"keys": keys, "context": length},
+                    *([f"keep {keep}, {keys} keys: {row['ratio']:.2f}x, bar {row['bar']}x"] if missed else []),
+                )
+            del memory
+
+
+if __name__ == "__main__":
+    typer.run(main)
