@@ -91,7 +91,7 @@ def table_shape(max_keys: int, rows: int) -> TableShape:
             early_threshold=True,
         )
     if max_keys * rows <= 2**21:
-        return TableShape(sample_programs=samples, registers=128)
+        return TableShape(sample_programs=samples, registers=96)
     return TableShape(
         tile_keys=8192,
         rows=64,

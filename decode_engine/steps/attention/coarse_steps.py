@@ -14,7 +14,7 @@ from torch import Tensor
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials
-from decode_engine.kernels.coarse.coarse_pass import attend_all, attend_others, list_keys
+from decode_engine.kernels.coarse.coarse_pass import attend_all, list_keys
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork, coarse_shape, refuse_sizes
 from decode_engine.steps.attention.step_attention import KeySelection, StepPlan, StepRemainder
@@ -102,18 +102,12 @@ class CoarseSelection(KeySelection):
 
 
 class CoarseRemainder(StepRemainder):
-    """Attention to the coarse copies of all keys that a search over the same copy has not listed."""
+    """Attention to the coarse copies of all keys that a search over the same copy has not listed: by that search."""
 
-    follows_search = True
+    shared = True
 
-    def __init__(self, search: CoarseSelection, shared: bool) -> None:
-        """shared: the search attends to them, too."""
-        self._search = search
-        self.shared = shared
+    def __init__(self, search: CoarseSelection) -> None:
         self.splits = search.lists.counts_RP.shape[1]
-
-    def attend(self, q_BHGD: Tensor, records_BF: Tensor, partials: Partials) -> None:
-        attend_others(q_BHGD, records_BF, self._search.sizes, self._search.work, partials)
 
 
 def coarse_refusal(method: Method, manifest: Manifest) -> str | None:

@@ -37,6 +37,7 @@ class HybridSteps(ListedSteps):
     """
 
     joins_lookups: ClassVar[bool] = False  # the remainder's hides behind the fetch
+    rows_in_place: ClassVar[bool] = False
 
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
@@ -69,7 +70,7 @@ class HybridSteps(ListedSteps):
         self._ahead.expect(layer, q_BHGD, records_BF)
 
     def find(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> tuple[KeyLists, Tensor | None]:
-        lists = self.select(layer, q_BHGD, records_BF)
+        lists = self.selection.select(layer, q_BHGD, records_BF)
         if self._ahead is not None:
             self._ahead.wait()
             self._ahead.search()

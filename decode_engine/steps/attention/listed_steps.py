@@ -58,8 +58,8 @@ class ListedSteps(StepAttention):
     A remainder over clusters attends to all of them as their means, whatever is selected; what is attended exactly is
     taken out of the clusters afterwards. Where the search compares queries with these very means (Multipole Attention,
     sections 3.1-3.2), one launch does both. Else the remainder's runs beside the search, on a stream of its own.
-    One over a coarse copy attends to the keys that were not listed: in the launch that lists the others, or beside what
-    follows it. Where that launch can do everything else as well (`CoarseSelection.attends_alone`), it does.
+    One over a coarse copy attends to the keys that were not listed in the launch that lists the others. Where that
+    launch can do everything else as well (`CoarseSelection.attends_alone`), it does.
     """
 
     selection_types: ClassVar[Mapping[str, type[KeySelection]]] = MappingProxyType(
@@ -75,12 +75,16 @@ class ListedSteps(StepAttention):
     joins_lookups: ClassVar[bool] = True
     """Whether search and remainder share a launch where they look at the same clusters."""
 
+    rows_in_place: ClassVar[bool] = True
+    """Whether rows are read where the context has them."""
+
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
         self.selection = self._selection_type(plan.method)(plan)
         sharing = self._sharing_search()
         self._remainder = None if plan.method.drops_remainder else self._make_remainder(sharing is not None)
-        self._alone = sharing if isinstance(sharing, CoarseSelection) and sharing.attends_alone else None
+        in_place = sharing if self.rows_in_place else None
+        self._alone = in_place if isinstance(in_place, CoarseSelection) and in_place.attends_alone else None
         programs = list_programs(plan.rows, self.selection.lists)
         slots = programs + (0 if self._remainder is None else self._remainder.slots(programs))
         if self._alone is not None:
@@ -130,7 +134,7 @@ class ListedSteps(StepAttention):
             return merge_partials(self._partials, q_BHGD.dtype, self.plan.sink_HG(layer))[0].view_as(q_BHGD)
         q_RGD, scale, remainder = q_BHGD.flatten(0, 1), q_BHGD.shape[3] ** -0.5, self._remainder
         beside = remainder is not None and not remainder.shared
-        if remainder is not None and beside and not remainder.follows_search:
+        if remainder is not None and beside:
             with self._side.follow():
                 remainder.attend(q_BHGD, records_BF, self._partials)
         lists, locations_RN = self.find(layer, q_BHGD, records_BF)
@@ -157,16 +161,7 @@ class ListedSteps(StepAttention):
 
         None for the locations: all are where the context is.
         """
-        return self.select(layer, q_BHGD, records_BF), None
-
-    def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
-        """The keys to attend to, from which on a remainder runs that leaves these out."""
-        lists = self.selection.select(layer, q_BHGD, records_BF)
-        remainder = self._remainder
-        if remainder is not None and remainder.follows_search and not remainder.shared:
-            with self._side.follow():
-                remainder.attend(q_BHGD, records_BF, self._partials)
-        return lists
+        return self.selection.select(layer, q_BHGD, records_BF), None
 
     def kept_B(self) -> Tensor:
         return self._kept_LRX.view(len(self._kept_LRX), self.plan.size, -1).sum((0, 2))
@@ -178,16 +173,16 @@ class ListedSteps(StepAttention):
     def _sharing_search(self) -> ClusterSelection | CoarseSelection | None:
         """The search, where it looks up the very clusters or rows that the remainder attends to."""
         method, search = self.plan.method, self.selection
-        if not self.joins_lookups or method.partition is not None:
+        if method.partition is not None:
             return None
         if isinstance(search, ClusterSelection):
-            return search if isinstance(method.remainder, Monopole) else None
+            return search if self.joins_lookups and isinstance(method.remainder, Monopole) else None
         return search if isinstance(search, CoarseSelection) and not method.drops_remainder else None
 
     def _make_remainder(self, shared: bool) -> StepRemainder:
         """shared: the search's launches attend to what it is over."""
         if isinstance(self.selection, CoarseSelection):
-            return CoarseRemainder(self.selection, shared)
+            return CoarseRemainder(self.selection)
         searched = self.selection.scores if shared and isinstance(self.selection, ClusterSelection) else None
         return _Clusters(self.plan, searched)
 

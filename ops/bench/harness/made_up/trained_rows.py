@@ -1,0 +1,102 @@
+"""Keys, values and queries of a trained model, tiled to the shape of a larger one's layer.
+
+The packaged reader has read the packaged novels; sessions with prompts from later pages have queries of their own. Two
+heads of the reader, 64 channels each, make one of 128 channels: its logits are the sums of theirs over sqrt(2), which
+spread as theirs do. So blocks, outliers, sinks, and keys that repeat themselves are a trained model's.
+
+Shape legend: L layers, S sessions, H KV heads and G query heads of each of the reader, N keys, d its head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from decode_engine.evaluation.prefill_command import PrefillCommand
+from decode_engine.evaluation.tasks import source_text
+from decode_engine.layers.selected_attention import Observation
+from decode_engine.layers.session import Session
+from decode_engine.layers.sparse_layer import SparseLayer
+from decode_engine.model.runner import ModelRunner
+from index_store.memory.arena import Arena
+from index_store.memory.placement import MemoryBytes
+from index_store.models.loading import resolve_model
+from index_store.store.catalog import Store
+from harness.parsing import parse_method
+
+PROMPT, APART = 64, 512
+"""Tokens of a prompt, and from the beginning of one to that of the next."""
+
+
+@dataclass(frozen=True)
+class TrainedRows:
+    """kv_LHN2D: of a context. q_LSHGD: unscaled queries of each session's last token, float32."""
+
+    kv_LHN2D: Tensor
+    q_LSHGD: Tensor
+
+    @classmethod
+    def record(cls, folder: Path, length: int, sessions: int, device: str) -> TrainedRows:
+        """Has the reader read a context of so many tokens; the store is made in a folder."""
+        runner = ModelRunner(resolve_model("reader"), device)
+        ids = runner.tokenizer.encode(source_text(()))
+        body = length - len(runner.tokenizer.prefix_ids)
+        document = folder / "context.txt"
+        document.write_text(runner.tokenizer.decode(ids[:body]), encoding="utf-8")
+        done = PrefillCommand("reader", folder / "store", ["full"], device=device).run(document, "trained-rows")
+        room = MemoryBytes(2**40, 2**40)
+        try:
+            with Arena(room, device=runner.device).acquire(Store(folder / "store"), str(done["id"])) as context:
+                fitted = parse_method("oracle:0.01").on(context.manifest)
+                seen: list[Tensor] = []
+                for number in range(sessions):
+                    begin = body + APART * number
+                    session = runner.start(context, fitted)
+                    runner.forward([session], [ids[begin : begin + PROMPT - 1]])
+                    _observe(session, seen)
+                    runner.forward([session], [ids[begin + PROMPT - 1 : begin + PROMPT]])
+                    session.close()
+                q = torch.stack(seen).view(sessions, len(fitted.searching), *seen[0].shape)
+                kv = torch.stack([context.kv(layer) for layer in fitted.searching])
+                return cls(kv.clone(), q.transpose(0, 1).contiguous())
+        finally:
+            runner.close()
+
+    def kv(self, number: int, heads: int, length: int) -> Tensor:
+        """Keys and values [heads, length, 2, 2 d]; others for another number. Contexts that are shorter begin again."""
+        halves = self.kv_LHN2D.flatten(0, 1)
+        places = torch.arange(length, device=halves.device) % halves.shape[1]
+        return torch.stack([torch.cat([halves[a], halves[b]], -1)[places] for a, b in self._pairs(number, heads)])
+
+    def q(self, number: int, heads: int, group: int) -> Tensor:
+        """Queries [heads, group, 2 d] for these keys, unscaled, float32."""
+        layers, sessions, kv_heads, own, _ = self.q_LSHGD.shape
+        rows = []
+        for a, b in self._pairs(number, heads):
+            halves = [self.q_LSHGD[half // kv_heads, :, half % kv_heads] for half in (a, b)]
+            # Heads of one session, then of the next.
+            both = torch.cat(halves, -1).roll(number, 0).flatten(0, 1)
+            rows.append(both[:group])
+        if sessions * own < group:
+            raise ValueError(f"{sessions} sessions with {own} query heads each are too few for groups of {group}")
+        return torch.stack(rows)
+
+    def _pairs(self, number: int, heads: int) -> list[tuple[int, int]]:
+        """Which heads of the reader make a head."""
+        sources = self.kv_LHN2D.shape[0] * self.kv_LHN2D.shape[1]
+        first = [(number + head) % sources for head in range(heads)]
+        return [(half, (half + 1 + number % (sources - 1)) % sources) for half in first]
+
+
+def _observe(session: Session, seen: list[Tensor]) -> None:
+    """Appends the queries [H, G, d] of each layer of the session's next step."""
+
+    def observe(found: Observation) -> None:
+        seen.append(found.q_HTGD[:, -1].float() * found.q_HTGD.shape[-1] ** 0.5)
+
+    for layer in session.layers:
+        if isinstance(layer, SparseLayer):
+            layer.observer = observe
