@@ -119,7 +119,7 @@ def in_lanes(builder: Any, low: Any, high: Any, order: Iterable[int]) -> Any:
 
 
 def gathered(builder: Any, vectors: list[Any], join: Callable[[Any, Any], Any]) -> Any:
-    """One vector of what is made of every vector's numbers, joined; of one vector itself. 1 or 16 of them."""
+    """One vector of 1, 2, 4 or 16: each one's numbers joined, as far as there is room, and those of all in turn."""
     for number in range(len(vectors).bit_length() - 1):
         vectors = [
             join(*(_halves(builder, low, high, number, half) for half in (0, 1)))
@@ -143,11 +143,16 @@ TWOS = ((0, 1, 4, 5), (2, 3, 6, 7))
 
 def reduced(builder: Any, vector: Any, join: Callable[[Any, Any], Any]) -> Any:
     """One number of all lanes, joined half with half."""
+    return each_reduced(builder, vector, join, 1)[0]
+
+
+def each_reduced(builder: Any, vector: Any, join: Callable[[Any, Any], Any], numbers: int) -> list[Any]:
+    """So many numbers, whose parts follow each other in turn."""
     count = vector.type.count
-    while count > 1:
+    while count > numbers:
         count //= 2
         lower, upper = (
             shuffled(builder, vector, vector, range(first, first + count)) for first in (0, count)
         )
         vector = join(lower, upper)
-    return builder.extract_element(vector, WORD(0))
+    return [builder.extract_element(vector, WORD(number)) for number in range(numbers)]

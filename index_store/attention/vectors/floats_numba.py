@@ -139,33 +139,12 @@ def make_widening(kind: str) -> Any:
             with each_vector(builder, vectors) as first:
                 place = builder.add(column, first)
                 taken = source_at.load(row, place, FLOATS if kind == "float32" else _HALVES)
-                out_at.store(_widened(builder, taken, kind), to_row, builder.add(to_column, first))
+                out_at.store(widened(builder, taken, kind), to_row, builder.add(to_column, first))
             return context.get_dummy_value()
 
         return types.void(source, *_SIZES2, out, *_SIZES3), generate
 
     return widen_row
-
-
-@intrinsic
-def dot(
-    typing: Any, one: Any, row: Any, column: Any, other: Any, other_row: Any, other_column: Any, vectors: Any
-) -> Generated:
-    """dot(one, row, column, other, other_row, other_column, vectors): the product of two rows' parts."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        one, row, column, other, other_row, other_column, vectors = values
-        one_at, other_at = (
-            Rows(context, builder, signature.args[place], value) for place, value in ((0, one), (3, other))
-        )
-        total = variable(builder, constants(FLOATS, 0.0))
-        with each_vector(builder, vectors) as first:
-            taken = one_at.load(row, builder.add(column, first), FLOATS)
-            beside = other_at.load(other_row, builder.add(other_column, first), FLOATS)
-            builder.store(add_product(builder, taken, beside, builder.load(total)), total)
-        return sum_of(builder, builder.load(total))
-
-    return types.float32(one, *_SIZES2, other, *_SIZES3), generate
 
 
 @intrinsic
@@ -261,7 +240,7 @@ def _exponential(builder: Any, numbers: Any) -> Any:
     return builder.select(counts, builder.fmul(made, scales), constants(FLOATS, 0.0))
 
 
-def _widened(builder: Any, halves: Any, kind: str) -> Any:
+def widened(builder: Any, halves: Any, kind: str) -> Any:
     """Floats of numbers of this kind."""
     if kind == "float32":
         return halves
