@@ -23,13 +23,22 @@ from index_store.attention.attention_state import AttentionState
 from index_store.attention.exponentials_numba import exponentiate, largest
 from index_store.attention.vectors.bytes_numba import prefetch
 from index_store.attention.vectors.code import LANES
-from index_store.attention.vectors.floats_numba import add_weighted, dot, make_widening
+from index_store.attention.vectors.stored_rows_numba import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    add_weighted_rows,
+    float_of,
+    multiply_row,
+)
 from index_store.launch import int16_table, launch, njit, on_host, prange
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_AHEAD = 8  # rows asked for before they are read: listed rows lie apart, where processors do not foresee them
+_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+_ADDED_AT_ONCE = 8  # rows, whose values stay in the first-level cache while channels are added up
+_AHEAD = (
+    16  # rows asked for before they are read: listed rows lie apart, where processors do not foresee them
+)
 _LINE = 32  # int16 numbers
-_widen_bfloats, _widen_halves = make_widening("bfloat16"), make_widening("float16")
 
 _Numbers = tuple[int, int, int, int, int]
 """Of a session: where its tail is, rows there from one head to the next, rows of a head, sinks, begin of the window."""
@@ -60,14 +69,15 @@ def attend_listed(context_HN2D: Tensor, listed: Sequence[Listed]) -> list[Attent
     """
     heads, head_dim = context_HN2D.shape[0], context_HN2D.shape[3]
     queries_HSGD = torch.stack([each.q_HGD for each in listed], dim=1)
-    state = AttentionState.empty(queries_HSGD.shape[:-1], head_dim)
+    nothing = AttentionState.empty(listed[0].q_HGD.shape[:-1], head_dim)
+    others = [each.others or nothing for each in listed]
+    state = AttentionState(
+        torch.stack([each.out for each in others], dim=1), torch.stack([each.lse for each in others], dim=1)
+    )
     ids = np.zeros((heads, len(listed), max(each.ids_HK.shape[1] for each in listed)), np.int32)
-    counts = np.empty((heads, len(listed)), np.int32)
     for number, each in enumerate(listed):
-        if each.others is not None:
-            state.out[:, number], state.lse[:, number] = each.others.out, each.others.lse
         ids[:, number, : each.ids_HK.shape[1]] = each.ids_HK.numpy()
-        counts[:, number] = each.counts_H.numpy()
+    counts = torch.stack([each.counts_H for each in listed], dim=1).numpy()
     numbers = [_numbers(each.tail_Ht2D, each.sinks, each.begin) for each in listed]
     _launch(queries_HSGD, context_HN2D, numbers, ids, counts, state)
     return [AttentionState(state.out[:, number], state.lse[:, number]) for number in range(len(listed))]
@@ -283,12 +293,11 @@ def _attend_rows(
     """One head's attention to rows of the context and, from entry `late` on, of the tail, merged into out and lse."""
     group, dim = queries.shape
     count = rows.shape[0]
-    words, logits = np.empty((1, dim), np.uint32), np.empty((group, count), np.float32)
-    row = words.view(np.float32)
+    logits, listed = np.empty((group, count), np.float32), rows.reshape(1, count)
     padded = (count + LANES - 1) // LANES * LANES
     weights, scratch = np.empty((1, padded), np.float32), np.empty((1, LANES), np.float32)
-    _multiply(queries, context, rows, 0, late, kind, words, row, logits)
-    _multiply(queries, tail, rows, late, count, kind, words, row, logits)
+    _multiply(queries, context, listed, 0, late, kind, logits)
+    _multiply(queries, tail, listed, late, count, kind, logits)
     for g in range(group):
         peak = max(largest(logits, g, 0, count), lse[g])
         if peak == -np.inf:
@@ -301,8 +310,8 @@ def _attend_rows(
             logits[g, n] = weights[0, n] / (total + others)
         for i in range(dim):
             out[g, i] *= others / (total + others)
-    _add_up(logits, context, rows, 0, late, kind, words, row, out)
-    _add_up(logits, tail, rows, late, count, kind, words, row, out)
+    _add_up(logits, context, listed, 0, late, kind, out)
+    _add_up(logits, tail, listed, late, count, kind, out)
 
 
 @njit(cache=True, nogil=True, _nrt=False)
@@ -313,21 +322,19 @@ def _multiply(
     first: int,
     end: int,
     kind: int,
-    words: NDArray[np.uint32],
-    row: NDArray[np.float32],
     logits: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
-    """Logits of entries first..end-1: products of queries with keys. words: scratch, and row the same as float32."""
-    vectors = row.shape[1] // LANES
+    """Logits of entries first..end-1: products of queries with keys."""
+    group, dim = queries.shape
+    vectors = dim // LANES
     for n in range(first, end):
         if n + _AHEAD < end:
-            _ask_for(table, rows[n + _AHEAD])
-        _read_row(table, rows[n], kind, 0, words, row)
-        for g in range(queries.shape[0]):
-            total = dot(queries, g, 0, row, 0, 0, vectors)
-            for i in range(vectors * LANES, row.shape[1]):
-                total += queries[g, i] * row[0, i]
-            logits[g, n] = total
+            _ask_for(table, rows[0, n + _AHEAD])
+        multiply_row(table, rows[0, n], kind, queries, group, vectors, logits, n)
+        for i in range(vectors * LANES, dim):
+            number = _number(table, rows[0, n], kind, i)
+            for g in range(group):
+                logits[g, n] += queries[g, i] * number
 
 
 @njit(cache=True, nogil=True, _nrt=False)
@@ -338,18 +345,19 @@ def _add_up(
     first: int,
     end: int,
     kind: int,
-    words: NDArray[np.uint32],
-    row: NDArray[np.float32],
     out: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
     """Adds the weighted values of entries first..end-1."""
-    vectors = row.shape[1] // LANES
-    for n in range(first, end):
-        _read_row(table, rows[n], kind, row.shape[1], words, row)
-        for g in range(out.shape[0]):
-            add_weighted(weights[g, n], row, 0, 0, out, g, 0, vectors)
-            for i in range(vectors * LANES, row.shape[1]):
-                out[g, i] += weights[g, n] * row[0, i]
+    group, dim = out.shape
+    vectors = dim // LANES
+    for begin in range(first, end, _ADDED_AT_ONCE):
+        some = min(_ADDED_AT_ONCE, end - begin)
+        add_weighted_rows(table, rows, begin, some, kind, dim, weights, out, group, vectors)
+        for i in range(vectors * LANES, dim):
+            for n in range(begin, begin + some):
+                number = _number(table, rows[0, n], kind, dim + i)
+                for g in range(group):
+                    out[g, i] += weights[g, n] * number
 
 
 @njit(cache=True, nogil=True, _nrt=False)
@@ -360,30 +368,15 @@ def _ask_for(table: NDArray[np.int16], row: int) -> None:  # pragma: no cover - 
 
 
 @njit(cache=True, nogil=True, _nrt=False)
-def _read_row(
-    table: NDArray[np.int16],
-    number: int,
-    kind: int,
-    first: int,
-    words: NDArray[np.uint32],
-    row: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
-    """words = the bits in float32 of as many numbers from `first` on of a row of the table."""
-    count = row.shape[1]
-    if kind == 0:  # two halves of every number; the lower one comes first
-        numbers = table[number, 2 * first : 2 * (first + count)]
-        for i in range(count):
-            words[0, i] = (np.uint32(numbers[2 * i + 1]) << 16) | (np.uint32(numbers[2 * i]) & 0xFFFF)
-        return
-    vectors = count // LANES
-    if kind == 1:
-        _widen_bfloats(table, number, first, row, 0, 0, vectors)
-    else:
-        _widen_halves(table, number, first, row, 0, 0, vectors)
-    for i in range(vectors * LANES, count):
-        bits = np.uint32(table[number, first + i])
-        if kind == 1:
-            words[0, i] = bits << 16
-        else:
-            words[0, i] = ((bits & 0x7FFF) << 13) | ((bits & 0x8000) << 16)
-            row[0, i] *= np.float32(2.0**112)  # the exponents' biases are 127 and 15
+def _number(
+    table: NDArray[np.int16], row: int, kind: int, i: int
+) -> np.float32:  # pragma: no cover - compiled
+    """One number of a row."""
+    if kind == FLOAT32:  # two halves, of which the lower one comes first
+        bits = (np.uint32(table[row, 2 * i + 1]) << 16) | (np.uint32(table[row, 2 * i]) & 0xFFFF)
+        return float_of(np.uint32(bits))  # type: ignore[no-any-return]
+    bits = np.uint32(table[row, i])
+    if kind == BFLOAT16:
+        return float_of(np.uint32(bits << 16))  # type: ignore[no-any-return]
+    number = float_of(np.uint32(((bits & 0x7FFF) << 13) | ((bits & 0x8000) << 16)))
+    return number * np.float32(2.0**112)  # type: ignore[no-any-return]  # the exponents' biases are 127 and 15

@@ -59,8 +59,13 @@ def sortable(bits: np.uint32) -> np.uint32:  # pragma: no cover - compiled
 
 
 @njit(cache=True, nogil=True)
-def _kth_largest(bits: NDArray[np.uint32], count: int, k: int) -> np.uint32:  # pragma: no cover - compiled
-    """The k-th largest of bits[:count] in sortable form: radix select, 11 + 11 + 10 bits."""
+def _kth_largest(
+    bits: NDArray[np.uint32], count: int, k: int, coarse: bool = False
+) -> np.uint32:  # pragma: no cover - compiled
+    """The k-th largest of bits[:count] in sortable form: radix select, 11 + 11 + 10 bits.
+
+    coarse: only the first bits, the others 0.
+    """
     histogram = np.empty(2048, np.int64)
     prefix = np.uint32(0)
     mask = np.uint32(0)
@@ -78,7 +83,22 @@ def _kth_largest(bits: NDArray[np.uint32], count: int, k: int) -> np.uint32:  # 
             digit -= 1
         prefix = np.uint32(prefix | np.uint32(np.uint32(digit) << np.uint32(shift)))
         mask = np.uint32(mask | np.uint32(low << np.uint32(shift)))
+        if coarse:
+            break
     return prefix
+
+
+@njit(cache=True, nogil=True)
+def lower_bound(numbers: NDArray[np.float32], k: int) -> np.float32:  # pragma: no cover - compiled
+    """What k of the numbers reach, at most a fifth less than the k-th largest; 0 if that is less, or there is none."""
+    if numbers.shape[0] < k:
+        return np.float32(0)
+    bound = _kth_largest(numbers.view(np.uint32), numbers.shape[0], k, True)
+    if bound < np.uint32(0x80000000):
+        return np.float32(0)
+    bits = np.empty(1, np.uint32)
+    bits[0] = bound & np.uint32(0x7FFFFFFF)
+    return bits.view(np.float32)[0]  # type: ignore[no-any-return]
 
 
 @njit(cache=True, nogil=True)

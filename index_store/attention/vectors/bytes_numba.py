@@ -19,12 +19,16 @@ from index_store.attention.vectors.code import (
     BYTE,
     HALF,
     LANES,
+    ONES,
     SIZE,
+    TWOS,
     WORD,
     WORDS,
     Generated,
     Rows,
+    ask_for,
     call,
+    in_lanes,
     joined,
     plus,
     repeated,
@@ -112,10 +116,8 @@ def make_transposition(bits: int) -> Any:
             lines = source_at.load_rows(row, byte, four, 16)
             # Lane by lane of 128 bits, which is how processors shuffle: rows k, k + 4, k + 8, k + 12 side by side.
             wide = [joined(builder, [lines[k + 4 * lane] for lane in range(4)]) for k in range(4)]
-            pairs = [
-                _in_lanes(builder, wide[2 * p], wide[2 * p + 1], order) for p in (0, 1) for order in _ONES
-            ]
-            made = [_in_lanes(builder, pairs[k // 2], pairs[2 + k // 2], _TWOS[k % 2]) for k in range(4)]
+            pairs = [in_lanes(builder, wide[2 * p], wide[2 * p + 1], order) for p in (0, 1) for order in ONES]
+            made = [in_lanes(builder, pairs[k // 2], pairs[2 + k // 2], TWOS[k % 2]) for k in range(4)]
             for k, vector in enumerate(made):
                 place = plus(builder, to_row, k)
                 for plane in _planes(builder, vector, bits):
@@ -127,11 +129,6 @@ def make_transposition(bits: int) -> Any:
         return types.void(source, *numbers, words, *numbers, types.intp), generate
 
     return transpose_rows
-
-
-_ONES = ((0, 4, 1, 5), (2, 6, 3, 7))
-_TWOS = ((0, 1, 4, 5), (2, 3, 6, 7))
-"""How two lanes of four words are interleaved, by one word and by two: their lower and their upper halves."""
 
 
 def make_interleaving(bits: int, count: int) -> Any:
@@ -175,9 +172,7 @@ def prefetch(typing: Any, rows: Any, row: Any, byte: Any) -> Generated:
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         rows, row, byte = values
-        pointer = Rows(context, builder, signature.args[0], rows).address(row, byte, BYTE)
-        to_read, second_level, data = WORD(0), WORD(2), WORD(1)
-        call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, to_read, second_level, data)
+        ask_for(builder, Rows(context, builder, signature.args[0], rows).address(row, byte, BYTE))
         return context.get_dummy_value()
 
     return types.void(rows, types.intp, types.intp), generate
@@ -238,9 +233,3 @@ def _planes(builder: Any, words: Any, bits: int) -> list[Any]:
     mask = ir.Constant(WORDS, [((1 << bits) - 1) * 0x01010101] * LANES)
     shifts = [ir.Constant(WORDS, [shift] * LANES) for shift in range(0, 8, bits)]
     return [builder.and_(builder.lshr(words, shift), mask) for shift in shifts]
-
-
-def _in_lanes(builder: Any, low: Any, high: Any, order: tuple[int, ...]) -> Any:
-    """Shuffles every lane of four words with the other vector's, whose words are 4 to 7 in `order`."""
-    places = [i % 4 + 4 * lane + (LANES if i > 3 else 0) for lane in range(LANES // 4) for i in order]
-    return shuffled(builder, low, high, places)

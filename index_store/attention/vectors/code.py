@@ -76,6 +76,12 @@ def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, function, name), arguments)
 
 
+def ask_for(builder: Any, pointer: Any) -> None:
+    """Asks for the cache line there."""
+    to_read, second_level, data = WORD(0), WORD(2), WORD(1)
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, to_read, second_level, data)
+
+
 def plus(builder: Any, number: Any, constant: int) -> Any:
     return builder.add(number, SIZE(constant)) if constant else number
 
@@ -105,13 +111,48 @@ def shuffled(builder: Any, low: Any, high: Any, order: Iterable[int]) -> Any:
     return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(WORD, len(places)), places))
 
 
+def in_lanes(builder: Any, low: Any, high: Any, order: Iterable[int]) -> Any:
+    """Shuffles every lane of four words with the other vector's, whose words are 4 to 7 in `order`."""
+    chosen = list(order)
+    places = [i % 4 + 4 * lane + (LANES if i > 3 else 0) for lane in range(LANES // 4) for i in chosen]
+    return shuffled(builder, low, high, places)
+
+
+def gathered(builder: Any, vectors: list[Any], join: Callable[[Any, Any], Any]) -> Any:
+    """One vector of 1, 2, 4 or 16: each one's numbers joined, as far as there is room, and those of all in turn."""
+    for number in range(len(vectors).bit_length() - 1):
+        vectors = [
+            join(*(_halves(builder, low, high, number, half) for half in (0, 1)))
+            for low, high in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    return vectors[0]
+
+
+def _halves(builder: Any, low: Any, high: Any, number: int, half: int) -> Any:
+    """Half of both vectors, side by side: words within lanes first, then lanes."""
+    if number < 2:
+        return in_lanes(builder, low, high, (ONES, TWOS)[number][half])
+    chosen = [half, half + 2, half + 4, half + 6]
+    return shuffled(builder, low, high, [4 * lane + word for lane in chosen for word in range(4)])
+
+
+ONES = ((0, 4, 1, 5), (2, 6, 3, 7))
+TWOS = ((0, 1, 4, 5), (2, 3, 6, 7))
+"""How two lanes of four words are interleaved, by one word and by two: their lower and their upper halves."""
+
+
 def reduced(builder: Any, vector: Any, join: Callable[[Any, Any], Any]) -> Any:
     """One number of all lanes, joined half with half."""
+    return each_reduced(builder, vector, join, 1)[0]
+
+
+def each_reduced(builder: Any, vector: Any, join: Callable[[Any, Any], Any], numbers: int) -> list[Any]:
+    """So many numbers, whose parts follow each other in turn."""
     count = vector.type.count
-    while count > 1:
+    while count > numbers:
         count //= 2
         lower, upper = (
             shuffled(builder, vector, vector, range(first, first + count)) for first in (0, count)
         )
         vector = join(lower, upper)
-    return builder.extract_element(vector, WORD(0))
+    return [builder.extract_element(vector, WORD(number)) for number in range(numbers)]

@@ -24,7 +24,7 @@ from index_store.attention.vectors.code import LANES
 from index_store.indexes.coarse_rows.scalars.best_keys_numba import Columns, take_best
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys
 from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
-from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, shift_of, span_count
+from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, shift_of
 from index_store.indexes.coarse_rows.scalars.value_sums_numba import add_values
 from index_store.launch import thread_count
 from index_store.selection.budgets import Selection
@@ -52,13 +52,8 @@ class Searched:
     @classmethod
     def of(cls, queries_HGD: Tensor, shared: range, own_rows: ScalarRows, own: range) -> Searched:
         own_shift = shift_of(own_rows, own.start)
-        columns = Columns(len(shared) + len(own), len(shared), shared.start % SPAN, own_shift)
+        columns = Columns.of(len(shared), len(own), shared.start % SPAN, own_shift)
         return cls(queries_HGD, shared, own_rows, own, columns)
-
-    @property
-    def room(self) -> int:
-        """Numbers that a row of weights takes, whole cache lines."""
-        return -(-(self.shared.start % LANES + self.columns.count) // LANES) * LANES
 
     def heads(self, part: slice) -> Searched:
         """The same for some KV heads."""
@@ -85,9 +80,11 @@ def attend_best(
     Ids are columns. Each session gets the bits that it gets alone.
     """
     heads, group, head_dim = searched[0].queries_HGD.shape
-    weights = sum((group + 1) * each.room for each in searched)
+    weights = sum(group * each.columns.room for each in searched)
     step = max(thread_count(), _WEIGHTS // max(1, weights))
-    widths = [min(keep, each.columns.count) for keep, each in zip(keeps, searched, strict=True)]
+    widths = [
+        min(keep, each.columns.shared + each.columns.own) for keep, each in zip(keeps, searched, strict=True)
+    ]
     ids = torch.zeros(heads, len(searched), max(widths), dtype=torch.int32, device="cpu")
     counts = torch.zeros(heads, len(searched), dtype=torch.int32, device="cpu")
     state = AttentionState.empty((heads, len(searched), group), head_dim)
@@ -116,16 +113,12 @@ def _attend_heads(
     """`attend_best` for as many KV heads as are held at a time; writes what it finds."""
     heads, group, _ = searched[0].queries_HGD.shape
     columns = [each.columns for each in searched]
-    line, places_HQG, sums_HQ = _lay_out(heads, group, searched)
-    most = max(
-        span_count(each.shared, each.shift) + span_count(each.count - each.shared, each.own_shift)
-        for each in columns
-    )
-    spans = Spans.empty(heads, len(searched) * group, most)
+    line, places_HQG = _lay_out(heads, group, columns)
+    spans = Spans.empty(heads, len(searched) * group, max(each.spans for each in columns))
     passes = _plan(rows, searched, line, places_HQG, spans)
     for each in passes:
         score_keys(each.rows, each.queries_HRD, each.first, each.weights, each.spans)
-    take_best(line, places_HQG, sums_HQ, spans, columns, keeps, ids_HQK, counts_HQ)
+    take_best(line, places_HQG, spans, columns, keeps, ids_HQK, counts_HQ)
     begun: set[int] = set()
     for each in passes:
         found = add_values(each.rows, each.weights, each.spans, each.first)
@@ -138,19 +131,17 @@ def _attend_heads(
 
 
 def _lay_out(
-    heads: int, group: int, searched: Sequence[Searched]
-) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-    """Memory for weights of all sessions and their sums over a group, and where rows of both begin in it.
+    heads: int, group: int, columns: Sequence[Columns]
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Memory for weights of all sessions, and where rows begin in it.
 
     A position that is a multiple of LANES is at a cache line in every row, so no vector lies across two.
     """
-    leads = np.array([each.shared.start % LANES for each in searched], np.int64)
-    sizes = np.array([each.room for each in searched], np.int64)
-    begins = heads * (group + 1) * (sizes.cumsum() - sizes) + leads
-    rows = np.arange(heads)[:, None, None] * (group + 1) + np.arange(group + 1)
-    places = begins[:, None] + rows * sizes[:, None]
-    line = _memory(int(heads * (group + 1) * sizes.sum()))
-    return line, np.ascontiguousarray(places[..., :group]), np.ascontiguousarray(places[..., group])
+    leads = np.array([each.lead for each in columns], np.int64)
+    sizes = np.array([each.room for each in columns], np.int64)
+    begins = heads * group * (sizes.cumsum() - sizes) + leads
+    rows = np.arange(heads)[:, None, None] * group + np.arange(group)
+    return _memory(int(heads * group * sizes.sum())), begins[:, None] + rows * sizes[:, None]
 
 
 def _memory(count: int) -> NDArray[np.float32]:
@@ -179,7 +170,7 @@ def _plan(
     """Passes over the context's copy, one for each row at which sessions begin, and over what each has appended."""
 
     def plan(of: ScalarRows, sessions: list[int], wanted: list[range], behind: int, first_span: int) -> _Pass:
-        """behind, first_span: columns and spans of the session before these."""
+        """behind, first_span: numbers and spans of the session before these."""
         heads, _, group = places_HQG.shape
         places = places_HQG[:, sessions].reshape(heads, -1) + behind
         counts = np.repeat([len(each) for each in wanted], group)
@@ -201,8 +192,8 @@ def _plan(
             each.own_rows,
             [number],
             [each.own],
-            len(each.shared),
-            span_count(len(each.shared), each.columns.shift),
+            each.columns.own_begin,
+            each.columns.shared_spans,
         )
         for number, each in enumerate(searched)
         if each.own

@@ -1,8 +1,9 @@
 """The best keys of sessions by exponentials of their logits, which are taken out of these.
 
-A key's weight is the softmax of its logit, summed over the heads of a group.
+A key's weight is the softmax of its logit, summed over the heads of a group. Of 16 neighbours only the largest weight
+is kept; the others are found again where it reaches a lower bound of the least weight that is kept.
 
-Shape legend: H KV heads, Q sessions, G group heads, R = Q * G rows of weights, K kept keys.
+Shape legend: H KV heads, Q sessions, G group heads, R = Q * G rows of weights, S spans, K kept keys.
 """
 
 from __future__ import annotations
@@ -14,30 +15,54 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from index_store.attention.vectors.bytes_numba import prefetch
 from index_store.attention.vectors.code import LANES
-from index_store.attention.vectors.floats_numba import add_weighted
+from index_store.attention.vectors.neighbours_numba import make_sums, take_reaching
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, span_count
 from index_store.launch import launch, njit, prange
-from index_store.selection.top_k_numba import top_k_row
+from index_store.selection.top_k_numba import lower_bound, top_k_row
+
+TILE = LANES * LANES
+"""Positions whose largest weights fill a vector."""
+
+_MOST = SPAN // LANES  # largest weights of a span
+_AHEAD = 8  # vectors asked for before they are added up again
+_largest_sums, _sums = make_sums(LANES), make_sums(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What columns a session's rows have: `count`, of which the first `shared` have spans of their own.
+    """Columns of a session's rows of weights, and where they lie: `shared` ones, and then its `own`.
 
-    shift, own_shift: of their spans, and of those of the others (`Spans`).
+    shift, own_shift: positions of their spans before them (`Spans`). Both begin as far behind a multiple of TILE as
+    behind a span's begin, so no vector belongs to two spans. own_begin: numbers from the first column to the first of
+    its own. room: numbers that a row takes, whole tiles, of which `lead` are before the first column. shared_spans,
+    spans: of the shared ones, and of all.
     """
 
-    count: int
     shared: int
+    own: int
     shift: int
     own_shift: int
+    lead: int
+    own_begin: int
+    room: int
+    shared_spans: int
+    spans: int
+
+    @classmethod
+    def of(cls, shared: int, own: int, shift: int, own_shift: int) -> Columns:
+        lead = shift % TILE
+        own_begin = -(-(lead + shared) // TILE) * TILE - lead + own_shift % TILE
+        room = -(-(lead + own_begin + own) // TILE) * TILE if own else lead + own_begin - own_shift % TILE
+        shared_spans = span_count(shared, shift)
+        spans = shared_spans + span_count(own, own_shift)
+        return cls(shared, own, shift, own_shift, lead, own_begin, room, shared_spans, spans)
 
 
 def take_best(
     weights: NDArray[np.float32],
     places_HQG: NDArray[np.int64],
-    sums_HQ: NDArray[np.int64],
     spans: Spans,
     columns: Sequence[Columns],
     keeps: Sequence[int],
@@ -46,26 +71,23 @@ def take_best(
 ) -> None:
     """Writes column ids of so many best keys of each session, and how many there are; their weights become 0.
 
-    weights: a line of exponentials (`Spans`), where a session's rows begin at places_HQG. Those of row q * G + g have
-    the peaks and totals of that row; those of its other columns come behind those of its shared ones. sums_HQ: where
-    there is room in the line for a row more, for their sums. ids_HQK: int32, ascending, ties going to the lower.
-    counts_HQ: int32.
+    weights: a line of exponentials (`Spans`), where a session's rows begin at places_HQG: its first column there, and
+    `lead` numbers before it a multiple of TILE. Those of row q * G + g have the peaks and totals of that row. ids_HQK:
+    int32, ascending, ties going to the lower. counts_HQ: int32.
     """
     if ids_HQK.numel() == 0:
         return
+    heads, queries, _ = places_HQG.shape
     launch(
         _take_best,
         weights,
-        places_HQG,
-        sums_HQ,
+        places_HQG.reshape(heads * queries, -1),
         spans.peaks_HRS,
         spans.totals_HRS,
-        np.empty_like(spans.peaks_HRS),
-        np.array([each.count for each in columns], np.int64),
-        np.array([each.shared for each in columns], np.int64),
-        np.array([span_count(each.shared, each.shift) for each in columns], np.int64),
-        np.array([each.shift for each in columns], np.int64),
-        np.array([each.own_shift for each in columns], np.int64),
+        np.empty(spans.peaks_HRS.shape, np.float32),
+        np.empty((heads * queries, spans.peaks_HRS.shape[2] * _MOST), np.float32),
+        np.array([(each.shared, each.shift, each.own, each.own_shift) for each in columns], np.int64),
+        np.array([(each.shared_spans, each.own_begin) for each in columns], np.int64),
         np.array(keeps, np.int64),
         ids_HQK.numpy(),
         counts_HQ.numpy(),
@@ -76,51 +98,36 @@ def take_best(
 def _take_best(
     weights: NDArray[np.float32],
     places: NDArray[np.int64],
-    sum_places: NDArray[np.int64],
     peaks: NDArray[np.float32],
     totals: NDArray[np.float32],
     factors: NDArray[np.float32],
-    counts: NDArray[np.int64],
-    shared: NDArray[np.int64],
-    shared_spans: NDArray[np.int64],
-    shifts: NDArray[np.int64],
-    own_shifts: NDArray[np.int64],
+    maxima: NDArray[np.float32],
+    columns: NDArray[np.int64],
+    parts: NDArray[np.int64],
     keeps: NDArray[np.int64],
     ids: NDArray[np.int32],
     found: NDArray[np.int32],
 ) -> None:  # pragma: no cover - compiled
-    heads, queries, group = places.shape
-    spans = peaks.shape[2]
+    heads, rows, spans = peaks.shape
+    queries, group = keeps.shape[0], places.shape[1]
     line = weights.reshape(1, weights.size)
-    for task in prange(heads * queries * group):
-        head, row = task // (queries * group), task % (queries * group)
+    factor_of = factors.reshape(heads * rows, spans)
+    for task in prange(heads * rows):
+        head, row = task // rows, task % rows
         _find_factors(peaks[head, row], totals[head, row], factors[head, row])
     for task in prange(heads * queries * spans):
-        head, query, span = task // (queries * spans), task // spans % queries, task % spans
-        if span < shared_spans[query]:
-            end = (span + 1) * SPAN - shifts[query]
-            low, high = max(0, end - SPAN), min(end, shared[query])
-        else:
-            end = shared[query] + (span - shared_spans[query] + 1) * SPAN - own_shifts[query]
-            low, high = max(shared[query], end - SPAN), min(end, counts[query])
-        if low < high:
-            _sum_span(
-                line,
-                places[head, query],
-                factors[head, query * group : (query + 1) * group, span],
-                low,
-                high,
-                sum_places[head, query],
-            )
-    for task in prange(heads * queries):
-        head, query = task // queries, task % queries
+        row, span = task // spans, task % spans
+        _find_maxima(line, places, row, factor_of, span, columns[row % queries], parts[row % queries], maxima)
+    for row in prange(heads * queries):
+        head, query = row // queries, row % queries
         if keeps[query] > 0:
-            place = sum_places[head, query]
             best = ids[head, query, : keeps[query]]
-            found[head, query] = top_k_row(weights[place : place + counts[query]], best)
+            count = _choose(line, places, row, factor_of, columns[query], parts[query], maxima, best)
+            found[head, query] = count
+            shared, behind = columns[query, 0], parts[query, 1] - columns[query, 0]
             for g in range(group):
-                for k in range(found[head, query]):
-                    weights[places[head, query, g] + best[k]] = 0
+                for k in range(count):
+                    weights[places[row, g] + best[k] + (behind if best[k] >= shared else 0)] = 0
 
 
 @njit(cache=True, nogil=True)
@@ -136,22 +143,109 @@ def _find_factors(
         factors /= total
 
 
-@njit(cache=True, nogil=True)
-def _sum_span(
-    weights: NDArray[np.float32],
+@njit(cache=True, nogil=True, _nrt=False)
+def _extent(
+    span: int, columns: NDArray[np.int64], parts: NDArray[np.int64]
+) -> tuple[int, int, int]:  # pragma: no cover - compiled
+    """Where a span begins, and its keys' begin and end, as numbers from a row's first column on."""
+    if span < parts[0]:
+        begin = span * SPAN - columns[1]
+        return begin, max(0, begin), min(columns[0], begin + SPAN)
+    begin = parts[1] + (span - parts[0]) * SPAN - columns[3]
+    return begin, max(parts[1], begin), min(parts[1] + columns[2], begin + SPAN)
+
+
+@njit(cache=True, nogil=True, _nrt=False)
+def _find_maxima(
+    line: NDArray[np.float32],
     places: NDArray[np.int64],
+    row: int,
     factors: NDArray[np.float32],
-    low: int,
-    high: int,
-    place: int,
+    span: int,
+    columns: NDArray[np.int64],
+    parts: NDArray[np.int64],
+    maxima: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
-    """weights[0, place + low..] = the weights in columns low..high-1 of all heads of a group, each times its factor."""
-    vectors = (high - low) // LANES
-    end = low + vectors * LANES
-    weights[0, place + low : place + high] = 0
-    for g in range(places.shape[0]):
-        factor = factors[g]
-        if factor > 0:
-            add_weighted(factor, weights, 0, places[g] + low, weights, 0, place + low, vectors)
-            for x in range(end, high):
-                weights[0, place + x] += factor * weights[0, places[g] + x]
+    """The largest weight of every 16 keys of a span; -inf where it has none. What shares their vectors becomes 0."""
+    group = places.shape[1]
+    begin, low, high = _extent(span, columns, parts)
+    if low >= high:
+        low, high = begin, begin
+    first, end = (low - begin) // LANES, (high - begin + LANES - 1) // LANES
+    for g in range(group):
+        for x in range(begin + first * LANES, low):
+            line[0, places[row, g] + x] = 0
+        for x in range(high, begin + end * LANES):
+            line[0, places[row, g] + x] = 0
+    at = span * _MOST
+    for tile in range(first // LANES, (end + LANES - 1) // LANES):
+        _largest_sums(
+            line,
+            places,
+            row,
+            group,
+            begin + tile * TILE,
+            factors,
+            row * group,
+            span,
+            maxima,
+            row,
+            at + tile * LANES,
+        )
+    for each in range(first):
+        maxima[row, at + each] = -np.inf
+    for each in range(end, _MOST):
+        maxima[row, at + each] = -np.inf
+
+
+@njit(cache=True, nogil=True)
+def _choose(
+    line: NDArray[np.float32],
+    places: NDArray[np.int64],
+    row: int,
+    factors: NDArray[np.float32],
+    columns: NDArray[np.int64],
+    parts: NDArray[np.int64],
+    maxima: NDArray[np.float32],
+    best: NDArray[np.int32],
+) -> int:  # pragma: no cover - compiled
+    """Fills in the best keys' columns; returns how many there are.
+
+    Of keys whose weight reaches the bound, which K of the largest weights of neighbours reach.
+    """
+    bound, group = lower_bound(maxima[row], best.shape[0]), places.shape[1]
+    numbers, opened = (
+        np.empty((1, maxima.shape[1] + LANES), np.float32),
+        np.empty((1, maxima.shape[1] + LANES), np.int32),
+    )
+    ends, count = np.empty(factors.shape[1], np.int64), 0
+    for span in range(ends.shape[0]):
+        begin = _extent(span, columns, parts)[0]
+        for each in range(0, _MOST, LANES):
+            place = begin + each * LANES
+            count += take_reaching(
+                maxima, row, span * _MOST + each, bound, 0, LANES, place, LANES, numbers, opened, count
+            )
+        ends[span] = count
+    opened[0, count:] = 0
+    reached, names = (
+        np.empty((1, (count + 1) * LANES), np.float32),
+        np.empty((1, (count + 1) * LANES), np.int32),
+    )
+    found, number = 0, 0
+    for span in range(ends.shape[0]):
+        _, low, high = _extent(span, columns, parts)
+        behind = 0 if span < parts[0] else columns[0] - parts[1]
+        while number < ends[span]:
+            place = opened[0, number]
+            for g in range(group):
+                prefetch(line, 0, places[row, g] + opened[0, number + _AHEAD])
+            _sums(line, places, row, group, place, factors, row * group, span, reached, 0, found)
+            found += take_reaching(
+                reached, 0, found, bound, low - place, high - place, place + behind, 1, reached, names, found
+            )
+            number += 1
+    kept = top_k_row(reached[0, :found], best) if found > 0 else 0
+    for k in range(kept):
+        best[k] = names[0, best[k]]
+    return int(kept)

@@ -50,25 +50,17 @@ def test_weights_equal_the_reference(count: int, shift: int) -> None:
 def test_the_best_keys_are_those_of_the_reference(count: int, shift: int, keep: int) -> None:
     weights, peaks, totals = weigh_reference(5 * random(HEADS, GROUP, count), shift)
     ids, left = take_best_reference(weights, peaks, totals, shift, keep)
-    rows = np.arange(GROUP + 1)[None, None] + (GROUP + 1) * np.arange(HEADS)[:, None, None]
-    line = torch.cat([weights, torch.empty(HEADS, 1, count)], dim=1).flatten()
+    columns = Columns.of(count, 0, shift, 0)
+    line = torch.full((HEADS, GROUP, columns.room), torch.nan)
+    here = slice(columns.lead, columns.lead + count)
+    line[..., here] = weights
     spans = Spans(peaks.numpy(), totals.numpy(), np.arange(GROUP), np.zeros(GROUP, np.int64))
     found, counts = torch.zeros(HEADS, 1, keep, dtype=torch.int32), torch.zeros(HEADS, 1, dtype=torch.int32)
-    places = rows * count
-    columns = [Columns(count, count, shift, 0)]
-    take_best(
-        line.numpy(),
-        places[..., :GROUP].copy(),
-        places[..., GROUP].copy(),
-        spans,
-        columns,
-        [keep],
-        found,
-        counts,
-    )
+    places = columns.lead + columns.room * np.arange(HEADS * GROUP).reshape(HEADS, 1, GROUP)
+    take_best(line.flatten().numpy(), places, spans, [columns], [keep], found, counts)
     assert (counts == keep).all()
     assert torch.equal(found[:, 0], ids)
-    assert torch.equal(line.view(HEADS, GROUP + 1, count)[:, :GROUP], left)
+    assert torch.equal(line[..., here], left)
 
 
 def build(count: int, head_dim: int, bits: int = 4) -> CoarseRows:
