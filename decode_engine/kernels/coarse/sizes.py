@@ -7,6 +7,7 @@ programs that go over a row's copy (splits).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ RUN = 16
 """Consecutive keys of a sample, which share scales and offsets. Keys near each other are alike."""
 
 HEAD_DIMS, MAX_GROUP, MAX_KEYS = (64, 128, 256), HEAD_TILE.value, 2**21
-CHANNELS, MIN_KEYS = 128, 32
-"""Head dimension that kernels in registers take, and keys that a context has at least."""
+MIN_KEYS = 32
+"""That a context has at least."""
+BITS_IN_REGISTERS = MappingProxyType({64: {4}, 128: {2, 4}})
+"""Bits of codes that kernels in registers take, by head dimension: rows have 8 or 16 words of 32 bits."""
 CHUNKS, LANES = 16, 32
 """Parts of a sample whose largest weights stand for themselves alone; lanes of a warp, which has a part."""
 
@@ -100,11 +103,10 @@ class CoarseSizes:
     @property
     def in_registers(self) -> bool:
         """Whether the kernels of `coarse.warp` go over the copies and the sample."""
-        coded = {self.key_bits, self.value_bits} <= {2, 4} and self.value_groups == 1
+        taken = BITS_IN_REGISTERS.get(self.head_dim, set())
+        coded = {self.key_bits, self.value_bits} <= taken and self.value_groups == 1
         enough = self.shape.sampled % (LANES * CHUNKS) == 0
-        return (
-            self.shape.registers and enough and coded and self.head_dim == CHANNELS and self.group <= _COLUMNS
-        )
+        return self.shape.registers and enough and coded and self.group <= _COLUMNS
 
     def splits(self, rows: int) -> int:
         """S."""
@@ -130,7 +132,13 @@ class CoarseSizes:
 
     def key_constants_alone(self) -> dict[str, Any]:
         """What kernels of `coarse.warp` are compiled for."""
-        return {"HEADS": self.kv_heads, "GROUP": self.group, "X": _COLUMNS, "KEY_BITS": self.key_bits}
+        return {
+            "HEADS": self.kv_heads,
+            "GROUP": self.group,
+            "X": _COLUMNS,
+            "DIM": self.head_dim,
+            "KEY_BITS": self.key_bits,
+        }
 
     def value_constants(self) -> dict[str, Any]:
         """What kernels that attend to values are compiled for besides."""

@@ -36,10 +36,17 @@ ROW = 2 * VECTOR
 """Bytes of a key and its value."""
 
 
-def step_plan(method: Method, layers: int, batch: int, length: int, kv_heads: int | None = None) -> StepPlan:
+def step_plan(
+    method: Method,
+    layers: int,
+    batch: int,
+    length: int,
+    kv_heads: int | None = None,
+    head_dim: int = HEAD_DIM,
+) -> StepPlan:
     """Of steps over so many layers of such a model. kv_heads: KV_HEADS unless others are asked for."""
     heads = kv_heads or KV_HEADS
-    model = ModelIdentity("bench", "none", "f", "t", layers, heads * GROUP, heads, HEAD_DIM, 2, 2 * length)
+    model = ModelIdentity("bench", "none", "f", "t", layers, heads * GROUP, heads, head_dim, 2, 2 * length)
     return StepPlan(model, method, batch, int(triton.next_power_of_2(length)), DTYPE, DEVICE)
 
 
@@ -50,12 +57,12 @@ class Memory:
     spread: ClassVar[float]
     """Of queries, which says how sharp the attention is."""
 
-    def __init__(self, length: int, batch: int) -> None:
-        shape = (self.layers, batch, KV_HEADS, length, 2, HEAD_DIM)
+    def __init__(self, length: int, batch: int, head_dim: int = HEAD_DIM) -> None:
+        shape = (self.layers, batch, KV_HEADS, length, 2, head_dim)
         self.kv = torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_()
-        q = self.spread * torch.randn(self.layers, batch, KV_HEADS, GROUP, HEAD_DIM, device=DEVICE)
+        q = self.spread * torch.randn(self.layers, batch, KV_HEADS, GROUP, head_dim, device=DEVICE)
         self.q = q.to(DTYPE)
-        self.tail = torch.empty(batch, KV_HEADS, TAIL_ROOM, 2, HEAD_DIM, dtype=DTYPE, device=DEVICE).normal_()
+        self.tail = torch.empty(batch, KV_HEADS, TAIL_ROOM, 2, head_dim, dtype=DTYPE, device=DEVICE).normal_()
 
 
 class Steps(ABC):
@@ -66,7 +73,7 @@ class Steps(ABC):
 
     def __init__(self, memory: Memory, share: float) -> None:
         self.memory = memory
-        self.batch, self.length = memory.kv.shape[1], memory.kv.shape[3]
+        self.batch, self.length, self.head_dim = memory.kv.shape[1], memory.kv.shape[3], memory.kv.shape[5]
         self.keep, self.rows = round(share * self.length), self.batch * KV_HEADS
 
     @property
@@ -115,7 +122,8 @@ class Steps(ABC):
 
     def bytes_floor(self, kept: int) -> int:
         """The least that one layer's step has to read."""
-        return self.index_bytes() + (kept + self.rows * (SINKS + RECENT + TAIL)) * ROW
+        row = 2 * self.head_dim * DTYPE.itemsize
+        return self.index_bytes() + (kept + self.rows * (SINKS + RECENT + TAIL)) * row
 
 
 def check_selection(kept: Tensor, expected: Tensor, limit: float) -> None:

@@ -1,13 +1,14 @@
 """Decode attention of `refined` on a GPU, against torch's best full attention on the same tensors in one run.
 
-usage: python ops/bench/one_layer/refined_gpu.py [--bars] [--figures 4-bits-128k-b1,2-bits] [--sweep]
+usage: python ops/bench/one_layer/refined_gpu.py [--bars] [--figures 4-bits-128k-b1,2-bits] [--head-dim 64]
+    [--sweep]
 
-Regime: one layer of a decode step, 32 query heads, 8 KV heads, head dimension 128, bfloat16; keys, values and their
-coarse copies in the GPU's memory, every sequence of a batch on a context of its own. Several layers' worth of
-everything take turns, so that no step finds its data in the second-level cache. Figures come twice: `random` keys and
-values are normal numbers; `clustered` ones are as a trained model's are: runs of tokens gather around centres, channels
-lie apart and have spreads of their own, and queries are near some centres, so that a few blocks hold most of what is
-kept.
+Regime: one layer of a decode step, 32 query heads, 8 KV heads, head dimension 128 or, with --head-dim, 64, bfloat16;
+keys, values and their coarse copies in the GPU's memory, every sequence of a batch on a context of its own. Several
+layers' worth of everything take turns, so that no step finds its data in the second-level cache. Figures come twice:
+`random` keys and values are normal numbers; `clustered` ones are as a trained model's are: runs of tokens gather around
+centres, channels lie apart and have spreads of their own, and queries are near some centres, so that a few blocks hold
+most of what is kept.
 
 `graph_us` is one layer inside a CUDA graph of all of them: sample and cut, one pass over the coarse copy, attention to
 the listed keys, sinks, recent window and tail, and the merge; `eager_us` the same launched from Python; medians after a
@@ -20,6 +21,7 @@ keys as they are and to all others as they are coded, and the number of listed k
 --sweep also times other launch shapes to stderr.
 
 One JSON line per figure; the exit code is 1 when a check fails, or when --bars is given and a figure misses its bar.
+Bars are for head dimension 128.
 """
 
 from __future__ import annotations
@@ -45,7 +47,6 @@ from harness.layer import (
     HEAD_DIM,
     KV_HEADS,
     RECENT,
-    SCALE,
     SINKS,
     TAIL,
     Memory,
@@ -65,13 +66,13 @@ from decode_engine.steps.attention.coarse_steps import CoarseSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from index_store.attention.attention_state import AttentionState
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
-from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, value_groups
+from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio
 
-VALUE_GROUPS = value_groups(HEAD_DIM, HEAD_DIM)
+HEAD_DIMS = (64, 128)
 LENGTH, CENTRES, RUN = 131072, 1024, 64
 """Keys of a context; centres of clustered ones, and how many keys one after the other are near the same."""
 
@@ -84,6 +85,9 @@ class Figure:
     batch: int
     bits: int
     bars: Mapping[float, float]
+
+    def without_bars(self) -> Figure:
+        return replace(self, bars=dict.fromkeys(self.bars, 0.0))
 
     def method(self) -> Method:
         spec = INDEX_SPECS["coarse_rows"].with_parameters(key_bits=self.bits, value_bits=self.bits)
@@ -105,10 +109,10 @@ class CoarseMemory(Memory):
 
     spread = 2.0
 
-    def __init__(self, length: int, batch: int, clustered: bool) -> None:
-        searched = batch * KV_HEADS * length * HEAD_DIM
+    def __init__(self, length: int, batch: int, clustered: bool, head_dim: int = HEAD_DIM) -> None:
+        searched = batch * KV_HEADS * length * head_dim
         self.layers = max(2, min(8, -(-COLD_BYTES // searched)))
-        super().__init__(length, batch)
+        super().__init__(length, batch, head_dim)
         if clustered:
             for layer in range(self.layers):
                 for b in range(batch):
@@ -120,7 +124,7 @@ class CoarseMemory(Memory):
         length = self.kv.shape[3]
         self.sequences.clear()  # copies of other bits are not needed any more
         for layer in range(self.layers):
-            copies = (code_rows(kv, 0, bits, bits, VALUE_GROUPS) for kv in self.kv[layer])
+            copies = (code_rows(kv, 0, bits, bits, 1) for kv in self.kv[layer])
             self.sequences.append([CoarseSequence(rows, SINKS, length - RECENT, keep) for rows in copies])
 
     def records(self, layer: int) -> Tensor:
@@ -161,7 +165,7 @@ class Bench(Steps):
         super().__init__(memory, share)
         self.figure = figure
         memory.code(figure.bits, self.keep)
-        plan = step_plan(figure.method(), memory.layers, self.batch, self.length)
+        plan = step_plan(figure.method(), memory.layers, self.batch, self.length, head_dim=self.head_dim)
         chosen = coarse_shape(plan.device, plan.max_keys) if shape is None else shape
         with patch(f"{CoarseSelection.__module__}.coarse_shape", lambda device, max_keys: chosen):
             self.attention, self.lists_only = ListedSteps(plan), CoarseSelection(plan)
@@ -212,14 +216,14 @@ class Bench(Steps):
                 chosen[: sequences[b].first] = True
                 chosen[sequences[b].end :] = True
                 rows = torch.cat([memory.kv[layer, b, h][chosen], memory.tail[b, h, :TAIL]]).double()
-                logits = q_BHGD[b, h].double() @ rows[:, 0].t() * SCALE
+                logits = q_BHGD[b, h].double() @ rows[:, 0].t() * self.head_dim**-0.5
                 exact = AttentionState(logits.softmax(-1) @ rows[:, 1], logits.logsumexp(-1))
                 rest = AttentionState(others.out[row].double(), others.lse[row].double())
                 check_close("refined attention", out_BHGD[b, h], exact.merge(rest).out, 2e-2)
 
     def index_bytes(self) -> int:
-        codes = 2 * HEAD_DIM * self.figure.bits // 8
-        return self.rows * (self.length * (codes + 4 * VALUE_GROUPS) + self.length // BLOCK * 4 * HEAD_DIM)
+        codes, steps = 2 * self.head_dim * self.figure.bits // 8, 4 * self.head_dim
+        return self.rows * (self.length * (codes + 4) + self.length // BLOCK * steps)
 
     def search_times(self, turns: int) -> dict[str, float]:
         def select(layer: int) -> object:
@@ -231,22 +235,27 @@ class Bench(Steps):
 def main(
     figures: Annotated[str, typer.Option(help="Names or prefixes, comma-separated; empty: all.")] = "",
     bars: Annotated[bool, typer.Option("--bars", help="Fail when a figure misses its bar.")] = False,
+    head_dim: Annotated[int, typer.Option(help="Channels of a head: 64 or 128.")] = HEAD_DIM,
     sweep: Annotated[bool, typer.Option("--sweep", help="Also time other launch shapes, to stderr.")] = False,
 ) -> None:
     """Times one layer's decode attention of `refined` on a GPU; one JSON line per figure."""
     prefixes = tuple(figures.split(",")) if figures else ("",)
+    if head_dim not in HEAD_DIMS:
+        raise typer.BadParameter(f"--head-dim {head_dim}; expected {' or '.join(map(str, HEAD_DIMS))}")
     chosen = [figure for figure in FIGURES if figure.name.startswith(prefixes)]
+    if head_dim != HEAD_DIM:
+        chosen = [figure.without_bars() for figure in chosen]
     with reporting("refined_gpu", bars) as report:
         torch.manual_seed(0)
         bandwidth = copy_bandwidth()
         for batch in dict.fromkeys(figure.batch for figure in chosen):
             for keys in ("random", "clustered"):
-                memory = CoarseMemory(LENGTH, batch, keys == "clustered")
+                memory = CoarseMemory(LENGTH, batch, keys == "clustered", head_dim)
                 full = full_attention_us(memory.q.flatten(2, 3), memory.kv)
                 for figure in (figure for figure in chosen if figure.batch == batch):
                     make = partial(Bench, memory, figure)
                     for row, missed in figure_rows(figure.name, figure.bars, make, full, bandwidth, sweep):
-                        report.add(row | {"keys": keys}, *missed)
+                        report.add(row | {"head_dim": head_dim, "keys": keys}, *missed)
                 del memory, make
                 torch.cuda.empty_cache()
 

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from decode_engine.kernels import border, records
 from decode_engine.kernels.coarse.warp import warp_rows
 from decode_engine.kernels.coarse.warp.warp_lists import list_keys
+from decode_engine.kernels.coarse.warp.warp_places import words_of
 from decode_engine.kernels.coarse.warp.warp_records import (
     key_pointers,
     let_next_begin,
@@ -117,6 +118,7 @@ def exact_share(
     scale_log2: gl.tensor,
     X: gl.constexpr,
     GROUP: gl.constexpr,
+    DIM: gl.constexpr,
     BITS: gl.constexpr,
 ) -> gl.tensor:
     """Adds exact attention to a program's listed keys, and to its share of what is always attended."""
@@ -136,7 +138,7 @@ def exact_share(
     rows_ptr = gl.multiple_of(context.to(gl.pointer_type(element)), 16)
     return attend_rows(
         q_ptr, rows_ptr, ids_ptr, row, listed, first, end, always, stop, in_context, to_tail, sums, total, peaks,
-        scale_log2, X, GROUP, BITS,
+        scale_log2, X, GROUP, DIM, BITS,
     )  # fmt: skip
 
 
@@ -162,15 +164,15 @@ def copy_codes(
     values_ptrs: gl.tensor,
     base: gl.tensor,
     TILE: gl.constexpr,
-    KEY_BITS: gl.constexpr,
-    VALUE_BITS: gl.constexpr,
+    KEY_WORDS: gl.constexpr,
+    VALUE_WORDS: gl.constexpr,
     ATTEND: gl.constexpr,
     AHEAD: gl.constexpr,
 ) -> None:
     """Has codes of keys, and of their values, copied as the turn-th tile."""
-    copy_tile(rings[0], turn, keys_ptrs[0], base, TILE, 4 * KEY_BITS, AHEAD)
+    copy_tile(rings[0], turn, keys_ptrs[0], base, TILE, KEY_WORDS, AHEAD)
     if ATTEND:
-        copy_tile(rings[1], turn, values_ptrs[0], base, TILE, 4 * VALUE_BITS, AHEAD)
+        copy_tile(rings[1], turn, values_ptrs[0], base, TILE, VALUE_WORDS, AHEAD)
     end_of_copies()
 
 
@@ -195,10 +197,10 @@ def reference_weights(
 
 
 @gluon.jit
-def nothing_yet(T: gl.constexpr, X: gl.constexpr) -> gl.tensor:
+def nothing_yet(T: gl.constexpr, X: gl.constexpr, DIM: gl.constexpr) -> gl.tensor:
     """What `attend_tile` adds to: sums of planes; what adds to all channels, weights."""
     zero = gl.full([T, X], 0.0, gl.float32, layout=RESULT)
-    return no_values_yet(X), zero, zero
+    return no_values_yet(X, DIM), zero, zero
 
 
 @gluon.jit
@@ -209,6 +211,7 @@ def attend_tile(
     steps: gl.tensor,
     T: gl.constexpr,
     X: gl.constexpr,
+    DIM: gl.constexpr,
     BITS: gl.constexpr,
 ) -> gl.tensor:
     """Adds a tile of values by weights [T, X], 0 for keys that do not count."""
@@ -216,14 +219,14 @@ def attend_tile(
     scales, starts = key_numbers(steps[0], T), key_numbers(steps[1], T)
     evens = gl.fma(weights, gl.expand_dims(starts, 1), evens)
     scaled = as_right((weights * gl.expand_dims(scales, 1)).to(gl.float16), T, X)
-    return add_values(sums, words, scaled, T, BITS), evens, totals + weights
+    return add_values(sums, words, scaled, T, DIM, BITS), evens, totals + weights
 
 
 @gluon.jit
-def attention_of(attended: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
+def attention_of(attended: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
     """Sums of values by planes, and of weights [X]."""
     sums, evens, totals = attended
-    return values_of(sums, gl.sum(evens, 0), BITS), gl.sum(totals, 0)
+    return values_of(sums, gl.sum(evens, 0), DIM, BITS), gl.sum(totals, 0)
 
 
 @gluon.jit(do_not_specialize=["width", "room", "slots"])
@@ -245,6 +248,7 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     X: gl.constexpr,
+    DIM: gl.constexpr,
     KEY_BITS: gl.constexpr,
     VALUE_BITS: gl.constexpr,
     TILE: gl.constexpr,
@@ -260,27 +264,29 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     AHEAD: tiles that are on their way. The first ones are so while the launches before still work: what these do not
     write, and what was there before they began, may be read.
     """
+    KEY_WORDS: gl.constexpr = words_of(DIM, KEY_BITS)
+    VALUE_WORDS: gl.constexpr = words_of(DIM, VALUE_BITS)
     row = gl.program_id(1)
     b, head = row // HEADS, row % HEADS
     first = number(records_ptr, b, _FIRST).to(gl.int32)
     end = number(records_ptr, b, _END).to(gl.int32)
     keys = number(records_ptr, b, _KEYS)
-    keys_ptrs = key_pointers(records_ptr, b, head, keys, 4 * KEY_BITS)
+    keys_ptrs = key_pointers(records_ptr, b, head, keys, DIM, KEY_BITS)
     _, scales_ptr, offsets_ptr = keys_ptrs
-    values_ptrs = value_pointers(records_ptr, b, head, keys, 4 * VALUE_BITS)
+    values_ptrs = value_pointers(records_ptr, b, head, keys, DIM, VALUE_BITS)
     first_block, stop = share_of_blocks(first, end)
     start, beyond = first_block * _BLOCK, gl.minimum(stop * _BLOCK, keys.to(gl.int32))
     # A context's last keys are loaded with some before them, which do not count.
     last = beyond - TILE
-    prefetch_steps(keys_ptrs, values_ptrs, start, beyond, ATTEND, CHAINED)
-    key_ring = new_ring(TILE, 4 * KEY_BITS, AHEAD)
-    value_ring = new_ring(TILE, 4 * VALUE_BITS, AHEAD) if ATTEND else key_ring
+    prefetch_steps(keys_ptrs, values_ptrs, start, beyond, DIM, ATTEND, CHAINED)
+    key_ring = new_ring(TILE, KEY_WORDS, AHEAD)
+    value_ring = new_ring(TILE, VALUE_WORDS, AHEAD) if ATTEND else key_ring
     rings = (key_ring, value_ring)
     if stop > first_block:
         for turn in gl.static_range(AHEAD):
             base = gl.minimum(start + turn * TILE, last)
-            copy_codes(rings, turn, keys_ptrs, values_ptrs, base, TILE, KEY_BITS, VALUE_BITS, ATTEND, AHEAD)
-    queries, units = load_queries(q_ptr, row, X, GROUP, KEY_BITS)
+            copy_codes(rings, turn, keys_ptrs, values_ptrs, base, TILE, KEY_WORDS, VALUE_WORDS, ATTEND, AHEAD)
+    queries, units = load_queries(q_ptr, row, X, GROUP, DIM, KEY_BITS)
     units = units * scale_log2
     wait_alone(CHAINED)
     let_next_begin(CHAINED)
@@ -289,38 +295,38 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     place = row.to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
     kept_ptr += row.to(gl.int64) * room
     inner = key_of(gl.arange(0, TILE, layout=OF_KEYS), TILE)
-    attended = nothing_yet(TILE, X)
+    attended = nothing_yet(TILE, X, DIM)
     count = gl.full([8], 0, gl.int32, layout=OF_KEYS)
     if stop > first_block:
-        steps = load_steps(scales_ptr + first_block * 128, offsets_ptr + first_block * 128, KEY_BITS)
+        steps = load_steps(scales_ptr + first_block * DIM, offsets_ptr + first_block * DIM, DIM, KEY_BITS)
         if ATTEND:
             values = load_value_steps(values_ptrs, gl.minimum(start, last), TILE)
         for block in range(first_block, stop):
             next_block = gl.minimum((block + 1) * _BLOCK, beyond)
-            prefetch_steps(keys_ptrs, values_ptrs, next_block, beyond, ATTEND, CHAINED)
-            folded, added = fold(queries, steps, X, KEY_BITS)
+            prefetch_steps(keys_ptrs, values_ptrs, next_block, beyond, DIM, ATTEND, CHAINED)
+            folded, added = fold(queries, steps, X, DIM, KEY_BITS)
             after = gl.minimum(block + 1, stop - 1)
-            steps = load_steps(scales_ptr + after * 128, offsets_ptr + after * 128, KEY_BITS)
+            steps = load_steps(scales_ptr + after * DIM, offsets_ptr + after * DIM, DIM, KEY_BITS)
             bottom = gl.fma(added, units, 0.0 - peaks)
             sums, evens, totals = attended
             # Sums of a block begin anew: what tensor cores drop of them stays small.
-            attended = (no_values_yet(X), evens, totals)
+            attended = (no_values_yet(X, DIM), evens, totals)
             for pair in range(0, _BLOCK, 2 * TILE):
                 for part in gl.static_range(2):
                     tile = block * _BLOCK + pair + part * TILE
                     turn = (tile - start) // TILE
                     begin = gl.minimum(tile, last)
                     wait_for_copies(AHEAD - 1)
-                    words = key_ring.index(turn % (AHEAD + 1)).load(key_layout(4 * KEY_BITS))
+                    words = key_ring.index(turn % (AHEAD + 1)).load(key_layout(KEY_WORDS))
                     if ATTEND:
                         value_words = value_ring.index(turn % (AHEAD + 1)).load(
-                            value_layout(TILE, 4 * VALUE_BITS, False)
+                            value_layout(TILE, VALUE_WORDS, False)
                         )
                     copy_codes(
                         rings, turn + AHEAD, keys_ptrs, values_ptrs, gl.minimum(tile + AHEAD * TILE, last),
-                        TILE, KEY_BITS, VALUE_BITS, ATTEND, AHEAD,
+                        TILE, KEY_WORDS, VALUE_WORDS, ATTEND, AHEAD,
                     )  # fmt: skip
-                    products = multiply_keys(words, folded, TILE, X, KEY_BITS)
+                    products = multiply_keys(words, folded, TILE, X, DIM, KEY_BITS)
                     weights = gl.exp2(gl.fma(products, gl.expand_dims(units, 0), gl.expand_dims(bottom, 0)))
                     together = gl.sum(weights, 1).to(gl.int32, bitcast=True)
                     whole = (first < tile + 1) & (end >= tile + TILE) & (last >= tile)
@@ -339,21 +345,23 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                     if ATTEND:
                         current = values
                         values = load_value_steps(values_ptrs, gl.minimum(tile + TILE, last), TILE)
-                        attended = attend_tile(attended, weights, value_words, current, TILE, X, VALUE_BITS)
-            attended = (add_planes(sums, attended[0]), attended[1], attended[2])
+                        attended = attend_tile(
+                            attended, weights, value_words, current, TILE, X, DIM, VALUE_BITS
+                        )
+            attended = (add_planes(sums, attended[0], DIM), attended[1], attended[2])
         wait_for_copies(0)
     if LIST:
         gl.store(counts_ptr + place, gl.max(count, 0))
     if ATTEND:
-        sums, total = attention_of(attended, VALUE_BITS)
+        sums, total = attention_of(attended, DIM, VALUE_BITS)
         if EXACT:
             see_stores()
             sums, total, peaks = exact_share(
                 q_ptr, records_ptr, ids_ptr + place * width, row, b, head, gl.max(count, 0), sums, total, peaks,
-                scale_log2, X, GROUP, VALUE_BITS,
+                scale_log2, X, GROUP, DIM, VALUE_BITS,
             )  # fmt: skip
         n = gl.arange(0, X, layout=OF_ROWS)
         at = (row.to(gl.int64) * slots + gl.program_id(0)) * GROUP + n
         gl.store(peaks_ptr + at, gl.where(total > 0, peaks, float("-inf")), mask=n < GROUP)
         gl.store(totals_ptr + at, total, mask=n < GROUP)
-        store_sums(sums_ptr, sums, at, (n < GROUP) & (total > 0), VALUE_BITS)
+        store_sums(sums_ptr, sums, at, (n < GROUP) & (total > 0), DIM, VALUE_BITS)

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import records
+from decode_engine.kernels.coarse.warp.warp_places import words_of
 from index_store.indexes.coarse_rows.scalars import scalar_rows
 
 _FIELDS = gl.constexpr(records.RECORD_FIELDS)
@@ -54,24 +55,34 @@ def pointer(
 
 @gluon.jit
 def key_pointers(
-    records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor, W: gl.constexpr
+    records_ptr: gl.tensor,
+    b: gl.tensor,
+    head: gl.tensor,
+    keys: gl.tensor,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
 ) -> gl.tensor:
     """As `search.key_pointers`, codes in words."""
     blocks = (keys + _BLOCK - 1) // _BLOCK
     return (
-        pointer(records_ptr, b, head * keys * W, _KEY_CODES, gl.int32),
-        pointer(records_ptr, b, head * blocks * 128, _KEY_SCALES, gl.float16),
-        pointer(records_ptr, b, head * blocks * 128, _KEY_OFFSETS, gl.float16),
+        pointer(records_ptr, b, head * keys * words_of(DIM, BITS), _KEY_CODES, gl.int32),
+        pointer(records_ptr, b, head * blocks * DIM, _KEY_SCALES, gl.float16),
+        pointer(records_ptr, b, head * blocks * DIM, _KEY_OFFSETS, gl.float16),
     )
 
 
 @gluon.jit
 def value_pointers(
-    records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor, W: gl.constexpr
+    records_ptr: gl.tensor,
+    b: gl.tensor,
+    head: gl.tensor,
+    keys: gl.tensor,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
 ) -> gl.tensor:
     """As `coarse_pass.value_pointers`, codes in words."""
     return (
-        pointer(records_ptr, b, head * keys * W, _VALUE_CODES, gl.int32),
+        pointer(records_ptr, b, head * keys * words_of(DIM, BITS), _VALUE_CODES, gl.int32),
         pointer(records_ptr, b, head * keys, _VALUE_SCALES, gl.float16),
         pointer(records_ptr, b, head * keys, _VALUE_OFFSETS, gl.float16),
     )
@@ -100,13 +111,14 @@ def prefetch_steps(
     values_ptrs: gl.tensor,
     start: gl.tensor,
     stop: gl.tensor,
+    DIM: gl.constexpr,
     ATTEND: gl.constexpr,
     CHAINED: gl.constexpr,
 ) -> None:
     """Has the scales and offsets of a block of keys, and of their values, brought into the second-level cache."""
-    channels = gl.where(start < stop, 128, 0)
-    prefetch(keys_ptrs[1] + start // _BLOCK * 128, channels, 2, CHAINED)
-    prefetch(keys_ptrs[2] + start // _BLOCK * 128, channels, 2, CHAINED)
+    channels = gl.where(start < stop, DIM, 0)
+    prefetch(keys_ptrs[1] + start // _BLOCK * DIM, channels, 2, CHAINED)
+    prefetch(keys_ptrs[2] + start // _BLOCK * DIM, channels, 2, CHAINED)
     if ATTEND:
         count = gl.minimum(gl.maximum(stop - start, 0), _BLOCK)
         prefetch(values_ptrs[1] + start, count, 2, CHAINED)

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import records
+from decode_engine.kernels.coarse.warp.warp_places import words_of
 from decode_engine.kernels.coarse.warp.warp_records import (
     key_pointers,
     let_next_begin,
@@ -42,6 +43,7 @@ def sample_kernel(
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     X: gl.constexpr,
+    DIM: gl.constexpr,
     KEY_BITS: gl.constexpr,
     TAKEN: gl.constexpr,
     RUNS: gl.constexpr,
@@ -52,14 +54,14 @@ def sample_kernel(
 
     Codes are on their way before the launch before has ended: no launch of a step writes them.
     """
-    W: gl.constexpr = 4 * KEY_BITS
+    W: gl.constexpr = words_of(DIM, KEY_BITS)
     row = gl.program_id(1)
     b, head = row // HEADS, row % HEADS
     first = number(records_ptr, b, _FIRST).to(gl.int32)
     end = number(records_ptr, b, _END).to(gl.int32)
     keys = number(records_ptr, b, _KEYS)
     if end > first:
-        codes_ptr, scales_ptr, offsets_ptr = key_pointers(records_ptr, b, head, keys, W)
+        codes_ptr, scales_ptr, offsets_ptr = key_pointers(records_ptr, b, head, keys, DIM, KEY_BITS)
         inner = key_of(gl.arange(0, RUN, layout=OF_KEYS), RUN)
         base = first // RUN * RUN
         runs = (end - base + RUN - 1) // RUN
@@ -79,14 +81,14 @@ def sample_kernel(
         numbers: gl.tensor = ()
         for i in gl.static_range(RUNS):
             block = loaded[i][3]
-            numbers += (load_steps(scales_ptr + block * 128, offsets_ptr + block * 128, KEY_BITS),)
-        queries, units = load_queries(q_ptr, row, X, GROUP, KEY_BITS)
+            numbers += (load_steps(scales_ptr + block * DIM, offsets_ptr + block * DIM, DIM, KEY_BITS),)
+        queries, units = load_queries(q_ptr, row, X, GROUP, DIM, KEY_BITS)
         units = units * scale_log2
         n = gl.arange(0, X, layout=OF_ROWS)
         for i in gl.static_range(RUNS):
             turn, run, begin, _, words = loaded[i]
-            folded, added = fold(queries, numbers[i], X, KEY_BITS)
-            products = multiply_keys(words, folded, RUN, X, KEY_BITS)
+            folded, added = fold(queries, numbers[i], X, DIM, KEY_BITS)
+            products = multiply_keys(words, folded, RUN, X, DIM, KEY_BITS)
             key = begin + inner
             there = (key >= gl.maximum(first, run)) & (key < end)
             logits = gl.fma(products, gl.expand_dims(units, 0), gl.expand_dims(added * units, 0))

@@ -4,12 +4,9 @@ Codes are loaded in the very layout in which the tensor cores take their operand
 shift and a mask each. What is left are the lowest bits of float16 numbers, f * code * 2**-24 with f a power of two, and
 tensor cores take these as they are. Their sums drop what is below the last bit instead of rounding it, which adds up:
 nothing larger than the codes may be in them. A warp waits for nobody else.
-These functions know codes of 4 and 2 bits, in heads of 128 channels, as
-`index_store.indexes.coarse_rows.scalars.packing` packs them.
-
-A row of codes is W words of 32 bits. Operands take 16 columns (of keys) or rows (of values) at a time, the channels of
-one of 8 planes: which these are follows from the bits of a lane's words, and only `load_queries`, `load_channels` and
-`store_sums` say it.
+These functions know codes of 4 and 2 bits whose rows have 8 or 16 words of 32 bits: in heads of 128 channels, and of 64
+with 4 bits. Which channels operands take at a time, a plane of 16, follows from the bits of a lane's words, and only
+`warp_places` knows it.
 
 Scales and offsets of keys fold into the queries and into one number for each query row, those of values into the
 weights, as in `coded_tiles`.
@@ -23,11 +20,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-CHANNELS = 128
-PLANES = 8
+from decode_engine.kernels.coarse.warp.warp_places import (
+    as_planes,
+    channel_layout,
+    channels_of,
+    key_places,
+    plane_count,
+    value_places,
+    words_of,
+)
+
 LEAST = 2.0**-24
 """What the lowest bit of a float16 number stands for where all higher ones are 0."""
-_BLOCK = 128
 
 _PRODUCT = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
 RESULT = gl.constexpr(_PRODUCT)
@@ -38,13 +42,7 @@ OF_KEYS = gl.constexpr(gl.SliceLayout(1, _PRODUCT))
 OF_ROWS = gl.constexpr(gl.SliceLayout(0, _PRODUCT))
 """Of numbers of query rows, [X], beside a result [T, X] or [16, X]."""
 
-_CHANNELS_4 = gl.constexpr(
-    gl.DistributedLinearLayout([[1], [2], [4], [8], [64]], [[16], [32], [0], [0], [0]], [], [], [CHANNELS])
-)
-_CHANNELS_2 = gl.constexpr(
-    gl.DistributedLinearLayout([[1], [2], [4], [32], [64]], [[8], [16], [0], [0], [0]], [], [], [CHANNELS])
-)
-_PLANES_C, _LEAST_C = gl.constexpr(PLANES), gl.constexpr(LEAST)
+_LEAST_C = gl.constexpr(LEAST)
 
 
 def _masked(bits: int, source: str, first: int) -> str:
@@ -147,54 +145,46 @@ def key_of(row: gl.tensor, T: gl.constexpr) -> gl.tensor:
 
 @gluon.jit
 def load_queries(
-    q_ptr: gl.tensor, row: gl.tensor, X: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr
+    q_ptr: gl.tensor,
+    row: gl.tensor,
+    X: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
 ) -> gl.tensor:
     """Queries [16, X] float16 of the planes of keys, up to 16, and what one is in products, [X] float32 as OF_ROWS."""
+    PLACES: gl.constexpr = key_places(DIM, BITS)
     a = gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT))
     n = gl.arange(0, X, layout=gl.SliceLayout(0, RIGHT))
-    a0, a1, a2, a3 = a & 1, (a >> 1) & 1, (a >> 2) & 1, a >> 3
     loaded: gl.tensor = ()
     peaks = gl.full([16, X], 1e-30, gl.float32, layout=RIGHT)
-    for plane in gl.static_range(_PLANES_C):
-        if BITS == 4:
-            channel = (
-                ((plane >> 1) & 1) + 2 * a0 + 4 * (plane >> 2) + 8 * a3 + 16 * a1 + 32 * a2 + 64 * (plane & 1)
-            )
-        else:
-            channel = (plane >> 2) + 2 * a0 + 4 * a3 + 8 * a1 + 16 * a2 + 32 * (plane & 3)
-        at = gl.expand_dims((row * GROUP + n) * 128, 0) + gl.expand_dims(channel, 1)
+    for plane in gl.static_range(plane_count(DIM)):
+        channel = channels_of(plane, a, PLACES)
+        at = gl.expand_dims((row * GROUP + n) * DIM, 0) + gl.expand_dims(channel, 1)
         there = gl.expand_dims(n < GROUP, 0) & gl.expand_dims(channel >= 0, 1)
         loaded += (gl.load(q_ptr + at, mask=there, other=0.0).to(gl.float32),)
         peaks = gl.maximum(peaks, gl.abs(loaded[plane]))
     units = gl.max(peaks, 0) * 0.0625
     queries: gl.tensor = ()
-    for plane in gl.static_range(_PLANES_C):
+    for plane in gl.static_range(plane_count(DIM)):
         queries += ((loaded[plane] / gl.expand_dims(units, 0)).to(gl.float16),)
     return queries, gl.convert_layout(units / _LEAST_C, OF_ROWS)
 
 
 @gluon.jit
-def load_channels(ptr: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
-    """Float16 numbers of all channels, [128] as they are loaded."""
-    if BITS == 4:
-        return gl.load(ptr + gl.arange(0, 128, layout=_CHANNELS_4))
-    else:  # noqa: RET505 - the other branch is not compiled
-        return gl.load(ptr + gl.arange(0, 128, layout=_CHANNELS_2))
+def load_channels(ptr: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
+    """Float16 numbers of all channels, [DIM] as they are loaded."""
+    return gl.load(ptr + gl.arange(0, DIM, layout=channel_layout(DIM, BITS)))
 
 
 @gluon.jit
-def by_planes(loaded: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
+def by_planes(loaded: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
     """Numbers of all channels as [16] for every plane of keys."""
-    if BITS == 4:
-        bits = gl.permute(gl.reshape(loaded, [2, 2, 2, 2, 2, 2, 2]), [3, 1, 2, 5, 4, 6, 0])
-    else:
-        bits = gl.permute(gl.reshape(loaded, [2, 2, 2, 2, 2, 2, 2]), [4, 2, 3, 5, 6, 0, 1])
-    all_planes = gl.reshape(bits, [16, 2, 2, 2])
+    PLACES: gl.constexpr = key_places(DIM, BITS)
+    all_planes = as_planes(gl.reshape(loaded, [1, DIM]), 1, DIM, PLACES)
     planes: gl.tensor = ()
-    for plane in gl.static_range(_PLANES_C):
-        halves = gl.split(all_planes)
-        quarters = gl.split(halves[plane & 1])
-        planes += (gl.split(quarters[(plane >> 1) & 1])[plane >> 2],)
+    for plane in gl.static_range(plane_count(DIM)):
+        planes += (gl.reshape(all_planes[plane], [16]),)
     return planes
 
 
@@ -204,19 +194,23 @@ def scaled(query: gl.tensor, step: gl.tensor, ASM: gl.constexpr) -> gl.tensor:
 
 
 @gluon.jit
-def load_steps(scales_ptr: gl.tensor, offsets_ptr: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
+def load_steps(
+    scales_ptr: gl.tensor, offsets_ptr: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr
+) -> gl.tensor:
     """Scales and offsets of a block of keys: nothing waits for them before they are folded."""
-    return load_channels(scales_ptr, BITS), load_channels(offsets_ptr, BITS)
+    return load_channels(scales_ptr, DIM, BITS), load_channels(offsets_ptr, DIM, BITS)
 
 
 @gluon.jit
-def fold(queries: gl.tensor, steps: gl.tensor, X: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
+def fold(
+    queries: gl.tensor, steps: gl.tensor, X: gl.constexpr, DIM: gl.constexpr, BITS: gl.constexpr
+) -> gl.tensor:
     """Queries times a block's scales, by planes, and what offsets add to all products of the block, [X]."""
-    scales, offsets = by_planes(steps[0], BITS), by_planes(steps[1], BITS)
+    scales, offsets = by_planes(steps[0], DIM, BITS), by_planes(steps[1], DIM, BITS)
     sixteen = gl.full([16, 16], 0.0, gl.float16, layout=LEFT)
     added = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
     folded: gl.tensor = ()
-    for plane in gl.static_range(_PLANES_C):
+    for plane in gl.static_range(plane_count(DIM)):
         step = gl.convert_layout(scales[plane], gl.SliceLayout(1, RIGHT), assert_trivial=True)
         query, step = gl.broadcast(queries[plane], gl.expand_dims(step, 1))
         folded += (scaled(query, step, scaling(exponent_of(plane, BITS))),)
@@ -246,26 +240,30 @@ def load_key_words(ptr: gl.tensor, base: gl.tensor, T: gl.constexpr, W: gl.const
 
 @gluon.jit
 def multiply_keys(
-    words: gl.tensor, folded: gl.tensor, T: gl.constexpr, X: gl.constexpr, BITS: gl.constexpr
+    words: gl.tensor,
+    folded: gl.tensor,
+    T: gl.constexpr,
+    X: gl.constexpr,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
 ) -> gl.tensor:
     """Products [T, X] of keys, as words, with folded queries."""
-    products = gl.full([T, X], 0.0, gl.float32, layout=RESULT)
     if BITS == 4:
         parts = gl.inline_asm_elementwise(
             _KEYS_4, _REGISTERS_8, [words], dtype=(gl.float16,) * 8, is_pure=True, pack=2
         )
-        for plane in gl.static_range(_PLANES_C):
-            bits = gl.permute(gl.reshape(parts[plane], [T, 2, 2, 2, 2]), [0, 3, 1, 2, 4])
-            keys = gl.convert_layout(gl.reshape(bits, [T, 16]), LEFT, assert_trivial=True)
-            products = mma_v2(keys, folded[plane], products)
     else:
         parts = gl.inline_asm_elementwise(
             _KEYS_2, _REGISTERS_16, [words], dtype=(gl.float16,) * 16, is_pure=True, pack=2
         )
-        for plane in gl.static_range(_PLANES_C):
-            both = gl.permute(gl.join(parts[plane], parts[plane + 8]), [0, 2, 1])
-            keys = gl.convert_layout(gl.reshape(both, [T, 16]), LEFT, assert_trivial=True)
-            products = mma_v2(keys, folded[plane], products)
+    products = gl.full([T, X], 0.0, gl.float32, layout=RESULT)
+    for plane in gl.static_range(plane_count(DIM)):
+        if words_of(DIM, BITS) == 16:
+            own = gl.permute(gl.reshape(parts[plane], [T, 2, 2, 2, 2]), [0, 3, 1, 2, 4])
+        else:  # the highest of a place's bits tells a lane's two words apart
+            own = gl.permute(gl.join(parts[plane], parts[plane + plane_count(DIM)]), [0, 2, 1])
+        keys = gl.convert_layout(gl.reshape(own, [T, 16]), LEFT, assert_trivial=True)
+        products = mma_v2(keys, folded[plane], products)
     return products
 
 
@@ -298,71 +296,77 @@ def as_right(weights: gl.tensor, T: gl.constexpr, X: gl.constexpr) -> gl.tensor:
 
 
 @gluon.jit
-def no_values_yet(X: gl.constexpr) -> gl.tensor:
+def no_values_yet(X: gl.constexpr, DIM: gl.constexpr) -> gl.tensor:
     """Sums of planes [16, X], before the first tile."""
     zero = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
     sums: gl.tensor = ()
-    for _ in gl.static_range(_PLANES_C):
+    for _ in gl.static_range(plane_count(DIM)):
         sums += (zero,)
     return sums
 
 
 @gluon.jit
-def add_planes(sums: gl.tensor, more: gl.tensor) -> gl.tensor:
+def add_planes(sums: gl.tensor, more: gl.tensor, DIM: gl.constexpr) -> gl.tensor:
     """Sums of planes, added as float32 numbers are: rounded."""
     new: gl.tensor = ()
-    for plane in gl.static_range(_PLANES_C):
+    for plane in gl.static_range(plane_count(DIM)):
         new += (sums[plane] + more[plane],)
     return new
 
 
 @gluon.jit
 def add_values(
-    sums: gl.tensor, words: gl.tensor, weights: gl.tensor, T: gl.constexpr, BITS: gl.constexpr
+    sums: gl.tensor,
+    words: gl.tensor,
+    weights: gl.tensor,
+    T: gl.constexpr,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
 ) -> gl.tensor:
     """Adds values, as words, by weights, a right operand [T, X]."""
-    PAIRS: gl.constexpr = value_layout(T, 4 * BITS, True)
+    PAIRS: gl.constexpr = value_layout(T, words_of(DIM, BITS), True)
     pairs = gl.convert_layout(words, PAIRS)
-    new: gl.tensor = ()
     if BITS == 4:
         parts = gl.inline_asm_elementwise(
             _VALUES_4, _REGISTERS_8, [pairs], dtype=(gl.float16,) * 8, is_pure=True, pack=2
         )
-        for plane in gl.static_range(_PLANES_C):
-            bits = gl.permute(gl.reshape(parts[plane], [T, 2, 2, 2, 2]), [4, 1, 2, 3, 0])
-            values = gl.convert_layout(gl.reshape(bits, [16, T]), LEFT, assert_trivial=True)
-            new += (mma_v2(values, weights, sums[plane]),)
     else:
         parts = gl.inline_asm_elementwise(
             _VALUES_2, _REGISTERS_16, [pairs], dtype=(gl.float16,) * 16, is_pure=True, pack=2
         )
-        for plane in gl.static_range(_PLANES_C):
-            both = gl.permute(gl.join(parts[plane], parts[plane + 8]), [2, 1, 0])
-            values = gl.convert_layout(gl.reshape(both, [16, T]), LEFT, assert_trivial=True)
-            new += (mma_v2(values, weights, sums[plane]),)
+    new: gl.tensor = ()
+    for plane in gl.static_range(plane_count(DIM)):
+        if words_of(DIM, BITS) == 16:
+            own = gl.permute(gl.reshape(parts[plane], [T, 2, 2, 2, 2]), [4, 1, 2, 3, 0])
+        else:  # the highest of a place's bits tells a word's halves apart
+            own = gl.permute(gl.join(parts[plane], parts[plane + plane_count(DIM)]), [2, 1, 0])
+        values = gl.convert_layout(gl.reshape(own, [16, T]), LEFT, assert_trivial=True)
+        new += (mma_v2(values, weights, sums[plane]),)
     return new
 
 
 @gluon.jit
-def values_of(sums: gl.tensor, even: gl.tensor, BITS: gl.constexpr) -> gl.tensor:
+def values_of(sums: gl.tensor, even: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
     """Sums of values, by planes, of those of codes; even: adds to all channels, [X]."""
     plain: gl.tensor = ()
-    for plane in gl.static_range(_PLANES_C):
+    for plane in gl.static_range(plane_count(DIM)):
         plain += (sums[plane] * unit_of(plane, BITS) + gl.expand_dims(even, 0),)
     return plain
 
 
 @gluon.jit
 def store_sums(
-    sums_ptr: gl.tensor, sums: gl.tensor, at: gl.tensor, there: gl.tensor, BITS: gl.constexpr
+    sums_ptr: gl.tensor,
+    sums: gl.tensor,
+    at: gl.tensor,
+    there: gl.tensor,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
 ) -> None:
-    """Writes sums of values, by planes, [X, 128] from places `at` [X] on, where they are there."""
+    """Writes sums of values, by planes, [X, DIM] from places `at` [X] on, where they are there."""
     row = gl.arange(0, 16, layout=OF_KEYS)
-    r3, low = row >> 3, row & 7
-    for plane in gl.static_range(_PLANES_C):
-        if BITS == 4:
-            channel = ((plane >> 1) & 1) + 2 * (plane >> 2) + 4 * r3 + 8 * low + 64 * (plane & 1)
-        else:
-            channel = (plane >> 2) + 2 * r3 + 4 * low + 32 * (plane & 3)
-        into = sums_ptr + (gl.expand_dims(at * 128, 0) + gl.expand_dims(channel, 1))
+    PLACES: gl.constexpr = value_places(DIM, BITS)
+    for plane in gl.static_range(plane_count(DIM)):
+        channel = channels_of(plane, row, PLACES)
+        into = sums_ptr + (gl.expand_dims(at * DIM, 0) + gl.expand_dims(channel, 1))
         gl.store(into, sums[plane], mask=gl.expand_dims(there, 0) & gl.expand_dims(channel >= 0, 1))

@@ -31,7 +31,16 @@ LONG, SHORT = (60001, 8, 59900, 600), (259, 3, 250, 20)
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
     ("group", "head_dim", "bits", "value_groups"),
-    [(4, 128, (4, 4), 1), (4, 128, (2, 2), 1), (8, 128, (3, 3), 1), (3, 64, (4, 4), 1), (16, 256, (4, 4), 2)],
+    [
+        (4, 128, (4, 4), 1),
+        (4, 128, (2, 2), 1),
+        (8, 128, (3, 3), 1),
+        (1, 64, (4, 4), 1),
+        (3, 64, (4, 4), 1),
+        (7, 64, (4, 4), 1),
+        (8, 64, (4, 4), 1),
+        (16, 256, (4, 4), 2),
+    ],
 )
 def test_kernels_find_what_the_references_find(
     group: int,
@@ -53,10 +62,11 @@ def test_kernels_find_what_the_references_find(
 
 
 @pytest.mark.parametrize("registers", [False, True])
-def test_sums_over_many_flat_keys_stay_exact(registers: bool) -> None:
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sums_over_many_flat_keys_stay_exact(head_dim: int, registers: bool) -> None:
     """Tensor cores drop what is below a sum's last bit."""
     shape = replace(coarse_shape(torch.device(DEVICE, 0), 65536), registers=registers, programs=8)
-    sizes = make_sizes(4, 128, shape=shape, max_keys=65536, kv_heads=2)
+    sizes = make_sizes(4, head_dim, shape=shape, max_keys=65536, kv_heads=2)
     # With nothing to keep, weights would not be moved to where float16 numbers are exact (`one_pass.movable_cut`).
     sequence = make_sequence(sizes, 60001, 0, 60001, 60)
     q = 0.01 * make_queries(sizes, torch.bfloat16, 1)
@@ -65,8 +75,10 @@ def test_sums_over_many_flat_keys_stay_exact(registers: bool) -> None:
     assert float((found.out_RGD - expected.out).norm() / expected.out.norm()) < 1e-2
 
 
-def test_one_launch_equals_two() -> None:
-    sizes = make_sizes(4, 128, shape=coarse_shape(torch.device(DEVICE, 0), 65536), max_keys=65536, kv_heads=2)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_launch_equals_two(head_dim: int) -> None:
+    shape = coarse_shape(torch.device(DEVICE, 0), 65536)
+    sizes = make_sizes(4, head_dim, shape=shape, max_keys=65536, kv_heads=2)
     q, sequences = make_queries(sizes, torch.bfloat16, 1), [make_sequence(sizes, *LONG)]
     together, apart = (Searched(sizes, q, sequences, apart=apart) for apart in (False, True))
     for row in range(2):
@@ -74,8 +86,10 @@ def test_one_launch_equals_two() -> None:
     torch.testing.assert_close(together.out_RGD, apart.out_RGD, rtol=1e-3, atol=1e-3)
 
 
-def test_a_captured_search_is_replayed_for_another_context() -> None:
-    sizes = make_sizes(4, 128, shape=coarse_shape(torch.device(DEVICE, 0), 65536), max_keys=65536, kv_heads=2)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_captured_search_is_replayed_for_another_context(head_dim: int) -> None:
+    shape = coarse_shape(torch.device(DEVICE, 0), 65536)
+    sizes = make_sizes(4, head_dim, shape=shape, max_keys=65536, kv_heads=2)
     q = make_queries(sizes, torch.bfloat16, 1)
     first, other = ([make_sequence(sizes, *size)] for size in (SHORT, LONG))
     made = Searched(sizes, q, first, apart=True)
@@ -93,15 +107,16 @@ def test_a_captured_search_is_replayed_for_another_context() -> None:
     assert torch.equal(made.partials.totals_RSG[:, :-1], expected.partials.totals_RSG[:, :-1])
 
 
-def test_a_context_of_a_million_keys() -> None:
-    """Codes of the last heads begin beyond 2^31 bytes."""
+@pytest.mark.parametrize(("head_dim", "heads"), [(128, 33), (64, 65)])
+def test_a_context_of_a_million_keys(head_dim: int, heads: int) -> None:
+    """Codes of the last head begin beyond 2^31 bytes."""
     keys, keep = 2**20, 10_000
     shape = coarse_shape(torch.device(DEVICE, 0), keys)
-    sizes = replace(make_sizes(4, 128, shape=shape, max_keys=keys), kv_heads=33)
-    kv = torch.randn(1, keys, 2, 128, device=DEVICE, dtype=torch.bfloat16).expand(33, -1, -1, -1)
+    sizes = replace(make_sizes(4, head_dim, shape=shape, max_keys=keys), kv_heads=heads)
+    kv = torch.randn(1, keys, 2, head_dim, device=DEVICE, dtype=torch.bfloat16).expand(heads, -1, -1, -1)
     sequence = CoarseSequence(code_rows(kv, 0, 4, 4, 1), 8, keys - 64, keep)
     q = make_queries(sizes, torch.bfloat16, 1)
-    q[:, 32] = q[:, 0]
+    q[:, -1] = q[:, 0]
     found = Searched(sizes, q, [sequence], apart=False)
-    assert 0.7 * keep < len(listed_keys(found.lists, 32)) < 1.4 * keep
-    torch.testing.assert_close(found.lse_RG[32], found.lse_RG[0], rtol=1e-2, atol=1e-2)
+    assert 0.7 * keep < len(listed_keys(found.lists, heads - 1)) < 1.4 * keep
+    torch.testing.assert_close(found.lse_RG[-1], found.lse_RG[0], rtol=1e-2, atol=1e-2)

@@ -25,29 +25,22 @@ _TYPES = {
     "totals_ptr": "*fp32", "sampled_ptr": "*fp32", "scale_log2": "fp32", "width": "i32", "room": "i32",
     "slots": "i32",
 }  # fmt: skip
-_COMMON = {"HEADS": 8, "GROUP": 4, "X": 8, "AHEAD": 2, "CHAINED": True}
+_COMMON = {"HEADS": 8, "GROUP": 4, "X": 8, "TILE": 32, "AHEAD": 2, "CHAINED": True}
+_EVERYTHING = {"LIST": True, "ATTEND": True, "EXACT": True}
+_LIST = {"LIST": True, "ATTEND": False, "EXACT": False}
+_ATTEND = {"LIST": False, "ATTEND": True, "EXACT": False}
+_4, _4_2, _2 = ({"KEY_BITS": keys, "VALUE_BITS": values} for keys, values in ((4, 4), (4, 2), (2, 2)))
+_SAMPLE = {"TAKEN": 512, "RUNS": 4, "RUN": 16}
 _KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "everything": (
-        warp_pass.pass_kernel,
-        {
-            "KEY_BITS": 4,
-            "VALUE_BITS": 4,
-            "TILE": 32,
-            "LIST": True,
-            "ATTEND": True,
-            "EXACT": True,
-        },
-    ),
-    "list": (
-        warp_pass.pass_kernel,
-        {"KEY_BITS": 2, "VALUE_BITS": 2, "TILE": 32, "LIST": True, "ATTEND": False, "EXACT": False},
-    ),
-    "attend": (
-        warp_pass.pass_kernel,
-        {"KEY_BITS": 4, "VALUE_BITS": 2, "TILE": 32, "LIST": False, "ATTEND": True, "EXACT": False},
-    ),
+    "everything": (warp_pass.pass_kernel, {"DIM": 128, **_4, **_EVERYTHING}),
+    "everything-64": (warp_pass.pass_kernel, {"DIM": 64, **_4, **_EVERYTHING}),
+    "list": (warp_pass.pass_kernel, {"DIM": 128, **_2, **_LIST}),
+    "list-64": (warp_pass.pass_kernel, {"DIM": 64, **_4, **_LIST}),
+    "attend": (warp_pass.pass_kernel, {"DIM": 128, **_4_2, **_ATTEND}),
+    "attend-64": (warp_pass.pass_kernel, {"DIM": 64, **_4, **_ATTEND}),
     "cut": (warp_cut.cut_kernel, {"CHUNKS": 16, "SAMPLED": 4096}),
-    "sample": (warp_sample.sample_kernel, {"KEY_BITS": 4, "TAKEN": 512, "RUNS": 4, "RUN": 16}),
+    "sample": (warp_sample.sample_kernel, {"DIM": 128, **_4, **_SAMPLE}),
+    "sample-64": (warp_sample.sample_kernel, {"DIM": 64, **_4, **_SAMPLE}),
 }
 _REGISTERS, _WARPS = 65536, 8
 

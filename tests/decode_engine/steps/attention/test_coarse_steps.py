@@ -159,11 +159,17 @@ def test_the_same_keys_are_listed_as_on_the_general_path() -> None:
             assert len(listed) < 1.2 * count
 
 
-def test_hybrid_equals_device_bit_for_bit() -> None:
-    """Though listing and attending are one launch on a device, and two where rows are fetched between them."""
+def test_hybrid_equals_device() -> None:
+    """Though listing and attending are one launch on a device, and two where rows are fetched between them.
+
+    Bit for bit, unless that launch attends to listed keys as well: sums are in another order then.
+    """
     method = method_of("refined", Ratio(0.1))
     device, hybrid = run(method, ListedSteps), run(method, HybridSteps, Placement.HYBRID)
-    assert torch.equal(device.out_BHGD, hybrid.out_BHGD)
+    selection = device.attention.selection
+    assert isinstance(selection, CoarseSelection)
+    rounding = TOLERANCE if selection.attends_alone else 0.0
+    torch.testing.assert_close(device.out_BHGD, hybrid.out_BHGD, rtol=rounding, atol=rounding)
     assert torch.equal(device.batch.kept_B(), hybrid.batch.kept_B())
     fetched = hybrid.batch.fetched_B2()
     assert fetched is not None

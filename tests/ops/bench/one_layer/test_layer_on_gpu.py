@@ -74,12 +74,14 @@ def test_wrong_attention_over_codes_is_not_timed(codes: ModuleType) -> None:
     check_that_wrong_results_are_refused(steps, "was not written")
 
 
-def test_wrong_attention_of_refined_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_wrong_attention_of_refined_is_not_timed(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("refined_gpu", monkeypatch)
     figure = bench.Figure("small", 1, 4, {0.05: 1.0})
-    steps = bench.Bench(bench.CoarseMemory(256, 1, clustered=True), figure, 0.05)
+    steps = bench.Bench(bench.CoarseMemory(256, 1, True, head_dim), figure, 0.05)
     assert steps.shape not in steps.neighbours()
-    assert steps.bytes_floor(20) == 256 * (128 + 4 + 4) + (20 + 8 + 64 + 16) * layer.ROW
+    row = 2 * head_dim * layer.DTYPE.itemsize
+    assert steps.bytes_floor(20) == 256 * (head_dim + 4) + 8 * head_dim + (20 + 8 + 64 + 16) * row
     check_that_wrong_results_are_refused(steps, "was not written")
 
 

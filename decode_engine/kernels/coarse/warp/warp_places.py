@@ -1,0 +1,149 @@
+"""Which channel stands where in the operands of tensor cores, for kernels of one warp.
+
+Operands take 16 columns (of keys) or rows (of values) at a time, the channels of a plane. Which these are follows from
+the words that a lane has of a row, and from where a code is in a word: each bit of a channel's number is one of its
+plane's number, or of its place's in that plane. What is called places here says which: the bits of channels that are
+those of planes, and those that are those of places in a plane, both from the lowest on.
+
+In a row of W words, as `index_store.indexes.coarse_rows.scalars.packing` packs it, code i of byte j is of channel
+j + i * 4 W, and the two lowest bits of j are a byte's in its word. 16 words are four for each of the lanes that have a
+key, and two for each of those that have a value; 8 are two and one. Of 4 words, a value's lanes would have half of one.
+
+Shape legend: as in `warp_tiles`; E entries of a tile.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def words_of(DIM: int, BITS: int) -> int:
+    """W."""
+    return DIM * BITS // 32
+
+
+@gluon.constexpr_function
+def plane_count(DIM: int) -> int:
+    return DIM // 16
+
+
+@gluon.constexpr_function
+def bits_of(number: int) -> int:
+    """log2 of a power of two."""
+    return number.bit_length() - 1
+
+
+@gluon.constexpr_function
+def key_places(DIM: int, BITS: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of codes of keys, columns of the left operand: places 0 and 3 are a lane's, 1 and 2 tell four lanes apart."""
+    word = bits_of(words_of(DIM, BITS))
+    codes = tuple(range(word + 2, bits_of(DIM)))
+    return (*codes, 0, *range(2, word - 1)), (1, word, word + 1, word - 1)
+
+
+@gluon.constexpr_function
+def value_places(DIM: int, BITS: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of codes of values, rows of the left operand: place 3 is a lane's, the others tell eight lanes apart."""
+    word = bits_of(words_of(DIM, BITS))
+    codes = tuple(range(word + 2, bits_of(DIM)))
+    return (*codes, 0, *range(1, word - 2)), (word - 1, word, word + 1, word - 2)
+
+
+@gluon.constexpr_function
+def row_places(DIM: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of rows of keys as they are, 8 channels of a lane next to each other."""
+    return (2, *range(5, bits_of(DIM))), (0, 3, 4, 1)
+
+
+@gluon.constexpr_function
+def first_channel(plane: int, places: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
+    """Of a plane."""
+    return sum((plane >> bit & 1) << at for bit, at in enumerate(places[0]))
+
+
+@gluon.constexpr_function
+def step_of(bit: int, places: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
+    """How many channels lie between two places in a plane that differ by a bit."""
+    return 1 << places[1][bit]
+
+
+@gluon.jit
+def channels_of(plane: gl.constexpr, place: gl.tensor, PLACES: gl.constexpr) -> gl.tensor:
+    """Channels of places in a plane."""
+    channel = (place & 1) * step_of(0, PLACES) + first_channel(plane, PLACES)
+    for bit in gl.static_range(1, 4):
+        channel += ((place >> bit) & 1) * step_of(bit, PLACES)
+    return channel
+
+
+@gluon.constexpr_function
+def shape_by_bits(E: int, DIM: int) -> list[int]:
+    """Of numbers [E, DIM] with an axis for each of seven bits of a channel's number, from the highest on."""
+    return [E, DIM // 64, 2, 2, 2, 2, 2, 2]
+
+
+@gluon.constexpr_function
+def shape_by_planes(E: int, DIM: int) -> list[int]:
+    """Of numbers [16, E] with an axis more for each bit of a plane's number, from the highest on."""
+    return [16, E] + [2] * bits_of(plane_count(DIM))
+
+
+@gluon.constexpr_function
+def axes_of(DIM: int, places: tuple[tuple[int, ...], tuple[int, ...]]) -> list[int]:
+    """Axes of places in a plane, and of planes, each from the highest bit on."""
+    missing = range(bits_of(DIM), 7)
+    return [7 - bit for bit in (*reversed(places[1]), *missing, *reversed(places[0]))]
+
+
+@gluon.jit
+def as_planes(numbers: gl.tensor, E: gl.constexpr, DIM: gl.constexpr, PLACES: gl.constexpr) -> gl.tensor:
+    """Numbers of channels [E, DIM] as [16, E] for each plane; they stay where they are."""
+    AXES: gl.constexpr = axes_of(DIM, PLACES)
+    bits = gl.permute(
+        gl.reshape(numbers, shape_by_bits(E, DIM)),
+        [AXES[0], AXES[1], AXES[2], AXES[3], 0, AXES[4], AXES[5], AXES[6]],
+    )
+    return split_planes(gl.reshape(bits, shape_by_planes(E, DIM)), plane_count(DIM))
+
+
+@gluon.jit
+def split_planes(numbers: gl.tensor, PLANES: gl.constexpr) -> gl.tensor:
+    """Numbers [16, E, 2, 2, ...] as [16, E] for each of so many planes."""
+    if PLANES == 1:
+        return (numbers,)
+    else:  # noqa: RET505 - the other branch is not compiled
+        even, odd = gl.split(numbers)
+        evens, odds = split_planes(even, PLANES // 2), split_planes(odd, PLANES // 2)
+        planes: gl.tensor = ()
+        for pair in gl.static_range(PLANES // 2):
+            planes += (evens[pair], odds[pair])
+        return planes
+
+
+@gluon.constexpr_function
+def channel_layout(DIM: int, BITS: int) -> gl.DistributedLinearLayout:
+    """Of numbers of all channels [DIM]: a lane has those that it has codes of keys of."""
+    planes, own = key_places(DIM, BITS)
+    registers = [[1 << bit] for bit in sorted((*planes, own[0], own[3]))]
+    lanes = [[1 << own[1]], [1 << own[2]], [0], [0], [0]]
+    return gl.DistributedLinearLayout(registers, lanes, [], [], [DIM])
+
+
+@gluon.constexpr_function
+def key_row_layout(E: int, DIM: int) -> gl.DistributedLinearLayout:
+    """Of rows of keys [E, DIM], E = 16."""
+    planes, own = row_places(DIM)
+    registers = [[0, 1 << bit] for bit in sorted((*planes, own[0], own[3]))]
+    lanes = [[0, 1 << own[1]], [0, 1 << own[2]], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([*registers, [8, 0]], lanes, [], [], [E, DIM])
+
+
+@gluon.constexpr_function
+def value_row_layout(E: int, DIM: int, BITS: int) -> gl.DistributedLinearLayout:
+    """Of rows of values [E, DIM], E = 16, beside values in codes of so many bits."""
+    planes, own = value_places(DIM, BITS)
+    registers = [[0, 1 << bit] for bit in sorted((*planes, own[3]))]
+    lanes = [[2, 0], [4, 0], *([0, 1 << bit] for bit in own[:3])]
+    return gl.DistributedLinearLayout([*registers, [1, 0], [8, 0]], lanes, [], [], [E, DIM])
