@@ -135,17 +135,15 @@ def pass_kernel(
     VALUE_BYTES: tl.constexpr,
     VALUE_GROUPS: tl.constexpr,
     INT8_VALUES: tl.constexpr,
-    LIST: tl.constexpr,
     ATTEND: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PACKED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Program (split, row): a share of the row's blocks.
+    """Program (split, row): a share of the row's blocks. Decides which keys are kept, marks and lists them.
 
-    LIST: decides which keys are kept, marks and lists them. ATTEND: attends to the others; without LIST these are those
-    that are not marked.
+    ATTEND: attends to the others.
     """
     wait_for_launch(CHAINED)
     split = tl.program_id(0)
@@ -174,17 +172,14 @@ def pass_kernel(
         there = key < keys
         if ATTEND:  # asked for before anything waits
             steps, starts = value_steps(value_scales_ptr, value_offsets_ptr, key, there, VALUE_GROUPS)
-        if not LIST:
-            kept = tl.load(kept_ptr + key, mask=there, other=0, cache_modifier=".cg") > 0
         logits = key_logits(
             queries, codes_ptr, scales_ptr + block * DIM, offsets_ptr + block * DIM, key, there,
             DIM, KEY_BITS, KEY_BYTES, INT8_KEYS, ROWS, element, PRECISION, PACKED,
         )  # fmt: skip
         shares = tl.exp2(logits - normalisers[None, :])
         searched = (key >= first) & (key < end)
-        if LIST:
-            kept = passes(tl.sum(shares, 1), key, head, least, above, draws) & searched
-            tl.store(kept_ptr + key, kept.to(tl.uint8), mask=there)
+        kept = passes(tl.sum(shares, 1), key, head, least, above, draws) & searched
+        tl.store(kept_ptr + key, kept.to(tl.uint8), mask=there)
         if ATTEND:
             # What is not kept weighs less than the cut: no peak has to be found that these are relative to. (With KEEP
             # at 0, which no budget asks for, it weighs what the sample has missed.)
@@ -194,12 +189,11 @@ def pass_kernel(
                 sums, evens, weights, value_codes_ptr, steps, starts, key, there,
                 DIM, VALUE_BITS, VALUE_BYTES, VALUE_GROUPS, INT8_VALUES, element, PRECISION, PACKED,
             )  # fmt: skip
-    if LIST:
-        tl.debug_barrier()
-        place = row.to(tl.int64) * tl.num_programs(0) + split
-        last = tl.minimum(stop * BLOCK, keys)
-        count = list_kept(kept_ptr, ids_ptr + place * width, begin * BLOCK, last, 8 * BLOCK)
-        tl.store(counts_ptr + place, count)
+    tl.debug_barrier()
+    place = row.to(tl.int64) * tl.num_programs(0) + split
+    last = tl.minimum(stop * BLOCK, keys)
+    count = list_kept(kept_ptr, ids_ptr + place * width, begin * BLOCK, last, 8 * BLOCK)
+    tl.store(counts_ptr + place, count)
     if ATTEND:
         total = tl.sum(totals, 0)
         at = (row.to(tl.int64) * slots + split) * GROUP + heads
@@ -220,17 +214,10 @@ def list_keys(
     """Fills `lists` with the keys that the cuts in `work` keep: sizes.splits(B * H) segments of sizes.width(B * H).
 
     partials: gets the coarse attention to all others of the searched range in its first slots, as many as segments.
-    The marks in `work` are left for `attend_others`. q_BHGD: [B, H, G, d] contiguous, unscaled, in the
-    dtype of keys. Does not wait for the device and may be captured in a CUDA graph.
+    q_BHGD: [B, H, G, d] contiguous, unscaled, in the dtype of keys. Does not wait for the device and may be captured in
+    a CUDA graph.
     """
     _launch_pass(q_BHGD, records_BF, sizes, work, lists, partials)
-
-
-def attend_others(
-    q_BHGD: Tensor, records_BF: Tensor, sizes: CoarseSizes, work: CoarseWork, partials: Partials
-) -> None:
-    """The coarse attention to all searched keys that `list_keys` did not list, into the first slots of `partials`."""
-    _launch_pass(q_BHGD, records_BF, sizes, work, None, partials)
 
 
 def attend_all(
@@ -254,34 +241,32 @@ def _launch_pass(
     records_BF: Tensor,
     sizes: CoarseSizes,
     work: CoarseWork,
-    lists: KeyLists | None,
+    lists: KeyLists,
     partials: Partials | None,
     *,
     exact: bool = False,
 ) -> None:
     rows = q_BHGD.shape[0] * sizes.kv_heads
-    arguments = (
-        q_BHGD,
-        records_BF,
-        work.normalisers_RG,
-        work.cuts_RX,
-        work.kept_RN,
-        None if lists is None else lists.ids_RPW,
-        None if lists is None else lists.counts_RP,
+    found = (work.normalisers_RG, work.cuts_RX)
+    results = (
+        lists.ids_RPW,
+        lists.counts_RP,
         None if partials is None else partials.sums_RSGD,
         None if partials is None else partials.peaks_RSG,
         None if partials is None else partials.totals_RSG,
         sizes.head_dim**-0.5 * LOG2E,
         sizes.width(rows),
-        work.kept_RN.shape[1],
-        0 if partials is None else partials.peaks_RSG.shape[1],
     )
-    parts = {"LIST": lists is not None, "ATTEND": partials is not None}
+    slots = 0 if partials is None else partials.peaks_RSG.shape[1]
     grid = (sizes.splits(rows), rows)
     if sizes.in_registers:
         pass_alone[grid](
-            *arguments,
-            **parts,
+            q_BHGD,
+            records_BF,
+            *found,
+            *results,
+            slots,
+            ATTEND=partials is not None,
             VALUE_BITS=sizes.value_bits,
             TILE=sizes.shape.tile,
             AHEAD=sizes.shape.ahead,
@@ -292,8 +277,14 @@ def _launch_pass(
         )
         return
     pass_kernel[grid](
-        *arguments,
-        **parts,
+        q_BHGD,
+        records_BF,
+        *found,
+        work.kept_RN,
+        *results,
+        work.kept_RN.shape[1],
+        slots,
+        ATTEND=partials is not None,
         **sizes.value_constants(),
         STAGES=tile_options(q_BHGD.dtype, 0, sizes.shape.stages)["STAGES"],
         num_warps=sizes.shape.warps,

@@ -195,8 +195,8 @@ class StepRemainder:
     """Attention to what stands for the keys that a search does not list, with kernels only.
 
     splits: slots of partial attention that it fills, before those of the attention to lists. shared: the search's own
-    launches fill them, otherwise `attend` does so beside the search. take_out: what listed keys are taken out of as they
-    are attended to.
+    launches fill them, otherwise `attend` does so beside the search. take_out: what listed keys are taken out of as
+    they are attended to.
     """
 
     splits: int
@@ -207,12 +207,10 @@ class StepRemainder:
         """That are filled besides those of `attend_lists`, which has so many programs."""
         return self.splits
 
-    def attend(  # noqa: B027 - nothing to do where they are shared
-        self, q_BHGD: Tensor, records_BF: Tensor, partials: Partials
-    ) -> None:
+    def attend(self, q_BHGD: Tensor, records_BF: Tensor, partials: Partials) -> None:
         """Fills the first slots, where they are not shared. Never waits for the device."""
 
-    def correct(  # noqa: B027 - most have nothing to correct
+    def correct(
         self,
         q_BHGD: Tensor,
         records_BF: Tensor,

@@ -1,6 +1,6 @@
 """Decode attention of `refined` on a GPU, against torch's best full attention on the same tensors in one run.
 
-usage: python ops/bench/one_layer/refined_gpu.py [--bars] [--figures 4-bits-128k-b1,2-bits] [--head-dim 64]
+usage: python ops/bench/one_layer/refined_gpu.py [--bars] [--trained] [--figures 4-bits-128k-b1,2-bits] [--head-dim 64]
     [--sweep]
 
 Regime: one layer of a decode step, 32 query heads, 8 KV heads, head dimension 128 or, with --head-dim, 64, bfloat16;
@@ -42,30 +42,24 @@ import torch
 import typer
 from harness.checks import CheckFailedError, check_close
 from harness.layer import (
-    COLD_BYTES,
     DEVICE,
     HEAD_DIM,
     KV_HEADS,
-    RECENT,
-    SINKS,
     TAIL,
-    Memory,
     Steps,
     figure_rows,
     step_plan,
 )
+from harness.made_up.coarse_layers import LENGTH, CoarseMemory
+from harness.made_up.trained_rows import record_rows
 from harness.report import reporting
 from harness.timing import copy_bandwidth, full_attention_us, graph_us
-from torch import Tensor
 
-from decode_engine.kernels import records
-from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
+from decode_engine.kernels.coarse.reference import attend_others_reference
 from decode_engine.kernels.coarse.sizes import CoarseShape, coarse_shape
-from decode_engine.kernels.records import records_of
 from decode_engine.steps.attention.coarse_steps import CoarseSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from index_store.attention.attention_state import AttentionState
-from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
 from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
@@ -73,8 +67,6 @@ from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio
 
 HEAD_DIMS = (64, 128)
-LENGTH, CENTRES, RUN = 131072, 1024, 64
-"""Keys of a context; centres of clustered ones, and how many keys one after the other are near the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,55 +94,6 @@ FIGURES = (
     Figure("3-bits-128k-b16", 16, 3, {0.01: 0.0}),
     Figure("2-bits-128k-b16", 16, 2, {0.01: 4.8}),
 )
-
-
-class CoarseMemory(Memory):
-    """With coarse copies, of the bits that were asked for last."""
-
-    spread = 2.0
-
-    def __init__(self, length: int, batch: int, clustered: bool, head_dim: int = HEAD_DIM) -> None:
-        searched = batch * KV_HEADS * length * head_dim
-        self.layers = max(2, min(8, -(-COLD_BYTES // searched)))
-        super().__init__(length, batch, head_dim)
-        if clustered:
-            for layer in range(self.layers):
-                for b in range(batch):
-                    gather_around_centres(self.kv[layer, b], self.q[layer, b])
-        self.sequences: list[list[CoarseSequence]] = []
-
-    def code(self, bits: int, keep: int) -> None:
-        """Codes keys and values, and says how many keys are kept."""
-        length = self.kv.shape[3]
-        self.sequences.clear()  # copies of other bits are not needed any more
-        for layer in range(self.layers):
-            copies = (code_rows(kv, 0, bits, bits, 1) for kv in self.kv[layer])
-            self.sequences.append([CoarseSequence(rows, SINKS, length - RECENT, keep) for rows in copies])
-
-    def records(self, layer: int) -> Tensor:
-        """[B, RECORD_FIELDS] on the device."""
-        rows = records_of(self.sequences[layer], "cpu")
-        for b, kv in enumerate(self.kv[layer]):
-            rows[b, records.KV] = kv.data_ptr()
-            rows[b, records.KV_HEAD] = kv.stride(0) * kv.element_size()
-            rows[b, records.TAIL] = self.tail[b].data_ptr()
-            rows[b, records.TAIL_HEAD] = self.tail.stride(1) * self.tail.element_size()
-            rows[b, records.TAIL_KEYS] = TAIL
-        return rows.to(DEVICE)
-
-
-def gather_around_centres(kv_HN2D: Tensor, q_HGD: Tensor) -> None:
-    """Moves keys near centres, run by run, spreads and shifts their channels, and moves queries towards centres."""
-    heads, length, _, head_dim = kv_HN2D.shape
-    centres = torch.randn(heads, CENTRES, head_dim, device=DEVICE)
-    spread = 0.3 + torch.rand(heads, 1, head_dim, device=DEVICE) * 1.4
-    shift = 2.0 * torch.randn(heads, 1, head_dim, device=DEVICE)
-    chosen = torch.randint(0, CENTRES, (heads, -(-length // RUN)), device=DEVICE)
-    own = chosen.repeat_interleave(RUN, 1)[:, :length, None].expand(-1, -1, head_dim)
-    keys = 0.8 * centres.gather(1, own) + 0.6 * kv_HN2D[:, :, 0].float()
-    kv_HN2D[:, :, 0] = (keys * spread + shift).to(kv_HN2D.dtype)
-    near = torch.randint(0, CENTRES, (heads, q_HGD.shape[1], 1), device=DEVICE).expand(-1, -1, head_dim)
-    q_HGD += (centres.gather(1, near) / spread).to(q_HGD.dtype)
 
 
 class Bench(Steps):
@@ -236,6 +179,7 @@ def main(
     figures: Annotated[str, typer.Option(help="Names or prefixes, comma-separated; empty: all.")] = "",
     bars: Annotated[bool, typer.Option("--bars", help="Fail when a figure misses its bar.")] = False,
     head_dim: Annotated[int, typer.Option(help="Channels of a head: 64 or 128.")] = HEAD_DIM,
+    trained: Annotated[bool, typer.Option("--trained", help="Also take a trained model's keys.")] = False,
     sweep: Annotated[bool, typer.Option("--sweep", help="Also time other launch shapes, to stderr.")] = False,
 ) -> None:
     """Times one layer's decode attention of `refined` on a GPU; one JSON line per figure."""
@@ -248,9 +192,17 @@ def main(
     with reporting("refined_gpu", bars) as report:
         torch.manual_seed(0)
         bandwidth = copy_bandwidth()
+        rows = record_rows(LENGTH, str(DEVICE)) if trained else None
+        kinds = ("random", "clustered", *(["trained"] if rows is not None else []))
         for batch in dict.fromkeys(figure.batch for figure in chosen):
-            for keys in ("random", "clustered"):
-                memory = CoarseMemory(LENGTH, batch, keys == "clustered", head_dim)
+            for keys in kinds:
+                memory = CoarseMemory(
+                    LENGTH,
+                    batch,
+                    head_dim,
+                    clustered=keys == "clustered",
+                    trained=rows if keys == "trained" else None,
+                )
                 full = full_attention_us(memory.q.flatten(2, 3), memory.kv)
                 for figure in (figure for figure in chosen if figure.batch == batch):
                     make = partial(Bench, memory, figure)

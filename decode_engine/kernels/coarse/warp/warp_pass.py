@@ -229,13 +229,12 @@ def attention_of(attended: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr) -> 
     return values_of(sums, gl.sum(evens, 0), DIM, BITS), gl.sum(totals, 0)
 
 
-@gluon.jit(do_not_specialize=["width", "room", "slots"])
-def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one place
+@gluon.jit(do_not_specialize=["width", "slots"])
+def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     q_ptr: gl.tensor,
     records_ptr: gl.tensor,
     normalisers_ptr: gl.tensor,
     cuts_ptr: gl.tensor,
-    kept_ptr: gl.tensor,
     ids_ptr: gl.tensor,
     counts_ptr: gl.tensor,
     sums_ptr: gl.tensor,
@@ -243,7 +242,6 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     totals_ptr: gl.tensor,
     scale_log2: gl.tensor,
     width: gl.tensor,
-    room: gl.tensor,
     slots: gl.tensor,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -252,7 +250,6 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     KEY_BITS: gl.constexpr,
     VALUE_BITS: gl.constexpr,
     TILE: gl.constexpr,
-    LIST: gl.constexpr,
     ATTEND: gl.constexpr,
     EXACT: gl.constexpr,
     AHEAD: gl.constexpr,
@@ -260,7 +257,7 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
 ) -> None:
     """Program (split, row): a share of the row's blocks, as in `coarse_pass.pass_kernel`.
 
-    EXACT, with LIST and ATTEND: attends to the listed keys, too, and to a share of sinks, recent window and tail.
+    EXACT, with ATTEND: attends to the listed keys, too, and to a share of sinks, recent window and tail.
     AHEAD: tiles that are on their way. The first ones are so while the launches before still work: what these do not
     write, and what was there before they began, may be read.
     """
@@ -293,7 +290,6 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     least, above, draws, shift = movable_cut(cuts_ptr, row)
     peaks = reference_weights(normalisers_ptr, row, shift, end > first, X, GROUP)
     place = row.to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
-    kept_ptr += row.to(gl.int64) * room
     inner = key_of(gl.arange(0, TILE, layout=OF_KEYS), TILE)
     attended = nothing_yet(TILE, X, DIM)
     count = gl.full([8], 0, gl.int32, layout=OF_KEYS)
@@ -331,16 +327,11 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                     together = gl.sum(weights, 1).to(gl.int32, bitcast=True)
                     whole = (first < tile + 1) & (end >= tile + TILE) & (last >= tile)
                     # Most tiles are searched as a whole, and none of their keys is kept.
-                    if not (LIST and ATTEND) or not whole or gl.max(together, 0) >= least:
+                    if not whole or gl.max(together, 0) >= least:
                         key = begin + inner
                         searched = (key >= gl.maximum(first, tile)) & (key < end)
-                        if LIST:
-                            kept = kept_keys(together, key, head, searched, least, above, draws)
-                            if not ATTEND:
-                                gl.store(kept_ptr + key, kept.to(gl.uint8), mask=key >= tile)
-                            count = list_keys(ids_ptr + place * width, count, kept, key, TILE)
-                        else:
-                            kept = gl.load(kept_ptr + key, cache_modifier=".cg").to(gl.int32)
+                        kept = kept_keys(together, key, head, searched, least, above, draws)
+                        count = list_keys(ids_ptr + place * width, count, kept, key, TILE)
                         weights = gl.where(gl.expand_dims(searched & (kept == 0), 1), weights, 0.0)
                     if ATTEND:
                         current = values
@@ -350,8 +341,7 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                         )
             attended = (add_planes(sums, attended[0], DIM), attended[1], attended[2])
         wait_for_copies(0)
-    if LIST:
-        gl.store(counts_ptr + place, gl.max(count, 0))
+    gl.store(counts_ptr + place, gl.max(count, 0))
     if ATTEND:
         sums, total = attention_of(attended, DIM, VALUE_BITS)
         if EXACT:

@@ -9,6 +9,7 @@ Shape legend: L layers, S sessions, H KV heads and G query heads of each of the 
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +22,15 @@ from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.runner import ModelRunner
+from harness.parsing import parse_method
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes
 from index_store.models.loading import resolve_model
 from index_store.store.catalog import Store
-from harness.parsing import parse_method
 
-PROMPT, APART = 64, 512
-"""Tokens of a prompt, and from the beginning of one to that of the next."""
+PROMPT, APART, SESSIONS = 64, 512, 4
+"""Tokens of a prompt, and from the beginning of one to that of the next; sessions that have queries."""
+MOST = 127 * 1024
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,14 @@ class TrainedRows:
         body = length - len(runner.tokenizer.prefix_ids)
         document = folder / "context.txt"
         document.write_text(runner.tokenizer.decode(ids[:body]), encoding="utf-8")
-        done = PrefillCommand("reader", folder / "store", ["full"], device=device).run(document, "trained-rows")
+        done = PrefillCommand("reader", folder / "store", ["full"], device=device).run(
+            document, "trained-rows"
+        )
         room = MemoryBytes(2**40, 2**40)
         try:
-            with Arena(room, device=runner.device).acquire(Store(folder / "store"), str(done["id"])) as context:
+            with Arena(room, device=runner.device).acquire(
+                Store(folder / "store"), str(done["id"])
+            ) as context:
                 fitted = parse_method("oracle:0.01").on(context.manifest)
                 seen: list[Tensor] = []
                 for number in range(sessions):
@@ -65,30 +71,37 @@ class TrainedRows:
         finally:
             runner.close()
 
-    def kv(self, number: int, heads: int, length: int) -> Tensor:
-        """Keys and values [heads, length, 2, 2 d]; others for another number. Contexts that are shorter begin again."""
-        halves = self.kv_LHN2D.flatten(0, 1)
-        places = torch.arange(length, device=halves.device) % halves.shape[1]
-        return torch.stack([torch.cat([halves[a], halves[b]], -1)[places] for a, b in self._pairs(number, heads)])
+    def kv(self, number: int, heads: int, length: int, head_dim: int) -> Tensor:
+        """Keys and values [heads, length, 2, head_dim]; others for another number. Shorter contexts begin again."""
+        sources = self.kv_LHN2D.flatten(0, 1)
+        places = torch.arange(length, device=sources.device) % sources.shape[1]
+        made_of = self._made_of(number, heads, head_dim)
+        return torch.stack([torch.cat([sources[one] for one in parts], -1)[places] for parts in made_of])
 
-    def q(self, number: int, heads: int, group: int) -> Tensor:
-        """Queries [heads, group, 2 d] for these keys, unscaled, float32."""
-        layers, sessions, kv_heads, own, _ = self.q_LSHGD.shape
-        rows = []
-        for a, b in self._pairs(number, heads):
-            halves = [self.q_LSHGD[half // kv_heads, :, half % kv_heads] for half in (a, b)]
-            # Heads of one session, then of the next.
-            both = torch.cat(halves, -1).roll(number, 0).flatten(0, 1)
-            rows.append(both[:group])
+    def q(self, number: int, heads: int, group: int, head_dim: int) -> Tensor:
+        """Queries [heads, group, head_dim] for these keys, unscaled, float32: of one session, then of the next."""
+        _, sessions, kv_heads, own, _ = self.q_LSHGD.shape
         if sessions * own < group:
-            raise ValueError(f"{sessions} sessions with {own} query heads each are too few for groups of {group}")
+            raise ValueError(
+                f"{sessions} sessions with {own} query heads each are too few for groups of {group}"
+            )
+        rows = []
+        for parts in self._made_of(number, heads, head_dim):
+            halves = [self.q_LSHGD[one // kv_heads, :, one % kv_heads] for one in parts]
+            rows.append(torch.cat(halves, -1).roll(number, 0).flatten(0, 1)[:group])
         return torch.stack(rows)
 
-    def _pairs(self, number: int, heads: int) -> list[tuple[int, int]]:
-        """Which heads of the reader make a head."""
-        sources = self.kv_LHN2D.shape[0] * self.kv_LHN2D.shape[1]
-        first = [(number + head) % sources for head in range(heads)]
-        return [(half, (half + 1 + number % (sources - 1)) % sources) for half in first]
+    def _made_of(self, number: int, heads: int, head_dim: int) -> list[list[int]]:
+        """Which heads of the reader make each head."""
+        sources, count = self.kv_LHN2D.shape[0] * self.kv_LHN2D.shape[1], head_dim // self.kv_LHN2D.shape[-1]
+        apart = 1 + number % (sources - 1)
+        return [[(number + head + part * apart) % sources for part in range(count)] for head in range(heads)]
+
+
+def record_rows(length: int, device: str) -> TrainedRows:
+    """Rows of a context of about so many tokens, all that the reader takes beside a prompt at most."""
+    with tempfile.TemporaryDirectory() as folder:
+        return TrainedRows.record(Path(folder), min(length, MOST), SESSIONS, device)
 
 
 def _observe(session: Session, seen: list[Tensor]) -> None:

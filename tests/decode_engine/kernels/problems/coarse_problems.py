@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials, merge_partials
-from decode_engine.kernels.coarse.coarse_pass import attend_others, list_keys
+from decode_engine.kernels.coarse.coarse_pass import list_keys
 from decode_engine.kernels.coarse.reference import (
     CoarseSequence,
     attend_others_reference,
@@ -66,7 +66,7 @@ class Searched:
     def __init__(
         self, sizes: CoarseSizes, q_BHGD: Tensor, sequences: Sequence[CoarseSequence | None], *, apart: bool
     ) -> None:
-        """apart: listing and attending are two launches."""
+        """apart: keys are listed by a launch of its own, which attends to nothing, first."""
         rows = len(sequences) * sizes.kv_heads
         self.work = CoarseWork.make(sizes, len(sequences), DEVICE)
         for floats in (self.work.sampled_RGM, self.work.normalisers_RG):
@@ -84,9 +84,13 @@ class Searched:
         self.partials.totals_RSG.fill_(torch.nan)
         records_BF = records_of(sequences, DEVICE)
         find_cuts(q_BHGD, records_BF, sizes, self.work)
-        list_keys(q_BHGD, records_BF, sizes, self.work, self.lists, None if apart else self.partials)
+        alone: list[list[int]] = []
         if apart:
-            attend_others(q_BHGD, records_BF, sizes, self.work, self.partials)
+            list_keys(q_BHGD, records_BF, sizes, self.work, self.lists)
+            alone = [listed_keys(self.lists, row) for row in range(rows)]
+            self.lists.counts_RP.fill_(2**30)
+        list_keys(q_BHGD, records_BF, sizes, self.work, self.lists, self.partials)
+        assert not apart or alone == [listed_keys(self.lists, row) for row in range(rows)]
         self.out_RGD, self.lse_RG = merge_partials(self.partials)
 
 

@@ -20,15 +20,15 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from decode_engine.kernels.coarse.warp import warp_cut, warp_pass, warp_sample
 
 _TYPES = {
-    "q_ptr": "*bf16", "records_ptr": "*i64", "cuts_ptr": "*i32", "kept_ptr": "*u8", "ids_ptr": "*i32",
+    "q_ptr": "*bf16", "records_ptr": "*i64", "cuts_ptr": "*i32", "ids_ptr": "*i32",
     "counts_ptr": "*i32", "normalisers_ptr": "*fp32", "sums_ptr": "*fp32", "peaks_ptr": "*fp32",
-    "totals_ptr": "*fp32", "sampled_ptr": "*fp32", "scale_log2": "fp32", "width": "i32", "room": "i32",
+    "totals_ptr": "*fp32", "sampled_ptr": "*fp32", "scale_log2": "fp32", "width": "i32",
     "slots": "i32",
 }  # fmt: skip
 _COMMON = {"HEADS": 8, "GROUP": 4, "X": 8, "TILE": 32, "AHEAD": 2, "CHAINED": True}
-_EVERYTHING = {"LIST": True, "ATTEND": True, "EXACT": True}
-_LIST = {"LIST": True, "ATTEND": False, "EXACT": False}
-_ATTEND = {"LIST": False, "ATTEND": True, "EXACT": False}
+_EVERYTHING = {"ATTEND": True, "EXACT": True}
+_LIST = {"ATTEND": False, "EXACT": False}
+_ATTEND = {"ATTEND": True, "EXACT": False}
 _4, _4_2, _2 = ({"KEY_BITS": keys, "VALUE_BITS": values} for keys, values in ((4, 4), (4, 2), (2, 2)))
 _SAMPLE = {"TAKEN": 512, "RUNS": 4, "RUN": 16}
 _KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {

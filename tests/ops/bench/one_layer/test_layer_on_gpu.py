@@ -10,6 +10,8 @@ import pytest
 import torch
 from harness import layer
 from harness.checks import CheckFailedError
+from harness.made_up import coarse_layers
+from harness.made_up.trained_rows import TrainedRows
 
 from decode_engine.kernels.slots.gather_rows import CopyShape
 from decode_engine.kernels.tables.sizes import TableShape, TableSizes
@@ -23,9 +25,9 @@ LENGTH = 512
 def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A benchmark of one KV head and the fewest layers."""
     found = load_bench(f"one_layer/{name}")
-    for module in (layer, found):
+    for module in (layer, coarse_layers, found):
         monkeypatch.setattr(module, "KV_HEADS", 1)
-    monkeypatch.setattr(found, "COLD_BYTES", 2)
+        monkeypatch.setattr(module, "COLD_BYTES", 2, raising=False)
     return found
 
 
@@ -78,11 +80,47 @@ def test_wrong_attention_over_codes_is_not_timed(codes: ModuleType) -> None:
 def test_wrong_attention_of_refined_is_not_timed(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("refined_gpu", monkeypatch)
     figure = bench.Figure("small", 1, 4, {0.05: 1.0})
-    steps = bench.Bench(bench.CoarseMemory(256, 1, True, head_dim), figure, 0.05)
+    memory = bench.CoarseMemory(256, 1, head_dim, clustered=True)
+    steps = bench.Bench(memory, figure, 0.05)
     assert steps.shape not in steps.neighbours()
     row = 2 * head_dim * layer.DTYPE.itemsize
     assert steps.bytes_floor(20) == 256 * (head_dim + 4) + 8 * head_dim + (20 + 8 + 64 + 16) * row
     check_that_wrong_results_are_refused(steps, "was not written")
+
+
+def test_wrong_attention_of_refined_to_host_memory_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("refined_host_gpu", monkeypatch)
+    monkeypatch.setattr(bench, "graph_us", lambda steps, turns: [step() for step in steps] and 1.0)
+    memory = bench.HostMemory(256, clustered=False, trained=None)
+    steps = bench.Bench(memory, 4, 0.05)
+    steps.check()
+    assert steps.read() == pytest.approx(13 + 8 + 64, abs=12)  # what is kept, sinks and recent window
+    assert steps.times() == {"step_us": 0.0, "empty_us": 1.0, "reused_us": 1.0, "device_us": 1.0}
+    right = steps.hybrid.attend
+    monkeypatch.setattr(steps.hybrid, "attend", lambda *arguments: 2 * right(*arguments))
+    with pytest.raises(CheckFailedError, match="relative error"):
+        steps.check()
+
+
+def test_rows_of_a_trained_model_are_tiled() -> None:
+    layers, sessions, heads, group, own = 3, 2, 2, 2, 4
+    kv = torch.arange(layers * heads * 5 * 2 * own).view(layers, heads, 5, 2, own).float()
+    rows = TrainedRows(
+        kv,
+        torch.arange(layers * sessions * heads * group * own)
+        .view(layers, sessions, heads, group, own)
+        .float(),
+    )
+    for head_dim in (own, 2 * own):
+        made = rows.kv(1, 8, 7, head_dim)
+        assert made.shape == (8, 7, 2, head_dim)
+        assert torch.equal(made[:, 5:], made[:, :2])
+        assert torch.equal(made[0, :5, :, :own], kv.flatten(0, 1)[1])
+        assert not torch.equal(made, rows.kv(2, 8, 7, head_dim))
+        assert rows.q(1, 8, 4, head_dim).shape == (8, 4, head_dim)
+        assert torch.equal(rows.q(0, 8, 4, head_dim)[0, :, :own], rows.q_LSHGD[0, :, 0].flatten(0, 1))
+    with pytest.raises(ValueError, match="too few"):
+        rows.q(0, 8, 5, own)
 
 
 def test_wrong_attention_of_many_sessions_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
