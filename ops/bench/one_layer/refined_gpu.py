@@ -192,7 +192,7 @@ def main(
     with reporting("refined_gpu", bars) as report:
         torch.manual_seed(0)
         bandwidth = copy_bandwidth()
-        rows = record_rows(LENGTH, str(DEVICE)) if trained else None
+        rows = record_rows(LENGTH, DEVICE.type) if trained else None
         kinds = ("random", "clustered", *(["trained"] if rows is not None else []))
         for batch in dict.fromkeys(figure.batch for figure in chosen):
             for keys in kinds:

@@ -153,7 +153,7 @@ def main(
     """Times one layer's decode attention of `refined` to a context in host memory; one JSON line per figure."""
     with reporting("refined_host_gpu", bars) as report:
         torch.manual_seed(0)
-        rows = record_rows(length, str(DEVICE)) if trained else None
+        rows = record_rows(length, DEVICE.type) if trained else None
         for keys in ("random", "clustered", *(["trained"] if rows is not None else [])):
             memory = HostMemory(
                 length, clustered=keys == "clustered", trained=rows if keys == "trained" else None
