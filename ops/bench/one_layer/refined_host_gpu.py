@@ -6,8 +6,8 @@ Regime: one layer of a decode step, batch 1, 32 query heads, 8 KV heads, head di
 the GPU's memory, keys and values in host memory as the arena makes it, 512 bytes a row. Several layers take turns, so
 that no step finds its data in the second-level cache. Slots are emptied before every step: each row that is attended
 exactly is fetched. `step_us` is that step without the time of emptying, which is `empty_us`; `reused_us` the same step
-where all of its rows are in slots; `device_us` the step with keys and values in the GPU's memory. `read_mb` are read from
-host memory in a step.
+where all of its rows are in slots; `device_us` the step with keys and values in the GPU's memory. `read_mb` are read
+from host memory in a step.
 
 Times are medians inside a CUDA graph of all layers. `full_us` is the fastest of torch's backends on the same keys,
 values and queries in the GPU's memory in the same run; `ratio` is the step's to it: below 1, the step is faster. Before
