@@ -16,6 +16,7 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.partial_attention import attend_shared, attend_streamed
 from decode_engine.layers.tail import Tail
 from index_store.attention.attention_state import AttentionState
+from index_store.attention.listed_keys_numba import attend_tails, takes_tails
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
 
@@ -78,6 +79,18 @@ class DenseLayer:
         """Causal attention to tails alone, for the last tokens of any sessions, whose heads stand beside each other."""
         return attend_shared(q_HTGD, tails_HT2D, causal=True, cap=self._form.cap)
 
+    def add_tails(
+        self, q_HSGD: Tensor, tails: Sequence[Tensor], context: AttentionState
+    ) -> AttentionState | None:
+        """Attention of any sessions' single tokens to the context, which is known, and to their own tails, in one loop.
+
+        On a CPU a call of torch's for each takes longer than the attention. None for rows that the loop cannot read.
+        """
+        kv_HN2D = self._kv_HN2D
+        if isinstance(kv_HN2D, TwoPlanes) or self._form.cap is not None:
+            return None
+        return attend_tails(q_HSGD, kv_HN2D, tails, context) if takes_tails(q_HSGD, kv_HN2D, tails) else None
+
     def add_sink(self, state: AttentionState) -> AttentionState:
         """Adds the layer's sink, if it has one."""
         return self._form.add_sink(state)
@@ -105,19 +118,31 @@ def attend_dense_together(
     for layer, _, keys_HTD, values_HTD, position in calls:
         layer.add(keys_HTD, values_HTD, position)
     context = first.read_context(_joined(queries))
-    tails = first.add_sink(_read_tails(layers, queries))
-    out_HTGD = context.merge(tails).out
+    out_HTGD = first.add_sink(_with_tails(layers, queries, context)).out
     spent = perf_counter_ns() - begin
     for layer in layers:
         layer.count_time(spent)
     return list(out_HTGD.split_with_sizes([q_HTGD.shape[1] for q_HTGD in queries], dim=1))
 
 
+def _with_tails(
+    layers: Sequence[DenseLayer], queries: Sequence[Tensor], context: AttentionState
+) -> AttentionState:
+    """Attention of each session's last tokens to the context, which is known, and to its own tail."""
+    first, tails = layers[0], [layer.tail.rows for layer in layers]
+    q_HTGD = _joined(queries)
+    if q_HTGD.shape[1] == len(layers):
+        state = first.add_tails(q_HTGD, tails, context)
+        if state is not None:
+            return state
+    return context.merge(_read_tails(layers, queries))
+
+
 def _read_tails(layers: Sequence[DenseLayer], queries: Sequence[Tensor]) -> AttentionState:
     """Attention of each session's last tokens to its own tail, one session behind the other.
 
     Prompts at their beginning go in one call, padded at the end, where no query of the shorter ones looks: on a GPU a
-    call for each takes longer than the attention. Single tokens stay apart, and so keep their bits on a CPU.
+    call for each takes longer than the attention. Others stay apart, and so keep their bits on a CPU.
     """
     states: dict[int, AttentionState] = {}
     counts = [q_HTGD.shape[1] for q_HTGD in queries]

@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 """The name by which a request asks for the choice."""
 
-_TOKENS = {"cpu": (1024, 4096), "cuda": (8192, 65536)}
-_SESSIONS = (1, 4)
-_STEPS = 3
+_TOKENS = {"cpu": (4096, 16384), "cuda": (8192, 65536)}
+_SESSIONS = {"cpu": (1, 16), "cuda": (1, 4)}
+_STEPS = 5
 _LONGEST_S = 20.0
 """After so long no further method is timed."""
 
@@ -171,33 +171,40 @@ def _measure(
         context = made_up_context(
             runner.identity, runner.kv_dtype, method, tokens, device=runner.device, placement=placement
         )
-        for each in timed:
-            for sessions in _SESSIONS:
-                measured[label(each)][tokens, sessions] = _step_seconds(runner, context, each, sessions)
+        for sessions in _SESSIONS[runner.device.type]:
+            found = _step_seconds(runner, context, timed, sessions)
+            for each, seconds in zip(timed, found, strict=True):
+                measured[label(each)][tokens, sessions] = seconds
         context.release()
     return measured
 
 
-def _step_seconds(runner: ModelRunner, context: ResidentContext, method: Method, count: int) -> float:
-    """Least seconds of a step of so many sessions: what else runs on the machine only adds to it.
+def _step_seconds(
+    runner: ModelRunner, context: ResidentContext, methods: Sequence[Method], count: int
+) -> list[float]:
+    """Least seconds of a step of so many sessions by each method: what else runs on the machine only adds to it.
 
-    On a CPU that others use, steps take longer than this process computes; then it is that which counts.
+    Methods take turns, so that it adds to all of them alike. On a CPU that others use, steps take longer than this
+    process computes; then it is that which counts.
     """
-    fitted = method.on(context.manifest)
-    sessions = [runner.start(context, fitted) for _ in range(count)]
-    samplers = [Sampler(SamplingParameters()) for _ in sessions]
-    runner.read(sessions, [[0]] * count)
-    times = []
+    samplers = [Sampler(SamplingParameters()) for _ in range(count)]
+    batches = [
+        [runner.start(context, method.on(context.manifest)) for _ in range(count)] for method in methods
+    ]
+    for sessions in batches:
+        runner.read(sessions, [[0]] * count)
+    times: list[list[float]] = [[] for _ in methods]
     for _ in range(1 + _STEPS):
-        begin, computed = time.perf_counter(), time.process_time()
-        for result in runner.decode(sessions, [0] * count, samplers):
-            if isinstance(result, Exception):
-                raise result
-        taken, computed = time.perf_counter() - begin, time.process_time() - computed
-        times.append(min(taken, computed) if runner.device.type == "cpu" else taken)
-    for session in sessions:
+        for sessions, found in zip(batches, times, strict=True):
+            begin, computed = time.perf_counter(), time.process_time()
+            for result in runner.decode(sessions, [0] * count, samplers):
+                if isinstance(result, Exception):
+                    raise result
+            taken, computed = time.perf_counter() - begin, time.process_time() - computed
+            found.append(min(taken, computed) if runner.device.type == "cpu" else taken)
+    for session in (session for sessions in batches for session in sessions):
         session.close()
-    return min(times[1:])
+    return [min(found[1:]) for found in times]
 
 
 def _from(own: StepTime, full: StepTime, sessions: int) -> str:

@@ -2,8 +2,9 @@
 
 And logits of listed keys, taken out of those that something else attends to.
 
-One loop does it for sessions on one context (`attend_listed`) and for positions of one session (`attend_row_lists`).
-What it finds for one depends on no other.
+One loop does it for sessions on one context (`attend_listed`), for positions of one session (`attend_row_lists`), and
+for sessions' own tails behind a context that was attended to as a whole (`attend_tails`). What it finds for one depends
+on no other.
 
 Shape legend: H KV heads, S sessions, T query positions, G query heads per KV head, K listed keys, N keys of the
 context, t keys of the tail, d head dim.
@@ -81,6 +82,33 @@ def attend_listed(context_HN2D: Tensor, listed: Sequence[Listed]) -> list[Attent
     numbers = [_numbers(each.tail_Ht2D, each.sinks, each.begin) for each in listed]
     _launch(queries_HSGD, context_HN2D, numbers, ids, counts, state)
     return [AttentionState(state.out[:, number], state.lse[:, number]) for number in range(len(listed))]
+
+
+def attend_tails(
+    queries_HSGD: Tensor, context_HN2D: Tensor, tails: Sequence[Tensor], context: AttentionState
+) -> AttentionState:
+    """Attention of sessions to all keys of a context, which `context` is, and of their own tails [H, t, 2, d].
+
+    queries: float32, scaled by 1/sqrt(d). context: [H, S, G, d] and [H, S, G]. Returns the same shapes, float32. Each
+    session gets the bits that it gets alone, whatever tails others have. `takes_tails` says what may be given.
+    """
+    heads, sessions = queries_HSGD.shape[:2]
+    # contiguous, and not what was given: the loop writes to it
+    state = AttentionState(context.out.clone(), context.lse.clone())
+    _launch(
+        queries_HSGD.contiguous(),
+        context_HN2D,
+        [_numbers(tail, 0, context_HN2D.shape[1]) for tail in tails],
+        np.zeros((heads, sessions, 0), np.int32),
+        np.zeros((heads, sessions), np.int32),
+        state,
+    )
+    return state
+
+
+def takes_tails(queries_HSGD: Tensor, context_HN2D: Tensor, tails: Sequence[Tensor]) -> bool:
+    """Whether the loop reads keys and values where they are: on a host, in one floating-point type."""
+    return all(_readable(queries_HSGD, context_HN2D, tail) for tail in tails)
 
 
 def attend_row_lists(

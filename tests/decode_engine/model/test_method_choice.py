@@ -101,6 +101,7 @@ def test_steps_are_timed_at_every_shape(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(method_choice, "_TOKENS", {"cpu": (256, 512)})
+    monkeypatch.setattr(method_choice, "_SESSIONS", {"cpu": (1, 2)})
     folder = write_model_folder(tmp_path_factory.mktemp("model"), "llama", layers=2, head_dim=32)
     runner = ModelRunner(resolve_model(str(folder)))
     costs = measure_steps(
