@@ -36,6 +36,8 @@ AUTO = "auto"
 _TOKENS = {"cpu": (4096, 16384), "cuda": (8192, 65536)}
 _SESSIONS = {"cpu": (1, 16), "cuda": (1, 4)}
 _STEPS = 5
+_LONG_S = 2.0
+"""After so long no further steps of a shape are timed."""
 _LONGEST_S = 20.0
 """After so long no further method is timed."""
 
@@ -194,7 +196,10 @@ def _step_seconds(
     for sessions in batches:
         runner.read(sessions, [[0]] * count)
     times: list[list[float]] = [[] for _ in methods]
-    for _ in range(1 + _STEPS):
+    began = time.monotonic()
+    for turn in range(1 + _STEPS):
+        if turn > 1 and time.monotonic() - began > _LONG_S:
+            break  # a large model's
         for sessions, found in zip(batches, times, strict=True):
             begin, computed = time.perf_counter(), time.process_time()
             for result in runner.decode(sessions, [0] * count, samplers):

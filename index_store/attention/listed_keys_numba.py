@@ -3,8 +3,7 @@
 And logits of listed keys, taken out of those that something else attends to.
 
 One loop does it for sessions on one context (`attend_listed`), for positions of one session (`attend_row_lists`), and
-for sessions' own tails behind a context that was attended to as a whole (`attend_tails`). What it finds for one depends
-on no other.
+for sessions' own tails behind a context (`attend_tails`). What it finds for one depends on no other.
 
 Shape legend: H KV heads, S sessions, T query positions, G query heads per KV head, K listed keys, N keys of the
 context, t keys of the tail, d head dim.
@@ -86,29 +85,20 @@ def attend_listed(context_HN2D: Tensor, listed: Sequence[Listed]) -> list[Attent
 
 def attend_tails(
     queries_HSGD: Tensor, context_HN2D: Tensor, tails: Sequence[Tensor], context: AttentionState
-) -> AttentionState:
+) -> AttentionState | None:
     """Attention of sessions to all keys of a context, which `context` is, and of their own tails [H, t, 2, d].
 
-    queries: float32, scaled by 1/sqrt(d). context: [H, S, G, d] and [H, S, G]. Returns the same shapes, float32. Each
-    session gets the bits that it gets alone, whatever tails others have. `takes_tails` says what may be given.
+    queries: float32, scaled. context: [H, S, G, d] and [H, S, G], as is the result. Each session gets the bits that it
+    gets alone. None for rows that the loop cannot read.
     """
-    heads, sessions = queries_HSGD.shape[:2]
-    # contiguous, and not what was given: the loop writes to it
-    state = AttentionState(context.out.clone(), context.lse.clone())
-    _launch(
-        queries_HSGD.contiguous(),
-        context_HN2D,
-        [_numbers(tail, 0, context_HN2D.shape[1]) for tail in tails],
-        np.zeros((heads, sessions, 0), np.int32),
-        np.zeros((heads, sessions), np.int32),
-        state,
-    )
+    if not all(_readable(queries_HSGD, context_HN2D, tail) for tail in tails):
+        return None
+    form = torch.contiguous_format
+    state = AttentionState(context.out.clone(memory_format=form), context.lse.clone(memory_format=form))
+    numbers = [_numbers(tail, 0, context_HN2D.shape[1]) for tail in tails]
+    ids = np.zeros((*queries_HSGD.shape[:2], 0), np.int32)
+    _launch(queries_HSGD.contiguous(), context_HN2D, numbers, ids, np.zeros(ids.shape[:2], np.int32), state)
     return state
-
-
-def takes_tails(queries_HSGD: Tensor, context_HN2D: Tensor, tails: Sequence[Tensor]) -> bool:
-    """Whether the loop reads keys and values where they are: on a host, in one floating-point type."""
-    return all(_readable(queries_HSGD, context_HN2D, tail) for tail in tails)
 
 
 def attend_row_lists(
