@@ -21,13 +21,15 @@ find_python() {
     return 1
 }
 
-# What the environment was made from: it is made anew when the project's requirements or its place change.
+# What the environment was made from: it is made anew when requirements, tested versions or the place change.
 environment_key() {
-    "$1" - pyproject.toml "$PWD" <<'PY'
+    "$1" - "$PWD" pyproject.toml ops/lib/tested-versions.txt <<'PY'
 import hashlib, pathlib, sys
 
-project, place = sys.argv[1:]
-digest = hashlib.sha256(pathlib.Path(project).read_bytes())
+place, *files = sys.argv[1:]
+digest = hashlib.sha256()
+for file in files:
+    digest.update(pathlib.Path(file).read_bytes())
 digest.update(f"{place} {sys.version_info[:2]}".encode())
 print(digest.hexdigest())
 PY
@@ -38,7 +40,8 @@ install_environment() {
     echo "Installing into .venv with $("$system_python" --version) (once; a few minutes) ..." >&2
     rm -f "$stamp"
     "$system_python" -m venv --clear .venv
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' >&2
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+        --constraint ops/lib/tested-versions.txt --editable '.[dev]' >&2
     printf '%s\n' "$key" >"$stamp"
 }
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from index_store.attention.layer_shape import WindowLayers
 from index_store.errors import InvalidArgumentError, ModelUnsupportedError
@@ -282,7 +283,6 @@ LATENT = {
         ("t5", {}, "encoder-decoder"),
         ("vit", {}, "not a causal language model"),
         ("bert", {"max_position_embeddings": 512}, "layer 0 is not causal"),
-        ("gptj", {}, "does not go through transformers' attention interface"),
         (
             "stablelm",
             {"intermediate_size": 64, "num_key_value_heads": 2},
@@ -306,6 +306,20 @@ def test_what_cannot_be_served_is_refused_before_weights_are_read(
     folder = resolve_model(str(write_config(tmp_path / family, family, **settings)))
     with pytest.raises(ModelUnsupportedError, match=message):
         load_model(folder, "sdpa")
+
+
+def test_attention_of_its_own_is_refused(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Families that attend so change from one transformers release to the next.
+    def attend_alone(
+        self: LlamaAttention, hidden_states: torch.Tensor, **_: object
+    ) -> tuple[torch.Tensor, None]:
+        return self.o_proj(self.q_proj(hidden_states)), None
+
+    monkeypatch.setattr(LlamaAttention, "forward", attend_alone)
+    with pytest.raises(ModelUnsupportedError, match="does not go through transformers' attention interface"):
+        load_model(resolve_model(str(copy_with(llama, tmp_path / "own", rms_norm_eps=1e-3))), "sdpa")
 
 
 def test_code_in_a_model_folder_is_not_run(llama: Path, tmp_path: Path) -> None:
