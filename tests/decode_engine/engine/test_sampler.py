@@ -178,7 +178,7 @@ def test_every_row_of_a_batch_has_rules_of_its_own() -> None:
     assert unfiltered.tolist() == [2] * 5 + [-1] * 2
 
 
-@pytest.mark.parametrize("vocabulary", [1, 7, 511, 512, 513, 5000])
+@pytest.mark.parametrize("vocabulary", [1, 7, 511, 512, 513, 1024, 1025, 5000])
 def test_one_row_at_a_time_chooses_the_tokens_of_the_batch(vocabulary: int) -> None:
     """Coarse logits, so that many are equal; the shorter ways of a single row find the same tokens."""
     generator = torch.Generator().manual_seed(vocabulary)
