@@ -53,13 +53,16 @@ class ScoredRows(Piece):
     keys_each = 1
 
     @abstractmethod
-    def attend(self, logits_HTGX: Tensor) -> AttentionState:
+    def attend(self, logits_HTGX: Tensor, elsewhere_HTG: Tensor) -> AttentionState:
         """Attention to approximate values by the given logits, -inf for keys that do not count.
 
-        Returns out [H, T, G, d] and lse [H, T, G].
+        elsewhere_HTG: log-sum-exp of the logits of keys of the piece that count elsewhere: next to what these and the
+        others weigh, keys may be too light to be read. Returns out [H, T, G, d] and lse [H, T, G].
         """
 
     @classmethod
-    def attend_together(cls, pieces: Sequence[Self], logits: Sequence[Tensor]) -> list[AttentionState]:
+    def attend_together(
+        cls, pieces: Sequence[Self], logits: Sequence[Tensor], elsewhere: Sequence[Tensor]
+    ) -> list[AttentionState]:
         """`attend` of several sessions' pieces, each of which gets the bits that it gets alone."""
-        return [piece.attend(own) for piece, own in zip(pieces, logits, strict=True)]
+        return [piece.attend(own, rest) for piece, own, rest in zip(pieces, logits, elsewhere, strict=True)]

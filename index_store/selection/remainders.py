@@ -142,24 +142,27 @@ class Coarse(PieceRemainder[ScoredRows]):
 
     def _piece_state(self, piece: ScoredRows, exact: Sequence[ExactKeys], form: LogitForm) -> AttentionState:
         logits = form.capped(piece.logits_HTGX)
-        for keys in exact:
-            _leave_out(logits, keys.ids_HTK, keys.valid_HTK, piece.first_id)
-        return piece.attend(logits)
+        elsewhere = [_take_away(logits, keys.ids_HTK, keys.valid_HTK, piece.first_id) for keys in exact]
+        none = logits.new_full(logits.shape[:-1], -torch.inf)
+        return piece.attend(logits, reduce(torch.logaddexp, elsewhere, none))
 
     def states(self, asked: Sequence[tuple[Sequence[Piece], Selection]]) -> list[AttentionState | None]:
         """`state` of several sessions, each without its own selection; pieces that they share are read once.
 
         None where there are no pieces. Each gets the bits that it gets alone. Logits are without a cap.
         """
+        every: list[ScoredRows] = []
+        elsewhere: list[Tensor] = []
         for pieces, selection in asked:
             width = torch.arange(selection.ids_HTK.shape[2], device=selection.ids_HTK.device)
             valid = width < selection.counts_HT[..., None]
             for piece in self._checked(pieces):
-                _leave_out(piece.logits_HTGX, selection.ids_HTK, valid, piece.first_id)
-        every = [piece for pieces, _ in asked for piece in self._checked(pieces)]
+                every.append(piece)
+                elsewhere.append(_take_away(piece.logits_HTGX, selection.ids_HTK, valid, piece.first_id))
         if not every:
             return [None] * len(asked)
-        found = iter(type(every[0]).attend_together(every, [piece.logits_HTGX for piece in every]))
+        logits = [piece.logits_HTGX for piece in every]
+        found = iter(type(every[0]).attend_together(every, logits, elsewhere))
         parts = [[next(found) for _ in pieces] for pieces, _ in asked]
         return [reduce(AttentionState.merge, own) if own else None for own in parts]
 
@@ -294,14 +297,23 @@ def _take_out(piece: ScoredClusters, exact: Sequence[ExactKeys]) -> _Left:
     return _Left(places, clusters.counts_HC[:, None] - removed, logit_sums)
 
 
-def _leave_out(logits_HTGX: Tensor, ids_HTK: Tensor, valid_HTK: Tensor, first_id: int) -> None:
+def _take_away(logits_HTGX: Tensor, ids_HTK: Tensor, valid_HTK: Tensor, first_id: int) -> Tensor:
     """Writes -inf to the logits of those keys that are among first_id, first_id + 1, ...
 
-    Of lists for all positions, or of one [H, 1, K] that is the same for all of them.
+    Of lists for all positions, or of one [H, 1, K] that is the same for all of them. Returns the log-sum-exp of what
+    the logits were, [H, T, G].
     """
-    shape = (-1, logits_HTGX.shape[1], -1)
+    _, positions, group, count = logits_HTGX.shape
+    shape = (-1, positions, -1)
     columns, valid = (ids_HTK - first_id).expand(shape), valid_HTK.expand(shape)
+    inside = (valid & (columns >= 0) & (columns < count))[:, :, None].expand(-1, -1, group, -1)
+    if count:
+        places = columns.clamp(0, count - 1).long()[:, :, None].expand(inside.shape)
+        taken = logits_HTGX.gather(-1, places).masked_fill_(~inside, -torch.inf)
+    else:
+        taken = logits_HTGX.new_full((*logits_HTGX.shape[:-1], 1), -torch.inf)
     if on_host(logits_HTGX):
         leave_out(logits_HTGX, columns, valid)
     else:
         leave_out_reference(logits_HTGX, columns, valid)
+    return taken.logsumexp(-1)

@@ -9,6 +9,7 @@ Shape legend: H KV heads, N rows, S slices of a key or value, W = 256 codewords,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class ProductRows:
     value_codes_HNS: Tensor
     value_codebooks_HSWw: Tensor
     first_id: int = 0
+    lead: ClassVar[int] = 0
+    """Their keys share no scales by blocks: runs of them begin anywhere."""
 
     @property
     def count(self) -> int:

@@ -40,11 +40,13 @@ class ScoredCodes(ScoredRows):
         count = self.logits_HTGX.shape[-1]
         return self.rows.value_bytes(count) + (0.0 if searched else self.rows.key_bytes(count))
 
-    def attend(self, logits_HTGX: Tensor) -> AttentionState:
-        return self.attend_together([self], [logits_HTGX])[0]
+    def attend(self, logits_HTGX: Tensor, elsewhere_HTG: Tensor) -> AttentionState:
+        return self.attend_together([self], [logits_HTGX], [elsewhere_HTG])[0]
 
     @classmethod
-    def attend_together(cls, pieces: Sequence[ScoredCodes], logits: Sequence[Tensor]) -> list[AttentionState]:
+    def attend_together(
+        cls, pieces: Sequence[ScoredCodes], logits: Sequence[Tensor], elsewhere: Sequence[Tensor]
+    ) -> list[AttentionState]:
         """Those over the same coded rows are attended in one pass, if their logits are in one piece of memory."""
         together: dict[tuple[int, int, int], list[int]] = {}
         for number, (piece, own) in enumerate(zip(pieces, logits, strict=True)):
@@ -52,8 +54,8 @@ class ScoredCodes(ScoredRows):
             together.setdefault((id(piece.rows), piece.first, memory), []).append(number)
         states: dict[int, AttentionState] = {}
         for numbers in together.values():
-            some = [logits[number] for number in numbers]
-            states |= zip(numbers, _attend(pieces[numbers[0]], some), strict=True)
+            some, rest = ([all_of[number] for number in numbers] for all_of in (logits, elsewhere))
+            states |= zip(numbers, _attend(pieces[numbers[0]], some, rest), strict=True)
         return [states[number] for number in range(len(pieces))]
 
 
@@ -88,16 +90,24 @@ def score_rows(rows: CodedRows, wanted: Sequence[Wanted]) -> list[ScoredCodes]:
     return [ScoredCodes(each.out_HTGX, rows.first_id + each.first, rows, each.first) for each in wanted]
 
 
-def _attend(piece: ScoredCodes, logits: Sequence[Tensor]) -> list[AttentionState]:
-    """Attention to the values of a piece's rows by several sessions' logits [H, T, G, X], X as many as each has."""
-    flat = [each.flatten(1, 2) for each in logits]
+def _attend(
+    piece: ScoredCodes, logits: Sequence[Tensor], elsewhere: Sequence[Tensor]
+) -> list[AttentionState]:
+    """Attention to the values of a piece's rows by several sessions' logits [H, T, G, X], X as many as each has.
+
+    elsewhere: [H, T, G] of each, see `ScoredRows.attend`.
+    """
+    flat, rest = [each.flatten(1, 2) for each in logits], [each.flatten(1, 2) for each in elsewhere]
     if isinstance(piece.rows, ScalarRows) and on_host(piece.rows.key_codes_HNC):
-        state = attend_values(piece.rows, RowsInLine.of(flat), piece.first)
+        state = attend_values(piece.rows, RowsInLine.of(flat), piece.first, torch.cat(rest, dim=1))
         counts = [each.shape[1] for each in flat]
         outs, lses = state.out.split_with_sizes(counts, 1), state.lse.split_with_sizes(counts, 1)
         states = [AttentionState(out, lse) for out, lse in zip(outs, lses, strict=True)]
     else:
-        states = [attend_values_reference(piece.rows, each, piece.first) for each in flat]
+        states = [
+            attend_values_reference(piece.rows, each, piece.first, own)
+            for each, own in zip(flat, rest, strict=True)
+        ]
     return [
         AttentionState(state.out.reshape(*each.shape[:3], -1), state.lse.reshape(each.shape[:3]))
         for state, each in zip(states, logits, strict=True)

@@ -9,8 +9,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from index_store.attention.attention_state import AttentionState
+from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import NEGLIGIBLE
+from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
 from index_store.indexes.coarse_rows.scalars.spans import SPAN
 
 _TILE_BYTES, _DEVICE_TILE_BYTES = 4 * 2**20, 128 * 2**20  # of one tile's rows in float32
@@ -22,6 +25,10 @@ class DecodedRows(Protocol):
     @property
     def head_dim(self) -> int:
         """Channels of a key, d."""
+
+    @property
+    def lead(self) -> int:
+        """Positions of the first row's block that lie before it."""
 
     def decode_keys(self, first: int, end: int) -> Tensor:
         """[H, n, d] float32."""
@@ -39,25 +46,35 @@ def score_keys_reference(
         out_HRX[..., begin - first : stop - first] = torch.bmm(queries_HRD, keys.transpose(1, 2))
 
 
-def attend_values_reference(rows: DecodedRows, logits_HRX: Tensor, first: int) -> AttentionState:
+def attend_values_reference(
+    rows: DecodedRows, logits_HRX: Tensor, first: int, elsewhere_HR: Tensor | None = None
+) -> AttentionState:
     """Attention by logits [H, R, X] float32 to the values of rows first..first+X-1; -inf marks what does not count.
 
-    Returns out [H, R, d] and lse [H, R], float32; 0 and -inf where nothing counts.
+    elsewhere_HR: log-sum-exp of the logits of keys of these rows that count elsewhere. Runs of next to no weight are
+    left out (`negligible_runs_numba`). Returns out [H, R, d] and lse [H, R], float32; 0 and -inf where nothing counts.
     """
     heads, queries, count = logits_HRX.shape
-    peak = (
-        logits_HRX.amax(-1, keepdim=True) if count else logits_HRX.new_full((heads, queries, 1), -torch.inf)
-    )
-    base = torch.where(torch.isneginf(peak), 0.0, peak)
+    if count == 0:
+        return AttentionState.empty((heads, queries), rows.head_dim, logits_HRX.device)
+    whole = logits_HRX.logsumexp(-1)
+    if elsewhere_HR is not None:
+        whole = torch.logaddexp(whole, elsewhere_HR)
+    base = whole.masked_fill(torch.isneginf(whole), 0.0)[..., None]
     total = torch.zeros_like(base)
-    out: Tensor | None = None
-    for begin, stop in _tiles(rows, logits_HRX, 0, max(count, 1)):
-        weights = (logits_HRX[..., begin:stop] - base).exp_()
-        total += weights.sum(-1, keepdim=True)
-        part = torch.bmm(weights, rows.decode_values(first + begin, first + min(stop, count)))
-        out = part if out is None else out.add_(part)
-    if out is None:
-        raise ValueError("there is no tile")
+    out = logits_HRX.new_zeros(heads, queries, rows.head_dim)
+    for begin, stop in _tiles(rows, logits_HRX, -((rows.lead + first) % BLOCK), count):
+        inside = slice(max(begin, 0), stop)
+        shares = (logits_HRX[..., inside] - base).exp_()
+        padded = pad(shares, (inside.start - begin, -(stop - begin) % BLOCK))
+        runs = padded.view(heads, queries, -1, BLOCK)
+        columns = torch.arange(begin, begin + padded.shape[-1], device=shares.device).view(-1, BLOCK)
+        sizes = ((columns >= 0) & (columns < count)).sum(-1)
+        light = runs.sum(-1) < NEGLIGIBLE / count * sizes
+        left_out = light.repeat_interleave(BLOCK, -1)[..., inside.start - begin :]
+        shares.masked_fill_(left_out[..., : stop - inside.start], 0.0)
+        total += shares.sum(-1, keepdim=True)
+        out += torch.bmm(shares, rows.decode_values(first + inside.start, first + stop))
     out /= total.clamp(min=torch.finfo(torch.float32).tiny)
     return AttentionState(out, (base + total.log()).squeeze(-1))
 
@@ -90,7 +107,7 @@ def take_best_reference(
 
 
 def _tiles(rows: DecodedRows, beside_HRx: Tensor, first: int, end: int) -> list[tuple[int, int]]:
-    """First and end of the rows that are decoded at a time."""
+    """First and end of the rows that are decoded at a time; whole blocks, but for the last of them."""
     most = _TILE_BYTES if beside_HRx.device.type == "cpu" else _DEVICE_TILE_BYTES
-    step = max(1, most // (4 * rows.head_dim * beside_HRx.shape[0]))
+    step = max(1, most // (4 * rows.head_dim * beside_HRx.shape[0] * BLOCK)) * BLOCK
     return [(begin, min(begin + step, end)) for begin in range(first, end, step)]

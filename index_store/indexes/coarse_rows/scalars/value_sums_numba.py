@@ -1,7 +1,8 @@
 """Attention to coded values on a host, by weights that are exponentials of logits.
 
 Products are of 8-bit integers: a row's weights are folded with the values' scales and rounded with one unit for 128
-keys. A row's result depends neither on the rows beside it nor on the number of threads.
+keys. A row's result depends neither on the rows beside it nor on the number of threads. Blocks of next to no weight
+are left out (`negligible_runs_numba`).
 
 Shape legend: H KV heads, N keys, R rows of queries, S spans, g groups of a value's channels, d head dim, P parts of the
 keys.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.rows_in_line import RowsInLine
@@ -25,6 +27,7 @@ from index_store.indexes.coarse_rows.scalars.coded_tables_numba import (
     widen_groups,
 )
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import weigh
+from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import choose_rows, find_limits
 from index_store.indexes.coarse_rows.scalars.packed_codes_numba import multiply, pack_values
 from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, shift_of, span_count
@@ -36,23 +39,33 @@ _MOST_ROWS = 256  # of one launch, whose parts' outputs are all in memory
 _add_scaled = make_scaling(add=True)
 
 
-def attend_values(rows: ScalarRows, logits: RowsInLine, first: int) -> AttentionState:
+def attend_values(
+    rows: ScalarRows, logits: RowsInLine, first: int, elsewhere_HR: Tensor | None = None
+) -> AttentionState:
     """Attention by logits to the values of rows `first`.., as many as a row of logits has; -inf marks what counts not.
 
-    Logits become weights. Returns out [H, R, d] and lse [H, R], float32; 0 and -inf where nothing counts.
+    Logits become weights. elsewhere_HR: log-sum-exp of the logits of keys of these rows that count elsewhere. Returns
+    out [H, R, d] and lse [H, R], float32; 0 and -inf where nothing counts.
     """
     heads, queries = logits.places_HR.shape
     shift = shift_of(rows, first)
     spans = Spans.empty(heads, queries, span_count(int(logits.counts_R.max(initial=0)), shift))
     weigh(logits, shift, spans)
-    return add_values(rows, logits, spans, first)
+    return add_values(rows, logits, spans, first, elsewhere_HR)
 
 
-def add_values(rows: ScalarRows, weights: RowsInLine, spans: Spans, first: int) -> AttentionState:
+def add_values(
+    rows: ScalarRows,
+    weights: RowsInLine,
+    spans: Spans,
+    first: int,
+    elsewhere_HR: Tensor | None = None,
+) -> AttentionState:
     """Attention to the values of rows `first`.. by exponentials of logits; 0 marks what counts not.
 
-    How keys are divided into parts depends on the coded rows alone. Returns out [H, R, d] and lse [H, R], float32; 0
-    and -inf where nothing counts.
+    spans: their totals may hold the weights of keys that count elsewhere; those that they do not are in elsewhere_HR,
+    as in `attend_values`. How keys are divided into parts depends on the coded rows alone. Returns out [H, R, d] and
+    lse [H, R], float32; 0 and -inf where nothing counts.
     """
     heads, queries = weights.places_HR.shape
     shift = shift_of(rows, first)
@@ -67,6 +80,19 @@ def add_values(rows: ScalarRows, weights: RowsInLine, spans: Spans, first: int) 
     state = AttentionState.empty((heads, queries), rows.head_dim)
     if parts == 0:
         return state
+    limits = np.empty((heads, queries), np.float32)
+    beside = np.empty((0, 0), np.float32) if elsewhere_HR is None else elsewhere_HR.contiguous().numpy()
+    launch(
+        find_limits,
+        spans.peaks_HRS,
+        spans.totals_HRS,
+        spans.rows_R,
+        spans.first_R,
+        weights.counts_R,
+        shift,
+        beside,
+        limits,
+    )
     for begin in range(0, queries, _MOST_ROWS):
         some = slice(begin, begin + _MOST_ROWS)
         places, counts = np.ascontiguousarray(weights.places_HR[:, some]), weights.counts_R[some]
@@ -74,7 +100,7 @@ def add_values(rows: ScalarRows, weights: RowsInLine, spans: Spans, first: int) 
         outs = torch.empty(*shape, rows.head_dim, device="cpu")
         peaks, totals = (torch.empty(shape, device="cpu") for _ in range(2))
         partial = (outs.numpy(), peaks.numpy(), totals.numpy())
-        known = (spans.peaks_HRS, spans.rows_R[some], spans.first_R[some])
+        known = (spans.peaks_HRS, spans.rows_R[some], spans.first_R[some], limits[:, some])
         launch(_attend_parts, *values, weights.numbers, places, counts, *known, first, shift, each, *partial)
         launch(_merge_parts, *partial, state.out.numpy(), state.lse.numpy(), begin)
     return state
@@ -95,6 +121,7 @@ def _attend_parts(
     span_peaks: NDArray[np.float32],
     span_rows: NDArray[np.int64],
     span_first: NDArray[np.int64],
+    limits: NDArray[np.float32],
     first: int,
     shift: int,
     each: int,
@@ -117,6 +144,7 @@ def _attend_parts(
             span_peaks[head],
             span_rows,
             span_first,
+            limits[head],
             shift,
             part * each,
             (part + 1) * each,
@@ -138,6 +166,7 @@ def _attend_part(
     span_peaks: NDArray[np.float32],
     span_rows: NDArray[np.int64],
     span_first: NDArray[np.int64],
+    limits: NDArray[np.float32],
     shift: int,
     first: int,
     end: int,
@@ -148,7 +177,7 @@ def _attend_part(
     """Sums of weighted values [R, d] of one head's first keys, the weights' peaks and their totals.
 
     weights: of a row those in columns of spans first..end-1, as far as it has any; beyond the longest row there is
-    nothing.
+    nothing. limits: see `find_limits`.
     """
     rows, dim, groups = places.shape[0], out.shape[1], scales.shape[1]
     width = dim // groups
@@ -166,7 +195,8 @@ def _attend_part(
     added = np.empty((1, room), np.float32)
     sums = at_cache_line(_ROWS_AT_ONCE, (vectors + 1) * LANES).view(np.int32)
     gathered = at_cache_line(rows * groups, vectors * LANES)
-    factors = np.empty(rows, np.float32)
+    factors, least = np.empty(rows, np.float32), np.empty(rows, np.float32)
+    chosen = np.empty(rows, np.int64)
     middle = np.float32((1 << bits) - 1) / np.float32(2)
     totals[:] = 0
     longest = counts.max()
@@ -181,20 +211,24 @@ def _attend_part(
             for r in range(rows):
                 peak = span_peaks[span_rows[r], span_first[r] + span] if low < counts[r] else -np.inf
                 factors[r] = np.exp(peak - peaks[r]) if peak > -np.inf else 0
+                least[r] = np.exp(limits[r] - peak) if peak > -np.inf else np.inf
+        some_rows = choose_rows(line_of, places, counts, low, keys, least, chosen)
+        if some_rows == 0:
+            continue
         widen_groups(scales, low - begin_at, keys, halves, line, scale)
         widen_groups(offsets, low - begin_at, keys, halves, line, offset)
         for g in range(groups):
             add_weighted(middle, scale, g, 0, offset, g, 0, BLOCK // LANES)
         pack_values(codes, low - begin_at, keys, bits, raw, packed)
-        for begin in range(0, rows, _ROWS_AT_ONCE):
-            some = min(_ROWS_AT_ONCE, rows - begin)
+        for begin in range(0, some_rows, _ROWS_AT_ONCE):
+            some = min(_ROWS_AT_ONCE, some_rows - begin)
             _fold_rows(
                 line_of,
                 places,
                 counts,
                 low,
                 keys,
-                begin,
+                chosen[begin : begin + some],
                 few,
                 columns,
                 scale,
@@ -209,11 +243,11 @@ def _attend_part(
             for g in range(groups):
                 multiply(packed, g * width, width, rounded, g * _ROWS_AT_ONCE, some, (keys + 3) // 4, sums)
                 for r in range(some):
-                    factor, place = factors[begin + r], g * _ROWS_AT_ONCE + r
-                    unit, addend = factor * units[0, place], factor * shifts[0, place]
-                    _add_scaled(sums, r, 0, unit, addend, gathered, (begin + r) * groups + g, 0, vectors)
+                    row, place = chosen[begin + r], g * _ROWS_AT_ONCE + r
+                    unit, addend = factors[row] * units[0, place], factors[row] * shifts[0, place]
+                    _add_scaled(sums, r, 0, unit, addend, gathered, row * groups + g, 0, vectors)
             for r in range(some):
-                totals[begin + r] += factors[begin + r] * added[0, r]
+                totals[chosen[begin + r]] += factors[chosen[begin + r]] * added[0, r]
     for r in range(rows):
         for g in range(groups):
             out[r, g * width : (g + 1) * width] = gathered[r * groups + g, :width]
@@ -244,7 +278,7 @@ def _fold_rows(
     counts: NDArray[np.int64],
     low: int,
     keys: int,
-    begin: int,
+    chosen: NDArray[np.int64],
     few: NDArray[np.float32],
     columns: NDArray[np.int64],
     scale: NDArray[np.float32],
@@ -256,21 +290,21 @@ def _fold_rows(
     shifts: NDArray[np.float32],
     added: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
-    """Rounds weights of `keys` keys from column low on, of row `begin` and those after, and adds them up.
+    """Rounds weights of `keys` keys from column low on, of chosen rows, and adds them up.
 
     For every group of channels. few: scratch for rows that end before the block does.
     """
-    rows = counts.shape[0]
-    for r in range(0, min(_ROWS_AT_ONCE, rows - begin), FOLDED):
+    last = chosen.shape[0] - 1
+    for r in range(0, last + 1, FOLDED):
         whole = keys == BLOCK
         for i in range(FOLDED):
-            row = min(begin + r + i, rows - 1)
+            row = chosen[min(r + i, last)]
             columns[0, i] = places[row] + low
             whole = whole and counts[row] - low >= BLOCK
         if not whole:
             few[:] = 0
             for i in range(FOLDED):
-                for x in range(min(keys, counts[min(begin + r + i, rows - 1)] - low)):
+                for x in range(min(keys, counts[chosen[min(r + i, last)]] - low)):
                     few[0, i * BLOCK + x] = weights[0, columns[0, i] + x]
                 columns[0, i] = i * BLOCK
         for g in range(scale.shape[0]):

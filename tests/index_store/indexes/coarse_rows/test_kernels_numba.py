@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,8 +15,9 @@ from index_store.attention.vectors.bytes_numba import instruction_sets, make_blo
 from index_store.attention.vectors.code import LANES
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys
+from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import NEGLIGIBLE
 from index_store.indexes.coarse_rows.scalars.reference import attend_values_reference, score_keys_reference
-from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
+from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
 from index_store.indexes.coarse_rows.scalars.value_sums_numba import attend_values
 from index_store.launch import njit
 
@@ -37,9 +40,11 @@ def score(rows: ScalarRows, q_HRD: Tensor, first: int, out_HRX: Tensor) -> None:
     score_keys(rows, q_HRD, first, RowsInLine.of([out_HRX]))
 
 
-def attend(rows: ScalarRows, logits_HRX: Tensor, first: int) -> AttentionState:
+def attend(
+    rows: ScalarRows, logits_HRX: Tensor, first: int, elsewhere_HR: Tensor | None = None
+) -> AttentionState:
     """Of a copy, since logits become weights."""
-    return attend_values(rows, RowsInLine.of([logits_HRX.clone()]), first)
+    return attend_values(rows, RowsInLine.of([logits_HRX.clone()]), first, elsewhere_HR)
 
 
 def score_bound(rows: ScalarRows, q_HRD: Tensor) -> Tensor:
@@ -92,6 +97,32 @@ def test_attention_equals_the_reference(
     error = (found.out - expected.out).abs()
     assert (error <= bound).all()
     assert error.mean() < 0.15 * bound.mean() + 1e-4
+
+
+@pytest.mark.parametrize("first", [0, 37])
+def test_values_of_next_to_no_weight_are_not_read(first: int) -> None:
+    """Row by row; keys that count elsewhere count for what is next to nothing."""
+    rows = coded(1000 + first, 64, (4, 4))
+    logits = queries(3, 1000)
+    begin = BLOCK - first % BLOCK  # of the first whole block
+    for number, below in ((0, 9.0), (3, 2.0), (4, 9.0)):
+        logits[:, :2, begin + number * BLOCK :][..., :BLOCK] -= below
+    poisoned = replace(rows, value_scales_HNV=rows.value_scales_HNV.clone())
+    for number in (0, 4):
+        poisoned.value_scales_HNV[:, first + begin + number * BLOCK :][:, :BLOCK] = torch.nan
+    found = attend(poisoned, logits, first)
+    assert found.out[:, :2].isfinite().all()
+    assert found.out[:, 2].isnan().all()  # whose attention is flat
+    whole, weights = logits.logsumexp(-1, keepdim=True), logits.softmax(-1)
+    values = rows.decode_values(first, first + 1000)
+    largest = 2 * NEGLIGIBLE * float(values.abs().max())
+    assert float((found.out - weights @ values)[:, :2].abs().max()) < largest
+    lost = 1 - (found.lse - whole[..., 0]).exp()[:, :2]
+    assert float(lost.min()) > 0
+    assert float(lost.max()) < NEGLIGIBLE
+    beside = attend(rows, logits, first, whole[..., 0] + 20)
+    assert (beside.lse == -torch.inf).all()
+    assert (beside.out == 0).all()
 
 
 def test_a_row_does_not_depend_on_those_beside_it() -> None:
