@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from decode_engine.kernels import records
+from index_store.indexes.coarse_rows.scalars import scalar_rows
 
 KV = tl.constexpr(records.KV)
 TAIL = tl.constexpr(records.TAIL)
@@ -47,6 +48,7 @@ KEY_OFFSETS = tl.constexpr(records.KEY_OFFSETS)
 VALUE_SCALES = tl.constexpr(records.VALUE_SCALES)
 VALUE_OFFSETS = tl.constexpr(records.VALUE_OFFSETS)
 _FIELDS = tl.constexpr(records.RECORD_FIELDS)
+_BLOCK = tl.constexpr(scalar_rows.BLOCK)
 
 
 @triton.jit
@@ -85,3 +87,35 @@ def head_rows(
     """Pointer to a KV head's keys and values; the field of its stride follows that of the address."""
     address = field(records_ptr, b, ADDRESS) + head * field(records_ptr, b, ADDRESS + 1)
     return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), 16)
+
+
+@triton.jit
+def key_pointers(
+    records_ptr: tl.tensor, b: tl.tensor, head: tl.tensor, DIM: tl.constexpr, BITS: tl.constexpr
+) -> tl.tensor:
+    """Codes of a KV head's keys, and scales and offsets of their blocks."""
+    keys = field(records_ptr, b, KEYS)
+    blocks = tl.cdiv(keys, _BLOCK)
+    return (
+        aligned_pointer(records_ptr, b, head * keys * (DIM * BITS // 8), KEY_CODES, tl.uint8),
+        aligned_pointer(records_ptr, b, head * blocks * DIM, KEY_SCALES, tl.float16),
+        aligned_pointer(records_ptr, b, head * blocks * DIM, KEY_OFFSETS, tl.float16),
+    )
+
+
+@triton.jit
+def value_pointers(
+    records_ptr: tl.tensor,
+    b: tl.tensor,
+    head: tl.tensor,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> tl.tensor:
+    """Codes, scales and offsets of a KV head's values."""
+    before = head * field(records_ptr, b, KEYS)
+    return (
+        aligned_pointer(records_ptr, b, before * (DIM * BITS // 8), VALUE_CODES, tl.uint8),
+        aligned_pointer(records_ptr, b, before * GROUPS, VALUE_SCALES, tl.float16),
+        aligned_pointer(records_ptr, b, before * GROUPS, VALUE_OFFSETS, tl.float16),
+    )

@@ -14,19 +14,21 @@ from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.unstored import unstored_manifest
 from index_store.errors import InvalidArgumentError, SparseKVError
+from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
 from index_store.indexes.registry import INDEX_KINDS
+from index_store.indexes.row_planes.two_planes import find_low_plane
 from index_store.memory.placement import HOST_SEARCHED, Placement
 from index_store.memory.resident import ResidentContext
-from index_store.methods.index_specs import IndexSpec
+from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.selection.threshold_curve import KEEP_GRID
 from index_store.store.description.array_shapes import index_array_entry
 from index_store.store.description.context_id import ModelIdentity
-from index_store.store.description.dtypes import dtype_name, stored_dtype
-from index_store.store.description.manifest import IndexEntry, Manifest
+from index_store.store.description.dtypes import AS_DTYPE, INT8, dtype_name, stored_dtype
+from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest
 from index_store.store.stored_context import QuerySample
 
 _TOKENS = 512
@@ -119,12 +121,14 @@ def made_up_context(
     seed: int = 0,
     placement: Placement = Placement.DEVICE,
     calibrated_for: float | None = None,
+    rows: str = AS_DTYPE,
 ) -> ResidentContext:
     """A context of random keys and values with the indexes that the method needs.
 
     also: methods whose indexes it has too. distinct: layers with keys, values and indexes of their own, which the
     model's layers use in turn. placement: keys and values in host memory are page-locked beside a GPU. calibrated_for:
-    standard deviation of the queries that thresholds are calibrated for; None where any threshold will do.
+    standard deviation of the queries that thresholds are calibrated for; None where any threshold will do. rows: one of
+    `ROW_CODINGS`; in 8 bits it has the index of their high plane, too.
     Raises InvalidArgumentError when an index cannot be built for the model's head dim.
     """
     generator = torch.Generator(device).manual_seed(seed)
@@ -132,7 +136,9 @@ def made_up_context(
     sampled = min(tokens, _SAMPLE)
     positions = torch.linspace(0, tokens - 1, sampled, device=device).long()
     layers = identity.full_layers
-    specs = {spec.name: spec for each in (method, *also) for spec in each.index_specs()}.values()
+    wanted = [spec for each in (method, *also) for spec in each.index_specs()]
+    wanted += [INDEX_SPECS[HIGH_PLANE]] if rows == INT8 else []
+    specs = {spec.name: spec for spec in wanted}.values()
     kv: dict[int, torch.Tensor] = {}
     built: dict[tuple[str, int], LayerIndex] = {}
     calibrators = {
@@ -152,6 +158,8 @@ def made_up_context(
                 sinks = min(int(spec.parameters.get("sinks", 0)), tokens)
                 position = tokens - late_HTGD.shape[1]
                 calibrators[spec.name].add(index.rank(late_HTGD, sinks, tokens, None, {}, position=position))
+        if rows == INT8:
+            kv[layer] = _low_plane(kv[layer], built[HIGH_PLANE, layer])
         if placement.kv_on_host:
             kv[layer] = _to_host(kv[layer])
     arrays = {
@@ -172,7 +180,7 @@ def made_up_context(
         if layers
     ]
     like = {layer: layers[place % distinct] for place, layer in enumerate(layers)}
-    manifest = unstored_manifest(identity, dtype, tokens, method.name, tuple(entries))
+    manifest = unstored_manifest(identity, dtype, tokens, method.name, tuple(entries), rows)
     return ResidentContext(
         manifest,
         torch.zeros(tokens, dtype=torch.int64),
@@ -191,6 +199,13 @@ def _random_rows(
     shape = (own.kv_heads, own.kept(tokens), 2, own.head_dim)
     like = stored_dtype(dtype).torch_dtype
     return torch.randn(shape, generator=generator, dtype=like, device=generator.device)
+
+
+def _low_plane(kv_HN2D: torch.Tensor, high: LayerIndex) -> torch.Tensor:
+    """Of rows whose high plane is a coarse copy."""
+    if not isinstance(high, CoarseRows):
+        raise TypeError(f"index {HIGH_PLANE} is a {type(high).__name__}")
+    return find_low_plane(kv_HN2D, high.scalars)
 
 
 def _place_arrays(index: LayerIndex, placement: Placement) -> dict[str, torch.Tensor]:

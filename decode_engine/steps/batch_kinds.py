@@ -28,6 +28,7 @@ class BatchKind:
 
     key: equal for sessions that share one: whatever kernels depend on but the contexts' lengths. searching: layers that
     do not attend to everything. row_bytes: of a key and its value in host memory, 0 where they are on the device.
+    planes: whether contexts have their rows in two planes.
     max_keys: of a batch for this session alone; one for several is as long as the longest needs.
     """
 
@@ -35,6 +36,7 @@ class BatchKind:
     layers: tuple[type[StepAttention], ...]
     searching: int
     row_bytes: int
+    planes: bool
     max_keys: int
 
 
@@ -58,8 +60,6 @@ class BatchKinds:
             reason = "the model caps its logits"
         elif stored_dtype(manifest.dtype).torch_dtype != self._dtype:
             reason = f"keys and values are {manifest.dtype}, the model computes in {self._dtype}"
-        elif manifest.rows == INT8:
-            reason = "kernels read no rows in 8 bits yet"
         elif fitted.searching and (method.schedule.by_step or method.schedule.ahead):
             reason = "its schedule uses selections of other steps"
         else:
@@ -76,9 +76,10 @@ class BatchKinds:
         )
         max_keys = max(_LEAST_KEYS, 1 << (manifest.token_count - 1).bit_length())
         search = _search_key(method) if fitted.searching else None
-        number = self._keys.setdefault((placement, layers, search), len(self._keys))
-        row_bytes = 2 * manifest.model.head_dim * self._dtype.itemsize if placement.kv_on_host else 0
-        return BatchKind(number, layers, len(fitted.searching), row_bytes, max_keys)
+        planes = manifest.rows == INT8
+        number = self._keys.setdefault((placement, layers, search, planes), len(self._keys))
+        row_bytes = manifest.row_bytes if placement.kv_on_host else 0
+        return BatchKind(number, layers, len(fitted.searching), row_bytes, planes, max_keys)
 
     def log_refusal(self, method: str, reason: str) -> None:
         """Says once why methods like this one take the general path."""

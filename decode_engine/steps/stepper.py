@@ -271,6 +271,7 @@ class Stepper:
             in_turns,
             self._forms,
             self._queue,
+            kind.planes,
         )
         begin = time.perf_counter()
         graph = self._graphs.with_room(lambda: self._make_graph(plan, kind, lane))

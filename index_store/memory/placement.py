@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from index_store.errors import InvalidArgumentError
-from index_store.store.description.dtypes import INT8, stored_dtype
 from index_store.store.description.manifest import Manifest
 
 
@@ -118,11 +117,7 @@ def slots_per_head(keys: int, share: int = SHARE) -> int:
 
 
 def slot_bytes(manifest: Manifest, room: SlotRoom = USUAL_ROOM) -> int:
-    """Bytes that the slots of all layers and lanes take; no step fetches rows in 8 bits into slots."""
-    model = manifest.model
-    if manifest.rows == INT8:
-        return 0
-    row = 2 * model.head_dim * stored_dtype(manifest.dtype).torch_dtype.itemsize
-    keys = manifest.token_count
-    per_head = slots_per_head(keys, room.share) * (row + TAG_BYTES) + COUNT_BYTES + -(-keys // MARKED) * 4
+    """Bytes that the slots of all layers and lanes take."""
+    model, keys, slot = manifest.model, manifest.token_count, manifest.row_bytes + TAG_BYTES
+    per_head = slots_per_head(keys, room.share) * slot + COUNT_BYTES + -(-keys // MARKED) * 4
     return room.lanes * len(model.full_layers) * model.kv_heads * per_head

@@ -205,7 +205,7 @@ class ResidentContext:
 
         A contiguous tensor, of a layer with a sliding window of the last ones; two planes where they have 8 bits.
         """
-        stored = self._stored(layer)
+        stored = self.stored_rows(layer)
         if not self._in_planes(layer):
             return stored
         coarse = self.index(HIGH_PLANE, layer)
@@ -219,12 +219,13 @@ class ResidentContext:
             raise InvalidArgumentError(
                 f"context {self.manifest.id[:12]} has rows in 8 bits, which are no tensor of layer {layer}"
             )
-        return self._stored(layer)
+        return self.stored_rows(layer)
 
     def _in_planes(self, layer: int) -> bool:
         return self.manifest.rows == INT8 and layer in self.manifest.model.full_layers
 
-    def _stored(self, layer: int) -> Tensor:
+    def stored_rows(self, layer: int) -> Tensor:
+        """The tensor that holds one layer of `rows`: of two planes the low one, uint8 [H, N, 2, d/2]. Waits for it."""
         self._check_layer(layer)
         if self._gate is not None:
             self._gate.wait(layer)
@@ -290,7 +291,7 @@ class ResidentContext:
                 "update sparsekv or prefill the document again",
                 kind=entry.kind,
             )
-        stored = self._stored(layer)
+        stored = self.stored_rows(layer)
         if self._in_planes(layer):  # stored indexes ask for no more than the shape
             stored = torch.empty((*stored.shape[:3], 2 * stored.shape[3]), device="meta")
         return kinds[entry.kind].from_arrays(entry.parameters, self._arrays.get((name, layer), {}), stored)

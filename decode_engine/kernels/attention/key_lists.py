@@ -172,13 +172,13 @@ def places(
     in_context: tl.tensor,
     stop: tl.tensor,
     to_tail: tl.tensor,
-    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
 ) -> tl.tensor:
     """Which entries are keys, and where they begin from the context's first row on; those after the context's are the
-    tail's."""
+    tail's. WIDTH: elements of a key, half a row."""
     in_tail = (entry >= in_context) & (entry < stop)
-    of_tail = to_tail + (entry - in_context).to(tl.int64) * (2 * DIM)
-    return (ids >= 0) | in_tail, tl.where(in_tail, of_tail, ids.to(tl.int64) * (2 * DIM))
+    of_tail = to_tail + (entry - in_context).to(tl.int64) * (2 * WIDTH)
+    return (ids >= 0) | in_tail, tl.where(in_tail, of_tail, ids.to(tl.int64) * (2 * WIDTH))
 
 
 @triton.jit
@@ -189,10 +189,10 @@ def located(
     present: tl.tensor,
     to_slots: tl.tensor,
     LOCATED: tl.constexpr,
-    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
 ) -> tl.tensor:
     """Where entries begin, from the context's first row on: in their slots, or for those without one where they did."""
     if LOCATED:
         slot = tl.load(locations_ptr + place, mask=present, other=-1)
-        where = tl.where(slot >= 0, to_slots + slot.to(tl.int64) * (2 * DIM), where.to(tl.int64))
+        where = tl.where(slot >= 0, to_slots + slot.to(tl.int64) * (2 * WIDTH), where.to(tl.int64))
     return where

@@ -27,6 +27,7 @@ from decode_engine.kernels.attention.row_groups import (
     part_of,
     task_count,
 )
+from decode_engine.kernels.attention.row_planes import attend_plane_run, plane_pointers
 from decode_engine.kernels.fields import KEYS, KV, TAIL, TAIL_KEYS, field, head_rows
 from decode_engine.kernels.launches import chained, wait_for_launch
 from index_store.attention.attention_state import AttentionState
@@ -79,6 +80,7 @@ def attend_task(
     h: tl.tensor,
     X: tl.constexpr,
     ALONE: tl.constexpr,
+    PLANES: tl.constexpr,
     SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -100,11 +102,18 @@ def attend_task(
     sums = tl.zeros([X, DIM], tl.float32)
     keys = field(records_ptr, leader, KEYS).to(tl.int32)
     begin, end = part_of(keys, part, parts, TILE)
-    rows_ptr = head_rows(records_ptr, leader, h, KV, element)
     end = tl.where(what & OF_CONTEXT != 0, end, begin)
-    peaks, totals, sums = attend_run(
-        q, rows_ptr, begin, end, peaks, totals, sums, scale_log2, DIM, TILE, STAGES, PRECISION
-    )
+    if PLANES:
+        low_ptr = head_rows(records_ptr, leader, h, KV, tl.uint8)
+        pointers = plane_pointers(records_ptr, leader, h, PLANES, DIM)
+        peaks, totals, sums = attend_plane_run(
+            q, low_ptr, pointers, begin, end, peaks, totals, sums, scale_log2, DIM, TILE, STAGES, PRECISION
+        )
+    else:
+        rows_ptr = head_rows(records_ptr, leader, h, KV, element)
+        peaks, totals, sums = attend_run(
+            q, rows_ptr, begin, end, peaks, totals, sums, scale_log2, DIM, TILE, STAGES, PRECISION
+        )
     if ALONE:
         tail_keys = field(records_ptr, leader, TAIL_KEYS).to(tl.int32)
         begin, end = part_of(tail_keys, part, parts, TILE)
@@ -130,6 +139,7 @@ def shared_kernel(
     totals_ptr: tl.tensor,
     slots: tl.tensor,
     scale_log2: tl.tensor,
+    PLANES: tl.constexpr,
     SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -154,13 +164,13 @@ def shared_kernel(
                 attend_task(
                     q_ptr, records_ptr, table_ptr, sums_ptr, peaks_ptr, totals_ptr, slots, scale_log2,
                     first, members, leader, part, parts, what, slot, h,
-                    ROWS, False, SIZE, HEADS, GROUP, DIM, MANY_TILE, MANY_STAGES, PRECISION,
+                    ROWS, False, PLANES, SIZE, HEADS, GROUP, DIM, MANY_TILE, MANY_STAGES, PRECISION,
                 )  # fmt: skip
         if not many:
             attend_task(
                 q_ptr, records_ptr, table_ptr, sums_ptr, peaks_ptr, totals_ptr, slots, scale_log2,
                 first, members, leader, part, parts, what, slot, h,
-                _FEW_ROWS, True, SIZE, HEADS, GROUP, DIM, TILE, STAGES, PRECISION,
+                _FEW_ROWS, True, PLANES, SIZE, HEADS, GROUP, DIM, TILE, STAGES, PRECISION,
             )  # fmt: skip
         following = task + tl.num_programs(0)
         first, members, leader, part, parts, what, slot = load_task(table_ptr, following, count, SIZE)
@@ -173,10 +183,12 @@ def attend_shared(
     partials: Partials,
     scale: float,
     shape: SharedShape,
+    planes: bool = False,
 ) -> None:
     """Fills the partial attention [B * H, S, G, d] of contexts and tails: each row's first `groups.slots_B` slots.
 
     q_BHGD: contiguous, unscaled, in the dtype of keys and values; G 1..8, d 64 or 128. scale: of the logits.
+    planes: the contexts' rows are in two planes, the low one in place of keys and values; tails are as ever.
     """
     size, heads, group, head_dim = q_BHGD.shape
     options = tile_options(q_BHGD.dtype, shape.tile, shape.stages)
@@ -190,6 +202,7 @@ def attend_shared(
         partials.totals_RSG,
         partials.sums_RSGD.shape[1],
         scale * LOG2E,
+        PLANES=planes,
         SIZE=size,
         HEADS=heads,
         GROUP=group,

@@ -40,6 +40,7 @@ from decode_engine.kernels.attention.online_softmax import (
     HEAD_TILE,
     LOG2E,
     add_weighted,
+    attend_run,
     grow,
     load_group,
     no_keys_yet,
@@ -47,6 +48,7 @@ from decode_engine.kernels.attention.online_softmax import (
     tile_options,
 )
 from decode_engine.kernels.attention.partials import Partials, store_partial
+from decode_engine.kernels.attention.row_planes import load_keys, load_values, plane_pointers
 from decode_engine.kernels.fields import ASSIGNMENT, KEYS, KV, SLOTS, TAIL, TAIL_KEYS, field, head_rows
 from decode_engine.kernels.launches import chained, wait_for_launch
 from index_store.errors import InvalidArgumentError
@@ -57,6 +59,7 @@ _MONOPOLE = tl.constexpr(MONOPOLE)
 LIST_TILE = 32
 """Keys that a program attends to at a time."""
 _STAGES = 5  # A tile's ids are loaded before its keys, so that half of them are keys and values in flight.
+_PLANE_STAGES = 3
 _CHUNK = tl.constexpr(128)
 _UNITS = tl.constexpr(2.0**24)
 """Of one in sums of logits: these are whole numbers, so that the order in which programs add them up changes no bit."""
@@ -118,6 +121,7 @@ def attend_lists(
     kept_RX: Tensor | None = None,
     take_out: TakeOut | None = None,
     locations_RN: Tensor | None = None,
+    planes: bool = False,
 ) -> int:
     """Attention to listed keys, sinks, recent window and tail, into slots from first_slot on; returns their number.
 
@@ -125,6 +129,7 @@ def attend_lists(
     joined_RN: [R, N] int32, set to every row's listed keys, N of them at most, where lists have several segments.
     kept_RX: [R, X] int32, set to how many listed keys each of the `list_programs` attended. locations_RN: where entries
     lie, as `slot_fetch.fetch_rows` left them together with joined_RN; by default all are read where the context is.
+    planes: the contexts' rows are in two planes, the low one in place of keys and values; tails are as ever.
     Raises InvalidArgumentError for shapes and dtypes that do not fit.
     """
     rows, group, head_dim = q_RGD.shape
@@ -164,7 +169,8 @@ def attend_lists(
         TAKE=NOTHING if take_out is None else take_out.mode,
         KEPT=kept_RX is not None,
         LOCATED=locations_RN is not None,
-        **tile_options(q_RGD.dtype, LIST_TILE, _STAGES),
+        PLANES=planes,
+        **tile_options(q_RGD.dtype, LIST_TILE, _PLANE_STAGES if planes else _STAGES),
         **chained(q_RGD.device),
     )
     return programs
@@ -253,6 +259,7 @@ def attend_kernel(
     TAKE: tl.constexpr,
     KEPT: tl.constexpr,
     LOCATED: tl.constexpr,
+    PLANES: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -263,17 +270,20 @@ def attend_kernel(
     b = row // HEADS
     head = (row % HEADS).to(tl.int64)
     element: tl.constexpr = q_ptr.dtype.element_ty
-    rows_ptr = head_rows(records_ptr, b, head, KV, element)
+    stored: tl.constexpr = tl.uint8 if PLANES else element
+    WIDTH: tl.constexpr = DIM // 2 if PLANES else DIM  # of a key as it is stored
+    rows_ptr = head_rows(records_ptr, b, head, KV, stored)
+    tail_ptr = head_rows(records_ptr, b, head, TAIL, element)
     keys = field(records_ptr, b, KEYS).to(tl.int32)
-    to_tail = distance(rows_ptr, head_rows(records_ptr, b, head, TAIL, element), element)
-    to_slots = distance(rows_ptr, head_rows(records_ptr, b, head, SLOTS, element), element)
+    to_tail = distance(rows_ptr, tail_ptr, stored)
+    to_slots = distance(rows_ptr, head_rows(records_ptr, b, head, SLOTS, stored), stored)
+    pointers = plane_pointers(records_ptr, b, head, PLANES, DIM)
     first, end, always = context_entries(records_ptr, b)
     tail_keys = field(records_ptr, b, TAIL_KEYS).to(tl.int32)
     assignment_ptr = field(records_ptr, b, ASSIGNMENT).to(tl.pointer_type(tl.int32)) + head * keys
     before = row.to(tl.int64) * cluster_width
     ids_ptr += row.to(tl.int64) * SEGMENTS * width
     joined_ptr += row.to(tl.int64) * room
-    dims = tl.arange(0, DIM)
     wait_for_launch(CHAINED)
     counts = listed_keys(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
     listed = tl.minimum(tl.sum(counts, 0), room)
@@ -285,19 +295,19 @@ def attend_kernel(
     q = load_group(q_ptr, row, GROUP, DIM)
     peaks, totals, sums = no_keys_yet(DIM)
     attended = tl.zeros([TILE], tl.int32)
-    for at in tl.range(begin, stop, TILE, num_stages=STAGES):
+    until = tl.minimum(stop, in_context) if PLANES else stop  # tails have another form
+    for at in tl.range(begin, until, TILE, num_stages=STAGES):
         entry = at + tl.arange(0, TILE)
         ids = entry_ids(joined_ptr, entry, listed, in_context, first, end)
         attended += ((ids >= first) & (ids < end)).to(tl.int32)
-        valid, where = places(ids, entry, in_context, stop, to_tail, DIM)
-        place = row.to(tl.int64) * room + entry
+        valid, where = places(ids, entry, in_context, until, to_tail, WIDTH)
         # Lists that hold entries of -1 may be so long that not all that follows them was located.
         where = located(
-            where, locations_ptr, place, entry < tl.minimum(in_context, room), to_slots, LOCATED, DIM
-        )
-        where = where[:, None] + dims[None, :]
-        tile_keys = tl.load(rows_ptr + where, mask=valid[:, None], other=0.0)
-        values = tl.load(rows_ptr + DIM + where, mask=valid[:, None], other=0.0)
+            where, locations_ptr, row.to(tl.int64) * room + entry, entry < tl.minimum(in_context, room), to_slots,
+            LOCATED, WIDTH,
+        )  # fmt: skip
+        tile_keys = load_keys(rows_ptr, where, pointers, ids, valid, PLANES, DIM, element)
+        values = load_values(rows_ptr, where, pointers, ids, valid, PLANES, DIM, element)
         logits = tile_logits(q, tile_keys, valid, scale, PRECISION)
         means = logits
         if TAKE > 0:
@@ -305,6 +315,11 @@ def attend_kernel(
             means = take(logits, cluster, before, logits_ptr, taken_ptr, taken_logits_ptr, TAKE, GROUP, TILE)
         peaks, totals, shrink, weights = grow(peaks, totals, logits, 1.0, means, TAKE == _MONOPOLE)
         sums = add_weighted(sums * shrink[:, None], weights, values, False, PRECISION)
+    if PLANES:
+        peaks, totals, sums = attend_run(
+            q, tail_ptr, tl.maximum(begin - in_context, 0), stop - in_context, peaks, totals, sums, scale, DIM, TILE, 1,
+            PRECISION,
+        )  # fmt: skip
     if KEPT:
         tl.store(kept_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(attended, 0))
     store_partial(

@@ -32,6 +32,7 @@ from decode_engine.kernels.attention.online_softmax import (
     tile_options,
 )
 from decode_engine.kernels.attention.partials import Partials, store_partial
+from decode_engine.kernels.attention.row_planes import load_values, plane_pointers
 from decode_engine.kernels.attention.sparse_attention import (
     LIST_TILE,
     ClusterScores,
@@ -53,11 +54,12 @@ def correct_clusters(
     partials: Partials,
     first_slot: int,
     locations_RN: Tensor | None = None,
+    planes: bool = False,
 ) -> None:
     """Takes the listed keys, sinks and recent window out of their clusters, in as many slots as `attend_lists` fills.
 
-    joined_RN: as `attend_lists` left it. locations_RN: as for `attend_lists`. `scores` hold what `attend_lists` summed
-    up over the same keys.
+    joined_RN: as `attend_lists` left it. locations_RN, planes: as for `attend_lists`. `scores` hold what that summed up
+    over the same keys.
     """
     rows, group, head_dim = q_RGD.shape
     joined_RN = one_list(lists, joined_RN, locations_RN)
@@ -85,6 +87,7 @@ def correct_clusters(
         SEGMENTS=lists.ids_RPW.shape[1],
         SEGMENTS_TILE=triton.next_power_of_2(lists.ids_RPW.shape[1]),
         LOCATED=locations_RN is not None,
+        PLANES=planes,
         **tile_options(q_RGD.dtype, LIST_TILE, 2),
         **chained(q_RGD.device),
     )
@@ -142,6 +145,7 @@ def correct_kernel(
     SEGMENTS: tl.constexpr,
     SEGMENTS_TILE: tl.constexpr,
     LOCATED: tl.constexpr,
+    PLANES: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -152,8 +156,11 @@ def correct_kernel(
     b = row // HEADS
     head = (row % HEADS).to(tl.int64)
     element: tl.constexpr = q_ptr.dtype.element_ty
-    rows_ptr = head_rows(records_ptr, b, head, KV, element)
-    to_slots = distance(rows_ptr, head_rows(records_ptr, b, head, SLOTS, element), element)
+    stored: tl.constexpr = tl.uint8 if PLANES else element
+    WIDTH: tl.constexpr = DIM // 2 if PLANES else DIM  # of a key as it is stored
+    rows_ptr = head_rows(records_ptr, b, head, KV, stored)
+    to_slots = distance(rows_ptr, head_rows(records_ptr, b, head, SLOTS, stored), stored)
+    pointers = plane_pointers(records_ptr, b, head, PLANES, DIM)
     _, value_means_ptr, sizes_ptr, _, _ = cluster_pointers(records_ptr, row, HEADS, DIM, element)
     assignment_ptr = field(records_ptr, b, ASSIGNMENT).to(tl.pointer_type(tl.int32))
     assignment_ptr += head * field(records_ptr, b, KEYS)
@@ -175,12 +182,11 @@ def correct_kernel(
         cluster = tl.load(assignment_ptr + ids, mask=ids >= 0, other=-1)
         member = cluster >= 0
         # A head's rows span less than 2^31 elements up to 2^22 keys.
-        where = ids * (2 * DIM)
+        where = ids * (2 * WIDTH)
         place = row.to(tl.int64) * room + entry
         known = entry < tl.minimum(stop, room)
-        where = located(where, locations_ptr, place, known, to_slots, LOCATED, DIM)
-        where = where[:, None] + DIM + dims[None, :]
-        values = tl.load(rows_ptr + where, mask=member[:, None], other=0.0)
+        where = located(where, locations_ptr, place, known, to_slots, LOCATED, WIDTH)
+        values = load_values(rows_ptr, where, pointers, ids, member, PLANES, DIM, element)
         where = cluster[:, None] * DIM + dims[None, :]
         value_means = tl.load(value_means_ptr + where, mask=member[:, None], other=0.0)
         before, now, factors, sizes, left, taken = weigh_members(

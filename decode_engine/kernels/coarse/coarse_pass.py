@@ -30,40 +30,14 @@ from decode_engine.kernels.coarse.coded_tiles import (
     no_values_yet,
     store_values,
 )
-from decode_engine.kernels.coarse.search import key_pointers, product_options
+from decode_engine.kernels.coarse.search import product_options
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
 from decode_engine.kernels.coarse.warp.warp_pass import pass_kernel as pass_alone
-from decode_engine.kernels.fields import (
-    KEYS,
-    VALUE_CODES,
-    VALUE_OFFSETS,
-    VALUE_SCALES,
-    aligned_pointer,
-    field,
-    searched_keys,
-)
+from decode_engine.kernels.fields import KEYS, field, key_pointers, searched_keys, value_pointers
 from decode_engine.kernels.launches import chained, wait_for_launch
 from index_store.indexes.coarse_rows.scalars import scalar_rows
 
 BLOCK = tl.constexpr(scalar_rows.BLOCK)
-
-
-@triton.jit
-def value_pointers(
-    records_ptr: tl.tensor,
-    b: tl.tensor,
-    head: tl.tensor,
-    DIM: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-) -> tl.tensor:
-    """Codes, scales and offsets of a KV head's values."""
-    before = head * field(records_ptr, b, KEYS)
-    return (
-        aligned_pointer(records_ptr, b, before * (DIM * BITS // 8), VALUE_CODES, tl.uint8),
-        aligned_pointer(records_ptr, b, before * GROUPS, VALUE_SCALES, tl.float16),
-        aligned_pointer(records_ptr, b, before * GROUPS, VALUE_OFFSETS, tl.float16),
-    )
 
 
 @triton.jit

@@ -25,12 +25,8 @@ from decode_engine.kernels.coarse.warp.warp_cut import cut_kernel as cut_in_regi
 from decode_engine.kernels.coarse.warp.warp_sample import sample_kernel as sample_alone
 from decode_engine.kernels.fields import (
     KEEP,
-    KEY_CODES,
-    KEY_OFFSETS,
-    KEY_SCALES,
-    KEYS,
-    aligned_pointer,
     field,
+    key_pointers,
     searched_keys,
 )
 from decode_engine.kernels.launches import chained, wait_for_launch
@@ -40,20 +36,6 @@ BLOCK = tl.constexpr(scalar_rows.BLOCK)
 RUN = tl.constexpr(coarse_sizes.RUN)
 _MOST_RUNS_ALONE = 4
 """Runs that one warp scores at most: what it loads for them is on its way together."""
-
-
-@triton.jit
-def key_pointers(
-    records_ptr: tl.tensor, b: tl.tensor, head: tl.tensor, DIM: tl.constexpr, BITS: tl.constexpr
-) -> tl.tensor:
-    """Codes of a KV head's keys, and scales and offsets of their blocks."""
-    keys = field(records_ptr, b, KEYS)
-    blocks = tl.cdiv(keys, BLOCK)
-    return (
-        aligned_pointer(records_ptr, b, head * keys * (DIM * BITS // 8), KEY_CODES, tl.uint8),
-        aligned_pointer(records_ptr, b, head * blocks * DIM, KEY_SCALES, tl.float16),
-        aligned_pointer(records_ptr, b, head * blocks * DIM, KEY_OFFSETS, tl.float16),
-    )
 
 
 @triton.jit

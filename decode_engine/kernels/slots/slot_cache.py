@@ -52,7 +52,8 @@ class RowCounts:
 class SlotCache:
     """The cache of a context, for all of its sessions. Made by `make`.
 
-    layers: of the model, those that have one. rows_LHS2D: in the dtype of the keys. tags_LHS, stamps_LHS: int32.
+    layers: of the model, those that have one. rows_LHS2D: as the context has them in host memory, of rows in two planes
+    the low one, uint8 [L, H, S, 2, d/2]. tags_LHS, stamps_LHS: int32.
     tallies_LHC: int64. missed_LHM: int32, a bit for every key of the context; zeros between steps.
     """
 
@@ -69,12 +70,13 @@ class SlotCache:
         kv_heads: int,
         keys: int,
         slots: int,
-        head_dim: int,
+        width: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> SlotCache:
         """An empty cache for a context of so many keys, with at least that many slots per layer and KV head.
 
+        width: numbers of a key as the context has it, half a row.
         Raises InvalidArgumentError for no layers or slots.
         """
         if not layers or slots < 1:
@@ -84,7 +86,7 @@ class SlotCache:
         shape = (len(layers), kv_heads, -(-slots // WAYS) * WAYS)
         return SlotCache(
             tuple(layers),
-            torch.empty(*shape, 2, head_dim, dtype=dtype, device=device),
+            torch.empty(*shape, 2, width, dtype=dtype, device=device),
             torch.zeros(shape, dtype=torch.int32, device=device),
             torch.zeros(shape, dtype=torch.int32, device=device),
             torch.zeros(*shape[:2], TALLY_COUNT, dtype=torch.int64, device=device),

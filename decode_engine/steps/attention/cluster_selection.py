@@ -71,7 +71,7 @@ def cluster_width(plan: StepPlan, spec: IndexSpec | None) -> int:
 
 def device_clusters(context: ResidentContext, spec: IndexSpec, layer: int) -> DeviceClusters:
     """A layer's clusters in the form of the kernels; made once and kept with the context."""
-    dtype = context.kv(layer).dtype
+    dtype = context.rows(layer).dtype
 
     def make() -> DeviceClusters:
         sinks = ClusterParameters.parse(spec.parameters).sinks

@@ -24,7 +24,8 @@ from index_store.indexes.coarse_rows.parameters import CoarseParameters
 from index_store.indexes.coarse_rows.scalars.scalar_rows import value_groups
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.store.description.manifest import Manifest
+from index_store.store.description.dtypes import INT8
+from index_store.store.description.manifest import HIGH_PLANE, Manifest
 
 _ADDRESSES = {
     records.KEY_CODES: "key_codes",
@@ -77,6 +78,8 @@ class CoarseSelection(KeySelection):
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
         if method.index is None or method.index.kind != CoarseRows.kind:
             return "it searches no coarse rows"
+        if manifest.rows == INT8 and method.index.name != HIGH_PLANE:
+            return f"it searches {method.index.name}, and a record has room for one coarse copy, here that of the rows"
         parameters, model = _parameters(method), manifest.model
         if parameters.coding != "scalar":
             return f"its coarse rows are {parameters.coding} codes, kernels read scalar ones"
@@ -92,8 +95,7 @@ class CoarseSelection(KeySelection):
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
         if method.index is None:
             raise MethodUnsupportedError(f"method {method.name!r} searches nothing", method=method.name)
-        arrays = context.index(method.index.name, layer).arrays()
-        return {field: arrays[name].data_ptr() for field, name in _ADDRESSES.items()}
+        return coarse_fields(context, method.index.name, layer)
 
     def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
         find_cuts(q_BHGD, records_BF, self.sizes, self.work)
@@ -108,6 +110,12 @@ class CoarseRemainder(StepRemainder):
 
     def __init__(self, search: CoarseSelection) -> None:
         self.splits = search.lists.counts_RP.shape[1]
+
+
+def coarse_fields(context: ResidentContext, index: str, layer: int) -> Mapping[int, int]:
+    """What a layer's record says about a coarse copy."""
+    arrays = context.index(index, layer).arrays()
+    return {field: arrays[name].data_ptr() for field, name in _ADDRESSES.items()}
 
 
 def coarse_refusal(method: Method, manifest: Manifest) -> str | None:

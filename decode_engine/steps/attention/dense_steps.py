@@ -59,7 +59,9 @@ class DenseSteps(StepAttention):
     def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
         # Lanes that take turns have contexts in host memory: this reads all of one, and another lane may compute.
         with self.plan.lane.out_of_turn():
-            attend_shared(q_BHGD, records_BF, self._groups, self._partials, self._scale, self.shape)
+            attend_shared(
+                q_BHGD, records_BF, self._groups, self._partials, self._scale, self.shape, self.plan.planes
+            )
         sinks_HG, slots_B = self.plan.sink_HG(layer), self._groups.slots_B
         out, _ = merge_partials(self._partials, q_BHGD.dtype, sinks_HG, slots_B)
         return out.view_as(q_BHGD)

@@ -35,7 +35,7 @@ class RowFetch:
     def __init__(self, plan: StepPlan, copy_shape: CopyShape | None = None) -> None:
         self.copy_shape = copy_shape
         self._size = plan.size
-        self._row_bytes = 2 * plan.model.head_dim * plan.dtype.itemsize
+        self._row_bytes = plan.row_bytes
         self._buffers = FetchBuffers.allocate(plan.rows, plan.max_keys, plan.device)
         found = (plan.model.layers, plan.rows, find_programs(plan.rows, plan.max_keys), 2)
         self.found_LRX2 = torch.zeros(found, dtype=torch.int32, device=plan.device)

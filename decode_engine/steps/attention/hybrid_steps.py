@@ -47,8 +47,8 @@ class HybridSteps(ListedSteps):
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
         """As in general. Raises InvalidArgumentError for keys and values that the device cannot read in place."""
-        kv = context.kv(layer)
-        if context.device.type == "cuda" and kv.device.type == "cpu" and not is_readable(kv):
+        rows = context.stored_rows(layer)
+        if context.device.type == "cuda" and rows.device.type == "cpu" and not is_readable(rows):
             raise InvalidArgumentError(
                 f"keys and values of layer {layer} of context {context.manifest.id[:12]} are in host memory that is "
                 "not page-locked, which the device cannot read"
@@ -93,7 +93,9 @@ def slot_cache(context: ResidentContext, layer: int, lane: int = 0) -> SlotCache
     model, keys = context.manifest.model, context.manifest.token_count
 
     def make() -> SlotCache:
-        slots, dtype = slots_per_head(keys, context.slots.share), context.kv(layer).dtype
-        return SlotCache.make((layer,), model.kv_heads, keys, slots, model.head_dim, dtype, context.device)
+        slots, rows = slots_per_head(keys, context.slots.share), context.stored_rows(layer)
+        return SlotCache.make(
+            (layer,), model.kv_heads, keys, slots, rows.shape[3], rows.dtype, context.device
+        )
 
     return context.derived(("slot_cache", layer, lane), make)

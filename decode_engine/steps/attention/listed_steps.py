@@ -59,7 +59,8 @@ class ListedSteps(StepAttention):
     taken out of the clusters afterwards. Where the search compares queries with these very means (Multipole Attention,
     sections 3.1-3.2), one launch does both. Else the remainder's runs beside the search, on a stream of its own.
     One over a coarse copy attends to the keys that were not listed in the launch that lists the others. Where that
-    launch can do everything else as well (`CoarseSelection.attends_alone`), it does.
+    launch can do everything else as well (`CoarseSelection.attends_alone`), it does, unless rows are in two planes,
+    which it does not read.
     """
 
     selection_types: ClassVar[Mapping[str, type[KeySelection]]] = MappingProxyType(
@@ -76,14 +77,14 @@ class ListedSteps(StepAttention):
     """Whether search and remainder share a launch where they look at the same clusters."""
 
     rows_in_place: ClassVar[bool] = True
-    """Whether rows are read where the context has them."""
+    """Whether all rows are read where the context has them."""
 
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
         self.selection = self._selection_type(plan.method)(plan)
         sharing = self._sharing_search()
         self._remainder = None if plan.method.drops_remainder else self._make_remainder(sharing is not None)
-        in_place = sharing if self.rows_in_place else None
+        in_place = sharing if self.rows_in_place and not plan.planes else None
         self._alone = in_place if isinstance(in_place, CoarseSelection) and in_place.attends_alone else None
         programs = list_programs(plan.rows, self.selection.lists)
         slots = programs + (0 if self._remainder is None else self._remainder.slots(programs))
@@ -151,6 +152,7 @@ class ListedSteps(StepAttention):
             kept_RX=self._kept_LRX[layer],
             take_out=None if remainder is None else remainder.take_out,
             locations_RN=locations_RN,
+            planes=self.plan.planes,
         )
         if remainder is not None:
             remainder.correct(q_BHGD, records_BF, lists, self.joined_RN, self._partials, locations_RN)
@@ -198,7 +200,7 @@ class _Clusters(StepRemainder):
         self._scores = searched or ClusterScores.allocate(plan.rows, width, plan.group, centred, plan.device)
         self.take_out = TakeOut(self._scores, SUMS if centred else MONOPOLE)
         self.splits = lookup_slots(plan.rows, width)
-        self._corrects = centred
+        self._corrects, self._planes = centred, plan.planes
 
     def slots(self, programs: int) -> int:
         return self.splits + (programs if self._corrects else 0)
@@ -219,7 +221,15 @@ class _Clusters(StepRemainder):
             q_RGD = q_BHGD.flatten(0, 1)
             first_slot = self.splits + list_programs(len(q_RGD), lists)
             correct_clusters(
-                q_RGD, records_BF, lists, joined_RN, self._scores, partials, first_slot, locations_RN
+                q_RGD,
+                records_BF,
+                lists,
+                joined_RN,
+                self._scores,
+                partials,
+                first_slot,
+                locations_RN,
+                self._planes,
             )
 
 

@@ -68,7 +68,7 @@ def unreadable(context: ResidentContext, device: torch.device) -> str | None:
     if device.type != "cuda" or context.placement is Placement.DEVICE:
         return None
     for layer in context.manifest.model.full_layers:
-        if not is_readable(context.kv(layer)):
+        if not is_readable(context.stored_rows(layer)):
             return f"keys and values of layer {layer} are in host memory that is not page-locked"
     return None
 

@@ -40,7 +40,7 @@ class StepPlan:
     no context is longer; a power of two. dtype: of keys, values and queries, float16 or bfloat16. searching: threads of
     the host that search for this batch, where it is searched there. lane: steps of different lanes run at once. forms:
     what every layer does to logits, without caps, which no kernel has; nothing where there are none. queue: what the
-    host writes goes to the device by it.
+    host writes goes to the device by it. planes: the contexts' exact rows are in two planes (`row_planes`).
     """
 
     model: ModelIdentity
@@ -53,6 +53,12 @@ class StepPlan:
     lane: Lane = field(default_factory=Lane)
     forms: Sequence[LogitForm] = ()
     queue: DeviceQueue = field(default_factory=DeviceQueue)
+    planes: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a key and its value where a context has its keys and values: of two planes the low one."""
+        return self.model.head_dim * (1 if self.planes else 2 * self.dtype.itemsize)
 
     @property
     def group(self) -> int:

@@ -19,10 +19,14 @@ from decode_engine.kernels import records
 from decode_engine.kernels.attention.row_groups import Seat
 from decode_engine.kernels.attention.tail_write import write_tails
 from decode_engine.layers.session import Session
+from decode_engine.steps.attention.coarse_steps import coarse_fields
 from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.row_planes.two_planes import TwoPlanes
+from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.selection.budgets import Ratio, TokenCount
+from index_store.store.description.manifest import HIGH_PLANE
 
 logger = logging.getLogger(__name__)
 
@@ -111,12 +115,13 @@ class StepBatch:
         self.clear(row)
         try:
             for layer, attention in enumerate(self._layers):
-                kv = context.kv(layer)
                 values = self._host_LBF[layer, row]
-                values[records.KV] = kv.data_ptr()
-                values[records.KV_HEAD] = kv.stride(0) * kv.element_size()
-                for fields in (attention.fields, attention.own_fields):
-                    for field, value in fields(context, method, layer).items():
+                of_index = (attention.fields, attention.own_fields)
+                for fields in (
+                    row_fields(context, layer),
+                    *(each(context, method, layer) for each in of_index),
+                ):
+                    for field, value in fields.items():
                         values[field] = value
         except Exception:
             self.clear(row)
@@ -249,6 +254,13 @@ class StepBatch:
         """See `StepAttention.fetched_B2`, over all layers; on the device."""
         found = [fetched for attention in self._attentions if (fetched := attention.fetched_B2()) is not None]
         return sum(found[1:], start=found[0]) if found else None
+
+
+def row_fields(context: ResidentContext, layer: int) -> Mapping[int, int]:
+    """What a layer's record says about the context's exact rows; their high plane is a coarse copy."""
+    stored, planes = context.stored_rows(layer), isinstance(context.rows(layer), TwoPlanes)
+    fields = {records.KV: stored.data_ptr(), records.KV_HEAD: stored.stride(0) * stored.element_size()}
+    return {**(coarse_fields(context, HIGH_PLANE, layer) if planes else {}), **fields}
 
 
 def step_counts(session: Session, ahead: int = 0) -> Mapping[int, int]:

@@ -25,8 +25,10 @@ from decode_engine.kernels.tables.table_context import TableContext, has_padded_
 from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.query_tables.parameters import TableParameters, TableSearch
+from index_store.indexes.row_planes.two_planes import TwoPlanes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
+from index_store.store.description.dtypes import INT8
 from index_store.store.description.manifest import Manifest
 
 
@@ -92,7 +94,10 @@ def table_fields(context: ResidentContext, method: Method, layer: int) -> Mappin
     scores_HMCN = arrays["scores"]
     if not has_padded_rows(scores_HMCN):
         scores_HMCN = context.derived((padded_rows, name, layer), lambda: padded_rows(scores_HMCN))
-    return TableContext(context.kv(layer), scores_HMCN, arrays["centroids"], arrays["scales"]).fields()
+    rows = context.rows(layer)
+    if isinstance(rows, TwoPlanes):  # of which tables ask for no more than the shape
+        rows = torch.empty(rows.shape, dtype=rows.dtype, device="meta")
+    return TableContext(rows, scores_HMCN, arrays["centroids"], arrays["scales"]).fields()
 
 
 class TableBuffers:
@@ -127,6 +132,8 @@ class TableSteps(StepAttention):
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
         if not method.drops_remainder:
             return f"its remainder is {method.remainder.name!r}; this attention drops it"
+        if manifest.rows == INT8:
+            return "the context has rows in 8 bits; this attention reads them in one piece"
         return table_refusal(method, manifest)
 
     @classmethod

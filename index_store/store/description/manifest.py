@@ -29,7 +29,7 @@ from index_store.store.description.context_id import (
     Parent,
     is_context_id,
 )
-from index_store.store.description.dtypes import AS_DTYPE, INT8, KV_DTYPES, PLANE_DTYPE
+from index_store.store.description.dtypes import AS_DTYPE, INT8, KV_DTYPES, PLANE_DTYPE, STORED_DTYPES
 from index_store.store.description.json_fields import (
     MOST,
     Scalar,
@@ -194,6 +194,12 @@ class Manifest:
     def rows(self) -> str:
         """How exact rows are stored, one of `ROW_CODINGS`; `dtype` is that of what is added to them in any case."""
         return INT8 if self.kv.dtype == PLANE_DTYPE else AS_DTYPE
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that keys and values take of one token and KV head; of rows in 8 bits the half that is no index."""
+        two, width = self.kv.shape[3:]
+        return two * width * STORED_DTYPES[self.kv.dtype].itemsize
 
     @property
     def kv_bytes(self) -> int:

@@ -11,13 +11,10 @@ import torch
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.kernels import records
 from decode_engine.model.runner import ModelRunner
-from decode_engine.model.unstored import unstored_manifest
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.step_batch import step_counts
-from decode_engine.steps.batch_kinds import BatchKinds
 from decode_engine.steps.stepper import Stepper
 from index_store.errors import InvalidArgumentError
-from index_store.memory.placement import Placement
 from index_store.methods.presets import METHODS
 from index_store.models.resolve import resolve_model
 from tests.decode_engine.steps.sessions import (
@@ -28,8 +25,6 @@ from tests.decode_engine.steps.sessions import (
     successor,
 )
 from tests.support.models import write_model_folder
-from tests.support.store import in_planes
-from tests.support.tiny_model import IDENTITY
 
 
 def test_a_grammar_that_fails_ends_its_own_session(runner: ModelRunner, stepper: Stepper) -> None:
@@ -131,14 +126,3 @@ def test_a_method_without_kernels_is_refused_with_a_reason(
         assert not stepper.takes(session)
         assert not stepper.takes(session)
     assert sum("quest" in record.message for record in caplog.records) == 1
-
-
-def test_rows_in_8_bits_take_the_general_path_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    kinds = BatchKinds(torch.float32)
-    plain = unstored_manifest(replace(IDENTITY, head_dim=64), "float32", 100)
-    full = METHODS["full"]
-    assert not isinstance(kinds.sort(full.on(plain), Placement.DEVICE), str)
-    with caplog.at_level("INFO"):
-        reason = kinds.sort(full.on(in_planes(plain)), Placement.HYBRID)
-    assert reason == "kernels read no rows in 8 bits yet"
-    assert sum("rows in 8 bits" in record.message for record in caplog.records) == 1

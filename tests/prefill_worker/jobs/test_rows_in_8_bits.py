@@ -61,7 +61,8 @@ def test_they_take_half_of_what_rows_take_with_a_coarse_copy(pair: tuple[Store, 
     assert store.verify(coded.id) == []
     taken = placed_bytes(coded, torch.device("cuda"), Placement.HYBRID)
     assert taken.host < placed_bytes(plain, torch.device("cuda"), Placement.HYBRID).host / 2
-    assert slot_bytes(coded) == 0 < slot_bytes(plain)
+    assert coded.row_bytes * 4 == plain.row_bytes == 4 * coded.model.head_dim
+    assert 0 < slot_bytes(coded) < slot_bytes(plain)
     for layer, (exact, found) in enumerate(zip(rows_of(store, plain), rows_of(store, coded), strict=True)):
         off = (found - exact.float()).abs()[:, :, 0]
         assert (off <= steps_of(store, coded, layer) * (1.0001 / 32) + 1e-6).all()

@@ -62,7 +62,7 @@ def key_pointers(
     DIM: gl.constexpr,
     BITS: gl.constexpr,
 ) -> gl.tensor:
-    """As `search.key_pointers`, codes in words."""
+    """As `fields.key_pointers`, codes in words."""
     blocks = (keys + _BLOCK - 1) // _BLOCK
     return (
         pointer(records_ptr, b, head * keys * words_of(DIM, BITS), _KEY_CODES, gl.int32),
@@ -80,7 +80,7 @@ def value_pointers(
     DIM: gl.constexpr,
     BITS: gl.constexpr,
 ) -> gl.tensor:
-    """As `coarse_pass.value_pointers`, codes in words."""
+    """As `fields.value_pointers`, codes in words."""
     return (
         pointer(records_ptr, b, head * keys * words_of(DIM, BITS), _VALUE_CODES, gl.int32),
         pointer(records_ptr, b, head * keys, _VALUE_SCALES, gl.float16),

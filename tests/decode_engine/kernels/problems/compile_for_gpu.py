@@ -37,6 +37,7 @@ METHODS = (
 LARGE_GROUPS = ("full", "csattention", "csattention+dropped@group=pooled", "multipole", "pq", "refined-3")
 SMALL_DIMENSIONS = ("full", "csattention+dropped", "multipole", "pq", "refined")
 IN_HOST_MEMORY = ("csattention+dropped", "refined")
+IN_PLANES = ("full", "csattention", "csattention+dropped", "multipole", "refined")
 
 
 class _Card:
@@ -110,8 +111,10 @@ def pretend() -> tuple[Counter[str], list[str]]:
     return compiled, failed
 
 
-def take_steps(group: int, head_dim: int, methods: Sequence[str], where: str = "device") -> None:
-    """A layer's step of every method, over contexts in such a place (`Placement`)."""
+def take_steps(
+    group: int, head_dim: int, methods: Sequence[str], where: str = "device", planes: bool = False
+) -> None:
+    """A layer's step of every method, over contexts in such a place (`Placement`). planes: with rows in 8 bits."""
     from decode_engine.host_search.turns_triton import Lane
     from decode_engine.host_search.workers import SearchThreads
     from decode_engine.kernels import records
@@ -123,6 +126,7 @@ def take_steps(group: int, head_dim: int, methods: Sequence[str], where: str = "
     from index_store.memory.placement import Placement
     from index_store.methods.presets import get_method
     from index_store.store.description.context_id import ModelIdentity
+    from tests.support.store import in_planes
 
     digest = "0" * 16
     model = ModelIdentity("test", "test", digest, digest, 2, HEADS * group, HEADS, head_dim, 2, 2 * KEYS)
@@ -134,11 +138,12 @@ def take_steps(group: int, head_dim: int, methods: Sequence[str], where: str = "
     for name in methods:
         method = get_method(name)
         manifest = unstored_manifest(model, "bfloat16", KEYS, method.name)
+        manifest = in_planes(manifest) if planes else manifest
         kind = step_attention_for(method, manifest, Placement(where))
         if isinstance(kind, str):
             raise ValueError(f"method {name} has no kernels: {kind}")
         lane = Lane(0, torch.zeros(1, dtype=torch.int32))
-        plan = StepPlan(model, method, SIZE, KEYS, torch.bfloat16, GPU, threads, lane, forms)
+        plan = StepPlan(model, method, SIZE, KEYS, torch.bfloat16, GPU, threads, lane, forms, planes=planes)
         with plan.lane.in_turn():
             write_tails(new, new, records_BF)
             kind(plan).attend(1, queries, records_BF)
@@ -170,6 +175,9 @@ def main() -> None:
         take_steps(3, 64, SMALL_DIMENSIONS)
         take_steps(4, 128, IN_HOST_MEMORY, "hybrid")
         take_steps(4, 128, IN_HOST_MEMORY[:1], "host")
+        take_steps(4, 128, IN_PLANES, planes=True)
+        take_steps(3, 64, IN_PLANES[:1], planes=True)
+        take_steps(4, 128, IN_HOST_MEMORY, "hybrid", planes=True)
         copy_some()
         attend_windows()
     json.dump({"compiled": compiled, "failed": failed}, sys.stdout)

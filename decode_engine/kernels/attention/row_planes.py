@@ -1,0 +1,193 @@
+"""Tiles of exact rows that are stored in two planes of 4 bits, decoded as `TwoPlanes` does it.
+
+A byte of the low plane, and the byte of codes beside it in the coarse copy, belong to the channels j and j + d / 2. A
+number is offset + scale / 16 * (16 code + low - 7.5): the product is exact in float32, so that nothing depends on
+whether a compiler rounds it before it adds. Then it is rounded to the queries' type, as rows that are stored as they
+are have it.
+
+Shape legend: T rows of a tile, C = d / 2 bytes of a vector in a plane, d head dim.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from decode_engine.kernels.attention.online_softmax import attend_tile
+from decode_engine.kernels.fields import key_pointers, value_pointers
+from index_store.indexes.coarse_rows.scalars import scalar_rows
+
+_BLOCK = tl.constexpr(scalar_rows.BLOCK)
+_BITS = tl.constexpr(4)
+_LIFTED = tl.constexpr(0x47000000)
+"""The bits of 2^15 in float32, whose last 8 bits stand for fractions."""
+_BASE = tl.constexpr(2.0**15 + 7.5)
+_SHARE = tl.constexpr(1.0 / 16)
+"""Of a scale that is a step of the low plane."""
+
+
+@triton.jit
+def plane_pointers(
+    records_ptr: tl.tensor, b: tl.tensor, head: tl.tensor, PLANES: tl.constexpr, DIM: tl.constexpr
+) -> tl.tensor:
+    """Codes, scales and offsets of a KV head's keys, and those of its values, in the coarse copy of its rows' high
+    plane; nothing where rows are in one piece."""
+    pointers: tl.tensor = ()
+    if PLANES:
+        pointers = (
+            key_pointers(records_ptr, b, head, DIM, _BITS),
+            value_pointers(records_ptr, b, head, DIM, _BITS, 1),
+        )
+    return pointers
+
+
+@triton.jit
+def _places(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """16 * code + low - 7.5 of the codes in the last four bits, float32."""
+    # Put together as the bits of a number: conversions of integers are slow.
+    bits = ((high & 15) << 12) | ((low & 15) << 8) | _LIFTED
+    return bits.to(tl.float32, bitcast=True) - _BASE
+
+
+@triton.jit
+def decode_rows(
+    low: tl.tensor, high: tl.tensor, steps: tl.tensor, starts: tl.tensor, ELEMENT: tl.constexpr
+) -> tl.tensor:
+    """Rows [T, d] of the bytes of both planes, [T, C].
+
+    steps, starts: a sixteenth of the scales, and the offsets, of channels 0 .. C - 1 and of the others, each broadcast
+    to [T, C] float32.
+    """
+    low, high = low.to(tl.int32), high.to(tl.int32)
+    first = _places(low, high) * steps[0] + starts[0]
+    second = _places(low >> 4, high >> 4) * steps[1] + starts[1]
+    halves = tl.permute(tl.join(first.to(ELEMENT), second.to(ELEMENT)), (0, 2, 1))
+    return tl.reshape(halves, [low.shape[0], 2 * low.shape[1]])
+
+
+@triton.jit
+def _load_bytes(plane_ptr: tl.tensor, at: tl.tensor, there: tl.tensor, DIM: tl.constexpr) -> tl.tensor:
+    """Vectors of a plane that begin at these bytes, [T, C]; zeros where they are not there [T]."""
+    byte = tl.arange(0, DIM // 2)
+    return tl.load(plane_ptr + at[:, None] + byte[None, :], mask=there[:, None], other=0)
+
+
+@triton.jit
+def decode_keys(
+    low_ptr: tl.tensor,
+    at: tl.tensor,
+    pointers: tl.tensor,
+    ids: tl.tensor,
+    blocks: tl.tensor,
+    there: tl.tensor,
+    DIM: tl.constexpr,
+    ELEMENT: tl.constexpr,
+) -> tl.tensor:
+    """Keys [T, d] of these ids, whose low codes begin `at` [T] bytes behind low_ptr; finite where they are not there.
+
+    pointers: see `plane_pointers`. blocks: of 128 keys, each one's or that of all of them.
+    """
+    codes_ptr, scales_ptr, offsets_ptr = pointers[0]
+    C: tl.constexpr = DIM // 2
+    low = _load_bytes(low_ptr, at, there, DIM)
+    high = _load_bytes(codes_ptr, ids.to(tl.int64) * C, there, DIM)
+    channels = blocks[:, None] * DIM + tl.arange(0, C)[None, :]
+    steps = (
+        tl.load(scales_ptr + channels).to(tl.float32) * _SHARE,
+        tl.load(scales_ptr + C + channels).to(tl.float32) * _SHARE,
+    )
+    starts = (
+        tl.load(offsets_ptr + channels).to(tl.float32),
+        tl.load(offsets_ptr + C + channels).to(tl.float32),
+    )
+    return decode_rows(low, high, steps, starts, ELEMENT)
+
+
+@triton.jit
+def decode_values(
+    low_ptr: tl.tensor,
+    at: tl.tensor,
+    pointers: tl.tensor,
+    ids: tl.tensor,
+    there: tl.tensor,
+    DIM: tl.constexpr,
+    ELEMENT: tl.constexpr,
+) -> tl.tensor:
+    """Values [T, d], as `decode_keys` has keys: `at` says where the low codes of the keys before them begin."""
+    codes_ptr, scales_ptr, offsets_ptr = pointers[1]
+    C: tl.constexpr = DIM // 2
+    low = _load_bytes(low_ptr + C, at, there, DIM)
+    high = _load_bytes(codes_ptr, ids.to(tl.int64) * C, there, DIM)
+    step = tl.load(scales_ptr + ids, mask=there, other=0.0).to(tl.float32)[:, None] * _SHARE
+    start = tl.load(offsets_ptr + ids, mask=there, other=0.0).to(tl.float32)[:, None]
+    return decode_rows(low, high, (step, step), (start, start), ELEMENT)
+
+
+@triton.jit
+def load_keys(
+    rows_ptr: tl.tensor,
+    where: tl.tensor,
+    pointers: tl.tensor,
+    ids: tl.tensor,
+    there: tl.tensor,
+    PLANES: tl.constexpr,
+    DIM: tl.constexpr,
+    ELEMENT: tl.constexpr,
+) -> tl.tensor:
+    """Keys [T, d] whose rows begin `where` [T] elements behind rows_ptr, in one piece or in two planes."""
+    if PLANES:
+        known = tl.maximum(ids, 0)
+        keys = decode_keys(rows_ptr, where, pointers, known, known // _BLOCK, there, DIM, ELEMENT)
+    else:
+        at = where[:, None] + tl.arange(0, DIM)[None, :]
+        keys = tl.load(rows_ptr + at, mask=there[:, None], other=0.0)
+    return keys
+
+
+@triton.jit
+def load_values(
+    rows_ptr: tl.tensor,
+    where: tl.tensor,
+    pointers: tl.tensor,
+    ids: tl.tensor,
+    there: tl.tensor,
+    PLANES: tl.constexpr,
+    DIM: tl.constexpr,
+    ELEMENT: tl.constexpr,
+) -> tl.tensor:
+    """Values [T, d] of such rows."""
+    if PLANES:
+        values = decode_values(rows_ptr, where, pointers, ids, there, DIM, ELEMENT)
+    else:
+        at = where[:, None] + tl.arange(0, DIM)[None, :]
+        values = tl.load(rows_ptr + DIM + at, mask=there[:, None], other=0.0)
+    return values
+
+
+@triton.jit
+def attend_plane_run(
+    q: tl.tensor,
+    low_ptr: tl.tensor,
+    pointers: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    peaks: tl.tensor,
+    totals: tl.tensor,
+    sums: tl.tensor,
+    scale_log2: tl.tensor,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """`attend_run` over a context's rows begin .. end - 1 in two planes; begin is a multiple of TILE."""
+    tl.static_assert(_BLOCK % TILE == 0)  # the keys of a tile share scales and offsets
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        n = start + tl.arange(0, TILE)
+        there = n < end
+        at = n.to(tl.int64) * DIM
+        block = tl.full([1], 0, tl.int32) + start // _BLOCK
+        k = decode_keys(low_ptr, at, pointers, n, block, there, DIM, q.dtype)
+        v = decode_values(low_ptr, at, pointers, n, there, DIM, q.dtype)
+        peaks, totals, sums = attend_tile(q, k, v, there, peaks, totals, sums, scale_log2, PRECISION)
+    return peaks, totals, sums
