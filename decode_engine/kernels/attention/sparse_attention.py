@@ -59,7 +59,7 @@ _MONOPOLE = tl.constexpr(MONOPOLE)
 LIST_TILE = 32
 """Keys that a program attends to at a time."""
 _STAGES = 5  # A tile's ids are loaded before its keys, so that half of them are keys and values in flight.
-_PLANE_STAGES = 3
+_PLANE_STAGES = 2  # they take registers, which decoding needs
 _CHUNK = tl.constexpr(128)
 _UNITS = tl.constexpr(2.0**24)
 """Of one in sums of logits: these are whole numbers, so that the order in which programs add them up changes no bit."""

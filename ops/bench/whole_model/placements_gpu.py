@@ -2,12 +2,14 @@
 
 usage: python ops/bench/whole_model/placements_gpu.py [--seconds 3] [--cases full@device,pq+dropped:0.01@hybrid2]
        python ops/bench/whole_model/placements_gpu.py --shapes 131072x16@1 --lists lists.npz [--slot-share 8]
+       python ops/bench/whole_model/placements_gpu.py --rows int8
 
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16; steps run through the
 engine's own graphs, as in `decode_gpu.py` and `host_gpu.py`. All placements share the model, its compilation and the
 contents of the contexts: as many layers as fit into `--host-gb` have keys, values and indexes of their own
 (`distinct`), the model's layers take turns over them. No two sessions share any, but with a shape such as
-`131072x16@1` there are fewer contexts, which the sessions take in turns.
+`131072x16@1` there are fewer contexts, which the sessions take in turns. With `--rows int8` all of them have their rows
+in 8 bits, also those of `full@device`.
 
 Cases are `METHOD@WHERE`, methods as in `decode_gpu.py`:
 
@@ -80,6 +82,7 @@ from decode_engine.steps.step_model import step_model
 from index_store.memory.placement import SHARE, Placement, SlotRoom
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
+from index_store.store.description.dtypes import AS_DTYPE, ROW_CODINGS
 
 TABLES = "csattention+dropped:0.01/m8/pooled"
 CASES = ",".join(
@@ -253,6 +256,7 @@ def main(
     ] = HOST_GB,
     lists: Annotated[Path | None, typer.Option(help="Recorded lists, which steps replay.")] = None,
     slot_share: Annotated[int, typer.Option(help="One row in so many has a slot.")] = SHARE,
+    rows: Annotated[str, typer.Option(help="Of contexts: dtype or int8.")] = AS_DTYPE,
 ) -> None:
     """Times decode steps of a whole model in all placements; one JSON line per case."""
     cases = cases or (CASES if lists is None else LISTED_CASES)
@@ -261,6 +265,8 @@ def main(
         f"{n}x{batch}" for n, batch, count in sizes if not any(c.fits(batch, count) for c in listed)
     ]:
         raise typer.BadParameter(f"no case is for batches such as {', '.join(unfit)}")
+    if rows not in ROW_CODINGS:
+        raise typer.BadParameter(f"--rows is {rows!r}, expected {' or '.join(ROW_CODINGS)}")
     recorded = None if lists is None else read_lists(lists, listed, min(length for length, _, _ in sizes))
     with reporting("placements") as report:
         begun = time.perf_counter()
@@ -278,12 +284,12 @@ def main(
             line: dict[str, Any] = {
                 "tokens": length, "batch": batch, "contexts": count, "layers": layers,
                 "distinct": distinct_layers(identity, length, count, ranges), "compilation": compilation.value,
-                "threads": threads, "slot_share": slot_share,
+                "threads": threads, "slot_share": slot_share, "rows": rows,
             }  # fmt: skip
             fitting = [case for case in listed if case.fits(batch, count)]
             make = partial(
                 PlacedContexts, identity, methods_of(fitting), length, count, model.device, ranges,
-                SlotRoom(slot_share),
+                SlotRoom(slot_share), rows,
             )  # fmt: skip
             for row in shape_figures(bench, make, fitting, batch):
                 report.add(line | row)

@@ -20,7 +20,7 @@ from index_store.memory.placement import HOST_SEARCHED, USUAL_ROOM, Placement, S
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.store.description.context_id import ModelIdentity
-from index_store.store.description.dtypes import stored_dtype
+from index_store.store.description.dtypes import AS_DTYPE, stored_dtype
 
 HOST_GB = 17.2
 """Of keys and values in host memory: those of one sequence of 128K tokens."""
@@ -105,8 +105,9 @@ class PlacedContexts:
         device: torch.device,
         ranges: Sequence[HostRange] = (),
         slots: SlotRoom = USUAL_ROOM,
+        rows: str = AS_DTYPE,
     ) -> None:
-        """With the indexes of all methods.
+        """With the indexes of all methods, and rows as in `made_up_context`.
 
         ranges: one for keys and values, and one for query tables where contexts are placed on the host; what was there
         is lost. Without any, contexts are placed on the device alone. slots: of contexts in host memory.
@@ -120,7 +121,7 @@ class PlacedContexts:
         self._sources = [
             made_up_context(
                 identity, DTYPE, first, length, also=others, distinct=self.distinct, device=device, seed=row,
-                calibrated_for=QUERY_STD,
+                calibrated_for=QUERY_STD, rows=rows,
             )
             for row in range(batch)
         ]  # fmt: skip
@@ -163,9 +164,9 @@ class PlacedContexts:
     def _keys_values(self, row: int, source: ResidentContext, layer: int, placement: Placement) -> Tensor:
         own = layer % self.distinct
         if not placement.kv_on_host:
-            return source.kv(own)
+            return source.stored_rows(own)
         if (row, own) not in self._kv:
-            self._kv[row, own] = self._ranges[0].put(source.kv(own))
+            self._kv[row, own] = self._ranges[0].put(source.stored_rows(own))
         return self._kv[row, own]
 
     def _index(

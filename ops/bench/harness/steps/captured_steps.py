@@ -213,7 +213,7 @@ def time_captured(lanes: Lanes, method: Method, turns: int, limit_s: float = mat
         first_s,
         read_then - read,
         reused_then - reused,
-        2 * context.manifest.model.head_dim * context.kv(0).element_size(),
+        context.manifest.row_bytes,
         lanes.waited_s() - waited_s,
         said,
         tokens,

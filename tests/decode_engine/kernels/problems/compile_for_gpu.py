@@ -176,6 +176,7 @@ def main() -> None:
         take_steps(4, 128, IN_HOST_MEMORY, "hybrid")
         take_steps(4, 128, IN_HOST_MEMORY[:1], "host")
         take_steps(4, 128, IN_PLANES, planes=True)
+        take_steps(8, 128, IN_PLANES[:1], planes=True)
         take_steps(3, 64, IN_PLANES[:1], planes=True)
         take_steps(4, 128, IN_HOST_MEMORY, "hybrid", planes=True)
         copy_some()

@@ -88,11 +88,15 @@ def test_wrong_attention_of_refined_is_not_timed(head_dim: int, monkeypatch: pyt
     check_that_wrong_results_are_refused(steps, "was not written")
 
 
-def test_wrong_attention_of_refined_to_host_memory_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", ["dtype", "int8"])
+def test_wrong_attention_of_refined_to_host_memory_is_not_timed(
+    rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = load("refined_host_gpu", monkeypatch)
     monkeypatch.setattr(bench, "graph_us", lambda steps, turns: [step() for step in steps] and 1.0)
-    memory = bench.HostMemory(256, clustered=False, trained=None)
+    memory = bench.HostMemory(256, clustered=False, trained=None, rows=rows)
     steps = bench.Bench(memory, 4, 0.05)
+    assert steps.row_bytes == {"dtype": layer.ROW, "int8": 128}[rows] == memory.host_rows[0][0, 0].nbytes
     steps.check()
     assert steps.read() == pytest.approx(13 + 8 + 64, abs=12)  # what is kept, sinks and recent window
     assert steps.times() == {"step_us": 0.0, "empty_us": 1.0, "reused_us": 1.0, "device_us": 1.0}

@@ -19,6 +19,7 @@ from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.step_model import step_model
 from index_store.memory.placement import USUAL_ROOM, SlotRoom
 from index_store.methods.presets import get_method
+from index_store.store.description.dtypes import AS_DTYPE, INT8
 from tests.ops.bench.conftest import Run, load_bench
 from tests.support.tiny_model import IDENTITY, make_model
 
@@ -69,6 +70,7 @@ def figures(
     *,
     count: int | None = None,
     recorded: RecordedLists | None = None,
+    rows: str = AS_DTYPE,
 ) -> list[dict[str, Any]]:
     """count: of contexts, one for each session by default."""
     model = make_model(WIDE)
@@ -80,7 +82,9 @@ def figures(
 
     def make() -> Any:
         slots = USUAL_ROOM if recorded is None else SlotRoom(share=1)
-        return contexts.PlacedContexts(WIDE, methods, LENGTH, count or batch, model.device, ranges, slots)
+        return contexts.PlacedContexts(
+            WIDE, methods, LENGTH, count or batch, model.device, ranges, slots, rows
+        )
 
     return list(bench.shape_figures(runs, make, listed, batch))
 
@@ -117,6 +121,16 @@ def test_every_case_has_its_figures(bench: ModuleType, cases: str, batch: int) -
         else:
             assert 0 < row["host_mb"] < at_most
             assert row["wait"] >= 0
+
+
+def test_of_rows_in_8_bits_the_low_plane_is_read_from_host_memory(bench: ModuleType) -> None:
+    cases = "full@device,pq+dropped:0.05@hybrid,full@hybrid"
+    device, some, whole = figures(bench, cases, 1, rows=INT8)
+    kv_mb = WIDE.layers * WIDE.kv_heads * LENGTH * WIDE.head_dim * 1e-6
+    assert (device["host_mb"], whole["host_mb"]) == (0, pytest.approx(kv_mb, rel=0.05))
+    assert 0 < some["host_mb"] < kv_mb
+    for row in (device, some, whole):
+        assert row["logits_difference"] < 1e-3
 
 
 @pytest.mark.usefixtures("watched")
