@@ -20,7 +20,8 @@ from torch import Tensor
 RECORD_FIELDS = 40
 
 KV, KV_HEAD = 0, 1
-"""Address of keys and values [H, N, 2, d] of the context; bytes from one KV head to the next."""
+"""Address of keys and values [H, N, 2, d] of the context; bytes from one KV head to the next. Of rows in two planes the
+low one is there, uint8 [H, N, 2, d/2]."""
 TAIL, TAIL_HEAD = 2, 3
 """Address of keys and values [H, capacity, 2, d] of the session's own tokens; bytes from one KV head to the next."""
 KEYS, FIRST, END, TAIL_KEYS, KEEP = 4, 5, 6, 7, 8
@@ -46,7 +47,8 @@ WINDOW = 31
 of other keys that no query sees any more, no row may be there."""
 
 KEY_CODES, VALUE_CODES, KEY_SCALES, KEY_OFFSETS, VALUE_SCALES, VALUE_OFFSETS = range(32, 38)
-"""A coarse copy of the context's keys and values, all of KEYS rows: see `coarse.sizes`."""
+"""A coarse copy of the context's keys and values, all of KEYS rows: see `coarse.sizes`. Of rows in two planes it is the
+high one, whatever is searched."""
 MISSED = 38
 """Address of the slot cache's marks, a bit for every key [H, ceil(KEYS / 32)] int32: see `slot_fetch`."""
 

@@ -5,7 +5,7 @@ number is offset + scale / 16 * (16 code + low - 7.5): the product is exact in f
 whether a compiler rounds it before it adds. Then it is rounded to the queries' type, as rows that are stored as they
 are have it.
 
-Shape legend: T rows of a tile, C = d / 2 bytes of a vector in a plane, d head dim.
+Shape legend: T rows of a tile, C = d / 2 bytes of a vector in a plane, W = d / 8 words, d head dim.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from index_store.indexes.coarse_rows.scalars import scalar_rows
 
 _BLOCK = tl.constexpr(scalar_rows.BLOCK)
 _BITS = tl.constexpr(4)
-_LIFTED = tl.constexpr(0x47000000)
-"""The bits of 2^15 in float32, whose last 8 bits stand for fractions."""
+_LOWER, _UPPER = tl.constexpr(0x0F0F0F0F), tl.constexpr(0xF0F0F0F0)
+_BYTE, _LIFTED = tl.constexpr(0xFF00), tl.constexpr(0x47000000)
+"""Where a code stands in the bits of 2^15 in float32, whose last 8 bits are fractions; and these."""
 _BASE = tl.constexpr(2.0**15 + 7.5)
 _SHARE = tl.constexpr(1.0 / 16)
 """Of a scale that is a step of the low plane."""
@@ -42,10 +43,16 @@ def plane_pointers(
 
 
 @triton.jit
-def _places(low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """16 * code + low - 7.5 of the codes in the last four bits, float32."""
-    # Put together as the bits of a number: conversions of integers are slow.
-    bits = ((high & 15) << 12) | ((low & 15) << 8) | _LIFTED
+def _places(codes: tl.tensor) -> tl.tensor:
+    """Codes of 8 bits, four in a word [T, W], as numbers 16 * code + low - 7.5 in the order of their bytes, [T, C]."""
+    # Put together as the bits of numbers: devices convert few integers at a time.
+    first = ((codes << 8) & _BYTE) | _LIFTED
+    second = (codes & _BYTE) | _LIFTED
+    third = ((codes >> 8) & _BYTE) | _LIFTED
+    fourth = ((codes >> 16) & _BYTE) | _LIFTED
+    bits = tl.reshape(
+        tl.join(tl.join(first, third), tl.join(second, fourth)), [codes.shape[0], 4 * codes.shape[1]]
+    )
     return bits.to(tl.float32, bitcast=True) - _BASE
 
 
@@ -53,23 +60,22 @@ def _places(low: tl.tensor, high: tl.tensor) -> tl.tensor:
 def decode_rows(
     low: tl.tensor, high: tl.tensor, steps: tl.tensor, starts: tl.tensor, ELEMENT: tl.constexpr
 ) -> tl.tensor:
-    """Rows [T, d] of the bytes of both planes, [T, C].
+    """Rows [T, d] of the words of both planes, [T, W].
 
     steps, starts: a sixteenth of the scales, and the offsets, of channels 0 .. C - 1 and of the others, each broadcast
     to [T, C] float32.
     """
-    low, high = low.to(tl.int32), high.to(tl.int32)
-    first = _places(low, high) * steps[0] + starts[0]
-    second = _places(low >> 4, high >> 4) * steps[1] + starts[1]
+    first = _places(((high << 4) & _UPPER) | (low & _LOWER)) * steps[0] + starts[0]
+    second = _places((high & _UPPER) | ((low >> 4) & _LOWER)) * steps[1] + starts[1]
     halves = tl.permute(tl.join(first.to(ELEMENT), second.to(ELEMENT)), (0, 2, 1))
-    return tl.reshape(halves, [low.shape[0], 2 * low.shape[1]])
+    return tl.reshape(halves, [low.shape[0], 8 * low.shape[1]])
 
 
 @triton.jit
-def _load_bytes(plane_ptr: tl.tensor, at: tl.tensor, there: tl.tensor, DIM: tl.constexpr) -> tl.tensor:
-    """Vectors of a plane that begin at these bytes, [T, C]; zeros where they are not there [T]."""
-    byte = tl.arange(0, DIM // 2)
-    return tl.load(plane_ptr + at[:, None] + byte[None, :], mask=there[:, None], other=0)
+def _load_words(plane_ptr: tl.tensor, at: tl.tensor, there: tl.tensor, DIM: tl.constexpr) -> tl.tensor:
+    """Vectors of a plane that begin at these words, [T, W]; zeros where they are not there [T]."""
+    word = tl.arange(0, DIM // 8)
+    return tl.load(plane_ptr + at[:, None] + word[None, :], mask=there[:, None], other=0)
 
 
 @triton.jit
@@ -83,14 +89,14 @@ def decode_keys(
     DIM: tl.constexpr,
     ELEMENT: tl.constexpr,
 ) -> tl.tensor:
-    """Keys [T, d] of these ids, whose low codes begin `at` [T] bytes behind low_ptr; finite where they are not there.
+    """Keys [T, d] of these ids, whose low codes begin `at` [T] words behind low_ptr; finite where they are not there.
 
     pointers: see `plane_pointers`. blocks: of 128 keys, each one's or that of all of them.
     """
     codes_ptr, scales_ptr, offsets_ptr = pointers[0]
     C: tl.constexpr = DIM // 2
-    low = _load_bytes(low_ptr, at, there, DIM)
-    high = _load_bytes(codes_ptr, ids.to(tl.int64) * C, there, DIM)
+    low = _load_words(low_ptr, at, there, DIM)
+    high = _load_words(codes_ptr.to(tl.pointer_type(tl.uint32)), ids.to(tl.int64) * (DIM // 8), there, DIM)
     channels = blocks[:, None] * DIM + tl.arange(0, C)[None, :]
     steps = (
         tl.load(scales_ptr + channels).to(tl.float32) * _SHARE,
@@ -115,9 +121,8 @@ def decode_values(
 ) -> tl.tensor:
     """Values [T, d], as `decode_keys` has keys: `at` says where the low codes of the keys before them begin."""
     codes_ptr, scales_ptr, offsets_ptr = pointers[1]
-    C: tl.constexpr = DIM // 2
-    low = _load_bytes(low_ptr + C, at, there, DIM)
-    high = _load_bytes(codes_ptr, ids.to(tl.int64) * C, there, DIM)
+    low = _load_words(low_ptr + DIM // 8, at, there, DIM)
+    high = _load_words(codes_ptr.to(tl.pointer_type(tl.uint32)), ids.to(tl.int64) * (DIM // 8), there, DIM)
     step = tl.load(scales_ptr + ids, mask=there, other=0.0).to(tl.float32)[:, None] * _SHARE
     start = tl.load(offsets_ptr + ids, mask=there, other=0.0).to(tl.float32)[:, None]
     return decode_rows(low, high, (step, step), (start, start), ELEMENT)
@@ -185,7 +190,7 @@ def attend_plane_run(
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         n = start + tl.arange(0, TILE)
         there = n < end
-        at = n.to(tl.int64) * DIM
+        at = n.to(tl.int64) * (DIM // 4)
         block = tl.full([1], 0, tl.int32) + start // _BLOCK
         k = decode_keys(low_ptr, at, pointers, n, block, there, DIM, q.dtype)
         v = decode_values(low_ptr, at, pointers, n, there, DIM, q.dtype)

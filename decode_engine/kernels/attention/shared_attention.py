@@ -104,7 +104,7 @@ def attend_task(
     begin, end = part_of(keys, part, parts, TILE)
     end = tl.where(what & OF_CONTEXT != 0, end, begin)
     if PLANES:
-        low_ptr = head_rows(records_ptr, leader, h, KV, tl.uint8)
+        low_ptr = head_rows(records_ptr, leader, h, KV, tl.uint32)
         pointers = plane_pointers(records_ptr, leader, h, PLANES, DIM)
         peaks, totals, sums = attend_plane_run(
             q, low_ptr, pointers, begin, end, peaks, totals, sums, scale_log2, DIM, TILE, STAGES, PRECISION

@@ -270,8 +270,8 @@ def attend_kernel(
     b = row // HEADS
     head = (row % HEADS).to(tl.int64)
     element: tl.constexpr = q_ptr.dtype.element_ty
-    stored: tl.constexpr = tl.uint8 if PLANES else element
-    WIDTH: tl.constexpr = DIM // 2 if PLANES else DIM  # of a key as it is stored
+    stored: tl.constexpr = tl.uint32 if PLANES else element
+    WIDTH: tl.constexpr = DIM // 8 if PLANES else DIM  # of a key as it is stored
     rows_ptr = head_rows(records_ptr, b, head, KV, stored)
     tail_ptr = head_rows(records_ptr, b, head, TAIL, element)
     keys = field(records_ptr, b, KEYS).to(tl.int32)

@@ -156,8 +156,8 @@ def correct_kernel(
     b = row // HEADS
     head = (row % HEADS).to(tl.int64)
     element: tl.constexpr = q_ptr.dtype.element_ty
-    stored: tl.constexpr = tl.uint8 if PLANES else element
-    WIDTH: tl.constexpr = DIM // 2 if PLANES else DIM  # of a key as it is stored
+    stored: tl.constexpr = tl.uint32 if PLANES else element
+    WIDTH: tl.constexpr = DIM // 8 if PLANES else DIM  # of a key as it is stored
     rows_ptr = head_rows(records_ptr, b, head, KV, stored)
     to_slots = distance(rows_ptr, head_rows(records_ptr, b, head, SLOTS, stored), stored)
     pointers = plane_pointers(records_ptr, b, head, PLANES, DIM)

@@ -59,9 +59,9 @@ def decode_kernel(
     entry = tl.arange(0, TILE)
     there = entry < count
     ids = tl.load(ids_ptr + head * count + entry, mask=there, other=0)
-    low_ptr = head_rows(records_ptr, 0, head.to(tl.int64), KV, tl.uint8)
+    low_ptr = head_rows(records_ptr, 0, head.to(tl.int64), KV, tl.uint32)
     pointers = plane_pointers(records_ptr, 0, head, True, DIM)
-    at = ids.to(tl.int64) * DIM
+    at = ids.to(tl.int64) * (DIM // 4)
     keys = load_keys(low_ptr, at, pointers, ids, there, True, DIM, tl.float32)
     values = load_values(low_ptr, at, pointers, ids, there, True, DIM, tl.float32)
     into = out_ptr + (head * count + entry)[:, None] * (2 * DIM) + tl.arange(0, DIM)[None, :]

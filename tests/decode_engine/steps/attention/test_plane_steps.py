@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels import records
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.settings.command_options import Compilation
+from decode_engine.steps.attention.coarse_steps import CoarseSelection
 from decode_engine.steps.attention.hybrid_steps import slot_cache
 from decode_engine.steps.attention.registry import step_attention_for
 from decode_engine.steps.batch_kinds import BatchKinds
@@ -77,14 +79,20 @@ def begin(runner: ModelRunner, contexts: list[ResidentContext], method: Method) 
     return sessions
 
 
+def make_stepper(runner: ModelRunner, threads: SearchThreads | None = None) -> Stepper:
+    model = step_model(runner.model, Compilation.OFF)
+    return Stepper(model, runner.identity, torch.float32, torch.device("cpu"), searching=threads)
+
+
 def logits_of(runner: ModelRunner, sessions: list[Session], steps: int = 1) -> Tensor:
     """Of the last step."""
-    model = step_model(runner.model, Compilation.OFF)
-    stepper = Stepper(model, runner.identity, torch.float32, torch.device("cpu"))
+    threads = SearchThreads(1)
+    stepper = make_stepper(runner, threads)
     assert all(stepper.takes(session) for session in sessions)
     samplers = [Sampler(SamplingParameters())] * len(sessions)
     for step in range(steps):
         assert all(isinstance(token, int) for token in stepper.step(sessions, [3 + step, 4, 5], samplers))
+    threads.close()
     return stepper.graph(sessions).logits_BV[: len(sessions)].clone()
 
 
@@ -97,6 +105,7 @@ def logits_of(runner: ModelRunner, sessions: list[Session], steps: int = 1) -> T
         ("csattention+dropped@group=pooled", Placement.DEVICE, (1,)),
         ("multipole", Placement.HYBRID, ()),
         ("pq+dropped", Placement.HYBRID, (0,)),
+        ("csattention+dropped@group=pooled", Placement.HOST, ()),
     ],
 )
 def test_steps_equal_the_general_path(
@@ -118,7 +127,11 @@ def test_steps_equal_the_general_path(
 
 
 @pytest.mark.parametrize("expression", ["refined", "pq"])
-def test_hybrid_equals_device_bit_for_bit(runner: ModelRunner, expression: str) -> None:
+def test_hybrid_equals_device_bit_for_bit(
+    runner: ModelRunner, expression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one launch could do the whole attention to rows in one piece."""
+    monkeypatch.setattr(CoarseSelection, "attends_alone", property(lambda self: True))
     method, found = small(expression, 0.1), []
     for placement in (Placement.DEVICE, Placement.HYBRID):
         contexts = make_contexts(runner, method, placement)
@@ -172,8 +185,7 @@ def test_records_point_to_both_planes_whatever_is_searched(runner: ModelRunner) 
     method = small("pq+dropped", 0.1)
     context = make_contexts(runner, method)[0]
     sessions = begin(runner, [context, context], method)
-    model = step_model(runner.model, Compilation.OFF)
-    stepper = Stepper(model, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = make_stepper(runner)
     stepper.step(sessions, [3, 4, 5], [Sampler(SamplingParameters())] * 3)
     record = stepper.graph(sessions).batch._records_LBF[1, 0]
     planes = context.rows(1)
