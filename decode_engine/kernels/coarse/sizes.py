@@ -23,8 +23,8 @@ RUN = 16
 HEAD_DIMS, MAX_GROUP, MAX_KEYS = (64, 128, 256), HEAD_TILE.value, 2**21
 MIN_KEYS = 32
 """That a context has at least."""
-BITS_IN_REGISTERS = MappingProxyType({64: {4}, 128: {2, 4}})
-"""Bits of codes that kernels in registers take, by head dimension: rows have 8 or 16 words of 32 bits."""
+BITS_IN_REGISTERS = MappingProxyType({64: {4}, 128: {2, 3, 4}})
+"""Bits of codes that kernels in registers take, by head dimension."""
 CHUNKS, LANES = 16, 32
 """Parts of a sample whose largest weights stand for themselves alone; lanes of a warp, which has a part."""
 

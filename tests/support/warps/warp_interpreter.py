@@ -1,8 +1,8 @@
 """Runs kernels written in Gluon, program by program, in numpy: what `TRITON_INTERPRET` does for those in Triton.
 
 Tensors are logical, as the language has them, so that layouts change no result, with two exceptions. Inline assembly
-sees pairs of neighbouring registers: a tensor remembers the layout of the words that it was loaded in, which says along
-which axis they lie. And votes see lanes: a tile's eight keys are four lanes each. Integers divide as in C, and wrap.
+sees pairs of neighbouring registers: a tensor remembers the layout of its words, which says along which axis they
+lie. And votes see lanes: a tile's eight keys are four lanes each. Integers divide as in C, and wrap.
 Whether the layouts that kernels claim are what the hardware has is checked where they are compiled.
 """
 
@@ -311,22 +311,29 @@ class Language:
         if "mul.f16x2" in asm:
             factor = np.uint16(int((re.findall("0x([0-9a-f]{4})", asm) or ["3c00"])[0], 16)).view(np.float16)
             return Numbers(args[0].array * args[1].array * factor)
-        return _unpacked(asm, args[0], len(dtype))
+        return _unpacked(asm, args, len(dtype))
 
 
-def _unpacked(asm: str, words: Numbers, count: int) -> tuple[Numbers, ...]:
+def _unpacked(asm: str, words: list[Numbers], count: int) -> tuple[Numbers, ...]:
     """Runs instructions over pairs of neighbouring registers: each result is two float16 numbers, one of each."""
-    bases = getattr(words.layout, "reg_bases", None)
-    axis = words.layout.order[0] if bases is None else int(bases[0][1] != 0)
-    first, second = (np.take(words.array, range(half, words.array.shape[axis], 2), axis) for half in range(2))
-    registers = {f"${count}": first.view(np.uint32), f"${count + 1}": second.view(np.uint32)}
+    axis = int(words[0].layout.reg_bases[0][1] != 0)
+    registers = {}
+    for number, each in enumerate(words):
+        for half in range(2):
+            taken = np.take(each.array, range(half, each.array.shape[axis], 2), axis)
+            registers[f"${count + 2 * number + half}"] = taken.view(np.uint32)
     for line in filter(None, map(str.strip, re.sub(r"[{}]|\.reg \.b32 \w;", "", asm).split(";"))):
         name, target, *operands = line.replace(",", "").split()
         a, *others = (registers.get(each, each) for each in operands)
-        if name == "shr.b32":
-            registers[target] = a >> np.uint32(others[0])
+        if name in ("shr.b32", "shl.b32"):
+            by = np.uint32(others[0])
+            registers[target] = a >> by if name == "shr.b32" else a << by
         elif name == "and.b32":
             registers[target] = a & np.uint32(int(others[0], 16))
+        elif name == "lop3.b32":
+            assert others[2] == "0xe4"
+            mask = np.uint32(int(others[1], 16))
+            registers[target] = (a & mask) | (others[0] & ~mask)
         else:
             assert name == "prmt.b32", name
             halves = {"5": others[0], "7": others[0], "1": a, "3": a}
@@ -338,7 +345,7 @@ def _unpacked(asm: str, words: Numbers, count: int) -> tuple[Numbers, ...]:
         pair = registers[f"${number}"]
         halves = [(pair >> np.uint32(at) & np.uint32(0xFFFF)).astype(np.uint16) for at in (0, 16)]
         numbers = np.stack([half.view(np.float16) for half in halves], axis + 1)
-        found.append(Numbers(numbers.reshape(words.array.shape)))
+        found.append(Numbers(numbers.reshape(words[0].array.shape)))
     return tuple(found)
 
 

@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import border, records
 from decode_engine.kernels.coarse.warp import warp_rows
+from decode_engine.kernels.coarse.warp.warp_codes import key_layout, value_layout
 from decode_engine.kernels.coarse.warp.warp_lists import list_keys
-from decode_engine.kernels.coarse.warp.warp_places import words_of
 from decode_engine.kernels.coarse.warp.warp_records import (
     key_pointers,
     let_next_begin,
@@ -38,7 +38,6 @@ from decode_engine.kernels.coarse.warp.warp_tiles import (
     add_values,
     as_right,
     fold,
-    key_layout,
     key_numbers,
     key_of,
     load_key_numbers,
@@ -47,7 +46,6 @@ from decode_engine.kernels.coarse.warp.warp_tiles import (
     multiply_keys,
     no_values_yet,
     store_sums,
-    value_layout,
     values_of,
 )
 from index_store.indexes.coarse_rows.scalars import scalar_rows
@@ -164,15 +162,16 @@ def copy_codes(
     values_ptrs: gl.tensor,
     base: gl.tensor,
     TILE: gl.constexpr,
-    KEY_WORDS: gl.constexpr,
-    VALUE_WORDS: gl.constexpr,
+    DIM: gl.constexpr,
+    KEY_BITS: gl.constexpr,
+    VALUE_BITS: gl.constexpr,
     ATTEND: gl.constexpr,
     AHEAD: gl.constexpr,
 ) -> None:
     """Has codes of keys, and of their values, copied as the turn-th tile."""
-    copy_tile(rings[0], turn, keys_ptrs[0], base, TILE, KEY_WORDS, AHEAD)
+    copy_tile(rings[0], turn, keys_ptrs[0], base, TILE, DIM, KEY_BITS, AHEAD)
     if ATTEND:
-        copy_tile(rings[1], turn, values_ptrs[0], base, TILE, VALUE_WORDS, AHEAD)
+        copy_tile(rings[1], turn, values_ptrs[0], base, TILE, DIM, VALUE_BITS, AHEAD)
     end_of_copies()
 
 
@@ -261,8 +260,6 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     AHEAD: tiles that are on their way. The first ones are so while the launches before still work: what these do not
     write, and what was there before they began, may be read.
     """
-    KEY_WORDS: gl.constexpr = words_of(DIM, KEY_BITS)
-    VALUE_WORDS: gl.constexpr = words_of(DIM, VALUE_BITS)
     row = gl.program_id(1)
     b, head = row // HEADS, row % HEADS
     first = number(records_ptr, b, _FIRST).to(gl.int32)
@@ -276,13 +273,15 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     # A context's last keys are loaded with some before them, which do not count.
     last = beyond - TILE
     prefetch_steps(keys_ptrs, values_ptrs, start, beyond, DIM, ATTEND, CHAINED)
-    key_ring = new_ring(TILE, KEY_WORDS, AHEAD)
-    value_ring = new_ring(TILE, VALUE_WORDS, AHEAD) if ATTEND else key_ring
+    key_ring = new_ring(TILE, DIM, KEY_BITS, AHEAD)
+    value_ring = new_ring(TILE, DIM, VALUE_BITS, AHEAD) if ATTEND else key_ring
     rings = (key_ring, value_ring)
     if stop > first_block:
         for turn in gl.static_range(AHEAD):
             base = gl.minimum(start + turn * TILE, last)
-            copy_codes(rings, turn, keys_ptrs, values_ptrs, base, TILE, KEY_WORDS, VALUE_WORDS, ATTEND, AHEAD)
+            copy_codes(
+                rings, turn, keys_ptrs, values_ptrs, base, TILE, DIM, KEY_BITS, VALUE_BITS, ATTEND, AHEAD
+            )
     queries, units = load_queries(q_ptr, row, X, GROUP, DIM, KEY_BITS)
     units = units * scale_log2
     wait_alone(CHAINED)
@@ -313,14 +312,14 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
                     turn = (tile - start) // TILE
                     begin = gl.minimum(tile, last)
                     wait_for_copies(AHEAD - 1)
-                    words = key_ring.index(turn % (AHEAD + 1)).load(key_layout(KEY_WORDS))
+                    words = key_ring.index(turn % (AHEAD + 1)).load(key_layout(TILE, DIM, KEY_BITS))
                     if ATTEND:
                         value_words = value_ring.index(turn % (AHEAD + 1)).load(
-                            value_layout(TILE, VALUE_WORDS, False)
+                            value_layout(TILE, DIM, VALUE_BITS, False)
                         )
                     copy_codes(
                         rings, turn + AHEAD, keys_ptrs, values_ptrs, gl.minimum(tile + AHEAD * TILE, last),
-                        TILE, KEY_WORDS, VALUE_WORDS, ATTEND, AHEAD,
+                        TILE, DIM, KEY_BITS, VALUE_BITS, ATTEND, AHEAD,
                     )  # fmt: skip
                     products = multiply_keys(words, folded, TILE, X, DIM, KEY_BITS)
                     weights = gl.exp2(gl.fma(products, gl.expand_dims(units, 0), gl.expand_dims(bottom, 0)))

@@ -6,8 +6,12 @@ plane's number, or of its place's in that plane. What is called places here says
 those of planes, and those that are those of places in a plane, both from the lowest on.
 
 In a row of W words, as `index_store.indexes.coarse_rows.scalars.packing` packs it, code i of byte j is of channel
-j + i * 4 W, and the two lowest bits of j are a byte's in its word. 16 words are four for each of the lanes that have a
-key, and two for each of those that have a value; 8 are two and one. Of 4 words, a value's lanes would have half of one.
+j + i * 4 W, and the two lowest bits of j are a byte's in its word. Four lanes share a key, and eight a value: the upper
+bits of a word's number tell them apart, and what is left over of a channel's number is a lane's own.
+
+Codes of 3 bits have W words with their two low bits, and behind them W / 2 with the third: word w has those of words w
+and w + W / 2, at the places of their codes and at those above. So a row comes as 2 W words, with the third bits twice,
+and a lane that has word w has what belongs to it in word W + w.
 
 Shape legend: as in `warp_tiles`; E entries of a tile.
 """
@@ -19,9 +23,36 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
+def low_bits(BITS: int) -> int:
+    """Of codes, that lie in a row's first W words."""
+    return 4 if BITS == 4 else 2
+
+
+@gluon.constexpr_function
 def words_of(DIM: int, BITS: int) -> int:
     """W."""
+    return int(DIM * low_bits(BITS) // 32)
+
+
+@gluon.constexpr_function
+def row_words(DIM: int, BITS: int) -> int:
+    """Of a row as it is stored."""
     return DIM * BITS // 32
+
+
+@gluon.constexpr_function
+def held_words(DIM: int, BITS: int) -> int:
+    """Of a row as it comes: third bits are there twice."""
+    return int(words_of(DIM, BITS) * (2 if BITS == 3 else 1))
+
+
+@gluon.jit
+def stored_word(word: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
+    """Which word of a stored row one of a row as it comes is."""
+    if BITS == 3:
+        return gl.where(word < row_words(DIM, BITS), word, word - words_of(DIM, BITS) // 2)
+    else:  # noqa: RET505 - the other branch is not compiled
+        return word
 
 
 @gluon.constexpr_function
@@ -39,16 +70,16 @@ def bits_of(number: int) -> int:
 def key_places(DIM: int, BITS: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of codes of keys, columns of the left operand: places 0 and 3 are a lane's, 1 and 2 tell four lanes apart."""
     word = bits_of(words_of(DIM, BITS))
-    codes = tuple(range(word + 2, bits_of(DIM)))
-    return (*codes, 0, *range(2, word - 1)), (1, word, word + 1, word - 1)
+    own = (*range(word + 2, bits_of(DIM)), 0, *range(2, word))
+    return own[:-1], (1, word, word + 1, own[-1])
 
 
 @gluon.constexpr_function
 def value_places(DIM: int, BITS: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of codes of values, rows of the left operand: place 3 is a lane's, the others tell eight lanes apart."""
     word = bits_of(words_of(DIM, BITS))
-    codes = tuple(range(word + 2, bits_of(DIM)))
-    return (*codes, 0, *range(1, word - 2)), (word - 1, word, word + 1, word - 2)
+    own = (*range(word + 2, bits_of(DIM)), *range(word - 1))
+    return own[:-1], (word - 1, word, word + 1, own[-1])
 
 
 @gluon.constexpr_function
@@ -80,8 +111,8 @@ def channels_of(plane: gl.constexpr, place: gl.tensor, PLACES: gl.constexpr) -> 
 
 @gluon.constexpr_function
 def shape_by_bits(E: int, DIM: int) -> list[int]:
-    """Of numbers [E, DIM] with an axis for each of seven bits of a channel's number, from the highest on."""
-    return [E, DIM // 64, 2, 2, 2, 2, 2, 2]
+    """Of numbers [E, DIM] with an axis for each of eight bits of a channel's number, from the highest on."""
+    return [E] + [1] * (8 - bits_of(DIM)) + [2] * bits_of(DIM)
 
 
 @gluon.constexpr_function
@@ -93,8 +124,8 @@ def shape_by_planes(E: int, DIM: int) -> list[int]:
 @gluon.constexpr_function
 def axes_of(DIM: int, places: tuple[tuple[int, ...], tuple[int, ...]]) -> list[int]:
     """Axes of places in a plane, and of planes, each from the highest bit on."""
-    missing = range(bits_of(DIM), 7)
-    return [7 - bit for bit in (*reversed(places[1]), *missing, *reversed(places[0]))]
+    missing = range(bits_of(DIM), 8)
+    return [8 - bit for bit in (*reversed(places[1]), *missing, *reversed(places[0]))]
 
 
 @gluon.jit
@@ -103,23 +134,23 @@ def as_planes(numbers: gl.tensor, E: gl.constexpr, DIM: gl.constexpr, PLACES: gl
     AXES: gl.constexpr = axes_of(DIM, PLACES)
     bits = gl.permute(
         gl.reshape(numbers, shape_by_bits(E, DIM)),
-        [AXES[0], AXES[1], AXES[2], AXES[3], 0, AXES[4], AXES[5], AXES[6]],
+        [AXES[0], AXES[1], AXES[2], AXES[3], 0, AXES[4], AXES[5], AXES[6], AXES[7]],
     )
-    return split_planes(gl.reshape(bits, shape_by_planes(E, DIM)), plane_count(DIM))
+    return apart(gl.reshape(bits, shape_by_planes(E, DIM)), plane_count(DIM))
 
 
 @gluon.jit
-def split_planes(numbers: gl.tensor, PLANES: gl.constexpr) -> gl.tensor:
-    """Numbers [16, E, 2, 2, ...] as [16, E] for each of so many planes."""
-    if PLANES == 1:
+def apart(numbers: gl.tensor, COUNT: gl.constexpr) -> gl.tensor:
+    """Numbers [x, y, 2, 2, ...] as COUNT tensors [x, y]."""
+    if COUNT == 1:
         return (numbers,)
     else:  # noqa: RET505 - the other branch is not compiled
         even, odd = gl.split(numbers)
-        evens, odds = split_planes(even, PLANES // 2), split_planes(odd, PLANES // 2)
-        planes: gl.tensor = ()
-        for pair in gl.static_range(PLANES // 2):
-            planes += (evens[pair], odds[pair])
-        return planes
+        evens, odds = apart(even, COUNT // 2), apart(odd, COUNT // 2)
+        found: gl.tensor = ()
+        for pair in gl.static_range(COUNT // 2):
+            found += (evens[pair], odds[pair])
+        return found
 
 
 @gluon.constexpr_function

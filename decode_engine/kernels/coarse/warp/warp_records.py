@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import records
-from decode_engine.kernels.coarse.warp.warp_places import words_of
+from decode_engine.kernels.coarse.warp.warp_places import row_words
 from index_store.indexes.coarse_rows.scalars import scalar_rows
 
 _FIELDS = gl.constexpr(records.RECORD_FIELDS)
@@ -65,7 +65,7 @@ def key_pointers(
     """As `fields.key_pointers`, codes in words."""
     blocks = (keys + _BLOCK - 1) // _BLOCK
     return (
-        pointer(records_ptr, b, head * keys * words_of(DIM, BITS), _KEY_CODES, gl.int32),
+        pointer(records_ptr, b, head * keys * row_words(DIM, BITS), _KEY_CODES, gl.int32),
         pointer(records_ptr, b, head * blocks * DIM, _KEY_SCALES, gl.float16),
         pointer(records_ptr, b, head * blocks * DIM, _KEY_OFFSETS, gl.float16),
     )
@@ -82,7 +82,7 @@ def value_pointers(
 ) -> gl.tensor:
     """As `fields.value_pointers`, codes in words."""
     return (
-        pointer(records_ptr, b, head * keys * words_of(DIM, BITS), _VALUE_CODES, gl.int32),
+        pointer(records_ptr, b, head * keys * row_words(DIM, BITS), _VALUE_CODES, gl.int32),
         pointer(records_ptr, b, head * keys, _VALUE_SCALES, gl.float16),
         pointer(records_ptr, b, head * keys, _VALUE_OFFSETS, gl.float16),
     )

@@ -13,18 +13,43 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from decode_engine.kernels.coarse.warp.warp_places import bits_of, held_words, row_words, stored_word
 from decode_engine.kernels.coarse.warp.warp_tiles import key_of
 
 
 @gluon.constexpr_function
 def ring_layout(W: int) -> gl.SwizzledSharedLayout:
-    """Of a tile [T, W]: rows of 16 words change halves every other pair of rows, so that lanes find free banks."""
+    """Of a tile [T, W] as it comes.
+
+    Rows of 16 words change halves every other pair of rows, so that lanes find free banks.
+    """
     return gl.SwizzledSharedLayout(vec=min(8, W), per_phase=2, max_phase=2 if W > 8 else 1, order=[1, 0])
 
 
+@gluon.constexpr_function
+def copy_layout(T: int, DIM: int, BITS: int) -> gl.DistributedLayout:
+    """Of a tile's words while they are copied, 16 bytes of a row by each lane.
+
+    Memory is read in 32 bytes, which rows of 12 words do not fill: those of neighbouring keys are copied together.
+    """
+    held = held_words(DIM, BITS)
+    if row_words(DIM, BITS) % 8 == 0:
+        return gl.BlockedLayout([1, 4], [128 // held, held // 4], [1, 1], [1, 0])
+    chunks = [[0, 4 << bit] for bit in range(bits_of(held) - 2)]
+    neighbours = [8 << bit for bit in range(bits_of(T) - 3)]
+    rows = [[row, 0] for row in (1, *neighbours, 2, 4)]
+    lanes = 5 - len(chunks)
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], *rows[lanes:]], [*chunks, *rows[:lanes]], [], [], [T, held]
+    )
+
+
 @gluon.jit
-def new_ring(T: gl.constexpr, W: gl.constexpr, AHEAD: gl.constexpr) -> gl.shared_memory_descriptor:
-    """Room for the tile that is worked on and AHEAD that are on their way, [AHEAD + 1, T, W] words."""
+def new_ring(
+    T: gl.constexpr, DIM: gl.constexpr, BITS: gl.constexpr, AHEAD: gl.constexpr
+) -> gl.shared_memory_descriptor:
+    """Room for the tile that is worked on and AHEAD that are on their way, [AHEAD + 1, T, words as they come]."""
+    W: gl.constexpr = held_words(DIM, BITS)
     return gl.allocate_shared_memory(gl.int32, [AHEAD + 1, T, W], ring_layout(W))
 
 
@@ -35,16 +60,18 @@ def copy_tile(
     ptr: gl.tensor,
     base: gl.tensor,
     T: gl.constexpr,
-    W: gl.constexpr,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
     AHEAD: gl.constexpr,
 ) -> None:
     """Has T rows of codes from `base` on copied as the turn-th tile, in the order of `key_of`."""
-    LANES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // W, W // 4], [1, 1], [1, 0])
+    LANES: gl.constexpr = copy_layout(T, DIM, BITS)
+    ROW: gl.constexpr = row_words(DIM, BITS)
     key = key_of(gl.arange(0, T, layout=gl.SliceLayout(1, LANES)), T)
-    word = gl.arange(0, W, layout=gl.SliceLayout(0, LANES))
-    ptr = gl.multiple_of(ptr + base.to(gl.int64) * W, 16)
-    source = ptr + (gl.expand_dims(key * W, 1) + gl.expand_dims(word, 0))
-    async_copy.async_copy_global_to_shared(ring.index(turn % (AHEAD + 1)), source)
+    word = gl.arange(0, held_words(DIM, BITS), layout=gl.SliceLayout(0, LANES))
+    ptr = gl.multiple_of(ptr + base.to(gl.int64) * ROW, 16)
+    at = gl.expand_dims(key * ROW, 1) + gl.expand_dims(stored_word(word, DIM, BITS), 0)
+    async_copy.async_copy_global_to_shared(ring.index(turn % (AHEAD + 1)), ptr + at)
 
 
 @gluon.jit

@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import records
-from decode_engine.kernels.coarse.warp.warp_places import words_of
 from decode_engine.kernels.coarse.warp.warp_records import (
     key_pointers,
     let_next_begin,
@@ -54,7 +53,6 @@ def sample_kernel(
 
     Codes are on their way before the launch before has ended: no launch of a step writes them.
     """
-    W: gl.constexpr = words_of(DIM, KEY_BITS)
     row = gl.program_id(1)
     b, head = row // HEADS, row % HEADS
     first = number(records_ptr, b, _FIRST).to(gl.int32)
@@ -75,7 +73,7 @@ def sample_kernel(
             block = gl.minimum(run, end - 1) // _BLOCK
             # A context's last keys are loaded with some before them, of places that do not count.
             begin = gl.minimum(run, keys.to(gl.int32) - RUN)
-            loaded += ((turn, run, begin, block, load_key_words(codes_ptr, begin, RUN, W)),)
+            loaded += ((turn, run, begin, block, load_key_words(codes_ptr, begin, RUN, DIM, KEY_BITS)),)
         wait_alone(CHAINED)
         let_next_begin(CHAINED)
         numbers: gl.tensor = ()

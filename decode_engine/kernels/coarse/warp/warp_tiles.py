@@ -1,12 +1,9 @@
 """Tiles of coded keys and values in the registers of one warp, and products with them on tensor cores.
 
-Codes are loaded in the very layout in which the tensor cores take their operands, and unpacked there, two at a time: a
-shift and a mask each. What is left are the lowest bits of float16 numbers, f * code * 2**-24 with f a power of two, and
-tensor cores take these as they are. Their sums drop what is below the last bit instead of rounding it, which adds up:
-nothing larger than the codes may be in them. A warp waits for nobody else.
-These functions know codes of 4 and 2 bits whose rows have 8 or 16 words of 32 bits: in heads of 128 channels, and of 64
-with 4 bits. Which channels operands take at a time, a plane of 16, follows from the bits of a lane's words, and only
-`warp_places` knows it.
+Codes are loaded in the very layout in which the tensor cores take their operands, and unpacked there, two at a time
+(`warp_codes`). What is left are the lowest bits of float16 numbers, and tensor cores take these as they are. Their sums
+drop what is below the last bit instead of rounding it, which adds up: nothing larger than the codes may be in them. A
+warp waits for nobody else. Which channels operands take at a time, a plane of 16, only `warp_places` knows.
 
 Scales and offsets of keys fold into the queries and into one number for each query row, those of values into the
 weights, as in `coded_tiles`.
@@ -20,18 +17,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from decode_engine.kernels.coarse.warp.warp_codes import (
+    LEAST,
+    exponent_of,
+    key_layout,
+    key_planes,
+    unit_of,
+    value_planes,
+)
 from decode_engine.kernels.coarse.warp.warp_places import (
     as_planes,
     channel_layout,
     channels_of,
+    held_words,
     key_places,
     plane_count,
+    row_words,
+    stored_word,
     value_places,
-    words_of,
 )
-
-LEAST = 2.0**-24
-"""What the lowest bit of a float16 number stands for where all higher ones are 0."""
 
 _PRODUCT = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
 RESULT = gl.constexpr(_PRODUCT)
@@ -45,59 +49,6 @@ OF_ROWS = gl.constexpr(gl.SliceLayout(0, _PRODUCT))
 _LEAST_C = gl.constexpr(LEAST)
 
 
-def _masked(bits: int, source: str, first: int) -> str:
-    """PTX that makes pairs of numbers of all codes in both halves of a register."""
-    shift, lines = 0, []
-    # Two codes of 4 bits are below the tenth bit, or five of 2 bits.
-    reach = 8 if bits == 4 else 10
-    for number, at in enumerate(range(0, 16, bits)):
-        if at >= reach and not shift:
-            shift = reach
-            lines.append(f"shr.b32 t, {source}, {shift};")
-        mask = ((1 << bits) - 1) << (at - shift)
-        taken = "t" if shift else source
-        lines.append(f"and.b32 ${first + number}, {taken}, 0x{mask * 0x00010001:08x};")
-    return " ".join(lines)
-
-
-def _unpack_keys(bits: int) -> str:
-    """PTX over two words of a key."""
-    codes = 16 // bits
-    words = (_masked(bits, f"${2 * codes + word}", word * codes) for word in range(2))
-    return "{ .reg .b32 t; " + " ".join(words) + " }"
-
-
-def _unpack_values(bits: int) -> str:
-    """PTX over the same word of two keys."""
-    codes = 16 // bits
-    first, second = f"${2 * codes}", f"${2 * codes + 1}"
-    halves = (
-        f"prmt.b32 x, {first}, {second}, 0x{selected}; {_masked(bits, 'x', half * codes)}"
-        for half, selected in enumerate(("5410", "7632"))
-    )
-    return "{ .reg .b32 t; .reg .b32 x; " + " ".join(halves) + " }"
-
-
-_KEYS_4, _KEYS_2 = gl.constexpr(_unpack_keys(4)), gl.constexpr(_unpack_keys(2))
-_VALUES_4, _VALUES_2 = gl.constexpr(_unpack_values(4)), gl.constexpr(_unpack_values(2))
-_REGISTERS_8 = gl.constexpr("=r," * 8 + "r,r")
-_REGISTERS_16 = gl.constexpr("=r," * 16 + "r,r")
-
-
-@gluon.constexpr_function
-def exponent_of(plane: int, BITS: int) -> int:
-    """log2 of the f that codes of a plane are multiplied with."""
-    at = plane % (16 // BITS) * BITS
-    reach = 8 if BITS == 4 else 10
-    return at if at < reach else at - reach
-
-
-@gluon.constexpr_function
-def unit_of(plane: int, BITS: int) -> float:
-    """What sums of a plane's codes are multiplied with."""
-    return float(2.0 ** -exponent_of(plane, BITS) / LEAST)
-
-
 @gluon.constexpr_function
 def scaling(exponent: int) -> str:
     if exponent == 0:
@@ -106,25 +57,6 @@ def scaling(exponent: int) -> str:
     return (
         f"{{ .reg .b32 t; .reg .b32 c; mov.b32 c, 0x{factor:08x}; mul.f16x2 t, $1, $2; mul.f16x2 $0, t, c; }}"
     )
-
-
-@gluon.constexpr_function
-def key_registers(T: int) -> list[int]:
-    """Bases of the registers that tell the keys of one column apart: 8, 16, ... of a tile's rows."""
-    bases, base = [], 8
-    while base < T:
-        bases.append(base)
-        base *= 2
-    return bases
-
-
-@gluon.constexpr_function
-def value_layout(T: int, W: int, keys_first: bool) -> gl.DistributedLinearLayout:
-    """Of words of values [T, W]: a lane has the words of four keys that it needs, of each 8."""
-    words, lanes = ([[0, 1]], [[0, 2], [0, 4], [0, 8]]) if W == 16 else ([], [[0, 1], [0, 2], [0, 4]])
-    pair = [[1, 0]]
-    registers = (pair + words if keys_first else words + pair) + [[base, 0] for base in key_registers(T)]
-    return gl.DistributedLinearLayout(registers, [[2, 0], [4, 0], *lanes], [], [], [T, W])
 
 
 @gluon.constexpr_function
@@ -222,20 +154,18 @@ def fold(
     return folded, gl.max(added, 0) * _LEAST_C
 
 
-@gluon.constexpr_function
-def key_layout(W: int) -> gl.BlockedLayout:
-    """Of words of keys [T, W]: four lanes have a key."""
-    return gl.BlockedLayout([1, W // 4], [8, 4], [1, 1], [1, 0])
-
-
 @gluon.jit
-def load_key_words(ptr: gl.tensor, base: gl.tensor, T: gl.constexpr, W: gl.constexpr) -> gl.tensor:
-    """Words [T, W] of T keys from `base` on."""
-    LANES: gl.constexpr = key_layout(W)
+def load_key_words(
+    ptr: gl.tensor, base: gl.tensor, T: gl.constexpr, DIM: gl.constexpr, BITS: gl.constexpr
+) -> gl.tensor:
+    """Words of T keys from `base` on."""
+    LANES: gl.constexpr = key_layout(T, DIM, BITS)
+    ROW: gl.constexpr = row_words(DIM, BITS)
     key = key_of(gl.arange(0, T, layout=gl.SliceLayout(1, LANES)), T)
-    word = gl.arange(0, W, layout=gl.SliceLayout(0, LANES))
-    ptr = gl.multiple_of(ptr + base.to(gl.int64) * W, 16)
-    return gl.load(ptr + (gl.expand_dims(key * W, 1) + gl.expand_dims(word, 0)))
+    word = gl.arange(0, held_words(DIM, BITS), layout=gl.SliceLayout(0, LANES))
+    ptr = gl.multiple_of(ptr + base.to(gl.int64) * ROW, 16)
+    at = gl.expand_dims(key * ROW, 1) + gl.expand_dims(stored_word(word, DIM, BITS), 0)
+    return gl.load(ptr + at)
 
 
 @gluon.jit
@@ -248,21 +178,10 @@ def multiply_keys(
     BITS: gl.constexpr,
 ) -> gl.tensor:
     """Products [T, X] of keys, as words, with folded queries."""
-    if BITS == 4:
-        parts = gl.inline_asm_elementwise(
-            _KEYS_4, _REGISTERS_8, [words], dtype=(gl.float16,) * 8, is_pure=True, pack=2
-        )
-    else:
-        parts = gl.inline_asm_elementwise(
-            _KEYS_2, _REGISTERS_16, [words], dtype=(gl.float16,) * 16, is_pure=True, pack=2
-        )
+    planes = key_planes(words, T, DIM, BITS)
     products = gl.full([T, X], 0.0, gl.float32, layout=RESULT)
     for plane in gl.static_range(plane_count(DIM)):
-        if words_of(DIM, BITS) == 16:
-            own = gl.permute(gl.reshape(parts[plane], [T, 2, 2, 2, 2]), [0, 3, 1, 2, 4])
-        else:  # the highest of a place's bits tells a lane's two words apart
-            own = gl.permute(gl.join(parts[plane], parts[plane + plane_count(DIM)]), [0, 2, 1])
-        keys = gl.convert_layout(gl.reshape(own, [T, 16]), LEFT, assert_trivial=True)
+        keys = gl.convert_layout(planes[plane], LEFT, assert_trivial=True)
         products = mma_v2(keys, folded[plane], products)
     return products
 
@@ -324,23 +243,10 @@ def add_values(
     BITS: gl.constexpr,
 ) -> gl.tensor:
     """Adds values, as words, by weights, a right operand [T, X]."""
-    PAIRS: gl.constexpr = value_layout(T, words_of(DIM, BITS), True)
-    pairs = gl.convert_layout(words, PAIRS)
-    if BITS == 4:
-        parts = gl.inline_asm_elementwise(
-            _VALUES_4, _REGISTERS_8, [pairs], dtype=(gl.float16,) * 8, is_pure=True, pack=2
-        )
-    else:
-        parts = gl.inline_asm_elementwise(
-            _VALUES_2, _REGISTERS_16, [pairs], dtype=(gl.float16,) * 16, is_pure=True, pack=2
-        )
+    planes = value_planes(words, T, DIM, BITS)
     new: gl.tensor = ()
     for plane in gl.static_range(plane_count(DIM)):
-        if words_of(DIM, BITS) == 16:
-            own = gl.permute(gl.reshape(parts[plane], [T, 2, 2, 2, 2]), [4, 1, 2, 3, 0])
-        else:  # the highest of a place's bits tells a word's halves apart
-            own = gl.permute(gl.join(parts[plane], parts[plane + plane_count(DIM)]), [2, 1, 0])
-        values = gl.convert_layout(gl.reshape(own, [16, T]), LEFT, assert_trivial=True)
+        values = gl.convert_layout(planes[plane], LEFT, assert_trivial=True)
         new += (mma_v2(values, weights, sums[plane]),)
     return new
 

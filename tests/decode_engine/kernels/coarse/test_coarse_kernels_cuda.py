@@ -34,7 +34,10 @@ LONG, SHORT = (60001, 8, 59900, 600), (259, 3, 250, 20)
     [
         (4, 128, (4, 4), 1),
         (4, 128, (2, 2), 1),
+        (4, 128, (3, 3), 1),
         (8, 128, (3, 3), 1),
+        (5, 128, (4, 3), 1),
+        (6, 128, (3, 2), 1),
         (1, 64, (4, 4), 1),
         (3, 64, (4, 4), 1),
         (7, 64, (4, 4), 1),
@@ -62,11 +65,11 @@ def test_kernels_find_what_the_references_find(
 
 
 @pytest.mark.parametrize("registers", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_sums_over_many_flat_keys_stay_exact(head_dim: int, registers: bool) -> None:
+@pytest.mark.parametrize(("group", "head_dim", "bits"), [(4, 64, 4), (4, 128, 4), (4, 128, 3)])
+def test_sums_over_many_flat_keys_stay_exact(group: int, head_dim: int, bits: int, registers: bool) -> None:
     """Tensor cores drop what is below a sum's last bit."""
     shape = replace(coarse_shape(torch.device(DEVICE, 0), 65536), registers=registers, programs=8)
-    sizes = make_sizes(4, head_dim, shape=shape, max_keys=65536, kv_heads=2)
+    sizes = make_sizes(group, head_dim, bits, bits, shape=shape, max_keys=65536, kv_heads=2)
     # With nothing to keep, weights would not be moved to where float16 numbers are exact (`one_pass.movable_cut`).
     sequence = make_sequence(sizes, 60001, 0, 60001, 60)
     q = 0.01 * make_queries(sizes, torch.bfloat16, 1)

@@ -35,7 +35,7 @@ METHODS = (
     "multipole", "pq", "refined", "refined+dropped",
 )  # fmt: skip
 LARGE_GROUPS = ("full", "csattention", "csattention+dropped@group=pooled", "multipole", "pq", "refined-3")
-SMALL_DIMENSIONS = ("full", "csattention+dropped", "multipole", "pq", "refined")
+SMALL_DIMENSIONS = ("full", "csattention+dropped", "multipole", "pq", "refined", "refined-3")
 IN_HOST_MEMORY = ("csattention+dropped", "refined")
 IN_PLANES = ("full", "csattention", "csattention+dropped", "multipole", "refined")
 

@@ -29,10 +29,15 @@ _COMMON = {"HEADS": 8, "GROUP": 4, "X": 8, "TILE": 32, "AHEAD": 2, "CHAINED": Tr
 _EVERYTHING = {"ATTEND": True, "EXACT": True}
 _LIST = {"ATTEND": False, "EXACT": False}
 _ATTEND = {"ATTEND": True, "EXACT": False}
-_4, _4_2, _2 = ({"KEY_BITS": keys, "VALUE_BITS": values} for keys, values in ((4, 4), (4, 2), (2, 2)))
+_4, _4_2, _2, _3, _4_3 = (
+    {"KEY_BITS": keys, "VALUE_BITS": values} for keys, values in ((4, 4), (4, 2), (2, 2), (3, 3), (4, 3))
+)
 _SAMPLE = {"TAKEN": 512, "RUNS": 4, "RUN": 16}
 _KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "everything": (warp_pass.pass_kernel, {"DIM": 128, **_4, **_EVERYTHING}),
+    "everything-3": (warp_pass.pass_kernel, {"DIM": 128, **_3, **_EVERYTHING}),
+    "everything-4-3": (warp_pass.pass_kernel, {"DIM": 128, **_4_3, **_EVERYTHING}),
+    "attend-3": (warp_pass.pass_kernel, {"DIM": 128, **_3, **_ATTEND}),
     "everything-64": (warp_pass.pass_kernel, {"DIM": 64, **_4, **_EVERYTHING}),
     "list": (warp_pass.pass_kernel, {"DIM": 128, **_2, **_LIST}),
     "list-64": (warp_pass.pass_kernel, {"DIM": 64, **_4, **_LIST}),
@@ -40,6 +45,7 @@ _KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "attend-64": (warp_pass.pass_kernel, {"DIM": 64, **_4, **_ATTEND}),
     "cut": (warp_cut.cut_kernel, {"CHUNKS": 16, "SAMPLED": 4096}),
     "sample": (warp_sample.sample_kernel, {"DIM": 128, **_4, **_SAMPLE}),
+    "sample-3": (warp_sample.sample_kernel, {"DIM": 128, **_3, **_SAMPLE}),
     "sample-64": (warp_sample.sample_kernel, {"DIM": 64, **_4, **_SAMPLE}),
 }
 _REGISTERS, _WARPS = 65536, 8
