@@ -242,7 +242,7 @@ def _launch_pass(
             slots,
             ATTEND=partials is not None,
             VALUE_BITS=sizes.value_bits,
-            TILE=sizes.shape.tile,
+            TILE=sizes.tile,
             AHEAD=sizes.shape.ahead,
             EXACT=exact,
             num_warps=1,

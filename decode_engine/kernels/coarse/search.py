@@ -34,8 +34,6 @@ from index_store.indexes.coarse_rows.scalars import scalar_rows
 
 BLOCK = tl.constexpr(scalar_rows.BLOCK)
 RUN = tl.constexpr(coarse_sizes.RUN)
-_MOST_RUNS_ALONE = 4
-"""Runs that one warp scores at most: what it loads for them is on its way together."""
 
 
 @triton.jit
@@ -130,6 +128,11 @@ def cut_kernel(
     store_cut(cuts_ptr + row * 3, bits, counted, wanted, keep, searched)
 
 
+def most_runs_alone(head_dim: int) -> int:
+    """Runs that one warp scores at most: what it loads for them is on its way together."""
+    return min(4, 512 // head_dim)
+
+
 def find_cuts(q_BHGD: Tensor, records_BF: Tensor, sizes: CoarseSizes, work: CoarseWork) -> None:
     """Fills normalisers and cuts of `work` for one step's queries; of rows that search nothing they stay as they are.
 
@@ -139,7 +142,7 @@ def find_cuts(q_BHGD: Tensor, records_BF: Tensor, sizes: CoarseSizes, work: Coar
     scale = sizes.head_dim**-0.5 * LOG2E
     if sizes.in_registers:
         taken, runs = shape.samplers * shape.runs, 1
-        while runs < _MOST_RUNS_ALONE and rows * taken > 2 * shape.programs * runs:
+        while runs < most_runs_alone(sizes.head_dim) and rows * taken > 2 * shape.programs * runs:
             runs *= 2
         sample_alone[(taken // runs, rows)](
             q_BHGD,

@@ -23,13 +23,15 @@ RUN = 16
 HEAD_DIMS, MAX_GROUP, MAX_KEYS = (64, 128, 256), HEAD_TILE.value, 2**21
 MIN_KEYS = 32
 """That a context has at least."""
-BITS_IN_REGISTERS = MappingProxyType({64: {4}, 128: {2, 3, 4}})
+BITS_IN_REGISTERS = MappingProxyType({64: {4}, 128: {2, 3, 4}, 256: {2, 3, 4}})
 """Bits of codes that kernels in registers take, by head dimension."""
 CHUNKS, LANES = 16, 32
 """Parts of a sample whose largest weights stand for themselves alone; lanes of a warp, which has a part."""
 
-_COLUMNS = 8
-"""Query rows of a product in registers."""
+_COLUMNS, _MOST_SUMS = 8, 2048
+"""Query rows that products in registers take at once; query rows times channels of a program, at most."""
+_LEAST_TILE, _ROW_BYTES = 16, 64
+"""Keys of a tile in registers, at least, and bytes of its rows where it is not halved."""
 _LEAST_CHANNELS, _LEAST_INT8 = 16, 32
 """That a product takes at least, and one of 8-bit integers."""
 
@@ -39,10 +41,11 @@ class CoarseShape:
     """How the work is cut. Results depend on it by their rounding, and by the sample that the cut comes from.
 
     programs: that go over copies, of all rows together. registers: whether twice as many programs of one warp do, with
-    all that they need in registers (`coarse.warp`), where sizes allow that; tile: keys that such a program holds;
-    ahead: tiles that are on their way to it meanwhile. warps, stages: of other programs, and
-    blocks of which loads are in flight. samplers, runs: programs per row that score a sample, and runs of keys of each;
-    powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which then strays by a ninth; at 0.25 % by a fifth.
+    all that they need in registers (`coarse.warp`), where sizes allow that; tile: keys that such a program holds, half
+    of them where rows are long; ahead: tiles that are on their way to it meanwhile. warps, stages: of other programs,
+    and blocks of which loads are in flight. samplers, runs: programs per row that score a sample, and runs of keys of
+    each; powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which then strays by a ninth; at 0.25 % by a
+    fifth.
     int8_keys, int8_values: products with the codes of keys, and with those of values, are of 8-bit integers instead of
     numbers of the queries' type.
     """
@@ -106,7 +109,19 @@ class CoarseSizes:
         taken = BITS_IN_REGISTERS.get(self.head_dim, set())
         coded = {self.key_bits, self.value_bits} <= taken and self.value_groups == 1
         enough = self.shape.sampled % (LANES * CHUNKS) == 0
-        return self.shape.registers and enough and coded and self.group <= _COLUMNS
+        return self.shape.registers and enough and coded and self.columns * self.head_dim <= _MOST_SUMS
+
+    @property
+    def columns(self) -> int:
+        """Query rows of a product in registers, padded."""
+        return -(-self.group // _COLUMNS) * _COLUMNS
+
+    @property
+    def tile(self) -> int:
+        """Keys that a program in registers holds: eight programs' rings of tiles have room on a processor."""
+        most = max(self.key_bits, self.value_bits)
+        row_bytes = self.head_dim * (2 if most == 2 else 4) // 8  # third bits are there twice
+        return self.shape.tile if row_bytes <= _ROW_BYTES else max(_LEAST_TILE, self.shape.tile // 2)
 
     def splits(self, rows: int) -> int:
         """S."""
@@ -135,7 +150,7 @@ class CoarseSizes:
         return {
             "HEADS": self.kv_heads,
             "GROUP": self.group,
-            "X": _COLUMNS,
+            "X": self.columns,
             "DIM": self.head_dim,
             "KEY_BITS": self.key_bits,
         }

@@ -34,6 +34,7 @@ from decode_engine.kernels.coarse.warp import (
     warp_places,
     warp_records,
     warp_rings,
+    warp_rooms,
     warp_rows,
     warp_sample,
     warp_tiles,
@@ -55,11 +56,13 @@ from tests.support.warps.warp_launches import interpreted
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
     warp_pass, warp_cut, warp_lists, warp_sample, warp_records, warp_rings, warp_tiles, warp_places, warp_codes,
-    warp_rows, search, coarse_pass,
+    warp_rows, warp_rooms, search, coarse_pass,
 )  # fmt: skip
 IN_REGISTERS = replace(SMALL, registers=True, samplers=8)
-CODES = ((128, 4), (128, 3), (128, 2), (64, 4))
+CODES = ((128, 4), (128, 3), (128, 2), (64, 4), (256, 4), (256, 3), (256, 2))
 """Head dimensions and bits of codes."""
+GROUPS = {128: (*range(1, 9), 9, 16), 64: (*range(1, 9), 13), 256: (1, 7, 8)}
+"""Query heads of a KV head, by head dimension."""
 
 
 @dataclass
@@ -101,23 +104,30 @@ def with_rows(sizes: CoarseSizes, keys: int, first: int, end: int, keep: int, ta
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "bits", "apart", "tile"),
+    ("group", "head_dim", "bits", "apart", "tile"),
     [
-        (128, (4, 4), False, 32),
-        (128, (2, 2), True, 16),
-        (128, (4, 2), False, 64),
-        (128, (3, 3), False, 32),
-        (128, (3, 4), True, 16),
-        (128, (2, 3), False, 64),
-        (64, (4, 4), False, 32),
-        (64, (4, 4), True, 16),
-        (64, (4, 4), False, 64),
+        (3, 128, (4, 4), False, 32),
+        (3, 128, (2, 2), True, 16),
+        (3, 128, (4, 2), False, 64),
+        (3, 128, (3, 3), False, 32),
+        (3, 128, (3, 4), True, 16),
+        (3, 128, (2, 3), False, 64),
+        (3, 64, (4, 4), False, 32),
+        (3, 64, (4, 4), True, 16),
+        (3, 64, (4, 4), False, 64),
+        (9, 128, (4, 4), False, 32),
+        (16, 128, (2, 4), False, 64),
+        (12, 128, (3, 3), True, 16),
+        (10, 64, (4, 4), True, 32),
+        (3, 256, (4, 4), False, 32),
+        (3, 256, (2, 2), True, 32),
+        (3, 256, (4, 3), False, 64),
     ],
 )
 def test_kernels_find_what_the_references_find(
-    head_dim: int, bits: tuple[int, int], apart: bool, tile: int
+    group: int, head_dim: int, bits: tuple[int, int], apart: bool, tile: int
 ) -> None:
-    sizes = make_sizes(3, head_dim, *bits, shape=replace(IN_REGISTERS, tile=tile), kv_heads=2)
+    sizes = make_sizes(group, head_dim, *bits, shape=replace(IN_REGISTERS, tile=tile), kv_heads=2)
     assert sizes.in_registers
     sequences = [make_sequence(sizes, 300, 3, 259, 20), None, make_sequence(sizes, 77, 8, 60, 10)]
     with interpreted(*MODULES):
@@ -136,8 +146,9 @@ def test_sums_over_many_flat_keys_stay_exact(head_dim: int, bits: int) -> None:
     assert float((found.out_RGD - expected.out).norm() / expected.out.norm()) < 5e-3
 
 
-@pytest.mark.parametrize("group", range(1, 9))
-@pytest.mark.parametrize(("head_dim", "bits"), CODES)
+@pytest.mark.parametrize(
+    ("head_dim", "bits", "group"), [(*codes, group) for codes in CODES for group in GROUPS[codes[0]]]
+)
 def test_one_launch_attends_to_everything(head_dim: int, bits: int, group: int) -> None:
     """Also where all keys are kept, where nothing is searched, and to a tail longer than a tile."""
     sizes = make_sizes(group, head_dim, bits, bits, shape=IN_REGISTERS, kv_heads=2)
@@ -167,7 +178,7 @@ def test_one_launch_attends_to_everything(head_dim: int, bits: int, group: int) 
             torch.testing.assert_close(lse_RG[row].double(), expected.lse, rtol=0, atol=3e-3)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_exact_weights_far_above_all_others_do_not_overflow(head_dim: int) -> None:
     sizes = make_sizes(1, head_dim, shape=IN_REGISTERS)
     sequence = with_rows(sizes, 300, 3, 259, 5, 2)
@@ -184,21 +195,21 @@ def test_exact_weights_far_above_all_others_do_not_overflow(head_dim: int) -> No
     torch.testing.assert_close(out_RGD[0, 0], sequence.kv_HN2D[0, 1, 1], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("group", [1, 3, 7, 8, 9])
+@pytest.mark.parametrize("group", [1, 8, 9, 16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("bits", [(4, 4), (4, 2), (2, 2), (3, 3), (4, 3)])
 def test_which_sizes_they_take(head_dim: int, bits: tuple[int, int], group: int) -> None:
     sizes = make_sizes(group, head_dim, *bits, shape=IN_REGISTERS)
-    coded = {64: bits == (4, 4), 128: True, 256: False}[head_dim]
-    assert sizes.in_registers == (coded and group <= 8)
+    taken = {64: bits == (4, 4), 128: True, 256: group <= 8}[head_dim]
+    assert sizes.in_registers == taken
     assert not replace(sizes, value_groups=2).in_registers
     assert not replace(sizes, shape=replace(IN_REGISTERS, registers=False)).in_registers
 
 
 def test_kernels_stay_in_registers() -> None:
-    """For compute capability 9.0: no spills, and eight programs of one warp on a processor at least.
+    """For compute capability 9.0: next to no spills, and eight programs of one warp on a processor at least.
 
-    Shared memory is for sums of many warps, and for tiles of keys and values on their way.
+    Shared memory is for sums of many warps, for tiles on their way, and for sums of programs that have too many.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.decode_engine.kernels.problems.compile_warp_kernels"]
@@ -206,7 +217,7 @@ def test_kernels_stay_in_registers() -> None:
         command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True
     ).stdout
     for name, figures in json.loads(found).items():
-        most = 0 if name.startswith("sample") else {"cut": 1024}.get(name, 2**14)
-        assert figures["shared"] <= most, name
-        assert not figures["local"], name
+        assert figures["local"] <= (32 if name.startswith("sample-8-256") else 16), name
         assert figures["programs"] or name == "cut", name
+        if not name.startswith(("everything", "list", "attend")):
+            assert figures["shared"] <= (1024 if name == "cut" else 0), name

@@ -147,6 +147,9 @@ class Shared:
     def load(self, layout: Any) -> Numbers:
         return Numbers(self.array.copy(), layout)
 
+    def store(self, value: Numbers) -> None:
+        self.array[...] = value.array
+
 
 class Copies:
     """Copies into shared memory, which come as late as they may: only when they are waited for."""
@@ -155,7 +158,8 @@ class Copies:
         self._groups: list[list[tuple[Shared, Numbers]]] = [[]]
 
     def async_copy_global_to_shared(self, into: Shared, pointer: Numbers) -> None:
-        assert not (pointer.array[:, ::4] % 16).any(), "copies are of 16 bytes"
+        together = 16 // np.dtype(pointer.element).itemsize
+        assert not (pointer.array[..., ::together] % 16).any(), "copies are of 16 bytes"
         into.array[:] = -1
         self._groups[-1].append((into, pointer))
 
@@ -163,7 +167,6 @@ class Copies:
         self._groups.append([])
 
     def wait_group(self, outstanding: int) -> None:
-        assert not self._groups[-1], "a copy is in no group yet"
         while len(self._groups) - 1 > outstanding:
             for into, pointer in self._groups.pop(0):
                 into.array[:] = Language.load(pointer).array

@@ -29,6 +29,17 @@ from decode_engine.kernels.coarse.warp.warp_rings import (
     new_ring,
     wait_for_copies,
 )
+from decode_engine.kernels.coarse.warp.warp_rooms import (
+    add_sums,
+    copied_steps,
+    copy_steps,
+    keep_queries,
+    kept_queries,
+    load_sums,
+    needs_rooms,
+    new_steps,
+    new_sums,
+)
 from decode_engine.kernels.coarse.warp.warp_rows import attend_rows
 from decode_engine.kernels.coarse.warp.warp_tiles import (
     OF_KEYS,
@@ -229,7 +240,7 @@ def attention_of(attended: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr) -> 
 
 
 @gluon.jit(do_not_specialize=["width", "slots"])
-def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
+def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one place
     q_ptr: gl.tensor,
     records_ptr: gl.tensor,
     normalisers_ptr: gl.tensor,
@@ -260,6 +271,8 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     AHEAD: tiles that are on their way. The first ones are so while the launches before still work: what these do not
     write, and what was there before they began, may be read.
     """
+    ROOMS: gl.constexpr = ATTEND and needs_rooms(X, DIM)
+    TILES: gl.constexpr = _BLOCK // TILE
     row = gl.program_id(1)
     b, head = row // HEADS, row % HEADS
     first = number(records_ptr, b, _FIRST).to(gl.int32)
@@ -276,7 +289,11 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     key_ring = new_ring(TILE, DIM, KEY_BITS, AHEAD)
     value_ring = new_ring(TILE, DIM, VALUE_BITS, AHEAD) if ATTEND else key_ring
     rings = (key_ring, value_ring)
+    if ROOMS:
+        steps_room = new_steps(DIM)
     if stop > first_block:
+        if ROOMS:
+            copy_steps(steps_room, scales_ptr, offsets_ptr, first_block, DIM)
         for turn in gl.static_range(AHEAD):
             base = gl.minimum(start + turn * TILE, last)
             copy_codes(
@@ -284,6 +301,9 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
             )
     queries, units = load_queries(q_ptr, row, X, GROUP, DIM, KEY_BITS)
     units = units * scale_log2
+    if ROOMS:
+        queries_room = keep_queries(queries, X, DIM)
+        sums_room = new_sums(X, DIM)
     wait_alone(CHAINED)
     let_next_begin(CHAINED)
     least, above, draws, shift = movable_cut(cuts_ptr, row)
@@ -293,15 +313,22 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     attended = nothing_yet(TILE, X, DIM)
     count = gl.full([8], 0, gl.int32, layout=OF_KEYS)
     if stop > first_block:
-        steps = load_steps(scales_ptr + first_block * DIM, offsets_ptr + first_block * DIM, DIM, KEY_BITS)
+        if not ROOMS:
+            steps = load_steps(scales_ptr + first_block * DIM, offsets_ptr + first_block * DIM, DIM, KEY_BITS)
         if ATTEND:
             values = load_value_steps(values_ptrs, gl.minimum(start, last), TILE)
         for block in range(first_block, stop):
             next_block = gl.minimum((block + 1) * _BLOCK, beyond)
             prefetch_steps(keys_ptrs, values_ptrs, next_block, beyond, DIM, ATTEND, CHAINED)
-            folded, added = fold(queries, steps, X, DIM, KEY_BITS)
             after = gl.minimum(block + 1, stop - 1)
-            steps = load_steps(scales_ptr + after * DIM, offsets_ptr + after * DIM, DIM, KEY_BITS)
+            if ROOMS:  # a block's steps came with the first tile of all, or of the block before
+                wait_for_copies(min(TILES, AHEAD) - 1)
+                steps = copied_steps(steps_room, block, DIM, KEY_BITS)
+                folded, added = fold(kept_queries(queries_room, X, DIM), steps, X, DIM, KEY_BITS)
+                copy_steps(steps_room, scales_ptr, offsets_ptr, after, DIM)
+            else:
+                folded, added = fold(queries, steps, X, DIM, KEY_BITS)
+                steps = load_steps(scales_ptr + after * DIM, offsets_ptr + after * DIM, DIM, KEY_BITS)
             bottom = gl.fma(added, units, 0.0 - peaks)
             sums, evens, totals = attended
             # Sums of a block begin anew: what tensor cores drop of them stays small.
@@ -338,10 +365,15 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
                         attended = attend_tile(
                             attended, weights, value_words, current, TILE, X, DIM, VALUE_BITS
                         )
-            attended = (add_planes(sums, attended[0], DIM), attended[1], attended[2])
+            if ROOMS:
+                add_sums(sums_room, attended[0], X, DIM)
+            else:
+                attended = (add_planes(sums, attended[0], DIM), attended[1], attended[2])
         wait_for_copies(0)
     gl.store(counts_ptr + place, gl.max(count, 0))
     if ATTEND:
+        if ROOMS:
+            attended = (load_sums(sums_room, X, DIM), attended[1], attended[2])
         sums, total = attention_of(attended, DIM, VALUE_BITS)
         if EXACT:
             see_stores()

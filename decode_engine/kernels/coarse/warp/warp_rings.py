@@ -19,10 +19,13 @@ from decode_engine.kernels.coarse.warp.warp_tiles import key_of
 
 @gluon.constexpr_function
 def ring_layout(W: int) -> gl.SwizzledSharedLayout:
-    """Of a tile [T, W] as it comes.
+    """Of rows of W words.
 
-    Rows of 16 words change halves every other pair of rows, so that lanes find free banks.
+    Those of 16 words change halves every other pair of rows, those of 32 order their sixteens of bytes anew in each of
+    eight, so that lanes find free banks.
     """
+    if W == 32:
+        return gl.SwizzledSharedLayout(vec=4, per_phase=1, max_phase=8, order=[1, 0])
     return gl.SwizzledSharedLayout(vec=min(8, W), per_phase=2, max_phase=2 if W > 8 else 1, order=[1, 0])
 
 

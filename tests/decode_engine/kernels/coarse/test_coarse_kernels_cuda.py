@@ -42,6 +42,12 @@ LONG, SHORT = (60001, 8, 59900, 600), (259, 3, 250, 20)
         (3, 64, (4, 4), 1),
         (7, 64, (4, 4), 1),
         (8, 64, (4, 4), 1),
+        (9, 128, (4, 4), 1),
+        (16, 128, (3, 3), 1),
+        (12, 64, (4, 4), 1),
+        (4, 256, (4, 4), 1),
+        (8, 256, (2, 2), 1),
+        (3, 256, (3, 3), 1),
         (16, 256, (4, 4), 2),
     ],
 )
@@ -65,7 +71,9 @@ def test_kernels_find_what_the_references_find(
 
 
 @pytest.mark.parametrize("registers", [False, True])
-@pytest.mark.parametrize(("group", "head_dim", "bits"), [(4, 64, 4), (4, 128, 4), (4, 128, 3)])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "bits"), [(4, 64, 4), (4, 128, 4), (4, 128, 3), (16, 128, 4), (4, 256, 4)]
+)
 def test_sums_over_many_flat_keys_stay_exact(group: int, head_dim: int, bits: int, registers: bool) -> None:
     """Tensor cores drop what is below a sum's last bit."""
     shape = replace(coarse_shape(torch.device(DEVICE, 0), 65536), registers=registers, programs=8)
@@ -78,10 +86,12 @@ def test_sums_over_many_flat_keys_stay_exact(group: int, head_dim: int, bits: in
     assert float((found.out_RGD - expected.out).norm() / expected.out.norm()) < 1e-2
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_captured_search_is_replayed_for_another_context(head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("group", "head_dim", "bits"), [(4, 64, 4), (4, 128, 4), (4, 128, 3), (16, 128, 4), (4, 256, 4)]
+)
+def test_a_captured_search_is_replayed_for_another_context(group: int, head_dim: int, bits: int) -> None:
     shape = coarse_shape(torch.device(DEVICE, 0), 65536)
-    sizes = make_sizes(4, head_dim, shape=shape, max_keys=65536, kv_heads=2)
+    sizes = make_sizes(group, head_dim, bits, bits, shape=shape, max_keys=65536, kv_heads=2)
     q = make_queries(sizes, torch.bfloat16, 1)
     first, other = ([make_sequence(sizes, *size)] for size in (SHORT, LONG))
     made = Searched(sizes, q, first, apart=False)
@@ -98,15 +108,15 @@ def test_a_captured_search_is_replayed_for_another_context(head_dim: int) -> Non
     assert torch.equal(made.partials.totals_RSG[:, :-1], expected.partials.totals_RSG[:, :-1])
 
 
-@pytest.mark.parametrize(("head_dim", "heads"), [(128, 33), (64, 65)])
-def test_a_context_of_a_million_keys(head_dim: int, heads: int) -> None:
+@pytest.mark.parametrize(("head_dim", "bits", "heads"), [(128, 4, 33), (64, 4, 65), (128, 3, 44)])
+def test_a_context_of_a_million_keys(head_dim: int, bits: int, heads: int) -> None:
     """Codes of the last head begin beyond 2^31 bytes."""
     keys, keep = 2**20, 40_000  # about 156 of the 4,096 sampled keys: how many are kept strays by a twelfth
     shape = coarse_shape(torch.device(DEVICE, 0), keys)
-    sizes = replace(make_sizes(4, head_dim, shape=shape, max_keys=keys), kv_heads=heads)
+    sizes = make_sizes(4, head_dim, bits, bits, shape=shape, max_keys=keys, kv_heads=heads)
     generator = torch.Generator(DEVICE).manual_seed(heads)
     kv = torch.randn(1, keys, 2, head_dim, device=DEVICE, dtype=torch.bfloat16, generator=generator)
-    sequence = CoarseSequence(code_rows(kv.expand(heads, -1, -1, -1), 0, 4, 4, 1), 8, keys - 64, keep)
+    sequence = CoarseSequence(code_rows(kv.expand(heads, -1, -1, -1), 0, bits, bits, 1), 8, keys - 64, keep)
     q = make_queries(sizes, torch.bfloat16, 1)
     q[:, -1] = q[:, 0]
     found = Searched(sizes, q, [sequence], apart=False)

@@ -36,6 +36,8 @@ METHODS = (
 )  # fmt: skip
 LARGE_GROUPS = ("full", "csattention", "csattention+dropped@group=pooled", "multipole", "pq", "refined-3")
 SMALL_DIMENSIONS = ("full", "csattention+dropped", "multipole", "pq", "refined", "refined-3")
+COARSE = ((16, 128, 4), (9, 128, 3), (4, 256, 4), (8, 256, 2), (16, 256, 3))
+"""Groups, channels and bits of coarse rows, of which other kernels of a step take none."""
 IN_HOST_MEMORY = ("csattention+dropped", "refined")
 IN_PLANES = ("full", "csattention", "csattention+dropped", "multipole", "refined")
 
@@ -166,6 +168,29 @@ def attend_windows() -> None:
     attend_window(queries, records_BF, Partials.allocate(SIZE * HEADS, 4, 4, 128, GPU), 1.0)
 
 
+def go_over_coarse_rows() -> None:
+    from decode_engine.kernels import records
+    from decode_engine.kernels.attention.key_lists import KeyLists
+    from decode_engine.kernels.attention.partials import Partials
+    from decode_engine.kernels.coarse.coarse_pass import attend_all, list_keys
+    from decode_engine.kernels.coarse.search import find_cuts
+    from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork, coarse_shape
+
+    records_BF = torch.zeros(SIZE, records.RECORD_FIELDS, dtype=torch.int64)
+    rows = SIZE * HEADS
+    for group, head_dim, bits in COARSE:
+        sizes = CoarseSizes(HEADS, group, head_dim, bits, bits, 1, KEYS, coarse_shape(GPU, KEYS))
+        queries = torch.zeros(SIZE, HEADS, group, head_dim, dtype=torch.bfloat16)
+        work = CoarseWork.make(sizes, SIZE, GPU)
+        lists = KeyLists.allocate(rows, sizes.splits(rows), sizes.width(rows), GPU)
+        partials = Partials.allocate(rows, sizes.splits(rows), group, head_dim, GPU)
+        find_cuts(queries, records_BF, sizes, work)
+        list_keys(queries, records_BF, sizes, work, lists)
+        list_keys(queries, records_BF, sizes, work, lists, partials)
+        if sizes.in_registers:
+            attend_all(queries, records_BF, sizes, work, lists, partials)
+
+
 def main() -> None:
     gc.disable()  # a compiler makes many objects and keeps most
     compiled, failed = pretend()
@@ -181,6 +206,7 @@ def main() -> None:
         take_steps(4, 128, IN_HOST_MEMORY, "hybrid", planes=True)
         copy_some()
         attend_windows()
+        go_over_coarse_rows()
     json.dump({"compiled": compiled, "failed": failed}, sys.stdout)
 
 

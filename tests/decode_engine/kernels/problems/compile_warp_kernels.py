@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from decode_engine.kernels.coarse.search import most_runs_alone
+from decode_engine.kernels.coarse.sizes import RUN, CoarseSizes
 from decode_engine.kernels.coarse.warp import warp_cut, warp_pass, warp_sample
 
 _TYPES = {
@@ -25,30 +28,40 @@ _TYPES = {
     "totals_ptr": "*fp32", "sampled_ptr": "*fp32", "scale_log2": "fp32", "width": "i32",
     "slots": "i32",
 }  # fmt: skip
-_COMMON = {"HEADS": 8, "GROUP": 4, "X": 8, "TILE": 32, "AHEAD": 2, "CHAINED": True}
-_EVERYTHING = {"ATTEND": True, "EXACT": True}
-_LIST = {"ATTEND": False, "EXACT": False}
-_ATTEND = {"ATTEND": True, "EXACT": False}
-_4, _4_2, _2, _3, _4_3 = (
-    {"KEY_BITS": keys, "VALUE_BITS": values} for keys, values in ((4, 4), (4, 2), (2, 2), (3, 3), (4, 3))
-)
-_SAMPLE = {"TAKEN": 512, "RUNS": 4, "RUN": 16}
-_KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "everything": (warp_pass.pass_kernel, {"DIM": 128, **_4, **_EVERYTHING}),
-    "everything-3": (warp_pass.pass_kernel, {"DIM": 128, **_3, **_EVERYTHING}),
-    "everything-4-3": (warp_pass.pass_kernel, {"DIM": 128, **_4_3, **_EVERYTHING}),
-    "attend-3": (warp_pass.pass_kernel, {"DIM": 128, **_3, **_ATTEND}),
-    "everything-64": (warp_pass.pass_kernel, {"DIM": 64, **_4, **_EVERYTHING}),
-    "list": (warp_pass.pass_kernel, {"DIM": 128, **_2, **_LIST}),
-    "list-64": (warp_pass.pass_kernel, {"DIM": 64, **_4, **_LIST}),
-    "attend": (warp_pass.pass_kernel, {"DIM": 128, **_4_2, **_ATTEND}),
-    "attend-64": (warp_pass.pass_kernel, {"DIM": 64, **_4, **_ATTEND}),
-    "cut": (warp_cut.cut_kernel, {"CHUNKS": 16, "SAMPLED": 4096}),
-    "sample": (warp_sample.sample_kernel, {"DIM": 128, **_4, **_SAMPLE}),
-    "sample-3": (warp_sample.sample_kernel, {"DIM": 128, **_3, **_SAMPLE}),
-    "sample-64": (warp_sample.sample_kernel, {"DIM": 64, **_4, **_SAMPLE}),
+_COMMON = {"HEADS": 8, "AHEAD": 2, "CHAINED": True}
+_MODES = {
+    "everything": {"ATTEND": True, "EXACT": True},
+    "attend": {"ATTEND": True, "EXACT": False},
+    "list": {"ATTEND": False, "EXACT": False},
 }
-_REGISTERS, _WARPS = 65536, 8
+_SIZES = {
+    "everything": (
+        (4, 128, 4, 4), (4, 128, 3, 3), (4, 64, 4, 4), (16, 128, 3, 4), (16, 64, 4, 4), (8, 256, 4, 4), (8, 256, 2, 2),
+    ),
+    "attend": ((4, 128, 4, 2), (4, 128, 2, 3), (4, 64, 4, 4), (8, 256, 3, 3)),
+    "list": ((4, 128, 2, 2), (4, 64, 4, 4), (16, 128, 3, 3), (8, 256, 4, 4)),
+    "sample": ((4, 128, 4, 4), (4, 64, 4, 4), (16, 128, 3, 3), (8, 256, 4, 4)),
+}  # fmt: skip
+"""Query heads of a KV head, channels, and bits of keys and of values."""
+_REGISTERS, _SHARED, _RESERVED, _PROGRAMS = 65536, 227 * 1024, 1024, 8
+"""Of a processor, in bytes the last three: what programs share, and what each has besides; programs that are to fit."""
+
+
+def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """What is compiled: a name, a kernel and what it is compiled for."""
+    yield "cut", warp_cut.cut_kernel, {"CHUNKS": 16, "SAMPLED": 4096, "GROUP": 4}
+    for kind, sizes in _SIZES.items():
+        for group, head_dim, key_bits, value_bits in sizes:
+            layer = CoarseSizes(8, group, head_dim, key_bits, value_bits, 1, 2**17)
+            constants = layer.key_constants_alone()
+            if kind == "sample":
+                runs = most_runs_alone(head_dim)
+                yield f"sample-{group}-{head_dim}-{key_bits}", warp_sample.sample_kernel, {
+                    "TAKEN": 512, "RUNS": runs, "RUN": RUN, **constants
+                }  # fmt: skip
+            else:
+                constants |= {"VALUE_BITS": value_bits, "TILE": layer.tile, **_MODES[kind]}
+                yield f"{kind}-{group}-{head_dim}-{key_bits}-{value_bits}", warp_pass.pass_kernel, constants
 
 
 def figures(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
@@ -66,9 +79,10 @@ def figures(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
     return {
         "shared": compiled.metadata.shared,
         "local": stack,
-        "programs": -(-registers // 8) * 8 * 32 * _WARPS <= _REGISTERS,
+        "programs": -(-registers // 8) * 8 * 32 * _PROGRAMS <= _REGISTERS
+        and (compiled.metadata.shared + _RESERVED) * _PROGRAMS <= _SHARED,
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: figures(*given) for name, given in _KERNELS.items()}))  # noqa: T201
+    print(json.dumps({name: figures(*given) for name, *given in kernels()}))  # noqa: T201
