@@ -43,10 +43,11 @@ def step_plan(
     length: int,
     kv_heads: int | None = None,
     head_dim: int = HEAD_DIM,
+    group: int = GROUP,
 ) -> StepPlan:
     """Of steps over so many layers of such a model. kv_heads: KV_HEADS unless others are asked for."""
     heads = kv_heads or KV_HEADS
-    model = ModelIdentity("bench", "none", "f", "t", layers, heads * GROUP, heads, head_dim, 2, 2 * length)
+    model = ModelIdentity("bench", "none", "f", "t", layers, heads * group, heads, head_dim, 2, 2 * length)
     return StepPlan(model, method, batch, int(triton.next_power_of_2(length)), DTYPE, DEVICE)
 
 
@@ -57,10 +58,10 @@ class Memory:
     spread: ClassVar[float]
     """Of queries, which says how sharp the attention is."""
 
-    def __init__(self, length: int, batch: int, head_dim: int = HEAD_DIM) -> None:
+    def __init__(self, length: int, batch: int, head_dim: int = HEAD_DIM, group: int = GROUP) -> None:
         shape = (self.layers, batch, KV_HEADS, length, 2, head_dim)
         self.kv = torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_()
-        q = self.spread * torch.randn(self.layers, batch, KV_HEADS, GROUP, head_dim, device=DEVICE)
+        q = self.spread * torch.randn(self.layers, batch, KV_HEADS, group, head_dim, device=DEVICE)
         self.q = q.to(DTYPE)
         self.tail = torch.empty(batch, KV_HEADS, TAIL_ROOM, 2, head_dim, dtype=DTYPE, device=DEVICE).normal_()
 
@@ -74,6 +75,7 @@ class Steps(ABC):
     def __init__(self, memory: Memory, share: float) -> None:
         self.memory = memory
         self.batch, self.length, self.head_dim = memory.kv.shape[1], memory.kv.shape[3], memory.kv.shape[5]
+        self.group = memory.q.shape[3]
         self.keep, self.rows = round(share * self.length), self.batch * KV_HEADS
 
     @property

@@ -1,14 +1,14 @@
 """Decode attention of `refined` on a GPU, against torch's best full attention on the same tensors in one run.
 
 usage: python ops/bench/one_layer/refined_gpu.py [--bars] [--trained] [--figures 4-bits-128k-b1,2-bits] [--head-dim 64]
-    [--sweep]
+    [--group 16] [--sweep]
 
-Regime: one layer of a decode step, 32 query heads, 8 KV heads, head dimension 128 or, with --head-dim, 64, bfloat16;
-keys, values and their coarse copies in the GPU's memory, every sequence of a batch on a context of its own. Several
-layers' worth of everything take turns, so that no step finds its data in the second-level cache. Figures come twice:
-`random` keys and values are normal numbers; `clustered` ones are as a trained model's are: runs of tokens gather around
-centres, channels lie apart and have spreads of their own, and queries are near some centres, so that a few blocks hold
-most of what is kept.
+Regime: one layer of a decode step, 8 KV heads with 4 query heads each or as many as --group says, head dimension 128
+or, with --head-dim, 64 or 256, bfloat16; keys, values and their coarse copies in the GPU's memory, every sequence of a
+batch on a context of its own. Several layers' worth of everything take turns, so that no step finds its data in the
+second-level cache. Figures come twice: `random` keys and values are normal numbers; `clustered` ones are as a trained
+model's are: runs of tokens gather around centres, channels lie apart and have spreads of their own, and queries are
+near some centres, so that a few blocks hold most of what is kept.
 
 `graph_us` is one layer inside a CUDA graph of all of them: sample and cut, one pass over the coarse copy, attention to
 the listed keys, sinks, recent window and tail, and the merge; `eager_us` the same launched from Python; medians after a
@@ -21,7 +21,7 @@ keys as they are and to all others as they are coded, and the number of listed k
 --sweep also times other launch shapes to stderr.
 
 One JSON line per figure; the exit code is 1 when a check fails, or when --bars is given and a figure misses its bar.
-Bars are for head dimension 128.
+Bars are for head dimension 128 and groups of 4.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ import typer
 from harness.checks import CheckFailedError, check_close
 from harness.layer import (
     DEVICE,
+    GROUP,
     HEAD_DIM,
     KV_HEADS,
     TAIL,
@@ -55,8 +56,9 @@ from harness.made_up.trained_rows import record_rows
 from harness.report import reporting
 from harness.timing import copy_bandwidth, full_attention_us, graph_us
 
+from decode_engine.kernels.attention import key_lists
 from decode_engine.kernels.coarse.reference import attend_others_reference
-from decode_engine.kernels.coarse.sizes import CoarseShape, coarse_shape
+from decode_engine.kernels.coarse.sizes import MAX_GROUP, CoarseShape, CoarseSizes, coarse_shape
 from decode_engine.steps.attention.coarse_steps import CoarseSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from index_store.attention.attention_state import AttentionState
@@ -66,7 +68,7 @@ from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,12 @@ class Figure:
 
     def without_bars(self) -> Figure:
         return replace(self, bars=dict.fromkeys(self.bars, 0.0))
+
+    def can_be_timed(self, head_dim: int, group: int) -> bool:
+        """Whether there are kernels for a step over such heads."""
+        shape = coarse_shape(DEVICE, LENGTH)
+        sizes = CoarseSizes(KV_HEADS, group, head_dim, self.bits, self.bits, 1, LENGTH, shape)
+        return sizes.in_registers or listed(head_dim, group)
 
     def method(self) -> Method:
         spec = INDEX_SPECS["coarse_rows"].with_parameters(key_bits=self.bits, value_bits=self.bits)
@@ -96,6 +104,11 @@ FIGURES = (
 )
 
 
+def listed(head_dim: int, group: int) -> bool:
+    """Whether kernels that attend to lists take such heads, so that the general kernels can be timed."""
+    return head_dim in key_lists.HEAD_DIMS and group <= key_lists.MAX_GROUP
+
+
 class Bench(Steps):
     """The steps of a figure."""
 
@@ -108,7 +121,9 @@ class Bench(Steps):
         super().__init__(memory, share)
         self.figure = figure
         memory.code(figure.bits, self.keep)
-        plan = step_plan(figure.method(), memory.layers, self.batch, self.length, head_dim=self.head_dim)
+        plan = step_plan(
+            figure.method(), memory.layers, self.batch, self.length, head_dim=self.head_dim, group=self.group
+        )
         chosen = coarse_shape(plan.device, plan.max_keys) if shape is None else shape
         with patch(f"{CoarseSelection.__module__}.coarse_shape", lambda device, max_keys: chosen):
             self.attention, self.lists_only = ListedSteps(plan), CoarseSelection(plan)
@@ -127,8 +142,9 @@ class Bench(Steps):
 
     def neighbours(self) -> list[CoarseShape]:
         shape = self.shape
+        others = [replace(shape, registers=not shape.registers)] if listed(self.head_dim, self.group) else []
         tries = [
-            replace(shape, registers=not shape.registers),
+            *others,
             *(replace(shape, tile=tile) for tile in (16, 64)),
             *(replace(shape, ahead=ahead) for ahead in (1, 2, 4, 6)),
             *(replace(shape, programs=shape.programs * part // 8) for part in (6, 7, 9)),
@@ -178,16 +194,24 @@ class Bench(Steps):
 def main(
     figures: Annotated[str, typer.Option(help="Names or prefixes, comma-separated; empty: all.")] = "",
     bars: Annotated[bool, typer.Option("--bars", help="Fail when a figure misses its bar.")] = False,
-    head_dim: Annotated[int, typer.Option(help="Channels of a head: 64 or 128.")] = HEAD_DIM,
+    head_dim: Annotated[int, typer.Option(help="Channels of a head: 64, 128 or 256.")] = HEAD_DIM,
+    group: Annotated[int, typer.Option(help="Query heads of a KV head: 1 to 16.")] = GROUP,
     trained: Annotated[bool, typer.Option("--trained", help="Also take a trained model's keys.")] = False,
     sweep: Annotated[bool, typer.Option("--sweep", help="Also time other launch shapes, to stderr.")] = False,
 ) -> None:
     """Times one layer's decode attention of `refined` on a GPU; one JSON line per figure."""
     prefixes = tuple(figures.split(",")) if figures else ("",)
     if head_dim not in HEAD_DIMS:
-        raise typer.BadParameter(f"--head-dim {head_dim}; expected {' or '.join(map(str, HEAD_DIMS))}")
+        raise typer.BadParameter(f"--head-dim {head_dim}; expected one of {', '.join(map(str, HEAD_DIMS))}")
+    if not 1 <= group <= MAX_GROUP:
+        raise typer.BadParameter(f"--group {group}; expected 1 to {MAX_GROUP}")
     chosen = [figure for figure in FIGURES if figure.name.startswith(prefixes)]
-    if head_dim != HEAD_DIM:
+    for figure in chosen:
+        if not figure.can_be_timed(head_dim, group):
+            raise typer.BadParameter(
+                f"{figure.name} with --head-dim {head_dim} and --group {group}: no kernels; leave it out of --figures"
+            )
+    if (head_dim, group) != (HEAD_DIM, GROUP):
         chosen = [figure.without_bars() for figure in chosen]
     with reporting("refined_gpu", bars) as report:
         torch.manual_seed(0)
@@ -200,6 +224,7 @@ def main(
                     LENGTH,
                     batch,
                     head_dim,
+                    group=group,
                     clustered=keys == "clustered",
                     trained=rows if keys == "trained" else None,
                 )
@@ -207,7 +232,7 @@ def main(
                 for figure in (figure for figure in chosen if figure.batch == batch):
                     make = partial(Bench, memory, figure)
                     for row, missed in figure_rows(figure.name, figure.bars, make, full, bandwidth, sweep):
-                        report.add(row | {"head_dim": head_dim, "keys": keys}, *missed)
+                        report.add(row | {"head_dim": head_dim, "group": group, "keys": keys}, *missed)
                 del memory, make
                 torch.cuda.empty_cache()
 

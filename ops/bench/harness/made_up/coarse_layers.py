@@ -27,20 +27,21 @@ class CoarseMemory(Memory):
         batch: int,
         head_dim: int = HEAD_DIM,
         *,
+        group: int = GROUP,
         clustered: bool = False,
         trained: TrainedRows | None = None,
     ) -> None:
         """Random numbers, unless `clustered`: moved to centres; or those of a trained model."""
         searched = batch * KV_HEADS * length * head_dim
         self.layers = max(2, min(8, -(-COLD_BYTES // searched)))
-        super().__init__(length, batch, head_dim)
+        super().__init__(length, batch, head_dim, group)
         for number in range(self.layers * batch):
             layer, b = divmod(number, batch)
             if clustered:
                 gather_around_centres(self.kv[layer, b], self.q[layer, b])
             if trained is not None:
                 self.kv[layer, b] = trained.kv(number, KV_HEADS, length, head_dim)
-                self.q[layer, b] = trained.q(number, KV_HEADS, GROUP, head_dim).to(DTYPE)
+                self.q[layer, b] = trained.q(number, KV_HEADS, group, head_dim).to(DTYPE)
         self.sequences: list[list[CoarseSequence]] = []
 
     def code(self, bits: int, keep: int) -> None:
