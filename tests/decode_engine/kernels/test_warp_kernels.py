@@ -25,7 +25,7 @@ from decode_engine.kernels.coarse import coarse_pass, search
 from decode_engine.kernels.coarse.coarse_pass import attend_all
 from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
 from decode_engine.kernels.coarse.search import find_cuts
-from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.sizes import NEGLIGIBLE, CoarseSizes, CoarseWork
 from decode_engine.kernels.coarse.warp import (
     warp_codes,
     warp_cut,
@@ -176,6 +176,34 @@ def test_one_launch_attends_to_everything(head_dim: int, bits: int, group: int) 
             expected = sequence.attended(q_BHGD[b, head], head, listed).merge(rest)
             torch.testing.assert_close(out_RGD[row].double(), expected.out, rtol=0, atol=3e-3)
             torch.testing.assert_close(lse_RG[row].double(), expected.lse, rtol=0, atol=3e-3)
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 3), (64, 16), (256, 1)])
+def test_values_of_next_to_no_weight_are_not_read(head_dim: int, group: int) -> None:
+    """Tile by tile, of those of which no key is kept; of a tile in which a key counts all are read."""
+    sizes = make_sizes(group, head_dim, shape=IN_REGISTERS)
+    kv = torch.randn(1, 512, 2, head_dim, generator=torch.Generator().manual_seed(1))
+    q_BHGD = make_queries(sizes, torch.float32, 1)
+    q_BHGD[:] = q_BHGD[:, :, :1].clone()
+    direction = q_BHGD[0, 0, 0] / q_BHGD[0, 0, 0].norm()
+    kv[:, :, 0] -= (kv[:, :, 0] @ direction)[..., None] * direction
+    light, mixed = (slice(64, 96), slice(320, 352)), slice(192, 224)
+    for part in (*light, mixed):
+        kv[:, part, 0] -= 12 * head_dim**0.5 / q_BHGD[0, 0, 0].norm() * direction
+    kv[:, mixed.start + 7, 0] = kv[:, 0, 0]
+    rows = code_rows(kv, 0, 4, 4, 1)
+    sequence = CoarseSequence(rows, 0, 512, 5)
+    poisoned = replace(sequence, rows=replace(rows, value_scales_HNV=rows.value_scales_HNV.clone()))
+    for part in light:
+        poisoned.rows.value_scales_HNV[:, part] = torch.nan
+    with interpreted(*MODULES):
+        found = Searched(sizes, q_BHGD, [poisoned], apart=False)
+        poisoned.rows.value_scales_HNV[:, mixed] = torch.nan
+        read = Searched(sizes, q_BHGD, [poisoned], apart=False)
+    expected = attend_others_reference(q_BHGD, [sequence], found.lists)
+    torch.testing.assert_close(found.out_RGD, expected.out, rtol=0, atol=2 * NEGLIGIBLE)
+    torch.testing.assert_close(found.lse_RG, expected.lse, rtol=0, atol=2 * NEGLIGIBLE)
+    assert read.out_RGD.isnan().all()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import border, records
+from decode_engine.kernels.coarse.sizes import NEGLIGIBLE
 from decode_engine.kernels.coarse.warp import warp_rows
 from decode_engine.kernels.coarse.warp.warp_codes import key_layout, value_layout
 from decode_engine.kernels.coarse.warp.warp_lists import list_keys
@@ -70,6 +71,7 @@ _DRAW_STEP = gl.constexpr(border.DRAW_STEP.value)
 _HEAD_STEP = gl.constexpr(border.HEAD_STEP)
 _INFINITE = gl.constexpr(border.INFINITE)
 _ROWS_TILE = gl.constexpr(warp_rows.TILE)
+_NEGLIGIBLE = gl.constexpr(NEGLIGIBLE)
 
 
 @gluon.jit
@@ -308,6 +310,9 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     let_next_begin(CHAINED)
     least, above, draws, shift = movable_cut(cuts_ptr, row)
     peaks = reference_weights(normalisers_ptr, row, shift, end > first, X, GROUP)
+    # Of the weight of a tile, all heads together: with less its values are not read.
+    even = gl.exp2(shift) * GROUP * TILE / gl.maximum(end - first, 1).to(gl.float32)
+    enough = even * _NEGLIGIBLE
     place = row.to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
     inner = key_of(gl.arange(0, TILE, layout=OF_KEYS), TILE)
     attended = nothing_yet(TILE, X, DIM)
@@ -340,17 +345,14 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                     begin = gl.minimum(tile, last)
                     wait_for_copies(AHEAD - 1)
                     words = key_ring.index(turn % (AHEAD + 1)).load(key_layout(TILE, DIM, KEY_BITS))
-                    if ATTEND:
-                        value_words = value_ring.index(turn % (AHEAD + 1)).load(
-                            value_layout(TILE, DIM, VALUE_BITS, False)
-                        )
                     copy_codes(
                         rings, turn + AHEAD, keys_ptrs, values_ptrs, gl.minimum(tile + AHEAD * TILE, last),
                         TILE, DIM, KEY_BITS, VALUE_BITS, ATTEND, AHEAD,
                     )  # fmt: skip
                     products = multiply_keys(words, folded, TILE, X, DIM, KEY_BITS)
                     weights = gl.exp2(gl.fma(products, gl.expand_dims(units, 0), gl.expand_dims(bottom, 0)))
-                    together = gl.sum(weights, 1).to(gl.int32, bitcast=True)
+                    summed = gl.sum(weights, 1)
+                    together, heavy = summed.to(gl.int32, bitcast=True), gl.sum(summed, 0) >= enough
                     whole = (first < tile + 1) & (end >= tile + TILE) & (last >= tile)
                     # Most tiles are searched as a whole, and none of their keys is kept.
                     if not whole or gl.max(together, 0) >= least:
@@ -362,9 +364,13 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                     if ATTEND:
                         current = values
                         values = load_value_steps(values_ptrs, gl.minimum(tile + TILE, last), TILE)
-                        attended = attend_tile(
-                            attended, weights, value_words, current, TILE, X, DIM, VALUE_BITS
-                        )
+                        if heavy:
+                            value_words = value_ring.index(turn % (AHEAD + 1)).load(
+                                value_layout(TILE, DIM, VALUE_BITS, False)
+                            )
+                            attended = attend_tile(
+                                attended, weights, value_words, current, TILE, X, DIM, VALUE_BITS
+                            )
             if ROOMS:
                 add_sums(sums_room, attended[0], X, DIM)
             else:
