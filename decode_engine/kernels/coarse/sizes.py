@@ -25,8 +25,6 @@ MIN_KEYS = 32
 """That a context has at least."""
 BITS_IN_REGISTERS = MappingProxyType({64: {4}, 128: {2, 3, 4}, 256: {2, 3, 4}})
 """Bits of codes that kernels in registers take, by head dimension."""
-NEGLIGIBLE = 0.005
-"""Share of its even share of a row's weight, all heads together, below which a tile's values are not read."""
 CHUNKS, LANES = 16, 32
 """Parts of a sample whose largest weights stand for themselves alone; lanes of a warp, which has a part."""
 

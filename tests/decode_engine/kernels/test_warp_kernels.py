@@ -25,7 +25,7 @@ from decode_engine.kernels.coarse import coarse_pass, search
 from decode_engine.kernels.coarse.coarse_pass import attend_all
 from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
 from decode_engine.kernels.coarse.search import find_cuts
-from decode_engine.kernels.coarse.sizes import NEGLIGIBLE, CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
 from decode_engine.kernels.coarse.warp import (
     warp_codes,
     warp_cut,
@@ -39,6 +39,7 @@ from decode_engine.kernels.coarse.warp import (
     warp_sample,
     warp_tiles,
 )
+from decode_engine.kernels.coarse.warp.warp_pass import NEGLIGIBLE
 from decode_engine.kernels.records import records_of
 from index_store.attention.attention_state import AttentionState
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows

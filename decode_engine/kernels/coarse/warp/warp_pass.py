@@ -12,7 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import border, records
-from decode_engine.kernels.coarse.sizes import NEGLIGIBLE
 from decode_engine.kernels.coarse.warp import warp_rows
 from decode_engine.kernels.coarse.warp.warp_codes import key_layout, value_layout
 from decode_engine.kernels.coarse.warp.warp_lists import list_keys
@@ -61,6 +60,10 @@ from decode_engine.kernels.coarse.warp.warp_tiles import (
     values_of,
 )
 from index_store.indexes.coarse_rows.scalars import scalar_rows
+
+NEGLIGIBLE = 0.005
+"""Share of its even share of a row's weight, all heads together, below which a tile's values are not read: that holds
+for less than this share of all of them, then."""
 
 _KEYS, _FIRST, _END, _TAIL_KEYS, _KV, _TAIL = (
     gl.constexpr(field)

@@ -98,10 +98,10 @@ class TrainedRows:
         return [[(number + head + part * apart) % sources for part in range(count)] for head in range(heads)]
 
 
-def record_rows(length: int, device: str) -> TrainedRows:
+def record_rows(length: int, device: str, sessions: int = SESSIONS) -> TrainedRows:
     """Rows of a context of about so many tokens, all that the reader takes beside a prompt at most."""
     with tempfile.TemporaryDirectory() as folder:
-        return TrainedRows.record(Path(folder), min(length, MOST), SESSIONS, device)
+        return TrainedRows.record(Path(folder), min(length, MOST), sessions, device)
 
 
 def _observe(session: Session, seen: list[Tensor]) -> None:

@@ -23,8 +23,9 @@ def bench() -> ModuleType:
     return load_bench("one_layer/attention_cpu")
 
 
-def test_one_line_per_result(bench: ModuleType, run: Run) -> None:
-    rows, code, table = run(bench, lengths="1k", shapes="reader", keep="0.05", repeats=2)
+@pytest.mark.parametrize("trained", [False, True])
+def test_one_line_per_result(bench: ModuleType, run: Run, trained: bool) -> None:
+    rows, code, table = run(bench, lengths="1k", shapes="reader", keep="0.05", repeats=2, trained=trained)
     sparse = ["csattention-dense", "csattention-lists", "csattention-remainder", "refined"]
     planes = ["full-engine-int8", "refined-int8"]
     assert (code, [row["method"] for row in rows]) == (
