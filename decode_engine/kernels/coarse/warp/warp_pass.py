@@ -45,6 +45,7 @@ from decode_engine.kernels.coarse.warp.warp_tiles import (
     OF_KEYS,
     OF_ROWS,
     RESULT,
+    RIGHT,
     add_planes,
     add_values,
     as_right,
@@ -171,27 +172,6 @@ def load_value_steps(ptrs: gl.tensor, base: gl.tensor, T: gl.constexpr) -> gl.te
 
 
 @gluon.jit
-def copy_codes(
-    rings: gl.tensor,
-    turn: gl.tensor,
-    keys_ptrs: gl.tensor,
-    values_ptrs: gl.tensor,
-    base: gl.tensor,
-    TILE: gl.constexpr,
-    DIM: gl.constexpr,
-    KEY_BITS: gl.constexpr,
-    VALUE_BITS: gl.constexpr,
-    ATTEND: gl.constexpr,
-    AHEAD: gl.constexpr,
-) -> None:
-    """Has codes of keys, and of their values, copied as the turn-th tile."""
-    copy_tile(rings[0], turn, keys_ptrs[0], base, TILE, DIM, KEY_BITS, AHEAD)
-    if ATTEND:
-        copy_tile(rings[1], turn, values_ptrs[0], base, TILE, DIM, VALUE_BITS, AHEAD)
-    end_of_copies()
-
-
-@gluon.jit
 def reference_weights(
     normalisers_ptr: gl.tensor,
     row: gl.tensor,
@@ -213,28 +193,68 @@ def reference_weights(
 
 @gluon.jit
 def nothing_yet(T: gl.constexpr, X: gl.constexpr, DIM: gl.constexpr) -> gl.tensor:
-    """What `attend_tile` adds to: sums of planes; what adds to all channels, weights."""
+    """Of values: sums of planes, what adds to all channels, and weights."""
     zero = gl.full([T, X], 0.0, gl.float32, layout=RESULT)
     return no_values_yet(X, DIM), zero, zero
 
 
 @gluon.jit
-def attend_tile(
-    attended: gl.tensor,
-    weights: gl.tensor,
-    words: gl.tensor,
-    steps: gl.tensor,
-    T: gl.constexpr,
-    X: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
+def weigh_tile(
+    attended: gl.tensor, weights: gl.tensor, steps: gl.tensor, T: gl.constexpr, X: gl.constexpr
 ) -> gl.tensor:
-    """Adds a tile of values by weights [T, X], 0 for keys that do not count."""
+    """Adds weights [T, X], 0 for keys that do not count, and all of their values but the codes.
+
+    Also returns what the codes are multiplied with, a right operand.
+    """
     sums, evens, totals = attended
     scales, starts = key_numbers(steps[0], T), key_numbers(steps[1], T)
     evens = gl.fma(weights, gl.expand_dims(starts, 1), evens)
     scaled = as_right((weights * gl.expand_dims(scales, 1)).to(gl.float16), T, X)
-    return add_values(sums, words, scaled, T, DIM, BITS), evens, totals + weights
+    return (sums, evens, totals + weights), scaled
+
+
+@gluon.jit
+def attend_tile(
+    attended: gl.tensor,
+    tile: gl.tensor,
+    ring: gl.shared_memory_descriptor,
+    turn: gl.tensor,
+    T: gl.constexpr,
+    X: gl.constexpr,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
+    AHEAD: gl.constexpr,
+) -> gl.tensor:
+    """Adds the codes of the turn-th tile's values, which have come, if they were asked for.
+
+    tile: whether they were, and what they are multiplied with.
+    """
+    asked, scaled = tile
+    if asked:
+        words = ring.index(turn % (AHEAD + 1)).load(value_layout(T, DIM, BITS, False))
+        sums, evens, totals = attended
+        attended = (add_values(sums, words, scaled, T, DIM, BITS), evens, totals)
+    return attended
+
+
+@gluon.jit
+def next_tiles(tiles: gl.tensor, asked: gl.tensor, scaled: gl.tensor) -> gl.tensor:
+    """Tiles whose values are on their way, without the first of them, and with one more."""
+    later: gl.tensor = ()
+    for following in gl.static_range(1, len(tiles)):
+        later += (tiles[following],)
+    later += ((asked, scaled),)
+    return later
+
+
+@gluon.jit
+def no_tiles(T: gl.constexpr, X: gl.constexpr, asked: gl.tensor, COUNT: gl.constexpr) -> gl.tensor:
+    """COUNT of which none was asked for."""
+    scaled = gl.full([T, X], 0.0, gl.float16, layout=RIGHT)
+    tiles: gl.tensor = ()
+    for _ in gl.static_range(COUNT):
+        tiles += ((asked, scaled),)
+    return tiles
 
 
 @gluon.jit
@@ -273,8 +293,9 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     """Program (split, row): a share of the row's blocks, as in `coarse_pass.pass_kernel`.
 
     EXACT, with ATTEND: attends to the listed keys, too, and to a share of sinks, recent window and tail.
-    AHEAD: tiles that are on their way. The first ones are so while the launches before still work: what these do not
-    write, and what was there before they began, may be read.
+    AHEAD: tiles of keys that are on their way. The first ones are so while the launches before still work: what these
+    do not write, and what was there before they began, may be read. Values follow: those of a tile are asked for when
+    its weights are known, if these are enough, and are attended to AHEAD tiles later.
     """
     ROOMS: gl.constexpr = ATTEND and needs_rooms(X, DIM)
     TILES: gl.constexpr = _BLOCK // TILE
@@ -293,7 +314,6 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     prefetch_steps(keys_ptrs, values_ptrs, start, beyond, DIM, ATTEND, CHAINED)
     key_ring = new_ring(TILE, DIM, KEY_BITS, AHEAD)
     value_ring = new_ring(TILE, DIM, VALUE_BITS, AHEAD) if ATTEND else key_ring
-    rings = (key_ring, value_ring)
     if ROOMS:
         steps_room = new_steps(DIM)
     if stop > first_block:
@@ -301,9 +321,8 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
             copy_steps(steps_room, scales_ptr, offsets_ptr, first_block, DIM)
         for turn in gl.static_range(AHEAD):
             base = gl.minimum(start + turn * TILE, last)
-            copy_codes(
-                rings, turn, keys_ptrs, values_ptrs, base, TILE, DIM, KEY_BITS, VALUE_BITS, ATTEND, AHEAD
-            )
+            copy_tile(key_ring, turn, keys_ptrs[0], base, TILE, DIM, KEY_BITS, AHEAD)
+            end_of_copies()
     queries, units = load_queries(q_ptr, row, X, GROUP, DIM, KEY_BITS)
     units = units * scale_log2
     if ROOMS:
@@ -319,6 +338,7 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     place = row.to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
     inner = key_of(gl.arange(0, TILE, layout=OF_KEYS), TILE)
     attended = nothing_yet(TILE, X, DIM)
+    coming = no_tiles(TILE, X, first > end, AHEAD)
     count = gl.full([8], 0, gl.int32, layout=OF_KEYS)
     if stop > first_block:
         if not ROOMS:
@@ -348,10 +368,12 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                     begin = gl.minimum(tile, last)
                     wait_for_copies(AHEAD - 1)
                     words = key_ring.index(turn % (AHEAD + 1)).load(key_layout(TILE, DIM, KEY_BITS))
-                    copy_codes(
-                        rings, turn + AHEAD, keys_ptrs, values_ptrs, gl.minimum(tile + AHEAD * TILE, last),
-                        TILE, DIM, KEY_BITS, VALUE_BITS, ATTEND, AHEAD,
-                    )  # fmt: skip
+                    later = gl.minimum(tile + AHEAD * TILE, last)
+                    copy_tile(key_ring, turn + AHEAD, keys_ptrs[0], later, TILE, DIM, KEY_BITS, AHEAD)
+                    if ATTEND:
+                        attended = attend_tile(
+                            attended, coming[0], value_ring, turn + 1, TILE, X, DIM, VALUE_BITS, AHEAD
+                        )
                     products = multiply_keys(words, folded, TILE, X, DIM, KEY_BITS)
                     weights = gl.exp2(gl.fma(products, gl.expand_dims(units, 0), gl.expand_dims(bottom, 0)))
                     summed = gl.sum(weights, 1)
@@ -367,18 +389,29 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                     if ATTEND:
                         current = values
                         values = load_value_steps(values_ptrs, gl.minimum(tile + TILE, last), TILE)
+                        scaled = coming[0][1]
                         if heavy:
-                            value_words = value_ring.index(turn % (AHEAD + 1)).load(
-                                value_layout(TILE, DIM, VALUE_BITS, False)
-                            )
-                            attended = attend_tile(
-                                attended, weights, value_words, current, TILE, X, DIM, VALUE_BITS
-                            )
+                            copy_tile(value_ring, turn, values_ptrs[0], begin, TILE, DIM, VALUE_BITS, AHEAD)
+                            attended, scaled = weigh_tile(attended, weights, current, TILE, X)
+                        coming = next_tiles(coming, heavy, scaled)
+                    end_of_copies()
             if ROOMS:
                 add_sums(sums_room, attended[0], X, DIM)
             else:
                 attended = (add_planes(sums, attended[0], DIM), attended[1], attended[2])
         wait_for_copies(0)
+        if ATTEND:
+            sums, evens, totals = attended
+            attended = (no_values_yet(X, DIM), evens, totals)
+            turn = (stop - first_block) * TILES + 1
+            for left in gl.static_range(AHEAD):
+                attended = attend_tile(
+                    attended, coming[left], value_ring, turn + left, TILE, X, DIM, VALUE_BITS, AHEAD
+                )
+            if ROOMS:
+                add_sums(sums_room, attended[0], X, DIM)
+            else:
+                attended = (add_planes(sums, attended[0], DIM), attended[1], attended[2])
     gl.store(counts_ptr + place, gl.max(count, 0))
     if ATTEND:
         if ROOMS:
