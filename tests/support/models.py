@@ -41,6 +41,14 @@ LAYER_KINDS: Mapping[str, tuple[str, Mapping[str, object]]] = MappingProxyType(
 )
 """Families and settings for `write_model_folder` with three layers, by what is special about their attention."""
 
+HEAD_SHAPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "large groups": {"query_heads": 16, "kv_heads": 1, "head_dim": 64},
+        "long rows": {"query_heads": 2, "kv_heads": 1, "head_dim": 256},
+    }
+)
+"""Settings for `write_model_folder`, by what is special about the heads."""
+
 
 def write_tokenizer(
     folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, add_begin: bool = False

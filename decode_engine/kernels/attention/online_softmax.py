@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.0 / math.log(2.0)
-HEAD_TILE = tl.constexpr(16)  # the tensor cores' smallest tile; a group has up to 8 heads
+HEAD_TILE = tl.constexpr(16)  # the tensor cores' smallest tile, and the heads of the largest group
 
 
 def tile_options(dtype: torch.dtype, tile: int, stages: int) -> dict[str, Any]:
@@ -30,6 +30,11 @@ def tile_options(dtype: torch.dtype, tile: int, stages: int) -> dict[str, Any]:
         "PRECISION": "ieee" if whole else "tf32",
         "num_warps": 4,
     }
+
+
+def keys_of_tile(keys: int, head_dim: int) -> int:
+    """Of a tile: so many of up to 128 channels, half of them where rows are longer, so that it has room."""
+    return keys if head_dim <= 128 else keys // 2
 
 
 @triton.jit

@@ -21,8 +21,8 @@ from torch import Tensor
 from decode_engine.kernels.attention.online_softmax import HEAD_TILE, LOG2E
 from decode_engine.kernels.launches import chained, wait_for_launch
 
-_AT_ONCE = 8192
-"""Numbers that a merging program holds: half of its registers."""
+_AT_ONCE, _WIDTH = 8192, 128
+"""Numbers that a merging program holds, half of its registers; dimensions that it merges, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ def merge_partials(
     device = partials.sums_RSGD.device
     out = torch.empty(rows, group, head_dim, dtype=dtype, device=device)
     lse = torch.empty(rows, group, dtype=torch.float32, device=device)
-    # Few rows leave most of the device idle, so that each is merged by several programs.
-    width = head_dim if rows * group >= 256 else 32
+    # Few rows leave most of the device idle, so that each is merged by several programs; long ones are by two.
+    width = min(head_dim, _WIDTH) if rows * group >= 256 else 32
     padded = triton.next_power_of_2(slots)
     merge_kernel[(rows * group, head_dim // width)](
         partials.sums_RSGD,

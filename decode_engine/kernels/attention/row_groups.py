@@ -150,7 +150,7 @@ class RowGroups:
         device: torch.device,
         queue: DeviceQueue | None = None,
     ) -> RowGroups:
-        """No tasks. group: G, up to 8. many_rows: query heads of a large tile. queue: by which tables get there."""
+        """No tasks. group: G, up to 16. many_rows: query heads of a large tile. queue: by which tables get there."""
         slots, few = programs + TAIL_SLOTS, FEW_ROWS // group
         length = HEADER + 3 * size + size * slots * TASK_FIELDS
         table = torch.zeros(length, dtype=torch.int32, device=device)

@@ -52,6 +52,21 @@ class SharedShape:
     programs: int = 2
 
 
+def shared_shape(group: int, head_dim: int, planes: bool) -> SharedShape:
+    """Of launches for layers of that shape: two programs have room on a multiprocessor, and their sums in registers."""
+    # The heads of such a group are found in a large tile by divisions, which take registers.
+    uneven = group & (group - 1) != 0
+    if head_dim > 128 and planes:  # decoding long rows leaves none for a large tile
+        return SharedShape(rows=FEW_ROWS, tile=16, stages=5)
+    if head_dim > 128 and uneven:
+        return SharedShape(rows=32, tile=32, many_tile=16, many_stages=5)
+    if head_dim > 128:
+        return SharedShape(rows=32, tile=32, many_tile=32)
+    if head_dim == 128 and not planes and uneven and group > 8:
+        return SharedShape(many_tile=32, many_stages=4)
+    return SharedShape()
+
+
 def shared_programs(shape: SharedShape, heads: int, device: torch.device) -> int:
     """Programs for each KV head: all multiprocessors have as many as fit, of all heads together."""
     if device.type != "cuda":
@@ -187,7 +202,7 @@ def attend_shared(
 ) -> None:
     """Fills the partial attention [B * H, S, G, d] of contexts and tails: each row's first `groups.slots_B` slots.
 
-    q_BHGD: contiguous, unscaled, in the dtype of keys and values; G 1..8, d 64 or 128. scale: of the logits.
+    q_BHGD: contiguous, unscaled, in the dtype of keys and values; G 1..16, d 64, 128 or 256. scale: of the logits.
     planes: the contexts' rows are in two planes, the low one in place of keys and values; tails are as ever.
     """
     size, heads, group, head_dim = q_BHGD.shape

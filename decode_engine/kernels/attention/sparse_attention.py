@@ -42,6 +42,7 @@ from decode_engine.kernels.attention.online_softmax import (
     add_weighted,
     attend_run,
     grow,
+    keys_of_tile,
     load_group,
     no_keys_yet,
     tile_logits,
@@ -57,7 +58,7 @@ NOTHING, MONOPOLE, SUMS = 0, 1, 2
 """What is taken out of clusters."""
 _MONOPOLE = tl.constexpr(MONOPOLE)
 LIST_TILE = 32
-"""Keys that a program attends to at a time."""
+"""Keys that a program attends to at a time (`keys_of_tile`)."""
 _STAGES = 5  # A tile's ids are loaded before its keys, so that half of them are keys and values in flight.
 _PLANE_STAGES = 2  # they take registers, which decoding needs
 _CHUNK = tl.constexpr(128)
@@ -125,7 +126,7 @@ def attend_lists(
 ) -> int:
     """Attention to listed keys, sinks, recent window and tail, into slots from first_slot on; returns their number.
 
-    q_RGD: [R, G, d] in the dtype of the keys, contiguous; G 1..8, d 64 or 128. scale: of the logits, 1/sqrt(d).
+    q_RGD: [R, G, d] in the dtype of the keys, contiguous; G 1..16, d 64, 128 or 256. scale: of the logits, 1/sqrt(d).
     joined_RN: [R, N] int32, set to every row's listed keys, N of them at most, where lists have several segments.
     kept_RX: [R, X] int32, set to how many listed keys each of the `list_programs` attended. locations_RN: where entries
     lie, as `slot_fetch.fetch_rows` left them together with joined_RN; by default all are read where the context is.
@@ -170,7 +171,7 @@ def attend_lists(
         KEPT=kept_RX is not None,
         LOCATED=locations_RN is not None,
         PLANES=planes,
-        **tile_options(q_RGD.dtype, LIST_TILE, _PLANE_STAGES if planes else _STAGES),
+        **tile_options(q_RGD.dtype, keys_of_tile(LIST_TILE, head_dim), _PLANE_STAGES if planes else _STAGES),
         **chained(q_RGD.device),
     )
     return programs

@@ -14,6 +14,7 @@ from torch import Tensor
 from decode_engine.kernels.attention.online_softmax import (
     LOG2E,
     attend_run,
+    keys_of_tile,
     load_group,
     no_keys_yet,
     tile_options,
@@ -111,8 +112,8 @@ def window_kernel(
 def attend_window(q_BHGD: Tensor, records_BF: Tensor, partials: Partials, scale: float) -> None:
     """Fills the partial attention [B * H, S, G, d] of contexts and tails, one slot per split.
 
-    q_BHGD: contiguous, unscaled, in the dtype of keys and values; G 1..8, d 64 or 128. scale: of the logits. The last
-    keys count, as many as the records say.
+    q_BHGD: contiguous, unscaled, in the dtype of keys and values; G 1..16, d 64, 128 or 256. scale: of the logits.
+    The last keys count, as many as the records say.
     """
     _, heads, group, head_dim = q_BHGD.shape
     rows, splits, _, _ = partials.sums_RSGD.shape
@@ -126,6 +127,7 @@ def attend_window(q_BHGD: Tensor, records_BF: Tensor, partials: Partials, scale:
         HEADS=heads,
         GROUP=group,
         DIM=head_dim,
-        **tile_options(q_BHGD.dtype, 64, 3),  # two programs fit into a multiprocessor's shared memory
+        # Two programs fit into a multiprocessor's shared memory.
+        **tile_options(q_BHGD.dtype, keys_of_tile(64, head_dim), 3),
         **chained(q_BHGD.device),
     )

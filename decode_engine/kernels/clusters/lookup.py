@@ -26,6 +26,7 @@ from decode_engine.kernels.attention.online_softmax import (
 )
 from decode_engine.kernels.attention.partials import Partials, store_partial
 from decode_engine.kernels.attention.sparse_attention import ClusterScores
+from decode_engine.kernels.clusters.sizes import refuse_sizes
 from decode_engine.kernels.fields import (
     CLUSTERS,
     MEANS,
@@ -36,6 +37,7 @@ from decode_engine.kernels.fields import (
     field,
 )
 from decode_engine.kernels.launches import chained, wait_for_launch
+from index_store.errors import InvalidArgumentError
 
 _TILE = 64
 
@@ -53,8 +55,12 @@ def look_up(
 
     q_RGD: [R, G, d] contiguous, in the dtype of the clusters. With attend=False the slots' sums are not written: peaks
     and totals are the softmax normaliser of all clusters.
+    Raises InvalidArgumentError for sizes that kernels do not take.
     """
     rows, group, head_dim = q_RGD.shape
+    refusal = refuse_sizes(group, head_dim)
+    if refusal is not None:
+        raise InvalidArgumentError(refusal)
     width = scores.logits_RCG.shape[1]
     piece = piece_size(rows, width)
     splits = lookup_slots(rows, width)

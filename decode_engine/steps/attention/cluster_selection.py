@@ -15,6 +15,7 @@ from decode_engine.kernels.attention.sparse_attention import ClusterScores
 from decode_engine.kernels.clusters.device_clusters import DeviceClusters, most_clusters
 from decode_engine.kernels.clusters.lookup import look_up, lookup_slots
 from decode_engine.kernels.clusters.selection import SelectionBuffers, select_clusters
+from decode_engine.kernels.clusters.sizes import refuse_sizes
 from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_clusters.parameters import ClusterParameters
@@ -48,7 +49,7 @@ class ClusterSelection(KeySelection):
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
         if method.index is None or method.index.kind != KeyClusters.kind:
             return "it does not search key clusters"
-        return window_refusal(method.index)
+        return cluster_refusal(method.index, manifest)
 
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
@@ -80,8 +81,9 @@ def device_clusters(context: ResidentContext, spec: IndexSpec, layer: int) -> De
     return context.derived(("device_clusters", spec.name, layer), make)
 
 
-def window_refusal(spec: IndexSpec) -> str | None:
-    """Why the clusters cannot be compared with queries as they are; None when they can."""
+def cluster_refusal(spec: IndexSpec, manifest: Manifest) -> str | None:
+    """Why kernels cannot compare queries with the clusters, as a clause; None when they can."""
     if spec.parameters.get("window", 0):
         return "its clusters are of keys moved by windowed RoPE"
-    return None
+    model = manifest.model
+    return refuse_sizes(model.query_heads // model.kv_heads, model.head_dim)

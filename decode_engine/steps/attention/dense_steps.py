@@ -15,7 +15,12 @@ from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import HEAD_DIMS, MAX_GROUP
 from decode_engine.kernels.attention.partials import Partials, merge_partials
 from decode_engine.kernels.attention.row_groups import RowGroups, Seat
-from decode_engine.kernels.attention.shared_attention import SharedShape, attend_shared, shared_programs
+from decode_engine.kernels.attention.shared_attention import (
+    SharedShape,
+    attend_shared,
+    shared_programs,
+    shared_shape,
+)
 from decode_engine.kernels.attention.window_attention import attend_window
 from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
 from index_store.attention.layer_shape import LayerShape
@@ -30,14 +35,16 @@ _KEYS_PER_SPLIT = 64
 class DenseSteps(StepAttention):
     """Attends to every key of context and tail; a context is read once for all sessions on it."""
 
-    shape: ClassVar[SharedShape] = SharedShape()
+    shape: ClassVar[SharedShape | None] = None
+    """Of launches; by default one for the layers' shape."""
 
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
         self._scale = plan.model.head_dim**-0.5
-        programs = shared_programs(self.shape, plan.model.kv_heads, plan.device)
+        self._shape = self.shape or shared_shape(plan.group, plan.model.head_dim, plan.planes)
+        programs = shared_programs(self._shape, plan.model.kv_heads, plan.device)
         self._groups = RowGroups.allocate(
-            plan.size, programs, plan.group, self.shape.rows, plan.device, plan.queue
+            plan.size, programs, plan.group, self._shape.rows, plan.device, plan.queue
         )
         self._partials = Partials.allocate(
             plan.rows, self._groups.slots, plan.group, plan.model.head_dim, plan.device
@@ -60,7 +67,7 @@ class DenseSteps(StepAttention):
         # Lanes that take turns have contexts in host memory: this reads all of one, and another lane may compute.
         with self.plan.lane.out_of_turn():
             attend_shared(
-                q_BHGD, records_BF, self._groups, self._partials, self._scale, self.shape, self.plan.planes
+                q_BHGD, records_BF, self._groups, self._partials, self._scale, self._shape, self.plan.planes
             )
         sinks_HG, slots_B = self.plan.sink_HG(layer), self._groups.slots_B
         out, _ = merge_partials(self._partials, q_BHGD.dtype, sinks_HG, slots_B)

@@ -38,6 +38,7 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.store.description.manifest import Manifest
 
+_HEAD_DIMS, _MAX_GROUP = (64, 128), 8
 _LIMIT_NS = 2_000_000_000
 """How long the device waits for a list before it gives the step up."""
 
@@ -86,6 +87,12 @@ class HostTableSelection(KeySelection):
         refusal = tables.refusal("threads on the host")
         if refusal is not None:
             return refusal
+        group, head_dim = manifest.model.query_heads // manifest.model.kv_heads, manifest.model.head_dim
+        if group > _MAX_GROUP or head_dim not in _HEAD_DIMS:
+            return (
+                f"group {group}, head dimension {head_dim}; threads on the host search for groups of 1 to {_MAX_GROUP} "
+                f"and dimensions {' and '.join(map(str, _HEAD_DIMS))}"
+            )
         keys, room = manifest.token_count, list_width(manifest.token_count)
         if method.budget is not None and min(kept_count(method, keys), keys) > room:
             return f"it keeps {method.budget.label} of {keys}; lists of the host have room for {room} keys"

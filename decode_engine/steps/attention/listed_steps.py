@@ -27,9 +27,9 @@ from decode_engine.kernels.clusters.lookup import look_up, lookup_slots
 from decode_engine.kernels.clusters.remainder import correct_clusters
 from decode_engine.steps.attention.cluster_selection import (
     ClusterSelection,
+    cluster_refusal,
     cluster_width,
     device_clusters,
-    window_refusal,
 )
 from decode_engine.steps.attention.coarse_steps import CoarseRemainder, CoarseSelection, coarse_refusal
 from decode_engine.steps.attention.code_selection import CodeSelection
@@ -116,7 +116,7 @@ class ListedSteps(StepAttention):
                 return "its remainder is over a tree of clusters"
             if partition.kind == spec.kind and partition.name != spec.name:
                 return "it searches other clusters than its remainder is over"
-            refusal = window_refusal(partition)
+            refusal = cluster_refusal(partition, manifest)
             if refusal is not None:
                 return refusal
         return cls.selection_types[spec.kind].refusal(method, manifest)

@@ -5,7 +5,9 @@ Without a CUDA device the kernels run in Triton's interpreter, and no graph is c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -22,14 +24,15 @@ from decode_engine.steps.stepper import Stepper
 from index_store.memory.placement import Placement
 from index_store.methods.presets import get_method
 from index_store.models.resolve import resolve_model
-from tests.support.models import LAYER_KINDS, write_model_folder
+from tests.support.models import HEAD_SHAPES, LAYER_KINDS, write_model_folder
 
 LENGTHS = (90, 9)
+USUAL = MappingProxyType({"head_dim": 64})
 
 
-def make_runner(folder: Path, kind: str) -> ModelRunner:
+def make_runner(folder: Path, kind: str, heads: Mapping[str, int] = USUAL) -> ModelRunner:
     family, settings = LAYER_KINDS[kind]
-    write_model_folder(folder, family, layers=3, head_dim=64, max_positions=8192, **settings)
+    write_model_folder(folder, family, layers=3, max_positions=8192, **heads, **settings)
     return ModelRunner(resolve_model(str(folder)))
 
 
@@ -38,11 +41,16 @@ def make_stepper(runner: ModelRunner) -> Stepper:
     return Stepper(model, runner.identity, torch.float32, torch.device("cpu"), forms=runner.forms)
 
 
-def start(runner: ModelRunner, name: str, placement: Placement = Placement.DEVICE) -> list[Session]:
+def start(
+    runner: ModelRunner,
+    name: str,
+    placement: Placement = Placement.DEVICE,
+    lengths: tuple[int, int] = LENGTHS,
+) -> list[Session]:
     """Sessions on contexts of two lengths, of which one has read a prompt longer than a window."""
     method = get_method(name, None if name == "full" else 1.0)
     sessions = []
-    for length, prompt in zip(LENGTHS, ([5, 9], list(range(40))), strict=True):
+    for length, prompt in zip(lengths, ([5, 9], list(range(40))), strict=True):
         context = made_up_context(runner.identity, runner.kv_dtype, method, length, placement=placement)
         sessions.append(runner.start(context, method.on(context.manifest)))
         runner.forward(sessions[-1:], [prompt])
@@ -63,9 +71,30 @@ def start(runner: ModelRunner, name: str, placement: Placement = Placement.DEVIC
 )
 def test_steps_equal_the_general_path(tmp_path: Path, kind: str, name: str) -> None:
     """With a budget of all keys: of fewer, the two keep others near the border."""
-    runner = make_runner(tmp_path, kind)
+    check_steps(make_runner(tmp_path, kind), name)
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("heads", HEAD_SHAPES)
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [("full", Placement.DEVICE), ("refined", Placement.DEVICE), ("refined", Placement.HYBRID)],
+)
+def test_other_heads_step_as_on_the_general_path(
+    tmp_path: Path, heads: str, name: str, placement: Placement
+) -> None:
+    """In layers with windows and in those between them."""
+    check_steps(make_runner(tmp_path, "windows", HEAD_SHAPES[heads]), name, placement, (90, 40))
+
+
+def check_steps(
+    runner: ModelRunner,
+    name: str,
+    placement: Placement = Placement.DEVICE,
+    lengths: tuple[int, int] = LENGTHS,
+) -> None:
     stepper = make_stepper(runner)
-    sessions, twins = start(runner, name), start(runner, name)
+    sessions, twins = (start(runner, name, placement, lengths) for _ in range(2))
     assert all(map(stepper.takes, sessions))
     tokens, samplers = [3, 4], [Sampler(SamplingParameters())] * 2
     for _ in range(2):

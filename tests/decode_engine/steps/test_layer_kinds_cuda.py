@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,21 +17,22 @@ from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.methods.presets import get_method
 from index_store.models.resolve import resolve_model
-from tests.support.models import LAYER_KINDS, write_model_folder
+from tests.support.models import HEAD_SHAPES, LAYER_KINDS, write_model_folder
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-LENGTHS = (4000, 15, 2777)
+LENGTHS, LONG = (4000, 15, 2777), (4000, 150, 2777)
+"""Of contexts; coarse rows are no shorter than the latter."""
 PROMPTS = ([5, 9, 2], list(range(40)), [7])
 
 
-def start(runner: ModelRunner, name: str) -> list[Session]:
+def start(runner: ModelRunner, name: str, lengths: tuple[int, ...]) -> list[Session]:
     method = get_method(name, None if name == "full" else 1.0)
     sessions = []
-    for row, (length, prompt) in enumerate(zip(LENGTHS, PROMPTS, strict=True)):
+    for row, (length, prompt) in enumerate(zip(lengths, PROMPTS, strict=True)):
         context = made_up_context(runner.identity, runner.kv_dtype, method, length, device="cuda", seed=row)
         sessions.append(runner.start(context, method.on(context.manifest)))
         runner.forward(sessions[-1:], [prompt])
@@ -40,16 +42,28 @@ def start(runner: ModelRunner, name: str) -> list[Session]:
 @pytest.mark.parametrize("kind", ["windows", "windows only", "sinks", "experts", "another scale"])
 @pytest.mark.parametrize("name", ["full", "csattention", "csattention+dropped", "multipole", "pq"])
 def test_a_captured_batch_equals_the_general_path(tmp_path: Path, kind: str, name: str) -> None:
+    check_batch(tmp_path, kind, name, {"head_dim": 64})
+
+
+@pytest.mark.parametrize("heads", HEAD_SHAPES)
+@pytest.mark.parametrize("name", ["full", "refined", "refined-3", "refined+dropped"])
+def test_other_heads_step_as_on_the_general_path(tmp_path: Path, heads: str, name: str) -> None:
+    check_batch(tmp_path, "windows", name, HEAD_SHAPES[heads], LONG)
+
+
+def check_batch(
+    folder: Path, kind: str, name: str, heads: Mapping[str, int], lengths: tuple[int, ...] = LENGTHS
+) -> None:
     family, settings = LAYER_KINDS[kind]
-    folder = write_model_folder(
-        tmp_path, family, layers=3, head_dim=64, max_positions=8192, dtype=torch.bfloat16, **settings
+    write_model_folder(
+        folder, family, layers=3, max_positions=8192, dtype=torch.bfloat16, **heads, **settings
     )
     runner, exact = (ModelRunner(resolve_model(str(folder)), "cuda") for _ in range(2))
     exact.model.float()
     weights = next(runner.model.parameters())
     model = step_model(runner.model, Compilation.OFF)
     stepper = Stepper(model, runner.identity, weights.dtype, weights.device, forms=runner.forms)
-    sessions, twins, exact_twins = start(runner, name), start(runner, name), start(exact, name)
+    sessions, twins, exact_twins = (start(each, name, lengths) for each in (runner, runner, exact))
     assert all(map(stepper.takes, sessions))
     samplers = [Sampler(SamplingParameters())] * 3
     apart, rounding = [], []

@@ -9,10 +9,21 @@ from decode_engine.kernels.attention.partials import Partials, merge_partials, m
 from tests.decode_engine.kernels.problems.table_problems import DEVICE
 
 
-@pytest.mark.parametrize(("rows", "slots"), [(2, 1), (90, 3), (3, 66), (2, 258)])
-def test_states_merge(rows: int, slots: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "slots", "group", "head_dim"),
+    [
+        (2, 1, 3, 64),
+        (90, 3, 3, 64),
+        (3, 66, 3, 64),
+        (2, 258, 3, 64),
+        (2, 66, 9, 256),
+        (16, 3, 16, 256),
+        (16, 66, 16, 256),
+    ],
+)
+def test_states_merge(rows: int, slots: int, group: int, head_dim: int) -> None:
     torch.manual_seed(slots)
-    partials = Partials.allocate(rows, slots, 3, 64, DEVICE)
+    partials = Partials.allocate(rows, slots, group, head_dim, DEVICE)
     partials.sums_RSGD.normal_()
     partials.peaks_RSG.normal_().mul_(7)
     partials.totals_RSG.uniform_(0.5, 40.0)
@@ -59,15 +70,15 @@ def test_slots_that_are_not_used_hold_anything(slots: int) -> None:
     assert torch.isneginf(lse[2:4]).all()
 
 
-@pytest.mark.parametrize("slots", [1, 66])
-def test_a_sink_takes_its_share(slots: int) -> None:
+@pytest.mark.parametrize(("slots", "group", "head_dim"), [(1, 3, 64), (66, 3, 64), (3, 16, 256)])
+def test_a_sink_takes_its_share(slots: int, group: int, head_dim: int) -> None:
     torch.manual_seed(slots)
-    partials = Partials.allocate(6, slots, 3, 64, DEVICE)
+    partials = Partials.allocate(6, slots, group, head_dim, DEVICE)
     partials.sums_RSGD.normal_()
     partials.peaks_RSG.normal_().mul_(7)
     partials.totals_RSG.uniform_(0.5, 40.0)
     partials.peaks_RSG[1, :, 2] = -torch.inf
-    sink_HG = torch.randn(2, 3, device=DEVICE) * 5
+    sink_HG = torch.randn(2, group, device=DEVICE) * 5
     out, lse = merge_partials(partials, sink_HG=sink_HG)
     expected_out, expected_lse = merge_partials_reference(partials, sink_HG=sink_HG)
     torch.testing.assert_close(out, expected_out, rtol=1e-4, atol=1e-5)

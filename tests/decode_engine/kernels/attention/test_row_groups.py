@@ -85,7 +85,7 @@ def random_seats(seed: int, size: int) -> list[Seat]:
 
 
 @pytest.mark.parametrize("steady", [False, True])
-@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("group", [1, 4, 7, 9, 16])
 def test_every_key_of_every_row_is_in_one_task(group: int, steady: bool) -> None:
     for seed in range(12):
         size, programs = (1, 16, 64)[seed % 3], (1, 5, 33)[seed // 4]

@@ -18,9 +18,9 @@ from decode_engine.kernels.attention.partials import Partials, merge_partials, m
 from decode_engine.kernels.attention.row_groups import RowGroups, Seat
 from decode_engine.kernels.attention.row_planes import load_keys, load_values, plane_pointers
 from decode_engine.kernels.attention.shared_attention import (
-    SharedShape,
     attend_dense_reference,
     attend_shared,
+    shared_shape,
 )
 from decode_engine.kernels.attention.sparse_attention import (
     SUMS,
@@ -69,7 +69,7 @@ def decode_kernel(
     tl.store(into + DIM, values, mask=there[:, None])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_decoding_equals_two_planes_bit_for_bit(head_dim: int) -> None:
     problem, planes = with_planes(make_problem([300], heads=2, head_dim=head_dim, device=DEVICE))
     generator = torch.Generator().manual_seed(1)
@@ -87,6 +87,8 @@ def test_decoding_equals_two_planes_bit_for_bit(head_dim: int) -> None:
         ([170, 0, 5], (1, 0, 130), 1, 64, 3, False),
         ([300], (40,), 4, 128, 1, True),
         ([140, 9], (0, 3), 4, 64, 2, True),
+        ([140], (3,), 9, 256, 2, True),
+        ([90, 5], (0, 70), 16, 256, 1, False),
     ],
 )
 def test_listed_keys(
@@ -168,6 +170,8 @@ def test_keys_leave_their_clusters() -> None:
         ([300, 63], (130, 0), [0, None, 1], 1, 64),
         ([140], (3, 64, 0, 9, 1), [0] * 5, 4, 128),
         ([129], (70,), [0], 4, 64),
+        ([140], (3, 64, 0), [0] * 3, 16, 128),
+        ([129], (70, 9), [0] * 2, 9, 256),
     ],
 )
 def test_everything_is_attended_once_for_all_sessions(
@@ -186,11 +190,12 @@ def test_everything_is_attended_once_for_all_sessions(
         )
     )
     batch = Shared.of(made, context_of, tails)
-    groups = RowGroups.allocate(len(context_of), 2, group, 64, batch.q_BHGD.device)
+    shape = shared_shape(group, head_dim, True)
+    groups = RowGroups.allocate(len(context_of), 2, group, shape.rows, batch.q_BHGD.device)
     groups.arrange(batch.seats())
     rows = len(context_of) * heads
     partials = Partials.allocate(rows, groups.slots, group, head_dim, batch.q_BHGD.device)
-    attend_shared(batch.q_BHGD, batch.records_BF, groups, partials, made.scale, SharedShape(), planes=True)
+    attend_shared(batch.q_BHGD, batch.records_BF, groups, partials, made.scale, shape, planes=True)
     out, lse = merge_partials_reference(partials, slots_B=groups.slots_B)
     out, lse = out.view(batch.q_BHGD.shape), lse.view(batch.q_BHGD.shape[:3])
     for b, context in enumerate(context_of):

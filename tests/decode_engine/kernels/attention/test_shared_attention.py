@@ -16,9 +16,9 @@ from decode_engine.kernels import records
 from decode_engine.kernels.attention.partials import Partials, merge_partials_reference
 from decode_engine.kernels.attention.row_groups import RowGroups, Seat
 from decode_engine.kernels.attention.shared_attention import (
-    SharedShape,
     attend_dense_reference,
     attend_shared,
+    shared_shape,
 )
 from tests.decode_engine.kernels.problems.cluster_problems import padded, relative_error
 from tests.support.devices import DEVICE, DTYPES
@@ -79,7 +79,14 @@ class Batch:
         partials = Partials.allocate(size * heads, groups.slots, group, head_dim, self.q_BHGD.device)
         for buffer in (partials.sums_RSGD, partials.peaks_RSG, partials.totals_RSG):
             buffer.fill_(torch.nan)
-        attend_shared(self.q_BHGD, self.records_BF, groups, partials, head_dim**-0.5, SharedShape())
+        attend_shared(
+            self.q_BHGD,
+            self.records_BF,
+            groups,
+            partials,
+            head_dim**-0.5,
+            shared_shape(group, head_dim, False),
+        )
         out, lse = merge_partials_reference(partials, slots_B=groups.slots_B)
         return out.view(size, heads, group, head_dim), lse.view(size, heads, group)
 
@@ -103,6 +110,10 @@ class Batch:
         ([63, 100], [0, None, 1], [1, 0, 130], 1, 64, 3),
         ([500, 1], [0, 0, 1, None, 0, 0, 0], [3, 64, 0, 0, 1, 9, 65], 4, 128, 2),
         ([129], [0] * 11, [5] * 11, 7, 64, 1),
+        ([130, 9], [0, 1, 0, 0, 0], [3, 0, 65, 0, 1], 16, 128, 2),
+        ([129], [0] * 8, [5] * 8, 9, 128, 1),
+        ([70, 5], [0, 0, None, 1, 0], [33, 0, 0, 7, 1], 9, 256, 2),
+        ([40], [0, 0, 0], [1, 0, 20], 16, 256, 1),
     ],
 )
 def test_shared_attention(
@@ -115,14 +126,17 @@ def test_shared_attention(
     programs: int,
 ) -> None:
     batch = Batch.make(lengths, context_of, tails, group=group, head_dim=head_dim, dtype=dtype)
-    groups = RowGroups.allocate(len(tails), programs, group, 64, batch.q_BHGD.device)
+    many_rows = shared_shape(group, head_dim, False).rows
+    groups = RowGroups.allocate(len(tails), programs, group, many_rows, batch.q_BHGD.device)
     groups.arrange(batch.seats())
     batch.check(*batch.attend(groups))
 
 
-def test_steady_attention_is_the_same_bits_beside_others() -> None:
-    batch = Batch.make([130, 20], [0, 1, 0, 0, 0, 0], [70, 1, 0, 5, 3, 2])
-    groups = RowGroups.allocate(6, 2, 4, 64, batch.q_BHGD.device)
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 64), (16, 256)])
+def test_steady_attention_is_the_same_bits_beside_others(group: int, head_dim: int) -> None:
+    batch = Batch.make([130, 20], [0, 1, 0, 0, 0, 0], [70, 1, 0, 5, 3, 2], group=group, head_dim=head_dim)
+    many_rows = shared_shape(group, head_dim, False).rows
+    groups = RowGroups.allocate(6, 2, group, many_rows, batch.q_BHGD.device)
     groups.arrange(batch.seats(), steady=True)
     out, lse = batch.attend(groups)
     batch.check(out, lse)

@@ -28,6 +28,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3}
         ([500], (64,), 1, 4, 128, 1),
         ([1, 129], (0, 3), 1, 5, 64, 2),
         ([100], (0,), 3, 8, 64, 5),
+        ([70, 0, 33], (1, 0, 40), 1, 16, 128, 2),
+        ([40, 100], (70, 0), 2, 9, 256, 3),
     ],
 )
 def test_attention_to_a_window_over_everything(
@@ -99,7 +101,7 @@ def test_dense_attention_to_no_keys_is_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("heads", "head_dim"), [(1, 128), (3, 64), (8, 128)])
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 128), (3, 64), (8, 128), (16, 256)])
 def test_tails_get_the_newest_token(dtype: torch.dtype, heads: int, head_dim: int) -> None:
     """Nothing else of them changes. Keys and values are parts of one wider tensor, as a projection leaves them."""
     problem = make_problem(

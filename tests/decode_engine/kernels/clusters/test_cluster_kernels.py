@@ -91,6 +91,9 @@ def attend(
         ([131], (0,), 1, 4, 128, 1),
         ([200, 64], (1000, 3), 1, 5, 64, 3),
         ([9, 1], (0, 0), 2, 8, 128, 1),
+        ([131, 0], (70, 0), 1, 16, 128, 3),
+        ([70, 5], (1, 33), 2, 9, 256, 2),
+        ([60], (0,), 1, 16, 256, 1),
     ],
 )
 def test_listed_keys(
@@ -264,7 +267,7 @@ def test_unfit_arguments_are_refused() -> None:
     for queries in (
         problem.q_RGD.double(),
         problem.q_RGD[:, :, :40],
-        problem.q_RGD.repeat(1, 3, 1),
+        problem.q_RGD.repeat(1, 5, 1),
         problem.q_RGD[:, :, ::2],
     ):
         with pytest.raises(InvalidArgumentError):
@@ -278,6 +281,10 @@ def test_unfit_arguments_are_refused() -> None:
             partials,
             problem.scale,
         )
+    scores = ClusterScores.allocate(problem.rows, problem.width, 9, False, DEVICE)
+    for queries in (problem.q_RGD.repeat(1, 4, 1), problem.q_RGD.repeat(1, 1, 4)):
+        with pytest.raises(InvalidArgumentError, match="the kernels over key clusters take groups of 1 to 8"):
+            look_up(queries, problem.records_BF, scores, partials, problem.scale)
     with pytest.raises(InvalidArgumentError, match="int32"):
         KeyLists(lists.ids_RPW.long(), lists.counts_RP)
     with pytest.raises(InvalidArgumentError, match="segments"):

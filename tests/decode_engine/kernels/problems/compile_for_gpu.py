@@ -36,8 +36,11 @@ METHODS = (
 )  # fmt: skip
 LARGE_GROUPS = ("full", "csattention", "csattention+dropped@group=pooled", "multipole", "pq", "refined-3")
 SMALL_DIMENSIONS = ("full", "csattention+dropped", "multipole", "pq", "refined", "refined-3")
+WIDE_SHAPES = ((16, 128), (9, 64), (2, 256), (16, 256))
+WIDE_METHODS = ("full", "refined")
+"""What takes groups of more than 8 and heads of 256 channels, and some of these."""
 COARSE = ((16, 128, 4), (9, 128, 3), (4, 256, 4), (8, 256, 2), (16, 256, 3))
-"""Groups, channels and bits of coarse rows, of which other kernels of a step take none."""
+"""Groups, channels and bits of coarse rows."""
 IN_HOST_MEMORY = ("csattention+dropped", "refined")
 IN_PLANES = ("full", "csattention", "csattention+dropped", "multipole", "refined")
 
@@ -66,7 +69,7 @@ class _Stream:
         return self
 
 
-class _InHostMemory(TorchFunctionMode):
+class InHostMemory(TorchFunctionMode):
     """New tensors are made there, whatever device they are made for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,13 +162,13 @@ def copy_some() -> None:
     copy_rows(RowCopies(addresses, addresses, torch.zeros(1, dtype=torch.int32)), 512)
 
 
-def attend_windows() -> None:
+def attend_window_of(group: int, head_dim: int) -> None:
     from decode_engine.kernels.attention.partials import Partials
     from decode_engine.kernels.attention.window_attention import attend_window
 
-    queries = torch.zeros(SIZE, HEADS, 4, 128, dtype=torch.bfloat16)
+    queries = torch.zeros(SIZE, HEADS, group, head_dim, dtype=torch.bfloat16)
     records_BF = torch.zeros(SIZE, 1, dtype=torch.int64)
-    attend_window(queries, records_BF, Partials.allocate(SIZE * HEADS, 4, 4, 128, GPU), 1.0)
+    attend_window(queries, records_BF, Partials.allocate(SIZE * HEADS, 4, group, head_dim, GPU), 1.0)
 
 
 def go_over_coarse_rows() -> None:
@@ -194,7 +197,7 @@ def go_over_coarse_rows() -> None:
 def main() -> None:
     gc.disable()  # a compiler makes many objects and keeps most
     compiled, failed = pretend()
-    with _InHostMemory():
+    with InHostMemory():
         take_steps(4, 128, METHODS)
         take_steps(8, 128, LARGE_GROUPS)
         take_steps(3, 64, SMALL_DIMENSIONS)
@@ -204,8 +207,14 @@ def main() -> None:
         take_steps(8, 128, IN_PLANES[:1], planes=True)
         take_steps(3, 64, IN_PLANES[:1], planes=True)
         take_steps(4, 128, IN_HOST_MEMORY, "hybrid", planes=True)
+        for shape in WIDE_SHAPES:
+            take_steps(*shape, WIDE_METHODS)
+            take_steps(*shape, WIDE_METHODS, planes=True)
+            take_steps(*shape, WIDE_METHODS[1:], "hybrid")
+            take_steps(*shape, WIDE_METHODS[1:], "hybrid", planes=True)
+            attend_window_of(*shape)
         copy_some()
-        attend_windows()
+        attend_window_of(4, 128)
         go_over_coarse_rows()
     json.dump({"compiled": compiled, "failed": failed}, sys.stdout)
 

@@ -71,16 +71,22 @@ def figures(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
     compiled = triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options={"num_warps": constants.get("CHUNKS", 1)}
     )
+    return resources(compiled, _PROGRAMS)
+
+
+def resources(compiled: Any, programs: int) -> dict[str, Any]:
+    """What a compiled kernel takes, and whether a processor has room for so many programs."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.findall(f"{name}:([0-9]+)", usage)[-1]) for name in ("REG", "STACK"))
+    threads = 32 * compiled.metadata.num_warps * programs
     return {
         "shared": compiled.metadata.shared,
         "local": stack,
-        "programs": -(-registers // 8) * 8 * 32 * _PROGRAMS <= _REGISTERS
-        and (compiled.metadata.shared + _RESERVED) * _PROGRAMS <= _SHARED,
+        "programs": -(-registers // 8) * 8 * threads <= _REGISTERS
+        and (compiled.metadata.shared + _RESERVED) * programs <= _SHARED,
     }
 
 

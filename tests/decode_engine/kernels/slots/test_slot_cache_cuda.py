@@ -39,9 +39,13 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("slots", [256, 3000, 8192])
-@pytest.mark.parametrize("shape", [None, CopyShape(1), CopyShape(132, 32, 4)])
-def test_many_programs_claim_slots_at_once(slots: int, shape: CopyShape | None) -> None:
-    sessions = [cached_sequence(20000, slots, heads=4, head_dim=128, seed=b, device="cuda") for b in range(3)]
+@pytest.mark.parametrize(
+    ("head_dim", "shape"), [(128, None), (256, None), (128, CopyShape(1)), (128, CopyShape(132, 32, 4))]
+)
+def test_many_programs_claim_slots_at_once(slots: int, head_dim: int, shape: CopyShape | None) -> None:
+    sessions = [
+        cached_sequence(20000, slots, heads=4, head_dim=head_dim, seed=b, device="cuda") for b in range(3)
+    ]
     steps = Steps(3, heads=4, keys=32768, shape=shape, device="cuda")
     last = None
     for turn in range(4):

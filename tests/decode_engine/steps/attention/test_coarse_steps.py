@@ -31,13 +31,21 @@ from index_store.selection.budgets import Ratio, TokenCount
 from index_store.selection.mass import Mass
 from index_store.store.description.context_id import ModelIdentity
 
-H, G, D, SIZE = 2, 3, 64, 3
-IDENTITY = ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, H * G, H, D, 2, 4096)
+H, SIZE = 2, 3
+SHAPES = ((3, 64), (16, 64), (9, 256))
+"""Query heads of a KV head, and channels."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 pytestmark = [pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.usefixtures("few_programs")]
 TOLERANCE = 2e-2 if DEVICE == "cuda" else 1e-4
 LENGTHS = (200, 77)
+
+
+def identity_of(group: int, head_dim: int) -> ModelIdentity:
+    return ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, H * group, H, head_dim, 2, 4096)
+
+
+IDENTITY = identity_of(*SHAPES[0])
 
 
 def method_of(expression: str, budget: Ratio | TokenCount) -> Method:
@@ -63,28 +71,36 @@ class Run:
         return self.attention.selection.lists.of_row(b * H + head)
 
 
-def run(method: Method, kind: type[StepAttention], placement: Placement = Placement.DEVICE) -> Run:
+def run(
+    method: Method,
+    kind: type[StepAttention],
+    placement: Placement = Placement.DEVICE,
+    shape: tuple[int, int] = SHAPES[0],
+) -> Run:
     generator = torch.Generator(DEVICE).manual_seed(3)
-    batch = StepBatch(StepPlan(IDENTITY, method, SIZE, 512, DTYPE, torch.device(DEVICE)), [kind, kind])
+    (group, head_dim), identity = shape, identity_of(*shape)
+    batch = StepBatch(StepPlan(identity, method, SIZE, 512, DTYPE, torch.device(DEVICE)), [kind, kind])
     observations: list[Observation] = []
     counts = torch.zeros(SIZE, STEP_COUNTS, dtype=torch.int64)
-    queries = torch.zeros(SIZE, H, G, D, device=DEVICE)
+    queries = torch.zeros(SIZE, H, group, head_dim, device=DEVICE)
     sessions = []
     for row, length in enumerate(LENGTHS):
         dtype = str(DTYPE).removeprefix("torch.")
         context = made_up_context(
-            IDENTITY, dtype, method, length, seed=row, device=DEVICE, placement=placement
+            identity, dtype, method, length, seed=row, device=DEVICE, placement=placement
         )
         session = Session(context, method.on(context.manifest))
         layer = session.layers[1]
         assert isinstance(layer, SparseLayer)
         layer.observer = observations.append
         for _ in range(row + 1):
-            q = 2.0 * torch.randn(H, 1, G, D, generator=generator, device=DEVICE)
-            k, v = (torch.randn(H, 1, D, generator=generator, device=DEVICE).to(DTYPE) for _ in range(2))
+            q = 2.0 * torch.randn(H, 1, group, head_dim, generator=generator, device=DEVICE)
+            k, v = (
+                torch.randn(H, 1, head_dim, generator=generator, device=DEVICE).to(DTYPE) for _ in range(2)
+            )
             observations[row:] = []
             q = q.to(DTYPE).float()
-            layer.attend(q * D**-0.5, k, v, session.position)
+            layer.attend(q * head_dim**-0.5, k, v, session.position)
             session.position += 1
         session.position -= 1
         batch.place(row, session)
@@ -134,9 +150,11 @@ def state(q_GD: Tensor, keys_ND: Tensor, values_ND: Tensor) -> AttentionState:
     return AttentionState(logits.softmax(-1) @ values_ND, logits.logsumexp(-1))
 
 
-@pytest.mark.parametrize("expression", ["refined", "refined+dropped"])
-def test_listed_keys_are_exact_and_all_others_coarse(expression: str) -> None:
-    made = run(method_of(expression, Ratio(0.1)), ListedSteps)
+@pytest.mark.parametrize(
+    ("expression", "shape"), [*(("refined", shape) for shape in SHAPES), ("refined+dropped", SHAPES[0])]
+)
+def test_listed_keys_are_exact_and_all_others_coarse(expression: str, shape: tuple[int, int]) -> None:
+    made = run(method_of(expression, Ratio(0.1)), ListedSteps, shape=shape)
     for b, length in enumerate(LENGTHS):
         expected = expected_out(made, b, coarse=expression != "refined+dropped")
         torch.testing.assert_close(made.out_BHGD[b], expected, rtol=TOLERANCE, atol=TOLERANCE)
@@ -159,13 +177,15 @@ def test_the_same_keys_are_listed_as_on_the_general_path() -> None:
             assert len(listed) < 1.2 * count
 
 
-def test_hybrid_equals_device() -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_hybrid_equals_device(shape: tuple[int, int]) -> None:
     """Though listing and attending are one launch on a device, and two where rows are fetched between them.
 
     Bit for bit, unless that launch attends to listed keys as well: sums are in another order then.
     """
     method = method_of("refined", Ratio(0.1))
-    device, hybrid = run(method, ListedSteps), run(method, HybridSteps, Placement.HYBRID)
+    device = run(method, ListedSteps, shape=shape)
+    hybrid = run(method, HybridSteps, Placement.HYBRID, shape)
     selection = device.attention.selection
     assert isinstance(selection, CoarseSelection)
     rounding = TOLERANCE if selection.attends_alone else 0.0

@@ -166,8 +166,8 @@ def test_who_shares_a_context_changes_no_bit() -> None:
     assert min(counts.reused, counts.fetched, counts.bypassed) > 0
 
 
-@pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_shapes(group: int, head_dim: int) -> None:
     problem = make_problem(
         [90, 41], heads=3, group=group, head_dim=head_dim, tails=(2,), dtype=DTYPE, device=DEVICE

@@ -20,28 +20,33 @@ from index_store.methods.presets import get_method
 from index_store.store.description.dtypes import AS_DTYPE, INT8
 from tests.support.tiny_model import IDENTITY, make_model
 
-WIDE = replace(IDENTITY, layers=1, query_heads=2, kv_heads=1, head_dim=64)
+MODELS = {
+    head_dim: replace(IDENTITY, layers=1, query_heads=query_heads, kv_heads=1, head_dim=head_dim)
+    for head_dim, query_heads in ((64, 2), (256, 16))
+}
 METHODS = ("full", "csattention+dropped", "csattention", "multipole", "pq", "refined")
 CPU = torch.device("cpu")
 
 
 @pytest.mark.usefixtures("few_programs", "watched")
 @pytest.mark.parametrize(
-    ("name", "placement", "rows"),
+    ("name", "placement", "rows", "head_dim"),
     [
-        *itertools.product(METHODS, (Placement.DEVICE, Placement.HYBRID), [AS_DTYPE]),
-        *itertools.product(("full", "csattention"), [Placement.DEVICE], [INT8]),
-        ("refined", Placement.HYBRID, INT8),
+        *itertools.product(METHODS, (Placement.DEVICE, Placement.HYBRID), [AS_DTYPE], [64]),
+        *itertools.product(("full", "csattention"), [Placement.DEVICE], [INT8], [64]),
+        ("refined", Placement.HYBRID, INT8, 64),
+        *itertools.product(("full", "refined"), [Placement.HYBRID], (AS_DTYPE, INT8), [256]),
     ],
 )
-def test_idle_rows_are_read_nowhere(name: str, placement: Placement, rows: str) -> None:
+def test_idle_rows_are_read_nowhere(name: str, placement: Placement, rows: str, head_dim: int) -> None:
     method = replace(get_method(name, None if name == "full" else 0.1), partition_optional=False)
-    context = made_up_context(WIDE, "float32", method, 300, rows=rows)
+    model = MODELS[head_dim]
+    context = made_up_context(model, "float32", method, 300, rows=rows)
     steps = step_attention_for(method, context.manifest, placement)
     assert isinstance(steps, type)
-    plan = StepPlan(WIDE, method, 2, 512, torch.float32, CPU, planes=rows == INT8)
+    plan = StepPlan(model, method, 2, 512, torch.float32, CPU, planes=rows == INT8)
     batch = StepBatch(plan, [steps])
-    graph = StepGraph(step_model(make_model(WIDE), Compilation.OFF), batch, None)
+    graph = StepGraph(step_model(make_model(model), Compilation.OFF), batch, None)
     graph.compute()
     assert graph.logits_BV.isfinite().all()
     assert not batch.kept_B().any()

@@ -18,12 +18,15 @@ from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import SparseLayer
+from decode_engine.model.unstored import unstored_manifest
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.cluster_selection import ClusterSelection
+from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.registry import step_attention_for
 from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
 from decode_engine.steps.attention.step_batch import STEP_COUNTS, StepBatch, step_counts
+from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
@@ -170,6 +173,53 @@ def test_clusters_are_selected_as_on_a_cpu() -> None:
             # The last cluster is cut on a CPU, and left out here.
             assert set(ids) <= set(observed.selection.ids_HTK[head, 0, :count].tolist())
             assert 20 < len(ids) <= count
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(16, 128), (9, 64), (4, 256)])
+@pytest.mark.parametrize(
+    ("expression", "placement", "expected"),
+    [
+        ("full", Placement.DEVICE, "DenseSteps"),
+        ("refined", Placement.DEVICE, "ListedSteps"),
+        ("refined", Placement.HYBRID, "HybridSteps"),
+        ("refined", Placement.HOST, "HybridSteps"),
+        ("csattention", Placement.DEVICE, "the kernels over key clusters take groups of 1 to 8"),
+        ("csattention+dropped", Placement.DEVICE, "the kernels take groups of 1 to 8"),
+        ("csattention+dropped@group=pooled", Placement.DEVICE, "the kernels take groups of 1 to 8"),
+        ("csattention+dropped", Placement.HYBRID, "the kernels take groups of 1 to 8"),
+        ("csattention+dropped", Placement.HOST, "threads on the host search for groups of 1 to 8"),
+        ("multipole", Placement.DEVICE, "the kernels over key clusters take groups of 1 to 8"),
+        ("multipole+dropped", Placement.HYBRID, "the kernels over key clusters take groups of 1 to 8"),
+        ("pq", Placement.DEVICE, "the kernels over key clusters take groups of 1 to 8"),
+        ("pq+dropped", Placement.DEVICE, "the kernels over product codes take groups of 1 to 8"),
+        ("pq+dropped", Placement.HOST, "the kernels over product codes take groups of 1 to 8"),
+    ],
+)
+def test_large_groups_and_long_rows_have_few_kernels(
+    expression: str, placement: Placement, expected: str, group: int, head_dim: int
+) -> None:
+    model = replace(IDENTITY, query_heads=group * H, head_dim=head_dim)
+    manifest = unstored_manifest(model, "float32", 4000)
+    found = step_attention_for(get_method(expression), manifest, placement)
+    assert expected in (found if isinstance(found, str) else found.__name__)
+
+
+@pytest.mark.parametrize("clustered", ["refined+monopole", "refined+centred"])
+def test_a_remainder_over_clusters_has_their_limits(clustered: str) -> None:
+    """Whatever the search beside it takes."""
+    method = replace(get_method(clustered), partition=INDEX_SPECS["remainder_clusters"])
+    for group, expected in ((8, "ListedSteps"), (9, "the kernels over key clusters take groups of 1 to 8")):
+        manifest = unstored_manifest(replace(IDENTITY, query_heads=group * H), "float32", 4000)
+        found = step_attention_for(method, manifest)
+        assert expected in (found if isinstance(found, str) else found.__name__)
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(17, 128), (4, 96), (4, 512)])
+def test_other_shapes_have_no_kernels(group: int, head_dim: int) -> None:
+    manifest = unstored_manifest(replace(IDENTITY, query_heads=group * H, head_dim=head_dim), "float32", 4000)
+    expected = f"and groups of up to 16, the model has {head_dim} and {group}"
+    assert expected in str(DenseSteps.refusal(get_method("full"), manifest))
+    assert expected in str(step_attention_for(get_method("refined"), manifest))
 
 
 def refusal(method: Method) -> str:

@@ -1,0 +1,47 @@
+"""Compiles kernels that attend to exact keys for compute capability 9.0, where there is no GPU; a command of its own.
+
+Of groups and heads that are larger than the usual ones. Prints JSON, by kernel and shape: bytes of shared and of local
+memory, and whether a processor has room for two programs.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import triton.compiler
+from triton.backends.compiler import GPUTarget
+
+from tests.decode_engine.kernels.problems import compile_for_gpu
+from tests.decode_engine.kernels.problems.compile_warp_kernels import resources
+
+SHAPES = ((9, 128), (16, 128), (2, 256), (16, 256))
+"""Query heads of a KV head, and channels."""
+KERNELS = ("shared_kernel", "attend_kernel", "window_kernel")
+
+
+def main() -> None:
+    found: dict[str, dict[str, Any]] = {}
+    compile_whole = triton.compiler.compile
+    compile_for_gpu.pretend()
+    where = ""
+
+    def compile_some(src: Any, target: GPUTarget, options: dict[str, Any]) -> object:
+        name = src.fn.__name__
+        if name in KERNELS:
+            found[f"{name} {where}"] = resources(compile_whole(src, target=target, options=options), 2)
+        return object()
+
+    triton.compiler.compile = compile_some
+    with compile_for_gpu.InHostMemory():
+        for shape in SHAPES:
+            for planes in (False, True):
+                where = f"{shape} {planes}"
+                compile_for_gpu.take_steps(*shape, ("full",), planes=planes)
+                compile_for_gpu.take_steps(*shape, ("refined",), "hybrid", planes=planes)
+            compile_for_gpu.attend_window_of(*shape)
+    print(json.dumps(found))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
