@@ -3,7 +3,8 @@
 A byte of the low plane, and the byte of codes beside it in the coarse copy, belong to the channels j and j + d / 2. A
 number is offset + scale / 16 * (16 code + low - 7.5): the product is exact in float32, so that nothing depends on
 whether a compiler rounds it before it adds. Then it is rounded to the queries' type, as rows that are stored as they
-are have it.
+are have it. The coarse copy has its usual form: values of up to 128 channels have one scale and one offset each, those
+of 256 have two, one for each half.
 
 Shape legend: T rows of a tile, C = d / 2 bytes of a vector in a plane, W = d / 8 words, d head dim.
 """
@@ -16,9 +17,12 @@ import triton.language as tl
 from decode_engine.kernels.attention.online_softmax import attend_tile
 from decode_engine.kernels.fields import key_pointers, value_pointers
 from index_store.indexes.coarse_rows.scalars import scalar_rows
+from index_store.methods.index_specs import INDEX_SPECS
+from index_store.store.description.manifest import HIGH_PLANE
 
 _BLOCK = tl.constexpr(scalar_rows.BLOCK)
 _BITS = tl.constexpr(4)
+_VALUE_GROUP = tl.constexpr(INDEX_SPECS[HIGH_PLANE].parameters["value_group"])
 _LOWER, _UPPER = tl.constexpr(0x0F0F0F0F), tl.constexpr(0xF0F0F0F0)
 _BYTE, _LIFTED = tl.constexpr(0xFF00), tl.constexpr(0x47000000)
 """Where a code stands in the bits of 2^15 in float32, whose last 8 bits are fractions; and these."""
@@ -37,7 +41,7 @@ def plane_pointers(
     if PLANES:
         pointers = (
             key_pointers(records_ptr, b, head, DIM, _BITS),
-            value_pointers(records_ptr, b, head, DIM, _BITS, 1),
+            value_pointers(records_ptr, b, head, DIM, _BITS, tl.cdiv(DIM, _VALUE_GROUP)),
         )
     return pointers
 
@@ -110,6 +114,17 @@ def decode_keys(
 
 
 @triton.jit
+def _load_levels(levels_ptr: tl.tensor, ids: tl.tensor, there: tl.tensor, DIM: tl.constexpr) -> tl.tensor:
+    """Scales or offsets of values, [T, 1] float32: those of the first half of their channels, and of the other."""
+    GROUPS: tl.constexpr = tl.cdiv(DIM, _VALUE_GROUP)
+    first = tl.load(levels_ptr + ids * GROUPS, mask=there, other=0.0).to(tl.float32)[:, None]
+    second = first
+    if GROUPS == 2:
+        second = tl.load(levels_ptr + ids * GROUPS + 1, mask=there, other=0.0).to(tl.float32)[:, None]
+    return first, second
+
+
+@triton.jit
 def decode_values(
     low_ptr: tl.tensor,
     at: tl.tensor,
@@ -123,9 +138,9 @@ def decode_values(
     codes_ptr, scales_ptr, offsets_ptr = pointers[1]
     low = _load_words(low_ptr + DIM // 8, at, there, DIM)
     high = _load_words(codes_ptr.to(tl.pointer_type(tl.uint32)), ids.to(tl.int64) * (DIM // 8), there, DIM)
-    step = tl.load(scales_ptr + ids, mask=there, other=0.0).to(tl.float32)[:, None] * _SHARE
-    start = tl.load(offsets_ptr + ids, mask=there, other=0.0).to(tl.float32)[:, None]
-    return decode_rows(low, high, (step, step), (start, start), ELEMENT)
+    first, second = _load_levels(scales_ptr, ids, there, DIM)
+    starts = _load_levels(offsets_ptr, ids, there, DIM)
+    return decode_rows(low, high, (first * _SHARE, second * _SHARE), starts, ELEMENT)
 
 
 @triton.jit

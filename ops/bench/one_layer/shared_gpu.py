@@ -1,10 +1,12 @@
 """Exact decode attention of many sessions on one context on a GPU, against torch's attention to it with all queries.
 
-usage: python ops/bench/one_layer/shared_gpu.py [--bars] [--figures one-128k,mixed] [--sweep]
+usage: python ops/bench/one_layer/shared_gpu.py [--bars] [--figures one-128k,mixed] [--head-dim 256] [--group 16]
+    [--sweep]
 
-Regime: one layer of a decode step, 32 query heads, 8 KV heads, head dimension 128, bfloat16; contexts in the GPU's
-memory, sessions with tails of 64 keys of their own. Two layers' worth or more take turns, so that no step finds its
-data in the second-level cache. Numbers are random: time does not depend on what they mean.
+Regime: one layer of a decode step, 8 KV heads with 4 query heads each or as many as --group says, head dimension 128
+or, with --head-dim, 64 or 256, bfloat16; contexts in the GPU's memory, sessions with tails of 64 keys of their own. Two
+layers' worth or more take turns, so that no step finds its data in the second-level cache. Numbers are random: time
+does not depend on what they mean.
 
 `one-LENGTH`: 1, 4, 16 and 64 sessions on one context. `mixed`: 8, 4, 2, 1 and 1 sessions on five contexts of 128K keys.
 
@@ -39,14 +41,15 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 import torch
 import typer
 from harness.checks import check_close, failure
-from harness.layer import COLD_BYTES, DEVICE, DTYPE, GROUP, HEAD_DIM, KV_HEADS, ROW, SCALE, step_plan
+from harness.layer import COLD_BYTES, DEVICE, DTYPE, GROUP, HEAD_DIM, KV_HEADS, step_plan
 from harness.report import reporting
 from harness.timing import copy_bandwidth, fastest, graph_us, packed_attention_us
 from torch import Tensor
 
 from decode_engine.kernels import records
+from decode_engine.kernels.attention.key_lists import HEAD_DIMS, MAX_GROUP
 from decode_engine.kernels.attention.row_groups import Seat
-from decode_engine.kernels.attention.shared_attention import SharedShape
+from decode_engine.kernels.attention.shared_attention import SharedShape, shared_shape
 from decode_engine.steps.attention.dense_steps import DenseSteps
 from index_store.methods.presets import METHODS
 
@@ -84,15 +87,18 @@ FIGURES = (
 class SharedMemory:
     """Contexts, queries and tails of several layers, for as many sessions as the largest figure has."""
 
-    def __init__(self, length: int, contexts: int, sessions: int) -> None:
-        self.layers = max(2, min(8, -(-COLD_BYTES // (contexts * KV_HEADS * length * ROW))))
+    def __init__(
+        self, length: int, contexts: int, sessions: int, head_dim: int = HEAD_DIM, group: int = GROUP
+    ) -> None:
+        self.row_bytes = 2 * head_dim * DTYPE.itemsize
+        self.layers = max(2, min(8, -(-COLD_BYTES // (contexts * KV_HEADS * length * self.row_bytes))))
 
         def normal(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_()
 
-        self.kv = normal(self.layers, contexts, KV_HEADS, length, 2, HEAD_DIM)
-        self.q = 3 * normal(self.layers, sessions, KV_HEADS, GROUP, HEAD_DIM)
-        self.tail = normal(sessions, KV_HEADS, TAIL, 2, HEAD_DIM)
+        self.kv = normal(self.layers, contexts, KV_HEADS, length, 2, head_dim)
+        self.q = 3 * normal(self.layers, sessions, KV_HEADS, group, head_dim)
+        self.tail = normal(sessions, KV_HEADS, TAIL, 2, head_dim)
 
     def records(self, layer: int, contexts: Sequence[int]) -> Tensor:
         """[B, RECORD_FIELDS] on the device, for sessions on these contexts."""
@@ -115,7 +121,10 @@ class Bench:
         Chosen.shape = shape
         self.memory, self.figure = memory, figure
         self.contexts = figure.contexts()
-        plan = step_plan(METHODS["full"], memory.layers, figure.sessions, figure.length)
+        group, head_dim = memory.q.shape[3:]
+        plan = step_plan(
+            METHODS["full"], memory.layers, figure.sessions, figure.length, head_dim=head_dim, group=group
+        )
         self.attention = Chosen(plan)
         seats = [Seat(b, context, figure.length, TAIL) for b, context in enumerate(self.contexts)]
         self.attention.arrange(seats, False)
@@ -131,7 +140,7 @@ class Bench:
         for b in {0, self.figure.sessions // 2, self.figure.sessions - 1}:
             for h in range(KV_HEADS):
                 kv = torch.cat([self.memory.kv[layer, self.contexts[b], h], self.memory.tail[b, h]]).double()
-                logits = self.memory.q[layer, b, h].double() @ kv[:, 0].t() * SCALE
+                logits = self.memory.q[layer, b, h].double() @ kv[:, 0].t() * kv.shape[2] ** -0.5
                 check_close(f"session {b}", out_BHGD[b, h], logits.softmax(-1) @ kv[:, 1], 2e-2)
 
     def microseconds(self) -> float:
@@ -167,13 +176,16 @@ def packed_us(memory: SharedMemory, figure: Figure) -> dict[str, float]:
 
 def measure(memory: SharedMemory, figure: Figure, bandwidth: float, sweep: bool) -> dict[str, Any]:
     """The figure's row. Raises CheckFailedError for a wrong output."""
-    shape = SharedShape()
+    group, head_dim = memory.q.shape[3:]
+    shape = shared_shape(group, head_dim, False)
     row: dict[str, Any] = {
         "figure": figure.name,
         "tokens": figure.length,
         "sessions": figure.sessions,
         "groups": list(figure.groups),
         "layers": memory.layers,
+        "head_dim": head_dim,
+        "group": group,
         "graph_us": Bench(memory, figure, shape).microseconds(),
     }
     for other in neighbours(shape) if sweep else ():
@@ -185,7 +197,7 @@ def measure(memory: SharedMemory, figure: Figure, bandwidth: float, sweep: bool)
         typer.echo(f"{figure.name} {figure.sessions} {changed}: {took}", err=True)
     packed = packed_us(memory, figure)
     best = fastest(packed)
-    nbytes = (len(figure.groups) * figure.length + figure.sessions * TAIL) * KV_HEADS * ROW
+    nbytes = (len(figure.groups) * figure.length + figure.sessions * TAIL) * KV_HEADS * memory.row_bytes
     row |= {"torch_us": best["full_us"], "torch_backend": best["full_backend"], "bytes": nbytes}
     row["byte_us"] = nbytes / bandwidth * 1e6
     row["ratio"] = row["graph_us"] / row["torch_us"]
@@ -206,11 +218,12 @@ def missed(row: dict[str, Any]) -> list[str]:
     return found
 
 
-def rows_of(figures: Sequence[Figure], bandwidth: float, sweep: bool) -> Iterator[dict[str, Any]]:
+def rows_of(
+    figures: Sequence[Figure], head_dim: int, group: int, bandwidth: float, sweep: bool
+) -> Iterator[dict[str, Any]]:
     """Of figures that share a memory; an error does not end the others."""
-    memory = SharedMemory(
-        figures[0].length, len(figures[0].groups), max(figure.sessions for figure in figures)
-    )
+    sessions = max(figure.sessions for figure in figures)
+    memory = SharedMemory(figures[0].length, len(figures[0].groups), sessions, head_dim, group)
     one: float | None = None
     for figure in figures:
         try:
@@ -228,16 +241,23 @@ def rows_of(figures: Sequence[Figure], bandwidth: float, sweep: bool) -> Iterato
 def main(
     figures: Annotated[str, typer.Option(help="Names or prefixes, comma-separated; empty: all.")] = "",
     bars: Annotated[bool, typer.Option("--bars", help="Fail when a figure misses its bar.")] = False,
+    head_dim: Annotated[int, typer.Option(help="Channels of a head: 64, 128 or 256.")] = HEAD_DIM,
+    group: Annotated[int, typer.Option(help="Query heads of a KV head: 1 to 16.")] = GROUP,
     sweep: Annotated[bool, typer.Option("--sweep", help="Also time other launch shapes, to stderr.")] = False,
 ) -> None:
     """Times one layer's exact decode attention of many sessions on one context; one JSON line per figure."""
     prefixes = tuple(figures.split(",")) if figures else ("",)
+    if head_dim not in HEAD_DIMS or not 1 <= group <= MAX_GROUP:
+        raise typer.BadParameter(
+            f"--head-dim {head_dim} --group {group}; expected one of {', '.join(map(str, HEAD_DIMS))}, and 1 to "
+            f"{MAX_GROUP}"
+        )
     chosen = [figure for figure in FIGURES if figure.name.startswith(prefixes)]
     with reporting("shared_gpu", bars) as report:
         torch.manual_seed(0)
         bandwidth = copy_bandwidth()
         for _, some in groupby(chosen, key=lambda figure: figure.name):
-            for row in rows_of(list(some), bandwidth, sweep):
+            for row in rows_of(list(some), head_dim, group, bandwidth, sweep):
                 report.add(row, *(missed(row) if "error" not in row else ()))
             torch.cuda.empty_cache()
 

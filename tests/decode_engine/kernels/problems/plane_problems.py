@@ -12,6 +12,7 @@ from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.coarse.reference import CoarseSequence
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
+from index_store.indexes.coarse_rows.scalars.scalar_rows import value_groups
 from index_store.indexes.row_planes.two_planes import TwoPlanes, find_low_plane
 from tests.decode_engine.kernels.problems.cluster_problems import Problem
 
@@ -28,7 +29,7 @@ def with_planes(problem: Problem) -> tuple[Problem, list[TwoPlanes | None]]:
             made.append(None)
             continue
         kv_HN2D = sequence.kv_HN2D.contiguous()
-        coarse = code_rows(kv_HN2D, 0, 4, 4, 1)
+        coarse = code_rows(kv_HN2D, 0, 4, 4, value_groups(kv_HN2D.shape[3], 128))
         low = find_low_plane(kv_HN2D, coarse)
         room = torch.full((low.shape[0], 3, *low.shape[2:]), 255, dtype=torch.uint8, device=low.device)
         planes = TwoPlanes(coarse, torch.cat([low, room], dim=1)[:, : low.shape[1]], kv_HN2D.dtype)

@@ -5,6 +5,7 @@ Without a CUDA device the kernels run in Triton's interpreter, and no graph is c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.resolve import resolve_model
 from index_store.store.description.dtypes import AS_DTYPE, INT8
-from tests.support.models import write_model_folder
+from tests.support.models import HEAD_SHAPES, write_model_folder
 
 pytestmark = [pytest.mark.usefixtures("few_programs", "watched")]
 LENGTHS = (150, 60)
@@ -40,10 +41,11 @@ SMALL = {"keys_per_cluster": 8, "block": 128, "iterations": 3}
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    folder: Path = write_model_folder(
-        tmp_path_factory.mktemp("model"), kv_heads=1, query_heads=2, head_dim=64, max_positions=8192
-    )
-    return ModelRunner(resolve_model(str(folder)))
+    return make_runner(tmp_path_factory.mktemp("model"), {"kv_heads": 1, "query_heads": 2, "head_dim": 64})
+
+
+def make_runner(folder: Path, heads: Mapping[str, int]) -> ModelRunner:
+    return ModelRunner(resolve_model(str(write_model_folder(folder, max_positions=8192, **heads))))
 
 
 def small(expression: str, share: float) -> Method:
@@ -112,6 +114,23 @@ def test_steps_equal_the_general_path(
     runner: ModelRunner, expression: str, placement: Placement, dense: tuple[int, ...]
 ) -> None:
     """With a budget of all keys. Means of clusters are of rows before they were coded, which `monopole` takes out."""
+    check_steps(runner, expression, placement, dense)
+
+
+@pytest.mark.parametrize("heads", HEAD_SHAPES)
+@pytest.mark.parametrize(
+    ("expression", "placement"),
+    [("full", Placement.DEVICE), ("refined", Placement.DEVICE), ("refined", Placement.HYBRID)],
+)
+def test_other_heads_step_as_on_the_general_path(
+    tmp_path: Path, heads: str, expression: str, placement: Placement
+) -> None:
+    check_steps(make_runner(tmp_path, HEAD_SHAPES[heads]), expression, placement)
+
+
+def check_steps(
+    runner: ModelRunner, expression: str, placement: Placement, dense: tuple[int, ...] = ()
+) -> None:
     method = small(expression, 1.0)
     contexts = make_contexts(runner, method, placement)
     for context in contexts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.models.resolve import resolve_model
 from index_store.store.description.dtypes import INT8
-from tests.support.models import write_model_folder
+from tests.support.models import HEAD_SHAPES, write_model_folder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,9 +35,11 @@ LENGTHS = (4000, 1500)
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    folder: Path = write_model_folder(
-        tmp_path_factory.mktemp("model"), head_dim=64, max_positions=8192, dtype=torch.bfloat16
-    )
+    return make_runner(tmp_path_factory.mktemp("model"), {"head_dim": 64})
+
+
+def make_runner(folder: Path, heads: Mapping[str, int]) -> ModelRunner:
+    write_model_folder(folder, max_positions=8192, dtype=torch.bfloat16, **heads)
     return ModelRunner(resolve_model(str(folder)), "cuda")
 
 
@@ -81,6 +84,19 @@ def logits_of(stepper: Stepper, sessions: list[Session], tokens: list[int]) -> t
 def test_captured_steps_equal_the_general_path(
     runner: ModelRunner, name: str, dense: tuple[int, ...], placement: Placement
 ) -> None:
+    check_steps(runner, name, dense, placement)
+
+
+@pytest.mark.parametrize("placement", [Placement.DEVICE, Placement.HYBRID])
+@pytest.mark.parametrize("heads", HEAD_SHAPES)
+@pytest.mark.parametrize("name", ["full", "refined"])
+def test_other_heads_step_as_on_the_general_path(
+    tmp_path: Path, heads: str, name: str, placement: Placement
+) -> None:
+    check_steps(make_runner(tmp_path, HEAD_SHAPES[heads]), name, (), placement)
+
+
+def check_steps(runner: ModelRunner, name: str, dense: tuple[int, ...], placement: Placement) -> None:
     """With a budget of all keys."""
     method = replace(get_method(name, None if name == "full" else 1.0), partition_optional=False)
     contexts = make_contexts(runner, method, placement)

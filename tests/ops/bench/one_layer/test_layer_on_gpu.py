@@ -139,10 +139,14 @@ def test_rows_of_a_trained_model_are_tiled() -> None:
         rows.q(0, 8, 5, own)
 
 
-def test_wrong_attention_of_many_sessions_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (256, 16)])
+def test_wrong_attention_of_many_sessions_is_not_timed(
+    head_dim: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = load("shared_gpu", monkeypatch)
     figure = bench.Figure("small", 128, (5, 1))
-    steps = bench.Bench(bench.SharedMemory(128, 2, 6), figure, bench.SharedShape())
+    memory = bench.SharedMemory(128, 2, 6, head_dim, group)
+    steps = bench.Bench(memory, figure, bench.shared_shape(group, head_dim, False))
     steps.check()
     right = steps.attention.attend
     monkeypatch.setattr(steps.attention, "attend", lambda layer, q, records: 2 * right(layer, q, records))
