@@ -114,17 +114,6 @@ def decode_keys(
 
 
 @triton.jit
-def _load_levels(levels_ptr: tl.tensor, ids: tl.tensor, there: tl.tensor, DIM: tl.constexpr) -> tl.tensor:
-    """Scales or offsets of values, [T, 1] float32: those of the first half of their channels, and of the other."""
-    GROUPS: tl.constexpr = tl.cdiv(DIM, _VALUE_GROUP)
-    first = tl.load(levels_ptr + ids * GROUPS, mask=there, other=0.0).to(tl.float32)[:, None]
-    second = first
-    if GROUPS == 2:
-        second = tl.load(levels_ptr + ids * GROUPS + 1, mask=there, other=0.0).to(tl.float32)[:, None]
-    return first, second
-
-
-@triton.jit
 def decode_values(
     low_ptr: tl.tensor,
     at: tl.tensor,
@@ -138,9 +127,15 @@ def decode_values(
     codes_ptr, scales_ptr, offsets_ptr = pointers[1]
     low = _load_words(low_ptr + DIM // 8, at, there, DIM)
     high = _load_words(codes_ptr.to(tl.pointer_type(tl.uint32)), ids.to(tl.int64) * (DIM // 8), there, DIM)
-    first, second = _load_levels(scales_ptr, ids, there, DIM)
-    starts = _load_levels(offsets_ptr, ids, there, DIM)
-    return decode_rows(low, high, (first * _SHARE, second * _SHARE), starts, ELEMENT)
+    GROUPS: tl.constexpr = tl.cdiv(DIM, _VALUE_GROUP)
+    step = tl.load(scales_ptr + ids * GROUPS, mask=there, other=0.0).to(tl.float32)[:, None] * _SHARE
+    start = tl.load(offsets_ptr + ids * GROUPS, mask=there, other=0.0).to(tl.float32)[:, None]
+    steps, starts = (step, step), (start, start)
+    if GROUPS == 2:
+        step = tl.load(scales_ptr + ids * GROUPS + 1, mask=there, other=0.0).to(tl.float32)[:, None] * _SHARE
+        start = tl.load(offsets_ptr + ids * GROUPS + 1, mask=there, other=0.0).to(tl.float32)[:, None]
+        steps, starts = (steps[0], step), (starts[0], start)
+    return decode_rows(low, high, steps, starts, ELEMENT)
 
 
 @triton.jit
