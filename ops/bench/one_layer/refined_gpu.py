@@ -56,9 +56,8 @@ from harness.made_up.trained_rows import record_rows
 from harness.report import reporting
 from harness.timing import copy_bandwidth, full_attention_us, graph_us
 
-from decode_engine.kernels.attention import key_lists
 from decode_engine.kernels.coarse.reference import attend_others_reference
-from decode_engine.kernels.coarse.sizes import MAX_GROUP, CoarseShape, CoarseSizes, coarse_shape
+from decode_engine.kernels.coarse.sizes import MAX_GROUP, CoarseShape, coarse_shape
 from decode_engine.steps.attention.coarse_steps import CoarseSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from index_store.attention.attention_state import AttentionState
@@ -83,12 +82,6 @@ class Figure:
     def without_bars(self) -> Figure:
         return replace(self, bars=dict.fromkeys(self.bars, 0.0))
 
-    def can_be_timed(self, head_dim: int, group: int) -> bool:
-        """Whether there are kernels for a step over such heads."""
-        shape = coarse_shape(DEVICE, LENGTH)
-        sizes = CoarseSizes(KV_HEADS, group, head_dim, self.bits, self.bits, 1, LENGTH, shape)
-        return sizes.in_registers or listed(head_dim, group)
-
     def method(self) -> Method:
         spec = INDEX_SPECS["coarse_rows"].with_parameters(key_bits=self.bits, value_bits=self.bits)
         return replace(METHODS["refined"], index=spec, budget=Ratio(max(self.bars)))
@@ -102,11 +95,6 @@ FIGURES = (
     Figure("3-bits-128k-b16", 16, 3, {0.01: 0.0}),
     Figure("2-bits-128k-b16", 16, 2, {0.01: 4.8}),
 )
-
-
-def listed(head_dim: int, group: int) -> bool:
-    """Whether kernels that attend to lists take such heads, so that the general kernels can be timed."""
-    return head_dim in key_lists.HEAD_DIMS and group <= key_lists.MAX_GROUP
 
 
 class Bench(Steps):
@@ -142,9 +130,8 @@ class Bench(Steps):
 
     def neighbours(self) -> list[CoarseShape]:
         shape = self.shape
-        others = [replace(shape, registers=not shape.registers)] if listed(self.head_dim, self.group) else []
         tries = [
-            *others,
+            replace(shape, registers=not shape.registers),
             *(replace(shape, tile=tile) for tile in (16, 64)),
             *(replace(shape, ahead=ahead) for ahead in (1, 2, 4, 6)),
             *(replace(shape, programs=shape.programs * part // 8) for part in (6, 7, 9)),
@@ -182,7 +169,8 @@ class Bench(Steps):
 
     def index_bytes(self) -> int:
         codes, steps = 2 * self.head_dim * self.figure.bits // 8, 4 * self.head_dim
-        return self.rows * (self.length * (codes + 4) + self.length // BLOCK * steps)
+        levels = 4 * self.selection.sizes.value_groups
+        return self.rows * (self.length * (codes + levels) + self.length // BLOCK * steps)
 
     def search_times(self, turns: int) -> dict[str, float]:
         def select(layer: int) -> object:
@@ -206,11 +194,6 @@ def main(
     if not 1 <= group <= MAX_GROUP:
         raise typer.BadParameter(f"--group {group}; expected 1 to {MAX_GROUP}")
     chosen = [figure for figure in FIGURES if figure.name.startswith(prefixes)]
-    for figure in chosen:
-        if not figure.can_be_timed(head_dim, group):
-            raise typer.BadParameter(
-                f"{figure.name} with --head-dim {head_dim} and --group {group}: no kernels; leave it out of --figures"
-            )
     if (head_dim, group) != (HEAD_DIM, GROUP):
         chosen = [figure.without_bars() for figure in chosen]
     with reporting("refined_gpu", bars) as report:

@@ -11,6 +11,8 @@ from decode_engine.kernels.records import records_of
 from harness.layer import COLD_BYTES, DEVICE, DTYPE, GROUP, HEAD_DIM, KV_HEADS, RECENT, SINKS, TAIL, Memory
 from harness.made_up.trained_rows import TrainedRows
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
+from index_store.indexes.coarse_rows.scalars.scalar_rows import value_groups
+from index_store.methods.index_specs import INDEX_SPECS
 
 LENGTH, CENTRES, RUN = 131072, 1024, 64
 """Keys of a context; centres of clustered ones, and how many keys one after the other are near the same."""
@@ -45,11 +47,12 @@ class CoarseMemory(Memory):
         self.sequences: list[list[CoarseSequence]] = []
 
     def code(self, bits: int, keep: int) -> None:
-        """Codes keys and values, and says how many keys are kept."""
-        length = self.kv.shape[3]
+        """Codes keys and values as presets have it, and says how many keys are kept."""
+        length, head_dim = self.kv.shape[3], self.kv.shape[5]
+        groups = value_groups(head_dim, int(INDEX_SPECS["coarse_rows"].parameters["value_group"]))
         self.sequences.clear()  # copies of other bits are not needed any more
         for layer in range(self.layers):
-            copies = (code_rows(kv, 0, bits, bits, 1) for kv in self.kv[layer])
+            copies = (code_rows(kv, 0, bits, bits, groups) for kv in self.kv[layer])
             self.sequences.append([CoarseSequence(rows, SINKS, length - RECENT, keep) for rows in copies])
 
     def records(self, layer: int) -> Tensor:
