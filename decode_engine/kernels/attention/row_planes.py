@@ -41,7 +41,7 @@ def plane_pointers(
     if PLANES:
         pointers = (
             key_pointers(records_ptr, b, head, DIM, _BITS),
-            value_pointers(records_ptr, b, head, DIM, _BITS, tl.cdiv(DIM, _VALUE_GROUP)),
+            value_pointers(records_ptr, b, head, DIM, _BITS, (DIM + _VALUE_GROUP - 1) // _VALUE_GROUP),
         )
     return pointers
 
@@ -127,7 +127,8 @@ def decode_values(
     codes_ptr, scales_ptr, offsets_ptr = pointers[1]
     low = _load_words(low_ptr + DIM // 8, at, there, DIM)
     high = _load_words(codes_ptr.to(tl.pointer_type(tl.uint32)), ids.to(tl.int64) * (DIM // 8), there, DIM)
-    GROUPS: tl.constexpr = tl.cdiv(DIM, _VALUE_GROUP)
+    # `tl.cdiv` of two constants is none in Triton 3.6.
+    GROUPS: tl.constexpr = (DIM + _VALUE_GROUP - 1) // _VALUE_GROUP
     step = tl.load(scales_ptr + ids * GROUPS, mask=there, other=0.0).to(tl.float32)[:, None] * _SHARE
     start = tl.load(offsets_ptr + ids * GROUPS, mask=there, other=0.0).to(tl.float32)[:, None]
     steps, starts = (step, step), (start, start)

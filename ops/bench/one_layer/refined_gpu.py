@@ -147,7 +147,8 @@ class Bench(Steps):
         if not bool((lists.counts_RP >= 0).all()):
             raise CheckFailedError("a count was not written")
         listed = int(lists.counts_RP.sum()) / (self.keep * self.rows)
-        if not 0.5 < listed < 2.0:
+        # Few of a sample decide, and keys of one cluster are alike.
+        if not 0.4 < listed < 3.0:
             raise CheckFailedError(f"{listed:.2f} of the wanted keys are listed")
         q_BHGD, sequences = memory.q[layer], memory.sequences[layer]
         some = {0, self.batch - 1}

@@ -97,12 +97,21 @@ def movable_cut(cuts_ptr: gl.tensor, row: gl.tensor) -> gl.tensor:
 
 @gluon.jit
 def share_of_blocks(first: gl.tensor, end: gl.tensor) -> gl.tensor:
-    """As `coarse_pass.share_of_blocks`."""
+    """A program's first block, and where all of a row's end; its others follow num_programs blocks apart each.
+
+    What a query attends to lies together, at the end of a context above all. So neighbours are different programs'.
+    """
     base = first // _BLOCK
     stop = gl.where(end > first, (end + _BLOCK - 1) // _BLOCK, base)
-    share = (stop - base + gl.num_programs(0) - 1) // gl.num_programs(0)
-    begin = base + gl.program_id(0) * share
-    return begin, gl.minimum(begin + share, stop)
+    return base + gl.program_id(0), stop
+
+
+@gluon.jit
+def tile_after(tile: gl.tensor, TILES: gl.constexpr, inner: gl.tensor, T: gl.constexpr) -> gl.tensor:
+    """First key of a program's tile that comes TILES tiles after that which begins with key `tile`, the key `inner` of
+    its block."""
+    blocks = (inner + TILES * T) // _BLOCK
+    return tile + TILES * T + blocks * ((gl.num_programs(0) - 1) * _BLOCK)
 
 
 @gluon.jit
@@ -231,6 +240,7 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     _, scales_ptr, offsets_ptr = keys_ptrs
     values_ptrs = value_pointers(records_ptr, b, head, keys, DIM, VALUE_BITS)
     first_block, stop = share_of_blocks(first, end)
+    apart = gl.num_programs(0)
     start, beyond = first_block * _BLOCK, gl.minimum(stop * _BLOCK, keys.to(gl.int32))
     # A context's last keys are loaded with some before them, which do not count.
     last = beyond - TILE
@@ -241,9 +251,9 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
         steps_room = new_steps(DIM)
     if stop > first_block:
         if ROOMS:
-            copy_steps(steps_room, scales_ptr, offsets_ptr, first_block, DIM)
+            copy_steps(steps_room, 0, scales_ptr, offsets_ptr, first_block, DIM)
         for turn in gl.static_range(AHEAD):
-            base = gl.minimum(start + turn * TILE, last)
+            base = gl.minimum(tile_after(start, turn, 0, TILE), last)
             copy_tile(key_ring, turn, keys_ptrs[0], base, TILE, DIM, KEY_BITS, AHEAD)
             end_of_copies()
     queries, units = load_queries(q_ptr, row, X, GROUP, DIM, KEY_BITS)
@@ -268,15 +278,16 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
             steps = load_steps(scales_ptr + first_block * DIM, offsets_ptr + first_block * DIM, DIM, KEY_BITS)
         if ATTEND:
             values = load_value_steps(values_ptrs, gl.minimum(start, last), TILE)
-        for block in range(first_block, stop):
-            next_block = gl.minimum((block + 1) * _BLOCK, beyond)
+        turns = first_block * 0
+        for block in range(first_block, stop, apart):
+            next_block = gl.minimum((block + apart) * _BLOCK, beyond)
             prefetch_steps(keys_ptrs, values_ptrs, next_block, beyond, DIM, ATTEND, CHAINED)
-            after = gl.minimum(block + 1, stop - 1)
+            after = gl.minimum(block + apart, stop - 1)
             if ROOMS:  # a block's steps came with the first tile of all, or of the block before
                 wait_for_copies(min(TILES, AHEAD) - 1)
-                steps = copied_steps(steps_room, block, DIM, KEY_BITS)
+                steps = copied_steps(steps_room, turns // TILES, DIM, KEY_BITS)
                 folded, added = fold(kept_queries(queries_room, X, DIM), steps, X, DIM, KEY_BITS)
-                copy_steps(steps_room, scales_ptr, offsets_ptr, after, DIM)
+                copy_steps(steps_room, turns // TILES + 1, scales_ptr, offsets_ptr, after, DIM)
             else:
                 folded, added = fold(queries, steps, X, DIM, KEY_BITS)
                 steps = load_steps(scales_ptr + after * DIM, offsets_ptr + after * DIM, DIM, KEY_BITS)
@@ -286,12 +297,12 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
             attended = (no_values_yet(X, DIM), evens, totals)
             for pair in range(0, _BLOCK, 2 * TILE):
                 for part in gl.static_range(2):
-                    tile = block * _BLOCK + pair + part * TILE
-                    turn = (tile - start) // TILE
+                    within = pair + part * TILE
+                    tile, turn = block * _BLOCK + within, turns + within // TILE
                     begin = gl.minimum(tile, last)
                     wait_for_copies(AHEAD - 1)
                     words = key_ring.index(turn % (AHEAD + 1)).load(key_layout(TILE, DIM, KEY_BITS))
-                    later = gl.minimum(tile + AHEAD * TILE, last)
+                    later = gl.minimum(tile_after(tile, AHEAD, within, TILE), last)
                     copy_tile(key_ring, turn + AHEAD, keys_ptrs[0], later, TILE, DIM, KEY_BITS, AHEAD)
                     if ATTEND:
                         attended = attend_tile(
@@ -311,13 +322,15 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                         weights = gl.where(gl.expand_dims(searched & (kept == 0), 1), weights, 0.0)
                     if ATTEND:
                         current = values
-                        values = load_value_steps(values_ptrs, gl.minimum(tile + TILE, last), TILE)
+                        following = gl.minimum(tile_after(tile, 1, within, TILE), last)
+                        values = load_value_steps(values_ptrs, following, TILE)
                         scaled = coming[0][1]
                         if heavy:
                             copy_tile(value_ring, turn, values_ptrs[0], begin, TILE, DIM, VALUE_BITS, AHEAD)
                             attended, scaled = weigh_tile(attended, weights, current, TILE, X)
                         coming = next_tiles(coming, heavy, scaled)
                     end_of_copies()
+            turns += TILES
             if ROOMS:
                 add_sums(sums_room, attended[0], X, DIM)
             else:
@@ -326,7 +339,7 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
         if ATTEND:
             sums, evens, totals = attended
             attended = (no_values_yet(X, DIM), evens, totals)
-            turn = (stop - first_block) * TILES + 1
+            turn = turns + 1
             for left in gl.static_range(AHEAD):
                 attended = attend_tile(
                     attended, coming[left], value_ring, turn + left, TILE, X, DIM, VALUE_BITS, AHEAD

@@ -126,23 +126,24 @@ def new_steps(DIM: gl.constexpr) -> gl.shared_memory_descriptor:
 @gluon.jit
 def copy_steps(
     room: gl.shared_memory_descriptor,
+    turn: gl.tensor,
     scales_ptr: gl.tensor,
     offsets_ptr: gl.tensor,
     block: gl.tensor,
     DIM: gl.constexpr,
 ) -> None:
-    """Has those of a block copied, among the copies that are waited for together next."""
+    """Has those of a block, a program's turn-th, copied, among the copies that are waited for together next."""
     channel = gl.arange(0, DIM, layout=gl.BlockedLayout([8], [32], [1], [0]))
     scales_ptr += block * DIM
     offsets_ptr += block * DIM
-    async_copy.async_copy_global_to_shared(room.index(block % 2 * 2), scales_ptr + channel)
-    async_copy.async_copy_global_to_shared(room.index(block % 2 * 2 + 1), offsets_ptr + channel)
+    async_copy.async_copy_global_to_shared(room.index(turn % 2 * 2), scales_ptr + channel)
+    async_copy.async_copy_global_to_shared(room.index(turn % 2 * 2 + 1), offsets_ptr + channel)
 
 
 @gluon.jit
 def copied_steps(
-    room: gl.shared_memory_descriptor, block: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr
+    room: gl.shared_memory_descriptor, turn: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr
 ) -> gl.tensor:
     """As `warp_tiles.load_steps`."""
     LAYOUT: gl.constexpr = channel_layout(DIM, BITS)
-    return room.index(block % 2 * 2).load(LAYOUT), room.index(block % 2 * 2 + 1).load(LAYOUT)
+    return room.index(turn % 2 * 2).load(LAYOUT), room.index(turn % 2 * 2 + 1).load(LAYOUT)

@@ -52,12 +52,10 @@ def load_row_queries(
 
 
 @gluon.jit
-def load_rows(
-    rows_ptr: gl.tensor,
+def places_of(
     ids_ptr: gl.tensor,
-    entry: gl.tensor,
+    tile: gl.tensor,
     listed: gl.tensor,
-    stop: gl.tensor,
     first: gl.tensor,
     end: gl.tensor,
     context_stop: gl.tensor,
@@ -66,17 +64,31 @@ def load_rows(
     DIM: gl.constexpr,
     LAYOUT: gl.constexpr,
 ) -> gl.tensor:
-    """Rows [E, DIM] of entries from rows_ptr on; zeros for those from `stop` on.
+    """Where the rows of a tile's entries begin, [E].
 
     listed: of these many entries ids_ptr has the keys. From there on they are keys 0 .. first - 1 and end and on, those
     from context_stop on the tail's, which begin to_tail elements behind the context's; `before` of these are others'.
     """
+    entry = tile + gl.arange(0, _TILE, layout=gl.SliceLayout(1, LAYOUT))
     ids = gl.load(ids_ptr + entry, mask=entry < listed, other=0, cache_modifier=".cg")
     always = before + entry - listed
     ids = gl.where(entry < listed, ids, gl.where(always < first, always, end + always - first))
     tail = entry >= gl.maximum(context_stop, listed)
     both: gl.constexpr = 2 * DIM  # elements of a key and its value
-    where = gl.where(tail, to_tail + (entry - context_stop).to(gl.int64) * both, ids.to(gl.int64) * both)
+    return gl.where(tail, to_tail + (entry - context_stop).to(gl.int64) * both, ids.to(gl.int64) * both)
+
+
+@gluon.jit
+def load_rows(
+    rows_ptr: gl.tensor,
+    tile: gl.tensor,
+    where: gl.tensor,
+    stop: gl.tensor,
+    DIM: gl.constexpr,
+    LAYOUT: gl.constexpr,
+) -> gl.tensor:
+    """Rows [E, DIM] of a tile's entries, which begin `where` [E] from rows_ptr on; zeros for those from `stop` on."""
+    entry = tile + gl.arange(0, _TILE, layout=gl.SliceLayout(1, LAYOUT))
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
     at = gl.expand_dims(where, 1) + gl.expand_dims(channel, 0)
     there = gl.expand_dims(entry < stop, 1) & gl.expand_dims(channel >= 0, 0)
@@ -143,16 +155,17 @@ def attend_rows(
     everything = listed + stop - always
     # Entries of the share as if they followed the list: the always-th comes first.
     context_stop = listed + in_context - always
+    keys_at = places_of(ids_ptr, 0, listed, first, end, context_stop, to_tail, always, DIM, KEY_ROWS)
+    values_at = places_of(ids_ptr, 0, listed, first, end, context_stop, to_tail, always, DIM, VALUE_ROWS)
     for tile in range(0, everything, _TILE):
-        of_keys = tile + gl.arange(0, _TILE, layout=gl.SliceLayout(1, KEY_ROWS))
-        keys = load_rows(
-            rows_ptr, ids_ptr, of_keys, listed, everything, first, end, context_stop, to_tail, always, DIM, KEY_ROWS
-        )  # fmt: skip
-        entry = tile + gl.arange(0, _TILE, layout=gl.SliceLayout(1, VALUE_ROWS))
-        values = load_rows(
-            rows_ptr + DIM, ids_ptr, entry, listed, everything, first, end, context_stop, to_tail, always, DIM,
-            VALUE_ROWS,
-        )  # fmt: skip
+        keys = load_rows(rows_ptr, tile, keys_at, everything, DIM, KEY_ROWS)
+        values = load_rows(rows_ptr + DIM, tile, values_at, everything, DIM, VALUE_ROWS)
+        # Where the next rows are is on its way while these are.
+        after = tile + _TILE
+        keys_at = places_of(ids_ptr, after, listed, first, end, context_stop, to_tail, always, DIM, KEY_ROWS)
+        values_at = places_of(
+            ids_ptr, after, listed, first, end, context_stop, to_tail, always, DIM, VALUE_ROWS
+        )
         logits = multiply_rows(keys, queries, X, DIM) * scale_log2
         there = tile + gl.arange(0, _TILE, layout=gl.SliceLayout(1, RESULT)) < everything
         logits = gl.where(gl.expand_dims(there, 1), logits, float("-inf"))

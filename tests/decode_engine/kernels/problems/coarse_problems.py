@@ -95,11 +95,14 @@ class Searched:
 
 
 def listed_keys(lists: KeyLists, row: int) -> list[int]:
-    """A row's keys, each once."""
-    assert int(lists.counts_RP[row].min()) >= 0
-    assert int(lists.counts_RP[row].max()) <= lists.ids_RPW.shape[2]
-    keys: list[int] = lists.of_row(row).tolist()
-    assert keys == sorted(set(keys))
+    """A row's keys, ascending, as each program has listed its own, and each once."""
+    counts = lists.counts_RP[row].tolist()
+    assert min(counts) >= 0
+    assert max(counts) <= lists.ids_RPW.shape[2]
+    segments = [ids[:count].tolist() for ids, count in zip(lists.ids_RPW[row], counts, strict=True)]
+    assert all(segment == sorted(segment) for segment in segments)
+    keys = sorted(key for segment in segments for key in segment)
+    assert len(keys) == len(set(keys))
     return keys
 
 
@@ -111,14 +114,15 @@ def assert_differs_at_the_edge(
     kept: set[int],
     expected: set[int],
     tolerance: float,
+    share: float,
 ) -> None:
     """Rounding exchanges few keys, and only such as are about as good as the worst one that the reference keeps.
 
-    work: the reference's.
+    work: the reference's. share: of the keys, that may be others.
     """
     other = sorted(kept ^ expected)
     # Two of them are one key in another one's place.
-    assert len(other) <= 2 + 0.05 * len(expected), (row, len(kept), len(expected), other)
+    assert len(other) <= 2 + share * len(expected), (row, len(kept), len(expected), other)
     if not other:
         return
     b, head = divmod(row, q_BHGD.shape[1])
@@ -141,6 +145,8 @@ def assert_equals_reference(
     q = make_queries(sizes, dtype, len(sequences))
     found = Searched(sizes, q, sequences, apart=apart)
     rows = len(sequences) * sizes.kv_heads
+    # Queries in 8 bits, for products of integers, are rounded more.
+    share = 0.1 if sizes.shape.int8_keys and not sizes.in_registers else 0.05
     work = CoarseWork.make(sizes, len(sequences), DEVICE)
     lists = KeyLists.allocate(rows, *found.lists.ids_RPW.shape[1:], DEVICE)
     find_cuts_reference(q, sequences, sizes, work)
@@ -154,7 +160,7 @@ def assert_equals_reference(
         torch.testing.assert_close(
             found.work.normalisers_RG[row], work.normalisers_RG[row], rtol=0, atol=20 * tolerance
         )
-        assert_differs_at_the_edge(q, sequence, row, work, set(kept), set(expected), tolerance)
+        assert_differs_at_the_edge(q, sequence, row, work, set(kept), set(expected), tolerance, share)
         assert all(sequence.first <= key < sequence.end for key in kept)
         if sequence.keep >= sequence.end - sequence.first:
             assert kept == list(range(sequence.first, sequence.end))

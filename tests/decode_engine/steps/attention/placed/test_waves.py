@@ -127,5 +127,6 @@ def test_waves_change_no_bit_of_a_step(runner: ModelRunner) -> None:
     together, fetched_together = step_logits(runner, 1)
     apart, fetched_apart = step_logits(runner, 2)
     assert torch.equal(together, apart)
-    assert fetched_together == fetched_apart
+    # Of two sessions that want one row, either one may be the first to read it.
+    assert [sum(pair) for pair in fetched_together] == [sum(pair) for pair in fetched_apart]
     assert sum(read for read, _ in fetched_apart) > 0
