@@ -276,8 +276,6 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     if stop > first_block:
         if not ROOMS:
             steps = load_steps(scales_ptr + first_block * DIM, offsets_ptr + first_block * DIM, DIM, KEY_BITS)
-        if ATTEND:
-            values = load_value_steps(values_ptrs, gl.minimum(start, last), TILE)
         turns = first_block * 0
         for block in range(first_block, stop, apart):
             next_block = gl.minimum((block + apart) * _BLOCK, beyond)
@@ -300,6 +298,8 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                     within = pair + part * TILE
                     tile, turn = block * _BLOCK + within, turns + within // TILE
                     begin = gl.minimum(tile, last)
+                    if ATTEND:  # they come while keys are multiplied
+                        steps_of_values = load_value_steps(values_ptrs, begin, TILE)
                     wait_for_copies(AHEAD - 1)
                     words = key_ring.index(turn % (AHEAD + 1)).load(key_layout(TILE, DIM, KEY_BITS))
                     later = gl.minimum(tile_after(tile, AHEAD, within, TILE), last)
@@ -321,13 +321,10 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                         count = list_keys(ids_ptr + place * width, count, kept, key, TILE)
                         weights = gl.where(gl.expand_dims(searched & (kept == 0), 1), weights, 0.0)
                     if ATTEND:
-                        current = values
-                        following = gl.minimum(tile_after(tile, 1, within, TILE), last)
-                        values = load_value_steps(values_ptrs, following, TILE)
                         scaled = coming[0][1]
                         if heavy:
                             copy_tile(value_ring, turn, values_ptrs[0], begin, TILE, DIM, VALUE_BITS, AHEAD)
-                            attended, scaled = weigh_tile(attended, weights, current, TILE, X)
+                            attended, scaled = weigh_tile(attended, weights, steps_of_values, TILE, X)
                         coming = next_tiles(coming, heavy, scaled)
                     end_of_copies()
             turns += TILES
