@@ -5,10 +5,9 @@ are listed, to be attended exactly, and attends to all others of the searched ra
 stored: for a group of four they would be 16 bytes a key, written and read, where the codes that they are made of are 64
 at 4 bits and d = 128.
 
-Where something has to happen between listing and attending, a fetch of the listed rows, two launches share the work.
-The first leaves a mark for each key, the second goes by these: a decision that is made twice might not be the same. It
-scores the keys once more. Logits that one launch leaves to the other are 8 bytes a key for each query row, against 64
-of codes: a group of four would save 32 of 200 bytes, behind a fetch that takes longer, and more rows lose.
+Kernels of one warp each (`coarse.warp`) do it in two launches: one that scores keys and one that reads values. Each
+needs half of the registers that both would, so that a processor has room for twice as many; and only weights of tiles
+that count, 8 bytes a key for a group of four, pass between them.
 
 Shape legend: as in `coarse.sizes`.
 """
@@ -33,6 +32,7 @@ from decode_engine.kernels.coarse.coded_tiles import (
 from decode_engine.kernels.coarse.search import product_options
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
 from decode_engine.kernels.coarse.warp.warp_pass import pass_kernel as pass_alone
+from decode_engine.kernels.coarse.warp.warp_values import values_kernel as values_alone
 from decode_engine.kernels.fields import KEYS, field, key_pointers, searched_keys, value_pointers
 from decode_engine.kernels.launches import chained, wait_for_launch
 from index_store.indexes.coarse_rows.scalars import scalar_rows
@@ -202,7 +202,7 @@ def attend_all(
     lists: KeyLists,
     partials: Partials,
 ) -> None:
-    """A whole step's attention in one launch, into sizes.splits(B * H) slots of `partials`.
+    """A whole step's attention, into sizes.splits(B * H) slots of `partials`.
 
     To the keys that the cuts keep, sinks, recent window and tail exactly, to all others by their codes; `lists` gets
     those that are kept. For sizes in registers and queries, keys and values in bfloat16.
@@ -220,9 +220,16 @@ def _launch_pass(
     *,
     exact: bool = False,
 ) -> None:
+    if sizes.in_registers:
+        _launch_alone(q_BHGD, records_BF, sizes, work, lists, partials, exact)
+        return
     rows = q_BHGD.shape[0] * sizes.kv_heads
-    found = (work.normalisers_RG, work.cuts_RX)
-    results = (
+    pass_kernel[(sizes.splits(rows), rows)](
+        q_BHGD,
+        records_BF,
+        work.normalisers_RG,
+        work.cuts_RX,
+        work.kept_RN,
         lists.ids_RPW,
         lists.counts_RP,
         None if partials is None else partials.sums_RSGD,
@@ -230,34 +237,8 @@ def _launch_pass(
         None if partials is None else partials.totals_RSG,
         sizes.head_dim**-0.5 * LOG2E,
         sizes.width(rows),
-    )
-    slots = 0 if partials is None else partials.peaks_RSG.shape[1]
-    grid = (sizes.splits(rows), rows)
-    if sizes.in_registers:
-        pass_alone[grid](
-            q_BHGD,
-            records_BF,
-            *found,
-            *results,
-            slots,
-            ATTEND=partials is not None,
-            VALUE_BITS=sizes.value_bits,
-            TILE=sizes.tile,
-            AHEAD=sizes.shape.ahead,
-            EXACT=exact,
-            num_warps=1,
-            **sizes.key_constants_alone(),
-            **chained(q_BHGD.device),
-        )
-        return
-    pass_kernel[grid](
-        q_BHGD,
-        records_BF,
-        *found,
-        work.kept_RN,
-        *results,
         work.kept_RN.shape[1],
-        slots,
+        0 if partials is None else partials.peaks_RSG.shape[1],
         ATTEND=partials is not None,
         **sizes.value_constants(),
         STAGES=tile_options(q_BHGD.dtype, 0, sizes.shape.stages)["STAGES"],
@@ -266,3 +247,52 @@ def _launch_pass(
         **product_options(q_BHGD),
         **chained(q_BHGD.device),
     )
+
+
+def _launch_alone(
+    q_BHGD: Tensor,
+    records_BF: Tensor,
+    sizes: CoarseSizes,
+    work: CoarseWork,
+    lists: KeyLists,
+    partials: Partials | None,
+    exact: bool,
+) -> None:
+    """The kernels of one warp each: one for keys, and one for values where anything is attended to."""
+    rows, splits = q_BHGD.shape[0] * sizes.kv_heads, lists.counts_RP.shape[1]
+    found = (
+        q_BHGD,
+        records_BF,
+        work.normalisers_RG,
+        work.cuts_RX,
+        lists.ids_RPW,
+        lists.counts_RP,
+        work.weights_RSX,
+        work.tiles_RST,
+        work.weighed_RS,
+    )
+    scale, width = sizes.head_dim**-0.5 * LOG2E, sizes.width(rows)
+    options = {
+        "TILE": sizes.tile,
+        "AHEAD": sizes.shape.ahead,
+        **sizes.constants_alone(),
+        **sizes.launch_alone(),
+        **chained(q_BHGD.device),
+    }
+    pass_alone[(splits, rows)](
+        *found, scale, width, KEY_BITS=sizes.key_bits, WEIGH=partials is not None, **options
+    )
+    if partials is not None:
+        values_alone[(splits, rows)](
+            *found,
+            partials.sums_RSGD,
+            partials.peaks_RSG,
+            partials.totals_RSG,
+            scale,
+            width,
+            partials.peaks_RSG.shape[1],
+            VALUE_BITS=sizes.value_bits,
+            EXACT=exact,
+            SEGMENTS=max(32, triton.next_power_of_2(splits)),
+            **options,
+        )

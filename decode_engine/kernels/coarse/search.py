@@ -152,8 +152,9 @@ def find_cuts(q_BHGD: Tensor, records_BF: Tensor, sizes: CoarseSizes, work: Coar
             TAKEN=taken,
             RUNS=runs,
             RUN=coarse_sizes.RUN,
+            KEY_BITS=sizes.key_bits,
             num_warps=1,
-            **sizes.key_constants_alone(),
+            **sizes.constants_alone(),
             **chained(q_BHGD.device),
         )
     else:

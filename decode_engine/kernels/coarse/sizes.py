@@ -25,11 +25,16 @@ MIN_KEYS = 32
 """That a context has at least."""
 BITS_IN_REGISTERS = MappingProxyType({64: {4}, 128: {2, 3, 4}, 256: {2, 3, 4}})
 """Bits of codes that kernels in registers take, by head dimension."""
+MAX_SPLITS = 256
+"""That merge at once what they found."""
 CHUNKS, LANES = 16, 32
 """Parts of a sample whose largest weights stand for themselves alone; lanes of a warp, which has a part."""
 
-_COLUMNS, _MOST_SUMS = 8, 2048
-"""Query rows that products in registers take at once; query rows times channels of a program, at most."""
+_COLUMNS, _MOST_SUMS, _FEW_SUMS = 8, 2048, 1024
+"""Query rows that products in registers take at once; query rows times channels of a program, at most, and where four
+times as many programs as others have room on a processor."""
+_FEW_REGISTERS = 128
+"""Of each thread of so many."""
 _LEAST_TILE, _ROW_BYTES = 16, 64
 """Keys of a tile in registers, at least, and bytes of its rows where it is not halved."""
 _LEAST_CHANNELS, _LEAST_INT8 = 16, 32
@@ -40,8 +45,8 @@ _LEAST_CHANNELS, _LEAST_INT8 = 16, 32
 class CoarseShape:
     """How the work is cut. Results depend on it by their rounding, and by the sample that the cut comes from.
 
-    programs: that go over copies, of all rows together. registers: whether twice as many programs of one warp do, with
-    all that they need in registers (`coarse.warp`), where sizes allow that; tile: keys that such a program holds, half
+    programs: that go over copies, of all rows together. registers: whether two or four times as many programs of one
+    warp do, with all that they need in registers (`coarse.warp`), where sizes allow that; tile: keys that such a program holds, half
     of them where rows are long; ahead: tiles that are on their way to it meanwhile. warps, stages: of other programs,
     and blocks of which loads are in flight. samplers, runs: programs per row that score a sample, and runs of keys of
     each; powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which then strays by a ninth; at 0.25 % by a
@@ -123,10 +128,15 @@ class CoarseSizes:
         row_bytes = self.head_dim * (2 if most == 2 else 4) // 8  # third bits are there twice
         return self.shape.tile if row_bytes <= _ROW_BYTES else max(_LEAST_TILE, self.shape.tile // 2)
 
+    @property
+    def few_registers(self) -> bool:
+        """Whether programs of one warp are held to few registers."""
+        return self.in_registers and self.columns * self.head_dim <= _FEW_SUMS
+
     def splits(self, rows: int) -> int:
         """S."""
-        programs = self.shape.programs * (2 if self.in_registers else 1)
-        return max(1, min(self.blocks, programs // rows))
+        times = 4 if self.few_registers else 2 if self.in_registers else 1
+        return max(1, min(self.blocks, MAX_SPLITS, self.shape.programs * times // rows))
 
     def width(self, rows: int) -> int:
         """Keys that one of a row's programs goes over, at most."""
@@ -145,15 +155,18 @@ class CoarseSizes:
             "INT8_KEYS": int8,
         }
 
-    def key_constants_alone(self) -> dict[str, Any]:
-        """What kernels of `coarse.warp` are compiled for."""
+    def constants_alone(self) -> dict[str, Any]:
+        """What all kernels of `coarse.warp` are compiled for."""
         return {
             "HEADS": self.kv_heads,
             "GROUP": self.group,
             "X": self.columns,
             "DIM": self.head_dim,
-            "KEY_BITS": self.key_bits,
         }
+
+    def launch_alone(self) -> dict[str, Any]:
+        """How those are launched that go over the copies."""
+        return {"num_warps": 1, "maxnreg": _FEW_REGISTERS} if self.few_registers else {"num_warps": 1}
 
     def value_constants(self) -> dict[str, Any]:
         """What kernels that attend to values are compiled for besides."""
@@ -202,22 +215,34 @@ class CoarseWork:
 
     sampled_RGM: [R, G, M] float32, sampled keys' logits in units of log2, -inf where the sample has no key.
     normalisers_RG: [R, G] float32, log2 of the sum of all searched keys' weights, estimated. cuts_RX: [R, 3] int32, see
-    `border.store_cut`. kept_RN: [R, N] uint8, 1 for keys that were
-    listed; of blocks that hold searched keys.
+    `border.store_cut`. kept_RN: [R, N] uint8, 1 for keys that were listed; of blocks that hold searched keys; empty for
+    kernels in registers.
+
+    What those leave between their launches, else empty: weights_RSX: [R, S, W * G] float16 of the keys of tiles whose
+    values are read, W keys that a program goes over; tiles_RST: [R, S, W / T] int32, first keys of these tiles, T keys
+    each; weighed_RS: [R, S] int32, how many there are.
     """
 
     sampled_RGM: Tensor
     normalisers_RG: Tensor
     cuts_RX: Tensor
     kept_RN: Tensor
+    weights_RSX: Tensor
+    tiles_RST: Tensor
+    weighed_RS: Tensor
 
     @classmethod
     def make(cls, sizes: CoarseSizes, size: int, device: torch.device | str) -> CoarseWork:
         """Buffers for `size` sequences."""
-        rows = size * sizes.kv_heads
+        rows, alone = size * sizes.kv_heads, sizes.in_registers
+        left = (rows, sizes.splits(rows)) if alone else (0, 0)
+        width = sizes.width(rows)
         return cls(
             torch.empty(rows, sizes.group, sizes.shape.sampled, device=device),
             torch.empty(rows, sizes.group, device=device),
             torch.empty(rows, 3, dtype=torch.int32, device=device),
-            torch.empty(rows, sizes.blocks * BLOCK, dtype=torch.uint8, device=device),
+            torch.empty(rows, 0 if alone else sizes.blocks * BLOCK, dtype=torch.uint8, device=device),
+            torch.empty(*left, width * sizes.group, dtype=torch.float16, device=device),
+            torch.empty(*left, width // sizes.tile, dtype=torch.int32, device=device),
+            torch.empty(*left, dtype=torch.int32, device=device),
         )

@@ -34,11 +34,11 @@ from decode_engine.kernels.coarse.warp import (
     warp_places,
     warp_records,
     warp_rings,
-    warp_rooms,
     warp_rows,
     warp_sample,
     warp_tiles,
     warp_values,
+    warp_weights,
 )
 from decode_engine.kernels.coarse.warp.warp_pass import NEGLIGIBLE
 from decode_engine.kernels.records import records_of
@@ -58,7 +58,7 @@ from tests.support.warps.warp_launches import interpreted
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
     warp_pass, warp_values, warp_cut, warp_lists, warp_sample, warp_records, warp_rings, warp_tiles, warp_places,
-    warp_codes, warp_rows, warp_rooms, search, coarse_pass,
+    warp_codes, warp_rows, warp_weights, search, coarse_pass,
 )  # fmt: skip
 IN_REGISTERS = replace(SMALL, registers=True, samplers=8)
 CODES = ((128, 4), (128, 3), (128, 2), (64, 4), (256, 4), (256, 3), (256, 2))

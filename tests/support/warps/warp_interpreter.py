@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.language import pointer_type
 
 _DTYPES = {
-    "int1": np.bool_, "uint8": np.uint8, "int8": np.int8, "int32": np.int32, "int64": np.int64,
+    "int1": np.bool_, "uint8": np.uint8, "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
     "fp16": np.float16, "fp32": np.float32,
 }  # fmt: skip
 
@@ -303,6 +303,11 @@ class Language:
     ) -> Any:
         if any(each in asm for each in ("griddepcontrol", "bar.warp.sync", "prefetch")):
             return None
+        if "ld.global.nc.u16" in asm:
+            places = args[0].array.astype(np.uint64)
+            none = np.zeros(places.shape, np.uint16)
+            found = memory.load(places, np.ones(places.shape, bool), none, np.dtype(np.uint16))
+            return Numbers(found.reshape(places.shape).astype(np.int32))
         if "vote" in asm:
             bits = sum(int(mark != 0) << (4 * lane) for lane, mark in enumerate(args[0].array))
             return Numbers(np.full(8, np.uint32(bits)).view(np.int32))

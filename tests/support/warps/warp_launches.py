@@ -26,7 +26,7 @@ class _Launched:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         sizes = (*grid, 1)[:2]
 
-        def run(*arguments: Any, num_warps: int, **constants: Any) -> None:
+        def run(*arguments: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
             numbers = [_argument(each) for each in arguments]
             for program in itertools.product(*map(range, sizes)):
                 language = Language(program, sizes)

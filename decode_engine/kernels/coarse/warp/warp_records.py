@@ -106,20 +106,10 @@ def prefetch(ptr: gl.tensor, count: gl.tensor, BYTES: gl.constexpr, CHAINED: gl.
 
 
 @gluon.jit
-def prefetch_steps(
-    keys_ptrs: gl.tensor,
-    values_ptrs: gl.tensor,
-    start: gl.tensor,
-    stop: gl.tensor,
-    DIM: gl.constexpr,
-    ATTEND: gl.constexpr,
-    CHAINED: gl.constexpr,
+def prefetch_key_steps(
+    keys_ptrs: gl.tensor, start: gl.tensor, stop: gl.tensor, DIM: gl.constexpr, CHAINED: gl.constexpr
 ) -> None:
-    """Has the scales and offsets of a block of keys, and of their values, brought into the second-level cache."""
+    """Has the scales and offsets of a block of keys brought into the second-level cache."""
     channels = gl.where(start < stop, DIM, 0)
     prefetch(keys_ptrs[1] + start // _BLOCK * DIM, channels, 2, CHAINED)
     prefetch(keys_ptrs[2] + start // _BLOCK * DIM, channels, 2, CHAINED)
-    if ATTEND:
-        count = gl.minimum(gl.maximum(stop - start, 0), _BLOCK)
-        prefetch(values_ptrs[1] + start, count, 2, CHAINED)
-        prefetch(values_ptrs[2] + start, count, 2, CHAINED)

@@ -1,6 +1,6 @@
-"""Exact attention of one warp to listed keys and to its share of those that are always attended.
+"""Exact attention of one warp to tiles of listed keys, or of those that are always attended.
 
-Entries are a list's keys, then keys of the context outside of the searched range, then the tail's. Their rows are
+Entries are a list's keys; or keys of the context outside of the searched range, and then the tail's. Their rows are
 loaded in the layouts of operands, 16 bytes of a row for each lane and load. Values come in the planes of coded ones, so
 that their sums add to those in registers; where rows of codes have 8 words, that makes 8 bytes for each lane and load.
 Weights are relative to the same number as those of coded keys; where that could overflow, everything so far moves to
@@ -58,24 +58,22 @@ def places_of(
     listed: gl.tensor,
     first: gl.tensor,
     end: gl.tensor,
-    context_stop: gl.tensor,
+    in_context: gl.tensor,
     to_tail: gl.tensor,
-    before: gl.tensor,
     DIM: gl.constexpr,
     LAYOUT: gl.constexpr,
 ) -> gl.tensor:
     """Where the rows of a tile's entries begin, [E].
 
-    listed: of these many entries ids_ptr has the keys. From there on they are keys 0 .. first - 1 and end and on, those
-    from context_stop on the tail's, which begin to_tail elements behind the context's; `before` of these are others'.
+    listed: how many entries ids_ptr has the keys of. Where that is 0 they are keys 0 .. first - 1 and end and on, and
+    those from in_context on the tail's, which begin to_tail elements behind the context's.
     """
     entry = tile + gl.arange(0, _TILE, layout=gl.SliceLayout(1, LAYOUT))
     ids = gl.load(ids_ptr + entry, mask=entry < listed, other=0, cache_modifier=".cg")
-    always = before + entry - listed
-    ids = gl.where(entry < listed, ids, gl.where(always < first, always, end + always - first))
-    tail = entry >= gl.maximum(context_stop, listed)
+    ids = gl.where(listed > 0, ids, gl.where(entry < first, entry, end + entry - first))
+    tail = (entry >= in_context) & (listed == 0)
     both: gl.constexpr = 2 * DIM  # elements of a key and its value
-    return gl.where(tail, to_tail + (entry - context_stop).to(gl.int64) * both, ids.to(gl.int64) * both)
+    return gl.where(tail, to_tail + (entry - in_context).to(gl.int64) * both, ids.to(gl.int64) * both)
 
 
 @gluon.jit
@@ -127,47 +125,37 @@ def attend_rows(
     rows_ptr: gl.tensor,
     ids_ptr: gl.tensor,
     row: gl.tensor,
+    tile: gl.tensor,
+    apart: gl.tensor,
+    count: gl.tensor,
     listed: gl.tensor,
     first: gl.tensor,
     end: gl.tensor,
-    always: gl.tensor,
-    stop: gl.tensor,
     in_context: gl.tensor,
     to_tail: gl.tensor,
-    sums: gl.tensor,
-    totals: gl.tensor,
-    peaks: gl.tensor,
+    state: gl.tensor,
     scale_log2: gl.tensor,
     X: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
     BITS: gl.constexpr,
 ) -> gl.tensor:
-    """Adds what is attended exactly to sums of planes, totals [X] and peaks [X], which weights are relative to.
+    """Adds what is attended exactly to a state: sums of planes, sums of weights [X], and what these are relative to.
 
-    listed: keys of ids_ptr. always, stop: the share of the entries that every row attends to, of which the first
-    in_context are the context's.
+    Tiles of entries from `tile` on, `apart` entries from each other, of `count`. listed, in_context: see `places_of`.
     """
     element: gl.constexpr = q_ptr.dtype.element_ty
     KEY_ROWS: gl.constexpr = key_row_layout(_TILE, DIM)
     VALUE_ROWS: gl.constexpr = value_row_layout(_TILE, DIM, BITS)
+    sums, totals, peaks = state
     queries = load_row_queries(q_ptr, row, X, GROUP, DIM)
-    everything = listed + stop - always
-    # Entries of the share as if they followed the list: the always-th comes first.
-    context_stop = listed + in_context - always
-    keys_at = places_of(ids_ptr, 0, listed, first, end, context_stop, to_tail, always, DIM, KEY_ROWS)
-    values_at = places_of(ids_ptr, 0, listed, first, end, context_stop, to_tail, always, DIM, VALUE_ROWS)
-    for tile in range(0, everything, _TILE):
-        keys = load_rows(rows_ptr, tile, keys_at, everything, DIM, KEY_ROWS)
-        values = load_rows(rows_ptr + DIM, tile, values_at, everything, DIM, VALUE_ROWS)
-        # Where the next rows are is on its way while these are.
-        after = tile + _TILE
-        keys_at = places_of(ids_ptr, after, listed, first, end, context_stop, to_tail, always, DIM, KEY_ROWS)
-        values_at = places_of(
-            ids_ptr, after, listed, first, end, context_stop, to_tail, always, DIM, VALUE_ROWS
-        )
+    for begin in range(tile, count, apart):
+        keys_at = places_of(ids_ptr, begin, listed, first, end, in_context, to_tail, DIM, KEY_ROWS)
+        values_at = places_of(ids_ptr, begin, listed, first, end, in_context, to_tail, DIM, VALUE_ROWS)
+        keys = load_rows(rows_ptr, begin, keys_at, count, DIM, KEY_ROWS)
+        values = load_rows(rows_ptr + DIM, begin, values_at, count, DIM, VALUE_ROWS)
         logits = multiply_rows(keys, queries, X, DIM) * scale_log2
-        there = tile + gl.arange(0, _TILE, layout=gl.SliceLayout(1, RESULT)) < everything
+        there = begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, RESULT)) < count
         logits = gl.where(gl.expand_dims(there, 1), logits, float("-inf"))
         higher = gl.maximum(peaks, gl.max(logits, 0) - _HEADROOM)
         shrink = gl.exp2(peaks - higher)

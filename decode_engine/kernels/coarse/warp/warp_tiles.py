@@ -59,16 +59,6 @@ def scaling(exponent: int) -> str:
     )
 
 
-@gluon.constexpr_function
-def number_layout(T: int) -> gl.DistributedLinearLayout:
-    """Of numbers of keys as they lie, [T]: a lane has neighbours."""
-    registers, base = [], 1
-    while base < T // 8:
-        registers.append([base])
-        base *= 2
-    return gl.DistributedLinearLayout(registers, [[0], [0], [T // 8], [T // 4], [T // 2]], [], [], [T])
-
-
 @gluon.jit
 def key_of(row: gl.tensor, T: gl.constexpr) -> gl.tensor:
     """Which of T consecutive keys a tile's row is: a lane's rows are neighbours, whose numbers it loads together."""
@@ -187,19 +177,6 @@ def multiply_keys(
 
 
 @gluon.jit
-def load_key_numbers(ptr: gl.tensor, base: gl.tensor, T: gl.constexpr) -> gl.tensor:
-    """Float16 numbers of T keys from `base` on, [T] as they are loaded."""
-    return gl.load(ptr + base.to(gl.int64) + gl.arange(0, T, layout=number_layout(T)))
-
-
-@gluon.jit
-def key_numbers(loaded: gl.tensor, T: gl.constexpr) -> gl.tensor:
-    """Numbers of keys as they were loaded, [T] float32 as OF_KEYS."""
-    rows = gl.permute(gl.reshape(loaded.to(gl.float32), [8, T // 8]), [1, 0])
-    return gl.convert_layout(gl.reshape(rows, [T]), OF_KEYS, assert_trivial=True)
-
-
-@gluon.jit
 def as_right(weights: gl.tensor, T: gl.constexpr, X: gl.constexpr) -> gl.tensor:
     """Weights [T, X] of 16 bits in a result's layout, as the right operand."""
     blocks = gl.inline_asm_elementwise(
@@ -222,15 +199,6 @@ def no_values_yet(X: gl.constexpr, DIM: gl.constexpr) -> gl.tensor:
     for _ in gl.static_range(plane_count(DIM)):
         sums += (zero,)
     return sums
-
-
-@gluon.jit
-def add_planes(sums: gl.tensor, more: gl.tensor, DIM: gl.constexpr) -> gl.tensor:
-    """Sums of planes, added as float32 numbers are: rounded."""
-    new: gl.tensor = ()
-    for plane in gl.static_range(plane_count(DIM)):
-        new += (sums[plane] + more[plane],)
-    return new
 
 
 @gluon.jit

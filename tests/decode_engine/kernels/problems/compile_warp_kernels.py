@@ -19,59 +19,59 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from decode_engine.kernels.coarse.search import most_runs_alone
-from decode_engine.kernels.coarse.sizes import RUN, CoarseSizes
-from decode_engine.kernels.coarse.warp import warp_cut, warp_pass, warp_sample
+from decode_engine.kernels.coarse.sizes import RUN, CoarseShape, CoarseSizes
+from decode_engine.kernels.coarse.warp import warp_cut, warp_pass, warp_sample, warp_values
 
 _TYPES = {
     "q_ptr": "*bf16", "records_ptr": "*i64", "cuts_ptr": "*i32", "ids_ptr": "*i32",
     "counts_ptr": "*i32", "normalisers_ptr": "*fp32", "sums_ptr": "*fp32", "peaks_ptr": "*fp32",
     "totals_ptr": "*fp32", "sampled_ptr": "*fp32", "scale_log2": "fp32", "width": "i32",
-    "slots": "i32",
+    "slots": "i32", "weights_ptr": "*fp16", "tiles_ptr": "*i32", "weighed_ptr": "*i32",
 }  # fmt: skip
-_COMMON = {"HEADS": 8, "AHEAD": 2, "CHAINED": True}
-_MODES = {
-    "everything": {"ATTEND": True, "EXACT": True},
-    "attend": {"ATTEND": True, "EXACT": False},
-    "list": {"ATTEND": False, "EXACT": False},
-}
+_COMMON = {"HEADS": 8, "AHEAD": 2, "SEGMENTS": 256, "CHAINED": True}
 _SIZES = {
-    "everything": (
-        (4, 128, 4, 4), (4, 128, 3, 3), (4, 64, 4, 4), (16, 128, 3, 4), (16, 64, 4, 4), (8, 256, 4, 4), (8, 256, 2, 2),
+    "weigh": (
+        (4, 128, 4, 4), (4, 128, 3, 3), (4, 128, 2, 2), (8, 128, 4, 4), (4, 64, 4, 4), (16, 128, 3, 4), (16, 64, 4, 4),
+        (8, 256, 4, 4), (8, 256, 2, 2),
     ),
-    "attend": ((4, 128, 4, 2), (4, 128, 2, 3), (4, 64, 4, 4), (8, 256, 3, 3)),
-    "list": ((4, 128, 2, 2), (4, 64, 4, 4), (16, 128, 3, 3), (8, 256, 4, 4)),
+    "list": ((4, 128, 4, 4), (16, 128, 3, 3), (8, 256, 4, 4)),
+    "values": ((4, 128, 4, 2), (4, 128, 2, 3), (4, 64, 4, 4), (8, 256, 3, 3)),
+    "everything": (
+        (4, 128, 4, 4), (4, 128, 3, 3), (4, 128, 2, 2), (8, 128, 4, 4), (4, 64, 4, 4), (16, 128, 3, 4), (16, 64, 4, 4),
+        (8, 256, 4, 4), (8, 256, 2, 2),
+    ),
     "sample": ((4, 128, 4, 4), (4, 64, 4, 4), (16, 128, 3, 3), (8, 256, 4, 4)),
 }  # fmt: skip
 """Query heads of a KV head, channels, and bits of keys and of values."""
 _REGISTERS, _SHARED, _RESERVED, _PROGRAMS = 65536, 227 * 1024, 1024, 8
-"""Of a processor, in bytes the last three: what programs share, and what each has besides; programs that are to fit."""
+"""Of a processor, in bytes the last three: what programs share, and what each has besides; programs that are to fit, or
+twice as many where they are held to few registers."""
 
 
-def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """What is compiled: a name, a kernel and what it is compiled for."""
-    yield "cut", warp_cut.cut_kernel, {"CHUNKS": 16, "SAMPLED": 4096, "GROUP": 4}
+def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
+    """What is compiled: a name, a kernel, what it is compiled for, and options."""
+    yield "cut", warp_cut.cut_kernel, {"CHUNKS": 16, "SAMPLED": 4096, "GROUP": 4}, {"num_warps": 16}
     for kind, sizes in _SIZES.items():
         for group, head_dim, key_bits, value_bits in sizes:
-            layer = CoarseSizes(8, group, head_dim, key_bits, value_bits, 1, 2**17)
-            constants = layer.key_constants_alone()
+            shape = CoarseShape(registers=True)
+            layer = CoarseSizes(8, group, head_dim, key_bits, value_bits, 1, 2**17, shape)
+            constants = {**layer.constants_alone(), "KEY_BITS": key_bits, "VALUE_BITS": value_bits}
             if kind == "sample":
                 runs = most_runs_alone(head_dim)
-                yield f"sample-{group}-{head_dim}-{key_bits}", warp_sample.sample_kernel, {
-                    "TAKEN": 512, "RUNS": runs, "RUN": RUN, **constants
-                }  # fmt: skip
+                constants |= {"TAKEN": 512, "RUNS": runs, "RUN": RUN}
+                yield f"sample-{group}-{head_dim}-{key_bits}", warp_sample.sample_kernel, constants, {"num_warps": 1}
             else:
-                constants |= {"VALUE_BITS": value_bits, "TILE": layer.tile, **_MODES[kind]}
-                yield f"{kind}-{group}-{head_dim}-{key_bits}-{value_bits}", warp_pass.pass_kernel, constants
+                kernel = warp_pass.pass_kernel if kind in ("weigh", "list") else warp_values.values_kernel
+                constants |= {"TILE": layer.tile, "WEIGH": kind == "weigh", "EXACT": kind == "everything"}
+                yield f"{kind}-{group}-{head_dim}-{key_bits}-{value_bits}", kernel, constants, layer.launch_alone()
 
 
-def figures(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+def figures(kernel: Any, constants: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     constants = {name: value for name, value in (_COMMON | constants).items() if name in kernel.arg_names}
     signature = {name: _TYPES.get(name, "constexpr") for name in kernel.arg_names}
     source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": constants.get("CHUNKS", 1)}
-    )
-    return resources(compiled, _PROGRAMS)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return resources(compiled, _PROGRAMS * (2 if "maxnreg" in options else 1))
 
 
 def resources(compiled: Any, programs: int) -> dict[str, Any]:
