@@ -105,7 +105,8 @@ def cut_kernel(
             normalisers = highest + gl.log2(gl.where(g < GROUP, sums, 1.0))
             gl.store(normalisers_ptr + row * GROUP + g, normalisers, mask=g < GROUP)
             below = gl.where(g < GROUP, normalisers, float("inf"))
-            total += gl.sum(gl.exp2(logits - along(gl.expand_dims(below, 1))), 0)
+            # What a cut may be off by covers that a chunk's weights are scaled instead of taken anew.
+            total += gl.sum(weights * along(gl.exp2(peaks - gl.expand_dims(below, 1))), 0)
         store_cut(cuts_ptr + row * 3, total.to(gl.int32, bitcast=True), counted, keep, searched)
 
 

@@ -123,7 +123,7 @@ def reference_weights(
 
 
 @gluon.jit(do_not_specialize=["width"])
-def pass_kernel(
+def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     q_ptr: gl.tensor,
     records_ptr: gl.tensor,
     normalisers_ptr: gl.tensor,
@@ -213,10 +213,12 @@ def pass_kernel(
                     kept = kept_keys(together, key, head, searched, least, above, draws)
                     count = list_keys(ids_ptr + place * width, count, kept, key, TILE)
                     weights = gl.where(gl.expand_dims(searched & (kept == 0), 1), weights, 0.0)
-                if WEIGH:
+                if WEIGH:  # noqa: SIM102 - decided when the kernel is compiled
                     if heavy:
                         right = as_right(weights.to(gl.float16), TILE, X)
-                        store_weights(weights_ptr + (place * width + weighed * TILE) * GROUP, right, TILE, X, GROUP)
+                        store_weights(
+                            weights_ptr + (place * width + weighed * TILE) * GROUP, right, TILE, X, GROUP
+                        )
                         gl.store(tiles_ptr + place * (width // TILE) + weighed, begin)
                         weighed += 1
             turns += TILES

@@ -53,22 +53,14 @@ def load_row_queries(
 
 @gluon.jit
 def places_of(
-    ids_ptr: gl.tensor,
-    tile: gl.tensor,
-    listed: gl.tensor,
-    first: gl.tensor,
-    end: gl.tensor,
-    in_context: gl.tensor,
-    to_tail: gl.tensor,
-    DIM: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    ids_ptr: gl.tensor, entry: gl.tensor, listed: gl.tensor, context: gl.tensor, DIM: gl.constexpr
 ) -> gl.tensor:
-    """Where the rows of a tile's entries begin, [E].
+    """Where the rows of entries begin.
 
-    listed: how many entries ids_ptr has the keys of. Where that is 0 they are keys 0 .. first - 1 and end and on, and
-    those from in_context on the tail's, which begin to_tail elements behind the context's.
+    listed: how many entries ids_ptr has the keys of. Where that is 0 they are the context's keys 0 .. first - 1 and end
+    and on, and behind these the tail's.
     """
-    entry = tile + gl.arange(0, _TILE, layout=gl.SliceLayout(1, LAYOUT))
+    _, first, end, in_context, to_tail = context
     ids = gl.load(ids_ptr + entry, mask=entry < listed, other=0, cache_modifier=".cg")
     ids = gl.where(listed > 0, ids, gl.where(entry < first, entry, end + entry - first))
     tail = (entry >= in_context) & (listed == 0)
@@ -77,16 +69,38 @@ def places_of(
 
 
 @gluon.jit
+def ask_for_values(
+    ids_ptr: gl.tensor,
+    tile: gl.tensor,
+    count: gl.tensor,
+    listed: gl.tensor,
+    context: gl.tensor,
+    DIM: gl.constexpr,
+) -> None:
+    """Has a tile's values brought into the second-level cache: they come when keys have been multiplied."""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    entry = tile + lane // 2
+    where = places_of(ids_ptr, entry, listed, context, DIM) + DIM + lane % 2 * (DIM // 2)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [(context[0] + gl.where(entry < count, where, 0)).to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def load_rows(
     rows_ptr: gl.tensor,
-    tile: gl.tensor,
+    entry: gl.tensor,
     where: gl.tensor,
     stop: gl.tensor,
     DIM: gl.constexpr,
     LAYOUT: gl.constexpr,
 ) -> gl.tensor:
-    """Rows [E, DIM] of a tile's entries, which begin `where` [E] from rows_ptr on; zeros for those from `stop` on."""
-    entry = tile + gl.arange(0, _TILE, layout=gl.SliceLayout(1, LAYOUT))
+    """Rows [E, DIM] of entries, which begin `where` [E] from rows_ptr on; zeros for those from `stop` on."""
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
     at = gl.expand_dims(where, 1) + gl.expand_dims(channel, 0)
     there = gl.expand_dims(entry < stop, 1) & gl.expand_dims(channel >= 0, 0)
@@ -121,39 +135,38 @@ def add_rows(
 
 @gluon.jit
 def attend_rows(
-    q_ptr: gl.tensor,
-    rows_ptr: gl.tensor,
+    queries: gl.tensor,
     ids_ptr: gl.tensor,
-    row: gl.tensor,
     tile: gl.tensor,
     apart: gl.tensor,
     count: gl.tensor,
     listed: gl.tensor,
-    first: gl.tensor,
-    end: gl.tensor,
-    in_context: gl.tensor,
-    to_tail: gl.tensor,
+    context: gl.tensor,
     state: gl.tensor,
     scale_log2: gl.tensor,
     X: gl.constexpr,
-    GROUP: gl.constexpr,
     DIM: gl.constexpr,
     BITS: gl.constexpr,
 ) -> gl.tensor:
     """Adds what is attended exactly to a state: sums of planes, sums of weights [X], and what these are relative to.
 
-    Tiles of entries from `tile` on, `apart` entries from each other, of `count`. listed, in_context: see `places_of`.
+    Tiles of entries from `tile` on, `apart` entries from each other, of `count`. listed: see `places_of`. context: where
+    rows begin, first and end of the searched range, how many others there are, and elements from rows to the tail's.
     """
-    element: gl.constexpr = q_ptr.dtype.element_ty
     KEY_ROWS: gl.constexpr = key_row_layout(_TILE, DIM)
     VALUE_ROWS: gl.constexpr = value_row_layout(_TILE, DIM, BITS)
+    rows_ptr = context[0]
+    element: gl.constexpr = rows_ptr.dtype.element_ty
     sums, totals, peaks = state
-    queries = load_row_queries(q_ptr, row, X, GROUP, DIM)
     for begin in range(tile, count, apart):
-        keys_at = places_of(ids_ptr, begin, listed, first, end, in_context, to_tail, DIM, KEY_ROWS)
-        values_at = places_of(ids_ptr, begin, listed, first, end, in_context, to_tail, DIM, VALUE_ROWS)
-        keys = load_rows(rows_ptr, begin, keys_at, count, DIM, KEY_ROWS)
-        values = load_rows(rows_ptr + DIM, begin, values_at, count, DIM, VALUE_ROWS)
+        ask_for_values(ids_ptr, begin, count, listed, context, DIM)
+        of_keys = begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, KEY_ROWS))
+        keys = load_rows(
+            rows_ptr, of_keys, places_of(ids_ptr, of_keys, listed, context, DIM), count, DIM, KEY_ROWS
+        )
+        of_values = begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, VALUE_ROWS))
+        values_at = places_of(ids_ptr, of_values, listed, context, DIM)
+        values = load_rows(rows_ptr + DIM, of_values, values_at, count, DIM, VALUE_ROWS)
         logits = multiply_rows(keys, queries, X, DIM) * scale_log2
         there = begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, RESULT)) < count
         logits = gl.where(gl.expand_dims(there, 1), logits, float("-inf"))

@@ -59,11 +59,21 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
             if kind == "sample":
                 runs = most_runs_alone(head_dim)
                 constants |= {"TAKEN": 512, "RUNS": runs, "RUN": RUN}
-                yield f"sample-{group}-{head_dim}-{key_bits}", warp_sample.sample_kernel, constants, {"num_warps": 1}
+                yield (
+                    f"sample-{group}-{head_dim}-{key_bits}",
+                    warp_sample.sample_kernel,
+                    constants,
+                    {"num_warps": 1},
+                )
             else:
                 kernel = warp_pass.pass_kernel if kind in ("weigh", "list") else warp_values.values_kernel
                 constants |= {"TILE": layer.tile, "WEIGH": kind == "weigh", "EXACT": kind == "everything"}
-                yield f"{kind}-{group}-{head_dim}-{key_bits}-{value_bits}", kernel, constants, layer.launch_alone()
+                yield (
+                    f"{kind}-{group}-{head_dim}-{key_bits}-{value_bits}",
+                    kernel,
+                    constants,
+                    layer.launch_alone(),
+                )
 
 
 def figures(kernel: Any, constants: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

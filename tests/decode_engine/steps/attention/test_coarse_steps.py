@@ -215,7 +215,7 @@ def test_the_next_layers_search_has_buffers_of_its_own() -> None:
     selection = steps.selection
     assert isinstance(selection, CoarseSelection)
     again = type(selection)(plan)
-    assert again.work.kept_RN.data_ptr() != selection.work.kept_RN.data_ptr()
+    assert again.work.cuts_RX.data_ptr() != selection.work.cuts_RX.data_ptr()
 
 
 @pytest.mark.parametrize(
