@@ -187,7 +187,8 @@ def list_keys(
 ) -> None:
     """Fills `lists` with the keys that the cuts in `work` keep: sizes.splits(B * H) segments of sizes.width(B * H).
 
-    partials: gets the coarse attention to all others of the searched range in its first slots, as many as segments.
+    partials: gets the coarse attention to all others of the searched range in its first slots, as many as programs for
+    values.
     q_BHGD: [B, H, G, d] contiguous, unscaled, in the dtype of keys. Does not wait for the device and may be captured in
     a CUDA graph.
     """
@@ -202,7 +203,7 @@ def attend_all(
     lists: KeyLists,
     partials: Partials,
 ) -> None:
-    """A whole step's attention, into sizes.splits(B * H) slots of `partials`.
+    """A whole step's attention, into as many slots of `partials` as sizes has exact and value programs.
 
     To the keys that the cuts keep, sinks, recent window and tail exactly, to all others by their codes; `lists` gets
     those that are kept. For sizes in registers and queries, keys and values in bfloat16.
@@ -259,7 +260,7 @@ def _launch_alone(
     exact: bool,
 ) -> None:
     """The kernels of one warp each: one for keys, and one for values where anything is attended to."""
-    rows, splits = q_BHGD.shape[0] * sizes.kv_heads, lists.counts_RP.shape[1]
+    rows, segments = q_BHGD.shape[0] * sizes.kv_heads, lists.counts_RP.shape[1]
     found = (
         q_BHGD,
         records_BF,
@@ -276,23 +277,32 @@ def _launch_alone(
         "TILE": sizes.tile,
         "AHEAD": sizes.shape.ahead,
         **sizes.constants_alone(),
-        **sizes.launch_alone(),
         **chained(q_BHGD.device),
     }
-    pass_alone[(splits, rows)](
-        *found, scale, width, KEY_BITS=sizes.key_bits, WEIGH=partials is not None, **options
+    pass_alone[(segments, rows)](
+        *found,
+        scale,
+        width,
+        KEY_BITS=sizes.key_bits,
+        WEIGH=partials is not None,
+        **sizes.launch_alone(keys=True),
+        **options,
     )
     if partials is not None:
-        values_alone[(splits, rows)](
+        shares = sizes.exact_programs(rows) if exact else 0
+        values_alone[(shares + sizes.value_programs(rows), rows)](
             *found,
             partials.sums_RSGD,
             partials.peaks_RSG,
             partials.totals_RSG,
             scale,
+            segments,
+            shares,
             width,
             partials.peaks_RSG.shape[1],
             VALUE_BITS=sizes.value_bits,
             EXACT=exact,
-            SEGMENTS=max(32, triton.next_power_of_2(splits)),
+            SEGMENTS=max(32, triton.next_power_of_2(segments)),
+            **sizes.launch_alone(keys=False),
             **options,
         )

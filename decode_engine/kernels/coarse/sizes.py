@@ -33,8 +33,8 @@ CHUNKS, LANES = 16, 32
 _COLUMNS, _MOST_SUMS, _FEW_SUMS = 8, 2048, 1024
 """Query rows that products in registers take at once; query rows times channels of a program, at most, and where four
 times as many programs as others have room on a processor."""
-_FEW_REGISTERS = 128
-"""Of each thread of so many."""
+_REGISTERS, _FEW_REGISTERS = 168, 128
+"""Of each thread, where programs for values and exact rows, and those for keys, are held to few."""
 _LEAST_TILE, _ROW_BYTES = 16, 64
 """Keys of a tile in registers, at least, and bytes of its rows where it is not halved."""
 _LEAST_CHANNELS, _LEAST_INT8 = 16, 32
@@ -138,6 +138,15 @@ class CoarseSizes:
         times = 4 if self.few_registers else 2 if self.in_registers else 1
         return max(1, min(self.blocks, MAX_SPLITS, self.shape.programs * times // rows))
 
+    def value_programs(self, rows: int) -> int:
+        """That attend to coded values, and the slots that they fill."""
+        splits = self.splits(rows)
+        return -(-splits // 2) if self.in_registers else splits
+
+    def exact_programs(self, rows: int) -> int:
+        """That attend to exact rows beside those, in slots of their own."""
+        return -(-self.splits(rows) // 4)
+
     def width(self, rows: int) -> int:
         """Keys that one of a row's programs goes over, at most."""
         return -(-self.blocks // self.splits(rows)) * BLOCK
@@ -164,9 +173,10 @@ class CoarseSizes:
             "DIM": self.head_dim,
         }
 
-    def launch_alone(self) -> dict[str, Any]:
-        """How those are launched that go over the copies."""
-        return {"num_warps": 1, "maxnreg": _FEW_REGISTERS} if self.few_registers else {"num_warps": 1}
+    def launch_alone(self, *, keys: bool) -> dict[str, Any]:
+        """How those are launched that go over the copies, of keys or of values."""
+        most = _FEW_REGISTERS if keys else _REGISTERS
+        return {"num_warps": 1, "maxnreg": most} if self.few_registers else {"num_warps": 1}
 
     def value_constants(self) -> dict[str, Any]:
         """What kernels that attend to values are compiled for besides."""

@@ -64,6 +64,12 @@ class CoarseSelection(KeySelection):
         """Whether `attend_all` can do a step's whole attention where keys and values are in device memory."""
         return self.sizes.in_registers and self.plan.dtype == torch.bfloat16
 
+    @property
+    def slots(self) -> int:
+        """That `attend_all` fills."""
+        rows = len(self.lists.counts_RP)
+        return self.sizes.exact_programs(rows) + self.sizes.value_programs(rows)
+
     def attend_all(self, q_BHGD: Tensor, records_BF: Tensor, counts_RP: Tensor, partials: Partials) -> None:
         """Searches, and attends to everything that a row attends to; counts_RP gets how many keys each list has."""
         self.lists = replace(self.lists, counts_RP=counts_RP)
@@ -71,7 +77,7 @@ class CoarseSelection(KeySelection):
         attend_all(q_BHGD, records_BF, self.sizes, self.work, self.lists, partials)
 
     def attend_too(self, partials: Partials) -> None:
-        """From now on the launch that lists keys also attends to all others, into the first slots, one per list."""
+        """From now on the launch that lists keys also attends to all others, into the first slots."""
         self._partials = partials
 
     @classmethod
@@ -109,7 +115,7 @@ class CoarseRemainder(StepRemainder):
     shared = True
 
     def __init__(self, search: CoarseSelection) -> None:
-        self.splits = search.lists.counts_RP.shape[1]
+        self.splits = search.sizes.value_programs(len(search.lists.counts_RP))
 
 
 def coarse_fields(context: ResidentContext, index: str, layer: int) -> Mapping[int, int]:

@@ -89,7 +89,7 @@ class ListedSteps(StepAttention):
         programs = list_programs(plan.rows, self.selection.lists)
         slots = programs + (0 if self._remainder is None else self._remainder.slots(programs))
         if self._alone is not None:
-            programs = slots = self._alone.lists.counts_RP.shape[1]
+            programs, slots = self._alone.lists.counts_RP.shape[1], self._alone.slots
         self._partials = Partials.allocate(plan.rows, slots, plan.group, plan.model.head_dim, plan.device)
         if sharing is not None:
             sharing.attend_too(self._partials)

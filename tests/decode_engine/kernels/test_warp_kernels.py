@@ -161,7 +161,8 @@ def test_one_launch_attends_to_everything(head_dim: int, bits: int, group: int) 
     work = CoarseWork.make(sizes, len(batch), "cpu")
     work.normalisers_RG.fill_(torch.nan)
     lists = KeyLists.allocate(rows, sizes.splits(rows), sizes.width(rows), "cpu")
-    partials = Partials.allocate(rows, sizes.splits(rows), group, head_dim, torch.device("cpu"))
+    slots = sizes.exact_programs(rows) + sizes.value_programs(rows)
+    partials = Partials.allocate(rows, slots, group, head_dim, torch.device("cpu"))
     with interpreted(*MODULES):
         records_BF = records_of(batch, "cpu")
         find_cuts(q_BHGD, records_BF, sizes, work)
@@ -216,7 +217,8 @@ def test_exact_weights_far_above_all_others_do_not_overflow(head_dim: int) -> No
     sequence.kv_HN2D[:, 1, 0] = 40.0 * q_BHGD[0, 0, 0]  # a sink
     work = CoarseWork.make(sizes, 1, "cpu")
     lists = KeyLists.allocate(1, sizes.splits(1), sizes.width(1), "cpu")
-    partials = Partials.allocate(1, sizes.splits(1), 1, head_dim, torch.device("cpu"))
+    slots = sizes.exact_programs(1) + sizes.value_programs(1)
+    partials = Partials.allocate(1, slots, 1, head_dim, torch.device("cpu"))
     with interpreted(*MODULES):
         records_BF = records_of([sequence], "cpu")
         find_cuts(q_BHGD, records_BF, sizes, work)

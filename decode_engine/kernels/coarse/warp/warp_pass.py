@@ -216,9 +216,7 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
                 if WEIGH:  # noqa: SIM102 - decided when the kernel is compiled
                     if heavy:
                         right = as_right(weights.to(gl.float16), TILE, X)
-                        store_weights(
-                            weights_ptr + (place * width + weighed * TILE) * GROUP, right, TILE, X, GROUP
-                        )
+                        store_weights(weights_ptr + place * width * GROUP, weighed, right, TILE, X, GROUP)
                         gl.store(tiles_ptr + place * (width // TILE) + weighed, begin)
                         weighed += 1
             turns += TILES

@@ -3,8 +3,8 @@
 Entries are a list's keys; or keys of the context outside of the searched range, and then the tail's. Their rows are
 loaded in the layouts of operands, 16 bytes of a row for each lane and load. Values come in the planes of coded ones, so
 that their sums add to those in registers; where rows of codes have 8 words, that makes 8 bytes for each lane and load.
-Weights are relative to the same number as those of coded keys; where that could overflow, everything so far moves to
-another one.
+Weights are relative to a number far below the largest logit so far; only where they could overflow everything so far
+moves to another one.
 
 Shape legend: as in `warp_tiles`; E entries of a tile.
 """
@@ -66,29 +66,6 @@ def places_of(
     tail = (entry >= in_context) & (listed == 0)
     both: gl.constexpr = 2 * DIM  # elements of a key and its value
     return gl.where(tail, to_tail + (entry - in_context).to(gl.int64) * both, ids.to(gl.int64) * both)
-
-
-@gluon.jit
-def ask_for_values(
-    ids_ptr: gl.tensor,
-    tile: gl.tensor,
-    count: gl.tensor,
-    listed: gl.tensor,
-    context: gl.tensor,
-    DIM: gl.constexpr,
-) -> None:
-    """Has a tile's values brought into the second-level cache: they come when keys have been multiplied."""
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    entry = tile + lane // 2
-    where = places_of(ids_ptr, entry, listed, context, DIM) + DIM + lane % 2 * (DIM // 2)
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [(context[0] + gl.where(entry < count, where, 0)).to(gl.int64)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -159,7 +136,6 @@ def attend_rows(
     element: gl.constexpr = rows_ptr.dtype.element_ty
     sums, totals, peaks = state
     for begin in range(tile, count, apart):
-        ask_for_values(ids_ptr, begin, count, listed, context, DIM)
         of_keys = begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, KEY_ROWS))
         keys = load_rows(
             rows_ptr, of_keys, places_of(ids_ptr, of_keys, listed, context, DIM), count, DIM, KEY_ROWS

@@ -1,15 +1,13 @@
 """The kernel of `coarse_pass` for one warp each: coded values, by the weights that `warp_pass` left, and exact rows.
 
-A program has little to do, so that it waits more than it works. What is always attended does not wait for the pass;
-what that left is loaded together; codes are on their way while listed rows are attended to. Which tiles are read is
-known before, so that all of them are asked for ahead. Scales and offsets of values come a lane each, and go through
-shared memory to the lanes that have their keys; offsets are a row of numbers that all query heads' weights are
-multiplied with.
+Some programs of a row attend to exact rows, the others to coded values meanwhile: either would wait more than it works.
+Which tiles are read is known before, so that all of them are asked for ahead. Scales and offsets of values come a lane
+each, and go through shared memory to the lanes that have their keys; offsets are a row of numbers that all query heads'
+weights are multiplied with.
 
-Exact rows of a row's list are shared out by tiles of a segment, so that no program waits for one whose keys are all
-kept.
+Exact rows are shared out by tiles of a segment, so that no program waits for one whose keys are all kept.
 
-Shape legend: as in `warp_tiles`; P programs of a row, which are its segments.
+Shape legend: as in `warp_tiles`; S segments of a row, E programs of it for exact rows, V for values.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from decode_engine.kernels import records
 from decode_engine.kernels.coarse.warp import warp_rows
-from decode_engine.kernels.coarse.warp.warp_codes import unit_of, value_layout
+from decode_engine.kernels.coarse.warp.warp_codes import value_layout
 from decode_engine.kernels.coarse.warp.warp_pass import movable_cut, reference_weights
 from decode_engine.kernels.coarse.warp.warp_records import (
     let_next_begin,
@@ -92,19 +90,15 @@ def attend_values(
     words: gl.tensor,
     loaded: gl.tensor,
     steps: gl.tensor,
-    shrink: gl.tensor,
     room: gl.shared_memory_descriptor,
     T: gl.constexpr,
     X: gl.constexpr,
     DIM: gl.constexpr,
     BITS: gl.constexpr,
 ) -> gl.tensor:
-    """Adds a tile's values, as words, by its weights, as loaded; steps: bits of scales and of offsets.
-
-    shrink: what weights are multiplied with, [X].
-    """
+    """Adds a tile's values, as words, by its weights, as loaded; steps: bits of scales and of offsets."""
     sums, evens, totals = attended
-    weights = as_operand(loaded, T, X) * gl.expand_dims(shrink, 0)
+    weights = as_operand(loaded, T, X)
     scales = gl.convert_layout(
         in_order_of_rows(room.index(0), steps[0], T), gl.SliceLayout(1, RIGHT), assert_trivial=True
     )
@@ -125,31 +119,14 @@ def attend_values(
 
 
 @gluon.jit
-def first_tiles(tiles_ptr: gl.tensor, count: gl.tensor, room: gl.tensor, AHEAD: gl.constexpr) -> gl.tensor:
-    """The first AHEAD + 1 tiles of a list of `count` of at most `room`: nothing waits for the count to load them.
-
-    There is a tile in every place, if there is any.
-    """
-    loaded: gl.tensor = ()
-    for turn in gl.static_range(AHEAD + 1):
-        loaded += (gl.load(tiles_ptr + gl.minimum(turn, room - 1), cache_modifier=".cg"),)
-    tiles: gl.tensor = ()
-    for turn in gl.static_range(AHEAD + 1):
-        tiles += (gl.where(count > turn, loaded[turn], loaded[0]),)
-    return tiles
-
-
-@gluon.jit
-def coarse_share(
+def attend_segment(
     attended: gl.tensor,
     ring: gl.shared_memory_descriptor,
     room: gl.shared_memory_descriptor,
-    coming: gl.tensor,
     values_ptrs: gl.tensor,
     weights_ptr: gl.tensor,
     tiles_ptr: gl.tensor,
     count: gl.tensor,
-    shrink: gl.tensor,
     T: gl.constexpr,
     X: gl.constexpr,
     GROUP: gl.constexpr,
@@ -157,58 +134,97 @@ def coarse_share(
     BITS: gl.constexpr,
     AHEAD: gl.constexpr,
 ) -> gl.tensor:
-    """Adds tiles, of which the first AHEAD are on their way.
+    """Adds a segment's `count` tiles: to sums of planes, to what adds to all channels, and to sums of weights.
 
-    attended: sums of planes, what adds to all channels and sums of weights, the last two [16, X] of equal rows.
+    The last two are [16, X] of equal rows.
     """
     codes_ptr, scales_ptr, offsets_ptr = values_ptrs
-    last = count - 1
-    steps = (load_bits(scales_ptr, coming[0], T), load_bits(offsets_ptr, coming[0], T))
-    weights = load_weights(weights_ptr, T, X, GROUP)
-    for turn in range(0, count):
-        wait_for_copies(AHEAD - 1)
-        words = ring.index(turn % (AHEAD + 1)).load(value_layout(T, DIM, BITS, False))
-        copy_tile(ring, turn + AHEAD, codes_ptr, coming[AHEAD], T, DIM, BITS, AHEAD)
-        end_of_copies()
-        current, current_steps = weights, steps
-        weights = load_weights(weights_ptr + gl.minimum(turn + 1, last) * (T * GROUP), T, X, GROUP)
-        steps = (load_bits(scales_ptr, coming[1], T), load_bits(offsets_ptr, coming[1], T))
-        later: gl.tensor = ()
-        for following in gl.static_range(1, AHEAD + 1):
-            later += (coming[following],)
-        later += (gl.load(tiles_ptr + gl.minimum(turn + AHEAD + 1, last), cache_modifier=".cg"),)
-        coming = later
-        attended = attend_values(attended, words, current, current_steps, shrink, room, T, X, DIM, BITS)
-    wait_for_copies(0)
+    if count > 0:
+        last = count - 1
+        coming: gl.tensor = ()
+        for turn in gl.static_range(AHEAD + 1):
+            coming += (gl.load(tiles_ptr + gl.minimum(turn, last), cache_modifier=".cg"),)
+        for turn in gl.static_range(AHEAD):
+            copy_tile(ring, turn, codes_ptr, coming[turn], T, DIM, BITS, AHEAD)
+            end_of_copies()
+        steps = (load_bits(scales_ptr, coming[0], T), load_bits(offsets_ptr, coming[0], T))
+        weights = load_weights(weights_ptr, 0, T, X, GROUP)
+        for turn in range(0, count):
+            wait_for_copies(AHEAD - 1)
+            words = ring.index(turn % (AHEAD + 1)).load(value_layout(T, DIM, BITS, False))
+            copy_tile(ring, turn + AHEAD, codes_ptr, coming[AHEAD], T, DIM, BITS, AHEAD)
+            end_of_copies()
+            current, current_steps = weights, steps
+            weights = load_weights(weights_ptr, gl.minimum(turn + 1, last), T, X, GROUP)
+            steps = (load_bits(scales_ptr, coming[1], T), load_bits(offsets_ptr, coming[1], T))
+            later: gl.tensor = ()
+            for following in gl.static_range(1, AHEAD + 1):
+                later += (coming[following],)
+            coming = later + (  # noqa: RUF005 - tuples are not unpacked into others here
+                gl.load(tiles_ptr + gl.minimum(turn + AHEAD + 1, last), cache_modifier=".cg"),
+            )
+            attended = attend_values(attended, words, current, current_steps, room, T, X, DIM, BITS)
+        wait_for_copies(0)
     return attended
 
 
 @gluon.jit
-def next_segment(counts: gl.tensor, segment: gl.tensor, before: gl.tensor, programs: gl.tensor) -> gl.tensor:
+def coarse_share(
+    values_ptrs: gl.tensor,
+    weights_ptr: gl.tensor,
+    tiles_ptr: gl.tensor,
+    weighed_ptr: gl.tensor,
+    row: gl.tensor,
+    segments: gl.tensor,
+    share: gl.tensor,
+    shares: gl.tensor,
+    width: gl.tensor,
+    T: gl.constexpr,
+    X: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
+    AHEAD: gl.constexpr,
+) -> gl.tensor:
+    """Sums of planes and of weights [X] over every so many of a row's segments."""
+    none = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
+    attended = (no_values_yet(X, DIM), none, none)
+    ring = new_ring(T, DIM, BITS, AHEAD)
+    room = gl.allocate_shared_memory(gl.float16, [2, T], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for segment in range(share, segments, shares):
+        place = row.to(gl.int64) * segments + segment
+        attended = attend_segment(
+            attended, ring, room, values_ptrs, weights_ptr + place * width * GROUP, tiles_ptr + place * (width // T),
+            gl.load(weighed_ptr + place, cache_modifier=".cg"), T, X, GROUP, DIM, BITS, AHEAD,
+        )  # fmt: skip
+    sums, evens, totals = attended
+    return values_of(sums, gl.max(evens, 0), DIM, BITS), gl.max(totals, 0)
+
+
+@gluon.jit
+def first_tile(segment: gl.tensor, shares: gl.tensor) -> gl.tensor:
+    """Of a segment that is this program's; the next ones follow E tiles apart."""
+    return (gl.program_id(0) - segment * _APART % shares + shares) % shares
+
+
+@gluon.jit
+def next_segment(counts: gl.tensor, segment: gl.tensor, before: gl.tensor, shares: gl.tensor) -> gl.tensor:
     """The last segment before one of which this program has tiles, how many keys it has, and the first such tile.
 
-    -1 when there is none. counts, segment: of all segments. Tile j of segment t is program's t * _APART + j, modulo P.
+    -1 when there is none. counts, segment: of all segments. Tile j of segment t is program's t * _APART + j, modulo E.
     """
-    mine = first_tile(segment, programs) * _ROWS_TILE < counts
+    mine = first_tile(segment, shares) * _ROWS_TILE < counts
     found = gl.max(gl.where(mine & (segment < before), (segment << _COUNT_BITS) + counts, -1), 0)
     chosen = found >> _COUNT_BITS
-    return chosen, found & ((1 << _COUNT_BITS) - 1), first_tile(chosen, programs)
+    return chosen, found & ((1 << _COUNT_BITS) - 1), first_tile(chosen, shares)
 
 
 @gluon.jit
-def first_tile(segment: gl.tensor, programs: gl.tensor) -> gl.tensor:
-    """Of a segment that is this program's; the next ones follow P tiles apart."""
-    return (gl.program_id(0) - segment * _APART % programs + programs) % programs
-
-
-@gluon.jit
-def context_of(
-    records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor, ELEMENT: gl.constexpr
-) -> gl.tensor:
+def context_of(records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, ELEMENT: gl.constexpr) -> gl.tensor:
     """What `attend_rows` has to know of a row's context, and how many entries are always attended."""
     first = number(records_ptr, b, _FIRST).to(gl.int32)
     end = number(records_ptr, b, _END).to(gl.int32)
-    in_context = first + gl.maximum(keys.to(gl.int32) - end, 0)
+    in_context = first + gl.maximum(number(records_ptr, b, _KEYS).to(gl.int32) - end, 0)
     context = number(records_ptr, b, _KV) + head * number(records_ptr, b, _KV + 1)
     tail = number(records_ptr, b, _TAIL) + head * number(records_ptr, b, _TAIL + 1)
     # Found in units of 16 bytes, so that loads are known to be aligned.
@@ -218,7 +234,50 @@ def context_of(
     return (rows_ptr, first, end, in_context, to_tail), entries
 
 
-@gluon.jit(do_not_specialize=["width", "slots"])
+@gluon.jit
+def exact_share(
+    q_ptr: gl.tensor,
+    records_ptr: gl.tensor,
+    ids_ptr: gl.tensor,
+    counts_ptr: gl.tensor,
+    row: gl.tensor,
+    b: gl.tensor,
+    head: gl.tensor,
+    segments: gl.tensor,
+    shares: gl.tensor,
+    width: gl.tensor,
+    scale_log2: gl.tensor,
+    X: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
+    SEGMENTS: gl.constexpr,
+) -> gl.tensor:
+    """Sums of planes, sums of weights and what these are relative to, [X], of this program's tiles of exact rows."""
+    state = (
+        no_values_yet(X, DIM),
+        gl.full([X], 0.0, gl.float32, layout=OF_ROWS),
+        gl.full([X], float("-inf"), gl.float32, layout=OF_ROWS),
+    )
+    segment = gl.arange(0, SEGMENTS, layout=_COUNTS)
+    there = segment < segments
+    counts = gl.load(counts_ptr + row * segments + segment, mask=there, other=0, cache_modifier=".cg")
+    context, entries = context_of(records_ptr, b, head, q_ptr.dtype.element_ty)
+    queries = load_row_queries(q_ptr, row, X, GROUP, DIM)
+    # What is always attended counts as a segment behind all others, which has no list.
+    chosen, count, tile = segments, entries, first_tile(segments, shares)
+    while chosen >= 0:
+        listed = gl.where(chosen < segments, count, 0)
+        segment_ptr = ids_ptr + (row.to(gl.int64) * segments + gl.minimum(chosen, segments - 1)) * width
+        state = attend_rows(
+            queries, segment_ptr, tile * _ROWS_TILE, shares * _ROWS_TILE, count, listed, context, state, scale_log2,
+            X, DIM, BITS,
+        )  # fmt: skip
+        chosen, count, tile = next_segment(counts, segment, chosen, shares)
+    return state
+
+
+@gluon.jit(do_not_specialize=["segments", "shares", "width", "slots"])
 def values_kernel(
     q_ptr: gl.tensor,
     records_ptr: gl.tensor,
@@ -233,6 +292,8 @@ def values_kernel(
     peaks_ptr: gl.tensor,
     totals_ptr: gl.tensor,
     scale_log2: gl.tensor,
+    segments: gl.tensor,
+    shares: gl.tensor,
     width: gl.tensor,
     slots: gl.tensor,
     HEADS: gl.constexpr,
@@ -246,81 +307,32 @@ def values_kernel(
     AHEAD: gl.constexpr,
     CHAINED: gl.constexpr,
 ) -> None:
-    """Program (split, row): the tiles that this one of `pass_kernel` weighed, into a slot.
+    """Program (slot, row): some of the segments that programs of `pass_kernel` left, into a slot.
 
-    EXACT: also attends to a share of the listed keys, and of sinks, recent window and tail. SEGMENTS: a power of two,
-    P at least.
+    EXACT: the first `shares` programs of a row attend to listed keys, and to sinks, recent window and tail, instead;
+    else there are 0 of these. SEGMENTS: a power of two, S at least.
     """
-    row = gl.program_id(1)
-    programs = gl.num_programs(0)
+    slot, row = gl.program_id(0), gl.program_id(1)
     b, head = row // HEADS, row % HEADS
+    n = gl.arange(0, X, layout=OF_ROWS)
+    at = (row.to(gl.int64) * slots + slot) * GROUP + n
     keys = number(records_ptr, b, _KEYS)
     searches = number(records_ptr, b, _END) > number(records_ptr, b, _FIRST)
     values_ptrs = value_pointers(records_ptr, b, head, keys, DIM, VALUE_BITS)
-    place = row.to(gl.int64) * programs + gl.program_id(0)
-    weights_ptr += place * width * GROUP
-    tiles_ptr += place * (width // TILE)
-    ring = new_ring(TILE, DIM, VALUE_BITS, AHEAD)
-    room = gl.allocate_shared_memory(gl.float16, [2, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # This began when all programs of the pass had waited: what came before that, such as cuts, is there.
-    _, _, _, shift = movable_cut(cuts_ptr, row)
-    reference = reference_weights(normalisers_ptr, row, shift, searches, X, GROUP)
-    state = (no_values_yet(X, DIM), gl.full([X], 0.0, gl.float32, layout=OF_ROWS), reference)
-    if EXACT:
-        context, entries = context_of(records_ptr, b, head, keys, q_ptr.dtype.element_ty)
-        queries = load_row_queries(q_ptr, row, X, GROUP, DIM)
-        begin = gl.program_id(0) * _ROWS_TILE
-        state = attend_rows(
-            queries,
-            ids_ptr,
-            begin,
-            programs * _ROWS_TILE,
-            entries,
-            0,
-            context,
-            state,
-            scale_log2,
-            X,
-            DIM,
-            VALUE_BITS,
-        )
     wait_alone(CHAINED)
     let_next_begin(CHAINED)
-    weighed = gl.load(weighed_ptr + place, cache_modifier=".cg")
-    coming = first_tiles(tiles_ptr, weighed, width // TILE, AHEAD)
-    if EXACT:
-        segment = gl.arange(0, SEGMENTS, layout=_COUNTS)
-        counts = gl.load(
-            counts_ptr + row * programs + segment, mask=segment < programs, other=0, cache_modifier=".cg"
-        )
-    if weighed > 0:
-        for turn in gl.static_range(AHEAD):
-            copy_tile(ring, turn, values_ptrs[0], coming[turn], TILE, DIM, VALUE_BITS, AHEAD)
-            end_of_copies()
-    if EXACT:
-        chosen, listed, tile = next_segment(counts, segment, programs, programs)
-        while chosen >= 0:
-            segment_ptr = ids_ptr + (row.to(gl.int64) * programs + chosen) * width
-            state = attend_rows(
-                queries, segment_ptr, tile * _ROWS_TILE, programs * _ROWS_TILE, listed, listed, context, state,
-                scale_log2, X, DIM, VALUE_BITS,
-            )  # fmt: skip
-            chosen, listed, tile = next_segment(counts, segment, chosen, programs)
-    sums, total, peaks = state
-    if weighed > 0:
-        in_units: gl.tensor = ()
-        for plane in gl.static_range(len(sums)):
-            in_units += (sums[plane] * (1.0 / unit_of(plane, VALUE_BITS)),)
-        none = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
-        shrink = gl.convert_layout(gl.exp2(reference - peaks).to(gl.float16), gl.SliceLayout(0, RIGHT))
-        in_units, evens, totals = coarse_share(
-            (in_units, none, none), ring, room, coming, values_ptrs, weights_ptr, tiles_ptr, weighed, shrink,
-            TILE, X, GROUP, DIM, VALUE_BITS, AHEAD,
+    if EXACT and slot < shares:
+        sums, total, peaks = exact_share(
+            q_ptr, records_ptr, ids_ptr, counts_ptr, row, b, head, segments, shares, width, scale_log2,
+            X, GROUP, DIM, VALUE_BITS, SEGMENTS,
         )  # fmt: skip
-        sums = values_of(in_units, gl.max(evens, 0), DIM, VALUE_BITS)
-        total += gl.max(totals, 0)
-    n = gl.arange(0, X, layout=OF_ROWS)
-    at = (row.to(gl.int64) * slots + gl.program_id(0)) * GROUP + n
+    else:
+        sums, total = coarse_share(
+            values_ptrs, weights_ptr, tiles_ptr, weighed_ptr, row, segments, slot - shares,
+            gl.num_programs(0) - shares, width, TILE, X, GROUP, DIM, VALUE_BITS, AHEAD,
+        )  # fmt: skip
+        _, _, _, shift = movable_cut(cuts_ptr, row)
+        peaks = reference_weights(normalisers_ptr, row, shift, searches, X, GROUP)
     gl.store(peaks_ptr + at, gl.where(total > 0, peaks, float("-inf")), mask=n < GROUP)
     gl.store(totals_ptr + at, total, mask=n < GROUP)
     store_sums(sums_ptr, sums, at, (n < GROUP) & (total > 0), DIM, VALUE_BITS)

@@ -25,31 +25,36 @@ def lanes_layout(T: int, X: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def _places(T: gl.constexpr, X: gl.constexpr) -> gl.tensor:
-    """Where a tile's weights lie, and of which query head they are, [4 X, 1]."""
+def _places(T: gl.constexpr, X: gl.constexpr, GROUP: gl.constexpr) -> gl.tensor:
+    """Where a tile's weights lie, and which of them are a query head's, [4 X, T / 4]."""
     LANES: gl.constexpr = lanes_layout(T, X)
     lane = gl.arange(0, 4 * X, layout=gl.SliceLayout(1, LANES))
     own = gl.arange(0, T // 4, layout=gl.SliceLayout(0, LANES))
-    return gl.expand_dims(lane * (T // 4), 1) + gl.expand_dims(own, 0), gl.expand_dims(lane // 4, 1)
+    there = gl.expand_dims(lane < 4 * GROUP, 1) & gl.expand_dims(own >= 0, 0)
+    return gl.expand_dims(lane * (T // 4), 1) + gl.expand_dims(own, 0), there
 
 
 @gluon.jit
 def store_weights(
-    ptr: gl.tensor, weights: gl.tensor, T: gl.constexpr, X: gl.constexpr, GROUP: gl.constexpr
+    ptr: gl.tensor, tile: gl.tensor, weights: gl.tensor, T: gl.constexpr, X: gl.constexpr, GROUP: gl.constexpr
 ) -> None:
-    """Leaves a right operand [T, X] float16 from ptr on."""
-    at, head = _places(T, X)
+    """Leaves a right operand [T, X] float16 as the tile-th of those from ptr on, which is a multiple of 16 bytes."""
+    at, there = _places(T, X, GROUP)
     by_lanes = gl.permute(gl.reshape(weights, [T // 8, 4, 2, X]), [3, 1, 0, 2])
     own = gl.convert_layout(gl.reshape(by_lanes, [4 * X, T // 4]), lanes_layout(T, X), assert_trivial=True)
-    gl.store(gl.multiple_of(ptr, 8) + at, own, mask=(head < GROUP) & (at >= 0))
+    # Here, so that the store is known to be aligned.
+    ptr = gl.multiple_of(ptr + tile * (T * GROUP), 16)
+    gl.store(ptr + at, own, mask=there)
 
 
 @gluon.jit
-def load_weights(ptr: gl.tensor, T: gl.constexpr, X: gl.constexpr, GROUP: gl.constexpr) -> gl.tensor:
+def load_weights(
+    ptr: gl.tensor, tile: gl.tensor, T: gl.constexpr, X: gl.constexpr, GROUP: gl.constexpr
+) -> gl.tensor:
     """As they were left, by lanes, past the first-level cache."""
-    at, head = _places(T, X)
-    there = (head < GROUP) & (at >= 0)
-    return gl.load(gl.multiple_of(ptr, 8) + at, mask=there, other=0.0, cache_modifier=".cg")
+    at, there = _places(T, X, GROUP)
+    ptr = gl.multiple_of(ptr + tile * (T * GROUP), 16)
+    return gl.load(ptr + at, mask=there, other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit

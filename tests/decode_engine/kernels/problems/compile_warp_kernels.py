@@ -26,7 +26,7 @@ _TYPES = {
     "q_ptr": "*bf16", "records_ptr": "*i64", "cuts_ptr": "*i32", "ids_ptr": "*i32",
     "counts_ptr": "*i32", "normalisers_ptr": "*fp32", "sums_ptr": "*fp32", "peaks_ptr": "*fp32",
     "totals_ptr": "*fp32", "sampled_ptr": "*fp32", "scale_log2": "fp32", "width": "i32",
-    "slots": "i32", "weights_ptr": "*fp16", "tiles_ptr": "*i32", "weighed_ptr": "*i32",
+    "slots": "i32", "segments": "i32", "shares": "i32", "weights_ptr": "*fp16", "tiles_ptr": "*i32", "weighed_ptr": "*i32",
 }  # fmt: skip
 _COMMON = {"HEADS": 8, "AHEAD": 2, "SEGMENTS": 256, "CHAINED": True}
 _SIZES = {
@@ -45,7 +45,7 @@ _SIZES = {
 """Query heads of a KV head, channels, and bits of keys and of values."""
 _REGISTERS, _SHARED, _RESERVED, _PROGRAMS = 65536, 227 * 1024, 1024, 8
 """Of a processor, in bytes the last three: what programs share, and what each has besides; programs that are to fit, or
-twice as many where they are held to few registers."""
+more where they are held to few registers."""
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
@@ -72,7 +72,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
                     f"{kind}-{group}-{head_dim}-{key_bits}-{value_bits}",
                     kernel,
                     constants,
-                    layer.launch_alone(),
+                    layer.launch_alone(keys=kind in ("weigh", "list")),
                 )
 
 
@@ -81,7 +81,9 @@ def figures(kernel: Any, constants: dict[str, Any], options: dict[str, Any]) -> 
     signature = {name: _TYPES.get(name, "constexpr") for name in kernel.arg_names}
     source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return resources(compiled, _PROGRAMS * (2 if "maxnreg" in options else 1))
+    return resources(
+        compiled, {128: 2 * _PROGRAMS, 168: 3 * _PROGRAMS // 2}.get(options.get("maxnreg", 0), _PROGRAMS)
+    )
 
 
 def resources(compiled: Any, programs: int) -> dict[str, Any]:
