@@ -239,7 +239,7 @@ def test_which_sizes_they_take(head_dim: int, bits: tuple[int, int], group: int)
 
 
 def test_kernels_stay_in_registers() -> None:
-    """For compute capability 9.0: next to no spills, and eight programs of one warp on a processor at least.
+    """For compute capability 9.0: next to no spills, and eight programs of one warp on a processor, or more.
 
     Shared memory is for sums of many warps, for tiles on their way, and for sums of programs that have too many.
     """
@@ -251,5 +251,5 @@ def test_kernels_stay_in_registers() -> None:
     for name, figures in json.loads(found).items():
         assert figures["local"] <= (32 if name.startswith("sample-8-256") else 16), name
         assert figures["programs"] or name == "cut", name
-        if not name.startswith(("everything", "list", "attend")):
+        if name.startswith(("sample", "cut")):
             assert figures["shared"] <= (1024 if name == "cut" else 0), name

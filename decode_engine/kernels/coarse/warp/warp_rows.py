@@ -127,8 +127,9 @@ def attend_rows(
 ) -> gl.tensor:
     """Adds what is attended exactly to a state: sums of planes, sums of weights [X], and what these are relative to.
 
-    Tiles of entries from `tile` on, `apart` entries from each other, of `count`. listed: see `places_of`. context: where
-    rows begin, first and end of the searched range, how many others there are, and elements from rows to the tail's.
+    Tiles of entries from `tile` on, `apart` entries from each other, of `count`. listed: see `places_of`. context:
+    where rows begin, first and end of the searched range, how many others there are, and elements from rows to the
+    tail's.
     """
     KEY_ROWS: gl.constexpr = key_row_layout(_TILE, DIM)
     VALUE_ROWS: gl.constexpr = value_row_layout(_TILE, DIM, BITS)
