@@ -37,7 +37,9 @@ def read_prompts(
         sessions, token_ids, device, exact=prompts is Prompts.EXACT, shared=prompts is Prompts.SPARSE
     )
     ends_T = torch.tensor([len(ids) for ids in token_ids]).cumsum(0) - 1
-    logits_TV = model(**inputs, logits_to_keep=ends_T.to(device)).logits[0].float()
+    # Where each session has one token, each is a row of its own.
+    kept = ends_T.to(device) if len(inputs["input_ids"]) == 1 else 1
+    logits_TV = model(**inputs, logits_to_keep=kept).logits.flatten(0, 1).float()
     for session, ids in zip(sessions, token_ids, strict=True):
         session.position += len(ids)
     return list(logits_TV.split_with_sizes([1] * len(sessions)))
