@@ -275,7 +275,6 @@ def _launch_alone(
     scale, width = sizes.head_dim**-0.5 * LOG2E, sizes.width(rows)
     options = {
         "TILE": sizes.tile,
-        "AHEAD": sizes.shape.ahead,
         **sizes.constants_alone(),
         **chained(q_BHGD.device),
     }
@@ -285,6 +284,7 @@ def _launch_alone(
         width,
         KEY_BITS=sizes.key_bits,
         WEIGH=partials is not None,
+        AHEAD=sizes.shape.ahead,
         **sizes.launch_alone(keys=True),
         **options,
     )
@@ -302,6 +302,7 @@ def _launch_alone(
             partials.peaks_RSG.shape[1],
             VALUE_BITS=sizes.value_bits,
             EXACT=exact,
+            AHEAD=sizes.shape.values_ahead,
             SEGMENTS=max(32, triton.next_power_of_2(segments)),
             **sizes.launch_alone(keys=False),
             **options,

@@ -73,7 +73,7 @@ class FetchAhead:
     def __init__(self, plan: StepPlan, selection: KeySelection) -> None:
         self.rows = RowFetch(plan, self.copy_shape)
         self._selection = selection
-        self._joined_RN = joined_lists(plan)
+        self._joined_RN = joined_lists(plan, plan.max_keys)
         self._side = SideStream(plan.device)
         self._searched: torch.cuda.Event | None = None
         self._expected: tuple[int, Tensor, Tensor] | None = None

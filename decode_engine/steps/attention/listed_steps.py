@@ -93,7 +93,8 @@ class ListedSteps(StepAttention):
         self._partials = Partials.allocate(plan.rows, slots, plan.group, plan.model.head_dim, plan.device)
         if sharing is not None:
             sharing.attend_too(self._partials)
-        self.joined_RN = joined_lists(plan)
+        # Where no launch joins lists there is no need of room for them.
+        self.joined_RN = joined_lists(plan, 0 if self._alone is not None else plan.max_keys)
         kept = (plan.model.layers, plan.rows, programs)
         self._kept_LRX = torch.zeros(kept, dtype=torch.int32, device=plan.device)
         self._side = SideStream(plan.device)
@@ -233,9 +234,9 @@ class _Clusters(StepRemainder):
             )
 
 
-def joined_lists(plan: StepPlan) -> Tensor:
+def joined_lists(plan: StepPlan, keys: int) -> Tensor:
     """[R, N] int32, for `attend_lists` to fill."""
-    return torch.empty(plan.rows, plan.max_keys, dtype=torch.int32, device=plan.device)
+    return torch.empty(plan.rows, keys, dtype=torch.int32, device=plan.device)
 
 
 def _partition(method: Method) -> IndexSpec | None:
