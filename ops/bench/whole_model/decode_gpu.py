@@ -83,10 +83,10 @@ KINDS = {
     "host": r"(post|await)_kernel",
     "turns": r"(take|give)_kernel",
     "remainder": r"(correct|remainder)_kernel",
-    "attend": r"(attend|window|shared|tail_write|merge)_kernel",
+    "attend": r"(attend|window|shared|tail_write|values|merge)_kernel",
 }
 """What kernels do, by their whole name; all others are the rest of the model. A lookup scores clusters, which
-is for the search or for the remainder; a pass over coarse rows is for both."""
+is for the search or for the remainder; values are those of coarse rows, and of exact ones beside them."""
 
 
 class NothingSteps(StepAttention):
